@@ -1,0 +1,30 @@
+"""What the library raises or warns with, beyond Python's own exceptions."""
+
+from torch.autograd.gradcheck import GradcheckError as _TorchGradcheckError
+
+__all__ = ["BilevelWarning", "GradcheckError", "NonFiniteError"]
+
+
+class NonFiniteError(ArithmeticError):
+    """An oracle returned NaN or infinity; parameters and state are as they were before the call.
+
+    Attributes:
+        oracle: name of the oracle, as in ``BilevelOptimizer.oracle_counts``.
+        step: index of the outer step, from 0.
+    """
+
+    def __init__(self, oracle: str, step: int, hint: str = "") -> None:
+        self.oracle, self.step = oracle, step
+        super().__init__(
+            f"Non-finite values in {oracle} at outer step {step}; the parameters and the optimizer's state "
+            f"are unchanged. {hint or 'A smaller lr or lower_lr is the usual remedy'}. "
+            "check_finite=False turns this check off."
+        )
+
+
+class GradcheckError(_TorchGradcheckError):
+    """A hypergradient estimate is further from the reference than the tolerance of `check_hypergradient`."""
+
+
+class BilevelWarning(RuntimeWarning):
+    """The method still runs, but its hypergradient is not to be trusted."""

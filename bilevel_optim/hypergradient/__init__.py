@@ -1,0 +1,24 @@
+r"""Estimators of the hypergradient as plain functions of an `Oracle`, for research that wants only them.
+
+With :math:`\Phi(x) = f(x, y^*(x))` and :math:`y^*(x) = \arg\min_y g(x, y)`,
+
+.. math:: \nabla\Phi = \nabla_x f - \nabla^2_{xy} g\, [\nabla^2_{yy} g]^{-1} \nabla_y f \quad\text{at } (x, y^*(x)).
+
+None of these functions changes x; `unrolled` advances the live y, the others leave it.
+
+Example:
+    >>> import torch, bilevel_optim as bo
+    >>> from functools import partial
+    >>> x, y = torch.tensor([3.0], requires_grad=True), torch.tensor([6.0], requires_grad=True)
+    >>> oracle = bo.Oracle([x], [y], lambda: (y**2).sum() / 2, lambda: ((y - 2 * x) ** 2).sum())  # y*(x) = 2x
+    >>> bo.hypergradient.implicit(oracle, partial(bo.linear.cg, steps=1)).gradient
+    (tensor([12.]),)
+"""
+
+from .direct import direct
+from .estimate import Estimate
+from .implicit import implicit
+from .penalty import penalty
+from .unrolled import unrolled
+
+__all__ = ["Estimate", "direct", "implicit", "penalty", "unrolled"]

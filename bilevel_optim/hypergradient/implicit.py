@@ -1,0 +1,56 @@
+"""Implicit differentiation: one linear system with the lower Hessian."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..linear import LinearSolution
+from ..objective import Sample
+from ..oracle import Oracle
+from ..vector import Vector
+from .estimate import Estimate
+
+__all__ = ["implicit"]
+
+
+def implicit(
+    oracle: Oracle,
+    solve: Callable[[Callable[[Vector], Vector], Vector, Vector | None], LinearSolution],
+    start: Vector | None = None,
+    *,
+    upper_sample: Sample | None = None,
+    lower_sample: Sample | None = None,
+) -> Estimate:
+    r"""Estimate :math:`\nabla_x f - \nabla^2_{xy} g\, v` with :math:`\nabla^2_{yy} g\, v \approx \nabla_y f` at (x, y).
+
+    With :math:`h(y, v)` the formula, its error is :math:`(\partial_y h)(y - y^*) - \nabla^2_{xy} g\,(v - v^*)` to first
+    order: linear in the lower error and in that of v.
+
+    Args:
+        oracle: the losses; costs one upper gradient, one lower gradient, the solver's products and one cross product.
+        solve: called as ``solve(product, b, start)``, such as ``functools.partial(bo.linear.cg, steps=10)``.
+        start: initial v. Default: None (zero).
+        upper_sample: sample of f. Default: the next one.
+        lower_sample: sample of g, shared by all products. Default: the next one.
+
+    Returns:
+        Estimate whose memory holds v as ``"linear_solution"``.
+    """
+    loss, grad_x, grad_y = oracle.upper(upper_sample or oracle.f.draw())
+    with oracle.lower_system(lower_sample or oracle.g.draw()) as system:
+        result = solve(system.hvp, grad_y, start)
+        oracle.checks.finite("hvp", result.solution)
+        gradient = grad_x - system.cross(result.solution)
+    oracle.checks.alert(
+        "indefinite",
+        "the lower Hessian is not positive definite at the current point (conjugate gradients met non-positive "
+        "curvature and kept their last iterate), so the hypergradient is not reliable; add damping, regularise the "
+        "lower loss, or use a first-order method",
+        result.indefinite,
+    )
+    diagnostics = {
+        "lower_residual": system.gradient.norm(),
+        "linear_residual": result.residual,
+        "linear_iterations": result.iterations,
+    }
+    return Estimate(loss, gradient, diagnostics, {"linear_solution": result.solution})

@@ -1,0 +1,71 @@
+"""Finite differences in the weight of a penalty: the hypergradient from first-order gradients only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..finite_difference import Stencil
+from ..objective import Sample
+from ..oracle import Oracle
+from ..stacked import evaluate_copies
+from ..vector import Vector
+from .estimate import Estimate
+
+__all__ = ["penalty"]
+
+
+def penalty(
+    oracle: Oracle,
+    copies: Vector,
+    formula: Stencil,
+    nu: float,
+    *,
+    upper_sample: Sample | None = None,
+    lower_sample: Sample | None = None,
+) -> Estimate:
+    r"""Estimate :math:`\sum_j c_j [\,j\,\nabla_x f(x, y_j) + \nabla_x g(x, y_j)/\nu\,]`.
+
+    The copies are :math:`y_j \approx \arg\min_y g + j\nu f`. By the envelope theorem
+    :math:`\psi(s) = \frac{d}{dx} \min_y (s f + g) = s \nabla_x f + \nabla_x g` at the minimiser, and
+    :math:`\psi'(0) = \nabla\Phi(x)`. This is a finite difference of :math:`\psi`, with error :math:`O(\nu^p)` for exact
+    copies.
+
+    Args:
+        oracle: the losses; costs one lower and one upper gradient for each copy.
+        copies: tensors with a leading dimension, one lane for each node of the formula.
+        formula: nodes and weights, from `bilevel_optim.finite_difference.stencil`.
+        nu: step of the finite difference.
+        upper_sample: sample of f, shared by the copies. Default: the next one.
+        lower_sample: sample of g, shared by the copies. Default: the next one.
+
+    Returns:
+        Estimate whose loss is f extrapolated to :math:`\nu = 0`, with error :math:`O(\nu^p)`.
+    """
+    values = evaluate_copies(
+        oracle,
+        copies,
+        [float(j * c) for j, c in zip(formula.nodes, formula.weights, strict=True)],
+        _summing_to_zero([float(c) / nu for c in formula.weights], oracle.x[0].dtype),
+        upper_sample or oracle.f.draw(),
+        lower_sample or oracle.g.draw(),
+        wrt="upper",
+    )
+    hint = "If copies at negative nodes diverge, a smaller nu helps, or stencil='forward'"
+    oracle.checks.finite("upper_grad", values.gradient, hint)
+    interpolation = values.upper.new_tensor([float(w) for w in formula.interpolation])
+    used = interpolation != 0
+    loss = torch.where(used, values.upper * interpolation, 0.0).sum()
+    oracle.checks.finite("loss", [loss], hint)
+    return Estimate(loss, values.gradient)
+
+
+def _summing_to_zero(weights: Sequence[float], dtype: torch.dtype) -> list[float]:
+    """The weights rounded to the working precision such that they still cancel on a constant, as far as it allows."""
+    dtype = torch.promote_types(dtype, torch.float32)
+    rounded = torch.tensor(weights, dtype=dtype).double()
+    largest, excess = rounded.abs().argmax(), rounded.sum()
+    if excess.abs() <= len(weights) * torch.finfo(dtype).eps * rounded[largest].abs():
+        rounded[largest] -= excess
+    return rounded.to(dtype).tolist()

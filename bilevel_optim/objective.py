@@ -1,0 +1,158 @@
+"""A loss together with the data it is evaluated on, and one drawn sample of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Objective", "Sample"]
+
+
+class Objective:
+    r"""A loss and the batches that it is averaged over.
+
+    Without ``data`` the loss is called with no argument and is deterministic. With ``data`` it is called with one batch
+    and estimates :math:`\mathbb E_{\text{batch}}[\text{loss}(\text{batch})]`; the batches are drawn in the order of
+    ``data``, which is started again whenever it ends. The *optimizer* decides when a batch is drawn and which
+    evaluations share it, so a loss must not draw data itself.
+
+    Args:
+        loss: callable that returns a scalar tensor. It reads the live parameters, and must not call ``backward``.
+        data: any iterable that can be iterated more than once: a ``DataLoader``, a list of batches. Default: none.
+
+    Raises:
+        ValueError: at the first draw, if ``data`` is empty or can be iterated only once and is exhausted.
+
+    Example:
+        >>> import torch
+        >>> y = torch.zeros(1, requires_grad=True)
+        >>> objective = Objective(lambda batch: (y - batch).square().sum(), [1.0, 2.0])
+        >>> [objective.draw().batch for _ in range(5)]
+        [1.0, 2.0, 1.0, 2.0, 1.0]
+
+    To resume a run bit for bit, save :meth:`state_dict` beside the optimizer's.
+    """
+
+    def __init__(self, loss: Callable[..., Tensor], data: Iterable[Any] | None = None) -> None:
+        if not callable(loss):
+            raise TypeError(f"loss must be callable, but got {type(loss).__name__}")
+        if data is not None and not isinstance(data, Iterable):
+            raise TypeError(f"data must be iterable, but got {type(data).__name__}")
+        self.loss, self.data = loss, data
+        self._iterator: Iterator[Any] | None = None
+        self._position = 0  # batches drawn since the iterator was started
+        self._start: dict[str, Any] = {}  # random state from which the iterator was started
+
+    def draw(self, *, once: bool = False) -> Sample:
+        """The next batch, with the random numbers that every evaluation on it will share.
+
+        ``once`` promises that there will be a single evaluation, which saves keeping the random state.
+        """
+        return Sample(self.loss, () if self.data is None else (self._next(),), once=once)
+
+    def _next(self) -> Any:
+        assert self.data is not None
+        for _ in range(2):
+            if self._iterator is None:
+                self._start = _random_state(self.data)
+                self._iterator, self._position = iter(self.data), 0
+            for batch in self._iterator:
+                self._position += 1
+                return batch
+            self._iterator = None
+        raise ValueError(
+            "the data of an Objective gave no batch: it is empty, or it can be iterated only once and is exhausted "
+            "(pass a DataLoader or a list, not a generator)"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position in the data: how many batches of the current pass are drawn, and the random state it began with.
+
+        Enough to continue any data whose order follows from torch's random state at ``iter(data)``, as that of a
+        ``DataLoader`` does (with its own ``generator`` or with torch's default one).
+        """
+        position = self._position if self._iterator is not None else 0
+        return {"position": position, **({k: v.clone() for k, v in self._start.items()} if position else {})}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved position: restarts the pass as it was started, and skips the batches already drawn."""
+        self._iterator = None
+        if not state["position"]:
+            return
+        present = _random_state(self.data)
+        _set_random_state(self.data, state)
+        for _ in range(state["position"]):
+            self._next()
+        if "default" in state:
+            torch.set_rng_state(present["default"])
+
+    def __repr__(self) -> str:
+        name = getattr(self.loss, "__name__", type(self.loss).__name__)
+        return f"Objective({name}, data={None if self.data is None else type(self.data).__name__})"
+
+
+class Sample:
+    """One draw of an objective: a batch and the state of torch's random generators at its first evaluation.
+
+    Dropout masks, augmentations and label noise belong to the sample: all evaluations of one sample use the same random
+    numbers, wherever the parameters stand.
+    """
+
+    __slots__ = ("_random", "arguments", "loss", "once")
+
+    def __init__(self, loss: Callable[..., Tensor], arguments: tuple[Any, ...] = (), *, once: bool = False) -> None:
+        self.loss, self.arguments, self.once = loss, arguments, once
+        self._random: tuple[Tensor, ...] | None = None
+
+    @property
+    def batch(self) -> Any:
+        return self.arguments[0] if self.arguments else None
+
+    def __call__(self) -> Tensor:
+        return self.loss(*self.arguments)
+
+    @contextmanager
+    def replayed(self, device: torch.device) -> Generator[None]:
+        """Evaluate with the random numbers of the first evaluation; later draws do not notice the repetition."""
+        present = _generators_state(device)
+        if self._random is None:
+            self._random = present
+            yield
+            return
+        _set_generators_state(device, self._random)
+        try:
+            yield
+        finally:
+            _set_generators_state(device, present)
+
+
+def _generators_state(device: torch.device) -> tuple[Tensor, ...]:
+    if device.type == "cuda":
+        return torch.get_rng_state(), torch.cuda.get_rng_state(device)
+    return (torch.get_rng_state(),)
+
+
+def _set_generators_state(device: torch.device, state: tuple[Tensor, ...]) -> None:
+    torch.set_rng_state(state[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[1], device)
+
+
+def _random_state(data: Any) -> dict[str, Any]:
+    """What decides the order of the next pass over ``data``: its own generator, else torch's default one."""
+    generator = getattr(data, "generator", None) or getattr(getattr(data, "sampler", None), "generator", None)
+    if isinstance(generator, torch.Generator):
+        return {"generator": generator.get_state()}
+    return {"default": torch.get_rng_state()}
+
+
+def _set_random_state(data: Any, state: dict[str, Any]) -> None:
+    if "default" in state:
+        torch.set_rng_state(state["default"])
+    else:
+        generator = getattr(data, "generator", None) or data.sampler.generator
+        generator.set_state(state["generator"])

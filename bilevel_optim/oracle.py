@@ -1,0 +1,366 @@
+"""The only code that evaluates a user's loss: derivatives of f and g at a given point, singly or for stacked copies.
+
+An `Oracle` is bound to the live parameters and to the two objectives of one step. It counts what it evaluates, averages
+over a process group, and queues what has to be checked at the end of the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .checks import Checks
+from .objective import Objective, Sample
+from .substitution import Buffers, placed, twice_differentiable, uses_weight_norm
+from .vector import Vector, is_sharded
+
+__all__ = ["COUNTERS", "LowerSystem", "Oracle", "Session"]
+
+COUNTERS = ("upper_grad", "lower_grad", "hvp", "jvp", "loss")
+
+
+@dataclass
+class Session:
+    """Options of the oracles of one optimizer, and what they keep from step to step."""
+
+    vectorize: bool | int = True
+    hvp: str = "exact"
+    process_group: Any = None
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
+    weight_norm: bool | None = None  # the lower loss contains fused weight normalisation
+    buffers: Buffers = field(default_factory=Buffers)
+    fallback: str | None = None  # why the loop runs although vmap was asked for
+    vmapped: bool = False  # vmap is known to work on these losses
+    reaches_lower: bool = False  # the lower loss is known to depend on every lower parameter
+    reaches_upper: bool = False  # some loss is known to depend on some upper parameter
+
+
+class LowerSystem(NamedTuple):
+    r"""First and second derivatives of g at one point, valid inside the block that made it.
+
+    ``hvp(v)`` is :math:`\nabla^2_{yy} g\, v`; ``cross(v)`` is :math:`\nabla^2_{xy} g\, v`, shaped like x; ``both(v)``
+    is ``(cross(v), hvp(v))`` from one pass.
+    """
+
+    gradient: Vector
+    hvp: Callable[[Vector], Vector]
+    cross: Callable[[Vector], Vector]
+    both: Callable[[Vector], tuple[Vector, Vector]]
+
+
+class Oracle:
+    r"""Derivatives of an upper loss f(x, y) and a lower loss g(x, y), given as closures over live tensors.
+
+    Everything is evaluated on a `Sample` (from ``oracle.f.draw()`` or ``oracle.g.draw()``) at the live values, or
+    inside ``with oracle.at(x, y)`` at others.
+
+    Args:
+        upper: the live upper tensors x.
+        lower: the live lower tensors y.
+        upper_loss: f, a callable or an `Objective`.
+        lower_loss: g, a callable or an `Objective`.
+        names: names of the upper, then of the lower tensors, for error messages. Default: their indices.
+        session: options, counters and memory shared by the steps of an optimizer. Default: fresh ones.
+
+    Example:
+        >>> import torch
+        >>> x, y = torch.tensor([2.0], requires_grad=True), torch.tensor([1.0], requires_grad=True)
+        >>> oracle = Oracle([x], [y], lambda: (y**2).sum(), lambda: (x * y**2).sum())
+        >>> with oracle.lower_system(oracle.g.draw()) as system:
+        ...     system.hvp(Vector([torch.ones(1)])), system.cross(Vector([torch.ones(1)]))
+        ((tensor([4.]),), (tensor([2.]),))
+    """
+
+    def __init__(
+        self,
+        upper: Iterable[Tensor],
+        lower: Iterable[Tensor],
+        upper_loss: Objective | Callable[..., Tensor],
+        lower_loss: Objective | Callable[..., Tensor],
+        *,
+        names: Sequence[str] | None = None,
+        session: Session | None = None,
+    ) -> None:
+        self.x, self.y = Vector(upper), Vector(lower)
+        self.f = upper_loss if isinstance(upper_loss, Objective) else Objective(upper_loss)
+        self.g = lower_loss if isinstance(lower_loss, Objective) else Objective(lower_loss)
+        self.session = session or Session()
+        self.checks = Checks()
+        self.device = self.y[0].device
+        self.sharded = any(map(is_sharded, (*self.x, *self.y)))
+        self.buffers_skipped = False  # some module would have updated buffers at a point that is not the live one
+        self._names = names or [f"{level} {i}" for level, ts in zip(("upper", "lower"), (self.x, self.y), strict=True)
+                                for i in range(len(ts))]  # fmt: skip
+        if not self.session.reaches_upper:
+            for tensor, name in zip((*self.x, *self.y), self._names, strict=True):
+                if tensor.device != self.device:
+                    raise ValueError(
+                        f"all parameters must be on one device, but parameter {name} is on {tensor.device} and "
+                        f"parameter {self._names[len(self.x)]} is on {self.device}"
+                    )
+
+    def count(self, oracle: str, times: int = 1) -> None:
+        """Add to the counters."""
+        self.session.counts[oracle] += times
+
+    @contextmanager
+    def at(self, upper: Sequence[Tensor] | None = None, lower: Sequence[Tensor] | None = None) -> Generator[None]:
+        """Let the live tensors hold other values inside the block."""
+        with placed(self.x, upper), placed(self.y, lower):
+            yield
+
+    # ------------------------------------------------------------------------------------------------ first order
+
+    def upper(self, sample: Sample) -> tuple[Tensor, Vector, Vector]:
+        """Value of f, its gradient in x and its gradient in y, from one backward pass."""
+        with self.buffers_kept():
+            loss = self.dependent("upper", self.value("upper", sample), self.y)
+            gradients = self.differentiate(loss, (*self.x, *self.y))
+        if all(gradient is None for gradient in gradients):
+            raise ValueError(_INDEPENDENT.format(level="upper"))
+        split = len(self.x)
+        self.note_reached(gradients[:split])
+        self.count("upper_grad")
+        loss, grad_x, grad_y = self.averaged(
+            loss.detach(), filled(gradients[:split], self.x), filled(gradients[split:], self.y)
+        )
+        self.checks.finite("loss", [loss])
+        self.checks.finite("upper_grad", [*grad_x, *grad_y])
+        return loss, grad_x, grad_y
+
+    def lower(self, sample: Sample) -> tuple[Tensor, Vector]:
+        """Value of g and its gradient in y, as in a training step: module buffers advance."""
+        loss = self.dependent("lower", self.value("lower", sample), self.y)
+        gradients = self.differentiate(loss, self.y)
+        self.require_reached(gradients)
+        self.count("lower_grad")
+        loss, gradient = self.averaged(loss.detach(), filled(gradients, self.y))
+        return loss, gradient
+
+    # ------------------------------------------------------------------------------------------------ second order
+
+    @contextmanager
+    def lower_system(self, sample: Sample) -> Generator[LowerSystem]:
+        """Second derivatives of g at the current point: a graph kept inside the block, or finite differences."""
+        if self.session.hvp == "finite-difference":
+            yield self._difference_system(sample)
+        else:
+            with self.buffers_kept():
+                yield self._system(sample)
+
+    def kept_system(self, sample: Sample) -> LowerSystem:
+        """Second derivatives of g at the current point, for later use at the same point; module buffers advance.
+
+        The graph saves the live leaves themselves, so its products are right only while these hold the same values
+        again (``with oracle.at(...)``).
+        """
+        return self._system(sample)
+
+    def _system(self, sample: Sample) -> LowerSystem:
+        y = self.y
+        gradients = self.twice_differentiable_gradient(sample)
+        self.require_reached(gradients)
+        self.count("lower_grad")
+        # A component that is constant in x and y has no graph, and contributes nothing to any product.
+        parts = [(i, g) for i, g in enumerate(gradients) if g is not None and g.requires_grad]
+
+        def product(v: Vector, inputs: Vector) -> Vector:
+            if not parts:
+                return inputs.zeros_like()
+            with twice_differentiable():
+                products = torch.autograd.grad(
+                    [g for _, g in parts], inputs, [v[i] for i, _ in parts], retain_graph=True, allow_unused=True
+                )
+            if inputs is not y:
+                self.note_reached(products[: len(self.x)])
+            return self.averaged_vector(filled(products, inputs))
+
+        return self._counted(self.averaged_vector(filled(gradients, y).detach()), product)
+
+    def twice_differentiable_gradient(self, sample: Sample) -> Sequence[Tensor | None]:
+        """Gradient of g in the live y, with a graph."""
+        session = self.session
+        if self.sharded:
+            raise RuntimeError(
+                "sharded lower parameters (DTensor) have first derivatives only in torch; use a first-order method "
+                "(F2SA) or hvp='finite-difference'"
+            )
+        with twice_differentiable(plain_weight_norm=bool(session.weight_norm)):
+            loss = self.dependent("lower", self.value("lower", sample), self.y)
+        if session.weight_norm is None:
+            session.weight_norm = uses_weight_norm(loss)
+            if session.weight_norm:
+                return self.twice_differentiable_gradient(sample)
+        with twice_differentiable():
+            return self.differentiate(loss, self.y, graph=True)
+
+    def _counted(self, gradient: Vector, product: Callable[[Vector, Vector], Vector]) -> LowerSystem:
+        """The system whose products ``product(v, variables)`` are counted and checked."""
+        both_variables = Vector((*self.x, *self.y))
+        split = len(self.x)
+
+        def hvp(v: Vector) -> Vector:
+            self.count("hvp")
+            return product(v, self.y)
+
+        def cross(v: Vector) -> Vector:
+            self.count("jvp")
+            result = product(v, self.x)
+            self.checks.finite("jvp", result)
+            return result
+
+        def both(v: Vector) -> tuple[Vector, Vector]:
+            self.count("hvp")
+            self.count("jvp")
+            result = product(v, both_variables)
+            self.checks.finite("jvp", result)
+            return Vector(result[:split]), Vector(result[split:])
+
+        return LowerSystem(gradient, hvp, cross, both)
+
+    def _difference_system(self, sample: Sample) -> LowerSystem:
+        """Products from central differences of first-order gradients, all on the same sample."""
+        y = self.y.detach().clone()
+
+        def gradient(at: Vector, variables: Vector) -> Vector:
+            with self.at(lower=at), self.buffers_kept():
+                loss = self.dependent("lower", self.value("lower", sample), self.y)
+                gradients = self.differentiate(loss, variables)
+            if variables is self.y:
+                self.require_reached(gradients)
+            else:
+                self.note_reached(gradients[: len(self.x)])
+            return self.averaged_vector(filled(gradients, variables))
+
+        def product(v: Vector, variables: Vector) -> Vector:
+            # Truncation eps^2 against round-off u / eps gives eps ~ u^(1/3), in units of the size of y along v.
+            length = v.norm().clamp_min(torch.finfo(torch.float32).tiny)
+            epsilon = math.pow(torch.finfo(y[0].dtype).eps, 1 / 3) * (1 + y.norm()) / length
+            shift = v * epsilon
+            return (gradient(y + shift, variables) - gradient(y - shift, variables)) * (0.5 / epsilon)
+
+        self.count("lower_grad")
+        return self._counted(gradient(y, self.y), product)
+
+    # ------------------------------------------------------------------------------------------------ parts
+
+    def value(self, level: str, sample: Sample, *, graph: bool = True) -> Tensor:
+        """The loss on a sample, with the random numbers of that sample, checked to be a scalar."""
+        if torch.is_autocast_enabled(self.device.type):
+            # Autocast keeps its low-precision copies of the weights as long as it lasts, which may be longer than the
+            # values that the weights have now.
+            torch.clear_autocast_cache()
+        if sample.once:
+            with torch.set_grad_enabled(graph):
+                loss = sample()
+        else:
+            with torch.set_grad_enabled(graph), sample.replayed(self.device):
+                loss = sample()
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(
+                f"the {level} loss must return a scalar tensor, but returned {found}; reduce it (mean, sum)"
+            )
+        return loss if loss.dim() == 0 else loss.reshape(())
+
+    def dependent(self, level: str, loss: Tensor, y: Sequence[Tensor]) -> Tensor:
+        """The loss, checked to depend on something where ``y`` is a variable."""
+        if not loss.requires_grad and any(t.requires_grad for t in y):
+            raise ValueError(_INDEPENDENT.format(level=level))
+        return loss
+
+    def differentiate(self, loss: Tensor, inputs: Sequence[Tensor], *, graph: bool = False) -> Sequence[Tensor | None]:
+        """Gradient of a loss in live tensors; None where it does not depend on one."""
+        if self.sharded and not graph:
+            return _by_backward(loss, inputs)
+        return torch.autograd.grad(loss, list(inputs), create_graph=graph, allow_unused=True)
+
+    @contextmanager
+    def buffers_kept(self) -> Generator[None]:
+        """Leave module buffers (running statistics) as they are, whatever the block evaluates."""
+        with self.session.buffers.kept() as changed:
+            yield
+        self.buffers_skipped |= bool(changed)
+
+    def advance_buffers(self, sample: Sample) -> None:
+        """One forward pass of g at the live point, for methods that evaluated g only elsewhere."""
+        if self.buffers_skipped:
+            with torch.no_grad():
+                sample()
+            self.count("loss")
+
+    def averaged(self, *results: Any) -> tuple[Any, ...]:
+        """Mean over the ranks of the process group, of tensors and vectors (sharded tensors have theirs already)."""
+        group = self.session.process_group
+        if group is None:
+            return results
+        tensors = [t for r in results for t in (r if isinstance(r, Vector) else (r,)) if not is_sharded(t)]
+        if not tensors:
+            return results
+        flat = torch.cat([t.reshape(-1).to(torch.promote_types(t.dtype, torch.float32)) for t in tensors])
+        dist.all_reduce(flat, group=group)
+        parts = (flat / dist.get_world_size(group)).split([t.numel() for t in tensors])  # type: ignore[no-untyped-call]
+        means = iter(part.view_as(t).to(t.dtype) for part, t in zip(parts, tensors, strict=True))
+        return tuple(
+            Vector(t if is_sharded(t) else next(means) for t in result) if isinstance(result, Vector) else next(means)
+            for result in results
+        )
+
+    def averaged_vector(self, vector: Vector) -> Vector:
+        """Mean over the ranks of one vector."""
+        return Vector(self.averaged(vector)[0])
+
+    def require_reached(self, gradients: Sequence[Tensor | None]) -> None:
+        """At the first step, raise if the lower loss does not depend on some lower parameter."""
+        if not self.session.reaches_lower:
+            for gradient, name in zip(gradients, self._names[len(self.x) :], strict=True):
+                if gradient is None:
+                    raise ValueError(
+                        f"the lower loss does not depend on lower parameter {name}; leave it out of the lower "
+                        "parameters, or check that the loss reads the live tensor and not a detached or old one"
+                    )
+            self.session.reaches_lower = True
+
+    def note_reached(self, gradients: Iterable[Tensor | None]) -> None:
+        """Remember whether any loss depended on an upper parameter."""
+        if not self.session.reaches_upper:
+            self.session.reaches_upper = any(gradient is not None for gradient in gradients)
+
+    def conclude(self) -> None:
+        """At the first step, raise if neither loss depended on any upper parameter: the hypergradient would be zero."""
+        if not self.session.reaches_upper:
+            raise ValueError(
+                "neither loss depends on any upper parameter, so the hypergradient would be silently zero; check that "
+                "the losses read the live upper tensors and not detached or old ones"
+            )
+
+
+_INDEPENDENT = (
+    "the {level} loss depends on no parameter of this optimizer; check that it reads the live tensors, and that it "
+    "does not detach, call .item() or run under torch.no_grad()"
+)
+
+
+def filled(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Vector:
+    """Gradients with zeros for the tensors that were not reached."""
+    return Vector(torch.zeros_like(t) if g is None else g for g, t in zip(gradients, like, strict=True))
+
+
+def _by_backward(loss: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """Gradients through ``.backward()``, the only way that sharded parameters (FSDP2) have."""
+    before = [t.grad for t in inputs]
+    for tensor in inputs:
+        tensor.grad = None
+    try:
+        loss.backward()  # type: ignore[no-untyped-call]
+        return [t.grad for t in inputs]
+    finally:
+        for tensor, grad in zip(inputs, before, strict=True):
+            tensor.grad = grad

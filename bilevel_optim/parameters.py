@@ -1,0 +1,82 @@
+"""Validation in torch's wording, and parameter groups that know their level."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "LEVELS",
+    "Params",
+    "as_groups",
+    "consistently_named",
+    "is_count",
+    "is_number",
+    "require",
+    "require_one_level",
+]
+
+Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+LEVELS = ("upper", "lower")
+
+
+def require(name: str, value: object, valid: bool, wording: str = "Invalid {name} value: {value}") -> None:
+    """Raise ValueError in torch's wording unless ``valid``."""
+    if not valid:
+        raise ValueError(wording.format(name=name, value=value))
+
+
+def is_number(value: object) -> bool:
+    """Whether value is a real number (or a tensor of one element, which torch takes as a learning rate)."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_count(value: object) -> bool:
+    """Whether value is a non-negative integer."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def as_groups(parameters: Params, level: str) -> list[dict[str, Any]]:
+    """The groups that ``parameters`` stand for, marked with their level."""
+    if isinstance(parameters, (Tensor, dict)):
+        raise TypeError(
+            f"{level} parameters should be an iterable of tensors, of (name, tensor) pairs or of dicts, but got "
+            f"{torch.typename(parameters)}"
+        )
+    entries: list[Any] = list(parameters)
+    if not entries:
+        raise ValueError(f"optimizer got an empty {level} parameter list")
+    groups: list[dict[str, Any]] = [dict(e) for e in entries] if isinstance(entries[0], dict) else [{"params": entries}]
+    for group in groups:
+        given = group["params"]
+        group["params"] = [given] if isinstance(given, Tensor) else list(given)
+        group["level"] = level
+    return groups
+
+
+def consistently_named(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Name the parameters of the other groups too if those of some have names, as torch demands."""
+    if any(isinstance(p, tuple) for group in groups for p in group["params"]):
+        for i, group in enumerate(groups):
+            group["params"] = [
+                p if isinstance(p, tuple) else (f"{group['level']}.{i}.{k}", p) for k, p in enumerate(group["params"])
+            ]
+    return groups
+
+
+def require_one_level(group: dict[str, Any], others: list[dict[str, Any]]) -> None:
+    """Raise ValueError if a parameter of ``group`` is in a group of the other level already."""
+    elsewhere = {id(p): other["level"] for other in others for p in other["params"] if other["level"] != group["level"]}
+    for i, entry in enumerate(group["params"] if not isinstance(group["params"], Tensor) else [group["params"]]):
+        name, parameter = entry if isinstance(entry, tuple) else (i, entry)
+        if id(parameter) in elsewhere:
+            raise ValueError(
+                f"{group['level']} parameter {name!r} of shape {tuple(parameter.shape)} is also an "
+                f"{elsewhere[id(parameter)]} parameter; a parameter belongs to one level, so leave it out of the other"
+            )

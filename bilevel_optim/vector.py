@@ -1,0 +1,117 @@
+"""Algebra of the parameter space: one vector is a tuple of tensors, one tensor per parameter.
+
+Every operation is one ``torch._foreach_*`` call, so that an algorithm reads as in its paper and costs as many kernels
+as a hand-fused one. ``dot`` and ``norm`` are the only reductions over all the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["Vector", "is_sharded", "stack"]
+
+Scalar = float | Tensor
+
+
+class Vector(tuple[Tensor, ...]):
+    """A point or direction in the space of several parameter tensors.
+
+    ``+``, ``-`` and ``*`` act tensor by tensor; ``*`` takes a number, a zero-dimensional tensor, or one number per
+    tensor (a learning rate per parameter).
+
+    Example:
+        >>> a = Vector([torch.tensor([1.0, 2.0]), torch.tensor(3.0)])
+        >>> float((2 * a - a).dot(a)), float(a.norm()) ** 2
+        (14.0, 14.0)
+    """
+
+    __slots__ = ()
+
+    def __add__(self, other: Sequence[Tensor]) -> Vector:  # type: ignore[override]
+        return Vector(torch._foreach_add(self, tuple(other)))
+
+    def __sub__(self, other: Sequence[Tensor]) -> Vector:
+        return Vector(torch._foreach_sub(self, tuple(other)))
+
+    def __mul__(self, factor: Scalar | Sequence[float]) -> Vector:  # type: ignore[override]
+        return Vector(torch._foreach_mul(self, factor))
+
+    __rmul__ = __mul__  # type: ignore[assignment]
+
+    def __neg__(self) -> Vector:
+        return Vector(torch._foreach_neg(self))
+
+    def dot(self, other: Sequence[Tensor]) -> Tensor:
+        """Inner product over all tensors, accumulated in float64 where the device has it."""
+        return _total([_sum(product) for product in torch._foreach_mul(self, tuple(other))])
+
+    def norm(self) -> Tensor:
+        """Euclidean norm over all tensors together."""
+        return self.dot(self).sqrt()
+
+    def max_abs(self) -> Tensor:
+        """Largest absolute entry; NaN or infinite exactly if some entry is."""
+        parts = [t for t in self if t.numel()]
+        if any(map(is_sharded, parts)):
+            norms = [_whole(t.abs().max()) for t in parts]
+        else:
+            norms = list(torch._foreach_norm(parts, torch.inf))
+        return torch.stack(norms).max() if norms else torch.zeros(())
+
+    def clone(self) -> Vector:
+        return Vector(t.clone() for t in self)
+
+    def detach(self) -> Vector:
+        return Vector(t.detach() for t in self)
+
+    def zeros_like(self) -> Vector:
+        return Vector(torch.zeros_like(t) for t in self)
+
+    def lane(self, index: int) -> Vector:
+        """The vector at one index of the leading dimension of stacked tensors (views)."""
+        return Vector(t[index] for t in self)
+
+    def combine(self, weights: Sequence[float]) -> Vector:
+        """``sum_j weights[j] * lane(j)`` of stacked tensors."""
+        first, *rest = [j for j, weight in enumerate(weights) if weight]
+        total = self.lane(first) * weights[first]
+        for j in rest:
+            total = total + self.lane(j) * weights[j]
+        return total
+
+    @torch.no_grad()
+    def copy_(self, values: Iterable[Tensor]) -> None:
+        """Write ``values`` into these tensors."""
+        if any(map(is_sharded, self)):
+            for tensor, value in zip(self, values, strict=True):
+                tensor.copy_(value)
+        else:
+            torch._foreach_copy_(self, tuple(values))
+
+
+def stack(vectors: Sequence[Sequence[Tensor]]) -> Vector:
+    """Stack vectors along a new leading dimension, tensor by tensor."""
+    return Vector(torch.stack(tensors) for tensors in zip(*vectors, strict=True))
+
+
+def is_sharded(t: Tensor) -> bool:
+    """Whether a tensor is a ``DTensor``, of which each rank holds a part (as FSDP2 makes them)."""
+    return hasattr(t, "full_tensor")
+
+
+def _sum(t: Tensor) -> Tensor:
+    if not t.is_floating_point() or t.device.type == "mps":
+        return _whole(t.sum())
+    return _whole(t.sum(dtype=torch.float64))
+
+
+def _whole(t: Tensor) -> Tensor:
+    """The value of a possibly sharded scalar."""
+    return t.full_tensor() if is_sharded(t) else t  # type: ignore[attr-defined]
+
+
+def _total(parts: list[Tensor]) -> Tensor:
+    return torch.stack(parts).sum() if parts else torch.zeros(())

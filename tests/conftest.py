@@ -1,0 +1,22 @@
+import pytest
+import torch
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="run the full-size versions of tests too")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--slow"):
+        for item in items:
+            if "slow" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="full size: run with --slow"))
+
+
+@pytest.fixture(autouse=True)
+def _reproducible():
+    """Every test starts from one seed and float64, and leaves torch's defaults as they were."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)

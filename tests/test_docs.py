@@ -1,0 +1,85 @@
+"""What the documents claim is run."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import bilevel_optim as bo
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
+
+
+@pytest.fixture
+def namespace():
+    """The data that the README's example assumes: images of 784 pixels, half of the training labels wrong."""
+    torch.set_default_dtype(torch.float32)
+    means = torch.randn(10, 784)
+    labels, val_labels = torch.randint(0, 10, (200,)), torch.randint(0, 10, (100,))
+    images, val_images = (0.5 * torch.randn(len(t), 784) + means[t] for t in (labels, val_labels))
+    wrong = torch.rand(200) < 0.5
+    labels = torch.where(wrong, (labels + torch.randint(1, 10, (200,))) % 10, labels)
+    train = TensorDataset(images, labels, torch.arange(200))
+    return {
+        "train": train,
+        "train_loader": DataLoader(train, 50, shuffle=True),
+        "val_loader": DataLoader(TensorDataset(val_images, val_labels), 50, shuffle=True),
+        "wrong": wrong,
+    }
+
+
+def test_readme_example_runs_and_cleans(namespace):
+    example, adam, check = BLOCKS[0], BLOCKS[1], BLOCKS[2]
+    assert "for _ in range(1000):" in example
+    exec(example.replace("range(1000)", "range(40)"), namespace)
+    weights, wrong = namespace["weights"].detach().clone(), namespace["wrong"]
+    assert weights[~wrong].mean() > weights[wrong].mean() + 1
+    exec(adam.replace("range(1000)", "range(3)"), namespace)
+    assert not torch.equal(weights, namespace["weights"])
+    assert "check_hypergradient(optimizer, upper_loss, lower_loss)" in check
+
+
+def test_readme_resume_runs(namespace, tmp_path):
+    exec(BLOCKS[0].replace("range(1000)", "range(3)"), namespace)
+    namespace["path"] = tmp_path / "run.pt"
+    resume = BLOCKS[3]
+    save, load = resume.split("\n\n")
+    exec(save, namespace)
+
+    def go_on():
+        for _ in range(3):
+            namespace["optimizer"].step(namespace["upper"], namespace["lower"])
+        return namespace["weights"].detach().clone()
+
+    expected = go_on()
+    exec(load, namespace)
+    assert torch.equal(expected, go_on())
+
+
+def test_readme_names_every_method_and_links_exist():
+    for name in bo.__all__:
+        value = getattr(bo, name)
+        if isinstance(value, type) and issubclass(value, bo.BilevelOptimizer) and value is not bo.BilevelOptimizer:
+            assert f"| `{name}`" in README
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert target.startswith("http") or (ROOT / target).exists()
+
+
+def test_public_names_are_documented():
+    for name in bo.__all__:
+        if name != "__version__":
+            assert getattr(bo, name).__doc__
+    for name in ("AID", "ITD", "F2SA", "FirstOrder"):
+        text = getattr(bo, name).__doc__
+        for part in ("*When.*", "*Cost per step*", "*Draws*", "Args:", "State:", "Raises:", "Example:", "Source:"):
+            assert part in text, f"{name} does not say: {part}"
+
+
+def test_version_is_that_of_the_package():
+    from importlib.metadata import version
+
+    assert version("bilevel-optim") == bo.__version__

@@ -1,0 +1,50 @@
+import torch
+
+from bilevel_optim.vector import Vector, stack
+
+
+def random(dtype=torch.float64):
+    return Vector([torch.randn(3, 2, dtype=dtype), torch.randn((), dtype=dtype), torch.randn(4, dtype=dtype)])
+
+
+def flat(v):
+    return torch.cat([t.reshape(-1) for t in v])
+
+
+def test_algebra_is_that_of_the_concatenated_vector():
+    a, b = random(), random()
+    torch.testing.assert_close(flat(a + b), flat(a) + flat(b))
+    torch.testing.assert_close(flat(a - b), flat(a) - flat(b))
+    torch.testing.assert_close(flat(-a), -flat(a))
+    torch.testing.assert_close(flat(2.5 * a), 2.5 * flat(a))
+    torch.testing.assert_close(flat(a * torch.tensor(2.5)), 2.5 * flat(a))
+    torch.testing.assert_close(a.dot(b), flat(a) @ flat(b))
+    torch.testing.assert_close(a.norm(), flat(a).norm())
+    torch.testing.assert_close(a.max_abs(), flat(a).abs().max())
+    scaled = a * [1.0, 2.0, 3.0]
+    assert all(torch.equal(s, t * k) for s, t, k in zip(scaled, a, (1, 2, 3), strict=True))
+    assert flat(a.zeros_like()).abs().max() == 0
+    assert (a * 2).__class__ is Vector
+
+
+def test_stacked_lanes():
+    a, b, c = random(), random(), random()
+    stacked = stack([a, b, c])
+    assert [t.shape[0] for t in stacked] == [3, 3, 3]
+    torch.testing.assert_close(flat(stacked.lane(1)), flat(b))
+    torch.testing.assert_close(flat(stacked.combine([0.5, 0.0, -2.0])), 0.5 * flat(a) - 2 * flat(c))
+    poisoned = stack([a, b * float("nan"), c])
+    assert flat(poisoned.combine([1.0, 0.0, 1.0])).isfinite().all()
+
+
+def test_reductions_accumulate_in_double():
+    ones = Vector([torch.full((2**24 + 8,), 1.0, dtype=torch.float32)])
+    assert ones.dot(ones).item() == 2**24 + 8
+    half = Vector([torch.full((4096,), 0.1, dtype=torch.bfloat16)])
+    assert half.dot(half).dtype == torch.float64
+
+
+def test_max_abs_tells_non_finite_entries_from_large_ones():
+    assert Vector([torch.tensor([1e30], dtype=torch.float32), torch.zeros(0)]).max_abs().isfinite()
+    assert not Vector([torch.tensor([1.0]), torch.tensor([float("nan"), 1.0])]).max_abs().isfinite()
+    assert not Vector([torch.tensor([-float("inf")])]).max_abs().isfinite()
