@@ -8,20 +8,26 @@ from ._version import __version__
 from .aid import AID
 from .check import HypergradientReport, check_hypergradient
 from .errors import BilevelWarning, GradcheckError, NonFiniteError
+from .esmaml import ESMAML
 from .f2sa import F2SA
 from .first_order import FirstOrder
+from .hozog import HOZOG
 from .itd import ITD
 from .lower import AGD
 from .objective import Objective
 from .optimizer import BilevelOptimizer
 from .oracle import Oracle
+from .pzobo import PZOBO
 from .vector import Vector
 
 __all__ = [
     "AGD",
     "AID",
+    "ESMAML",
     "F2SA",
+    "HOZOG",
     "ITD",
+    "PZOBO",
     "BilevelOptimizer",
     "BilevelWarning",
     "FirstOrder",

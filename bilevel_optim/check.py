@@ -187,7 +187,8 @@ def _materialised(objective: Objective) -> tuple[Objective, list[Sample]]:
     batches = list(islice(objective.data, MAX_BATCHES))
     if not batches:
         raise ValueError("the data of an Objective gave no batch")
-    return Objective(objective.loss, _Shuffled(batches)), [Sample(objective.loss, (batch,)) for batch in batches]
+    shuffled = Objective(objective.loss, _Shuffled(batches), features=objective.features)
+    return shuffled, [objective.sample(batch) for batch in batches]
 
 
 def _repeated(

@@ -116,12 +116,7 @@ class F2SA(BilevelOptimizer):
         self._may_change_stencil = stencil == "auto"
         self.stencil = stencil_of(order, stencil).kind
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
-
-        if isinstance(self._probe(), NOT_ELEMENTWISE):
-            raise ValueError(
-                f"Invalid lower_optimizer value: {type(self._probe()).__name__} does not treat every entry alone, so "
-                "it would mix the copies of y; use SGD, Adam or the like"
-            )
+        self._require_elementwise()
 
     _saved = ("nu", "stencil")
     _written_in_place = ("copies",)
@@ -220,11 +215,6 @@ class F2SA(BilevelOptimizer):
 
     def _direction_scale(self, gradient: Vector) -> Tensor | float:
         return 1.0 / gradient.norm().clamp_min(1e-30) if self.normalize and gradient else 1.0
-
-
-NOT_ELEMENTWISE = tuple(
-    getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon") if hasattr(torch.optim, name)
-)
 
 
 def _lane_norms(stacked: Vector) -> Tensor:

@@ -23,9 +23,15 @@ class Objective:
     Args:
         loss: callable that returns a scalar tensor. It reads the live parameters, and must not call ``backward``.
         data: any iterable that can be iterated more than once: a ``DataLoader``, a list of batches. Default: none.
+        features: the part of the loss that does not depend on the lower parameters, a callable with the arguments that
+            the loss would have. The loss is then called with its result alone: ``loss(features(batch))``. Methods
+            evaluate it without a graph, and once for all steps at one x on one batch, wherever only derivatives in y
+            are wanted: with a frozen backbone and a head that adapts, lower steps cost what the head costs. Its random
+            numbers (dropout) are drawn once for such steps. Default: none.
 
     Raises:
-        ValueError: at the first draw, if ``data`` is empty or can be iterated only once and is exhausted.
+        ValueError: if ``features`` depends on a lower parameter; at the first draw, if ``data`` is empty or can be
+            iterated only once and is exhausted.
 
     Example:
         >>> import torch
@@ -37,12 +43,19 @@ class Objective:
     To resume a run bit for bit, save :meth:`state_dict` beside the optimizer's.
     """
 
-    def __init__(self, loss: Callable[..., Tensor], data: Iterable[Any] | None = None) -> None:
-        if not callable(loss):
-            raise TypeError(f"loss must be callable, but got {type(loss).__name__}")
+    def __init__(
+        self,
+        loss: Callable[..., Tensor],
+        data: Iterable[Any] | None = None,
+        *,
+        features: Callable[..., Any] | None = None,
+    ) -> None:
+        for name, value in (("loss", loss), ("features", features)):
+            if not callable(value) and (name == "loss" or value is not None):
+                raise TypeError(f"{name} must be callable, but got {type(value).__name__}")
         if data is not None and not isinstance(data, Iterable):
             raise TypeError(f"data must be iterable, but got {type(data).__name__}")
-        self.loss, self.data = loss, data
+        self.loss, self.data, self.features = loss, data, features
         self._iterator: Iterator[Any] | None = None
         self._position = 0  # batches drawn since the iterator was started
         self._start: dict[str, Any] = {}  # random state from which the iterator was started
@@ -52,7 +65,11 @@ class Objective:
 
         ``once`` promises that there will be a single evaluation, which saves keeping the random state.
         """
-        return Sample(self.loss, () if self.data is None else (self._next(),), once=once)
+        return self.sample(*(() if self.data is None else (self._next(),)), once=once)
+
+    def sample(self, *arguments: Any, once: bool = False) -> Sample:
+        """The sample of a given batch (without an argument, for a loss without data)."""
+        return Sample(self.loss, arguments, once=once, features=self.features)
 
     def _next(self) -> Any:
         assert self.data is not None
@@ -102,18 +119,26 @@ class Sample:
     numbers, wherever the parameters stand.
     """
 
-    __slots__ = ("_random", "arguments", "loss", "once")
+    __slots__ = ("_random", "arguments", "features", "loss", "once")
 
-    def __init__(self, loss: Callable[..., Tensor], arguments: tuple[Any, ...] = (), *, once: bool = False) -> None:
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        arguments: tuple[Any, ...] = (),
+        *,
+        once: bool = False,
+        features: Callable[..., Any] | None = None,
+    ) -> None:
         self.loss, self.arguments, self.once = loss, arguments, once
+        self.features = None if features is None else Sample(features, arguments, once=once)
         self._random: tuple[Tensor, ...] | None = None
 
     @property
     def batch(self) -> Any:
         return self.arguments[0] if self.arguments else None
 
-    def __call__(self) -> Tensor:
-        return self.loss(*self.arguments)
+    def __call__(self) -> Any:
+        return self.loss(*self.arguments) if self.features is None else self.loss(self.features())
 
     @contextmanager
     def replayed(self, device: torch.device) -> Generator[None]:

@@ -15,27 +15,32 @@ from torch.optim import SGD, Optimizer
 
 from .checks import Checks
 from .hypergradient import Estimate
-from .lower import LowerSolver
+from .lower import NOT_ELEMENTWISE, LowerSolver
 from .objective import Objective
 from .oracle import Oracle, Session
 from .parameters import LEVELS, Params, as_groups, consistently_named, is_count, is_number, require, require_one_level
 from .vector import Vector
 
-__all__ = ["BilevelOptimizer", "CommonOptions"]
+__all__ = ["BilevelOptimizer", "ColdOptions", "CommonOptions"]
 
 Loss = Objective | Callable[..., Tensor]
 
 
-class CommonOptions(TypedDict, total=False):
-    """Keyword arguments that every method takes, see `BilevelOptimizer`."""
+class ColdOptions(TypedDict, total=False):
+    """Keyword arguments that every method takes, but for ``warm_start``; see `BilevelOptimizer`."""
 
-    warm_start: bool
     lower_optimizer: Callable[[Any], Optimizer] | None
     check_finite: bool
     generator: torch.Generator | None
     vectorize: bool | int
     hvp: str
     process_group: Any
+
+
+class CommonOptions(ColdOptions, total=False):
+    """Keyword arguments that every method takes, see `BilevelOptimizer`."""
+
+    warm_start: bool
 
 
 class BilevelOptimizer(Optimizer, ABC):
@@ -204,6 +209,15 @@ class BilevelOptimizer(Optimizer, ABC):
     def _probe(self) -> Optimizer:
         """The lower optimizer made for a dummy parameter, to see what it is."""
         return self._factory([{"params": [torch.zeros(1, 1, requires_grad=True)], "lr": self._default_lr["lower"]}])
+
+    def _require_elementwise(self) -> None:
+        """Raise if the lower optimizer would mix stacked copies of y."""
+        kind = type(self._probe())
+        if issubclass(kind, NOT_ELEMENTWISE):
+            raise ValueError(
+                f"Invalid lower_optimizer value: {kind.__name__} does not treat every entry alone, so it would mix the "
+                "copies of y; use SGD, Adam or the like"
+            )
 
     def _lower_solver(self, oracle: Oracle, variables: Vector) -> LowerSolver:
         """The solver of the lower problem over these tensors: the live y, or stacked copies of it."""

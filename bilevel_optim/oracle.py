@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from .checks import Checks
 from .objective import Objective, Sample
@@ -40,6 +41,7 @@ class Session:
     vmapped: bool = False  # vmap is known to work on these losses
     reaches_lower: bool = False  # the lower loss is known to depend on every lower parameter
     reaches_upper: bool = False  # some loss is known to depend on some upper parameter
+    features_checked: frozenset[str] = frozenset()  # levels whose features are known not to depend on y
 
 
 class LowerSystem(NamedTuple):
@@ -96,6 +98,8 @@ class Oracle:
         self.device = self.y[0].device
         self.sharded = any(map(is_sharded, (*self.x, *self.y)))
         self.buffers_skipped = False  # some module would have updated buffers at a point that is not the live one
+        self._point: object = None  # stands for the values that the upper tensors have
+        self._kept: dict[str, tuple[Any, object, Any]] = {}  # level -> (batch, point, features)
         self._names = names or [f"{level} {i}" for level, ts in zip(("upper", "lower"), (self.x, self.y), strict=True)
                                 for i in range(len(ts))]  # fmt: skip
         if not self.session.reaches_upper:
@@ -113,8 +117,14 @@ class Oracle:
     @contextmanager
     def at(self, upper: Sequence[Tensor] | None = None, lower: Sequence[Tensor] | None = None) -> Generator[None]:
         """Let the live tensors hold other values inside the block."""
-        with placed(self.x, upper), placed(self.y, lower):
-            yield
+        point = self._point
+        if upper is not None:
+            self._point = object()
+        try:
+            with placed(self.x, upper), placed(self.y, lower):
+                yield
+        finally:
+            self._point = point
 
     # ------------------------------------------------------------------------------------------------ first order
 
@@ -137,7 +147,8 @@ class Oracle:
 
     def lower(self, sample: Sample) -> tuple[Tensor, Vector]:
         """Value of g and its gradient in y, as in a training step: module buffers advance."""
-        loss = self.dependent("lower", self.value("lower", sample), self.y)
+        part = self.frozen_features("lower", sample)
+        loss = self.dependent("lower", self.value("lower", sample, features=part), self.y)
         gradients = self.differentiate(loss, self.y)
         self.require_reached(gradients)
         self.count("lower_grad")
@@ -231,7 +242,8 @@ class Oracle:
 
         def gradient(at: Vector, variables: Vector) -> Vector:
             with self.at(lower=at), self.buffers_kept():
-                loss = self.dependent("lower", self.value("lower", sample), self.y)
+                part = self.frozen_features("lower", sample) if variables is self.y else None
+                loss = self.dependent("lower", self.value("lower", sample, features=part), self.y)
                 gradients = self.differentiate(loss, variables)
             if variables is self.y:
                 self.require_reached(gradients)
@@ -251,24 +263,70 @@ class Oracle:
 
     # ------------------------------------------------------------------------------------------------ parts
 
-    def value(self, level: str, sample: Sample, *, graph: bool = True) -> Tensor:
-        """The loss on a sample, with the random numbers of that sample, checked to be a scalar."""
-        if torch.is_autocast_enabled(self.device.type):
-            # Autocast keeps its low-precision copies of the weights as long as it lasts, which may be longer than the
-            # values that the weights have now.
-            torch.clear_autocast_cache()
-        if sample.once:
-            with torch.set_grad_enabled(graph):
-                loss = sample()
+    def value(self, level: str, sample: Sample, *, graph: bool = True, features: Any = None) -> Tensor:
+        """The loss on a sample, with the random numbers of that sample, checked to be a scalar.
+
+        ``features`` are those of the sample at the present x, if the caller has them.
+        """
+        if sample.features is None:
+            loss = self.call(sample, graph=graph)
         else:
-            with torch.set_grad_enabled(graph), sample.replayed(self.device):
-                loss = sample()
+            part = self.call(sample.features, graph=graph) if features is None else features
+            loss = self.call(sample, part, graph=graph)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(
                 f"the {level} loss must return a scalar tensor, but returned {found}; reduce it (mean, sum)"
             )
         return loss if loss.dim() == 0 else loss.reshape(())
+
+    def call(self, sample: Sample, *arguments: Any, graph: bool = True) -> Any:
+        """What a sample's function returns on its arguments, or on others, with the random numbers of that sample."""
+        arguments = arguments or sample.arguments
+        if torch.is_autocast_enabled(self.device.type):
+            # Autocast keeps its low-precision copies of the weights as long as it lasts, which may be longer than the
+            # values that the weights have now.
+            torch.clear_autocast_cache()
+        if sample.once:
+            with torch.set_grad_enabled(graph):
+                return sample.loss(*arguments)
+        with torch.set_grad_enabled(graph), sample.replayed(self.device):
+            return sample.loss(*arguments)
+
+    def frozen_features(
+        self, level: str, sample: Sample, point: object = None, evaluate: Callable[[], Any] | None = None
+    ) -> Any:
+        """The features of a sample as constants, for derivatives in y alone; evaluated once for each x and batch.
+
+        Args:
+            level: of the objective.
+            sample: the sample; None is returned if its objective has no features.
+            point: stands for the x at which they are wanted. Default: the present one.
+            evaluate: evaluates them there. Default: in the live tensors.
+        """
+        if sample.features is None:
+            return None
+        if level not in self.session.features_checked:
+            self._require_free_of_lower(level, self.call(sample.features))
+            self.session.features_checked |= {level}
+        point = self._point if point is None else point
+        batch, at, part = self._kept.get(level, (None, self, None))
+        if at is not point or batch is not sample.features.batch:
+            part = self.call(sample.features, graph=False) if evaluate is None else evaluate()
+            self._kept[level] = (sample.features.batch, point, part)
+        return part
+
+    def _require_free_of_lower(self, level: str, part: Any) -> None:
+        """At the first step, raise if the features change with y: they are kept while y moves."""
+        parts = [t for t in tree_leaves(part) if isinstance(t, Tensor) and t.requires_grad]
+        if parts:
+            reached = torch.autograd.grad([t.sum() for t in parts], self.y, allow_unused=True)
+            for gradient, name in zip(reached, self._names[len(self.x) :], strict=True):
+                if gradient is not None:
+                    raise ValueError(
+                        f"the features of the {level} objective depend on lower parameter {name}; they are the part of "
+                        "the loss that does not depend on y, so move what reads it into the loss itself"
+                    )
 
     def dependent(self, level: str, loss: Tensor, y: Sequence[Tensor]) -> Tensor:
         """The loss, checked to depend on something where ``y`` is a variable."""

@@ -74,6 +74,14 @@ class Vector(tuple[Tensor, ...]):
         """The vector at one index of the leading dimension of stacked tensors (views)."""
         return Vector(t[index] for t in self)
 
+    def lane_dots(self, other: Sequence[Tensor]) -> Tensor:
+        """Inner product of each lane of stacked tensors with ``other`` (one vector, or stacked ones), as `dot`."""
+        if any(map(is_sharded, self)):
+            lanes = [Vector(o if o.dim() < t.dim() else o[j] for o, t in zip(other, self, strict=True))
+                     for j in range(len(self[0]))]  # fmt: skip
+            return torch.stack([self.lane(j).dot(lane) for j, lane in enumerate(lanes)])
+        return torch.stack([_lane_sum(t * o) for t, o in zip(self, other, strict=True)]).sum(0)
+
     def combine(self, weights: Sequence[float]) -> Vector:
         """``sum_j weights[j] * lane(j)`` of stacked tensors."""
         first, *rest = [j for j, weight in enumerate(weights) if weight]
@@ -106,6 +114,11 @@ def _sum(t: Tensor) -> Tensor:
     if not t.is_floating_point() or t.device.type == "mps":
         return _whole(t.sum())
     return _whole(t.sum(dtype=torch.float64))
+
+
+def _lane_sum(t: Tensor) -> Tensor:
+    t = t.flatten(1) if t.dim() > 1 else t.unsqueeze(1)
+    return t.sum(1) if t.device.type == "mps" else t.sum(1, dtype=torch.float64)
 
 
 def _whole(t: Tensor) -> Tensor:

@@ -21,7 +21,10 @@ class MethodInfo:
         tolerance: relative error of the hypergradient on the quadratic problem with plenty of lower steps; None if the
             method does not estimate it.
         errors: (arguments, message) pairs that the constructor must refuse.
-        copies: keeps several copies of y, so that ``vectorize`` matters.
+        copies: keeps several copies of y or x, so that ``vectorize`` matters.
+        float32: arguments that suit single precision.
+        float32_tolerance: its relative error then.
+        bfloat16: arguments that suit autocast to half precision; None if nothing does.
     """
 
     cls: type[bo.BilevelOptimizer]
@@ -30,6 +33,9 @@ class MethodInfo:
     name: str = ""
     errors: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     copies: bool = False
+    float32: dict[str, Any] = field(default_factory=dict)
+    float32_tolerance: float = 2e-6
+    bfloat16: dict[str, Any] | None = field(default_factory=dict)
 
     def __post_init__(self):
         self.name = self.name or self.cls.__name__
@@ -52,6 +58,35 @@ F2SA_ERRORS = [
     ({"lower_optimizer": torch.optim.LBFGS}, "Invalid lower_optimizer value: LBFGS"),
 ]
 
+PENALTY: dict[str, Any] = {
+    "copies": True,
+    "float32": {"order": 2, "nu": 1e-2},
+    "float32_tolerance": 2e-3,
+    "bfloat16": {"order": 2, "nu": 0.3},
+}
+
+ZEROTH_ORDER_ERRORS = [
+    ({"directions": 0}, "Invalid directions value: 0"),
+    ({"directions": 1.5}, "Invalid directions value: 1.5"),
+    ({"smoothing": 0.0}, "Invalid smoothing value: 0.0"),
+    ({"smoothing": -1e-2}, "Invalid smoothing value: -0.01"),
+    ({"smoothing": float("inf")}, "Invalid smoothing value: inf"),
+    ({"smoothing_mode": "both"}, "Invalid smoothing_mode value: both"),
+    ({"direction": "cauchy"}, "Invalid direction value: cauchy"),
+    ({"scale": "biased"}, "Invalid scale value: biased"),
+    ({"scale": float("nan")}, "Invalid scale value: nan"),
+    ({"difference": "backward"}, "Invalid difference value: backward"),
+    ({"lower_optimizer": torch.optim.LBFGS}, "Invalid lower_optimizer value: LBFGS"),
+]
+# Exact on the quadratic problems, which have 7 and 3 upper dimensions: every basis of directions counts.
+EXACT: dict[str, Any] = {"directions": 21, "direction": "orthogonal"}
+ZEROTH_ORDER: dict[str, Any] = {
+    "copies": True,
+    "float32": {"smoothing": 0.5},
+    "float32_tolerance": 2e-5,
+    "bfloat16": {"smoothing": 1.0, "smoothing_mode": "absolute"},
+}
+
 METHODS = [
     MethodInfo(
         bo.AID,
@@ -69,7 +104,14 @@ METHODS = [
     ),
     MethodInfo(bo.AID, {"linear_steps": 200, "linear_solver": "neumann"}, 1e-10, name="AID-neumann"),
     MethodInfo(bo.AID, {"linear_steps": 200, "linear_solver": "fixed_point"}, 1e-10, name="AID-fixed_point"),
-    MethodInfo(bo.AID, {"linear_steps": 30, "hvp": "finite-difference"}, 1e-8, name="AID-differences"),
+    MethodInfo(
+        bo.AID,
+        {"linear_steps": 30, "hvp": "finite-difference"},
+        1e-8,
+        name="AID-differences",
+        float32_tolerance=2e-3,
+        bfloat16=None,
+    ),
     MethodInfo(
         bo.ITD,
         {},
@@ -83,19 +125,46 @@ METHODS = [
     ),
     MethodInfo(bo.ITD, {"checkpoint": True}, 1e-10, name="ITD-checkpoint"),
     MethodInfo(bo.FirstOrder, {}, None),
-    MethodInfo(bo.F2SA, {"order": 1, "nu": 1e-6, "normalize": False}, 1e-5, name="F2SA-1", copies=True),
+    MethodInfo(bo.F2SA, {"order": 1, "nu": 1e-6, "normalize": False}, 1e-5, name="F2SA-1", **PENALTY),
     MethodInfo(
-        bo.F2SA, {"order": 2, "nu": 1e-4, "normalize": False}, 1e-7, name="F2SA-2", errors=F2SA_ERRORS, copies=True
+        bo.F2SA, {"order": 2, "nu": 1e-4, "normalize": False}, 1e-7, name="F2SA-2", errors=F2SA_ERRORS, **PENALTY
     ),
-    MethodInfo(bo.F2SA, {"order": 3, "nu": 1e-3, "normalize": False}, 1e-7, name="F2SA-3", copies=True),
+    MethodInfo(bo.F2SA, {"order": 3, "nu": 1e-3, "normalize": False}, 1e-7, name="F2SA-3", **PENALTY),
     MethodInfo(
         bo.F2SA,
         {"order": 4, "nu": 1e-3, "normalize": False, "samples": "independent"},
         1e-8,
         name="F2SA-4-independent",
-        copies=True,
+        **PENALTY,
+    ),
+    MethodInfo(
+        bo.PZOBO,
+        EXACT,
+        1e-10,
+        errors=[
+            *ZEROTH_ORDER_ERRORS,
+            ({"share_directions_across_tasks": 1}, "Invalid share_directions_across_tasks value: 1"),
+        ],
+        **ZEROTH_ORDER,
+    ),
+    MethodInfo(
+        bo.PZOBO,
+        {**EXACT, "smoothing_mode": "relative", "difference": "central"},
+        1e-10,
+        name="PZOBO-relative-central",
+        **ZEROTH_ORDER,
+    ),
+    MethodInfo(
+        bo.HOZOG,
+        {**EXACT, "difference": "central"},
+        1e-10,
+        errors=ZEROTH_ORDER_ERRORS,
+        **{**ZEROTH_ORDER, "bfloat16": None},
     ),
 ]
+
+# Methods for problems of another form, which have tests of their own.
+SPECIAL = [bo.ESMAML]
 
 COMMON_ERRORS = [
     ({"lr": -0.1}, "Invalid learning rate: -0.1"),

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import bilevel_optim as bo
 
 from .problems import Cleaning, Quadratic
-from .registry import COMMON_ERRORS, METHODS
+from .registry import COMMON_ERRORS, METHODS, SPECIAL
 
 all_methods = pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
 estimating = pytest.mark.parametrize("method", [m for m in METHODS if m.tolerance is not None], ids=lambda m: m.name)
@@ -36,7 +36,7 @@ def test_every_public_method_has_a_row():
         for name in bo.__all__
         if isinstance(getattr(bo, name), type) and issubclass(getattr(bo, name), bo.BilevelOptimizer)
     }
-    assert {m.cls for m in METHODS} == public - {bo.BilevelOptimizer}
+    assert {m.cls for m in METHODS} | set(SPECIAL) == public - {bo.BilevelOptimizer}
 
 
 # ---------------------------------------------------------------------------------------------------- truth
@@ -53,12 +53,10 @@ def test_hypergradient_of_the_quadratic(method):
 @estimating
 def test_float32(method):
     problem = Quadratic(dtype=torch.float32)
-    differences = {"order": 2, "nu": 1e-2} if method.copies else {}
-    optimizer = method(problem.x, problem.y, lr=0.1, lower_lr=problem.lr, lower_steps=120, **differences)
+    optimizer = method(problem.x, problem.y, lr=0.1, lower_lr=problem.lr, lower_steps=120, **method.float32)
     loss = optimizer.backward(problem.upper, problem.lower)
     assert problem.x[0].grad.dtype == loss.dtype == torch.float32
-    inexact = method.copies or method.options.get("hvp") == "finite-difference"
-    assert problem.error() < (2e-3 if inexact else 2e-6)
+    assert problem.error() < method.float32_tolerance
 
 
 @estimating
@@ -129,8 +127,8 @@ def test_groups_repr_and_zero_grad(method):
 @all_methods
 def test_step_equals_backward_then_step(method):
     one, two = Cleaning(), Cleaning()
-    a = method([one.weights], one.model.parameters(), **ARGUMENTS)
-    b = method([two.weights], two.model.parameters(), **ARGUMENTS)
+    a = method([one.weights], one.model.parameters(), **ARGUMENTS, generator=torch.Generator().manual_seed(1))
+    b = method([two.weights], two.model.parameters(), **ARGUMENTS, generator=torch.Generator().manual_seed(1))
     for _ in range(3):
         loss = a.step(one.upper, one.lower)
         assert torch.equal(loss, b.backward(two.upper, two.lower))
@@ -154,7 +152,7 @@ def test_any_torch_optimizer_can_take_the_upper_step(method):
 @all_methods
 def test_schedulers_move_both_levels(method):
     problem = Quadratic(n=5, m=3, kappa=4.0)
-    optimizer = method(problem.x, problem.y, lr=1.0, lower_lr=0.1, lower_steps=1)
+    optimizer = method(problem.x, problem.y, lr=1.0, lower_lr=0.1, lower_steps=1, warm_start=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda k: 0.0, lambda k: 10.0**-k])
     moves = []
     for _ in range(3):
@@ -303,20 +301,24 @@ def test_resumes_bit_for_bit(method, warm_start, momentum):
 
 @all_methods
 def test_deepcopy_and_pickle_continue(method):
+    def step(optimizer, problem, seed):
+        torch.manual_seed(seed)
+        optimizer.step(problem.upper, problem.lower)
+
     problem = Quadratic(n=5, m=3, kappa=4.0)
     optimizer = method(problem.x, problem.y, **ARGUMENTS, generator=None, lower_optimizer=torch.optim.Adam)
-    optimizer.step(problem.upper, problem.lower)
+    step(optimizer, problem, 0)
     for clone in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         twin = Quadratic(n=5, m=3, kappa=4.0)
         x, y = (clone.param_groups[i]["params"] for i in (0, 1))
         twin.x, twin.y = x, y
         assert same(values(problem.x, problem.y), values(x, y))
-        clone.step(twin.upper, twin.lower)
-        clone.step(twin.upper, twin.lower)
         reference = Quadratic(n=5, m=3, kappa=4.0)
         other = method(reference.x, reference.y, **ARGUMENTS, lower_optimizer=torch.optim.Adam)
-        for _ in range(3):
-            other.step(reference.upper, reference.lower)
+        for k in range(3):
+            step(other, reference, k)
+            if k:
+                step(clone, twin, k)
         assert same(values(reference.x, reference.y), values(x, y))
 
 
@@ -336,8 +338,10 @@ def test_cold_starts_begin_at_the_first_value(method):
         optimizer = method(
             problem.x, problem.y, lr=0.0, lower_lr=0.1, lower_steps=2, warm_start=False, lower_optimizer=factory
         )
+        torch.manual_seed(0)
         optimizer.backward(problem.upper, problem.lower)
         first = values(problem.x[0].grad[None], problem.y)
+        torch.manual_seed(0)
         optimizer.backward(problem.upper, problem.lower)
         assert same(first, values(problem.x[0].grad[None], problem.y))
 
@@ -346,7 +350,7 @@ def test_cold_starts_begin_at_the_first_value(method):
 def test_warm_starts_begin_at_the_live_value(method):
     """Writing to the live lower parameters restarts a method from there."""
     problem = Quadratic(n=5, m=3, kappa=4.0)
-    optimizer = method(problem.x, problem.y, lr=0.0, lower_lr=problem.lr, lower_steps=1)
+    optimizer = method(problem.x, problem.y, lr=0.0, lower_lr=problem.lr, lower_steps=1, warm_start=True)
     optimizer.backward(problem.upper, problem.lower)
     far = values(problem.y)[0]
     problem.solve()
@@ -406,6 +410,9 @@ def test_a_failing_loss_changes_nothing(method, how, where):
             optimizer.step(losses["upper"], losses["lower"])
         except (KeyError, bo.NonFiniteError) as error:
             failures.append(error)
+        except bo.BilevelWarning as warning:  # of many perturbed paths a diverging one is left out
+            if k == 1 or "left out" not in str(warning):
+                raise
         else:
             break
         after = everything()
@@ -447,6 +454,8 @@ def test_check_finite_can_be_turned_off(method):
     ids=["lower-vector", "upper-vector", "upper-float", "upper-detached", "lower-detached", "bias-unused"],
 )
 def test_losses_are_checked_at_the_first_step(method, upper, lower, message):
+    if method.cls is bo.HOZOG and "upper loss depends" in message:
+        pytest.skip("takes no derivative of the upper loss")
     problem = Cleaning()
     optimizer = method([problem.weights], problem.model.parameters(), **ARGUMENTS)
     before = values([problem.weights], problem.model.parameters())
@@ -503,6 +512,7 @@ def test_vectorised_equals_looped(method, chunk):
     results = []
     for vectorize in (True, chunk):
         problem = Cleaning()
+        torch.manual_seed(0)
         optimizer = method([problem.weights], problem.model.parameters(), **ARGUMENTS, vectorize=vectorize)
         upper, lower = stochastic(problem)
         for _ in range(3):
@@ -510,21 +520,21 @@ def test_vectorised_equals_looped(method, chunk):
         assert "vectorize_fallback" not in optimizer.diagnostics
         results.append((values([problem.weights, problem.weights.grad], problem.model.parameters()), optimizer))
     for a, b in zip(results[0][0], results[1][0], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12 if method.options["nu"] > 1e-4 else 1e-9)
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12 if method.options.get("nu", 1.0) > 1e-4 else 1e-9)
     assert results[0][1].oracle_counts == results[1][1].oracle_counts
 
 
 @all_methods
 def test_bfloat16_autocast(method):
     """Losses under autocast, parameters and solver vectors in float32; around the loss or around the step."""
-    if method.options.get("hvp") == "finite-difference":
-        pytest.skip("differences of gradients that are rounded to three digits mean nothing")
+    if method.bfloat16 is None:
+        pytest.skip("differences of what is rounded to three digits mean nothing")
     torch.set_default_dtype(torch.float32)
     norms = []
     for where in ("none", "loss", "step"):
         problem = Cleaning(n=200, dtype=torch.float32)
-        differences = {"order": 2, "nu": 0.3} if method.copies else {}
-        optimizer = method([problem.weights], problem.model.parameters(), **ARGUMENTS, **differences)
+        torch.manual_seed(0)
+        optimizer = method([problem.weights], problem.model.parameters(), **ARGUMENTS, **method.bfloat16)
         cast = partial(torch.autocast, "cpu", torch.bfloat16)
 
         def lower(problem=problem, on=where == "loss", cast=cast):

@@ -4,7 +4,8 @@ With :math:`\Phi(x) = f(x, y^*(x))` and :math:`y^*(x) = \arg\min_y g(x, y)`,
 
 .. math:: \nabla\Phi = \nabla_x f - \nabla^2_{xy} g\, [\nabla^2_{yy} g]^{-1} \nabla_y f \quad\text{at } (x, y^*(x)).
 
-None of these functions changes x; `unrolled` advances the live y, the others leave it.
+None of these functions changes x; `unrolled` and the zeroth-order ones write what they solved for into the live y, the
+others leave it.
 
 Example:
     >>> import torch, bilevel_optim as bo
@@ -20,5 +21,6 @@ from .estimate import Estimate
 from .implicit import implicit
 from .penalty import penalty
 from .unrolled import unrolled
+from .zeroth_order import full_zeroth_order, partial_zeroth_order
 
-__all__ = ["Estimate", "direct", "implicit", "penalty", "unrolled"]
+__all__ = ["Estimate", "direct", "full_zeroth_order", "implicit", "partial_zeroth_order", "penalty", "unrolled"]

@@ -1,0 +1,189 @@
+"""Zeroth-order estimates: differences of whole lower solves along random directions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..directions import Directions
+from ..objective import Sample
+from ..oracle import Oracle
+from ..paths import Paths
+from ..stacked import evaluate_copies
+from ..vector import Vector
+from .estimate import Estimate
+
+__all__ = ["full_zeroth_order", "partial_zeroth_order"]
+
+NOISE_LIMIT = 10.0  # predicted noise over signal of one estimate above which it is called meaningless
+ERROR_LIMIT = 1e-2  # likewise for the rounding error of the differences
+
+
+def partial_zeroth_order(
+    oracle: Oracle,
+    paths: Paths,
+    directions: Directions,
+    *,
+    central: bool = False,
+    upper_sample: Sample | None = None,
+) -> Estimate:
+    r"""Estimate :math:`\nabla_x f + \frac1Q \sum_j \langle \delta_j, \nabla_y f\rangle\, u_j` (PZOBO).
+
+    :math:`\delta_j = (y_N(x + \mu u_j) - y_N(x)) / \mu` stands for :math:`J_N u_j`, the derivative of the lower solve,
+    so the second term has mean :math:`J_N^\top \nabla_y f` and relative variance (p + 1)/Q. Both derivatives of f are
+    those at :math:`(x, y_N(x))`. Writes :math:`y_N(x)` into the live y.
+
+    Args:
+        oracle: the losses; costs the lower gradients of Q + 1 paths (2 Q + 1 if ``central``) and one upper gradient.
+        paths: the lower solve.
+        directions: :math:`u_j` and :math:`\mu`.
+        central: :math:`\delta_j = (y_N(x + \mu u_j) - y_N(x - \mu u_j)) / 2\mu`.
+        upper_sample: sample of f. Default: the next one.
+    """
+    sample = upper_sample or oracle.f.draw()
+    loss, direct, adjoint = torch.zeros(()), Vector(), Vector()
+
+    def measure(upper: Vector, ends: Vector, base: Vector | None) -> Tensor:
+        nonlocal loss, direct, adjoint
+        if base is None:
+            oracle.y.copy_(ends.lane(0))
+            loss, direct, adjoint = oracle.upper(sample)
+        return (ends - Vector(t.unsqueeze(0) for t in oracle.y.detach())).lane_dots(adjoint)
+
+    indirect, diagnostics = _indirect(oracle, paths, directions, central, measure)
+    _warn_of_noise(oracle, directions, direct.norm(), diagnostics)
+    diagnostics["direct_norm"] = direct.norm()
+    return Estimate(loss, direct + indirect, diagnostics)
+
+
+def full_zeroth_order(
+    oracle: Oracle,
+    paths: Paths,
+    directions: Directions,
+    *,
+    central: bool = False,
+    upper_sample: Sample | None = None,
+) -> Estimate:
+    r"""Estimate the gradient of :math:`\Phi_N(x) = f(x, y_N(x))` by differences along random directions (HOZOG).
+
+    .. math:: \frac1Q \sum_j \frac{\Phi_N(x + \mu u_j) - \Phi_N(x)}{\mu}\, u_j
+
+    No derivative of f at all. Its relative variance is (p + 1)/Q too, but of the whole hypergradient. Writes
+    :math:`y_N(x)` into the live y.
+
+    Args:
+        oracle: the losses; costs the lower gradients and a value of f for Q + 1 paths (2 Q + 1 if ``central``).
+        paths: the lower solve.
+        directions: :math:`u_j` and :math:`\mu`.
+        central: :math:`(\Phi_N(x + \mu u_j) - \Phi_N(x - \mu u_j)) / 2\mu` instead.
+        upper_sample: sample of f. Default: the next one.
+    """
+    sample = upper_sample or oracle.f.draw()
+    loss = torch.zeros(())
+
+    def measure(upper: Vector, ends: Vector, base: Vector | None) -> Tensor:
+        nonlocal loss
+        n = len(upper[0])
+        ones = [1.0] * n
+        values = evaluate_copies(oracle, ends, ones, ones, sample, sample, wrt="nothing", upper_copies=upper).upper
+        values = values.detach()
+        if base is None:
+            oracle.y.copy_(ends.lane(0))
+            loss = values[0].clone()
+            oracle.checks.finite("loss", [loss])
+        return values.double() - loss.double() if loss.device.type != "mps" else values - loss
+
+    gradient, diagnostics = _indirect(oracle, paths, directions, central, measure)
+    differences = diagnostics["coefficients"] * (directions.smoothing * (2 if central else 1))
+    diagnostics["difference_error"] = _rounding(Vector([loss]), differences.square())
+    if not oracle.session.reaches_upper:
+        oracle.session.reaches_upper = bool(gradient.norm() != 0)
+    _warn_of_noise(oracle, directions, torch.zeros_like(loss), diagnostics)
+    return Estimate(loss, gradient, diagnostics)
+
+
+def _indirect(
+    oracle: Oracle,
+    paths: Paths,
+    directions: Directions,
+    central: bool,
+    measure: Callable[[Vector, Vector, Vector | None], Tensor],
+) -> tuple[Vector, dict[str, Tensor]]:
+    r""":math:`\frac1Q \sum_j c_j u_j` with :math:`c_j` the difference quotients of ``measure`` (relative to the base).
+
+    A direction whose coefficient is not finite is left out, and the mean is over the others.
+    """
+    signs = (1.0, -1.0) if central else (1.0,)
+    lanes = [(0, 0.0), *((j, s) for j in range(directions.count) for s in signs)]
+    measured, moved = [], []
+    base: Vector | None = None
+    done = 0
+    while done < len(lanes):
+        part = lanes[done : done + paths.at_once(len(lanes))]
+        upper = directions.points(part)
+        ends = paths.run(upper).detach()
+        measured.append(measure(upper, ends, base))
+        if base is None:
+            base = ends.lane(0).clone()
+            oracle.checks.finite("lower_grad", base)
+            residual = None if paths.gradient is None else paths.gradient.lane(0).norm()
+        difference = ends - Vector(t.unsqueeze(0) for t in base)
+        moved.append(difference.lane_dots(difference))
+        done += len(part)
+        del upper, ends, difference
+    values, squares = torch.cat(measured)[1:], torch.cat(moved)[1:]
+    coefficients = values.view(-1, len(signs)) @ values.new_tensor(signs) / (len(signs) * directions.smoothing)
+    sound = coefficients.isfinite()
+    oracle.checks.alert(
+        "dropped directions",
+        "the lower solve or the upper loss at some perturbed x is not finite; those directions are left out. A smaller "
+        "smoothing or lower_lr helps",
+        ~sound.all(),
+    )
+    kept = sound.sum()
+    estimate = directions.combine(torch.where(sound, coefficients, 0.0) / kept)
+    oracle.checks.finite("lower_grad", estimate, "Every perturbed lower solve diverged: use a smaller smoothing")
+    assert base is not None
+    diagnostics = {
+        "indirect_norm": estimate.norm(),
+        "coefficients": coefficients,
+        "noise_to_signal": values.new_tensor(directions.variance**0.5),
+        "difference_error": _rounding(base, squares) if paths.samples else squares.new_zeros(()),
+        "dropped_directions": (~sound).sum(),
+    }
+    if residual is not None:
+        diagnostics["lower_residual"] = residual
+    return estimate, diagnostics
+
+
+def _rounding(base: Vector, squares: Tensor) -> Tensor:
+    """Predicted relative rounding error of the differences: about 2.5 units of y's last place over their size."""
+    finite = squares.isfinite()
+    size = (torch.where(finite, squares, 0.0).sum() / finite.sum()).sqrt()
+    return 2.5 * torch.finfo(base[0].dtype).eps * base.norm() / size
+
+
+def _warn_of_noise(oracle: Oracle, directions: Directions, direct: Tensor, diagnostics: dict[str, Tensor]) -> None:
+    """Warn if one estimate is mostly noise, or its differences mostly rounding."""
+    variance = directions.variance
+    # E|estimate|^2 = (1 + variance) |indirect term|^2 tells both from one estimate.
+    size = diagnostics["indirect_norm"] / (1 + variance) ** 0.5
+    noise = size * variance**0.5
+    oracle.checks.alert(
+        "noisy estimate",
+        f"the estimate of the hypergradient is mostly noise: with {directions.count} directions in "
+        f"{sum(t.numel() for t in directions.x):,} dimensions the standard deviation of its indirect term is "
+        f"{variance**0.5:.3g} times its size (see diagnostics['noise_to_signal']). Use more directions, fewer upper "
+        "parameters, or a method that differentiates (AID, ITD, F2SA)",
+        noise > NOISE_LIMIT * torch.maximum(size, direct.to(size)),
+    )
+    error = diagnostics["difference_error"]
+    oracle.checks.alert(
+        "rounded differences",
+        "the differences of the lower solves are mostly rounding (see diagnostics['difference_error']): the smoothing "
+        "is too small for the precision, or the lower solution does not respond to x at all. Use a larger smoothing, "
+        "or float64, and no autocast or TF32 in the lower loss",
+        error > ERROR_LIMIT,
+    )
