@@ -56,6 +56,7 @@ class Objective:
         if data is not None and not isinstance(data, Iterable):
             raise TypeError(f"data must be iterable, but got {type(data).__name__}")
         self.loss, self.data, self.features = loss, data, features
+        self._features: Sample | None = None  # of the last sample: those of the next are the same on the same batch
         self._iterator: Iterator[Any] | None = None
         self._position = 0  # batches drawn since the iterator was started
         self._start: dict[str, Any] = {}  # random state from which the iterator was started
@@ -69,7 +70,17 @@ class Objective:
 
     def sample(self, *arguments: Any, once: bool = False) -> Sample:
         """The sample of a given batch (without an argument, for a loss without data)."""
-        return Sample(self.loss, arguments, once=once, features=self.features)
+        sample = Sample(self.loss, arguments, once=once, features=self.features)
+        if sample.features is not None:
+            last = self._features
+            if last is not None and [*map(id, last.arguments)] == [*map(id, arguments)]:
+                sample.features = last
+            self._features = sample.features
+        return sample
+
+    def begin(self) -> None:
+        """From here on features are new, also on the batch of the last ones (an outer step begins)."""
+        self._features = None
 
     def _next(self) -> Any:
         assert self.data is not None
@@ -130,7 +141,7 @@ class Sample:
         features: Callable[..., Any] | None = None,
     ) -> None:
         self.loss, self.arguments, self.once = loss, arguments, once
-        self.features = None if features is None else Sample(features, arguments, once=once)
+        self.features = None if features is None else Sample(features, arguments)
         self._random: tuple[Tensor, ...] | None = None
 
     @property

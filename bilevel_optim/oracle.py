@@ -99,7 +99,9 @@ class Oracle:
         self.sharded = any(map(is_sharded, (*self.x, *self.y)))
         self.buffers_skipped = False  # some module would have updated buffers at a point that is not the live one
         self._point: object = None  # stands for the values that the upper tensors have
-        self._kept: dict[str, tuple[Any, object, Any]] = {}  # level -> (batch, point, features)
+        self._kept: dict[str, tuple[Sample, object, Any]] = {}  # level -> (features' sample, point, features)
+        self.f.begin()
+        self.g.begin()
         self._names = names or [f"{level} {i}" for level, ts in zip(("upper", "lower"), (self.x, self.y), strict=True)
                                 for i in range(len(ts))]  # fmt: skip
         if not self.session.reaches_upper:
@@ -310,10 +312,10 @@ class Oracle:
             self._require_free_of_lower(level, self.call(sample.features))
             self.session.features_checked |= {level}
         point = self._point if point is None else point
-        batch, at, part = self._kept.get(level, (None, self, None))
-        if at is not point or batch is not sample.features.batch:
+        kept, at, part = self._kept.get(level, (None, None, None))
+        if at is not point or kept is not sample.features:
             part = self.call(sample.features, graph=False) if evaluate is None else evaluate()
-            self._kept[level] = (sample.features.batch, point, part)
+            self._kept[level] = (sample.features, point, part)
         return part
 
     def _require_free_of_lower(self, level: str, part: Any) -> None:
