@@ -15,6 +15,7 @@ from .lower import AGD
 from .objective import Objective
 from .optimizer import BilevelOptimizer
 from .oracle import Oracle
+from .tasks import TaskSampler, TensorTasks
 from .vector import Vector
 
 __all__ = [
@@ -30,6 +31,8 @@ __all__ = [
     "NonFiniteError",
     "Objective",
     "Oracle",
+    "TaskSampler",
+    "TensorTasks",
     "Vector",
     "__version__",
     "check_hypergradient",

@@ -11,7 +11,7 @@ from torch import Tensor
 from .finite_difference import KINDS, Stencil
 from .finite_difference import stencil as stencil_of
 from .hypergradient import Estimate, penalty
-from .lower import LowerSolver
+from .lower import NOT_ELEMENTWISE, LowerSolver
 from .objective import Sample
 from .optimizer import BilevelOptimizer, CommonOptions
 from .oracle import Oracle
@@ -220,11 +220,6 @@ class F2SA(BilevelOptimizer):
 
     def _direction_scale(self, gradient: Vector) -> Tensor | float:
         return 1.0 / gradient.norm().clamp_min(1e-30) if self.normalize and gradient else 1.0
-
-
-NOT_ELEMENTWISE = tuple(
-    getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon") if hasattr(torch.optim, name)
-)
 
 
 def _lane_norms(stacked: Vector) -> Tensor:

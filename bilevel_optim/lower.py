@@ -13,9 +13,14 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 from .vector import Vector
 
-__all__ = ["AGD", "LowerSolver", "can_be_unrolled", "update_vjp"]
+__all__ = ["AGD", "NOT_ELEMENTWISE", "LowerSolver", "can_be_unrolled", "update_vjp"]
 
 Factory = Callable[[Any], Optimizer]
+
+# Optimizers that do not treat every entry alone, and so would mix stacked copies.
+NOT_ELEMENTWISE = tuple(
+    getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon") if hasattr(torch.optim, name)
+)
 
 
 class AGD(Optimizer):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from .checks import Checks
 from .objective import Objective, Sample
@@ -38,6 +39,8 @@ class Session:
     buffers: Buffers = field(default_factory=Buffers)
     fallback: str | None = None  # why the loop runs although vmap was asked for
     vmapped: bool = False  # vmap is known to work on these losses
+    vmapped_tasks: bool = False  # the same, over tasks
+    redirected: set[str] = field(default_factory=set)  # losses known to read y where torch sees it
     reaches_lower: bool = False  # the lower loss is known to depend on every lower parameter
     reaches_upper: bool = False  # some loss is known to depend on some upper parameter
 
@@ -68,6 +71,9 @@ class Oracle:
         lower_loss: g, a callable or an `Objective`.
         names: names of the upper, then of the lower tensors, for error messages. Default: their indices.
         session: options, counters and memory shared by the steps of an optimizer. Default: fresh ones.
+        lanes: number of separate lower problems if ``lower`` are stacked tensors, one lane for each, and the losses are
+            sums over the lanes; an evaluation counts that many times, and is not averaged over ranks, whose tasks
+            differ. Default: None, one problem.
 
     Example:
         >>> import torch
@@ -87,7 +93,9 @@ class Oracle:
         *,
         names: Sequence[str] | None = None,
         session: Session | None = None,
+        lanes: int | None = None,
     ) -> None:
+        self.lanes = lanes
         self.x, self.y = Vector(upper), Vector(lower)
         self.f = upper_loss if isinstance(upper_loss, Objective) else Objective(upper_loss)
         self.g = lower_loss if isinstance(lower_loss, Objective) else Objective(lower_loss)
@@ -96,19 +104,19 @@ class Oracle:
         self.device = self.y[0].device
         self.sharded = any(map(is_sharded, (*self.x, *self.y)))
         self.buffers_skipped = False  # some module would have updated buffers at a point that is not the live one
-        self._names = names or [f"{level} {i}" for level, ts in zip(("upper", "lower"), (self.x, self.y), strict=True)
+        self.names = names or [f"{level} {i}" for level, ts in zip(("upper", "lower"), (self.x, self.y), strict=True)
                                 for i in range(len(ts))]  # fmt: skip
         if not self.session.reaches_upper:
-            for tensor, name in zip((*self.x, *self.y), self._names, strict=True):
+            for tensor, name in zip((*self.x, *self.y), self.names, strict=True):
                 if tensor.device != self.device:
                     raise ValueError(
                         f"all parameters must be on one device, but parameter {name} is on {tensor.device} and "
-                        f"parameter {self._names[len(self.x)]} is on {self.device}"
+                        f"parameter {self.names[len(self.x)]} is on {self.device}"
                     )
 
     def count(self, oracle: str, times: int = 1) -> None:
         """Add to the counters."""
-        self.session.counts[oracle] += times
+        self.session.counts[oracle] += times * (self.lanes or 1)
 
     @contextmanager
     def at(self, upper: Sequence[Tensor] | None = None, lower: Sequence[Tensor] | None = None) -> Generator[None]:
@@ -263,12 +271,7 @@ class Oracle:
         else:
             with torch.set_grad_enabled(graph), sample.replayed(self.device):
                 loss = sample()
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(
-                f"the {level} loss must return a scalar tensor, but returned {found}; reduce it (mean, sum)"
-            )
-        return loss if loss.dim() == 0 else loss.reshape(())
+        return as_scalar(level, loss)
 
     def dependent(self, level: str, loss: Tensor, y: Sequence[Tensor]) -> Tensor:
         """The loss, checked to depend on something where ``y`` is a variable."""
@@ -299,7 +302,7 @@ class Oracle:
     def averaged(self, *results: Any) -> tuple[Any, ...]:
         """Mean over the ranks of the process group, of tensors and vectors (sharded tensors have theirs already)."""
         group = self.session.process_group
-        if group is None:
+        if group is None or self.lanes is not None:
             return results
         tensors = [t for r in results for t in (r if isinstance(r, Vector) else (r,)) if not is_sharded(t)]
         if not tensors:
@@ -313,6 +316,20 @@ class Oracle:
             for result in results
         )
 
+    def share(self, tasks: Any, count: int) -> tuple[Any, int]:
+        """This rank's part of drawn tasks, and how many they are."""
+        group = self.session.process_group
+        if group is None:
+            return tasks, count
+        rank, world = dist.get_rank(group), dist.get_world_size(group)
+        part = slice(rank, count, world)
+        return tree_map(lambda t: t[part] if isinstance(t, Tensor) else t, tasks), len(range(count)[part])
+
+    def totalled(self, *results: Any) -> tuple[Any, ...]:
+        """Sum over the ranks of the process group, of tensors and vectors."""
+        group = self.session.process_group
+        return results if group is None else self.averaged(*(r * dist.get_world_size(group) for r in results))
+
     def averaged_vector(self, vector: Vector) -> Vector:
         """Mean over the ranks of one vector."""
         return Vector(self.averaged(vector)[0])
@@ -320,7 +337,7 @@ class Oracle:
     def require_reached(self, gradients: Sequence[Tensor | None]) -> None:
         """At the first step, raise if the lower loss does not depend on some lower parameter."""
         if not self.session.reaches_lower:
-            for gradient, name in zip(gradients, self._names[len(self.x) :], strict=True):
+            for gradient, name in zip(gradients, self.names[len(self.x) :], strict=True):
                 if gradient is None:
                     raise ValueError(
                         f"the lower loss does not depend on lower parameter {name}; leave it out of the lower "
@@ -346,6 +363,14 @@ _INDEPENDENT = (
     "the {level} loss depends on no parameter of this optimizer; check that it reads the live tensors, and that it "
     "does not detach, call .item() or run under torch.no_grad()"
 )
+
+
+def as_scalar(level: str, loss: Any) -> Tensor:
+    """What a loss returned, checked to be a scalar."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"the {level} loss must return a scalar tensor, but returned {found}; reduce it (mean, sum)")
+    return loss if loss.dim() == 0 else loss.reshape(())
 
 
 def filled(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Vector:

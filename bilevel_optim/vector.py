@@ -19,8 +19,8 @@ Scalar = float | Tensor
 class Vector(tuple[Tensor, ...]):
     """A point or direction in the space of several parameter tensors.
 
-    ``+``, ``-`` and ``*`` act tensor by tensor; ``*`` takes a number, a zero-dimensional tensor, or one number per
-    tensor (a learning rate per parameter).
+    ``+``, ``-`` and ``*`` act tensor by tensor; ``*`` takes a number, a zero-dimensional tensor, one number per tensor
+    (a learning rate per parameter), or, for stacked tensors, a one-dimensional tensor with one factor per lane.
 
     Example:
         >>> a = Vector([torch.tensor([1.0, 2.0]), torch.tensor(3.0)])
@@ -37,6 +37,8 @@ class Vector(tuple[Tensor, ...]):
         return Vector(torch._foreach_sub(self, tuple(other)))
 
     def __mul__(self, factor: Scalar | Sequence[float]) -> Vector:  # type: ignore[override]
+        if isinstance(factor, Tensor) and factor.dim() == 1:
+            return Vector(t * factor.to(t.dtype).view(-1, *[1] * (t.dim() - 1)) for t in self)
         return Vector(torch._foreach_mul(self, factor))
 
     __rmul__ = __mul__  # type: ignore[assignment]
@@ -51,6 +53,14 @@ class Vector(tuple[Tensor, ...]):
     def norm(self) -> Tensor:
         """Euclidean norm over all tensors together."""
         return self.dot(self).sqrt()
+
+    def lane_dot(self, other: Sequence[Tensor]) -> Tensor:
+        """Inner product of each lane of stacked tensors with the same lane of others, shape (n,)."""
+        return torch.stack([_sum(product, lanes=True) for product in torch._foreach_mul(self, tuple(other))]).sum(0)
+
+    def lane_norm(self) -> Tensor:
+        """Euclidean norm of each lane of stacked tensors, shape (n,)."""
+        return self.lane_dot(self).sqrt()
 
     def max_abs(self) -> Tensor:
         """Largest absolute entry; NaN or infinite exactly if some entry is."""
@@ -102,10 +112,12 @@ def is_sharded(t: Tensor) -> bool:
     return hasattr(t, "full_tensor")
 
 
-def _sum(t: Tensor) -> Tensor:
-    if not t.is_floating_point() or t.device.type == "mps":
-        return _whole(t.sum())
-    return _whole(t.sum(dtype=torch.float64))
+def _sum(t: Tensor, lanes: bool = False) -> Tensor:
+    exact = t.is_floating_point() and t.device.type != "mps"
+    if lanes:
+        t = t.flatten(1) if t.dim() > 1 else t.unsqueeze(1)
+        return t.sum(1, dtype=torch.float64 if exact else None)
+    return _whole(t.sum(dtype=torch.float64 if exact else None))
 
 
 def _whole(t: Tensor) -> Tensor:

@@ -197,3 +197,45 @@ class Cleaning:
     def upper(self, index=None):
         index = torch.arange(len(self.tv)) if index is None else index
         return F.cross_entropy(self.model(self.Xv[index]), self.tv[index])
+
+
+class Tasks:
+    """m quadratic lower problems that share x, with rows of noisy data: g_i = y'A_i y/2 - y'(D_i x + e_i) over means.
+
+    Everything about one task is known in closed form; f_i = |y - t_i|^2/2 + |x|^2/2.
+    """
+
+    def __init__(self, m=6, rows=3, n=5, p=4, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape):
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        R = random(m, rows, n, n)
+        self.A, self.D, self.e = 0.2 * R @ R.mT / n + torch.eye(n), random(m, rows, n, p), random(m, rows, n)
+        self.t = random(m, rows + 1, n)
+        self.x, self.y = random(p).requires_grad_(), torch.zeros(n, dtype=torch.float64, requires_grad=True)
+        self.lr = 1 / float(torch.linalg.eigvalsh(self.A)[..., -1].max())
+
+    def data(self):
+        return {"A": self.A, "rest": (self.D, self.e)}, self.t
+
+    def lower(self, batch):
+        D, e = batch["rest"]
+        y = self.y
+        return y @ batch["A"].mean(0) @ y / 2 - y @ (D.mean(0) @ self.x + e.mean(0))
+
+    def upper(self, batch):
+        return (self.y - batch).square().sum(-1).mean() / 2 + self.x.square().sum() / 2
+
+    def solutions(self):
+        return torch.linalg.solve(self.A.mean(1), self.D.mean(1) @ self.x.detach() + self.e.mean(1))
+
+    def hypergradients(self):
+        """One row per task."""
+        v = torch.linalg.solve(self.A.mean(1), self.solutions() - self.t.mean(1))
+        return (self.D.mean(1).mT @ v.unsqueeze(-1)).squeeze(-1) + self.x.detach()
+
+    def error(self, ids=slice(None)):
+        truth = self.hypergradients()[ids].mean(0)
+        return float((self.x.grad - truth).norm() / truth.norm())

@@ -22,6 +22,7 @@ class MethodInfo:
             method does not estimate it.
         errors: (arguments, message) pairs that the constructor must refuse.
         copies: keeps several copies of y, so that ``vectorize`` matters.
+        stacks_tasks: takes tasks as one problem with stacked y (not so: methods of their own for tasks, or without any).
     """
 
     cls: type[bo.BilevelOptimizer]
@@ -30,6 +31,7 @@ class MethodInfo:
     name: str = ""
     errors: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     copies: bool = False
+    stacks_tasks: bool = True
 
     def __post_init__(self):
         self.name = self.name or self.cls.__name__
