@@ -1,8 +1,8 @@
 """Many lower problems, one for each task or context: samplers, and their reduction to one problem with stacked y.
 
 A sampled set of n tasks is one ordinary bilevel problem: the lower variable is a stack of n copies of y, both losses
-are sums over the tasks, and the lower Hessian is block diagonal. Every method that works on an `Oracle` works on it, and
-does for each task what it would do for that task alone; the mean over the tasks is taken of its result.
+are sums over the tasks, and the lower Hessian is block diagonal. Every method that works on an `Oracle` works on it,
+and does for each task what it would do for that task alone; the mean over the tasks is taken of its result.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class TensorTasks:
     r"""A finite set of m tasks whose data are stacked tensors.
 
     ``sample`` draws *different* tasks, each equally likely (with more than m, every task comes up
-    :math:`\lfloor n/m \rfloor` times and the rest are different), so that the mean over the draw is an unbiased estimate
-    of the mean over all tasks, and exact for n = m. ``lower`` and ``upper`` draw rows *with* replacement, independently
-    for each task: independent samples of the task's own distribution.
+    :math:`\lfloor n/m \rfloor` times and the rest are different), so that the mean over the draw is an unbiased
+    estimate of the mean over all tasks, and exact for n = m. ``lower`` and ``upper`` draw rows *with* replacement,
+    independently for each task: independent samples of the task's own distribution.
 
     Args:
-        lower: data of the lower problems: a tensor of shape (m, rows, ...), or a pytree (tuple, dict, ...) of such tensors
-            with the same m and the same number of rows. Tasks with fewer rows need padding and a mask.
+        lower: data of the lower problems: a tensor of shape (m, rows, ...), or a pytree (tuple, dict, ...) of such
+            tensors with the same m and the same number of rows. Tasks with fewer rows need padding and a mask.
         upper: data of the upper losses, likewise, with its own number of rows. Default: that of the lower problems.
 
     Raises:
@@ -103,7 +103,7 @@ class TensorTasks:
         return self._tasks
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
-        """n task ids, as different as possible, in random order."""
+        """Task ids, as different as possible, in random order."""
         whole, rest = divmod(n, self._tasks)
         if 0 < rest < self._tasks // 8:  # few out of many: no permutation of all
             ids = self._few(rest, generator)
@@ -240,10 +240,10 @@ class _TaskObjective(Objective):
 
 
 class LaneLoss:
-    """One of the two losses at stacked lower points, each with its own batch: called with the batches, it gives the sum.
+    """One of the two losses at stacked lower points, each with its own batch; called with the batches, it gives the sum.
 
-    Evaluated by ``torch.func.vmap``, in chunks, or in a loop, as the session says. Inside an evaluation of several copies
-    of the stacked tensors it is the copy that is read.
+    Evaluated by ``torch.func.vmap``, in chunks, or in a loop, as the session says. Inside an evaluation of several
+    copies of the stacked tensors it is the copy that is read.
 
     Args:
         oracle: of the live tensors, with the loss.

@@ -22,7 +22,7 @@ class MethodInfo:
             method does not estimate it.
         errors: (arguments, message) pairs that the constructor must refuse.
         copies: keeps several copies of y, so that ``vectorize`` matters.
-        stacks_tasks: takes tasks as one problem with stacked y (not so: methods of their own for tasks, or without any).
+        stacks_tasks: takes tasks as one problem with stacked y (others have their own way with tasks, or take none).
     """
 
     cls: type[bo.BilevelOptimizer]

@@ -387,9 +387,8 @@ class FewShot:
 def test_modules_vectorised_equal_looped(method):
     results = []
     for v in (True, False, 2):
-        results.append(
-            FewShot().run(method, vectorize=v, tasks_per_step=3, lower_batch=4, generator=seeded(), **short(method))
-        )
+        draws = {"tasks_per_step": 3, "lower_batch": 4, "generator": seeded()}
+        results.append(FewShot().run(method, vectorize=v, **draws, **short(method)))
     for optimizer, values in results:
         torch.testing.assert_close(values, results[0][1], rtol=0, atol=rounding(method))
         assert "vectorize_fallback" not in optimizer.diagnostics
@@ -511,7 +510,8 @@ def test_resumes_bit_for_bit_with_the_draws(method, own):
 @pytest.mark.parametrize("how", ["raise", "nan"])
 def test_a_failing_task_changes_nothing(method, how):
     problem = FewShot()
-    optimizer, _ = problem.run(method, steps=1, generator=seeded(), tasks_per_step=2, lower_batch=2, vectorize=False)
+    draws = {"generator": seeded(), "tasks_per_step": 2, "lower_batch": 2}
+    optimizer, _ = problem.run(method, steps=1, **draws, **short(method), vectorize=False)
     good = problem.lower
 
     def everything():
