@@ -15,14 +15,17 @@ from .lower import AGD
 from .objective import Objective
 from .optimizer import BilevelOptimizer
 from .oracle import Oracle
+from .rtmlmc import DLSGD, RTMLMC
 from .tasks import TaskSampler, TensorTasks
 from .vector import Vector
 
 __all__ = [
     "AGD",
     "AID",
+    "DLSGD",
     "F2SA",
     "ITD",
+    "RTMLMC",
     "BilevelOptimizer",
     "BilevelWarning",
     "FirstOrder",

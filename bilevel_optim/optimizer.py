@@ -203,12 +203,12 @@ class BilevelOptimizer(Optimizer, ABC):
             session=self._session,
         )
 
-    def _checked_estimate(self, oracle: Oracle) -> Estimate:
-        estimate = self._estimate(oracle)
+    def _checked_estimate(self, oracle: Oracle, make: Callable[[Oracle], Estimate] | None = None) -> Estimate:
+        estimate = (make or self._estimate)(oracle)
         oracle.conclude()
         if self.check_finite and self._react(oracle, oracle.checks.verify(self._steps_done, self._warned)):
             oracle.checks = Checks()
-            return self._checked_estimate(oracle)
+            return self._checked_estimate(oracle, make)
         return estimate
 
     def _estimate_tasks(self, oracle: Oracle, sampler: Any) -> Estimate:

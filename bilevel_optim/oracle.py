@@ -261,10 +261,7 @@ class Oracle:
 
     def value(self, level: str, sample: Sample, *, graph: bool = True) -> Tensor:
         """The loss on a sample, with the random numbers of that sample, checked to be a scalar."""
-        if torch.is_autocast_enabled(self.device.type):
-            # Autocast keeps its low-precision copies of the weights as long as it lasts, which may be longer than the
-            # values that the weights have now.
-            torch.clear_autocast_cache()
+        self.forget_casts()
         if sample.once:
             with torch.set_grad_enabled(graph):
                 loss = sample()
@@ -272,6 +269,11 @@ class Oracle:
             with torch.set_grad_enabled(graph), sample.replayed(self.device):
                 loss = sample()
         return as_scalar(level, loss)
+
+    def forget_casts(self) -> None:
+        """Drop autocast's low-precision copies of the weights, which last longer than the values they were made of."""
+        if torch.is_autocast_enabled(self.device.type):
+            torch.clear_autocast_cache()
 
     def dependent(self, level: str, loss: Tensor, y: Sequence[Tensor]) -> Tensor:
         """The loss, checked to depend on something where ``y`` is a variable."""
@@ -318,12 +320,25 @@ class Oracle:
 
     def share(self, tasks: Any, count: int) -> tuple[Any, int]:
         """This rank's part of drawn tasks, and how many they are."""
-        group = self.session.process_group
-        if group is None:
+        rank, world = self.ranks()
+        if world == 1:
             return tasks, count
-        rank, world = dist.get_rank(group), dist.get_world_size(group)
         part = slice(rank, count, world)
         return tree_map(lambda t: t[part] if isinstance(t, Tensor) else t, tasks), len(range(count)[part])
+
+    def agreed(self, number: int) -> int:
+        """The number that the first rank of the process group has."""
+        group = self.session.process_group
+        if group is None:
+            return number
+        shared = torch.tensor(number, device=self.device)
+        dist.broadcast(shared, group=group, group_src=0)
+        return int(shared)
+
+    def ranks(self) -> tuple[int, int]:
+        """This process's rank in the process group, and the size of that; (0, 1) without one."""
+        group = self.session.process_group
+        return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
     def totalled(self, *results: Any) -> tuple[Any, ...]:
         """Sum over the ranks of the process group, of tensors and vectors."""

@@ -22,7 +22,19 @@ from .oracle import Oracle, as_scalar
 from .substitution import Substitution
 from .vector import Vector
 
-__all__ = ["LaneLoss", "TaskDraws", "TaskSampler", "TensorTasks", "select", "stacked_oracle", "task_count"]
+__all__ = [
+    "LaneLoss",
+    "TaskDraws",
+    "TaskObjective",
+    "TaskSampler",
+    "TensorTasks",
+    "draw",
+    "sample",
+    "select",
+    "stacked_oracle",
+    "starting_points",
+    "task_count",
+]
 
 LowerInit = Callable[[Any], Tensor | Sequence[Tensor]]
 
@@ -167,13 +179,15 @@ def select(batch: Any, index: Any) -> Any:
 
 def require_shape(what: str, batch: Any, sizes: tuple[int, ...]) -> None:
     """Raise ValueError unless every tensor of the pytree has these leading dimensions."""
-    tensors = [(path, leaf) for path, leaf in tree_flatten_with_path(batch)[0] if isinstance(leaf, Tensor)]
-    if not tensors:
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    if not leaves:
         raise ValueError(
             f"tasks.{what} must return a tensor or a pytree of tensors, but returned {type(batch).__name__}"
         )
-    for path, leaf in tensors:
-        if tuple(leaf.shape[: len(sizes)]) != sizes:
+    if all(leaf.shape[: len(sizes)] == sizes for leaf in leaves):
+        return
+    for path, leaf in tree_flatten_with_path(batch)[0]:
+        if isinstance(leaf, Tensor) and leaf.shape[: len(sizes)] != sizes:
             where = f" at {''.join(map(str, path))}" if path else ""
             raise ValueError(
                 f"tasks.{what} must return tensors with leading dimensions {sizes}, but returned one of shape "
@@ -228,7 +242,7 @@ def draw(sampler: Any, level: str, tasks: Any, count: int, n: int | None, genera
     return batch
 
 
-class _TaskObjective(Objective):
+class TaskObjective(Objective):
     """A sum of losses over lanes, whose batches come from a sampler."""
 
     def __init__(self, loss: Callable[..., Tensor], batch: Callable[[], Any]) -> None:
@@ -240,7 +254,7 @@ class _TaskObjective(Objective):
 
 
 class LaneLoss:
-    """One of the two losses at stacked lower points, each with its own batch; called with the batches, it gives the sum.
+    """One of the losses at stacked lower points, each with its own batch; called with the batches, it gives the sum.
 
     Evaluated by ``torch.func.vmap``, in chunks, or in a loop, as the session says. Inside an evaluation of several
     copies of the stacked tensors it is the copy that is read.
@@ -354,8 +368,8 @@ def stacked_oracle(oracle: Oracle, start: Vector, draws: TaskDraws) -> Oracle:
     return Oracle(
         oracle.x,
         y,
-        _TaskObjective(losses["upper"], lambda: draws.batch("upper")),
-        _TaskObjective(losses["lower"], lambda: draws.batch("lower")),
+        TaskObjective(losses["upper"], lambda: draws.batch("upper")),
+        TaskObjective(losses["lower"], lambda: draws.batch("lower")),
         names=oracle.names,
         session=oracle.session,
         lanes=draws.count,

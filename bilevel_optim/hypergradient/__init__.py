@@ -18,7 +18,8 @@ Example:
 from .direct import direct
 from .estimate import Estimate
 from .implicit import implicit
+from .multilevel import multilevel
 from .penalty import penalty
 from .unrolled import unrolled
 
-__all__ = ["Estimate", "direct", "implicit", "penalty", "unrolled"]
+__all__ = ["Estimate", "direct", "implicit", "multilevel", "penalty", "unrolled"]
