@@ -18,16 +18,20 @@ from .objective import Objective
 from .optimizer import BilevelOptimizer
 from .oracle import Oracle
 from .pzobo import PZOBO
+from .rtmlmc import DLSGD, RTMLMC
+from .tasks import TaskSampler, TensorTasks
 from .vector import Vector
 
 __all__ = [
     "AGD",
     "AID",
+    "DLSGD",
     "ESMAML",
     "F2SA",
     "HOZOG",
     "ITD",
     "PZOBO",
+    "RTMLMC",
     "BilevelOptimizer",
     "BilevelWarning",
     "FirstOrder",
@@ -36,6 +40,8 @@ __all__ = [
     "NonFiniteError",
     "Objective",
     "Oracle",
+    "TaskSampler",
+    "TensorTasks",
     "Vector",
     "__version__",
     "check_hypergradient",

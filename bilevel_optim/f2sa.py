@@ -137,7 +137,7 @@ class F2SA(BilevelOptimizer):
         oracle.y.copy_(copies.combine(interpolation))
         oracle.advance_buffers(zeta)
         if gradient is not None:
-            estimate.diagnostics["lower_residual"] = _lane_norms(gradient)
+            estimate.diagnostics["lower_residual"] = gradient.lane_norm()
         estimate.diagnostics["spread"] = self._watched_spread(oracle, copies, formula)
         return estimate
 
@@ -184,7 +184,7 @@ class F2SA(BilevelOptimizer):
         """
         center = oracle.y.detach()
         nodes = torch.tensor(formula.nodes, dtype=torch.float64, device=oracle.device)
-        distances = _lane_norms(copies - Vector(c.unsqueeze(0) for c in center))
+        distances = (copies - Vector(c.unsqueeze(0) for c in center)).lane_norm()
         spread = torch.where(nodes == 0, torch.nan, distances / (nodes.abs() * self.nu).clamp_min(1e-300))
         if any(j < 0 for j in formula.nodes):
             known = spread[nodes != 0]
@@ -215,8 +215,3 @@ class F2SA(BilevelOptimizer):
 
     def _direction_scale(self, gradient: Vector) -> Tensor | float:
         return 1.0 / gradient.norm().clamp_min(1e-30) if self.normalize and gradient else 1.0
-
-
-def _lane_norms(stacked: Vector) -> Tensor:
-    """Norm over all tensors of each lane of stacked tensors."""
-    return torch.stack([stacked.lane(j).norm() for j in range(len(stacked[0]))])

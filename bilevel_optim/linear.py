@@ -2,6 +2,9 @@ r"""Linear solvers for :math:`H v = b` with H known only through products, as in
 
 H is symmetric (a Hessian). All of them return a `LinearSolution` with the residual and the iterations made; none
 prints, raises or divides zero by zero, however many iterations it is given.
+
+With ``lanes=True`` the tensors are stacked and H is block diagonal, one block for each lane: every lane is solved as if
+it were alone, and the figures of the solution have one entry per lane.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ def cg(
     steps: int,
     tol: float = 0.0,
     damping: float = 0.0,
+    lanes: bool = False,
 ) -> LinearSolution:
     r"""Conjugate gradients for :math:`(H + \delta I) v = b`, H symmetric positive definite.
 
@@ -59,6 +63,7 @@ def cg(
         steps: largest number of iterations; one product each.
         tol: relative tolerance of the residual. Default: 0.
         damping: :math:`\delta`. Default: 0.
+        lanes: solve each lane of stacked tensors by itself. Default: False.
 
     Example:
         >>> H = torch.tensor([1.0, 2.0])
@@ -71,29 +76,30 @@ def cg(
     def apply(v: Vector) -> Vector:
         return product(v) + v * damping if damping else product(v)
 
-    b_norm = b.norm()
+    dot = Vector.lane_dot if lanes else Vector.dot
+    b_norm = dot(b, b).sqrt()
     floor = (max(tol, torch.finfo(b[0].dtype).eps) * b_norm) ** 2
     if start is None:
         v, r = b.zeros_like(), b
     else:
         v = Vector(start)
         r = b - apply(v)
-    p, rr = r, r.dot(r)
-    iterations = torch.zeros((), dtype=torch.int64, device=b_norm.device)
-    indefinite = torch.zeros((), dtype=torch.bool, device=b_norm.device)
+    p, rr = r, dot(r, r)
+    iterations = torch.zeros_like(rr, dtype=torch.int64)
+    indefinite = torch.zeros_like(rr, dtype=torch.bool)
     on_host = b_norm.device.type == "cpu"
     for k in range(steps):
         active = (rr > floor) & ~indefinite
-        if (on_host or (tol > 0 and k % 10 == 0)) and not active:
+        if (on_host or (tol > 0 and k % 10 == 0)) and not active.any():
             break
         hp = apply(p)
-        curvature = p.dot(hp)
+        curvature = dot(p, hp)
         indefinite = indefinite | (active & (curvature <= 0))
         active = active & ~indefinite
         # A finished solve is frozen by zero steps instead of a branch, which would need the host.
         alpha = torch.where(active, rr / torch.where(active, curvature, 1.0), 0.0)
         v, r = v + p * alpha, r - hp * alpha
-        new_rr = r.dot(r)
+        new_rr = dot(r, r)
         p = r + p * torch.where(active, new_rr / torch.where(rr > 0, rr, 1.0), 0.0)
         rr = torch.where(active, new_rr, rr)
         iterations = iterations + active
@@ -109,6 +115,7 @@ def fixed_point(
     lr: float | Sequence[float],
     tol: float = 0.0,
     damping: float = 0.0,
+    lanes: bool = False,
 ) -> LinearSolution:
     r"""The fixed-point iteration :math:`v \leftarrow v - \eta (H v - b)`.
 
@@ -124,6 +131,7 @@ def fixed_point(
         lr: :math:`\eta`, one number or one per tensor.
         tol: stop when the residual is at most ``tol * ||b||``. Default: 0, all iterations.
         damping: added to the diagonal of H. Default: 0.
+        lanes: treat each lane of stacked tensors by itself. Default: False.
 
     Example:
         >>> result = fixed_point(lambda v: v * 2.0, [torch.ones(1)], steps=2, lr=0.25)
@@ -133,14 +141,16 @@ def fixed_point(
     b = Vector(b)
     v = b.zeros_like() if start is None else Vector(start)
     r = b if start is None else b - _damped(product, v, damping)
-    done = 0
+    norm = Vector.lane_norm if lanes else Vector.norm
+    done = torch.zeros_like(norm(b), dtype=torch.int64)
     for k in range(steps):
         if k:
             r = b - _damped(product, v, damping)
-        if tol > 0 and r.norm() <= tol * b.norm():
+        move, active = _unfinished(r, b, norm, tol)
+        if active is not None and not active.any():
             break
-        v, done = v + r * lr, k + 1
-    return _finished(v, r, done)
+        v, done = v + move * lr, done + (1 if active is None else active)
+    return _finished(v, norm(r), done)
 
 
 def neumann(
@@ -152,6 +162,7 @@ def neumann(
     lr: float | Sequence[float],
     tol: float = 0.0,
     damping: float = 0.0,
+    lanes: bool = False,
 ) -> LinearSolution:
     r"""The truncated Neumann series :math:`\eta \sum_{i=0}^{Q} (I - \eta H)^i b`, Q + 1 terms from Q products.
 
@@ -163,6 +174,7 @@ def neumann(
         lr: :math:`\eta < 2 / \lambda_{\max}(H)`, one number or one per tensor.
         tol: stop when a term is at most ``tol * ||b||``. Default: 0, all terms.
         damping: added to the diagonal of H. Default: 0.
+        lanes: treat each lane of stacked tensors by itself. Default: False.
 
     Example:
         >>> neumann(lambda v: v * 2.0, [torch.ones(1)], steps=1, lr=0.25).solution
@@ -170,25 +182,32 @@ def neumann(
     """
     if start is not None:
         raise ValueError("Invalid start: a Neumann series starts from zero; use fixed_point for a warm start")
-    term = total = Vector(b)
-    norm, done = total.norm(), 0
+    b = Vector(b)
+    norm = Vector.lane_norm if lanes else Vector.norm
+    term = total = b
+    residual = norm(b)
+    done = torch.zeros_like(residual, dtype=torch.int64)
     for _ in range(steps):
-        if tol > 0 and term.norm() <= tol * norm:
+        term, active = _unfinished(term, b, norm, tol)
+        if active is not None and not active.any():
             break
         term = term - _damped(product, term * lr, damping)
-        total, done = total + term, done + 1
-    return _finished(total * lr, term, done)
+        residual = norm(term) if active is None else torch.where(active, norm(term), residual)
+        total, done = total + term, done + (1 if active is None else active)
+    return _finished(total * lr, residual, done)
 
 
 def _damped(product: Product, v: Vector, damping: float) -> Vector:
     return product(v) + v * damping if damping else product(v)
 
 
-def _finished(v: Vector, residual: Vector, iterations: int) -> LinearSolution:
-    norm = residual.norm()
-    return LinearSolution(
-        v,
-        norm,
-        torch.tensor(iterations, device=norm.device),
-        torch.zeros((), dtype=torch.bool, device=norm.device),
-    )
+def _unfinished(r: Vector, b: Vector, norm: Callable[[Vector], Tensor], tol: float) -> tuple[Vector, Tensor | None]:
+    """The residual, zero in the lanes that have reached the tolerance, and which have not (None: nobody asks)."""
+    if tol <= 0:
+        return r, None
+    active = norm(r) > tol * norm(b)
+    return (r if active.all() else r * active.to(r[0].dtype)), active
+
+
+def _finished(v: Vector, residual: Tensor, iterations: Tensor) -> LinearSolution:
+    return LinearSolution(v, residual, iterations, torch.zeros_like(iterations, dtype=torch.bool))

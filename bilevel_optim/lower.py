@@ -17,7 +17,7 @@ __all__ = ["AGD", "NOT_ELEMENTWISE", "LowerSolver", "can_be_unrolled", "update_v
 
 Factory = Callable[[Any], Optimizer]
 
-# Optimizers that look at more than one entry at a time, and so cannot move stacked copies independently.
+# Optimizers that do not treat every entry alone, and so would mix stacked copies.
 NOT_ELEMENTWISE = tuple(
     getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon") if hasattr(torch.optim, name)
 )

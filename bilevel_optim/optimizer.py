@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from . import tasks as task_layer
 from .checks import Checks
 from .hypergradient import Estimate
 from .lower import NOT_ELEMENTWISE, LowerSolver
@@ -35,6 +36,10 @@ class ColdOptions(TypedDict, total=False):
     vectorize: bool | int
     hvp: str
     process_group: Any
+    tasks_per_step: int | None
+    lower_batch: int | None
+    upper_batch: int | None
+    lower_init: task_layer.LowerInit | None
 
 
 class CommonOptions(ColdOptions, total=False):
@@ -96,6 +101,10 @@ class BilevelOptimizer(Optimizer, ABC):
         vectorize: bool | int = True,
         hvp: str = "exact",
         process_group: Any = None,
+        tasks_per_step: int | None = None,
+        lower_batch: int | None = None,
+        upper_batch: int | None = None,
+        lower_init: task_layer.LowerInit | None = None,
     ) -> None:
         require("learning rate", lr, is_number(lr) and lr >= 0, wording="Invalid learning rate: {value}")
         require("lower_lr", lower_lr, is_number(lower_lr) and lower_lr >= 0)
@@ -104,6 +113,12 @@ class BilevelOptimizer(Optimizer, ABC):
         require("hvp", hvp, hvp in ("exact", "finite-difference"))
         require("lower_optimizer", lower_optimizer, lower_optimizer is None or callable(lower_optimizer))
         require("generator", generator, generator is None or isinstance(generator, torch.Generator))
+        sizes = {"tasks_per_step": tasks_per_step, "lower_batch": lower_batch, "upper_batch": upper_batch}
+        for name, size in sizes.items():
+            require(name, size, size is None or (is_count(size) and size > 0))
+        require("lower_init", lower_init, lower_init is None or callable(lower_init))
+        self.tasks_per_step, self.lower_batch, self.upper_batch = tasks_per_step, lower_batch, upper_batch
+        self.lower_init = lower_init
         self.lower_steps, self.warm_start, self.check_finite = lower_steps, bool(warm_start), bool(check_finite)
         self.generator = generator
         self.diagnostics: dict[str, Any] = {}
@@ -120,13 +135,20 @@ class BilevelOptimizer(Optimizer, ABC):
 
     # ------------------------------------------------------------------------------------------------ verbs
 
-    def step(self, upper: Loss | None = None, lower: Loss | None = None) -> Tensor | None:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, upper: Loss | None = None, lower: Loss | None = None, *, tasks: Any = None
+    ) -> Tensor | None:
         """One outer iteration: improve y, estimate the hypergradient, update x.
 
         Args:
             upper: f, a callable or an `Objective`. Left out together with ``lower``: only the update of x is made, from
                 the ``.grad`` that :meth:`backward` has set.
             lower: g, likewise.
+            tasks: a sampler of tasks, such as `TensorTasks`: there is one lower problem for each task, the losses are
+                bare callables that take one task's batch, and the hypergradient is the mean over the tasks drawn. Each
+                task starts from the live y (or from ``lower_init``); afterwards the live y holds the mean of the tasks'
+                solutions, or with ``warm_start=False`` what it held before. What a method keeps from step to step
+                beside y (momentum, solutions of linear systems) belongs to the tasks and starts anew at each step.
 
         Returns:
             The upper loss at the point where the hypergradient was estimated, detached; None without losses.
@@ -139,11 +161,13 @@ class BilevelOptimizer(Optimizer, ABC):
         if upper is not None or lower is not None:
             if upper is None or lower is None:
                 raise TypeError("step takes both losses, upper and lower, or none of them (after backward)")
-            loss = self.backward(upper, lower)
+            loss = self.backward(upper, lower, tasks=tasks)
+        elif tasks is not None:
+            raise TypeError("step takes tasks only together with both losses")
         self._update()
         return loss
 
-    def backward(self, upper: Loss, lower: Loss) -> Tensor:
+    def backward(self, upper: Loss, lower: Loss, *, tasks: Any = None) -> Tensor:
         """Improve y, and set ``.grad`` of the upper parameters to the estimate of the hypergradient.
 
         Follow it with gradient clipping, with ``step()``, or with a step of any ``torch.optim`` optimizer over x.
@@ -152,7 +176,7 @@ class BilevelOptimizer(Optimizer, ABC):
         oracle = self._oracle(upper, lower)
         restore = self._snapshot()
         try:
-            estimate = self._checked_estimate(oracle)
+            estimate = self._checked_estimate(oracle) if tasks is None else self._estimate_tasks(oracle, tasks)
         except BaseException:
             restore()
             raise
@@ -184,13 +208,39 @@ class BilevelOptimizer(Optimizer, ABC):
             session=self._session,
         )
 
-    def _checked_estimate(self, oracle: Oracle) -> Estimate:
-        estimate = self._estimate(oracle)
+    def _checked_estimate(self, oracle: Oracle, make: Callable[[Oracle], Estimate] | None = None) -> Estimate:
+        estimate = (make or self._estimate)(oracle)
         oracle.conclude()
         if self.check_finite and self._react(oracle, oracle.checks.verify(self._steps_done, self._warned)):
             oracle.checks = Checks()
-            return self._checked_estimate(oracle)
+            return self._checked_estimate(oracle, make)
         return estimate
+
+    def _estimate_tasks(self, oracle: Oracle, sampler: Any) -> Estimate:
+        """The mean of the estimates for the tasks of one draw, made as one problem with stacked y."""
+        self._require_elementwise("tasks")
+        count = task_layer.task_count(sampler, self.tasks_per_step)
+        drawn = task_layer.sample(sampler, count, self.generator)
+        tasks, share = oracle.share(drawn, count)
+        loss, gradient, mean = torch.zeros((), device=oracle.device), oracle.x.zeros_like(), oracle.y.zeros_like()
+        diagnostics: dict[str, Any] = {}
+        sizes = {"lower": self.lower_batch, "upper": self.upper_batch}
+        for part in self._together(share):
+            some = task_layer.select(tasks, part)
+            n = len(range(share)[part])
+            draws = task_layer.TaskDraws(sampler, some, n, sizes, self.generator)
+            start = task_layer.starting_points(oracle.y, oracle.names[len(oracle.x) :], some, n, self.lower_init)
+            stacked = task_layer.stacked_oracle(oracle, start, draws)
+            estimate = self._checked_estimate(stacked)
+            loss, gradient = loss + estimate.loss / count, gradient + estimate.gradient * (1 / count)
+            mean, diagnostics = mean + Vector(t.detach().sum(0) / count for t in stacked.y), estimate.diagnostics
+            for tensor in stacked.y:
+                self.state.pop(tensor, None)
+            self._solver = None
+        loss, gradient, mean = oracle.totalled(loss, gradient, mean)
+        if self.warm_start:
+            oracle.y.copy_(mean)
+        return Estimate(loss, gradient, {**diagnostics, "tasks": drawn})
 
     # ------------------------------------------------------------------------------------------------ for the methods
 
@@ -202,6 +252,10 @@ class BilevelOptimizer(Optimizer, ABC):
         """Change course after alerts; returns whether the estimate has to be made again."""
         return False
 
+    def _together(self, tasks: int) -> list[slice]:
+        """Which of the drawn tasks make one stacked problem: all of them."""
+        return [slice(0, tasks)] if tasks else []
+
     def _direction_scale(self, gradient: Vector) -> Tensor | float:
         """Factor on the upper gradient in the update."""
         return 1.0
@@ -210,13 +264,13 @@ class BilevelOptimizer(Optimizer, ABC):
         """The lower optimizer made for a dummy parameter, to see what it is."""
         return self._factory([{"params": [torch.zeros(1, 1, requires_grad=True)], "lr": self._default_lr["lower"]}])
 
-    def _require_elementwise(self) -> None:
-        """Raise if the lower optimizer would mix stacked copies of y."""
+    def _require_elementwise(self, what: str = "copies of y") -> None:
+        """Raise if the lower optimizer would mix what is stacked."""
         kind = type(self._probe())
         if issubclass(kind, NOT_ELEMENTWISE):
             raise ValueError(
                 f"Invalid lower_optimizer value: {kind.__name__} does not treat every entry alone, so it would mix the "
-                "copies of y; use SGD, Adam or the like"
+                f"{what}; use SGD, Adam or the like"
             )
 
     def _lower_solver(self, oracle: Oracle, variables: Vector) -> LowerSolver:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .checks import Checks
 from .objective import Objective, Sample
@@ -39,6 +39,8 @@ class Session:
     buffers: Buffers = field(default_factory=Buffers)
     fallback: str | None = None  # why the loop runs although vmap was asked for
     vmapped: bool = False  # vmap is known to work on these losses
+    vmapped_tasks: bool = False  # the same, over tasks
+    redirected: set[str] = field(default_factory=set)  # losses known to read y where torch sees it
     reaches_lower: bool = False  # the lower loss is known to depend on every lower parameter
     reaches_upper: bool = False  # some loss is known to depend on some upper parameter
     features_checked: frozenset[str] = frozenset()  # levels whose features are known not to depend on y
@@ -70,6 +72,9 @@ class Oracle:
         lower_loss: g, a callable or an `Objective`.
         names: names of the upper, then of the lower tensors, for error messages. Default: their indices.
         session: options, counters and memory shared by the steps of an optimizer. Default: fresh ones.
+        lanes: number of separate lower problems if ``lower`` are stacked tensors, one lane for each, and the losses are
+            sums over the lanes; an evaluation counts that many times, and is not averaged over ranks, whose tasks
+            differ. Default: None, one problem.
 
     Example:
         >>> import torch
@@ -89,7 +94,9 @@ class Oracle:
         *,
         names: Sequence[str] | None = None,
         session: Session | None = None,
+        lanes: int | None = None,
     ) -> None:
+        self.lanes = lanes
         self.x, self.y = Vector(upper), Vector(lower)
         self.f = upper_loss if isinstance(upper_loss, Objective) else Objective(upper_loss)
         self.g = lower_loss if isinstance(lower_loss, Objective) else Objective(lower_loss)
@@ -102,19 +109,19 @@ class Oracle:
         self._kept: dict[str, tuple[Sample, object, Any]] = {}  # level -> (features' sample, point, features)
         self.f.begin()
         self.g.begin()
-        self._names = names or [f"{level} {i}" for level, ts in zip(("upper", "lower"), (self.x, self.y), strict=True)
+        self.names = names or [f"{level} {i}" for level, ts in zip(("upper", "lower"), (self.x, self.y), strict=True)
                                 for i in range(len(ts))]  # fmt: skip
         if not self.session.reaches_upper:
-            for tensor, name in zip((*self.x, *self.y), self._names, strict=True):
+            for tensor, name in zip((*self.x, *self.y), self.names, strict=True):
                 if tensor.device != self.device:
                     raise ValueError(
                         f"all parameters must be on one device, but parameter {name} is on {tensor.device} and "
-                        f"parameter {self._names[len(self.x)]} is on {self.device}"
+                        f"parameter {self.names[len(self.x)]} is on {self.device}"
                     )
 
     def count(self, oracle: str, times: int = 1) -> None:
         """Add to the counters."""
-        self.session.counts[oracle] += times
+        self.session.counts[oracle] += times * (self.lanes or 1)
 
     @contextmanager
     def at(self, upper: Sequence[Tensor] | None = None, lower: Sequence[Tensor] | None = None) -> Generator[None]:
@@ -275,20 +282,17 @@ class Oracle:
         else:
             part = self.call(sample.features, graph=graph) if features is None else features
             loss = self.call(sample, part, graph=graph)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(
-                f"the {level} loss must return a scalar tensor, but returned {found}; reduce it (mean, sum)"
-            )
-        return loss if loss.dim() == 0 else loss.reshape(())
+        return as_scalar(level, loss)
+
+    def forget_casts(self) -> None:
+        """Drop autocast's low-precision copies of the weights, which last longer than the values they were made of."""
+        if torch.is_autocast_enabled(self.device.type):
+            torch.clear_autocast_cache()
 
     def call(self, sample: Sample, *arguments: Any, graph: bool = True) -> Any:
         """What a sample's function returns on its arguments, or on others, with the random numbers of that sample."""
         arguments = arguments or sample.arguments
-        if torch.is_autocast_enabled(self.device.type):
-            # Autocast keeps its low-precision copies of the weights as long as it lasts, which may be longer than the
-            # values that the weights have now.
-            torch.clear_autocast_cache()
+        self.forget_casts()
         if sample.once:
             with torch.set_grad_enabled(graph):
                 return sample.loss(*arguments)
@@ -309,7 +313,7 @@ class Oracle:
         if sample.features is None:
             return None
         if level not in self.session.features_checked:
-            self._require_free_of_lower(level, self.call(sample.features))
+            self.require_free_of_lower(level, self.call(sample.features))
             self.session.features_checked |= {level}
         point = self._point if point is None else point
         kept, at, part = self._kept.get(level, (None, None, None))
@@ -318,12 +322,12 @@ class Oracle:
             self._kept[level] = (sample.features, point, part)
         return part
 
-    def _require_free_of_lower(self, level: str, part: Any) -> None:
+    def require_free_of_lower(self, level: str, part: Any) -> None:
         """At the first step, raise if the features change with y: they are kept while y moves."""
         parts = [t for t in tree_leaves(part) if isinstance(t, Tensor) and t.requires_grad]
         if parts:
             reached = torch.autograd.grad([t.sum() for t in parts], self.y, allow_unused=True)
-            for gradient, name in zip(reached, self._names[len(self.x) :], strict=True):
+            for gradient, name in zip(reached, self.names[len(self.x) :], strict=True):
                 if gradient is not None:
                     raise ValueError(
                         f"the features of the {level} objective depend on lower parameter {name}; they are the part of "
@@ -359,7 +363,7 @@ class Oracle:
     def averaged(self, *results: Any) -> tuple[Any, ...]:
         """Mean over the ranks of the process group, of tensors and vectors (sharded tensors have theirs already)."""
         group = self.session.process_group
-        if group is None:
+        if group is None or self.lanes is not None:
             return results
         tensors = [t for r in results for t in (r if isinstance(r, Vector) else (r,)) if not is_sharded(t)]
         if not tensors:
@@ -373,6 +377,33 @@ class Oracle:
             for result in results
         )
 
+    def share(self, tasks: Any, count: int) -> tuple[Any, int]:
+        """This rank's part of drawn tasks, and how many they are."""
+        rank, world = self.ranks()
+        if world == 1:
+            return tasks, count
+        part = slice(rank, count, world)
+        return tree_map(lambda t: t[part] if isinstance(t, Tensor) else t, tasks), len(range(count)[part])
+
+    def agreed(self, number: int) -> int:
+        """The number that the first rank of the process group has."""
+        group = self.session.process_group
+        if group is None:
+            return number
+        shared = torch.tensor(number, device=self.device)
+        dist.broadcast(shared, group=group, group_src=0)
+        return int(shared)
+
+    def ranks(self) -> tuple[int, int]:
+        """This process's rank in the process group, and the size of that; (0, 1) without one."""
+        group = self.session.process_group
+        return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+    def totalled(self, *results: Any) -> tuple[Any, ...]:
+        """Sum over the ranks of the process group, of tensors and vectors."""
+        group = self.session.process_group
+        return results if group is None else self.averaged(*(r * dist.get_world_size(group) for r in results))
+
     def averaged_vector(self, vector: Vector) -> Vector:
         """Mean over the ranks of one vector."""
         return Vector(self.averaged(vector)[0])
@@ -380,7 +411,7 @@ class Oracle:
     def require_reached(self, gradients: Sequence[Tensor | None]) -> None:
         """At the first step, raise if the lower loss does not depend on some lower parameter."""
         if not self.session.reaches_lower:
-            for gradient, name in zip(gradients, self._names[len(self.x) :], strict=True):
+            for gradient, name in zip(gradients, self.names[len(self.x) :], strict=True):
                 if gradient is None:
                     raise ValueError(
                         f"the lower loss does not depend on lower parameter {name}; leave it out of the lower "
@@ -406,6 +437,14 @@ _INDEPENDENT = (
     "the {level} loss depends on no parameter of this optimizer; check that it reads the live tensors, and that it "
     "does not detach, call .item() or run under torch.no_grad()"
 )
+
+
+def as_scalar(level: str, loss: Any) -> Tensor:
+    """What a loss returned, checked to be a scalar."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"the {level} loss must return a scalar tensor, but returned {found}; reduce it (mean, sum)")
+    return loss if loss.dim() == 0 else loss.reshape(())
 
 
 def filled(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Vector:

@@ -125,3 +125,8 @@ class PZOBO(ZerothOrder):
         estimate = partial_zeroth_order(oracle, paths, directions, central=self.difference == "central")
         self._finish(oracle, paths)
         return estimate
+
+    def _together(self, tasks: int) -> list[slice]:
+        if self.share_directions_across_tasks:
+            return super()._together(tasks)
+        return [slice(i, i + 1) for i in range(tasks)]

@@ -19,8 +19,8 @@ Scalar = float | Tensor
 class Vector(tuple[Tensor, ...]):
     """A point or direction in the space of several parameter tensors.
 
-    ``+``, ``-`` and ``*`` act tensor by tensor; ``*`` takes a number, a zero-dimensional tensor, or one number per
-    tensor (a learning rate per parameter).
+    ``+``, ``-`` and ``*`` act tensor by tensor; ``*`` takes a number, a zero-dimensional tensor, one number per tensor
+    (a learning rate per parameter), or, for stacked tensors, a one-dimensional tensor with one factor per lane.
 
     Example:
         >>> a = Vector([torch.tensor([1.0, 2.0]), torch.tensor(3.0)])
@@ -37,6 +37,8 @@ class Vector(tuple[Tensor, ...]):
         return Vector(torch._foreach_sub(self, tuple(other)))
 
     def __mul__(self, factor: Scalar | Sequence[float]) -> Vector:  # type: ignore[override]
+        if isinstance(factor, Tensor) and factor.dim() == 1:
+            return Vector(t * factor.to(t.dtype).view(-1, *[1] * (t.dim() - 1)) for t in self)
         return Vector(torch._foreach_mul(self, factor))
 
     __rmul__ = __mul__  # type: ignore[assignment]
@@ -51,6 +53,14 @@ class Vector(tuple[Tensor, ...]):
     def norm(self) -> Tensor:
         """Euclidean norm over all tensors together."""
         return self.dot(self).sqrt()
+
+    def lane_dot(self, other: Sequence[Tensor]) -> Tensor:
+        """Inner product of each lane of stacked tensors with the same lane of others, or one vector; shape (n,)."""
+        return torch.stack([_sum(t * o, lanes=True) for t, o in zip(self, other, strict=True)]).sum(0)
+
+    def lane_norm(self) -> Tensor:
+        """Euclidean norm of each lane of stacked tensors, shape (n,)."""
+        return self.lane_dot(self).sqrt()
 
     def max_abs(self) -> Tensor:
         """Largest absolute entry; NaN or infinite exactly if some entry is."""
@@ -73,14 +83,6 @@ class Vector(tuple[Tensor, ...]):
     def lane(self, index: int) -> Vector:
         """The vector at one index of the leading dimension of stacked tensors (views)."""
         return Vector(t[index] for t in self)
-
-    def lane_dots(self, other: Sequence[Tensor]) -> Tensor:
-        """Inner product of each lane of stacked tensors with ``other`` (one vector, or stacked ones), as `dot`."""
-        if any(map(is_sharded, self)):
-            lanes = [Vector(o if o.dim() < t.dim() else o[j] for o, t in zip(other, self, strict=True))
-                     for j in range(len(self[0]))]  # fmt: skip
-            return torch.stack([self.lane(j).dot(lane) for j, lane in enumerate(lanes)])
-        return torch.stack([_lane_sum(t * o) for t, o in zip(self, other, strict=True)]).sum(0)
 
     def combine(self, weights: Sequence[float]) -> Vector:
         """``sum_j weights[j] * lane(j)`` of stacked tensors."""
@@ -110,15 +112,11 @@ def is_sharded(t: Tensor) -> bool:
     return hasattr(t, "full_tensor")
 
 
-def _sum(t: Tensor) -> Tensor:
-    if not t.is_floating_point() or t.device.type == "mps":
-        return _whole(t.sum())
-    return _whole(t.sum(dtype=torch.float64))
-
-
-def _lane_sum(t: Tensor) -> Tensor:
-    t = t.flatten(1) if t.dim() > 1 else t.unsqueeze(1)
-    return t.sum(1) if t.device.type == "mps" else t.sum(1, dtype=torch.float64)
+def _sum(t: Tensor, lanes: bool = False) -> Tensor:
+    dtype = torch.float64 if t.is_floating_point() and t.device.type != "mps" else None
+    if not lanes:
+        return _whole(t.sum(dtype=dtype))
+    return _whole(t.sum(tuple(range(1, t.dim())), dtype=dtype) if t.dim() > 1 else t.to(dtype))
 
 
 def _whole(t: Tensor) -> Tensor:

@@ -197,3 +197,140 @@ class Cleaning:
     def upper(self, index=None):
         index = torch.arange(len(self.tv)) if index is None else index
         return F.cross_entropy(self.model(self.Xv[index]), self.tv[index])
+
+
+class Tasks:
+    """m quadratic lower problems that share x, with rows of noisy data: g_i = y'A_i y/2 - y'(D_i x + e_i) over means.
+
+    Everything about one task is known in closed form; f_i = |y - t_i|^2/2 + |x|^2/2.
+    """
+
+    def __init__(self, m=6, rows=3, n=5, p=4, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape):
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        R = random(m, rows, n, n)
+        self.A, self.D, self.e = 0.2 * R @ R.mT / n + torch.eye(n), random(m, rows, n, p), random(m, rows, n)
+        self.t = random(m, rows + 1, n)
+        self.x, self.y = random(p).requires_grad_(), torch.zeros(n, dtype=torch.float64, requires_grad=True)
+        self.lr = 1 / float(torch.linalg.eigvalsh(self.A)[..., -1].max())
+
+    def data(self):
+        return {"A": self.A, "rest": (self.D, self.e)}, self.t
+
+    def lower(self, batch):
+        D, e = batch["rest"]
+        y = self.y
+        return y @ batch["A"].mean(0) @ y / 2 - y @ (D.mean(0) @ self.x + e.mean(0))
+
+    def upper(self, batch):
+        return (self.y - batch).square().sum(-1).mean() / 2 + self.x.square().sum() / 2
+
+    def solutions(self):
+        return torch.linalg.solve(self.A.mean(1), self.D.mean(1) @ self.x.detach() + self.e.mean(1))
+
+    def hypergradients(self):
+        """One row per task."""
+        v = torch.linalg.solve(self.A.mean(1), self.solutions() - self.t.mean(1))
+        return (self.D.mean(1).mT @ v.unsqueeze(-1)).squeeze(-1) + self.x.detach()
+
+    def error(self, ids=slice(None)):
+        truth = self.hypergradients()[ids].mean(0)
+        return float((self.x.grad - truth).norm() / truth.norm())
+
+
+class P0:
+    """Scalar contextual problem in which every moment is exact (section 6.1 of the RT-MLMC specification)."""
+
+    mu, a, d, rho, s, sigma, x0 = 1.0, 2.0, 0.5, 0.1, 0.7, 0.5, 0.4
+
+    def __init__(self):
+        self.x, self.y = (torch.tensor([v], dtype=torch.float64, requires_grad=True) for v in (self.x0, 0.0))
+
+    def sample(self, n, generator):
+        return self.s * torch.randn(n, generator=generator, dtype=torch.float64)
+
+    def lower(self, tasks, n, generator):
+        return tasks.unsqueeze(1).expand(-1, n), torch.randn(len(tasks), n, generator=generator, dtype=torch.float64)
+
+    def upper(self, tasks, n, generator):
+        return torch.zeros(len(tasks), n, dtype=torch.float64)
+
+    def g(self, batch):
+        xi, eta = batch
+        return (self.mu / 2 * (self.y - self.a * self.x - xi) ** 2 + self.sigma * eta * self.y).mean()
+
+    def f(self, batch):
+        return ((self.y - self.d) ** 2 / 2 + self.rho / 2 * self.x**2).sum() + 0 * batch.mean()
+
+    def exact(self, levels, beta=1.0):
+        """E u_l and Var u_l for l = 0..K, and V_k for k = 1..K; the last is checked by the numbers printed there."""
+        M, W, V = [1.0], [0.0], []
+        for k in range(1, levels + 1):
+            b, n = beta * 2.0**-k, 2**k
+            r = 1 - self.mu * b
+            left = n - 1 - torch.arange(n, dtype=torch.float64)
+            A = float((r ** torch.arange(n, dtype=torch.float64)).mean())
+            w = b * b * float((((1 - r**left) / (1 - r) / n) ** 2).sum())
+            signal = (self.a * self.x0) ** 2 + self.s**2
+            V.append(self.a**2 * ((1 - A) ** 2 * (M[-1] ** 2 * signal + W[-1]) + self.sigma**2 * w))
+            W.append(A * A * W[-1] + self.sigma**2 * w)
+            M.append(M[-1] * A)
+        M, W, V = (torch.tensor(v, dtype=torch.float64) for v in (M, W, V))
+        mean = self.rho * self.x0 + self.a * ((1 - M) * self.a * self.x0 - self.d)
+        return mean, self.a**2 * ((1 - M) ** 2 * self.s**2 + W), V
+
+
+class P1:
+    """Vector contextual problem with noise in every oracle (section 6.2 of the RT-MLMC specification)."""
+
+    A = torch.tensor([[1.0, 0.5, -0.3], [0.2, -1.0, 0.8]], dtype=torch.float64)
+    B = torch.tensor([[0.5, 0.0], [0.3, 0.7]], dtype=torch.float64)
+    C = torch.tensor([[0.2, 0.1], [-0.4, 0.3]], dtype=torch.float64)
+    d, rho, mu, L = torch.tensor([1.0, -0.5], dtype=torch.float64), 0.1, 0.9, 4.4
+
+    def __init__(self, x=(0.7, -0.2, 0.4)):
+        self.x = torch.tensor(x, dtype=torch.float64, requires_grad=True)
+        self.y = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+        angle = torch.tensor(0.6, dtype=torch.float64)
+        R = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()]).view(2, 2)
+        self.H = R @ torch.diag(torch.tensor([1.0, 4.0], dtype=torch.float64)) @ R.T
+
+    def sample(self, n, generator):
+        return torch.randn(n, 2, generator=generator, dtype=torch.float64)
+
+    def lower(self, tasks, n, generator):
+        sign = torch.randint(2, (len(tasks), n), generator=generator) * 2.0 - 1
+        noise = torch.randn(len(tasks), n, 2, generator=generator, dtype=torch.float64)
+        return tasks.unsqueeze(1).expand(-1, n, -1), sign.double(), noise
+
+    def upper(self, tasks, n, generator):
+        noise = torch.randn(len(tasks), n, 2, generator=generator, dtype=torch.float64)
+        return tasks.unsqueeze(1).expand(-1, n, -1), noise
+
+    def g(self, batch):
+        xi, sign, noise = batch
+        r = self.y - self.A @ self.x - xi @ self.B.T
+        return (((1 + 0.1 * sign) / 2) * (r @ self.H * r).sum(-1) + 0.5 * noise @ self.y).mean()
+
+    def f(self, batch):
+        xi, noise = batch
+        distance = self.y - xi @ self.C.T - self.d
+        return (distance.square().sum(-1) / 2 + 0.3 * noise @ self.y).mean() + self.rho / 2 * self.x.square().sum()
+
+    def gradient(self):
+        """Of the true objective."""
+        return self.rho * self.x.detach() + self.A.T @ (self.A @ self.x.detach() - self.d)
+
+    def mean(self, level, *, beta=1.0, cap=1 / 4.4, c=1 / 4.4, steps=12):
+        """E u_level."""
+        one = torch.eye(2, dtype=torch.float64)
+        R = one
+        for e in range(1, level + 1):
+            step = one - min(beta * 2.0**-e, cap) * self.H
+            R = sum(torch.linalg.matrix_power(step, j) for j in range(2**e)) / 2**e @ R
+        neumann = one if steps is None else one - torch.linalg.matrix_power(one - c * self.H, steps)
+        x = self.x.detach()
+        return self.rho * x + self.A.T @ neumann @ ((one - R) @ self.A @ x - self.d)

@@ -25,6 +25,7 @@ class MethodInfo:
         float32: arguments that suit single precision.
         float32_tolerance: its relative error then.
         bfloat16: arguments that suit autocast to half precision; None if nothing does.
+        stacks_tasks: takes tasks as one problem with stacked y (others have their own way with tasks, or take none).
     """
 
     cls: type[bo.BilevelOptimizer]
@@ -36,12 +37,17 @@ class MethodInfo:
     float32: dict[str, Any] = field(default_factory=dict)
     float32_tolerance: float = 2e-6
     bfloat16: dict[str, Any] | None = field(default_factory=dict)
+    stacks_tasks: bool = True
 
     def __post_init__(self):
         self.name = self.name or self.cls.__name__
 
     def __call__(self, upper, lower, **arguments):
-        return self.cls(upper, lower, **{**self.options, **arguments})
+        optimizer = self.cls(upper, lower, **{**self.options, **arguments})
+        if self.options.get("direction") == "orthogonal":
+            # A basis of directions is exact for a linear response.
+            optimizer.directions = min(sum(t.numel() for t in optimizer.param_groups[0]["params"]), 40)
+        return optimizer
 
 
 F2SA_ERRORS = [
@@ -78,8 +84,7 @@ ZEROTH_ORDER_ERRORS = [
     ({"difference": "backward"}, "Invalid difference value: backward"),
     ({"lower_optimizer": torch.optim.LBFGS}, "Invalid lower_optimizer value: LBFGS"),
 ]
-# Exact on the quadratic problems, which have 7 and 3 upper dimensions: every basis of directions counts.
-EXACT: dict[str, Any] = {"directions": 21, "direction": "orthogonal"}
+EXACT: dict[str, Any] = {"direction": "orthogonal"}
 ZEROTH_ORDER: dict[str, Any] = {
     "copies": True,
     "float32": {"smoothing": 0.5},

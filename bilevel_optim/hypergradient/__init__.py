@@ -19,8 +19,18 @@ Example:
 from .direct import direct
 from .estimate import Estimate
 from .implicit import implicit
+from .multilevel import multilevel
 from .penalty import penalty
 from .unrolled import unrolled
 from .zeroth_order import full_zeroth_order, partial_zeroth_order
 
-__all__ = ["Estimate", "direct", "full_zeroth_order", "implicit", "partial_zeroth_order", "penalty", "unrolled"]
+__all__ = [
+    "Estimate",
+    "direct",
+    "full_zeroth_order",
+    "implicit",
+    "multilevel",
+    "partial_zeroth_order",
+    "penalty",
+    "unrolled",
+]

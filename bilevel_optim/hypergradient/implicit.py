@@ -15,7 +15,7 @@ __all__ = ["implicit"]
 
 def implicit(
     oracle: Oracle,
-    solve: Callable[[Callable[[Vector], Vector], Vector, Vector | None], LinearSolution],
+    solve: Callable[..., LinearSolution],
     start: Vector | None = None,
     *,
     upper_sample: Sample | None = None,
@@ -28,7 +28,8 @@ def implicit(
 
     Args:
         oracle: the losses; costs one upper gradient, one lower gradient, the solver's products and one cross product.
-        solve: called as ``solve(product, b, start)``, such as ``functools.partial(bo.linear.cg, steps=10)``.
+        solve: called as ``solve(product, b, start)``, such as ``functools.partial(bo.linear.cg, steps=10)``
+            (and with ``lanes=True`` if y is stacked, one lower problem per lane).
         start: initial v. Default: None (zero).
         upper_sample: sample of f. Default: the next one.
         lower_sample: sample of g, shared by all products. Default: the next one.
@@ -38,7 +39,7 @@ def implicit(
     """
     loss, grad_x, grad_y = oracle.upper(upper_sample or oracle.f.draw())
     with oracle.lower_system(lower_sample or oracle.g.draw()) as system:
-        result = solve(system.hvp, grad_y, start)
+        result = solve(system.hvp, grad_y, start, **({} if oracle.lanes is None else {"lanes": True}))
         oracle.checks.finite("hvp", result.solution)
         gradient = grad_x - system.cross(result.solution)
     oracle.checks.alert(
@@ -46,7 +47,7 @@ def implicit(
         "the lower Hessian is not positive definite at the current point (conjugate gradients met non-positive "
         "curvature and kept their last iterate), so the hypergradient is not reliable; add damping, regularise the "
         "lower loss, or use a first-order method",
-        result.indefinite,
+        result.indefinite.any(),
     )
     diagnostics = {
         "lower_residual": system.gradient.norm(),

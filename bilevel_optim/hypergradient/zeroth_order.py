@@ -50,7 +50,7 @@ def partial_zeroth_order(
         if base is None:
             oracle.y.copy_(ends.lane(0))
             loss, direct, adjoint = oracle.upper(sample)
-        return (ends - Vector(t.unsqueeze(0) for t in oracle.y.detach())).lane_dots(adjoint)
+        return (ends - Vector(t.unsqueeze(0) for t in oracle.y.detach())).lane_dot(adjoint)
 
     indirect, diagnostics = _indirect(oracle, paths, directions, central, measure)
     _warn_of_noise(oracle, directions, direct.norm(), diagnostics)
@@ -130,7 +130,7 @@ def _indirect(
             oracle.checks.finite("lower_grad", base)
             residual = None if paths.gradient is None else paths.gradient.lane(0).norm()
         difference = ends - Vector(t.unsqueeze(0) for t in base)
-        moved.append(difference.lane_dots(difference))
+        moved.append(difference.lane_dot(difference))
         done += len(part)
         del upper, ends, difference
     values, squares = torch.cat(measured)[1:], torch.cat(moved)[1:]
