@@ -1,5 +1,10 @@
+import os
+
 import pytest
 import torch
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores
+    torch.set_num_threads(1)
 
 
 def pytest_addoption(parser):
