@@ -6,22 +6,36 @@
 from . import finite_difference, hypergradient, linear
 from ._version import __version__
 from .aid import AID
+from .ba import BA
 from .check import HypergradientReport, check_hypergradient
 from .errors import BilevelWarning, GradcheckError, NonFiniteError
 from .f2sa import F2SA
 from .first_order import FirstOrder
+from .imcn import iMCN
 from .itd import ITD
 from .lower import AGD
+from .minimax import GDA
 from .objective import Objective
 from .optimizer import BilevelOptimizer
 from .oracle import Oracle
+from .paid import PAID
+from .pragda import PRAGDA, RAGDA
+from .rahgd import PRAHGD, RAHGD
+from .restarted_agd import RestartedAGD
 from .vector import Vector
 
 __all__ = [
     "AGD",
     "AID",
+    "BA",
     "F2SA",
+    "GDA",
     "ITD",
+    "PAID",
+    "PRAGDA",
+    "PRAHGD",
+    "RAGDA",
+    "RAHGD",
     "BilevelOptimizer",
     "BilevelWarning",
     "FirstOrder",
@@ -30,10 +44,12 @@ __all__ = [
     "NonFiniteError",
     "Objective",
     "Oracle",
+    "RestartedAGD",
     "Vector",
     "__version__",
     "check_hypergradient",
     "finite_difference",
     "hypergradient",
+    "iMCN",
     "linear",
 ]

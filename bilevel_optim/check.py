@@ -199,6 +199,7 @@ def _repeated(
         restore = optimizer._snapshot()
         try:
             truth.oracle.y.copy_(y)
+            optimizer._stand_still()
             optimizer.backward(truth.upper, truth.lower)
             estimates.append(coordinates(Vector(t.grad for t in truth.oracle.x if t.grad is not None)))
         finally:
