@@ -35,6 +35,7 @@ class Progress:
     restarts: int = 0
     travelled: float = 0.0  # sum of the squared steps of the epoch, in the metric of the learning rates
     shortest: float = math.inf  # smallest squared step in the second half of the epoch
+    selected: int = 0  # its index, K0
     rates: list[float] | None = None  # learning rate of each group, as it was when the epoch began
     radius: float | None = None
     smallest: float = math.inf  # smallest squared gradient, as long as there is no output
@@ -251,7 +252,8 @@ class Restarting:
                 kept["candidate"] = kept["sum"] / (run.step + 1)
             if best:
                 kept["average"] = point.clone()
-        run.shortest = squared if late else run.shortest
+        if late:
+            run.shortest, run.selected = squared, run.step
         run.smallest = gradient if best else run.smallest
 
     def _conclude(self, groups: Sequence[Group]) -> None:
