@@ -93,7 +93,7 @@ def run(method: Method, start: tuple[float, ...], steps: int, seed: int = 0) -> 
         ends = isinstance(optimizer, bo.RAGDA)
         if not math.isfinite(gaps[-1]) or gaps[-1] > 1e6 or (optimizer.converged if ends else hit is not None):
             break
-    output = optimizer.averaged_parameters()[0] if isinstance(optimizer, bo.RAGDA) else x
+    output = optimizer.averaged_parameters()[0] if isinstance(optimizer, bo.RAGDA) else x.detach()
     return {
         "hit": hit,
         "steps": done,
@@ -139,7 +139,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument(
         "--optimizer", nargs="+", choices=sorted(METHODS), default=list(METHODS), help="default: all of them"
     )
-    parser.add_argument("--seeds", type=int, default=5, help="runs of each perturbed method; default: 5")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each perturbed method; default: 3")
     parser.add_argument("--steps", type=int, default=3000, help="most outer steps; default: 3000")
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the PNG and JSON; default: results")
     args = parser.parse_args(arguments)

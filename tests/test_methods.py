@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import bilevel_optim as bo
 
 from .problems import Cleaning, Quadratic
-from .registry import COMMON_ERRORS, METHODS
+from .registry import COMMON_ERRORS, METHODS, MINIMAX
 
 all_methods = pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
 estimating = pytest.mark.parametrize("method", [m for m in METHODS if m.tolerance is not None], ids=lambda m: m.name)
@@ -36,7 +36,7 @@ def test_every_public_method_has_a_row():
         for name in bo.__all__
         if isinstance(getattr(bo, name), type) and issubclass(getattr(bo, name), bo.BilevelOptimizer)
     }
-    assert {m.cls for m in METHODS} == public - {bo.BilevelOptimizer}
+    assert {m.cls for m in METHODS + MINIMAX} == public - {bo.BilevelOptimizer}
 
 
 # ---------------------------------------------------------------------------------------------------- truth
@@ -66,13 +66,16 @@ def test_converges_to_the_minimiser(method):
     problem = Quadratic(n=6, m=3, kappa=4.0)
     start, target, hessian = problem.x[0].detach().clone(), problem.minimiser(), problem.hessian()
     eigenvalues = torch.linalg.eigvalsh(hessian)
-    lr = 2 / float(eigenvalues[0] + eigenvalues[-1])
+    # A step that gradient descent just about stands is too large for momentum.
+    lr = 1 / float(eigenvalues[-1]) if method.accelerated else 2 / float(eigenvalues[0] + eigenvalues[-1])
     optimizer = method(problem.x, problem.y, lr=lr, lower_lr=problem.lr, lower_steps=20)
     for _ in range(50):
         optimizer.step(problem.upper, problem.lower)
+    assert (problem.x[0] - target).norm() < (0.1 if method.accelerated else 1e-2) * (start - target).norm()
+    if method.accelerated:
+        return
     exact = target + torch.linalg.matrix_power(torch.eye(3) - lr * hessian, 50) @ (start - target)
     torch.testing.assert_close(problem.x[0].detach(), exact, rtol=1e-4, atol=1e-4)
-    assert (problem.x[0] - target).norm() < 1e-2 * (start - target).norm()
 
 
 @all_methods
@@ -96,6 +99,7 @@ def test_live_lower_parameters_hold_the_solution(method):
         pytest.param(m, arguments, message, id=f"{m.name}-{message}")
         for m in METHODS
         for arguments, message in [*m.errors, *COMMON_ERRORS]
+        if message not in m.accepts
     ],
 )
 def test_bad_arguments_are_refused(method, arguments, message):
@@ -154,7 +158,7 @@ def test_any_torch_optimizer_can_take_the_upper_step(method):
 @all_methods
 def test_schedulers_move_both_levels(method):
     problem = Quadratic(n=5, m=3, kappa=4.0)
-    optimizer = method(problem.x, problem.y, lr=1.0, lower_lr=0.1, lower_steps=1)
+    optimizer = method(problem.x, problem.y, lr=1.0, lower_lr=0.1, lower_steps=1, **method.alike)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda k: 0.0, lambda k: 10.0**-k])
     moves = []
     for _ in range(3):
@@ -304,7 +308,7 @@ def test_resumes_bit_for_bit(method, warm_start, momentum):
 @all_methods
 def test_deepcopy_and_pickle_continue(method):
     problem = Quadratic(n=5, m=3, kappa=4.0)
-    optimizer = method(problem.x, problem.y, **ARGUMENTS, generator=None, lower_optimizer=torch.optim.Adam)
+    optimizer = method(problem.x, problem.y, **ARGUMENTS, lower_optimizer=torch.optim.Adam)
     optimizer.step(problem.upper, problem.lower)
     for clone in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         twin = Quadratic(n=5, m=3, kappa=4.0)
@@ -334,7 +338,8 @@ def test_cold_starts_begin_at_the_first_value(method):
     for factory in (torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad):
         problem = Quadratic(n=5, m=3, kappa=4.0)
         optimizer = method(
-            problem.x, problem.y, lr=0.0, lower_lr=0.1, lower_steps=2, warm_start=False, lower_optimizer=factory
+            problem.x, problem.y, lr=0.0, lower_lr=0.1, lower_steps=2, warm_start=False, lower_optimizer=factory,
+            **method.alike,
         )
         optimizer.backward(problem.upper, problem.lower)
         first = values(problem.x[0].grad[None], problem.y)
