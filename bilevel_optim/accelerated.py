@@ -63,7 +63,7 @@ class Accelerated(Restarting, BilevelOptimizer):
             common["lower_optimizer"] = partial(AGD, momentum=lower_momentum)
         elif lower_momentum:
             raise ValueError(
-                f"Invalid lower_momentum value: {lower_momentum} (the lower_optimizer has its own; leave one of them out)"
+                f"Invalid lower_momentum value: {lower_momentum} (the lower_optimizer has its own; leave one out)"
             )
         self.lower_momentum, self.lower_restart, self.lower_tol = lower_momentum, lower_restart, lower_tol
         self.restart_steps = restart_steps
@@ -73,7 +73,9 @@ class Accelerated(Restarting, BilevelOptimizer):
         """Improve the live y at the live x, which is the look-ahead point; momentum does not last across solves."""
         solver = self._ready_solver(oracle)
         steps, fresh = self.lower_steps, self._run.step == 0
-        extra = self.restart_steps if self.restart_steps is not None else self.lower_steps * (self.lower_restart == "zero")
+        extra = (
+            self.restart_steps if self.restart_steps is not None else self.lower_steps * (self.lower_restart == "zero")
+        )
         if fresh and self.lower_restart == "zero":
             oracle.y.copy_(oracle.y.zeros_like())
         for count in (extra, steps) if fresh else (steps,):

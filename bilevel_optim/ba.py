@@ -46,7 +46,7 @@ class BA(AID):
         >>> optimizer = BA([x], [y], lr=0.5, lower_lr=0.5, lower_steps=2)
         >>> for _ in range(20):
         ...     loss = optimizer.step(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
-        >>> optimizer.oracle_counts["lower_grad"]  # 2, then 3 from k = 1 on, then 4 from k = 5, 5 from k = 16; and 1 each
+        >>> optimizer.oracle_counts["lower_grad"]  # 2, 4 x 3, 11 x 4, 4 x 5, and 20 x 1
         98
 
     Source: Ghadimi, Wang (2018), arXiv:1802.02246.
@@ -83,4 +83,4 @@ class BA(AID):
         self.scale, self.growth = lower_steps, growth
 
     def _lower_step_count(self) -> int:
-        return math.ceil(self.scale * (self._steps_done + 1) ** self.growth)
+        return math.ceil(self.scale * math.pow(self._steps_done + 1, self.growth))

@@ -29,7 +29,7 @@ class Model(NamedTuple):
     gradient: Vector
 
 
-class iMCN(MinimaxOptimizer):  # noqa: N801  the name of the method
+class iMCN(MinimaxOptimizer):
     r"""Inexact minimax cubic Newton, the second-order baseline for minimax problems.
 
     .. math::
@@ -44,8 +44,8 @@ class iMCN(MinimaxOptimizer):  # noqa: N801  the name of the method
     *When.* As a baseline with few outer steps, each of many Hessian-vector products. *Needs* second derivatives, strong
     concavity in y.
 
-    *Cost per step*: ``lower_steps`` lower gradients, 1 upper gradient, (``cubic_steps`` + 2)(``linear_steps`` + 2) joint
-    Hessian-vector products, each counted as one Hessian-vector and one cross product (fewer where CG is exact).
+    *Cost per step*: ``lower_steps`` lower gradients, 1 upper gradient, (``cubic_steps`` + 2)(``linear_steps`` + 2)
+    joint Hessian-vector products, each counted as one Hessian-vector and one cross product (fewer where CG is exact).
     *Draws*: one batch for each lower step, then one.
 
     ``.grad`` of x is set to -s / lr, so that a step of gradient descent makes the step s; after other uses of ``.grad``
@@ -62,8 +62,8 @@ class iMCN(MinimaxOptimizer):  # noqa: N801  the name of the method
         cubic_steps: gradient steps on the model. Default: 10.
         linear_steps: most iterations of CG for one product with H. Default: 10.
         perturbation: radius of the perturbation of the Cauchy point. Default: 1e-3.
-        tol: once the model decreases by less, it is minimised with ten times the steps, and the run ends: ``converged``,
-            ``step`` does nothing. Costs a host synchronisation. Default: 0, never.
+        tol: once the model decreases by less, it is minimised with ten times the steps, and the run ends:
+            ``converged``, ``step`` does nothing. Costs a host synchronisation. Default: 0, never.
         warm_start, lower_optimizer, check_finite, generator, vectorize, process_group: see `BilevelOptimizer`.
 
     State: the lower optimizer's state, and ``initial`` y without warm starts.

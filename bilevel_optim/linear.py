@@ -48,10 +48,10 @@ def cg(
 ) -> LinearSolution:
     r"""Conjugate gradients for :math:`(H + \delta I) v = b`, H symmetric positive definite.
 
-    Stops, keeping the last iterate, when the residual is at most ``tol * ||b||`` or ``atol``, when it has reached the rounding
-    level of the dtype (further iterations only collect rounding errors), or when a direction of non-positive curvature
-    shows that H is not positive definite. On an accelerator these tests stay on the device; the host looks at them
-    every tenth iteration, and only if a tolerance is positive.
+    Stops, keeping the last iterate, when the residual is at most ``tol * ||b||`` or ``atol``, when it has reached the
+    rounding level of the dtype (further iterations only collect rounding errors), or when a direction of non-positive
+    curvature shows that H is not positive definite. On an accelerator these tests stay on the device; the host looks
+    at them every tenth iteration, and only if a tolerance is positive.
 
     Args:
         product: v -> H v.

@@ -64,8 +64,8 @@ class GDA(MinimaxOptimizer):
     *When.* As the simplest method. *Needs* ``lr`` much smaller than ``lower_lr`` (about :math:`\kappa^2` times).
 
     *Cost per step*: 1 upper gradient, which has both partial derivatives, and ``lower_steps`` - 1 lower gradients (all
-    ``lower_steps`` if not simultaneous). *Draws*: one batch for each lower step but the last, then one for the last lower
-    step and x (one more if not simultaneous).
+    ``lower_steps`` if not simultaneous). *Draws*: one batch for each lower step but the last, then one for the last
+    lower step and x (one more if not simultaneous).
 
     Args:
         upper: upper parameters x, which descend.

@@ -36,12 +36,12 @@ class RAGDA(Accelerated, MinimaxOptimizer):
 
     *When.* Full-batch problems, smooth, strongly concave in y, perhaps nonconvex in x. No second derivatives: the error
     of the gradient is linear in that of y. With ``newton_correction`` the adjoint term
-    :math:`-\nabla^2_{xy} f\, [\nabla^2_{yy} f]^{-1} \nabla_y f`, which vanishes at the maximiser, is added: the error is
-    quadratic, for one run of conjugate gradients.
+    :math:`-\nabla^2_{xy} f\, [\nabla^2_{yy} f]^{-1} \nabla_y f`, which vanishes at the maximiser, is added: the error
+    is quadratic, for one run of conjugate gradients.
 
-    *Cost per step*: ``lower_steps`` lower gradients, 1 upper gradient, no Hessian-vector product; ``restart_steps`` more
-    lower gradients when an epoch begins. With ``newton_correction`` one more lower gradient, up to ``linear_steps`` (+ 1)
-    Hessian-vector products, 1 cross product. *Draws*: one batch for each lower step, then one.
+    *Cost per step*: ``lower_steps`` lower gradients, 1 upper gradient, no Hessian-vector product; ``restart_steps``
+    more lower gradients when an epoch begins. With ``newton_correction`` one more lower gradient, up to
+    ``linear_steps`` (+ 1) Hessian-vector products, 1 cross product. *Draws*: one batch for each lower step, then one.
 
     Args:
         upper: upper parameters x, which descend.

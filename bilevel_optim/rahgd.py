@@ -37,24 +37,24 @@ class RAHGD(Accelerated):
              \quad (\text{linear\_steps}),\\
         x_{\text{prev}},\, x &\leftarrow x,\ w - \text{lr}\,(\nabla_x f(w, y) - \nabla^2_{xy} g(w, y)\, v).
 
-    After k steps of an epoch with :math:`k \sum_{i<k} \|x_{i+1} - x_i\|^2 > B^2` the momentum is dropped and a new epoch
-    starts at x. An epoch that lasts K steps ends the run; the output is the average of its look-ahead points up to the
-    shortest step of its second half (:meth:`averaged_parameters`).
+    After k steps of an epoch with :math:`k \sum_{i<k} \|x_{i+1} - x_i\|^2 > B^2` the momentum is dropped and a new
+    epoch starts at x. An epoch that lasts K steps ends the run; the output is the average of its look-ahead points up
+    to the shortest step of its second half (:meth:`averaged_parameters`).
 
     *When.* Deterministic (full-batch) problems that are badly conditioned: it needs about the square root of the steps
     of `AID` at both levels, for the same work per step. *Needs* what `AID` needs, and smooth losses. With noisy
     hypergradients the restart test fires on noise: use `AID`, or a large B.
 
     *Choosing B* (``restart_radius``). ``B / lr`` is the hypergradient norm above which every step restarts, so that the
-    method is gradient descent; with an infinite B it never restarts. Sweep it by decades. *Choosing the rest*: ``lr`` up
-    to 1/L (a step size that is only just stable for gradient descent is too large for momentum); ``lower_lr`` =
+    method is gradient descent; with an infinite B it never restarts. Sweep it by decades. *Choosing the rest*: ``lr``
+    up to 1/L (a step size that is only just stable for gradient descent is too large for momentum); ``lower_lr`` =
     :math:`1/\ell` with ``lower_momentum`` = :math:`(\sqrt\kappa - 1)/(\sqrt\kappa + 1)`, :math:`\kappa` the condition
     number of g in y. :meth:`from_theory` has the constants of the theorems, which are safe and very small.
 
-    *Cost per step*: ``lower_steps`` + 1 lower gradients, 1 upper gradient, at most ``linear_steps`` (+ 1 for a warm start)
-    Hessian-vector products, 1 cross product; ``restart_steps`` more lower gradients when an epoch begins; one host
-    synchronisation for the restart test. *Memory*: four more tensors of the size of x. *Draws*: one lower batch for each
-    lower step, then one upper batch, then one lower batch shared by all products.
+    *Cost per step*: ``lower_steps`` + 1 lower gradients, 1 upper gradient, at most ``linear_steps`` (+ 1 for a warm
+    start) Hessian-vector products, 1 cross product; ``restart_steps`` more lower gradients when an epoch begins; one
+    host synchronisation for the restart test. *Memory*: four more tensors of the size of x. *Draws*: one lower batch
+    for each lower step, then one upper batch, then one lower batch shared by all products.
 
     The hypergradient is that *at w*, where the loss returned is evaluated too; between steps the live upper parameters
     hold x. The momentum belongs to ``step``: with another optimizer over x after ``backward``, w is x.
@@ -62,12 +62,13 @@ class RAHGD(Accelerated):
     Args:
         upper: upper parameters x.
         lower: lower parameters y.
-        lr: learning rate of x. Groups may differ: the restart test then measures lengths in units of the square roots of
-            the rates. A change by a scheduler takes effect when the next epoch begins.
+        lr: learning rate of x. Groups may differ: the restart test then measures lengths in units of the square roots
+            of the rates. A change by a scheduler takes effect when the next epoch begins.
         lower_lr: learning rate of the lower steps.
         lower_steps: lower steps per outer step.
         momentum: :math:`1 - \theta` in [0, 1). Default: 0.9.
-        restart_radius: B > 0, in units of x; ``math.inf`` for never. Default: None, 5 times the length of the first step.
+        restart_radius: B > 0, in units of x; ``math.inf`` for never. Default: None, 5 times the length of the first
+            step.
         restart_period: K >= 1. Default: 100.
         lower_momentum: momentum of the lower steps in [0, 1), forgotten between solves. Default: 0, which every stable
             ``lower_lr`` allows.
@@ -223,8 +224,8 @@ class PRAHGD(RAHGD):
     r"""Perturbed RAHGD: finds second-order stationary points, escaping strict saddle points.
 
     As `RAHGD`; in addition, whenever an epoch begins, :math:`x \leftarrow x + \xi` with :math:`\xi` uniform on the ball
-    of radius r, the first epoch included unless ``perturb_initial=False`` (as the paper prints it: such a run started at
-    a saddle point ends there).
+    of radius r, the first epoch included unless ``perturb_initial=False`` (as the paper prints it: such a run started
+    at a saddle point ends there).
 
     *When.* The start, or the way, may come close to a saddle point. ``restart_period`` has to cover the time of escape.
     r should be small against B (0.02 B; with r of the order of B a minimum keeps triggering restarts).
@@ -234,8 +235,8 @@ class PRAHGD(RAHGD):
     Args:
         upper, lower, lr, lower_lr, lower_steps: as for `RAHGD`, as all options that are not named here.
         perturbation: r >= 0, in units of x. Default: 1e-3.
-        perturb_initial: perturb the initial point too: the first hypergradient is evaluated there, and x moves there with
-            the first update. Default: True.
+        perturb_initial: perturb the initial point too: the first hypergradient is evaluated there, and x moves there
+            with the first update. Default: True.
         restart_radius: B. Default: None, 5 times the length of the first step, and at least 50 r.
         options: as for `RAHGD`.
 
@@ -288,7 +289,7 @@ class PRAHGD(RAHGD):
         gradient_bound: float | None = None,
         **options: Any,
     ) -> Self:
-        r"""The method with the constants of its theorem: an (eps, :math:`\sqrt{\tilde\rho\,\epsilon}`)-second-order point.
+        r"""The method with the constants of its theorem, which promises second-order stationary points.
 
         As :meth:`RAHGD.from_theory`, with the corrected :math:`\theta = (\tilde\rho\, \epsilon\, \text{lr}^2)^{1/4}`
         (half of that, as printed, contradicts the proof), :math:`K = 2\chi/\theta`,

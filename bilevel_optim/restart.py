@@ -70,9 +70,8 @@ class Restarting:
     ) -> None:
         """Validate and keep the arguments."""
         require("momentum", momentum, is_number(momentum) and 0 <= momentum < 1)
-        require(
-            "restart_radius", restart_radius, restart_radius is None or (is_number(restart_radius) and restart_radius > 0)
-        )  # fmt: skip
+        positive = restart_radius is None or (is_number(restart_radius) and restart_radius > 0)
+        require("restart_radius", restart_radius, positive)
         require("restart_period", restart_period, is_count(restart_period) and restart_period > 0)
         require("on_converged", on_converged, on_converged in ("stop", "continue"))
         self.momentum, self.restart_radius, self.restart_period = momentum, restart_radius, restart_period
@@ -278,7 +277,9 @@ class Restarting:
         rates = self._run.rates or [float(group["lr"]) for group in groups]
         reference = max(rates, default=0.0) or 1.0
         parameters = [p for group in groups for p in group["params"]]
-        scales = [math.sqrt(rate / reference) for group, rate in zip(groups, rates, strict=True) for _ in group["params"]]
+        scales = [
+            math.sqrt(rate / reference) for group, rate in zip(groups, rates, strict=True) for _ in group["params"]
+        ]
         shifts = uniform_ball(parameters, self.perturbation, self.generator, self._ranks())
         return list(zip(parameters, shifts * scales, strict=True))
 
@@ -305,5 +306,3 @@ def uniform_ball(
         for t in point:
             dist.broadcast(t, group_src=0, group=process_group)
     return point
-
-

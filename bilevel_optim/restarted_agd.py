@@ -20,10 +20,11 @@ __all__ = ["RestartedAGD"]
 class RestartedAGD(Restarting, Optimizer):
     r"""Restarted accelerated gradient descent: an ordinary ``torch.optim`` optimizer, the upper part of `RAHGD`.
 
-    .. math:: w = x + (1 - \theta)(x - x_{\text{prev}}), \qquad x_{\text{prev}},\, x \leftarrow x,\ w - \text{lr}\,\nabla\Phi(w)
+    .. math:: w = x + (1 - \theta)(x - x_{\text{prev}}), \qquad
+              x_{\text{prev}},\, x \leftarrow x,\ w - \text{lr}\,\nabla\Phi(w)
 
-    After k steps of an epoch with :math:`k \sum_{i<k} \|x_{i+1} - x_i\|^2 > B^2` the momentum is dropped (and x perturbed,
-    if asked for). An epoch of K steps ends the run.
+    After k steps of an epoch with :math:`k \sum_{i<k} \|x_{i+1} - x_i\|^2 > B^2` the momentum is dropped (and x
+    perturbed, if asked for). An epoch of K steps ends the run.
 
     *When.* Smooth, deterministic, nonconvex objectives. *Needs* a closure, because the gradient is evaluated at w.
 
@@ -33,8 +34,8 @@ class RestartedAGD(Restarting, Optimizer):
         params: parameters, or groups of them, as ``torch.optim`` takes.
         lr: learning rate, up to 1/L. Default: 1e-3.
         momentum: :math:`1 - \theta` in [0, 1). Default: 0.9.
-        restart_radius: B > 0, in units of x; ``math.inf`` for never. Default: None, 5 times the length of the first step
-            (and at least 50 times ``perturbation``).
+        restart_radius: B > 0, in units of x; ``math.inf`` for never. Default: None, 5 times the length of the first
+            step (and at least 50 times ``perturbation``).
         restart_period: K >= 1. Default: 100.
         perturbation: radius of the ball from which x is perturbed when an epoch begins. Default: 0.
         perturb_initial: perturb the initial point too. Default: True.
@@ -85,8 +86,8 @@ class RestartedAGD(Restarting, Optimizer):
         self._last_loss: Tensor | None = None
         super().__init__(params, {"lr": lr})
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step; ``closure`` clears the gradients, computes them at the parameters' present values, returns the loss.
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; ``closure`` clears the gradients, computes them at the present values, and returns the loss.
 
         Returns:
             The loss at the look-ahead point; the last one once the run has finished.
@@ -95,12 +96,12 @@ class RestartedAGD(Restarting, Optimizer):
             RuntimeError: without a closure.
         """
         if closure is None:
-            raise RuntimeError("RestartedAGD needs a closure, because it evaluates the gradient at the look-ahead point")
+            raise RuntimeError(
+                "RestartedAGD needs a closure, because it evaluates the gradient at the look-ahead point"
+            )
         if self._finished():
             return self._last_loss
-        groups = [
-            {**group, "params": [p for p in group["params"] if p.requires_grad]} for group in self.param_groups
-        ]
+        groups = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in self.param_groups]
         live = [p for group in groups for p in group["params"]]
         before = self._progress
         try:

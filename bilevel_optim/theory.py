@@ -38,12 +38,7 @@ class Constants:
         smoothness = (1 + kappa) * (ell + ell * kappa + rho * M * (1 + kappa) / mu)
         q = 1 + kappa
         curvature = (
-            (
-                rho
-                + (2 * ell * rho + M * nu) / mu
-                + (2 * M * ell * nu + rho * ell**2) / mu**2
-                + M * ell**2 * nu / mu**3
-            )
+            (rho + (2 * ell * rho + M * nu) / mu + (2 * M * ell * nu + rho * ell**2) / mu**2 + M * ell**2 * nu / mu**3)
             * q
             + (2 * ell * rho / mu + (4 * M * rho**2 + 2 * ell**2 * rho) / mu**2 + 2 * M * ell * rho**2 / mu**3) * q**2
             + (M * rho**2 / mu**2 + rho * ell / mu) * q**3
@@ -63,7 +58,8 @@ class Constants:
         if (eps is None) == (period is None):
             raise ValueError("give one of eps and restart_period, the other follows")
         lr, L, rho = 1 / (4 * self.smoothness), self.smoothness, self.curvature
-        if eps is not None:
+        if period is None:
+            assert eps is not None
             self._require_accuracy(eps)
             theta = min(4 * (rho * eps * lr**2) ** 0.25, 1.0)
             # Rounding up leaves the bound of the final gradient intact, but spoils the descent if it adds much.
@@ -71,7 +67,6 @@ class Constants:
             period = up if theta * up <= 1.15 else up - 1
         else:
             require("restart_period", period, is_count(period) and period > 0)
-            assert period is not None
             theta, eps = 1 / period, L**2 / (16 * period**4 * rho)
         return self._arguments(lr, theta, period, math.sqrt(eps / rho), min(eps**2, eps / 2))
 
@@ -79,9 +74,8 @@ class Constants:
         """Arguments of the perturbed method for ``size`` upper variables, success with probability 1 - ``failure``."""
         self._require_accuracy(eps)
         require("failure", failure, is_number(failure) and 0 < failure < 1)
-        require(
-            "gradient_bound", gradient_bound, gradient_bound is None or (is_number(gradient_bound) and gradient_bound > 0)
-        )  # fmt: skip
+        positive = gradient_bound is None or (is_number(gradient_bound) and gradient_bound > 0)
+        require("gradient_bound", gradient_bound, positive)
         lr, rho = 1 / (4 * self.smoothness), self.curvature
         theta = min((rho * eps * lr**2) ** 0.25, 1.0)
         chi = 1.25
@@ -121,7 +115,7 @@ class Constants:
         }
 
     def _require_accuracy(self, eps: float) -> None:
-        require("eps", eps, is_number(eps) and 0 < eps)
+        require("eps", eps, is_number(eps) and eps > 0)
         limit = self.smoothness**2 / self.curvature
         if eps > limit:
             raise ValueError(f"Invalid eps value: {eps} (the theorem needs at most L^2/rho = {limit:.3g})")

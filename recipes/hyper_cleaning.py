@@ -48,7 +48,9 @@ METHODS: dict[str, Callable[..., bo.BilevelOptimizer]] = {
 }
 # Momentum and perturbations of x belong to the method's own step; the others leave x to Adam.
 OWN_STEP = ("paid", "rahgd", "prahgd")
-SETTINGS: dict[str, dict[str, Any]] = {  # training and validation size, lower and outer steps, lr of Adam and of the own step on x
+SETTINGS: dict[
+    str, dict[str, Any]
+] = {  # training and validation size, lower and outer steps, lr of Adam and of the own step on x
     "digits": {"sizes": (1000, 300), "lower_steps": 20, "steps": 100, "lr": 0.1, "own_lr": 100.0},
     "mnist": {"sizes": (20_000, 5_000), "lower_steps": 10, "steps": 40, "lr": 0.2, "own_lr": 2000.0},
     "fashion": {"sizes": (20_000, 5_000), "lower_steps": 10, "steps": 40, "lr": 0.2, "own_lr": 2000.0},

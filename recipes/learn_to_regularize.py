@@ -2,7 +2,8 @@ r"""Learn one ridge weight per feature of a softmax classifier on validation dat
 
 .. math::
     \min_\lambda\ \mathrm{CE}_{val}(W^*(\lambda)), \qquad
-    W^*(\lambda) = \arg\min_W \mathrm{CE}_{train}(W) + \frac{1}{2cp} \sum_{j \le c} \sum_{k \le p} e^{\lambda_k} W_{jk}^2
+    W^*(\lambda) = \arg\min_W \mathrm{CE}_{train}(W) + \frac{1}{2cp} \sum_{j \le c} \sum_{k \le p} e^{\lambda_k}
+    W_{jk}^2
 
     python -m recipes.learn_to_regularize                                             # scikit-learn's digits, a minute
     python -m recipes.learn_to_regularize --data 20newsgroups --data-root DIR         # 5,657 / 5,657 / 7,532 texts
@@ -189,7 +190,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--lower-lr", type=float, help="lower learning rate; default: 1/L")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the PNG and JSON; default: results")
+    parser.add_argument(
+        "--out", type=Path, default=Path("results"), help="folder of the PNG and JSON; default: results"
+    )
     args = parser.parse_args(arguments)
     chosen_settings = {
         name: default if getattr(args, name) is None else getattr(args, name)
@@ -206,11 +209,24 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if args.lower_lr is not None:
         problem.lower_lr = args.lower_lr
     sizes = " / ".join(f"{len(part.labels):,}" for part in parts)
-    title = f"Learning to regularize, {args.data}: {sizes} examples, {problem.size:,} features, {problem.classes} classes"
+    title = (
+        f"Learning to regularize, {args.data}: {sizes} examples, {problem.size:,} features, {problem.classes} classes"
+    )
     print(f"{title}; lower_lr = {problem.lower_lr:.4g}")
     results = {name: regularize(problem, name, seed=args.seed, **chosen_settings) for name in args.optimizer}
 
-    header = ("", "test accuracy", "test loss", "val loss", "seconds", "f grads", "g grads", "HVPs", "cross", "all calls")
+    header = (
+        "",
+        "test accuracy",
+        "test loss",
+        "val loss",
+        "seconds",
+        "f grads",
+        "g grads",
+        "HVPs",
+        "cross",
+        "all calls",
+    )
     rows: list[list[object]] = []
     for name, r in results.items():
         counts = [r["oracle_calls"][k] for k in ("upper_grad", "lower_grad", "hvp", "jvp")]

@@ -37,7 +37,7 @@ class Features:
         return self
 
     def __matmul__(self, other: Tensor) -> Tensor:
-        return _Product.apply(self, False, other) if self.sparse else self.matrix @ other  # type: ignore[no-untyped-call,no-any-return]
+        return _Product.apply(self, False, other) if self.sparse else self.matrix @ other
 
     def largest_singular_value(self, iterations: int = 50) -> float:
         """By power iteration."""
@@ -56,7 +56,7 @@ class _Product(torch.autograd.Function):
     generate_vmap_rule = False
 
     @staticmethod
-    def forward(features: Features, transpose: bool, other: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(features: Features, transpose: bool, other: Tensor) -> Tensor:
         return (features.transposed if transpose else features.matrix) @ other
 
     @staticmethod
@@ -64,14 +64,14 @@ class _Product(torch.autograd.Function):
         ctx.features, ctx.transpose = inputs[:2]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:  # type: ignore[override]
-        return None, None, _Product.apply(ctx.features, not ctx.transpose, gradient)  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, _Product.apply(ctx.features, not ctx.transpose, gradient)
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], features: Features, transpose: bool, other: Tensor) -> Any:
         # The copies stand side by side as columns.
         columns = other.movedim(dims[2] or 0, 1)
-        product = _Product.apply(features, transpose, columns.reshape(len(columns), -1))  # type: ignore[no-untyped-call]
+        product = _Product.apply(features, transpose, columns.reshape(len(columns), -1))
         return product.reshape(len(product), *columns.shape[1:]), 1
 
 
@@ -86,8 +86,8 @@ def load_newsgroups(root: Path | None, download: bool, keep: bool, seed: int) ->
     """Training, validation (stratified halves of the official training part) and test part.
 
     Args:
-        root: a folder with ``train.jsonl.xz`` and ``test.jsonl.xz`` (one object with ``group`` and ``text`` per line), with
-            the unpacked ``20news-bydate`` archive, or scikit-learn's cache.
+        root: a folder with ``train.jsonl.xz`` and ``test.jsonl.xz`` (one object with ``group`` and ``text`` per line),
+            with the unpacked ``20news-bydate`` archive, or scikit-learn's cache.
         download: let scikit-learn fetch the texts into ``root``.
         keep: keep headers, footers and quoted replies, which give the group away.
         seed: of the split.
@@ -97,7 +97,9 @@ def load_newsgroups(root: Path | None, download: bool, keep: bool, seed: int) ->
     from sklearn.model_selection import train_test_split
 
     if root is None:
-        raise SystemExit("--data 20newsgroups needs --data-root, the folder that holds (or, with --download, gets) the texts")
+        raise SystemExit(
+            "--data 20newsgroups needs --data-root, the folder that holds (or, with --download, gets) the texts"
+        )
     (train, train_groups), (test, test_groups) = (_texts(root, part, download) for part in ("train", "test"))
     if not keep:
         train, test = _stripped(train), _stripped(test)
@@ -145,5 +147,6 @@ def _stripped(texts: list[str]) -> list[str]:
     from sklearn.datasets import _twenty_newsgroups as rules
 
     return [
-        rules.strip_newsgroup_footer(rules.strip_newsgroup_quoting(rules.strip_newsgroup_header(text))) for text in texts
+        rules.strip_newsgroup_footer(rules.strip_newsgroup_quoting(rules.strip_newsgroup_header(text)))
+        for text in texts
     ]

@@ -174,9 +174,7 @@ METHODS = [
 
 # One loss instead of two: test_minimax.py has their generic tests.
 MINIMAX = [
-    MethodInfo(
-        bo.GDA, {"lower_steps": 1}, 1e-8, errors=[({"simultaneous": 1}, "Invalid simultaneous value: 1")]
-    ),
+    MethodInfo(bo.GDA, {"lower_steps": 1}, 1e-8, errors=[({"simultaneous": 1}, "Invalid simultaneous value: 1")]),
     MethodInfo(bo.GDA, {"simultaneous": False}, 1e-8, name="GDA-alternating"),
     MethodInfo(
         bo.RAGDA,

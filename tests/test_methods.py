@@ -338,7 +338,13 @@ def test_cold_starts_begin_at_the_first_value(method):
     for factory in (torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad):
         problem = Quadratic(n=5, m=3, kappa=4.0)
         optimizer = method(
-            problem.x, problem.y, lr=0.0, lower_lr=0.1, lower_steps=2, warm_start=False, lower_optimizer=factory,
+            problem.x,
+            problem.y,
+            lr=0.0,
+            lower_lr=0.1,
+            lower_steps=2,
+            warm_start=False,
+            lower_optimizer=factory,
             **method.alike,
         )
         optimizer.backward(problem.upper, problem.lower)

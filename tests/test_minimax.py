@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import math
 import pickle
 from functools import partial
@@ -339,7 +340,7 @@ def test_error_law_in_the_lower_error(newton, power):
         optimizer.backward(loss)
         errors.append(float((x.grad - exact).norm()))
         assert optimizer.oracle_counts["hvp"] == (4 if newton else 0)
-    ratios = [math.log10(a / b) for a, b in zip(errors, errors[1:], strict=False)]
+    ratios = [math.log10(a / b) for a, b in itertools.pairwise(errors)]
     assert ratios == pytest.approx([power] * 2, abs=0.1)
 
 
@@ -366,7 +367,8 @@ def test_the_correction_shares_the_sample():
     assert len(set(noise)) == 4
 
 
-# ---------------------------------------------------------------------------------------------------- the W-shaped problem
+# ---------------------------------------------------------------------------------------------------- the W-shaped
+# problem
 
 
 def test_values_of_the_w_shaped_function():

@@ -412,7 +412,8 @@ def test_small_data_cleaning_reaches_a_smaller_loss_than_aid():
         problem = Cleaning(n=60, d=8)
         options = {} if name == "AID" else {"momentum": 0.9, "restart_radius": 50.0, "lower_momentum": 0.8}
         optimizer = getattr(bo, name)(
-            [problem.weights], problem.model.parameters(), lr=20.0, lower_lr=0.3, lower_steps=10, linear_steps=6, **options
+            [problem.weights], problem.model.parameters(), lr=20.0, lower_lr=0.3, lower_steps=10, linear_steps=6,
+            **options
         )  # fmt: skip
         for _ in range(40):
             loss = optimizer.step(problem.upper, problem.lower)
@@ -457,11 +458,11 @@ def test_table_of_theoretical_arguments(kappa, eps, lr, radius, theta, period, l
     assert optimizer.lower_momentum == pytest.approx((root - 1) / (root + 1))
     overridden = bo.RAHGD.from_theory([x], [y], restart_period=10, lower_steps=3, **constants)
     assert (overridden.momentum, overridden.lower_steps) == (0.9, 3)
-    with pytest.raises(ValueError, match="one of eps and restart_period"):
+    with pytest.raises(ValueError, match=r"one of eps and restart_period"):
         bo.RAHGD.from_theory([x], [y], **constants)
-    with pytest.raises(ValueError, match="Invalid eps value: 1000000.0"):
+    with pytest.raises(ValueError, match=r"Invalid eps value: 1000000\.0"):
         bo.RAHGD.from_theory([x], [y], eps=1e6, **constants)
-    with pytest.raises(ValueError, match="Invalid mu value: 2.0"):
+    with pytest.raises(ValueError, match=r"Invalid mu value: 2\.0"):
         bo.RAHGD.from_theory([x], [y], eps=1e-2, **{**constants, "mu": 2.0})
 
 

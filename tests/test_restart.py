@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import math
 import pickle
 
@@ -42,7 +43,7 @@ def reference(gradient, x, lr, theta, radius, period, steps):
         xs.append(w - lr * gradient(w))
         path.append(xs[-1])
         k = len(ws)
-        lengths = [(b - a).norm() for a, b in zip(xs, xs[1:], strict=False)]
+        lengths = [(b - a).norm() for a, b in itertools.pairwise(xs)]
         if k * sum(length**2 for length in lengths) > radius**2:
             epochs.append(k)
             xs, ws = [xs[-1]], []
@@ -114,9 +115,7 @@ def slope(w):
 def test_iterates_restarts_and_output_of_the_plain_algorithm(radius, period):
     start = torch.tensor([2.0, -1.0, 3.0])
     path, epochs, output, _, _ = reference(slope, start, 0.05, 0.2, radius, period, 3000)
-    optimizer, x, seen = run(
-        valley, start, 3000, lr=0.05, momentum=0.8, restart_radius=radius, restart_period=period
-    )
+    optimizer, _x, seen = run(valley, start, 3000, lr=0.05, momentum=0.8, restart_radius=radius, restart_period=period)
     assert optimizer.converged
     assert optimizer.restarts == len(epochs)
     assert len(epochs) > 0 or radius == 5.0
@@ -211,7 +210,8 @@ def test_learning_rate_is_that_of_the_epochs_start():
         if first:
             lrs.append(before - x.item())
         scheduler.step()
-    # The first epoch keeps 0.1 and so ends at k = 5; the second begins with 0.05 and would still end at 7 if it keeps it.
+    # The first epoch keeps 0.1 and so ends at k = 5; the second begins with 0.05 and would still end at 7 if it keeps
+    # it.
     assert lrs == pytest.approx([0.1, 0.05])
     exact = 0.05 * sum((1 - (1 - theta) ** (i + 1)) / theta for i in range(optimizer.epoch_step or 7))
     start = -0.1 * sum((1 - (1 - theta) ** (i + 1)) / theta for i in range(5))
