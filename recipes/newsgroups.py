@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,9 @@ class Features:
         self.matrix, self.shape = matrix, matrix.shape
         self.transposed = matrix
         if matrix.layout is torch.sparse_coo:
-            self.matrix, self.transposed = matrix.to_sparse_csr(), matrix.t().coalesce().to_sparse_csr()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
+                self.matrix, self.transposed = matrix.to_sparse_csr(), matrix.t().coalesce().to_sparse_csr()
 
     @property
     def sparse(self) -> bool:
@@ -114,7 +117,8 @@ def load_newsgroups(root: Path | None, download: bool, keep: bool, seed: int) ->
         entries = csr_matrix(matrix).tocoo()
         indices = torch.stack([torch.as_tensor(entries.row).long(), torch.as_tensor(entries.col).long()])
         values = torch.as_tensor(entries.data, dtype=torch.float32)
-        return Part(Features(torch.sparse_coo_tensor(indices, values, entries.shape).coalesce()), torch.tensor(targets))
+        matrix = torch.sparse_coo_tensor(indices, values, entries.shape, check_invariants=True).coalesce()
+        return Part(Features(matrix), torch.tensor(targets))
 
     return (
         part(whole[first], [labels[i] for i in first]),
