@@ -52,7 +52,7 @@ METHODS: dict[str, Method] = {
 LINEAR = ("aid", "aid-nesterov", "ba", "paid", "rahgd", "prahgd")
 SETTINGS: dict[str, dict[str, Any]] = {
     "digits": {"steps": 50, "lower_steps": 10, "linear_steps": 10, "lr": 100.0, "momentum": 0.9},
-    "20newsgroups": {"steps": 20, "lower_steps": 10, "linear_steps": 10, "lr": 300.0, "momentum": 0.9},
+    "20newsgroups": {"steps": 20, "lower_steps": 10, "linear_steps": 10, "lr": 100.0, "momentum": 0.9},
 }
 
 
@@ -147,7 +147,7 @@ def regularize(
         **{k: curve[-1][k] for k in ("accuracy", "loss", "validation_loss", "seconds", "calls")},
         "oracle_calls": optimizer.oracle_counts,
         "restarts": getattr(optimizer, "restarts", None),
-        "penalty_range": [float(penalty.min()), float(penalty.max())],
+        "penalty_range": [penalty.min().item(), penalty.max().item()],
         "vectorize_fallback": optimizer.diagnostics.get("vectorize_fallback"),
         "curve": curve,
     }
@@ -187,7 +187,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--steps", type=int, help="outer steps; default: 50 (digits), 20 (20newsgroups)")
     parser.add_argument("--lower-steps", type=int, help="lower steps per outer step; default: 10")
     parser.add_argument("--linear-steps", type=int, help="steps of conjugate gradients; default: 10")
-    parser.add_argument("--lr", type=float, help="learning rate of lambda; default: 100 (digits), 300 (20newsgroups)")
+    parser.add_argument("--lr", type=float, help="learning rate of lambda; default: 100")
     parser.add_argument("--momentum", type=float, help="lower momentum of rahgd and prahgd; default: 0.9")
     parser.add_argument("--lower-lr", type=float, help="lower learning rate; default: 1/L")
     parser.add_argument("--device", default="cpu")
