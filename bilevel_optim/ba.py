@@ -21,7 +21,7 @@ class BA(AID):
     *When.* As a baseline: without warm starts the lower error stays, and shrinks only as the steps grow. *Needs* what
     `AID` needs.
 
-    *Cost per step, draws*: as `AID`, with the growing number of lower steps.
+    *Cost per step*: as `AID`, with the growing number of lower steps. *Draws*: as `AID`.
 
     Args:
         upper: upper parameters x.

@@ -35,7 +35,7 @@ class PAID(AID):
 
     *When.* As the baseline for `PRAHGD`. *Needs* what `AID` needs.
 
-    *Cost per step, draws*: as `AID`, one host synchronisation; the perturbations use ``generator``.
+    *Cost per step*: as `AID`, one host synchronisation. *Draws*: as `AID`; the perturbations use ``generator``.
 
     Args:
         upper, lower, lr, lower_lr, lower_steps: as for `AID`, as all options that are not named here.

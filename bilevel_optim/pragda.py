@@ -168,7 +168,7 @@ class PRAGDA(RAGDA):
 
     *When.* The start, or the way, may come close to a saddle point of :math:`\max_y f(x, y)`.
 
-    *Cost, draws*: as `RAGDA`; the perturbations use ``generator``.
+    *Cost per step*: as `RAGDA`. *Draws*: as `RAGDA`; the perturbations use ``generator``.
 
     Args:
         upper, lower, lr, lower_lr, lower_steps: as for `RAGDA`, as all options that are not named here.

@@ -230,7 +230,7 @@ class PRAHGD(RAHGD):
     *When.* The start, or the way, may come close to a saddle point. ``restart_period`` has to cover the time of escape.
     r should be small against B (0.02 B; with r of the order of B a minimum keeps triggering restarts).
 
-    *Cost, draws, memory*: as `RAHGD`; the perturbations use ``generator``.
+    *Cost per step*, *memory*: as `RAHGD`. *Draws*: as `RAHGD`; the perturbations use ``generator``.
 
     Args:
         upper, lower, lr, lower_lr, lower_steps: as for `RAHGD`, as all options that are not named here.

@@ -95,7 +95,7 @@ def test_converges_to_the_saddle_point(method):
         problem = Saddle(dtype=dtype)
         optimizer = method(problem.x, problem.y, lr=0.2, lower_lr=problem.lr, lower_steps=10)
         start, target = problem.x[0].detach().clone(), problem.minimiser()
-        for _ in range(90):
+        for _ in range(12 if method.cls is bo.iMCN else 90):
             loss = optimizer.step(problem.loss)
         assert (problem.x[0] - target).norm() < tolerance * (start - target).norm()
         assert loss.dtype == problem.x[0].dtype == dtype
@@ -387,8 +387,9 @@ def test_values_of_the_w_shaped_function():
     ("name", "start", "hit", "steps", "restarts"),
     [
         ("ragda", "beside the saddle", 172, 547, 4),
-        ("ragda", "on a slope", 35, 457, 3),
-        ("pragda as printed", "beside the saddle", 172, 547, 4),
+        pytest.param("ragda", "on a slope", 35, 457, 3, marks=pytest.mark.slow),
+        pytest.param("pragda as printed", "beside the saddle", 172, 547, 4, marks=pytest.mark.slow),
+        pytest.param("pragda as printed", "on a slope", 35, 457, 3, marks=pytest.mark.slow),
     ],
 )
 def test_table_of_the_w_shaped_problem(name, start, hit, steps, restarts):
@@ -407,8 +408,8 @@ def test_gda_on_the_w_shaped_problem(start, lr, steps):
 
 
 def test_perturbing_the_initial_point_saves_steps():
-    hits = [run(RECIPE["pragda"], STARTS["beside the saddle"], 90, seed)["hit"] for seed in range(5)]
-    assert sorted(hits)[2] == pytest.approx(69, abs=4)
+    hits = [run(RECIPE["pragda"], STARTS["beside the saddle"], 90, seed)["hit"] for seed in range(3)]
+    assert sorted(hits)[1] == pytest.approx(69, abs=4)
 
 
 def test_theory_of_the_minimax_theorem_stops_at_the_saddle():
