@@ -33,14 +33,14 @@ from ..report import environment, save_json, table
 SIZE, TARGET = 10, 1e-3
 RATES = (1.0, 1.5, 0.5)  # of x, in units of 1/L; a good setting first, because runs end at the best number so far
 GRID: dict[str, dict[str, tuple[Any, ...]]] = {
-    "AID": {"lower_steps": (10, 3, 1, 30), "linear_steps": (3, 10), "lr": RATES},
+    "AID": {"lower_steps": (10, 3, 30), "linear_steps": (3, 10), "lr": RATES},
     "ITD": {"lower_steps": (10, 3, 30, 100, 300), "lr": RATES},
-    "BA": {"lower_steps": (30, 10, 100, 300, 1000), "linear_steps": (10,), "lr": RATES},
+    "BA": {"lower_steps": (30, 100, 300, 1000), "linear_steps": (10,), "lr": RATES},
     "RAHGD": {
-        "lower_steps": (3, 1, 10, 30),
+        "lower_steps": (3, 10, 30),
         "linear_steps": (3, 10),
-        "lr": RATES,
-        "momentum": (0.9, 0.5),
+        "lr": (1.0, 0.5),
+        "momentum": (0.9, 0.7),
         "restart_radius": (None, math.inf),
     },
 }
@@ -134,7 +134,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Run the benchmark; returns the numbers that it writes."""
     parser = argparse.ArgumentParser(description="Oracle calls against the condition number.")
     parser.add_argument("--kappa", type=float, nargs="+", default=[10.0, 100.0, 1000.0], help="default: 10 100 1000")
-    parser.add_argument("--most", type=int, default=20_000, help="most oracle calls of one run; default: 20,000")
+    parser.add_argument("--most", type=int, default=10_000, help="most oracle calls of one run; default: 10,000")
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the JSON; default: results")
     args = parser.parse_args(arguments)
     print("grid (lr in units of 1/L):", flush=True)
