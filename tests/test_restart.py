@@ -373,6 +373,35 @@ def test_an_added_group_starts_an_epoch_and_frozen_parameters_stay():
     assert [t.shape for t in optimizer.averaged_parameters()] == [(1,)] * 3
 
 
+def test_perturbations_at_the_start_and_at_every_restart():
+    """Each is in the ball of the groups' metric, where a smaller rate is moved less; no other step is perturbed."""
+    radius, rates = 0.01, (0.1, 0.001)
+    x, z = torch.zeros(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+    optimizer = bo.RestartedAGD(
+        [{"params": [x]}, {"params": [z], "lr": rates[1]}], lr=rates[0], momentum=0.0, restart_radius=0.3,
+        perturbation=radius, generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+
+    def closure():
+        optimizer.zero_grad()
+        (x.sum() + z.sum()).backward()
+
+    scaled, perturbed = [], []
+    for k in range(25):
+        before, restarts = [x.detach().clone(), z.detach().clone()], optimizer.restarts
+        optimizer.step(closure)
+        shifts = [p.detach() - b + rate for p, b, rate in zip((x, z), before, rates, strict=True)]
+        if max(float(s.abs().max()) for s in shifts) > 1e-12:
+            perturbed.append(k)
+            scaled.append(torch.cat([shifts[0], shifts[1] / math.sqrt(rates[1] / rates[0])]))
+        assert (k in perturbed) == (k == 0 or optimizer.restarts > restarts)
+    assert len(perturbed) == optimizer.restarts + 1 > 4
+    norms = torch.stack([s.norm() for s in scaled])
+    assert norms.max() <= radius
+    assert norms.max() > 0.6 * radius
+    assert torch.stack(scaled)[:, 2:].abs().max() > 0.2 * radius
+
+
 def test_uniform_ball():
     """E||xi|| = r d/(d + 1), half of the points within 0.5^(1/d) r, and no direction preferred, over all tensors."""
     like, d, r, n = [torch.zeros(2), torch.zeros(1, 1)], 3, 0.7, 4000
