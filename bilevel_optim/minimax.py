@@ -15,7 +15,7 @@ from .optimizer import BilevelOptimizer, CommonOptions, Loss, as_objective
 from .oracle import Oracle
 from .parameters import Params, require
 
-__all__ = ["GDA", "MinimaxOptimizer", "danskin", "negated"]
+__all__ = ["GDA", "MinimaxOptimizer", "danskin", "negated", "opposite"]
 
 
 class MinimaxOptimizer(BilevelOptimizer):
@@ -158,6 +158,12 @@ class _NegatedSample(Sample):
     def replayed(self, device: torch.device) -> Generator[None]:
         with self._sample.replayed(device):
             yield
+
+
+def opposite(loss: Loss) -> Objective:
+    """-f as an objective of its own, which draws from the data itself."""
+    objective = as_objective(loss, "minimax")
+    return Objective(lambda *batch: -objective.loss(*batch), objective.data)
 
 
 class _Negated(Objective):

@@ -227,6 +227,8 @@ class PRAHGD(RAHGD):
     of radius r, the first epoch included unless ``perturb_initial=False`` (as the paper prints it: such a run started
     at a saddle point ends there).
 
+    The perturbation of the initial point is part of w until the first ``step``, also for another optimizer over x.
+
     *When.* The start, or the way, may come close to a saddle point. ``restart_period`` has to cover the time of escape.
     r should be small against B (0.02 B; with r of the order of B a minimum keeps triggering restarts).
 

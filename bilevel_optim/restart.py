@@ -37,7 +37,7 @@ class Progress:
     shortest: float = math.inf  # smallest squared step in the second half of the epoch
     selected: int = 0  # its index, K0
     rates: list[float] | None = None  # learning rate of each group, as it was when the epoch began
-    radius: float | None = None
+    radius: float | None = None  # the automatic one
     smallest: float = math.inf  # smallest squared gradient, as long as there is no output
     output: float = math.inf  # squared step at which the output was taken
     perturbed: bool = False  # the initial point has had its perturbation
@@ -210,13 +210,13 @@ class Restarting:
             return
         # The one host synchronisation: all that the restart test and the output need.
         squared, gradient = torch.stack(scalars).sum(0).tolist()
-        if run.radius is None:
-            automatic = max(AUTOMATIC_RADIUS * math.sqrt(squared), self.perturbation / LARGEST_PERTURBATION)
-            run.radius = automatic if self.restart_radius is None else self.restart_radius
+        if run.radius is None and squared > 0:
+            run.radius = max(AUTOMATIC_RADIUS * math.sqrt(squared), self.perturbation / LARGEST_PERTURBATION)
+        radius = self.restart_radius if self.restart_radius is not None else run.radius
         self._keep_output(groups, squared, gradient)
         run.travelled += squared
         run.step += 1
-        if run.step * run.travelled > run.radius * run.radius:
+        if radius is not None and run.step * run.travelled > radius * radius:
             run.restarts += 1
             self._perturb(groups)
             self._begin_epoch()

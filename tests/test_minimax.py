@@ -285,6 +285,24 @@ def test_losses_are_checked(method):
     assert not optimizer().step(lambda: problem.loss() + 0 * problem.weights.sum()).requires_grad
 
 
+@every
+def test_the_check_takes_one_loss(method):
+    problem = Saddle()
+    good, hasty = (
+        method(problem.x, problem.y, **{**ARGUMENTS, "lower_steps": n, "lower_lr": problem.lr}) for n in (90, 1)
+    )
+    before = values(problem.x, problem.y)
+    if method.tolerance is not None:
+        report = bo.check_hypergradient(good, problem.loss)
+        assert report.relative_error < 1e-8
+        assert report.norm == pytest.approx(float(problem.gradient().norm()))
+        assert bo.check_hypergradient(good, bo.Objective(lambda c: c * problem.loss(), [0.5, 1.5]), repeats=3).cosine > 0.99
+    if not method.options.get("newton_correction"):
+        with pytest.raises(bo.GradcheckError):
+            bo.check_hypergradient(hasty, problem.loss)
+    assert same(before, values(problem.x, problem.y))
+
+
 # ---------------------------------------------------------------------------------------------------- GDA
 
 

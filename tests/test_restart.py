@@ -274,6 +274,22 @@ def test_default_radius_is_five_first_steps():
     assert automatic[-1] > 2
 
 
+def test_the_default_radius_waits_for_the_first_step_that_moves():
+    """A warm-up that begins with a learning rate of zero does not make every later step a restart."""
+    x = torch.zeros((), requires_grad=True)
+    optimizer = bo.RestartedAGD([x], lr=0.0)
+
+    def closure():
+        optimizer.zero_grad()
+        x.backward()
+
+    for lr, restarts in ((0.0, 0), (0.1, 0), (0.1, 0), (0.1, 0)):
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer._begin_epoch()
+        optimizer.step(closure)
+        assert optimizer.restarts == restarts
+
+
 @pytest.mark.parametrize("stop", [3, 7, 20])
 @pytest.mark.parametrize("noise", [0.0, 0.02])
 def test_resumes_bit_for_bit_in_the_middle_of_an_epoch(stop, noise):
