@@ -296,8 +296,11 @@ def test_the_check_takes_one_loss(method):
         report = bo.check_hypergradient(good, problem.loss)
         assert report.relative_error < 1e-8
         assert report.norm == pytest.approx(float(problem.gradient().norm()))
-        assert bo.check_hypergradient(good, bo.Objective(lambda c: c * problem.loss(), [0.5, 1.5]), repeats=3).cosine > 0.99
-    if not method.options.get("newton_correction"):
+        assert (
+            bo.check_hypergradient(good, bo.Objective(lambda c: c * problem.loss(), [0.5, 1.5]), repeats=3).cosine
+            > 0.99
+        )
+    if method.tolerance is not None and not method.options.get("newton_correction"):
         with pytest.raises(bo.GradcheckError):
             bo.check_hypergradient(hasty, problem.loss)
     assert same(before, values(problem.x, problem.y))
