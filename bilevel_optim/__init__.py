@@ -6,18 +6,25 @@
 from . import finite_difference, hypergradient, linear
 from ._version import __version__
 from .aid import AID
+from .ba import BA
 from .check import HypergradientReport, check_hypergradient
 from .errors import BilevelWarning, GradcheckError, NonFiniteError
 from .esmaml import ESMAML
 from .f2sa import F2SA
 from .first_order import FirstOrder
 from .hozog import HOZOG
+from .imcn import iMCN
 from .itd import ITD
 from .lower import AGD
+from .minimax import GDA
 from .objective import Objective
 from .optimizer import BilevelOptimizer
 from .oracle import Oracle
+from .paid import PAID
+from .pragda import PRAGDA, RAGDA
 from .pzobo import PZOBO
+from .rahgd import PRAHGD, RAHGD
+from .restarted_agd import RestartedAGD
 from .rtmlmc import DLSGD, RTMLMC
 from .tasks import TaskSampler, TensorTasks
 from .vector import Vector
@@ -25,12 +32,19 @@ from .vector import Vector
 __all__ = [
     "AGD",
     "AID",
+    "BA",
     "DLSGD",
     "ESMAML",
     "F2SA",
+    "GDA",
     "HOZOG",
     "ITD",
+    "PAID",
+    "PRAGDA",
+    "PRAHGD",
     "PZOBO",
+    "RAGDA",
+    "RAHGD",
     "RTMLMC",
     "BilevelOptimizer",
     "BilevelWarning",
@@ -40,6 +54,7 @@ __all__ = [
     "NonFiniteError",
     "Objective",
     "Oracle",
+    "RestartedAGD",
     "TaskSampler",
     "TensorTasks",
     "Vector",
@@ -47,5 +62,6 @@ __all__ = [
     "check_hypergradient",
     "finite_difference",
     "hypergradient",
+    "iMCN",
     "linear",
 ]

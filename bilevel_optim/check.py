@@ -14,6 +14,7 @@ from torch.optim import LBFGS
 
 from .errors import GradcheckError
 from .finite_difference import stencil
+from .minimax import opposite
 from .objective import Objective, Sample
 from .optimizer import BilevelOptimizer, Loss
 from .oracle import filled
@@ -62,7 +63,7 @@ class HypergradientReport:
 def check_hypergradient(
     optimizer: BilevelOptimizer,
     upper: Loss,
-    lower: Loss,
+    lower: Loss | None = None,
     *,
     atol: float = 1e-8,
     rtol: float = 1e-2,
@@ -81,7 +82,7 @@ def check_hypergradient(
     Args:
         optimizer: the method, with its parameters at the point to check.
         upper: upper loss, as for ``optimizer.step``.
-        lower: lower loss.
+        lower: lower loss. Left out for a minimax method, whose only loss is ``upper``.
         atol: allowed bias, absolute. Default: 1e-8.
         rtol: allowed bias relative to the norm of the reference. Default: 1e-2.
         repeats: estimates to average for a stochastic method (a deterministic one needs two). Default: 32.
@@ -116,6 +117,7 @@ def check_hypergradient(
     require("repeats", repeats, isinstance(repeats, int) and repeats >= 2)
     require("reference", reference, reference in ("auto", "dense", "differences"))
     require("directions", directions, isinstance(directions, int) and directions >= 1)
+    lower = opposite(upper) if lower is None else lower
     restore = optimizer._snapshot()
     try:
         with torch.random.fork_rng():
@@ -200,7 +202,8 @@ def _repeated(
         restore = optimizer._snapshot()
         try:
             truth.oracle.y.copy_(y)
-            optimizer.backward(truth.upper, truth.lower)
+            optimizer._stand_still()
+            BilevelOptimizer.backward(optimizer, truth.upper, truth.lower)  # a minimax method's own takes one loss
             estimates.append(coordinates(Vector(t.grad for t in truth.oracle.x if t.grad is not None)))
         finally:
             random = optimizer.generator.get_state() if optimizer.generator is not None else None

@@ -46,15 +46,16 @@ def cg(
     *,
     steps: int,
     tol: float = 0.0,
+    atol: float = 0.0,
     damping: float = 0.0,
     lanes: bool = False,
 ) -> LinearSolution:
     r"""Conjugate gradients for :math:`(H + \delta I) v = b`, H symmetric positive definite.
 
-    Stops, keeping the last iterate, when the residual is at most ``tol * ||b||``, when it has reached the rounding
-    level of the dtype (further iterations only collect rounding errors), or when a direction of non-positive curvature
-    shows that H is not positive definite. On an accelerator these tests stay on the device; the host looks at them
-    every tenth iteration, and only if ``tol`` is positive.
+    Stops, keeping the last iterate, when the residual is at most ``tol * ||b||`` or ``atol``, when it has reached the
+    rounding level of the dtype (further iterations only collect rounding errors), or when a direction of non-positive
+    curvature shows that H is not positive definite. On an accelerator these tests stay on the device; the host looks
+    at them every tenth iteration, and only if a tolerance is positive.
 
     Args:
         product: v -> H v.
@@ -62,6 +63,7 @@ def cg(
         start: where to start. Default: zero, which saves one product.
         steps: largest number of iterations; one product each.
         tol: relative tolerance of the residual. Default: 0.
+        atol: absolute tolerance of the residual. Default: 0.
         damping: :math:`\delta`. Default: 0.
         lanes: solve each lane of stacked tensors by itself. Default: False.
 
@@ -78,7 +80,7 @@ def cg(
 
     dot = Vector.lane_dot if lanes else Vector.dot
     b_norm = dot(b, b).sqrt()
-    floor = (max(tol, torch.finfo(b[0].dtype).eps) * b_norm) ** 2
+    floor = (max(tol, torch.finfo(b[0].dtype).eps) * b_norm).clamp_min(atol) ** 2
     if start is None:
         v, r = b.zeros_like(), b
     else:
@@ -90,7 +92,7 @@ def cg(
     on_host = b_norm.device.type == "cpu"
     for k in range(steps):
         active = (rr > floor) & ~indefinite
-        if (on_host or (tol > 0 and k % 10 == 0)) and not active.any():
+        if (on_host or (max(tol, atol) > 0 and k % 10 == 0)) and not active.any():
             break
         hp = apply(p)
         curvature = dot(p, hp)

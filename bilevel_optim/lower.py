@@ -156,11 +156,19 @@ class LowerSolver:
                 variable.grad = grad
         return last[0]
 
-    def run(self, steps: int, draw: Callable[[], Callable[[], tuple[Tensor, Vector]]]) -> Vector | None:
-        """Several steps, each on what ``draw`` gives for it; returns the last gradient, None without steps."""
+    def run(
+        self, steps: int, draw: Callable[[], Callable[[], tuple[Tensor, Vector]]], tol: float = 0.0
+    ) -> Vector | None:
+        """Several steps, each on what ``draw`` gives for it; returns the last gradient, None without steps.
+
+        With a positive ``tol``, which costs a host synchronisation per step, the step that found a gradient of at most
+        that norm is the last one.
+        """
         gradient = None
         for _ in range(steps):
             gradient = self.step(draw())
+            if tol > 0 and gradient.norm() <= tol:
+                break
         return gradient
 
     def memory(self) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from .oracle import Oracle, Session
 from .parameters import LEVELS, Params, as_groups, consistently_named, is_count, is_number, require, require_one_level
 from .vector import Vector
 
-__all__ = ["BilevelOptimizer", "ColdOptions", "CommonOptions"]
+__all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "as_objective"]
 
 Loss = Objective | Callable[..., Tensor]
 
@@ -125,6 +125,7 @@ class BilevelOptimizer(Optimizer, ABC):
         self._factory: Callable[[Any], Optimizer] = lower_optimizer or SGD
         self._session = Session(vectorize=vectorize, hvp=hvp, process_group=process_group)
         self._steps_done = 0
+        self._last_loss: Tensor | None = None
         self._warned: set[str] = set()
         self._solver: LowerSolver | None = None
         self._default_lr = {"upper": lr, "lower": lower_lr}
@@ -158,6 +159,8 @@ class BilevelOptimizer(Optimizer, ABC):
             ValueError: at the first step, if a loss is not a scalar or does not depend on the parameters.
         """
         loss = None
+        if self._finished():
+            return None if upper is None else self._last_loss
         if upper is not None or lower is not None:
             if upper is None or lower is None:
                 raise TypeError("step takes both losses, upper and lower, or none of them (after backward)")
@@ -190,7 +193,8 @@ class BilevelOptimizer(Optimizer, ABC):
             self.diagnostics["vectorize_fallback"] = self._session.fallback
         self._steps_done += 1
         self._session.buffers.complete = True
-        return estimate.loss.detach()
+        self._last_loss = estimate.loss.detach()
+        return self._last_loss
 
     @property
     def oracle_counts(self) -> dict[str, int]:
@@ -202,8 +206,8 @@ class BilevelOptimizer(Optimizer, ABC):
         return Oracle(
             self._parameters("upper"),
             self._parameters("lower"),
-            _objective(upper, "upper"),
-            _objective(lower, "lower"),
+            as_objective(upper, "upper"),
+            as_objective(lower, "lower"),
             names=self._names(),
             session=self._session,
         )
@@ -256,6 +260,13 @@ class BilevelOptimizer(Optimizer, ABC):
         """Which of the drawn tasks make one stacked problem: all of them."""
         return [slice(0, tasks)] if tasks else []
 
+    def _finished(self) -> bool:
+        """Whether ``step`` has nothing left to do, and returns the last loss."""
+        return False
+
+    def _stand_still(self) -> None:
+        """Make the next estimate at x itself, for a method that would look ahead of it."""
+
     def _direction_scale(self, gradient: Vector) -> Tensor | float:
         """Factor on the upper gradient in the update."""
         return 1.0
@@ -305,11 +316,15 @@ class BilevelOptimizer(Optimizer, ABC):
             solver.reset()
         return solver
 
+    def _lower_step_count(self) -> int:
+        """Lower steps of the present outer step."""
+        return self.lower_steps
+
     def _descend(self, oracle: Oracle) -> dict[str, Tensor]:
         """The lower steps of a method with a single copy of y, on the live tensors; one lower sample for each."""
         solver = self._ready_solver(oracle)
         gradient = solver.run(
-            self.lower_steps, lambda: partial(oracle.lower, oracle.g.draw(once=solver.evaluates_once))
+            self._lower_step_count(), lambda: partial(oracle.lower, oracle.g.draw(once=solver.evaluates_once))
         )
         if gradient is None:
             return {}
@@ -406,7 +421,7 @@ class BilevelOptimizer(Optimizer, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         # torch keeps three entries and makes the others again; ours must be kept too, the solver excepted.
-        own = {k: v for k, v in self.__dict__.items() if k not in _REMADE and not k.startswith("_optimizer_")}
+        own = {k: v for k, v in self.__dict__.items() if k not in REMADE and not k.startswith("_optimizer_")}
         return {**super().__getstate__(), **own, "_solver": None}
 
     # ------------------------------------------------------------------------------------------------ parameters
@@ -439,10 +454,11 @@ class BilevelOptimizer(Optimizer, ABC):
 
 
 # What torch's Optimizer makes again when it is unpickled, or a scheduler has attached.
-_REMADE = ("step", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured", "_opt_called")
+REMADE = ("step", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured", "_opt_called")
 
 
-def _objective(loss: Loss, level: str) -> Objective:
+def as_objective(loss: Loss, level: str) -> Objective:
+    """The objective that a loss stands for."""
     if isinstance(loss, Objective):
         return loss
     if not callable(loss):

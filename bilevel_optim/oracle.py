@@ -22,7 +22,7 @@ from .objective import Objective, Sample
 from .substitution import Buffers, placed, twice_differentiable, uses_weight_norm
 from .vector import Vector, is_sharded
 
-__all__ = ["COUNTERS", "LowerSystem", "Oracle", "Session"]
+__all__ = ["COUNTERS", "LowerSystem", "Oracle", "Session", "UpperSystem"]
 
 COUNTERS = ("upper_grad", "lower_grad", "hvp", "jvp", "loss")
 
@@ -57,6 +57,17 @@ class LowerSystem(NamedTuple):
     hvp: Callable[[Vector], Vector]
     cross: Callable[[Vector], Vector]
     both: Callable[[Vector], tuple[Vector, Vector]]
+
+
+class UpperSystem(NamedTuple):
+    """Value, gradient and Hessian-vector products of f in (x, y) together at one point, inside the block that made it.
+
+    Vectors have the tensors of x, then those of y.
+    """
+
+    loss: Tensor
+    gradient: Vector
+    product: Callable[[Vector], Vector]
 
 
 class Oracle:
@@ -165,6 +176,38 @@ class Oracle:
         return loss, gradient
 
     # ------------------------------------------------------------------------------------------------ second order
+
+    @contextmanager
+    def upper_system(self, sample: Sample) -> Generator[UpperSystem]:
+        """Value, gradient and Hessian-vector products of f in both variables together: a graph kept inside the block.
+
+        A product counts as one Hessian-vector and one cross product.
+        """
+        variables, split = Vector((*self.x, *self.y)), len(self.x)
+        with self.buffers_kept():
+            with twice_differentiable():
+                loss = self.dependent("upper", self.value("upper", sample), self.y)
+                gradients = self.differentiate(loss, variables, graph=True)
+            self.note_reached(gradients[:split])
+            self.require_reached(gradients[split:])
+            self.count("upper_grad")
+            parts = [(i, g) for i, g in enumerate(gradients) if g is not None and g.requires_grad]
+
+            def product(v: Vector) -> Vector:
+                self.count("hvp")
+                self.count("jvp")
+                if not parts:
+                    return v.zeros_like()
+                with twice_differentiable():
+                    products = torch.autograd.grad(
+                        [g for _, g in parts], variables, [v[i] for i, _ in parts], retain_graph=True, allow_unused=True
+                    )
+                return self.averaged_vector(filled(products, variables))
+
+            loss, gradient = self.averaged(loss.detach(), filled(gradients, variables).detach())
+            self.checks.finite("loss", [loss])
+            self.checks.finite("upper_grad", gradient)
+            yield UpperSystem(loss, gradient, product)
 
     @contextmanager
     def lower_system(self, sample: Sample) -> Generator[LowerSystem]:

@@ -17,6 +17,7 @@ __all__ = [
     "is_number",
     "require",
     "require_one_level",
+    "unnamed",
 ]
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -58,6 +59,11 @@ def as_groups(parameters: Params, level: str) -> list[dict[str, Any]]:
         group["params"] = [given] if isinstance(given, Tensor) else list(given)
         group["level"] = level
     return groups
+
+
+def unnamed(entry: Tensor | tuple[str, Tensor]) -> Tensor:
+    """The tensor of an entry of a group, which may be a ``(name, tensor)`` pair."""
+    return entry[1] if isinstance(entry, tuple) else entry
 
 
 def consistently_named(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

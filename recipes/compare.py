@@ -44,6 +44,10 @@ METHODS: dict[str, Callable[..., bo.BilevelOptimizer]] = {
     "pzobo-code": partial(bo.PZOBO, directions=1, direction="block_sphere", scale="none"),
     "hozog-1": partial(bo.HOZOG, directions=1),
     "hozog-16": partial(bo.HOZOG, directions=16),
+    "rahgd": bo.RAHGD,
+    "prahgd": bo.PRAHGD,
+    "ba": bo.BA,
+    "paid": bo.PAID,
 }
 # Public methods for problems of another form.
 ELSEWHERE = {"ESMAML": "its upper parameters are an initial point"}

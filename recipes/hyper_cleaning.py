@@ -10,12 +10,14 @@ clean validation set. The upper loss does not depend on x directly, so all of th
     python -m recipes.hyper_cleaning                                      # scikit-learn's digits, about a minute
     python -m recipes.hyper_cleaning --data mnist --data-root DIR         # 20,000 / 5,000 / 10,000 images of MNIST
 
-Problem: arXiv:2307.00126, appendix E. Lower steps are full-batch SGD with Nesterov momentum, the upper ones Adam.
+Problem: arXiv:2307.00126, appendix E. Lower steps are full-batch SGD with Nesterov momentum, the upper ones Adam
+(of paid, rahgd and prahgd their own).
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -39,11 +41,19 @@ METHODS: dict[str, Callable[..., bo.BilevelOptimizer]] = {
     "f2sa": partial(bo.F2SA, order=2, nu=1e-2),
     "f2sa-1": partial(bo.F2SA, order=1, nu=1e-2),
     "first-order": bo.FirstOrder,
+    "ba": partial(bo.BA, linear_steps=5),
+    "paid": partial(bo.PAID, linear_steps=5),
+    "rahgd": partial(bo.RAHGD, linear_steps=5, restart_radius=math.inf, on_converged="continue"),
+    "prahgd": partial(bo.PRAHGD, linear_steps=5, restart_radius=math.inf, on_converged="continue"),
 }
-SETTINGS: dict[str, dict[str, Any]] = {  # training and validation size, lower and outer steps, lr of Adam on x
-    "digits": {"sizes": (1000, 300), "lower_steps": 20, "steps": 100, "lr": 0.1},
-    "mnist": {"sizes": (20_000, 5_000), "lower_steps": 10, "steps": 40, "lr": 0.2},
-    "fashion": {"sizes": (20_000, 5_000), "lower_steps": 10, "steps": 40, "lr": 0.2},
+# Momentum and perturbations of x belong to the method's own step; the others leave x to Adam.
+OWN_STEP = ("paid", "rahgd", "prahgd")
+SETTINGS: dict[
+    str, dict[str, Any]
+] = {  # training and validation size, lower and outer steps, lr of Adam and of the own step on x
+    "digits": {"sizes": (1000, 300), "lower_steps": 20, "steps": 100, "lr": 0.1, "own_lr": 100.0},
+    "mnist": {"sizes": (20_000, 5_000), "lower_steps": 10, "steps": 40, "lr": 0.2, "own_lr": 2000.0},
+    "fashion": {"sizes": (20_000, 5_000), "lower_steps": 10, "steps": 40, "lr": 0.2, "own_lr": 2000.0},
 }
 RIDGE, MOMENTUM, CLASSES = 1e-3, 0.9, 10
 
@@ -108,7 +118,9 @@ class Cleaning:
         return self.accuracy(model), stopped
 
 
-def clean(problem: Cleaning, name: str, steps: int, lower_steps: int, lr: float, every: int) -> dict[str, Any]:
+def clean(
+    problem: Cleaning, name: str, steps: int, lower_steps: int, lr: float, own_lr: float, every: int
+) -> dict[str, Any]:
     """Learn the weights with one method; returns its curves and final numbers."""
     x = torch.zeros(len(problem.labels), device=problem.labels.device, requires_grad=True)
     model = problem.classifier()
@@ -119,21 +131,27 @@ def clean(problem: Cleaning, name: str, steps: int, lower_steps: int, lr: float,
     def lower() -> Tensor:
         return problem.lower(model, x.sigmoid(), problem.labels)
 
+    nesterov = partial(torch.optim.SGD, momentum=MOMENTUM, nesterov=True)
     optimizer = METHODS[name](
         [x],
         model.parameters(),
-        lr=lr,
+        lr=own_lr if name in OWN_STEP else lr,
         lower_lr=problem.lower_lr,
         lower_steps=lower_steps,
-        lower_optimizer=partial(torch.optim.SGD, momentum=MOMENTUM, nesterov=True),
+        **({"lower_momentum": MOMENTUM} if name.endswith("rahgd") else {"lower_optimizer": nesterov}),
     )
     adam = torch.optim.Adam([x], lr=lr)
     curve: list[dict[str, float]] = []
     seconds = 0.0
     for step in (bar := tqdm(range(steps), desc=f"{name:12}", unit="step")):
         start = time.perf_counter()
-        loss = optimizer.backward(upper, lower)
-        adam.step()
+        if name in OWN_STEP:
+            result = optimizer.step(upper, lower)
+            assert result is not None
+            loss = result
+        else:
+            loss = optimizer.backward(upper, lower)
+            adam.step()
         if x.is_cuda:
             torch.cuda.synchronize()
         seconds += time.perf_counter() - start
@@ -203,6 +221,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--steps", type=int, help="outer steps; default: 100 (digits), 40 (others)")
     parser.add_argument("--lower-steps", type=int, help="lower steps per outer step; default: 20 (digits), 10 (others)")
     parser.add_argument("--lr", type=float, help="learning rate of Adam on x; default: 0.1 (digits), 0.2 (others)")
+    parser.add_argument(
+        "--own-lr", type=float, help=f"learning rate of {', '.join(OWN_STEP)}; default: 100 (digits), 2000 (others)"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -212,8 +233,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if not 0 <= args.corruption <= 1:
         parser.error(f"--corruption must be between 0 and 1, not {args.corruption}")
     setting = SETTINGS[args.data]
-    steps, lower_steps, lr = (
-        setting[name] if getattr(args, name) is None else getattr(args, name) for name in ("steps", "lower_steps", "lr")
+    steps, lower_steps, lr, own_lr = (
+        setting[name] if getattr(args, name) is None else getattr(args, name)
+        for name in ("steps", "lower_steps", "lr", "own_lr")
     )
     if steps < 1:
         parser.error(f"--steps must be positive, not {steps}")
@@ -221,7 +243,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(args.seed)
     parts = load(args.data, args.data_root, args.download, setting["sizes"], generator)
     problem = Cleaning(*parts, args.corruption, generator).to(torch.device(args.device))
-    results = {name: clean(problem, name, steps, lower_steps, lr, max(steps // 40, 1)) for name in args.optimizer}
+    results = {
+        name: clean(problem, name, steps, lower_steps, lr, own_lr, max(steps // 40, 1)) for name in args.optimizer
+    }
     corrupted, stopped = problem.baseline(problem.labels, steps * lower_steps)
     oracle, _ = problem.baseline(problem.train.labels, steps * lower_steps)
     baselines = {"corrupted labels": corrupted, "corrupted, early stopped": stopped, "true labels": oracle}

@@ -9,9 +9,9 @@ r"""Hyper-representation: learn the features of a network such that a head train
     python -m recipes.hyper_representation --data linear                   # synthetic regression, beside known losses
     python -m recipes.hyper_representation --data two-layer
 
-Problems: arXiv:2110.07004, 4.1 and 4.2; on MNIST with plain SGD for the lower steps and warm starts, alike for all methods.
-There the accuracy on MNIST is that on D_out, whose labels drive x; here D_in (10,000) and D_out (50,000) are parts of the
-training set, and the accuracy is that on the test set, which nothing sees.
+Problems: arXiv:2110.07004, 4.1 and 4.2; on MNIST with plain SGD for the lower steps and warm starts, alike for all
+methods. There the accuracy on MNIST is that on D_out, whose labels drive x; here D_in (10,000) and D_out (50,000) are
+parts of the training set, and the accuracy is that on the test set, which nothing sees.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,6 +27,10 @@ class MethodInfo:
         float32_tolerance: its relative error then.
         bfloat16: arguments that suit autocast to half precision; None if nothing does.
         stacks_tasks: takes tasks as one problem with stacked y (others have their own way with tasks, or take none).
+        accelerated: x has momentum, so that it does not follow gradient descent.
+        alike: arguments that make all outer steps alike, where they are not.
+        random: draws random numbers, from a generator of its own in the tests.
+        accepts: messages of `COMMON_ERRORS` that do not hold for the method.
     """
 
     cls: type[bo.BilevelOptimizer]
@@ -38,12 +43,17 @@ class MethodInfo:
     float32_tolerance: float = 2e-6
     bfloat16: dict[str, Any] | None = field(default_factory=dict)
     stacks_tasks: bool = True
+    accelerated: bool = False
+    alike: dict[str, Any] = field(default_factory=dict)
+    random: bool = False
+    accepts: tuple[str, ...] = ()
 
     def __post_init__(self):
         self.name = self.name or self.cls.__name__
 
     def __call__(self, upper, lower, **arguments):
-        optimizer = self.cls(upper, lower, **{**self.options, **arguments})
+        generator = {"generator": torch.Generator().manual_seed(7)} if self.random else {}
+        optimizer = self.cls(upper, lower, **{**self.options, **generator, **arguments})
         if self.options.get("direction") == "orthogonal":
             # A basis of directions is exact for a linear response.
             optimizer.directions = min(sum(t.numel() for t in optimizer.param_groups[0]["params"]), 40)
@@ -91,6 +101,31 @@ ZEROTH_ORDER: dict[str, Any] = {
     "float32_tolerance": 2e-5,
     "bfloat16": {"smoothing": 1.0, "smoothing_mode": "absolute"},
 }
+RESTART_ERRORS = [
+    ({"momentum": 1.0}, "Invalid momentum value: 1.0"),
+    ({"momentum": -0.1}, "Invalid momentum value: -0.1"),
+    ({"restart_radius": 0.0}, "Invalid restart_radius value: 0.0"),
+    ({"restart_radius": float("nan")}, "Invalid restart_radius value: nan"),
+    ({"restart_period": 0}, "Invalid restart_period value: 0"),
+    ({"restart_period": 1.5}, "Invalid restart_period value: 1.5"),
+    ({"lower_momentum": 1.0}, "Invalid lower_momentum value: 1.0"),
+    ({"lower_momentum": 0.5, "lower_optimizer": torch.optim.Adam}, "Invalid lower_momentum value: 0.5"),
+    ({"lower_restart": "warm"}, "Invalid lower_restart value: warm"),
+    ({"restart_steps": -1}, "Invalid restart_steps value: -1"),
+    ({"lower_tol": -1.0}, "Invalid lower_tol value: -1.0"),
+    ({"on_converged": "raise"}, "Invalid on_converged value: raise"),
+]
+LINEAR_ERRORS = [
+    ({"linear_steps": -1}, "Invalid linear_steps value: -1"),
+    ({"linear_tol": -1e-3}, "Invalid linear_tol value: -0.001"),
+    ({"linear_atol": -1e-3}, "Invalid linear_atol value: -0.001"),
+    ({"damping": -1.0}, "Invalid damping value: -1.0"),
+]
+NOISE_ERRORS = [
+    ({"perturbation": -1.0}, "Invalid perturbation value: -1.0"),
+    ({"perturbation": float("inf")}, "Invalid perturbation value: inf"),
+    ({"perturb_initial": 1}, "Invalid perturb_initial value: 1"),
+]
 
 METHODS = [
     MethodInfo(
@@ -165,6 +200,87 @@ METHODS = [
         1e-10,
         errors=ZEROTH_ORDER_ERRORS,
         **{**ZEROTH_ORDER, "bfloat16": None},
+    ),
+    MethodInfo(
+        bo.RAHGD,
+        {"linear_steps": 30, "momentum": 0.0, "restart_radius": math.inf},
+        1e-10,
+        name="RAHGD-descent",
+        errors=RESTART_ERRORS + LINEAR_ERRORS,
+    ),
+    MethodInfo(bo.RAHGD, {"linear_steps": 30, "on_converged": "continue"}, 1e-10, accelerated=True),
+    MethodInfo(
+        bo.PRAHGD,
+        {"linear_steps": 30, "perturbation": 1e-13, "restart_radius": 0.5},
+        1e-10,
+        errors=NOISE_ERRORS,
+        accelerated=True,
+        random=True,
+    ),
+    MethodInfo(
+        bo.BA,
+        {"linear_steps": 30, "warm_start": True},
+        1e-10,
+        errors=[
+            ({"lower_steps": 0}, "Invalid lower_steps value: 0"),
+            ({"growth": -0.5}, "Invalid growth value: -0.5"),
+            ({"linear_steps": -1}, "Invalid linear_steps value: -1"),
+        ],
+        alike={"growth": 0.0},
+        accepts=("Invalid lower_steps value: 1.5",),
+    ),
+    MethodInfo(
+        bo.PAID,
+        {"linear_steps": 30, "perturbation": 1e-13, "gradient_threshold": 10.0, "perturbation_period": 1},
+        1e-10,
+        errors=[
+            *NOISE_ERRORS[:2],
+            ({"gradient_threshold": -1.0}, "Invalid gradient_threshold value: -1.0"),
+            ({"perturbation_period": 0.5}, "Invalid perturbation_period value: 0.5"),
+        ],
+        random=True,
+    ),
+]
+
+# One loss instead of two: test_minimax.py has their generic tests.
+MINIMAX = [
+    MethodInfo(bo.GDA, {"lower_steps": 1}, 1e-8, errors=[({"simultaneous": 1}, "Invalid simultaneous value: 1")]),
+    MethodInfo(bo.GDA, {"simultaneous": False}, 1e-8, name="GDA-alternating"),
+    MethodInfo(
+        bo.RAGDA,
+        {"momentum": 0.0, "restart_radius": math.inf},
+        1e-8,
+        name="RAGDA-descent",
+        errors=[
+            *RESTART_ERRORS,
+            ({"newton_correction": 1}, "Invalid newton_correction value: 1"),
+            ({"linear_steps": -1}, "Invalid linear_steps value: -1"),
+        ],
+    ),
+    MethodInfo(bo.RAGDA, {"on_converged": "continue"}, 1e-8, accelerated=True),
+    MethodInfo(bo.RAGDA, {"newton_correction": True, "linear_steps": 30}, 1e-10, name="RAGDA-newton", accelerated=True),
+    MethodInfo(
+        bo.PRAGDA,
+        {"perturbation": 1e-13, "restart_radius": 0.5},
+        1e-8,
+        errors=NOISE_ERRORS,
+        accelerated=True,
+        random=True,
+    ),
+    MethodInfo(
+        bo.iMCN,
+        {"cubic_steps": 5, "linear_steps": 5},
+        None,
+        random=True,
+        errors=[
+            *NOISE_ERRORS[:2],
+            ({"cubic": 0.0}, "Invalid cubic value: 0.0"),
+            ({"cubic_steps": -1}, "Invalid cubic_steps value: -1"),
+            ({"linear_steps": -1}, "Invalid linear_steps value: -1"),
+            ({"tol": -1.0}, "Invalid tol value: -1.0"),
+            ({"lower_momentum": 1.0}, "Invalid lower_momentum value: 1.0"),
+            ({"hvp": "finite-difference"}, "Invalid hvp value: finite-difference"),
+        ],
     ),
 ]
 

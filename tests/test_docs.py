@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bilevel_optim as bo
 
+RESTARTED = ("RAHGD", "PRAHGD", "BA", "PAID", "RAGDA", "PRAGDA", "GDA", "iMCN")
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
@@ -73,7 +74,7 @@ def test_public_names_are_documented():
     for name in bo.__all__:
         if name != "__version__":
             assert getattr(bo, name).__doc__
-    for name in ("AID", "ITD", "F2SA", "FirstOrder"):
+    for name in ("AID", "ITD", "F2SA", "FirstOrder", *RESTARTED):
         text = getattr(bo, name).__doc__
         for part in ("*When.*", "*Cost per step*", "*Draws*", "Args:", "State:", "Raises:", "Example:", "Source:"):
             assert part in text, f"{name} does not say: {part}"

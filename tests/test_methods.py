@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import bilevel_optim as bo
 
 from .problems import Cleaning, Quadratic
-from .registry import COMMON_ERRORS, METHODS, SPECIAL
+from .registry import COMMON_ERRORS, METHODS, MINIMAX, SPECIAL
 
 all_methods = pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
 estimating = pytest.mark.parametrize("method", [m for m in METHODS if m.tolerance is not None], ids=lambda m: m.name)
@@ -36,7 +36,7 @@ def test_every_public_method_has_a_row():
         for name in bo.__all__
         if isinstance(getattr(bo, name), type) and issubclass(getattr(bo, name), bo.BilevelOptimizer)
     }
-    assert {m.cls for m in METHODS} | set(SPECIAL) == public - {bo.BilevelOptimizer}
+    assert {m.cls for m in METHODS + MINIMAX} | set(SPECIAL) == public - {bo.BilevelOptimizer}
 
 
 # ---------------------------------------------------------------------------------------------------- truth
@@ -64,13 +64,16 @@ def test_converges_to_the_minimiser(method):
     problem = Quadratic(n=6, m=3, kappa=4.0)
     start, target, hessian = problem.x[0].detach().clone(), problem.minimiser(), problem.hessian()
     eigenvalues = torch.linalg.eigvalsh(hessian)
-    lr = 2 / float(eigenvalues[0] + eigenvalues[-1])
+    # A step that gradient descent just about stands is too large for momentum.
+    lr = 1 / float(eigenvalues[-1]) if method.accelerated else 2 / float(eigenvalues[0] + eigenvalues[-1])
     optimizer = method(problem.x, problem.y, lr=lr, lower_lr=problem.lr, lower_steps=20)
     for _ in range(50):
         optimizer.step(problem.upper, problem.lower)
+    assert (problem.x[0] - target).norm() < (0.1 if method.accelerated else 1e-2) * (start - target).norm()
+    if method.accelerated:
+        return
     exact = target + torch.linalg.matrix_power(torch.eye(3) - lr * hessian, 50) @ (start - target)
     torch.testing.assert_close(problem.x[0].detach(), exact, rtol=1e-4, atol=1e-4)
-    assert (problem.x[0] - target).norm() < 1e-2 * (start - target).norm()
 
 
 @all_methods
@@ -94,6 +97,7 @@ def test_live_lower_parameters_hold_the_solution(method):
         pytest.param(m, arguments, message, id=f"{m.name}-{message}")
         for m in METHODS
         for arguments, message in [*m.errors, *COMMON_ERRORS]
+        if message not in m.accepts
     ],
 )
 def test_bad_arguments_are_refused(method, arguments, message):
@@ -152,7 +156,8 @@ def test_any_torch_optimizer_can_take_the_upper_step(method):
 @all_methods
 def test_schedulers_move_both_levels(method):
     problem = Quadratic(n=5, m=3, kappa=4.0)
-    optimizer = method(problem.x, problem.y, lr=1.0, lower_lr=0.1, lower_steps=1, warm_start=True)
+    options = {"warm_start": True, **method.alike}
+    optimizer = method(problem.x, problem.y, lr=1.0, lower_lr=0.1, lower_steps=1, **options)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda k: 0.0, lambda k: 10.0**-k])
     moves = []
     for _ in range(3):
@@ -306,7 +311,7 @@ def test_deepcopy_and_pickle_continue(method):
         optimizer.step(problem.upper, problem.lower)
 
     problem = Quadratic(n=5, m=3, kappa=4.0)
-    optimizer = method(problem.x, problem.y, **ARGUMENTS, generator=None, lower_optimizer=torch.optim.Adam)
+    optimizer = method(problem.x, problem.y, **ARGUMENTS, lower_optimizer=torch.optim.Adam)
     step(optimizer, problem, 0)
     for clone in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         twin = Quadratic(n=5, m=3, kappa=4.0)
@@ -336,7 +341,14 @@ def test_cold_starts_begin_at_the_first_value(method):
     for factory in (torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad):
         problem = Quadratic(n=5, m=3, kappa=4.0)
         optimizer = method(
-            problem.x, problem.y, lr=0.0, lower_lr=0.1, lower_steps=2, warm_start=False, lower_optimizer=factory
+            problem.x,
+            problem.y,
+            lr=0.0,
+            lower_lr=0.1,
+            lower_steps=2,
+            warm_start=False,
+            lower_optimizer=factory,
+            **method.alike,
         )
         torch.manual_seed(0)
         optimizer.backward(problem.upper, problem.lower)

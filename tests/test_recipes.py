@@ -1,6 +1,7 @@
 """The recipes run, on bundled data and on files in the format of the public downloads."""
 
 import json
+import lzma
 import struct
 import warnings
 from functools import partial
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 import bilevel_optim as bo
-from recipes import compare, hyper_cleaning, hyper_representation
-from recipes.benchmarks import paths
+from recipes import compare, hyper_cleaning, hyper_representation, learn_to_regularize, saddle_escape
+from recipes.benchmarks import conditioning, paths
+from recipes.newsgroups import Features, load_newsgroups
 from recipes.report import table
 
 
@@ -30,6 +32,112 @@ def test_hyper_cleaning_on_digits(tmp_path, capsys):
     assert json.loads((tmp_path / "hyper_cleaning_digits.json").read_text())["results"].keys() == {"aid", "itd", "f2sa"}
     assert (tmp_path / "hyper_cleaning_digits.png").read_bytes().startswith(b"\x89PNG")
     assert "cleaned by f2sa" in capsys.readouterr().out
+
+
+def test_hyper_cleaning_with_momentum_and_perturbations(tmp_path):
+    names = ["ba", "paid", "rahgd", "prahgd"]
+    numbers = hyper_cleaning.main(["--steps", "12", "--out", str(tmp_path), "--optimizer", *names])
+    for name in names:
+        assert numbers["results"][name]["recall"] > 0.6
+    lower = {name: numbers["results"][name]["oracle_calls"]["lower_grad"] for name in names}
+    assert lower["paid"] == lower["rahgd"] == lower["prahgd"] == 12 * 21
+    assert lower["ba"] > 12 * 21
+
+
+def test_saddle_escape(tmp_path, capsys):
+    names = ["pragda", "gda, lr 1"]
+    arguments = ["--optimizer", *names, "--seeds", "2", "--steps", "100", "--out", str(tmp_path)]
+    numbers = saddle_escape.main(arguments)
+    assert [(r["start"], r["method"]) for r in numbers["results"]] == [
+        (s, n) for s in saddle_escape.STARTS for n in names
+    ]
+    assert all(hit < 90 for hit in numbers["results"][0]["hit"])
+    assert numbers["results"][1]["hit"] == [None]
+    assert (tmp_path / "saddle_escape.png").read_bytes().startswith(b"\x89PNG")
+    assert "on a slope: pragda" in capsys.readouterr().out
+
+
+def test_learn_to_regularize_on_digits(tmp_path):
+    names = ["rahgd", "prahgd", "aid", "aid-nesterov", "itd", "ba", "paid", "f2sa-1", "f2sa-2", "f2sa-3", "first-order"]
+    numbers = learn_to_regularize.main(["--steps", "8", "--out", str(tmp_path), "--optimizer", *names])
+    for name in names:
+        result = numbers["results"][name]
+        assert len(result["curve"]) == 9
+        assert result["loss"] < (0.85 if name == "ba" else 0.6) * result["curve"][0]["loss"]
+        assert (result["penalty_range"] == [0.0, 0.0]) == (name == "first-order")
+    assert (tmp_path / "learn_to_regularize_digits.png").read_bytes().startswith(b"\x89PNG")
+
+
+WORDS = {"red": "crimson scarlet ruby", "sea": "wave tide shell", "sky": "cloud wind bird"}
+
+
+def write_posts(root, how):
+    """Three groups of short posts, each with a header that gives the group away."""
+    for part, count in (("train", 24), ("test", 6)):
+        posts = []
+        for group, words in WORDS.items():
+            for i in range(count // 3):
+                body = f"{words.split()[i % 3]} {words.split()[(i + 1) % 3]} the and"
+                posts.append({"group": group, "id": str(i), "text": f"From: {group}@host\n\n{body}\n"})
+        if how == "lines":
+            with lzma.open(root / f"{part}.jsonl.xz", "wt", encoding="utf-8", newline="\n") as file:
+                file.writelines(json.dumps(post) + "\n" for post in posts)
+        else:
+            for post in posts:
+                folder = root / f"20news-bydate-{part}" / post["group"]
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / post["id"]).write_text(post["text"], encoding="latin-1")
+
+
+@pytest.mark.parametrize("how", ["lines", "archive"])
+def test_newsgroups_are_read_split_and_stripped(tmp_path, how):
+    write_posts(tmp_path, how)
+    train, val, test = load_newsgroups(tmp_path, download=False, keep=False, seed=0)
+    assert [len(p.labels) for p in (train, val, test)] == [12, 12, 6]
+    assert train.labels.bincount().tolist() == val.labels.bincount().tolist() == [4, 4, 4]
+    assert train.features.sparse
+    assert train.features.shape[1] == 9 + 2  # without "from", "host" and the groups' names
+    kept, _, _ = load_newsgroups(tmp_path, download=False, keep=True, seed=0)
+    assert kept.features.shape[1] == 9 + 2 + 5
+    norms = train.features.matrix.to_dense().norm(dim=1)
+    torch.testing.assert_close(norms, torch.ones(12))
+    arguments = ["--data", "20newsgroups", "--data-root", str(tmp_path), "--out", str(tmp_path), "--steps", "3"]
+    numbers = learn_to_regularize.main([*arguments, "--optimizer", "rahgd", "itd", "f2sa-2", "--lr", "1"])
+    for result in numbers["results"].values():
+        assert result["accuracy"] == 1
+        assert result["vectorize_fallback"] is None
+
+
+def test_sparse_features_are_differentiated_as_dense_ones():
+    dense = torch.rand(6, 9) * (torch.rand(6, 9) < 0.4)
+    sparse = Features(dense.to_sparse_coo().coalesce())
+    assert sparse.sparse
+    assert sparse.largest_singular_value(200) == pytest.approx(float(torch.linalg.matrix_norm(dense, 2)), rel=1e-4)
+    W, V = torch.rand(9, 3, requires_grad=True), torch.rand(9, 3)
+    found = []
+    for features in (sparse, Features(dense)):
+        (gradient,) = torch.autograd.grad((features @ W).tanh().square().sum(), W, create_graph=True)
+        (product,) = torch.autograd.grad(gradient, W, V)
+        stacked = torch.func.vmap(torch.func.grad(lambda w, f=features: (f @ w).tanh().square().sum()))(
+            torch.stack([W.detach(), V])
+        )
+        found.append((gradient.detach(), product, stacked))
+    torch.testing.assert_close(*found)
+
+
+def test_conditioning_counts_oracle_calls():
+    setting = {"lr": 1.0, "lower_steps": 10, "linear_steps": 10}
+    spent = conditioning.calls(conditioning.quadratic, 10.0, "AID", setting, 5000)
+    assert 500 < spent < 5000
+    assert conditioning.calls(conditioning.quadratic, 10.0, "AID", setting, 100) == float("inf")
+    for make in (conditioning.quadratic, conditioning.quartic):
+        problem = make(10.0)
+        before = problem.gradient()
+        optimizer = conditioning.bo.AID(
+            [problem.x], [problem.y], lr=0.0, lower_lr=1 / problem.lower_smoothness, lower_steps=400, linear_steps=30
+        )
+        optimizer.backward(problem.upper, problem.lower)
+        torch.testing.assert_close(problem.x.grad, before)
 
 
 def test_first_order_control_learns_nothing(tmp_path):
@@ -65,18 +173,22 @@ def test_hyper_cleaning_reads_mnist_files(tmp_path, monkeypatch):
     [
         (["--data", "mnist"], "needs --data-root"),
         (["--data", "mnist", "--data-root", "/nonexistent"], "--download"),
+        (["--data", "20newsgroups"], "needs --data-root"),
+        (["--data", "20newsgroups", "--data-root", "EMPTY"], "--download"),
     ],
 )
-def test_missing_data_says_what_to_do(arguments, message):
+def test_missing_data_says_what_to_do(arguments, message, tmp_path):
+    arguments = [str(tmp_path) if a == "EMPTY" else a for a in arguments]
     with pytest.raises(SystemExit, match=message):
-        hyper_cleaning.main(arguments)
+        (learn_to_regularize if "20newsgroups" in arguments else hyper_cleaning).main(arguments)
 
 
 @pytest.mark.parametrize("arguments", [["--corruption", "1.5"], ["--steps", "0"], ["--optimizer", "newton"]])
 def test_bad_arguments_are_refused(arguments, capsys):
-    with pytest.raises(SystemExit):
-        hyper_cleaning.main(arguments)
-    assert arguments[0] in capsys.readouterr().err
+    for recipe in (hyper_cleaning,) if arguments[0] == "--corruption" else (hyper_cleaning, learn_to_regularize):
+        with pytest.raises(SystemExit):
+            recipe.main(arguments)
+        assert arguments[0] in capsys.readouterr().err
 
 
 def test_table():
