@@ -12,6 +12,7 @@ from .f2sa import F2SA
 from .first_order import FirstOrder
 from .itd import ITD
 from .lower import AGD
+from .maml import ANIL, FOMAML, MAML, iMAML
 from .objective import Objective
 from .optimizer import BilevelOptimizer
 from .oracle import Oracle
@@ -22,9 +23,12 @@ from .vector import Vector
 __all__ = [
     "AGD",
     "AID",
+    "ANIL",
     "DLSGD",
     "F2SA",
+    "FOMAML",
     "ITD",
+    "MAML",
     "RTMLMC",
     "BilevelOptimizer",
     "BilevelWarning",
@@ -41,5 +45,6 @@ __all__ = [
     "check_hypergradient",
     "finite_difference",
     "hypergradient",
+    "iMAML",
     "linear",
 ]
