@@ -548,11 +548,11 @@ def test_schedulers_and_groups():
         y.data.zero_()
         tasks = bo.TensorTasks(torch.zeros(1, 1))
         optimizer.step(lambda b: (y + z + x).sum(), lambda b: ((y - 1) ** 2 + (z - 1) ** 2).sum() / 2, tasks=tasks)
-        moved.append(float(y))
-        assert float(z) == 0
+        moved.append(y.item())
+        assert z.item() == 0
         scheduler.step()
     assert moved == pytest.approx([0.25, 0.125])  # half of beta_0/2
-    assert float(x) == pytest.approx(-0.2)
+    assert x.item() == pytest.approx(-0.2)
 
 
 def test_diagnostics_measure_the_corrections():
