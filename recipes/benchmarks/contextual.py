@@ -193,7 +193,7 @@ def timing(levels: list[int], counts: list[int], repeats: int) -> dict[str, Any]
     problem, rows, numbers = Softmax(), [], {}
     for K in levels:
         for count in counts:
-            deep = problem.seconds(problem.optimizer(bo.DLSGD, K, count), max(1, repeats // 2 ** (K - 4)))
+            deep = problem.seconds(problem.optimizer(bo.DLSGD, K, count), max(1, repeats // 2 ** max(K - 4, 0)))
             deep_mean = sum(deep) / len(deep)
             if count == 1:
                 each = [
