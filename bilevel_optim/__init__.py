@@ -16,6 +16,7 @@ from .hozog import HOZOG
 from .imcn import iMCN
 from .itd import ITD
 from .lower import AGD
+from .maml import ANIL, FOMAML, MAML, iMAML
 from .minimax import GDA
 from .objective import Objective
 from .optimizer import BilevelOptimizer
@@ -32,13 +33,16 @@ from .vector import Vector
 __all__ = [
     "AGD",
     "AID",
+    "ANIL",
     "BA",
     "DLSGD",
     "ESMAML",
     "F2SA",
+    "FOMAML",
     "GDA",
     "HOZOG",
     "ITD",
+    "MAML",
     "PAID",
     "PRAGDA",
     "PRAHGD",
@@ -62,6 +66,7 @@ __all__ = [
     "check_hypergradient",
     "finite_difference",
     "hypergradient",
+    "iMAML",
     "iMCN",
     "linear",
 ]

@@ -151,8 +151,7 @@ def _epoch(oracle: Oracle, contexts: Contexts, slots: list[int], z: Vector, e: i
                     with torch.no_grad():
                         torch._foreach_sub_(variables, step * rates)
     oracle.count("lower_grad", (steps - 1) * len(slots))
-    mean: Vector = total * (1 / steps)
-    return mean
+    return Vector(t / steps for t in total)
 
 
 @contextmanager

@@ -54,7 +54,7 @@ class RTMLMC(BilevelOptimizer):
     step, to Adam on x. Random numbers drawn inside the losses (dropout) are shared by the contexts of a step. Keep y in
     float32 or better.
 
-    *Cost per step and context*, on average: :math:`2K/(1-2^{-K}) - 2` lower gradients less those that need not be made
+    *Cost per step* and context, on average: :math:`2K/(1-2^{-K}) - 2` lower gradients less those that need not be made
     (K = 6: 10, K = 12: 22; DL-SGD: 126 and 8190); at 3 points (2 if k = b + 1) an upper gradient, a cross product, and
     N - 1 Hessian-vector products. *Draws*: for each context one lower batch per lower step, one for the cross product
     and one per term of the series, all independent, and one upper batch; each from a generator of its own, seeded by
@@ -68,8 +68,7 @@ class RTMLMC(BilevelOptimizer):
         lr: learning rate of x.
         lower_lr: :math:`\beta_0`, the step of the lower solve before halving.
         levels: K, the largest number of epochs. The bias falls like :math:`2^{-K/2}` or faster. Default: 6.
-        neumann_steps: N, terms of the series for the inverse Hessian, with relative bias :math:`(1 - \mu/L)^N`. Default:
-            10.
+        neumann_steps: N, terms of the series for the inverse Hessian; relative bias :math:`(1 - \mu/L)^N`. Default: 10.
         neumann: ``"sum"``, all terms (least variance); ``"product"``, one random term, N times as large (the paper's;
             on average half the products and very much more variance); ``"cg"``, N conjugate gradient steps on one
             batch, exact for full batches, else biased by the batch. Default: ``"sum"``.
@@ -267,13 +266,12 @@ class RTMLMC(BilevelOptimizer):
             "convexity of the lower loss), or the noise of the lower gradients does not average out",
             (seen.sum() >= 3) & (slope > 0.25),
         )
-        often = count >= 5
         oracle.checks.alert(
             "exploding levels",
             "the first corrections between levels explode (diagnostics['level_variance']): the lower steps are too "
-            "large for the curvature, because cap=False, or because smoothness is less than the largest eigenvalue of the "
-            "lower Hessians",
-            (often[1:] & often[:-1] & (variance[1:] > 16 * variance[:-1])).any(),
+            "large for the curvature, because cap=False, or because smoothness is less than the largest eigenvalue "
+            "of the lower Hessians",
+            ((count[:-1] >= SEEN) & (count[1:] >= SEEN / 3) & (variance[1:] > 64 * variance[:-1])).any(),
         )
         return scaled
 
@@ -287,7 +285,7 @@ class DLSGD(RTMLMC):
     step and costs :math:`2^{K+1} - 2 - K` lower gradients per context, so it pays only where a batch of contexts keeps
     an accelerator busy anyway. *Needs* what `RTMLMC` needs; :math:`\beta_0` is less critical.
 
-    *Cost per step and context*: :math:`2^{K+1} - 2 - K` + N lower gradients, N - 1 Hessian-vector products, one upper
+    *Cost per step* and context: :math:`2^{K+1} - 2 - K` + N lower gradients, N - 1 Hessian-vector products, one upper
     gradient, one cross product. *Draws*: as `RTMLMC`; with the same generator the same contexts and the same paths.
 
     Args:

@@ -348,9 +348,10 @@ class LaneLoss:
     def _require_redirection(self, batch: Any) -> None:
         """Raise if the result depends on what the live tensors hold: then the loss reads them out of torch's sight."""
         oracle, results = self.oracle, []
+        devices = [oracle.device] if oracle.device.type == "cuda" else []
         with torch.no_grad():
             for values in (self._first, [t * 1.1 + 0.1 for t in self._first]):
-                with oracle.at(lower=values), torch.random.fork_rng():
+                with oracle.at(lower=values), torch.random.fork_rng(devices=devices):
                     results.append(self._at(select(batch, 0), self._first))
         try:
             same = torch.allclose(results[0], results[1], rtol=1e-5, equal_nan=True)

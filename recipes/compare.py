@@ -50,7 +50,11 @@ METHODS: dict[str, Callable[..., bo.BilevelOptimizer]] = {
     "paid": bo.PAID,
 }
 # Public methods for problems of another form.
-ELSEWHERE = {"ESMAML": "its upper parameters are an initial point"}
+ELSEWHERE = {
+    **dict.fromkeys(("ESMAML", "MAML", "ANIL", "FOMAML", "iMAML"), "x is an initial point for y"),
+    **dict.fromkeys(("RTMLMC", "DLSGD"), "for many lower problems (recipes.meta_classification, recipes.newsvendor)"),
+    **dict.fromkeys(("GDA", "RAGDA", "PRAGDA", "iMCN"), "minimax, one loss (recipes.saddle_escape)"),
+}
 COST = {"upper_grad": 1.0, "lower_grad": 1.0, "hvp": 2.0, "jvp": 2.0, "loss": 0.5}
 
 

@@ -10,6 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bilevel_optim.vector import Vector
+from recipes.benchmarks.contextual import P1
+
+__all__ = ["P0", "P1", "Cleaning", "Cosh", "PenaltyQuadratic", "Problem", "Quadratic", "Scalar", "Tasks"]
 
 
 @dataclass
@@ -281,56 +284,3 @@ class P0:
         M, W, V = (torch.tensor(v, dtype=torch.float64) for v in (M, W, V))
         mean = self.rho * self.x0 + self.a * ((1 - M) * self.a * self.x0 - self.d)
         return mean, self.a**2 * ((1 - M) ** 2 * self.s**2 + W), V
-
-
-class P1:
-    """Vector contextual problem with noise in every oracle (section 6.2 of the RT-MLMC specification)."""
-
-    A = torch.tensor([[1.0, 0.5, -0.3], [0.2, -1.0, 0.8]], dtype=torch.float64)
-    B = torch.tensor([[0.5, 0.0], [0.3, 0.7]], dtype=torch.float64)
-    C = torch.tensor([[0.2, 0.1], [-0.4, 0.3]], dtype=torch.float64)
-    d, rho, mu, L = torch.tensor([1.0, -0.5], dtype=torch.float64), 0.1, 0.9, 4.4
-
-    def __init__(self, x=(0.7, -0.2, 0.4)):
-        self.x = torch.tensor(x, dtype=torch.float64, requires_grad=True)
-        self.y = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-        angle = torch.tensor(0.6, dtype=torch.float64)
-        R = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()]).view(2, 2)
-        self.H = R @ torch.diag(torch.tensor([1.0, 4.0], dtype=torch.float64)) @ R.T
-
-    def sample(self, n, generator):
-        return torch.randn(n, 2, generator=generator, dtype=torch.float64)
-
-    def lower(self, tasks, n, generator):
-        sign = torch.randint(2, (len(tasks), n), generator=generator) * 2.0 - 1
-        noise = torch.randn(len(tasks), n, 2, generator=generator, dtype=torch.float64)
-        return tasks.unsqueeze(1).expand(-1, n, -1), sign.double(), noise
-
-    def upper(self, tasks, n, generator):
-        noise = torch.randn(len(tasks), n, 2, generator=generator, dtype=torch.float64)
-        return tasks.unsqueeze(1).expand(-1, n, -1), noise
-
-    def g(self, batch):
-        xi, sign, noise = batch
-        r = self.y - self.A @ self.x - xi @ self.B.T
-        return (((1 + 0.1 * sign) / 2) * (r @ self.H * r).sum(-1) + 0.5 * noise @ self.y).mean()
-
-    def f(self, batch):
-        xi, noise = batch
-        distance = self.y - xi @ self.C.T - self.d
-        return (distance.square().sum(-1) / 2 + 0.3 * noise @ self.y).mean() + self.rho / 2 * self.x.square().sum()
-
-    def gradient(self):
-        """Of the true objective."""
-        return self.rho * self.x.detach() + self.A.T @ (self.A @ self.x.detach() - self.d)
-
-    def mean(self, level, *, beta=1.0, cap=1 / 4.4, c=1 / 4.4, steps=12):
-        """E u_level."""
-        one = torch.eye(2, dtype=torch.float64)
-        R = one
-        for e in range(1, level + 1):
-            step = one - min(beta * 2.0**-e, cap) * self.H
-            R = sum(torch.linalg.matrix_power(step, j) for j in range(2**e)) / 2**e @ R
-        neumann = one if steps is None else one - torch.linalg.matrix_power(one - c * self.H, steps)
-        x = self.x.detach()
-        return self.rho * x + self.A.T @ neumann @ ((one - R) @ self.A @ x - self.d)

@@ -31,6 +31,8 @@ class MethodInfo:
         alike: arguments that make all outer steps alike, where they are not.
         random: draws random numbers, from a generator of its own in the tests.
         accepts: messages of `COMMON_ERRORS` that do not hold for the method.
+        lower_steps: takes that argument.
+        initial: its last upper parameters are the initial values of the lower ones.
     """
 
     cls: type[bo.BilevelOptimizer]
@@ -47,11 +49,15 @@ class MethodInfo:
     alike: dict[str, Any] = field(default_factory=dict)
     random: bool = False
     accepts: tuple[str, ...] = ()
+    lower_steps: bool = True
+    initial: bool = False
 
     def __post_init__(self):
         self.name = self.name or self.cls.__name__
 
     def __call__(self, upper, lower, **arguments):
+        if not self.lower_steps:
+            arguments.pop("lower_steps", None)
         generator = {"generator": torch.Generator().manual_seed(7)} if self.random else {}
         optimizer = self.cls(upper, lower, **{**self.options, **generator, **arguments})
         if self.options.get("direction") == "orthogonal":
@@ -287,6 +293,53 @@ MINIMAX = [
 # Methods for problems of another form, which have tests of their own.
 SPECIAL = [bo.ESMAML]
 
+MULTILEVEL_ERRORS = [
+    ({"levels": 0}, "Invalid levels value: 0"),
+    ({"levels": 2.0}, "Invalid levels value: 2.0"),
+    ({"neumann_steps": 0}, "Invalid neumann_steps value: 0"),
+    ({"neumann": "series"}, "Invalid neumann value: series"),
+    ({"level_sampling": "shared"}, "Invalid level_sampling value: shared"),
+    ({"base_level": 3}, "Invalid base_level value: 3"),
+    ({"base_level": -1}, "Invalid base_level value: -1"),
+    ({"implicit_term": 1}, "Invalid implicit_term value: 1"),
+    ({"smoothness": 0.0}, "Invalid smoothness value: 0.0"),
+    ({"smoothness": float("nan")}, "Invalid smoothness value: nan"),
+    ({"cap": "1/L"}, "Invalid cap value: 1/L"),
+    ({"lower_optimizer": torch.optim.Adam}, "the lower solver is EpochSGD"),
+]
+
+# Methods that are for tasks, or that start their lower problems from upper parameters: tested on problems of that kind.
+TASK_METHODS = [
+    MethodInfo(bo.RTMLMC, {"levels": 3, "neumann_steps": 3}, None, errors=MULTILEVEL_ERRORS, lower_steps=False),
+    MethodInfo(
+        bo.RTMLMC,
+        {"levels": 3, "neumann_steps": 3, "neumann": "product", "base_level": 1, "level_sampling": "independent"},
+        None,
+        name="RTMLMC-product",
+        lower_steps=False,
+    ),
+    MethodInfo(bo.DLSGD, {"levels": 2, "neumann_steps": 3, "neumann": "cg"}, None, lower_steps=False),
+    MethodInfo(
+        bo.MAML,
+        {},
+        None,
+        errors=[
+            ({"truncate": -1}, "Invalid truncate value: -1"),
+            ({"lower_optimizer": torch.optim.LBFGS}, "Invalid lower_optimizer value: LBFGS"),
+        ],
+        initial=True,
+    ),
+    MethodInfo(bo.ANIL, {"checkpoint": True}, None, initial=True),
+    MethodInfo(bo.FOMAML, {}, None, initial=True),
+    MethodInfo(
+        bo.iMAML,
+        {"proximal": 1.0, "linear_steps": 2},
+        None,
+        errors=[({"proximal": -1.0}, "Invalid proximal value: -1.0"), ({"damping": -1}, "Invalid damping value: -1")],
+        initial=True,
+    ),
+]
+
 COMMON_ERRORS = [
     ({"lr": -0.1}, "Invalid learning rate: -0.1"),
     ({"lr": float("nan")}, "Invalid learning rate: nan"),
@@ -299,4 +352,8 @@ COMMON_ERRORS = [
     ({"hvp": "fast"}, "Invalid hvp value: fast"),
     ({"lower_optimizer": "adam"}, "Invalid lower_optimizer value: adam"),
     ({"generator": 3}, "Invalid generator value: 3"),
+    ({"tasks_per_step": 0}, "Invalid tasks_per_step value: 0"),
+    ({"lower_batch": 1.5}, "Invalid lower_batch value: 1.5"),
+    ({"upper_batch": -1}, "Invalid upper_batch value: -1"),
+    ({"lower_init": 3}, "Invalid lower_init value: 3"),
 ]

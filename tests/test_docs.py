@@ -61,6 +61,13 @@ def test_readme_resume_runs(namespace, tmp_path):
     assert torch.equal(expected, go_on())
 
 
+def test_readme_tasks_run(namespace):
+    (block,) = [block for block in BLOCKS if "bo.TensorTasks" in block]
+    exec(BLOCKS[0].split("\n\n")[0], namespace)
+    exec(block.replace("range(100)", "range(20)"), namespace)
+    assert float(namespace["loss"]) < 1.2
+
+
 def test_readme_names_every_method_and_links_exist():
     for name in bo.__all__:
         value = getattr(bo, name)
@@ -74,7 +81,8 @@ def test_public_names_are_documented():
     for name in bo.__all__:
         if name != "__version__":
             assert getattr(bo, name).__doc__
-    for name in ("AID", "ITD", "F2SA", "FirstOrder", *RESTARTED):
+    tasked = ("RTMLMC", "DLSGD", "MAML", "ANIL", "FOMAML", "iMAML")
+    for name in ("AID", "ITD", "F2SA", "FirstOrder", "PZOBO", "HOZOG", "ESMAML", *RESTARTED, *tasked):
         text = getattr(bo, name).__doc__
         for part in ("*When.*", "*Cost per step*", "*Draws*", "Args:", "State:", "Raises:", "Example:", "Source:"):
             assert part in text, f"{name} does not say: {part}"

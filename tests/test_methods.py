@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import bilevel_optim as bo
 
 from .problems import Cleaning, Quadratic
-from .registry import COMMON_ERRORS, METHODS, MINIMAX, SPECIAL
+from .registry import COMMON_ERRORS, METHODS, MINIMAX, SPECIAL, TASK_METHODS
 
 all_methods = pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
 estimating = pytest.mark.parametrize("method", [m for m in METHODS if m.tolerance is not None], ids=lambda m: m.name)
@@ -36,7 +36,8 @@ def test_every_public_method_has_a_row():
         for name in bo.__all__
         if isinstance(getattr(bo, name), type) and issubclass(getattr(bo, name), bo.BilevelOptimizer)
     }
-    assert {m.cls for m in METHODS + MINIMAX} | set(SPECIAL) == public - {bo.BilevelOptimizer}
+    rows = {m.cls for m in [*METHODS, *MINIMAX, *TASK_METHODS]} | set(SPECIAL)
+    assert rows == public - {bo.BilevelOptimizer}
 
 
 # ---------------------------------------------------------------------------------------------------- truth

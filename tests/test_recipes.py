@@ -11,8 +11,17 @@ import pytest
 import torch
 
 import bilevel_optim as bo
-from recipes import compare, hyper_cleaning, hyper_representation, learn_to_regularize, saddle_escape
-from recipes.benchmarks import conditioning, paths
+from recipes import (
+    compare,
+    hyper_cleaning,
+    hyper_representation,
+    learn_to_regularize,
+    meta_classification,
+    newsvendor,
+    saddle_escape,
+    task_data,
+)
+from recipes.benchmarks import conditioning, contextual, paths
 from recipes.newsgroups import Features, load_newsgroups
 from recipes.report import table
 
@@ -166,6 +175,70 @@ def test_hyper_cleaning_reads_mnist_files(tmp_path, monkeypatch):
     arguments = ["--data", "mnist", "--data-root", str(tmp_path), "--out", str(tmp_path), "--steps", "2"]
     numbers = hyper_cleaning.main([*arguments, "--optimizer", "aid", "--corruption", "0.25"])
     assert numbers["results"]["aid"]["oracle_calls"]["lower_grad"] == 2 * 11
+
+
+def test_meta_classification_on_digits(tmp_path, capsys):
+    chosen = ["rt-mlmc", "maml"]
+    arguments = ["--steps", "6", "--tasks", "3", "--levels", "2", "--out", str(tmp_path), "--optimizer", *chosen]
+    numbers = meta_classification.main(arguments)
+    for result in numbers["results"].values():
+        assert result["exact_loss"] < numbers["centre_zero"]["exact_loss"] - 0.2
+        assert result["accuracy"] > 0.5
+    assert json.loads((tmp_path / "meta_classification_digits.json").read_text())["results"].keys() == set(chosen)
+    assert (tmp_path / "meta_classification_digits.png").read_bytes().startswith(b"\x89PNG")
+    assert "centre zero" in capsys.readouterr().out
+
+
+def test_meta_classification_reads_image_folders(tmp_path):
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+
+    def images(folder, count, size):
+        folder.mkdir(parents=True)
+        for i in range(count):
+            Image.fromarray(rng.integers(0, 256, size, dtype=np.uint8)).save(folder / f"{i}.png")
+
+    for names in task_data.SUPERCLASSES.values():
+        for name in names.split():
+            images(tmp_path / "cifar" / "data" / name, 5, (32, 32, 3))
+    for alphabet in ("Greek", "Latin"):
+        for i in range(11):
+            images(tmp_path / "omniglot-py" / "images_background" / alphabet / f"character{i:02}", 20, (30, 30))
+    shares, generator = (0.6, 0.2, 0.2), torch.Generator().manual_seed(0)
+    support, query, test = task_data.load_tasks("cifar_fs", tmp_path / "cifar", 3, shares, generator)
+    assert [tuple(part.inputs.shape) for part in (support, query, test)] == [(3, 30, 512), (3, 10, 512), (3, 10, 512)]
+    assert support.labels[0].bincount().tolist() == [3] * 10
+    support, *_ = task_data.load_tasks("omniglot", tmp_path, 2, shares, generator)
+    assert support.inputs.shape == (2, 120, 512)
+    torch.testing.assert_close(support.inputs.norm(dim=-1), torch.full((2, 120), 5.0))
+    with pytest.raises(SystemExit, match="found 2 groups of ten characters"):
+        task_data.load_tasks("omniglot", tmp_path, 3, shares, generator)
+    with pytest.raises(SystemExit, match="no folder of PNG files for 100 classes"):
+        task_data.load_tasks("cifar_fs", tmp_path / "omniglot-py", 3, shares, generator)
+    with pytest.raises(SystemExit, match="needs --data-root"):
+        meta_classification.main(["--data", "omniglot"])
+
+
+def test_newsvendor(tmp_path, capsys):
+    arguments = ["--steps", "60", "--levels", "2", "--price", "10", "--test-points", "5000", "--out", str(tmp_path)]
+    numbers = newsvendor.main([*arguments, "--optimizer", "erm", "rt-mlmc"])
+    for result in numbers["results"].values():
+        assert numbers["references"]["true demand known"] < result["cost"] < result["curve"][0]["cost"]
+    assert 4 < numbers["demand"]["mean"] < 7
+    assert numbers["demand"]["std"] > 1
+    assert (tmp_path / "newsvendor.png").read_bytes().startswith(b"\x89PNG")
+    trap = newsvendor.main([*arguments, "--optimizer", "erm", "--literal-init"])
+    assert trap["demand"]["mean"] > 9.99
+    assert trap["demand"]["std"] < 1e-3
+    assert "mean 10.000" in capsys.readouterr().out
+
+
+def test_contextual_benchmark(tmp_path, monkeypatch):
+    arguments = ["--part", "end-to-end", "time", "--seeds", "1", "--budget", "500", "--out", str(tmp_path)]
+    numbers = contextual.main([*arguments, "--levels", "2", "--tasks", "1", "2", "--repeats", "1"])
+    assert len(numbers["end-to-end"]["sum 2 RT-MLMC"]["rms"]) == 1
+    assert numbers["time"]["K=2 tasks=2"]["DL-SGD"] > 0
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 from functools import partial
 
 import pytest
@@ -13,12 +14,14 @@ from torch import nn
 
 import bilevel_optim as bo
 
-from .problems import Tasks
-from .registry import METHODS
+from .problems import P1, Tasks
+from .registry import COMMON_ERRORS, METHODS, TASK_METHODS
 
 # The methods that do for tasks what they do for one problem.
 GENERIC = [m for m in METHODS if m.stacks_tasks]
 generic = pytest.mark.parametrize("method", GENERIC, ids=lambda m: m.name)
+with_tasks = pytest.mark.parametrize("method", [*GENERIC, *TASK_METHODS], ids=lambda m: m.name)
+for_tasks = pytest.mark.parametrize("method", TASK_METHODS, ids=lambda m: m.name)
 estimating = pytest.mark.parametrize("method", [m for m in GENERIC if m.tolerance is not None], ids=lambda m: m.name)
 
 ARGUMENTS = {"lr": 0.1, "lower_lr": 0.1, "lower_steps": 2}
@@ -380,14 +383,22 @@ class FewShot:
     def lower(self, batch):
         return self.upper(batch) + 0.1 * sum(p.square().sum() for p in self.head.parameters())
 
+    def parameters(self, method):
+        """Those of the two levels: the body, perhaps with an initial head, and the head."""
+        start = [p.detach().clone().requires_grad_() for p in self.head.parameters()]
+        return [*self.body.parameters(), *(start if getattr(method, "initial", False) else [])], list(
+            self.head.parameters()
+        )
+
     def run(self, method, steps=2, **options):
-        optimizer = method(self.body.parameters(), self.head.parameters(), **{**ARGUMENTS, **options})
+        upper, lower = self.parameters(method)
+        optimizer = method(upper, lower, **{**ARGUMENTS, **options})
         for _ in range(steps):
             optimizer.step(self.upper, self.lower, tasks=self.tasks)
-        return optimizer, torch.cat([p.detach().reshape(-1) for m in (self.body, self.head) for p in m.parameters()])
+        return optimizer, torch.cat([p.detach().reshape(-1) for p in (*upper, *lower)])
 
 
-@generic
+@with_tasks
 def test_modules_vectorised_equal_looped(method):
     results = []
     for v in (True, False, 2):
@@ -475,42 +486,43 @@ def test_a_loss_that_hides_its_parameters_is_an_error_not_a_wrong_number(vectori
 # ---------------------------------------------------------------------------------------------------- state
 
 
-@generic
+@with_tasks
 @pytest.mark.parametrize("own", [True, False], ids=["generator", "default"])
 def test_resumes_bit_for_bit_with_the_draws(method, own):
     def make():
         problem = FewShot()
         options = {"generator": seeded(5)} if own else {}
-        return problem, method(
-            problem.body.parameters(), problem.head.parameters(), **ARGUMENTS, **options, **short(method),
-            tasks_per_step=2, lower_batch=3, upper_batch=4, lower_optimizer=partial(torch.optim.SGD, momentum=0.5),
+        if method.lower_steps:
+            options["lower_optimizer"] = partial(torch.optim.SGD, momentum=0.5)
+        upper, lower = problem.parameters(method)
+        return problem, [*upper, *lower], method(
+            upper, lower, **ARGUMENTS, **options, **short(method),
+            tasks_per_step=2, lower_batch=3, upper_batch=4,
         )  # fmt: skip
 
-    def advance(problem, optimizer, n):
+    def advance(problem, parameters, optimizer, n):
         for _ in range(n):
             optimizer.step(problem.upper, problem.lower, tasks=problem.tasks)
-        return [p.detach().clone() for m in (problem.body, problem.head) for p in m.parameters()]
+        return [p.detach().clone() for p in parameters]
 
-    problem, optimizer = make()
-    advance(problem, optimizer, 2)
+    problem, parameters, optimizer = make()
+    values = advance(problem, parameters, optimizer, 2)
     file = io.BytesIO()
-    models = [problem.body.state_dict(), problem.head.state_dict()]
-    torch.save([optimizer.state_dict(), models, torch.get_rng_state()], file)
-    end = advance(problem, optimizer, 2)
+    torch.save([optimizer.state_dict(), values, torch.get_rng_state()], file)
+    end = advance(problem, parameters, optimizer, 2)
     file.seek(0)
-    saved, models, random = torch.load(file, weights_only=True)
-    again, resumed = make()
-    again.body.load_state_dict(models[0])
-    again.head.load_state_dict(models[1])
+    saved, values, random = torch.load(file, weights_only=True)
+    again, parameters, resumed = make()
+    bo.Vector(parameters).copy_(values)
     resumed.load_state_dict(saved)
     torch.set_rng_state(random)
-    for a, b in zip(advance(again, resumed, 2), end, strict=True):
+    for a, b in zip(advance(again, parameters, resumed, 2), end, strict=True):
         assert torch.equal(a, b)
     assert resumed.oracle_counts == optimizer.oracle_counts
     assert len(optimizer.state) <= len(end)  # nothing of the stacked tensors stays
 
 
-@generic
+@with_tasks
 @pytest.mark.parametrize("how", ["raise", "nan"])
 def test_a_failing_task_changes_nothing(method, how):
     problem = FewShot()
@@ -519,14 +531,14 @@ def test_a_failing_task_changes_nothing(method, how):
     good = problem.lower
 
     def everything():
-        parameters = [p for m in (problem.body, problem.head) for p in m.parameters()]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         return [p.detach().clone() for p in parameters], str([p.grad for p in parameters]), str(optimizer.state_dict())
 
     before, calls = everything(), []
 
     def lower(batch):
         calls.append(None)
-        if len(calls) == 2:
+        if len(calls) == 3:
             if how == "raise":
                 raise KeyError("no such sample")
             return good(batch) * float("nan")
@@ -537,6 +549,67 @@ def test_a_failing_task_changes_nothing(method, how):
     after = everything()
     assert all(torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True))
     assert before[1:] == after[1:]
+
+
+# ---------------------------------------------------------------------------------------------------- methods for tasks
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "message"),
+    [
+        pytest.param(m, arguments, message, id=f"{m.name}-{message}")
+        for m in TASK_METHODS
+        for arguments, message in [*m.errors, *COMMON_ERRORS]
+        if m.lower_steps or not {"lower_steps", "lower_optimizer"} & set(arguments) or "EpochSGD" in message
+    ],
+)
+def test_bad_arguments_are_refused(method, arguments, message):
+    x, y = torch.zeros(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+    with pytest.raises(ValueError, match=message):
+        method([x], [y], **{**ARGUMENTS, **arguments})
+    with pytest.raises(TypeError, match="lower_momentums"):
+        method([x], [y], **ARGUMENTS, lower_momentums=0.9)
+
+
+@for_tasks
+def test_behaves_like_an_optimizer(method):
+    problem, twin, calls = FewShot(), FewShot(), []
+    upper, lower = problem.parameters(method)
+    names = [(f"upper{i}", p) for i, p in enumerate(upper)]
+    draws = {"tasks_per_step": 2, "lower_batch": 3}
+    optimizer = method(names, iter(lower), **ARGUMENTS, **draws, generator=seeded(4))
+    assert [(g["level"], g["lr"]) for g in optimizer.param_groups] == [("upper", 0.1), ("lower", 0.1)]
+    assert repr(optimizer).startswith(method.cls.__name__)
+    optimizer.register_step_post_hook(lambda *a: calls.append("post"))
+    loss = optimizer.step(problem.upper, problem.lower, tasks=problem.tasks)
+    assert calls == ["post"]
+    assert loss.shape == ()
+    assert not loss.requires_grad
+    assert set(optimizer.diagnostics) >= {"hypergradient_norm", "lower_residual", "tasks"}
+    again, below = twin.parameters(method)
+    other = method(again, below, **ARGUMENTS, **draws, generator=seeded(4))
+    assert torch.equal(loss, other.backward(twin.upper, twin.lower, tasks=twin.tasks))
+    other.step()
+    for a, b in zip((*upper, *lower), (*again, *below), strict=True):
+        assert torch.equal(a, b)
+    assert optimizer.oracle_counts == other.oracle_counts
+    for clone in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert clone.state_dict()["bilevel"].keys() == optimizer.state_dict()["bilevel"].keys()
+
+
+class Empty(bo.TensorTasks):
+    def lower(self, tasks, n, generator):
+        return super().lower(tasks, 1, generator)
+
+
+@for_tasks
+def test_samplers_of_the_wrong_shape_for_methods_for_tasks(method):
+    problem = FewShot()
+    problem.tasks = Empty(*[(torch.randn(5, 8, 4), torch.randint(0, 3, (5, 8))) for _ in range(2)])
+    with pytest.raises(
+        ValueError, match=r"tasks.lower\(tasks, \d+, generator\) must return tensors with leading dimen"
+    ):
+        problem.run(method, steps=1, lower_batch=3)
 
 
 # ---------------------------------------------------------------------------------------------------- ranks
@@ -557,11 +630,22 @@ def trajectory(method, group=None):
     return torch.cat([problem.x.detach(), problem.y.detach(), torch.stack(losses)])
 
 
+def contexts(cls, group=None):
+    problem = P1()
+    optimizer = cls(
+        [problem.x], [problem.y], lr=0.05, lower_lr=1.0, levels=3, neumann_steps=3, tasks_per_step=5,
+        process_group=group, generator=seeded(2),
+    )  # fmt: skip
+    losses = [optimizer.step(problem.f, problem.g, tasks=problem) for _ in range(3)]
+    return torch.cat([problem.x.detach(), torch.stack(losses), optimizer._moments.reshape(-1)])
+
+
 def run(rank, address, results):
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-    results[rank] = {m.name: trajectory(m, dist.group.WORLD).tolist() for m in GENERIC}
+    own = {m.name: trajectory(m, dist.group.WORLD).tolist() for m in GENERIC}
+    results[rank] = own | {cls.__name__: contexts(cls, dist.group.WORLD).tolist() for cls in (bo.RTMLMC, bo.DLSGD)}
     dist.destroy_process_group()
 
 
@@ -570,6 +654,9 @@ def test_ranks_share_the_tasks(tmp_path):
         results = manager.dict()
         mp.spawn(run, (f"file://{tmp_path}/rendezvous", results), nprocs=2)
         results = dict(results)
+    for cls in (bo.RTMLMC, bo.DLSGD):
+        assert results[0][cls.__name__] == results[1][cls.__name__]
+        torch.testing.assert_close(torch.tensor(results[0][cls.__name__]), contexts(cls), rtol=1e-10, atol=1e-10)
     for method in GENERIC:
         assert results[0][method.name] == results[1][method.name]
         got = torch.tensor(results[0][method.name])

@@ -20,9 +20,11 @@ class Estimate:
         gradient: estimate of the hypergradient, shaped like x.
         diagnostics: scalars and small tensors worth a look.
         memory: tensors shaped like y to remember for the next estimate, by name.
+        start: derivative in the lower value that the steps began at, if it is known.
     """
 
     loss: Tensor
     gradient: Vector
     diagnostics: dict[str, Tensor] = field(default_factory=dict)
     memory: dict[str, Vector] = field(default_factory=dict)
+    start: Vector | None = None

@@ -256,4 +256,5 @@ def smoothness(oracle: Oracle, contexts: Contexts, start: Vector, iterations: in
         for _ in range(iterations):
             v = system.hvp(v * (1 / norm.clamp_min(1e-300)))
             norm = v.lane_norm()
+    oracle.checks.finite("hvp", [norm])
     return norm.max()

@@ -54,6 +54,9 @@ def unrolled(
         checkpoint: keep the iterates only and make each step's graph again in the reverse sweep, memory O(T d) instead
             of O(T (activations + d)), for one more gradient per step. Default: False.
         upper_sample: sample of f. Default: the next one, drawn after the lower steps.
+
+    Returns:
+        Estimate with the derivative in the starting point, if no step was left out.
     """
     differentiated = steps if truncate is None else min(truncate, steps)
     keep_graphs = not checkpoint and oracle.session.hvp == "exact"
@@ -88,7 +91,8 @@ def unrolled(
             cross, hvp = system.both(gradient_adjoint)
         h, adjoint = h + cross, adjoint + hvp
         del step, system
-    return Estimate(loss, h, {} if gradient is None else {"lower_residual": gradient.norm()})
+    diagnostics = {} if gradient is None else {"lower_residual": gradient.norm()}
+    return Estimate(loss, h, diagnostics, start=adjoint if differentiated == steps else None)
 
 
 def _evaluated(oracle: Oracle, step: _Step) -> tuple[Tensor, Vector]:

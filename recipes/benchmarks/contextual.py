@@ -1,0 +1,258 @@
+r"""RT-MLMC against DL-SGD: lower steps to a given accuracy, time per estimate, and how both depend on the tasks.
+
+    python -m recipes.benchmarks.contextual --part end-to-end     # the quadratic problem with known solution
+    python -m recipes.benchmarks.contextual --part time           # 512 features x 10 classes, 20 tasks
+    python -m recipes.benchmarks.contextual --part tasks          # 10, 1,000 and 100,000 tasks
+
+Problems and the numbers beside ours: arXiv:2310.18535.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+import bilevel_optim as bo
+from bilevel_optim.contexts import level_probabilities
+
+from ..report import environment, save_json, table
+
+__all__ = ["P1", "main"]
+
+
+class P1:
+    r"""A quadratic contextual problem with noise in every oracle, whose gradient is known.
+
+    :math:`g = \tfrac{1 + 0.1\epsilon}2 (y - Ax - B\xi)^\top H (y - Ax - B\xi) + \tfrac12 \eta^\top y`,
+    :math:`f = \tfrac12 \|y - C\xi - d\|^2 + 0.3\,\eta_f^\top y + \tfrac\rho2 \|x\|^2`; it is a task sampler as well.
+    """
+
+    A = torch.tensor([[1.0, 0.5, -0.3], [0.2, -1.0, 0.8]], dtype=torch.float64)
+    B = torch.tensor([[0.5, 0.0], [0.3, 0.7]], dtype=torch.float64)
+    C = torch.tensor([[0.2, 0.1], [-0.4, 0.3]], dtype=torch.float64)
+    d, rho, mu, L = torch.tensor([1.0, -0.5], dtype=torch.float64), 0.1, 0.9, 4.4
+
+    def __init__(self, x: tuple[float, float, float] = (0.7, -0.2, 0.4)) -> None:
+        self.x = torch.tensor(x, dtype=torch.float64, requires_grad=True)
+        self.y = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+        angle = torch.tensor(0.6, dtype=torch.float64)
+        R = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()]).view(2, 2)
+        self.H = R @ torch.diag(torch.tensor([1.0, 4.0], dtype=torch.float64)) @ R.T
+
+    def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
+        """Contexts: standard normal."""
+        return torch.randn(n, 2, generator=generator, dtype=torch.float64)
+
+    def lower(self, tasks: Tensor, n: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The context, the sign of the noise of the Hessian, and the noise of the gradient."""
+        sign = torch.randint(2, (len(tasks), n), generator=generator) * 2.0 - 1
+        noise = torch.randn(len(tasks), n, 2, generator=generator, dtype=torch.float64)
+        return tasks.unsqueeze(1).expand(-1, n, -1), sign.double(), noise
+
+    def upper(self, tasks: Tensor, n: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        """The context, and the noise of the gradient."""
+        noise = torch.randn(len(tasks), n, 2, generator=generator, dtype=torch.float64)
+        return tasks.unsqueeze(1).expand(-1, n, -1), noise
+
+    def g(self, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """The lower loss."""
+        xi, sign, noise = batch
+        r = self.y - self.A @ self.x - xi @ self.B.T
+        return (((1 + 0.1 * sign) / 2) * (r @ self.H * r).sum(-1) + 0.5 * noise @ self.y).mean()
+
+    def f(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """The upper loss."""
+        xi, noise = batch
+        distance = self.y - xi @ self.C.T - self.d
+        return (distance.square().sum(-1) / 2 + 0.3 * noise @ self.y).mean() + self.rho / 2 * self.x.square().sum()
+
+    def gradient(self) -> Tensor:
+        """Of the true objective, with the lower problems solved exactly."""
+        return self.rho * self.x.detach() + self.A.T @ (self.A @ self.x.detach() - self.d)
+
+    def mean(
+        self, level: int, *, beta: float = 1.0, cap: float = 1 / 4.4, c: float = 1 / 4.4, steps: int | None = 12
+    ) -> Tensor:
+        """Mean of the estimate after ``level`` epochs, with ``steps`` terms of the series (None: exact inverse)."""
+        one = R = torch.eye(2, dtype=torch.float64)
+        for e in range(1, level + 1):
+            step = one - min(beta * 2.0**-e, cap) * self.H
+            powers = [torch.linalg.matrix_power(step, j) for j in range(2**e)]
+            R = torch.stack(powers).mean(0) @ R
+        neumann = one if steps is None else one - torch.linalg.matrix_power(one - c * self.H, steps)
+        x = self.x.detach()
+        return self.rho * x + self.A.T @ neumann @ ((one - R) @ self.A @ x - self.d)
+
+
+METHODS: dict[str, type[bo.RTMLMC]] = {"DL-SGD": bo.DLSGD, "RT-MLMC": bo.RTMLMC}
+PAPER = {  # seconds per estimate on the 512 x 10 shape: mean, standard deviation
+    "DL-SGD": {6: (2.65e-2, 6.34e-3), 8: (7.23e-2, 7.77e-3), 10: (2.48e-1, 2.75e-2), 12: (9.38e-1, 3.71e-2)},
+    "RT-MLMC": {6: (2.73e-2, 1.46e-2), 8: (3.41e-2, 1.85e-2), 10: (4.93e-2, 4.06e-2), 12: (1.08e-1, 5.44e-2)},
+}
+
+
+def end_to_end(levels: list[int], neumann: list[str], seeds: int, budget: int) -> dict[str, Any]:
+    """Lower steps until the true gradient is small, and the noise floor once the budget is used up."""
+    rows: list[list[object]] = []
+    numbers: dict[str, Any] = {}
+    for series in neumann:
+        for K in levels:
+            for name, cls in METHODS.items():
+                reached, floors, outer = [], [], 0
+                for seed in range(seeds):
+                    problem = P1((0.0, 0.0, 0.0))
+                    optimizer = cls(
+                        [problem.x], [problem.y], lr=0.03, lower_lr=1.0, levels=K, neumann=series, neumann_steps=20,
+                        smoothness=problem.L, tasks_per_step=16, level_sampling="independent",
+                        generator=torch.Generator().manual_seed(seed),
+                    )  # fmt: skip
+                    used, first, norms = 0, None, [(0, float(problem.gradient().norm()))]
+                    with tqdm(total=budget, desc=f"{series} K={K} {name} seed {seed}", unit="step") as bar:
+                        while used < budget if budget > 1 else first is None and used < 2_000_000:
+                            optimizer.step(problem.f, problem.g, tasks=problem)
+                            made = int(optimizer.diagnostics["lower_steps"])
+                            used += made
+                            bar.update(made)
+                            norms.append((used, float(problem.gradient().norm())))
+                            if first is None and norms[-1][1] <= 0.1:
+                                first = used
+                    reached.append(first)
+                    late = [norm for _, norm in norms[round(0.8 * len(norms)) :]]
+                    floors.append((sum(norm**2 for norm in late) / len(late)) ** 0.5)
+                    outer = len(norms) - 1 if seed == 0 else outer
+                known = sorted(r for r in reached if r is not None)
+                span = f"{known[0] / 1e3:.1f}k-{known[-1] / 1e3:.1f}k" if known else "never"
+                if len(known) < seeds and known:
+                    span += f", {seeds - len(known)} of {seeds} never"
+                rows.append([series, K, name, outer, sum(floors) / seeds, span])
+                numbers[f"{series} {K} {name}"] = {"steps_to_0.1": reached, "rms": floors, "outer_steps": outer}
+    print(table(["Neumann", "K", "method", "outer steps", "rms |grad F|, last 20 %", "lower steps to 0.1"], rows))
+    for series in neumann:
+        for K in levels:
+            deep, shallow = (numbers[f"{series} {K} {name}"]["steps_to_0.1"] for name in METHODS)
+            if all(r is not None for r in (*deep, *shallow)):
+                print(f"{series}, K = {K}: ratio of lower steps to 0.1 {sum(deep) / sum(shallow):.1f}")
+    return numbers
+
+
+class Softmax:
+    """Linear classifiers near a common centre: 20 tasks of 10 classes, 512 features, lambda = 2."""
+
+    def __init__(self, tasks: int = 20, rows: int = 100, features: int = 512, classes: int = 10) -> None:
+        generator = torch.Generator().manual_seed(0)
+        inputs = F.normalize(torch.randn(tasks, rows, features, generator=generator), dim=-1)
+        self.tasks = bo.TensorTasks((inputs, torch.randint(0, classes, (tasks, rows), generator=generator)))
+        self.x = torch.zeros(features, classes, requires_grad=True)
+        self.y = torch.zeros(features, classes, requires_grad=True)
+
+    def f(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """The query loss."""
+        return F.cross_entropy(batch[0] @ self.y, batch[1])
+
+    def g(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """The support loss with the proximal term."""
+        return self.f(batch) + (self.y - self.x).square().sum()
+
+    def optimizer(self, cls: type[bo.RTMLMC], levels: int, count: int) -> bo.RTMLMC:
+        """With lambda = 2 and rows of norm 1 the curvature is between 2 and 2.5."""
+        return cls(
+            [self.x], [self.y], lr=0.0, lower_lr=0.5, levels=levels, neumann_steps=10, smoothness=2.5,
+            tasks_per_step=count, generator=torch.Generator().manual_seed(1),
+            lower_init=lambda ids: self.x.detach().expand(len(ids), *self.x.shape),
+        )  # fmt: skip
+
+    def seconds(self, optimizer: bo.RTMLMC, repeats: int) -> list[float]:
+        """Of each of several estimates, after one to warm up."""
+        times = []
+        for k in range(repeats + 1):
+            start = time.perf_counter()
+            optimizer.backward(self.f, self.g, tasks=self.tasks)
+            if k:
+                times.append(time.perf_counter() - start)
+        return times
+
+
+def _at_level(optimizer: bo.RTMLMC, level: int) -> bo.RTMLMC:
+    def fixed(contexts: Any) -> list[int]:
+        return [level] * contexts.count
+
+    optimizer._depths = fixed  # type: ignore[method-assign]
+    return optimizer
+
+
+def timing(levels: list[int], counts: list[int], repeats: int) -> dict[str, Any]:
+    """Seconds per estimate; for one task per step that of RT-MLMC is exact in the level: every level, weighted."""
+    problem, rows, numbers = Softmax(), [], {}
+    for K in levels:
+        for count in counts:
+            deep = problem.seconds(problem.optimizer(bo.DLSGD, K, count), max(1, repeats // 2 ** max(K - 4, 0)))
+            deep_mean = sum(deep) / len(deep)
+            if count == 1:
+                each = [
+                    min(problem.seconds(_at_level(problem.optimizer(bo.RTMLMC, K, 1), k), max(1, repeats // 2**k)))
+                    for k in range(1, K + 1)
+                ]
+                p = level_probabilities(K).tolist()
+                mean = sum(w * t for w, t in zip(p, each, strict=True))
+                std = max(sum(w * t * t for w, t in zip(p, each, strict=True)) - mean**2, 0.0) ** 0.5
+            else:
+                several = problem.seconds(problem.optimizer(bo.RTMLMC, K, count), repeats)
+                mean = sum(several) / len(several)
+                std = (sum((t - mean) ** 2 for t in several) / len(several)) ** 0.5
+            paper = [PAPER[name][K][0] if count == counts[0] and K in PAPER[name] else None for name in METHODS]
+            ratio = paper[0] / paper[1] if paper[0] and paper[1] else None
+            rows.append([K, count, deep_mean, mean, std, deep_mean / mean, *paper, ratio])
+            numbers[f"K={K} tasks={count}"] = {"DL-SGD": deep_mean, "RT-MLMC": mean, "RT-MLMC std": std}
+            print(rows[-1], flush=True)
+    header = ["K", "tasks", "DL-SGD s", "RT-MLMC s", "its std", "ratio", "paper DL", "paper RT", "paper ratio"]
+    print(table(header, rows))
+    return numbers
+
+
+def many_tasks(sizes: list[int], repeats: int) -> dict[str, Any]:
+    """Seconds per step against the number of tasks that there are."""
+    rows, numbers = [], {}
+    for m in sizes:
+        problem = Softmax(tasks=m, rows=8, features=64)
+        times = sorted(problem.seconds(problem.optimizer(bo.RTMLMC, 6, 4), repeats))
+        numbers[str(m)] = {"median": times[len(times) // 2], "mean": sum(times) / len(times)}
+        rows.append([m, times[len(times) // 2], sum(times) / len(times)])
+    print(table(["tasks", "median s per step", "mean s per step"], rows))
+    return numbers
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Run the parts asked for; returns the numbers that are written."""
+    parser = argparse.ArgumentParser(description="RT-MLMC against DL-SGD.")
+    parser.add_argument("--part", nargs="+", choices=["end-to-end", "time", "tasks"], default=["end-to-end"])
+    parser.add_argument("--levels", type=int, nargs="+", help="K; default: 6 (end-to-end), 6 8 10 12 (time)")
+    parser.add_argument("--neumann", nargs="+", choices=["sum", "product"], default=["sum"])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--budget", type=int, default=600_000, help="lower steps; 1: stop at a gradient norm of 0.1")
+    parser.add_argument("--tasks", type=int, nargs="+", default=[1, 4, 20], help="tasks per step (time)")
+    parser.add_argument("--repeats", type=int, default=32, help="estimates that a time is the mean of")
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    args = parser.parse_args(arguments)
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "end-to-end": lambda: end_to_end(args.levels or [6], args.neumann, args.seeds, args.budget),
+        "time": lambda: timing(args.levels or [6, 8, 10, 12], args.tasks, args.repeats),
+        "tasks": lambda: many_tasks([10, 1000, 100_000], args.repeats),
+    }
+    numbers: dict[str, Any] = {"environment": environment()}
+    print(numbers["environment"])
+    for part in args.part:
+        numbers[part] = parts[part]()
+    save_json(args.out / "contextual.json", numbers)
+    return numbers
+
+
+if __name__ == "__main__":
+    main()
