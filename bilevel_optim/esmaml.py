@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Unpack
 
 from .hypergradient import Estimate, full_zeroth_order
+from .maml import Initialised
 from .optimizer import ColdOptions
 from .oracle import Oracle
 from .parameters import Params
@@ -13,26 +14,26 @@ from .zeroth_order import ZerothOrder
 __all__ = ["ESMAML"]
 
 
-class ESMAML(ZerothOrder):
+class ESMAML(Initialised, ZerothOrder):
     r"""Evolution-strategies MAML: a zeroth-order gradient of the loss after adaptation, in the initial point.
 
-    x is an initial point for y, with tensors of the same shapes. Let :math:`U_N(x)` be the result of N =
-    ``lower_steps`` steps on g that start at y = x (adaptation); with antithetic pairs of directions,
+    Let :math:`\Phi_N(x) = f(x, y_N(x))`, with :math:`y_N(x)` the result of N = ``lower_steps`` steps on g that start at
+    y = x (adaptation; as for `MAML`, the *last* upper parameters are that initial point). With antithetic pairs of
+    directions,
 
     .. math::
-        h = \frac1Q \sum_{j=1}^Q
-            \frac{f(U_N(x + \sigma u_j)) - f(U_N(x - \sigma u_j))}{2\sigma}\, u_j, \qquad
+        h = \frac1Q \sum_{j=1}^Q \frac{\Phi_N(x + \sigma u_j) - \Phi_N(x - \sigma u_j)}{2\sigma}\, u_j, \qquad
         x \leftarrow x - \text{lr}\; h .
 
     *When.* MAML without any derivative through the adaptation or of the upper loss. *Needs* values of f and first
     derivatives of g in y. Its relative variance is (p + 1)/Q in p dimensions, so use it for small models.
 
     *Cost per step*: N (2Q + 1) lower gradients and 2Q + 1 values of f. *Draws*, memory, buffers: as `PZOBO`. The live y
-    is set to the adapted :math:`U_N(x)`.
+    is set to the adapted :math:`y_N(x)`.
 
     Args:
-        upper: upper parameters x: the initial point, shaped like the lower parameters, in their order.
-        lower: lower parameters y, which the losses read.
+        upper: upper parameters; the last of them are copies of the lower parameters, and start these.
+        lower: lower parameters, those of the model that the losses evaluate.
         lr: learning rate of x.
         lower_lr: learning rate of the adaptation steps.
         lower_steps: N, adaptation steps.
@@ -46,7 +47,7 @@ class ESMAML(ZerothOrder):
     State: none.
 
     Raises:
-        ValueError: for an argument out of its range, or parameters of different shapes.
+        ValueError: for an argument out of its range, or at the first step if the shapes do not fit.
 
     Example:
         >>> import torch
@@ -90,15 +91,10 @@ class ESMAML(ZerothOrder):
             warm_start=False,
             **common,
         )
-        shapes = [[tuple(t.shape) for t in self._parameters(level)] for level in ("upper", "lower")]
-        if shapes[0] != shapes[1]:
-            raise ValueError(
-                "the upper parameters of ESMAML are an initial point for the lower ones, so they must have the same "
-                f"shapes in the same order, but upper has {shapes[0]} and lower has {shapes[1]}"
-            )
 
     def _estimate(self, oracle: Oracle) -> Estimate:
-        oracle.session.reaches_upper = True  # the path starts there
+        self._initial(oracle)
+        oracle.session.reaches_upper = True  # the paths start there
         directions, paths = self._directions(oracle), self._paths(oracle, None)
         estimate = full_zeroth_order(oracle, paths, directions, central=self.difference == "central")
         self._finish(oracle, paths)

@@ -17,10 +17,10 @@ from .oracle import Oracle
 from .parameters import Params, is_number, require
 from .vector import Vector
 
-__all__ = ["ANIL", "FOMAML", "MAML", "iMAML"]
+__all__ = ["ANIL", "FOMAML", "MAML", "Initialised", "iMAML"]
 
 
-class _Initialised(BilevelOptimizer):
+class Initialised(BilevelOptimizer):
     """A method whose lower solves start from upper parameters: the last of them, one for each lower parameter."""
 
     def _initial(self, oracle: Oracle) -> Vector:
@@ -53,7 +53,7 @@ class _Initialised(BilevelOptimizer):
         return estimate
 
 
-class MAML(_Initialised, ITD):
+class MAML(Initialised, ITD):
     r"""Model-agnostic meta-learning (MAML): the initial value from which a few steps adapt well to any task.
 
     .. math:: y_0 = x, \quad y_{t+1} = y_t - \alpha \nabla_y g(x, y_t) \quad (\text{lower\_steps times}), \qquad
@@ -156,7 +156,7 @@ class ANIL(MAML):
         return super()._initial(oracle)
 
 
-class FOMAML(_Initialised):
+class FOMAML(Initialised):
     r"""First-order MAML: MAML with the derivative of the adaptation taken for the identity.
 
     .. math:: y_0 = x, \quad y_{t+1} = y_t - \alpha \nabla_y g(x, y_t), \qquad
@@ -194,7 +194,7 @@ class FOMAML(_Initialised):
         return self._through_start(oracle, Estimate(loss, grad_x, diagnostics), grad_y)
 
 
-class iMAML(_Initialised, AID):
+class iMAML(Initialised, AID):
     r"""Implicit MAML (iMAML): adaptation that stays near x by a proximal term, differentiated implicitly.
 
     .. math::

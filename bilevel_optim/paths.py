@@ -26,7 +26,7 @@ class Paths:
         oracle: the losses.
         factory: makes the lower optimizer; it must treat every entry alone, because paths are stacked.
         groups: the lower parameter groups.
-        start: y at the beginning of every path; None: every path starts at its own x (tensors shaped like y).
+        start: y at the beginning of every path; None: every path starts at the last tensors of its own x.
         samples: one lower sample per step.
     """
 
@@ -52,7 +52,13 @@ class Paths:
         n = len(upper[0])
         solver = self._solver(n)
         y = solver.variables
-        y.copy_(upper if self._start is None else Vector(t.unsqueeze(0) for t in self._start))
+        if self._start is None:  # with tasks, each of them starts there
+            own = Vector(upper[-len(y) :])
+            y.copy_(
+                Vector((s if s.dim() == t.dim() else s.unsqueeze(1)).expand_as(t) for s, t in zip(own, y, strict=True))
+            )
+        else:
+            y.copy_(Vector(t.unsqueeze(0).expand_as(v) for t, v in zip(self._start, y, strict=True)))
         solver.reset()
         if n == 1:
             # The x of a single path stays in place for all its steps, so that what depends on x alone is kept.

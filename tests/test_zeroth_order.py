@@ -719,6 +719,29 @@ def test_esmaml_differentiates_the_adaptation(vectorize):
     assert optimizer.oracle_counts["lower_grad"] == 3 * 9
 
 
+def test_esmaml_with_a_body_and_tasks_agrees_with_maml():
+    """All directions at a small smoothing: the exact derivative, in the initial point and in the body before it."""
+    generator = torch.Generator().manual_seed(0)
+    X, t = torch.randn(3, 8, 2, generator=generator), torch.randint(0, 2, (3, 8), generator=generator)
+    tasks, grads = bo.TensorTasks((X, t)), []
+    for cls, options in (
+        (bo.MAML, {}),
+        (bo.ESMAML, {"directions": 12, "direction": "orthogonal", "smoothing": 1e-3}),
+    ):
+        torch.manual_seed(0)
+        body, head = nn.Linear(2, 2), nn.Linear(2, 2)
+        start = [q.detach().clone().requires_grad_() for q in head.parameters()]
+
+        def loss(batch, body=body, head=head):
+            return F.cross_entropy(head(body(batch[0]).tanh()), batch[1])
+
+        x = [*body.parameters(), *start]
+        optimizer = cls(x, head.parameters(), lr=0.1, lower_lr=0.5, lower_steps=2, **options)
+        optimizer.backward(loss, loss, tasks=tasks)
+        grads.append(torch.cat([q.grad.flatten() for q in x]))
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-5, atol=1e-7)
+
+
 def test_esmaml_resumes_and_refuses():
     def make(generator):
         x, y = torch.ones(3, requires_grad=True), torch.zeros(3, requires_grad=True)
@@ -735,8 +758,10 @@ def test_esmaml_resumes_and_refuses():
     again.data.copy_(at)
     other.step(upper, lower)
     assert torch.equal(x, again)
-    with pytest.raises(ValueError, match=r"same shapes.*\[\(3,\)\].*\[\(2,\)\]"):
-        bo.ESMAML([x], [torch.zeros(2, requires_grad=True)], lr=0.1, lower_lr=0.1, lower_steps=1)
+    y = torch.zeros(2, requires_grad=True)
+    wrong = bo.ESMAML([x], [y], lr=0.1, lower_lr=0.1, lower_steps=1)
+    with pytest.raises(ValueError, match=r"ESMAML starts the lower parameters.*\[\(2,\)\].*\[\(3,\)\]"):
+        wrong.step(lambda: y.sum(), lambda: y.square().sum())
     with pytest.raises(ValueError, match="Invalid directions value: 0"):
         bo.ESMAML([x], [x.detach().clone().requires_grad_()], lr=0.1, lower_lr=0.1, lower_steps=1, directions=0)
 
