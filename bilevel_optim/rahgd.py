@@ -49,7 +49,9 @@ class RAHGD(Accelerated):
     method is gradient descent; with an infinite B it never restarts. Sweep it by decades. *Choosing the rest*: ``lr``
     up to 1/L (a step size that is only just stable for gradient descent is too large for momentum); ``lower_lr`` =
     :math:`1/\ell` with ``lower_momentum`` = :math:`(\sqrt\kappa - 1)/(\sqrt\kappa + 1)`, :math:`\kappa` the condition
-    number of g in y. :meth:`from_theory` has the constants of the theorems, which are safe and very small.
+    number of g in y, and lower steps enough (some :math:`\sqrt\kappa`): momentum
+    on x amplifies what a lower solve leaves over, and with too few steps the iteration does not settle.
+    :meth:`from_theory` has the constants of the theorems, which are safe and very small.
 
     *Cost per step*: ``lower_steps`` + 1 lower gradients, 1 upper gradient, at most ``linear_steps`` (+ 1 for a warm
     start) Hessian-vector products, 1 cross product; ``restart_steps`` more lower gradients when an epoch begins; one

@@ -35,13 +35,13 @@ RATES = (1.5, 1.0)  # of x, in units of 1/L
 # A good setting first, because the others end at the best number so far.
 GRID: dict[str, dict[str, tuple[Any, ...]]] = {
     "RAHGD": {
-        "lower_steps": (3, 10),
+        "lower_steps": (3, 10, 30, 100),
         "linear_steps": (3, 10),
         "lr": (1.0, 0.5),
         "momentum": (0.9, 0.7),
         "restart_radius": (None, math.inf),
     },
-    "AID": {"lower_steps": (3, 10), "linear_steps": (3, 10), "lr": RATES},
+    "AID": {"lower_steps": (3, 10, 30, 100), "linear_steps": (3, 10), "lr": RATES},
     "ITD": {"lower_steps": (10, 30, 100), "lr": RATES},
     "BA": {"lower_steps": (30, 100, 300, 1000), "linear_steps": (10,), "lr": RATES},
 }
