@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -148,10 +148,10 @@ class _NegatedSample(Sample):
 
     def __init__(self, sample: Sample) -> None:
         super().__init__(sample.loss, sample.arguments, once=sample.once)
-        self._sample = sample
+        self.features, self._sample = sample.features, sample
 
-    def __call__(self) -> Tensor:
-        loss = self._sample()
+    def __call__(self, *arguments: Any) -> Any:
+        loss = self._sample(*arguments)
         return -loss if isinstance(loss, Tensor) else loss
 
     @contextmanager
@@ -163,7 +163,7 @@ class _NegatedSample(Sample):
 def opposite(loss: Loss) -> Objective:
     """-f as an objective of its own, which draws from the data itself."""
     objective = as_objective(loss, "minimax")
-    return Objective(lambda *batch: -objective.loss(*batch), objective.data)
+    return Objective(lambda *batch: -objective.loss(*batch), objective.data, features=objective.features)
 
 
 class _Negated(Objective):

@@ -148,7 +148,10 @@ class Sample:
     def batch(self) -> Any:
         return self.arguments[0] if self.arguments else None
 
-    def __call__(self) -> Any:
+    def __call__(self, *arguments: Any) -> Any:
+        """The loss on the sample, or on other arguments (its features, if these are known)."""
+        if arguments:
+            return self.loss(*arguments)
         return self.loss(*self.arguments) if self.features is None else self.loss(self.features())
 
     @contextmanager

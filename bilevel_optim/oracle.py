@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -334,13 +334,9 @@ class Oracle:
 
     def call(self, sample: Sample, *arguments: Any, graph: bool = True) -> Any:
         """What a sample's function returns on its arguments, or on others, with the random numbers of that sample."""
-        arguments = arguments or sample.arguments
         self.forget_casts()
-        if sample.once:
-            with torch.set_grad_enabled(graph):
-                return sample.loss(*arguments)
-        with torch.set_grad_enabled(graph), sample.replayed(self.device):
-            return sample.loss(*arguments)
+        with torch.set_grad_enabled(graph), nullcontext() if sample.once else sample.replayed(self.device):
+            return sample(*arguments)
 
     def frozen_features(
         self, level: str, sample: Sample, point: object = None, evaluate: Callable[[], Any] | None = None

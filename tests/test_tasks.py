@@ -203,6 +203,8 @@ def test_stochastic_batches_and_subsets_are_unbiased():
 @generic
 def test_starts(method):
     """All tasks start at the live y, or where lower_init says; warm starts write the mean back, cold ones leave y."""
+    if any(arguments == {"lower_steps": 0} for arguments, _ in method.errors):
+        pytest.skip("takes at least one lower step")
     problem = Tasks()
     lower, upper = problem.data()
     tasks = bo.TensorTasks(lower, upper)
@@ -687,14 +689,14 @@ def test_directions_of_their_own_have_less_variance():
         del tasks.sample
         w = torch.stack(singles)
         draws = []
-        for _ in range(300):
+        for _ in range(150):
             optimizer.backward(problem.upper, problem.lower, tasks=tasks)
             draws.append(problem.x.grad.clone())
         draws = torch.stack(draws)
         predicted = (p + 1) * (w.mean(0).square().sum() if shared else w.square().sum() / m**2)
         squares = (draws - exact).square().sum(1)
-        assert abs(squares.mean() - predicted) < 4.5 * squares.std() / 300**0.5
-        assert (draws.mean(0) - exact).norm() < 4.5 * (predicted / 300) ** 0.5
+        assert abs(squares.mean() - predicted) < 4.5 * squares.std() / 150**0.5
+        assert (draws.mean(0) - exact).norm() < 4.5 * (predicted / 150) ** 0.5
 
 
 @pytest.mark.parametrize("vectorize", [True, 2, False])
