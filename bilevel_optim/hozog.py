@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Unpack
-
 from .hypergradient import Estimate, full_zeroth_order
-from .optimizer import ColdOptions
 from .oracle import Oracle
-from .parameters import Params
 from .zeroth_order import ZerothOrder
 
 __all__ = ["HOZOG"]
@@ -56,39 +52,6 @@ class HOZOG(ZerothOrder):
 
     Source: Gu et al. (2021), arXiv:2102.09026; as compared with in arXiv:2110.07004.
     """
-
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float,
-        lower_lr: float,
-        lower_steps: int,
-        directions: int = 8,
-        smoothing: float = 1e-2,
-        smoothing_mode: str = "absolute",
-        direction: str = "gaussian",
-        scale: str | float = "unbiased",
-        difference: str = "forward",
-        warm_start: bool = False,
-        **common: Unpack[ColdOptions],
-    ) -> None:
-        super().__init__(
-            upper,
-            lower,
-            lr=lr,
-            lower_lr=lower_lr,
-            lower_steps=lower_steps,
-            directions=directions,
-            smoothing=smoothing,
-            smoothing_mode=smoothing_mode,
-            direction=direction,
-            scale=scale,
-            difference=difference,
-            warm_start=warm_start,
-            **common,
-        )
 
     def _estimate(self, oracle: Oracle) -> Estimate:
         directions, paths = self._directions(oracle), self._paths(oracle, self._start(oracle))
