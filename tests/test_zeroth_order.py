@@ -382,6 +382,11 @@ def test_difference_converges_to_the_directional_derivative():
         errors.append(float((c[0] - U[0] @ w).abs()))
     slopes = [torch.log10(torch.tensor(a / b)).item() for a, b in itertools.pairwise(errors)]
     assert slopes == pytest.approx([1.0, 1.0], abs=0.15)
+    errors = []
+    for mu in (1e-1, 1e-2):
+        _, _, c, U = estimate(bo.PZOBO, Features(nn.Tanh), 1, steps=10, smoothing=mu, difference="central")
+        errors.append(float((c[0] - U[0] @ w).abs()))
+    assert torch.log10(torch.tensor(errors[0] / errors[1])).item() == pytest.approx(2.0, abs=0.15)
     _, w = unrolled(Features(nn.ReLU), 10)
     for seed in range(3):
         _, _, c, U = estimate(bo.PZOBO, Features(nn.ReLU), 1, seed=seed, steps=10, smoothing=1e-5)
@@ -469,6 +474,33 @@ def test_shared_batches_cancel():
         J = problem.jacobian(6)
         exact = problem.lam * problem.x[0].detach() + J.T @ (problem.y[0].detach() - problem.c)
         torch.testing.assert_close(problem.x[0].grad, exact, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("cls", [bo.PZOBO, bo.HOZOG])
+def test_every_path_sees_one_batch_per_step_in_order(cls):
+    """2.2: batches S_0 to S_{N-1} for the base path and each perturbed one; then one outer batch."""
+    x, y, seen = torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True), []
+
+    def loss(level):
+        def at(batch):
+            seen.append((level, batch))
+            return (y - x - batch).square().sum()
+
+        return at
+
+    optimizer = cls([x], [y], lr=0.0, lower_lr=0.1, lower_steps=3, directions=2, vectorize=False)
+    upper, lower = bo.Objective(loss("f"), [10.0, 20.0]), bo.Objective(loss("g"), [0.0, 1.0, 2.0, 3.0, 4.0])
+    optimizer.step(upper, lower)
+    path = [("g", 0.0), ("g", 1.0), ("g", 2.0)]
+    between = [("f", 10.0)]
+    perturbed = between if cls is bo.HOZOG else []
+    assert seen == [*path, *between, *path, *perturbed, *path, *perturbed]
+    seen.clear()
+    optimizer.step(upper, lower)
+    path = [("g", 3.0), ("g", 4.0), ("g", 0.0)]
+    between = [("f", 20.0)]
+    perturbed = between if cls is bo.HOZOG else []
+    assert seen == [*path, *between, *path, *perturbed, *path, *perturbed]
 
 
 def test_independent_noise_is_amplified():
