@@ -34,15 +34,15 @@ SIZE, TARGET = 10, 1e-3
 # lr is in units of 1/L.
 GRID: dict[str, dict[str, tuple[Any, ...]]] = {
     "RAHGD": {
-        "lower_steps": (10, 30, 100),
-        "linear_steps": (5,),
-        "lr": (1.0, 0.5),
-        "momentum": (0.9, 0.7),
+        "lower_steps": (10, 30, 100, 200),
+        "linear_steps": (5, 12),
+        "lr": (1.0,),
+        "momentum": (0.7, 0.9),
         "restart_radius": (math.inf,),
     },
-    "AID": {"lower_steps": (3, 10, 30, 100), "linear_steps": (5,), "lr": (1.5, 1.0)},
-    "ITD": {"lower_steps": (10, 30, 100), "lr": (1.5, 1.0)},
-    "BA": {"lower_steps": (10, 100, 1000), "linear_steps": (10,), "lr": (1.5, 1.0)},
+    "AID": {"lower_steps": (3, 10, 30, 100), "linear_steps": (5, 12), "lr": (1.5,)},
+    "ITD": {"lower_steps": (10, 30, 100, 300), "lr": (1.5,)},
+    "BA": {"lower_steps": (10, 100, 1000), "linear_steps": (12,), "lr": (1.5,)},
 }
 
 
