@@ -3,43 +3,45 @@
 ``min_x f(x, y*(x))`` subject to ``y*(x) = argmin_y g(x, y)``.
 """
 
-from . import finite_difference, hypergradient, linear
+from . import hypergradient
 from ._version import __version__
-from .aid import AID
-from .ba import BA
-from .bsa import BSA, TTSA
-from .bsvrb import BSVRB
-from .check import HypergradientReport, check_hypergradient
+from .checking.check import HypergradientReport, check_hypergradient
 from .errors import BilevelWarning, GradcheckError, NonFiniteError
-from .esmaml import ESMAML
-from .f2sa import F2SA
-from .finite_sum import FiniteSum
-from .first_order import FirstOrder
-from .hozog import HOZOG
-from .imcn import iMCN
-from .itd import ITD
-from .lower import AGD
-from .maml import ANIL, FOMAML, MAML, iMAML
-from .minimax import GDA
-from .mrbo import MRBO, SUSTAIN
-from .objective import Objective
-from .optimizer import BilevelOptimizer
-from .oracle import Oracle
-from .paid import PAID
-from .pragda import PRAGDA, RAGDA
-from .pzobo import PZOBO
-from .rahgd import PRAHGD, RAHGD
-from .restarted_agd import RestartedAGD
-from .rsvrb import RSVRB, importance_probabilities
-from .rtmlmc import DLSGD, RTMLMC
-from .saba import SABA
-from .soba import FSLA, SOBA
-from .stable import STABLE
-from .stocbio import AmIGO, StocBiO
-from .svrb import SVRB
-from .tasks import TaskSampler, TensorTasks
-from .vector import Vector
-from .vrbo import VRBO
+from .hypergradient import finite_difference
+from .methods.aid import AID
+from .methods.ba import BA
+from .methods.contextual.rtmlmc import DLSGD, RTMLMC
+from .methods.f2sa import F2SA
+from .methods.first_order import FirstOrder
+from .methods.imcn import iMCN
+from .methods.itd import ITD
+from .methods.meta.esmaml import ESMAML
+from .methods.meta.maml import ANIL, FOMAML, MAML, iMAML
+from .methods.paid import PAID
+from .methods.restarted.pragda import PRAGDA, RAGDA
+from .methods.restarted.rahgd import PRAHGD, RAHGD
+from .methods.restarted.restarted_agd import RestartedAGD
+from .methods.stochastic.bsa import BSA, TTSA
+from .methods.stochastic.mrbo import MRBO, SUSTAIN
+from .methods.stochastic.saba import SABA
+from .methods.stochastic.soba import FSLA, SOBA
+from .methods.stochastic.stocbio import AmIGO, StocBiO
+from .methods.stochastic.vrbo import VRBO
+from .methods.tracked.bsvrb import BSVRB
+from .methods.tracked.rsvrb import RSVRB, importance_probabilities
+from .methods.tracked.stable import STABLE
+from .methods.tracked.svrb import SVRB
+from .methods.zeroth_order.hozog import HOZOG
+from .methods.zeroth_order.pzobo import PZOBO
+from .optimizer.base import BilevelOptimizer
+from .optimizer.minimax import GDA
+from .oracle.oracle import Oracle
+from .oracle.tasks import TaskSampler, TensorTasks
+from .problem.finite_sum import FiniteSum
+from .problem.objective import Objective
+from .problem.vector import Vector
+from .solvers import linear
+from .solvers.lower import AGD
 
 __all__ = [
     "AGD",

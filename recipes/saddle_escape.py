@@ -27,7 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import bilevel_optim as bo
-from bilevel_optim.minimax import MinimaxOptimizer
+from bilevel_optim.optimizer.minimax import MinimaxOptimizer
 
 from .report import environment, save_json, table
 

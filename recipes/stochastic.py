@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import bilevel_optim as bo
-from bilevel_optim.objective import Sample
+from bilevel_optim.problem.objective import Sample
 
 __all__ = ["ELSEWHERE", "METHODS", "IndexBatches", "IndexObjective", "IndexTerms", "Method", "decaying"]
 

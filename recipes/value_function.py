@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import grad
 
 from bilevel_optim import Vector
-from bilevel_optim.linear import cg
+from bilevel_optim.solvers.linear import cg
 
 __all__ = ["Value", "lower_solution", "value_and_gradient"]
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bilevel_optim.vector import Vector
+from bilevel_optim.problem.vector import Vector
 from recipes.benchmarks.contextual import P1
 
 __all__ = ["P0", "P1", "Cleaning", "Cosh", "PenaltyQuadratic", "Problem", "Quadratic", "Scalar", "Tasks"]

@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bilevel_optim as bo
-from bilevel_optim.oracle import Session
-from bilevel_optim.stacked import evaluate_copies
-from bilevel_optim.vector import Vector, stack
+from bilevel_optim.oracle.copies import evaluate_copies
+from bilevel_optim.oracle.oracle import Session
+from bilevel_optim.problem.vector import Vector, stack
 
 
 class Cube(torch.autograd.Function):

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 import bilevel_optim as bo
-from bilevel_optim.finite_difference import stencil
-from bilevel_optim.vector import stack
+from bilevel_optim.hypergradient.finite_difference import stencil
+from bilevel_optim.problem.vector import stack
 
 from .problems import Cosh, PenaltyQuadratic, Quadratic
 

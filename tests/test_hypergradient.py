@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.func import jacrev
 
 import bilevel_optim as bo
-from bilevel_optim.vector import Vector
+from bilevel_optim.problem.vector import Vector
 
 from .problems import Cleaning, PenaltyQuadratic, Quadratic, Scalar
 

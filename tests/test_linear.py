@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from bilevel_optim.linear import cg, fixed_point, neumann
-from bilevel_optim.vector import Vector
+from bilevel_optim.problem.vector import Vector
+from bilevel_optim.solvers.linear import cg, fixed_point, neumann
 
 
 def spd(spectrum, seed=0, dtype=torch.float64):

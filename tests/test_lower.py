@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from bilevel_optim import AGD
-from bilevel_optim.lower import LowerSolver, can_be_unrolled, update_vjp
-from bilevel_optim.vector import Vector
+from bilevel_optim.problem.vector import Vector
+from bilevel_optim.solvers.lower import LowerSolver, can_be_unrolled, update_vjp
 
 
 def agd(spectrum, steps, lr, momentum, start=1.0):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import bilevel_optim as bo
-from bilevel_optim.theory import Constants
+from bilevel_optim.methods.restarted.theory import Constants
 
 from .problems import Cleaning, Quadratic
 

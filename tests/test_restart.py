@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import bilevel_optim as bo
-from bilevel_optim.restart import uniform_ball
+from bilevel_optim.methods.restarted.restart import uniform_ball
 
 
 def run(phi, start, steps, record=None, **options):

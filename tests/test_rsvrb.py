@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import bilevel_optim as bo
-from bilevel_optim import storm
+from bilevel_optim.hypergradient import storm
 from bilevel_optim.hypergradient.recursive import Points, matrices
-from bilevel_optim.rows import Rows
+from bilevel_optim.methods.tracked.rows import Rows
 
 
 def seeded(seed=0):

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 
 import bilevel_optim as bo
-from bilevel_optim.contexts import PATH, TASKS, Contexts, coupled_path, draw_levels, level_probabilities
-from bilevel_optim.counters import Counters
 from bilevel_optim.hypergradient.multilevel import multilevel, smoothness
-from bilevel_optim.objective import Objective
-from bilevel_optim.oracle import Oracle
-from bilevel_optim.vector import Vector
+from bilevel_optim.oracle.oracle import Oracle
+from bilevel_optim.problem.objective import Objective
+from bilevel_optim.problem.random import Counters
+from bilevel_optim.problem.vector import Vector
+from bilevel_optim.solvers.contexts import PATH, TASKS, Contexts, coupled_path, draw_levels, level_probabilities
 
 from .problems import P0, P1
 
@@ -211,7 +211,7 @@ def test_batched_equals_dense_formulas_context_by_context(neumann):
     oracle = Oracle([x], [y], Objective(lambda b: upper(x, y, b)), Objective(lambda b: parts(x, y, b)))
     start = Vector([x.detach().expand(B, 5, 3).clone()])
     path = coupled_path(oracle, contexts, start, depths, lambda e: [min(0.5 * 2.0**-e, c)])
-    from bilevel_optim.contexts import CROSS, NEUMANN, TRUNCATION, UPPER
+    from bilevel_optim.solvers.contexts import CROSS, NEUMANN, TRUNCATION, UPPER
 
     p, total, xd = level_probabilities(levels), torch.zeros(5, 3), x.detach()
     hessian = torch.func.jacrev(torch.func.grad(parts, 1), 1)

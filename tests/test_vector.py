@@ -1,6 +1,6 @@
 import torch
 
-from bilevel_optim.vector import Vector, stack
+from bilevel_optim.problem.vector import Vector, stack
 
 
 def random(dtype=torch.float64):

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import bilevel_optim as bo
-from bilevel_optim.directions import KINDS, Directions, draw_seed
-from bilevel_optim.vector import Vector
+from bilevel_optim.hypergradient.directions import KINDS, Directions, draw_seed
+from bilevel_optim.problem.vector import Vector
 
 from .problems import Problem, Scalar
 

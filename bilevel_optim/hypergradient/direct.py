@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..objective import Sample
-from ..oracle import Oracle
+from ..oracle.oracle import Oracle
+from ..problem.objective import Sample
 from .estimate import Estimate
 
 __all__ = ["direct"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..vector import Vector
+from ..problem.vector import Vector
 
 __all__ = ["Estimate"]
 

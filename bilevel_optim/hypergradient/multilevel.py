@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import linear
-from ..contexts import CROSS, NEUMANN, POWER, TRUNCATION, UPPER, Contexts, Path
-from ..objective import Sample
-from ..oracle import Oracle, filled
-from ..tasks import LaneLoss, TaskObjective, select
-from ..vector import Vector
+from ..oracle.oracle import Oracle, filled
+from ..oracle.tasks import LaneLoss, TaskObjective, select
+from ..problem.objective import Sample
+from ..problem.vector import Vector
+from ..solvers import linear
+from ..solvers.contexts import CROSS, NEUMANN, POWER, TRUNCATION, UPPER, Contexts, Path
 from .estimate import Estimate
 
 __all__ = ["multilevel", "smoothness"]

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from ..finite_difference import Stencil
-from ..objective import Sample
-from ..oracle import Oracle
-from ..stacked import evaluate_copies
-from ..vector import Vector
+from ..oracle.copies import evaluate_copies
+from ..oracle.oracle import Oracle
+from ..problem.objective import Sample
+from ..problem.vector import Vector
 from .estimate import Estimate
+from .finite_difference import Stencil
 
 __all__ = ["penalty"]
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..objective import Objective
-from ..oracle import Oracle
-from ..tasks import LaneLoss, TaskDraws, TaskObjective
-from ..vector import Vector
+from ..oracle.oracle import Oracle
+from ..oracle.tasks import LaneLoss, TaskDraws, TaskObjective
+from ..problem.objective import Objective
+from ..problem.vector import Vector
 
 __all__ = ["Points", "matrices", "products"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..linear import LinearSolution
-from ..objective import Sample
-from ..oracle import Oracle
-from ..vector import Vector
+from ..oracle.oracle import Oracle
+from ..problem.objective import Sample
+from ..problem.vector import Vector
+from ..solvers.linear import LinearSolution
 from .estimate import Estimate
 
 __all__ = ["ImplicitSamples", "stochastic_implicit"]

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..lower import LowerSolver, update_vjp
-from ..objective import Sample
-from ..oracle import LowerSystem, Oracle
-from ..vector import Vector
+from ..oracle.oracle import LowerSystem, Oracle
+from ..problem.objective import Sample
+from ..problem.vector import Vector
+from ..solvers.lower import LowerSolver, update_vjp
 from .estimate import Estimate
 
 __all__ = ["unrolled"]

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..directions import Directions
-from ..objective import Sample
-from ..oracle import Oracle
-from ..paths import Paths
-from ..stacked import evaluate_copies
-from ..vector import Vector
+from ..oracle.copies import evaluate_copies
+from ..oracle.oracle import Oracle
+from ..problem.objective import Sample
+from ..problem.vector import Vector
+from ..solvers.paths import Paths
+from .directions import Directions
 from .estimate import Estimate
 
 __all__ = ["full_zeroth_order", "partial_zeroth_order"]

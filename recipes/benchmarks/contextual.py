@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import bilevel_optim as bo
-from bilevel_optim.contexts import level_probabilities
+from bilevel_optim.solvers.contexts import level_probabilities
 
 from ..report import environment, save_json, table
 

@@ -1,0 +1,1 @@
+"""Is the gradient right? `check_hypergradient` and its independent reference."""

@@ -1,0 +1,1 @@
+"""One file for each method; folders where methods share private parts."""

@@ -1,0 +1,86 @@
+"""BA: the bilevel approximation method, with a growing number of lower steps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Unpack
+
+from ..optimizer.base import CommonOptions
+from ..problem.parameters import Params, is_number, require
+from .aid import AID
+
+__all__ = ["BA"]
+
+
+class BA(AID):
+    r"""Bilevel approximation (BA, here with conjugate gradients): `AID` from a fixed start, with more and more steps.
+
+    Outer step k = 0, 1, ... makes :math:`\lceil c\,(k + 1)^{1/4} \rceil` lower steps from the first value of y, then
+    solves the linear system from zero, then updates x, all as in `AID`.
+
+    *When.* As a baseline: without warm starts the lower error stays, and shrinks only as the steps grow. *Needs* what
+    `AID` needs.
+
+    *Cost per step*: as `AID`, with the growing number of lower steps. *Draws*: as `AID`.
+
+    Args:
+        upper: upper parameters x.
+        lower: lower parameters y.
+        lr: learning rate of x.
+        lower_lr: learning rate of the lower steps.
+        lower_steps: c > 0, not necessarily an integer.
+        growth: the exponent. Default: 0.25.
+        linear_steps: most iterations of CG (the original solves the system exactly). Default: 10.
+        linear_tol, damping: as in `AID`.
+        warm_start: start y and v at their last values instead. Default: False.
+        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+
+    State: ``initial`` y (``linear_solution`` with warm starts), the lower optimizer's state.
+
+    Raises:
+        ValueError: for an argument out of its range.
+
+    Example:
+        >>> import torch
+        >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> optimizer = BA([x], [y], lr=0.5, lower_lr=0.5, lower_steps=2)
+        >>> for _ in range(20):
+        ...     loss = optimizer.step(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
+        >>> optimizer.oracle_counts["lower_grad"]  # 2, 4 x 3, 11 x 4, 4 x 5, and 20 x 1
+        98
+
+    Source: Ghadimi, Wang (2018), arXiv:1802.02246.
+    """
+
+    def __init__(
+        self,
+        upper: Params,
+        lower: Params,
+        *,
+        lr: float,
+        lower_lr: float,
+        lower_steps: float,
+        growth: float = 0.25,
+        linear_steps: int = 10,
+        linear_tol: float = 0.0,
+        damping: float = 0.0,
+        **common: Unpack[CommonOptions],
+    ) -> None:
+        require("lower_steps", lower_steps, is_number(lower_steps) and 0 < lower_steps < math.inf)
+        require("growth", growth, is_number(growth) and 0 <= growth < math.inf)
+        options: dict[str, Any] = {"warm_start": False, **common}
+        super().__init__(
+            upper,
+            lower,
+            lr=lr,
+            lower_lr=lower_lr,
+            lower_steps=math.ceil(lower_steps),
+            linear_steps=linear_steps,
+            linear_tol=linear_tol,
+            damping=damping,
+            **options,
+        )
+        self.scale, self.growth = lower_steps, growth
+
+    def _lower_step_count(self) -> int:
+        return math.ceil(self.scale * math.pow(self._steps_done + 1, self.growth))

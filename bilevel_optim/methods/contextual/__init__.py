@@ -1,0 +1,1 @@
+"""A fresh lower problem at every draw."""

@@ -1,0 +1,172 @@
+"""iMCN: inexact minimax cubic Newton."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import NamedTuple, Unpack
+
+import torch
+from torch import Tensor
+
+from ..hypergradient import Estimate
+from ..optimizer.base import CommonOptions
+from ..optimizer.minimax import MinimaxOptimizer
+from ..oracle.oracle import Oracle, UpperSystem
+from ..problem.parameters import Params, is_count, is_number, require
+from ..problem.vector import Vector
+from ..solvers import linear
+from ..solvers.lower import AGD
+from .restarted.restart import uniform_ball
+
+__all__ = ["iMCN"]
+
+
+class Model(NamedTuple):
+    """The cubic model at one s: its decrease from 0, and its gradient."""
+
+    decrease: Tensor
+    gradient: Vector
+
+
+class iMCN(MinimaxOptimizer):
+    r"""Inexact minimax cubic Newton, the second-order baseline for minimax problems.
+
+    .. math::
+        y &\leftarrow \text{Nesterov ascent on } f(x, \cdot) \quad (\text{lower\_steps}), \qquad
+             H = \nabla^2_{xx} f - \nabla^2_{xy} f\, [\nabla^2_{yy} f]^{-1} \nabla^2_{yx} f,\\
+        s &\approx \arg\min_s\ m(s) = \nabla_x f^\top s + \tfrac12 s^\top H s + \tfrac{M}{6} \|s\|^3, \qquad
+        x \leftarrow x + s.
+
+    The model is minimised by ``cubic_steps`` gradient steps of size ``lr`` from the perturbed Cauchy point; the inverse
+    is replaced by conjugate gradients.
+
+    *When.* As a baseline with few outer steps, each of many Hessian-vector products. *Needs* second derivatives, strong
+    concavity in y.
+
+    *Cost per step*: ``lower_steps`` lower gradients, 1 upper gradient, (``cubic_steps`` + 2)(``linear_steps`` + 2)
+    joint Hessian-vector products, each counted as one Hessian-vector and one cross product (fewer where CG is exact).
+    *Draws*: one batch for each lower step, then one.
+
+    ``.grad`` of x is set to -s / lr, so that a step of gradient descent makes the step s; after other uses of ``.grad``
+    it is no longer this method.
+
+    Args:
+        upper: upper parameters x, which descend.
+        lower: lower parameters y, which ascend.
+        lr: step size in the minimisation of the model, below 2 / (largest eigenvalue of H).
+        lower_lr: learning rate of the ascent steps.
+        lower_steps: ascent steps per outer step.
+        lower_momentum: as in `RAHGD`. Default: 0.
+        cubic: M > 0, about the Lipschitz constant of H. Default: 1.
+        cubic_steps: gradient steps on the model. Default: 10.
+        linear_steps: most iterations of CG for one product with H. Default: 10.
+        perturbation: radius of the perturbation of the Cauchy point. Default: 1e-3.
+        tol: once the model decreases by less, it is minimised with ten times the steps, and the run ends:
+            ``converged``, ``step`` does nothing. Costs a host synchronisation. Default: 0, never.
+        warm_start, lower_optimizer, check_finite, generator, vectorize, process_group: see `BilevelOptimizer`.
+
+    State: the lower optimizer's state, and ``initial`` y without warm starts.
+
+    Raises:
+        ValueError: for an argument out of its range, or ``hvp="finite-difference"``.
+
+    Example:
+        >>> import torch
+        >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> optimizer = iMCN([x], [y], lr=0.5, lower_lr=1.0, lower_steps=1, cubic=1e-3, cubic_steps=20)
+        >>> for _ in range(2):  # max_y f = x^2, one Newton step
+        ...     loss = optimizer.step(lambda: (x * y - y**2 / 2 + x**2 / 2).sum())
+        >>> bool(x.abs() < 1e-2)
+        True
+
+    Source: Luo, Li, Chen (2022), arXiv:2110.04814.
+    """
+
+    _saved = ("converged", "_ending", "_last_loss")
+
+    def __init__(
+        self,
+        upper: Params,
+        lower: Params,
+        *,
+        lr: float,
+        lower_lr: float,
+        lower_steps: int,
+        lower_momentum: float = 0.0,
+        cubic: float = 1.0,
+        cubic_steps: int = 10,
+        linear_steps: int = 10,
+        perturbation: float = 1e-3,
+        tol: float = 0.0,
+        **common: Unpack[CommonOptions],
+    ) -> None:
+        require("lower_momentum", lower_momentum, is_number(lower_momentum) and 0 <= lower_momentum < 1)
+        require("cubic", cubic, is_number(cubic) and 0 < cubic < math.inf)
+        require("cubic_steps", cubic_steps, is_count(cubic_steps))
+        require("linear_steps", linear_steps, is_count(linear_steps))
+        require("perturbation", perturbation, is_number(perturbation) and 0 <= perturbation < math.inf)
+        require("tol", tol, is_number(tol) and tol >= 0)
+        if common.get("hvp", "exact") == "finite-difference":
+            raise ValueError("Invalid hvp value: finite-difference (iMCN needs exact Hessian-vector products)")
+        self._own_solver = common.get("lower_optimizer") is None
+        if self._own_solver:
+            common["lower_optimizer"] = partial(AGD, momentum=lower_momentum)
+        self.cubic, self.cubic_steps, self.linear_steps = cubic, cubic_steps, linear_steps
+        self.perturbation, self.tol = perturbation, tol
+        self.converged = self._ending = False
+        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
+
+    def _finished(self) -> bool:
+        return self.converged
+
+    def _update(self) -> None:
+        super()._update()
+        self.converged = self._ending
+
+    def _estimate(self, oracle: Oracle) -> Estimate:
+        if self._own_solver:
+            self._ready_solver(oracle).reset()
+        diagnostics = self._descend(oracle)
+        rates = [float(group["lr"]) for group in self._groups("upper") for _ in group["params"]]
+        with oracle.upper_system(oracle.f.draw()) as system:
+            s = self._cauchy_point(oracle, system)
+            for _ in range(self.cubic_steps):
+                s = s - self._model(oracle, system, s).gradient * rates
+            decrease = self._model(oracle, system, s).decrease
+            if self.tol > 0 and decrease < self.tol:
+                self._ending = True
+                for _ in range(10 * self.cubic_steps):
+                    s = s - self._model(oracle, system, s).gradient * rates
+        oracle.checks.finite("hvp", s)
+        gradient = s * [-1 / rate if rate > 0 else 0.0 for rate in rates]
+        return Estimate(system.loss, gradient, {**diagnostics, "model_decrease": decrease})
+
+    def _cauchy_point(self, oracle: Oracle, system: UpperSystem) -> Vector:
+        """Minimiser of the model along the gradient, perturbed."""
+        gradient = Vector(system.gradient[: len(oracle.x)])
+        norm = gradient.norm()
+        safe = torch.where(norm > 0, norm, 1.0)
+        slope = gradient.dot(self._hessian(oracle, system, gradient)) / (self.cubic * safe**2)
+        length = (slope**2 + 2 * norm / self.cubic).sqrt() - slope
+        start = gradient * torch.where(norm > 0, -length / safe, 0.0)
+        if self.perturbation > 0:
+            start = start + uniform_ball(oracle.x, self.perturbation, self.generator, self._session.process_group)
+        return start
+
+    def _model(self, oracle: Oracle, system: UpperSystem, s: Vector) -> Model:
+        gradient = Vector(system.gradient[: len(oracle.x)])
+        bent, norm = self._hessian(oracle, system, s), s.norm()
+        decrease = -(gradient.dot(s) + bent.dot(s) / 2 + self.cubic / 6 * norm**3)
+        return Model(decrease, gradient + bent + s * (self.cubic / 2 * norm))
+
+    def _hessian(self, oracle: Oracle, system: UpperSystem, s: Vector) -> Vector:
+        """H s, where the inverse is that of -d2f/dy2, which is positive definite."""
+        split, nothing_x, nothing_y = len(oracle.x), oracle.x.zeros_like(), oracle.y.zeros_like()
+        product = system.product(Vector((*s, *nothing_y)))
+        v = linear.cg(
+            lambda p: -Vector(system.product(Vector((*nothing_x, *p)))[split:]),
+            product[split:],
+            steps=self.linear_steps,
+        ).solution
+        return Vector(product[:split]) + Vector(system.product(Vector((*nothing_x, *v)))[:split])

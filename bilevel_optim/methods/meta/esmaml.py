@@ -1,0 +1,101 @@
+"""ES-MAML: meta-learning an initial point by evolution strategies."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+from ...hypergradient import Estimate, full_zeroth_order
+from ...optimizer.base import ColdOptions
+from ...oracle.oracle import Oracle
+from ...problem.parameters import Params
+from ..zeroth_order.base import ZerothOrder
+from .maml import Initialised
+
+__all__ = ["ESMAML"]
+
+
+class ESMAML(Initialised, ZerothOrder):
+    r"""Evolution-strategies MAML: a zeroth-order gradient of the loss after adaptation, in the initial point.
+
+    Let :math:`\Phi_N(x) = f(x, y_N(x))`, with :math:`y_N(x)` the result of N = ``lower_steps`` steps on g that start at
+    y = x (adaptation; as for `MAML`, the *last* upper parameters are that initial point). With antithetic pairs of
+    directions,
+
+    .. math::
+        h = \frac1Q \sum_{j=1}^Q \frac{\Phi_N(x + \sigma u_j) - \Phi_N(x - \sigma u_j)}{2\sigma}\, u_j, \qquad
+        x \leftarrow x - \text{lr}\; h .
+
+    *When.* MAML without any derivative through the adaptation or of the upper loss. *Needs* values of f and first
+    derivatives of g in y. Its relative variance is (p + 1)/Q in p dimensions, so use it for small models.
+
+    *Cost per step*: N (2Q + 1) lower gradients and 2Q + 1 values of f. *Draws*, memory, buffers: as `PZOBO`. The live y
+    is set to the adapted :math:`y_N(x)`.
+
+    Args:
+        upper: upper parameters; the last of them are copies of the lower parameters, and start these.
+        lower: lower parameters, those of the model that the losses evaluate.
+        lr: learning rate of x.
+        lower_lr: learning rate of the adaptation steps.
+        lower_steps: N, adaptation steps.
+        directions: Q, pairs of directions per step. Default: 8.
+        smoothing: :math:`\sigma > 0`. Default: 1e-2.
+        smoothing_mode, direction, scale: as for `PZOBO`.
+        difference: ``"central"``, antithetic pairs, or ``"forward"``, against the unperturbed point, for half the
+            paths. Default: ``"central"``.
+        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer` and `PZOBO`.
+
+    State: none.
+
+    Raises:
+        ValueError: for an argument out of its range, or at the first step if the shapes do not fit.
+
+    Example:
+        >>> import torch
+        >>> x, y = torch.tensor([1.0, 2.0], requires_grad=True), torch.zeros(2, requires_grad=True)
+        >>> optimizer = ESMAML([x], [y], lr=0.1, lower_lr=0.5, lower_steps=1, directions=2, direction="orthogonal")
+        >>> loss = optimizer.backward(lambda: y.square().sum() / 2, lambda: (y - 4).square().sum() / 2)
+        >>> x.grad.round(decimals=3)  # y = x / 2 + 2, so the gradient is y / 2
+        tensor([1.2500, 1.5000])
+
+    Source: Song et al. (2020), arXiv:1910.01215.
+    """
+
+    def __init__(
+        self,
+        upper: Params,
+        lower: Params,
+        *,
+        lr: float,
+        lower_lr: float,
+        lower_steps: int,
+        directions: int = 8,
+        smoothing: float = 1e-2,
+        smoothing_mode: str = "absolute",
+        direction: str = "gaussian",
+        scale: str | float = "unbiased",
+        difference: str = "central",
+        **common: Unpack[ColdOptions],
+    ) -> None:
+        super().__init__(
+            upper,
+            lower,
+            lr=lr,
+            lower_lr=lower_lr,
+            lower_steps=lower_steps,
+            directions=directions,
+            smoothing=smoothing,
+            smoothing_mode=smoothing_mode,
+            direction=direction,
+            scale=scale,
+            difference=difference,
+            warm_start=False,
+            **common,
+        )
+
+    def _estimate(self, oracle: Oracle) -> Estimate:
+        self._initial(oracle)
+        oracle.session.reaches_upper = True  # the paths start there
+        directions, paths = self._directions(oracle), self._paths(oracle, None)
+        estimate = full_zeroth_order(oracle, paths, directions, central=self.difference == "central")
+        self._finish(oracle, paths)
+        return estimate

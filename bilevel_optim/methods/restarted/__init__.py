@@ -1,0 +1,1 @@
+"""Nesterov momentum on x with restarts, for bilevel, minimax and ordinary problems."""

@@ -1,0 +1,246 @@
+"""RAGDA and PRAGDA: restarted accelerated gradient descent ascent, without and with perturbations."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Self, Unpack
+
+from ...hypergradient import Estimate, implicit
+from ...optimizer.base import CommonOptions
+from ...optimizer.minimax import MinimaxOptimizer, danskin, negated
+from ...oracle.oracle import Oracle
+from ...problem.parameters import Params, as_groups, is_count, require, unnamed
+from ...solvers import linear
+from .accelerated import Accelerated, AcceleratedOptions
+from .theory import Constants
+
+__all__ = ["PRAGDA", "RAGDA"]
+
+
+class Options(AcceleratedOptions, total=False):
+    """Optional keyword arguments of `RAGDA`."""
+
+    newton_correction: bool
+    linear_steps: int
+
+
+class RAGDA(Accelerated, MinimaxOptimizer):
+    r"""Restarted accelerated gradient descent ascent: `RAHGD` for minimax problems, with gradients only.
+
+    .. math::
+        w &= x + (1 - \theta)(x - x_{\text{prev}}),\\
+        y &\leftarrow \text{Nesterov ascent on } f(w, \cdot) \text{ from the last } y \quad (\text{lower\_steps}),\\
+        x_{\text{prev}},\, x &\leftarrow x,\ w - \text{lr}\, \nabla_x f(w, y),
+
+    with the restarts, the end and the averaged output of `RAHGD`.
+
+    *When.* Full-batch problems, smooth, strongly concave in y, perhaps nonconvex in x. No second derivatives: the error
+    of the gradient is linear in that of y. With ``newton_correction`` the adjoint term
+    :math:`-\nabla^2_{xy} f\, [\nabla^2_{yy} f]^{-1} \nabla_y f`, which vanishes at the maximiser, is added: the error
+    is quadratic, for one run of conjugate gradients.
+
+    *Cost per step*: ``lower_steps`` lower gradients, 1 upper gradient, no Hessian-vector product; ``restart_steps``
+    more lower gradients when an epoch begins. With ``newton_correction`` one more lower gradient, up to
+    ``linear_steps`` (+ 1) Hessian-vector products, 1 cross product. *Draws*: one batch for each lower step, then one.
+
+    Args:
+        upper: upper parameters x, which descend.
+        lower: lower parameters y, which ascend.
+        lr: learning rate of x.
+        lower_lr: learning rate of the ascent steps.
+        lower_steps: ascent steps per outer step.
+        momentum, restart_radius, restart_period, lower_momentum, lower_restart, restart_steps, lower_tol, on_converged:
+            see `RAHGD`.
+        newton_correction: add the adjoint term. Default: False.
+        linear_steps: most iterations of CG, for ``newton_correction``. Default: 10.
+        warm_start, lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+
+    State: as `RAHGD` (``linear_solution`` only with ``newton_correction``).
+
+    Raises:
+        ValueError: for an argument out of its range.
+
+    Example:
+        >>> import torch
+        >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> optimizer = RAGDA([x], [y], lr=0.5, lower_lr=0.5, lower_steps=5)
+        >>> while not optimizer.converged:  # max_y f = x^2 - 2x
+        ...     loss = optimizer.step(lambda: (x * y - y**2 / 2 + x**2 / 2 - 2 * x).sum())
+        >>> round(x.item(), 2)
+        1.0
+
+    Source: Yang, Luo, Li, Jordan (2023), arXiv:2307.00126 (PRAGDA with radius 0).
+    """
+
+    def __init__(
+        self,
+        upper: Params,
+        lower: Params,
+        *,
+        lr: float,
+        lower_lr: float,
+        lower_steps: int,
+        momentum: float = 0.9,
+        restart_radius: float | None = None,
+        restart_period: int = 100,
+        lower_momentum: float = 0.0,
+        lower_restart: str = "keep",
+        restart_steps: int | None = None,
+        lower_tol: float = 0.0,
+        newton_correction: bool = False,
+        linear_steps: int = 10,
+        on_converged: str = "stop",
+        **common: Unpack[CommonOptions],
+    ) -> None:
+        require("newton_correction", newton_correction, isinstance(newton_correction, bool))
+        require("linear_steps", linear_steps, is_count(linear_steps))
+        self.newton_correction, self.linear_steps = newton_correction, linear_steps
+        super().__init__(
+            upper,
+            lower,
+            lr=lr,
+            lower_lr=lower_lr,
+            lower_steps=lower_steps,
+            momentum=momentum,
+            restart_radius=restart_radius,
+            restart_period=restart_period,
+            lower_momentum=lower_momentum,
+            lower_restart=lower_restart,
+            restart_steps=restart_steps,
+            lower_tol=lower_tol,
+            on_converged=on_converged,
+            **common,
+        )
+
+    def _estimate(self, oracle: Oracle) -> Estimate:
+        with oracle.at(upper=self._look_ahead(self._groups("upper"))):
+            self._solve_lower(oracle)
+            estimate = self._corrected(oracle) if self.newton_correction else danskin(oracle)
+        estimate.diagnostics.update(self._status())
+        return estimate
+
+    def _corrected(self, oracle: Oracle) -> Estimate:
+        sample = oracle.f.draw()
+        solve = partial(linear.cg, steps=self.linear_steps)
+        # The right-hand side is the error of y and no smooth function of x, so that the last solution is no start.
+        estimate = implicit(oracle, solve, upper_sample=sample, lower_sample=negated(sample))
+        estimate.memory.clear()
+        return estimate
+
+    @classmethod
+    def from_theory(
+        cls,
+        upper: Params,
+        lower: Params,
+        *,
+        ell: float,
+        mu: float,
+        rho: float,
+        eps: float | None = None,
+        restart_period: int | None = None,
+        **options: Any,
+    ) -> Self:
+        r"""The method with the constants of its theorem, see :meth:`RAHGD.from_theory`.
+
+        Args:
+            upper: upper parameters.
+            lower: lower parameters.
+            ell: Lipschitz constant of the gradient of f.
+            mu: strong concavity of f in y.
+            rho: Lipschitz constant of the second derivatives of f.
+            eps: target of the gradient norm.
+            restart_period: K, in the place of ``eps``.
+            options: any other argument of the constructor, or the same ones to override a constant.
+
+        Raises:
+            ValueError: for constants out of range, or unless one of ``eps`` and ``restart_period`` is given.
+        """
+        arguments = Constants.minimax(ell=ell, mu=mu, rho=rho).first_order(eps, restart_period)
+        del arguments["sigma"]
+        return cls(upper, lower, **{**arguments, **options})
+
+
+class PRAGDA(RAGDA):
+    r"""Perturbed RAGDA: finds second-order stationary points of :math:`\max_y f(x, y)` with gradients only.
+
+    As `RAGDA`; in addition, whenever an epoch begins, :math:`x \leftarrow x + \xi` with :math:`\xi` uniform on the ball
+    of radius r, the first epoch included unless ``perturb_initial=False`` (as the paper prints it).
+
+    *When.* The start, or the way, may come close to a saddle point of :math:`\max_y f(x, y)`.
+
+    *Cost per step*: as `RAGDA`. *Draws*: as `RAGDA`; the perturbations use ``generator``.
+
+    Args:
+        upper, lower, lr, lower_lr, lower_steps: as for `RAGDA`, as all options that are not named here.
+        perturbation: r >= 0, in units of x; small against B. Default: 1e-3.
+        perturb_initial: perturb the initial point too, see `PRAHGD`. Default: True.
+        options: as for `RAGDA`.
+
+    State: as `RAGDA`, and ``perturbation`` until the first update.
+
+    Raises:
+        ValueError: for an argument out of its range.
+
+    Example:
+        >>> import torch
+        >>> x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> optimizer = PRAGDA([x], [y], lr=0.5, lower_lr=0.5, lower_steps=5, generator=generator)
+        >>> while not optimizer.converged:  # max_y f = x^4/4 - x^2/2 has a maximum at 0
+        ...     loss = optimizer.step(lambda: (x * y - y**2 / 2 + x**4 / 4 - x**2).sum())
+        >>> round(abs(x.item()), 2)
+        1.0
+
+    Source: Yang, Luo, Li, Jordan (2023), arXiv:2307.00126.
+    """
+
+    def __init__(
+        self,
+        upper: Params,
+        lower: Params,
+        *,
+        lr: float,
+        lower_lr: float,
+        lower_steps: int,
+        perturbation: float = 1e-3,
+        perturb_initial: bool = True,
+        **options: Unpack[Options],
+    ) -> None:
+        self._configure_noise(perturbation, perturb_initial)
+        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **options)
+
+    @classmethod
+    def from_theory(  # type: ignore[override]
+        cls,
+        upper: Params,
+        lower: Params,
+        *,
+        ell: float,
+        mu: float,
+        rho: float,
+        eps: float,
+        failure: float = 0.1,
+        gradient_bound: float | None = None,
+        **options: Any,
+    ) -> Self:
+        r"""The method with the constants of its theorem, see :meth:`PRAHGD.from_theory` and :meth:`RAGDA.from_theory`.
+
+        Args:
+            upper: upper parameters.
+            lower: lower parameters.
+            ell: Lipschitz constant of the gradient of f.
+            mu: strong concavity of f in y.
+            rho: Lipschitz constant of the second derivatives of f.
+            eps: target of the gradient norm.
+            failure: allowed probability of failure. Default: 0.1.
+            gradient_bound: bound of the gradient of :math:`\max_y f`. Default: None, leave out its term.
+            options: any other argument of the constructor, or the same ones to override a constant.
+
+        Raises:
+            ValueError: for constants out of range.
+        """
+        groups = as_groups(upper, "upper")
+        size = sum(t.numel() for group in groups for t in map(unnamed, group["params"]) if t.requires_grad)
+        arguments = Constants.minimax(ell=ell, mu=mu, rho=rho).second_order(eps, size, failure, gradient_bound)
+        del arguments["sigma"]
+        return cls(groups, lower, **{**arguments, **options})

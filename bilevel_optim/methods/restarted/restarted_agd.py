@@ -1,0 +1,144 @@
+"""RestartedAGD: restarted Nesterov descent for ordinary (single-level) nonconvex problems."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...optimizer.base import REMADE
+from ...oracle.substitution import placed
+from ...problem.parameters import is_number, require
+from .restart import Restarting
+
+__all__ = ["RestartedAGD"]
+
+
+class RestartedAGD(Restarting, Optimizer):
+    r"""Restarted accelerated gradient descent: an ordinary ``torch.optim`` optimizer, the upper part of `RAHGD`.
+
+    .. math:: w = x + (1 - \theta)(x - x_{\text{prev}}), \qquad
+              x_{\text{prev}},\, x \leftarrow x,\ w - \text{lr}\,\nabla\Phi(w)
+
+    After k steps of an epoch with :math:`k \sum_{i<k} \|x_{i+1} - x_i\|^2 > B^2` the momentum is dropped (and x
+    perturbed, if asked for). An epoch of K steps ends the run.
+
+    *When.* Smooth, deterministic, nonconvex objectives. *Needs* a closure, because the gradient is evaluated at w.
+
+    *Cost per step*: one closure, one host synchronisation; four tensors of the size of x.
+
+    Args:
+        params: parameters, or groups of them, as ``torch.optim`` takes.
+        lr: learning rate, up to 1/L. Default: 1e-3.
+        momentum: :math:`1 - \theta` in [0, 1). Default: 0.9.
+        restart_radius: B > 0, in units of x; ``math.inf`` for never. Default: None, 5 times the length of the first
+            step (and at least 50 times ``perturbation``).
+        restart_period: K >= 1. Default: 100.
+        perturbation: radius of the ball from which x is perturbed when an epoch begins. Default: 0.
+        perturb_initial: perturb the initial point too. Default: True.
+        on_converged: ``"stop"``: once ``converged``, ``step`` does nothing and returns the last loss; ``"continue"``.
+            Default: ``"stop"``.
+        generator: source of the perturbations. Default: torch's default one.
+
+    State: ``previous``, ``sum``, ``candidate``, ``average`` (and ``perturbation`` until the first update). Attributes
+    ``converged``, ``restarts``, ``epoch_step``.
+
+    Raises:
+        ValueError: for an argument out of its range.
+
+    Example:
+        >>> x = torch.tensor([2.0, 1.0], requires_grad=True)
+        >>> optimizer = RestartedAGD([x], lr=0.05)
+        >>> def closure():
+        ...     optimizer.zero_grad()
+        ...     loss = (torch.tensor([1.0, 20.0]) * x**2).sum() / 2
+        ...     loss.backward()
+        ...     return loss
+        >>> while not optimizer.converged:
+        ...     loss = optimizer.step(closure)
+        >>> bool(x.norm() < 0.05)
+        True
+
+    Source: Li, Lin (2022), arXiv:2201.11411; arXiv:2307.00126.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        momentum: float = 0.9,
+        restart_radius: float | None = None,
+        restart_period: int = 100,
+        *,
+        perturbation: float = 0.0,
+        perturb_initial: bool = True,
+        on_converged: str = "stop",
+        generator: torch.Generator | None = None,
+    ) -> None:
+        require("learning rate", lr, is_number(lr) and lr >= 0, wording="Invalid learning rate: {value}")
+        require("generator", generator, generator is None or isinstance(generator, torch.Generator))
+        self._configure(momentum, restart_radius, restart_period, on_converged)
+        self._configure_noise(perturbation, perturb_initial)
+        self.generator = generator
+        self._last_loss: Tensor | None = None
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; ``closure`` clears the gradients, computes them at the present values, and returns the loss.
+
+        Returns:
+            The loss at the look-ahead point; the last one once the run has finished.
+
+        Raises:
+            RuntimeError: without a closure.
+        """
+        if closure is None:
+            raise RuntimeError(
+                "RestartedAGD needs a closure, because it evaluates the gradient at the look-ahead point"
+            )
+        if self._finished():
+            return self._last_loss
+        groups = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in self.param_groups]
+        live = [p for group in groups for p in group["params"]]
+        before = self._progress
+        try:
+            with placed(live, self._look_ahead(groups)), torch.enable_grad():
+                loss = closure()
+        except BaseException:
+            self._progress = before
+            raise
+        self._last_loss = loss.detach() if isinstance(loss, Tensor) else loss
+        self._advance(groups)
+        return loss
+
+    def _all_upper_groups(self) -> list[dict[str, Any]]:
+        return self.param_groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; a new group starts a new epoch, without momentum."""
+        super().add_param_group(param_group)
+        self._begin_epoch()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch, with the key ``"restarts"`` for what does not belong to one parameter."""
+        state: dict[str, Any] = super().state_dict()
+        generator = None if self.generator is None else self.generator.get_state()
+        state["restarts"] = {"progress": self._progress, "loss": self._last_loss, "generator": generator}
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned, into an optimizer made with the same arguments."""
+        if "restarts" not in state_dict:
+            raise ValueError("the state dict is not that of a RestartedAGD: it has no 'restarts' entry")
+        super().load_state_dict(state_dict)
+        own = state_dict["restarts"]
+        self._progress, self._last_loss = own["progress"], own["loss"]
+        if own["generator"] is not None and self.generator is not None:
+            self.generator.set_state(own["generator"].cpu())
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {k: v for k, v in self.__dict__.items() if k not in REMADE and not k.startswith("_optimizer_")}
+        return {**super().__getstate__(), **own}

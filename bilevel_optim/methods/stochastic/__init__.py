@@ -1,0 +1,1 @@
+"""Stochastic methods with second derivatives, in one loop or two."""

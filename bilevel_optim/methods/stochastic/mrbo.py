@@ -1,0 +1,205 @@
+"""MRBO and SUSTAIN: single loops whose two gradients are recursive estimates (STORM)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Unpack
+
+from torch import Tensor
+
+from ...hypergradient import Estimate, ImplicitSamples
+from ...optimizer.base import CommonOptions
+from ...oracle.oracle import Oracle
+from ...problem.objective import Sample
+from ...problem.parameters import Params, is_number, require
+from ...problem.vector import Vector
+from .stocbio import NeumannMethod
+
+__all__ = ["MRBO", "SUSTAIN", "Recursion", "recursive_memory"]
+
+
+class Recursion(NamedTuple):
+    """Two recursive estimates, and the point at which they were made.
+
+    Attributes:
+        x: the upper parameters there.
+        y: the lower ones.
+        h: estimate of the hypergradient.
+        u: estimate of the lower gradient.
+    """
+
+    x: Vector
+    y: Vector
+    h: Vector
+    u: Vector
+
+    def estimate(self, loss: Tensor, diagnostics: dict[str, Tensor]) -> Estimate:
+        """What a step returns: h, and all that is to be remembered."""
+        return Estimate(
+            loss,
+            self.h.clone(),  # a gradient may be clipped in place
+            {**diagnostics, "lower_residual": self.u.norm()},
+            memory={"previous": self.y, "direction": self.u},
+            upper_memory={"previous": self.x, "direction": self.h},
+        )
+
+
+def recursive_memory(method: NeumannMethod, oracle: Oracle) -> Recursion | None:
+    """What the last step remembered, if every parameter took part in it."""
+    y, u = (method._remembered(oracle, name) for name in ("previous", "direction"))
+    if y is None or u is None:
+        return None
+    x, h = (method._remembered(oracle, name, upper=True) for name in ("previous", "direction"))
+    return None if x is None or h is None else Recursion(x, y, h, u)
+
+
+class MRBO(NeumannMethod):
+    r"""Momentum-based recursive bilevel optimiser (MRBO): STORM on the lower gradient and on the hypergradient.
+
+    With :math:`z_k = (x_k, y_k)`, :math:`\nabla\Phi(z; \xi)` the estimate of `StocBiO` on samples :math:`\xi`,
+
+    .. math::
+        u_k &= \nabla_y g(z_k; \zeta) + (1 - \beta_y) (u_{k-1} - \nabla_y g(z_{k-1}; \zeta)),\\
+        h_k &= \nabla\Phi(z_k; \xi) + (1 - \beta) (h_{k-1} - \nabla\Phi(z_{k-1}; \xi)),\\
+        y_{k+1} &= y_k - \alpha u_k, \qquad x_{k+1} = x_k - \text{lr}\, h_k.
+
+    *When.* Small batches: noise that is common to both points cancels in the differences, and averages out with the
+    weights :math:`\beta`; a good single loop where two evaluations per sample are affordable. *Needs* what `StocBiO`
+    needs, and losses that are smooth on every batch. In the analysis :math:`\text{lr}, \alpha \sim k^{-1/3}` and
+    :math:`\beta \sim \text{lr}^2`: the learning rates are moved by schedulers, and ``beta`` and ``lower_beta`` may be
+    assigned between steps.
+
+    *Cost per step*: 2 lower gradients, 2 upper gradients, 2 Q Hessian-vector products, 2 cross products (half of it in
+    the first step). *Draws*: one lower batch for u, then one upper batch, one lower batch for each product, one for the
+    cross product; each is evaluated at both points.
+
+    Args:
+        upper: upper parameters x.
+        lower: lower parameters y.
+        lr: learning rate of x.
+        lower_lr: learning rate of y.
+        linear_steps: Q, the number of products. Default: 10.
+        linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
+        beta: weight :math:`\beta` in [0, 1] of the present sample of the hypergradient; 1 keeps no memory. Default:
+            0.1.
+        lower_beta: weight :math:`\beta_y` of the present sample of the lower gradient. Default: ``beta``.
+        warm_start: start y at its last value. Default: True.
+        lower_optimizer: takes u for the gradient, so it cannot be one that evaluates gradients itself (``LBFGS``); see
+            `BilevelOptimizer`.
+        check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+
+    State: ``previous`` and ``direction`` of the upper and of the lower parameters, the lower optimizer's state, and
+    ``initial`` y without warm starts. Tasks start without memory at every step.
+
+    Raises:
+        ValueError: for an argument out of its range.
+
+    Example:
+        >>> import torch
+        >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> optimizer = MRBO([x], [y], lr=0.2, lower_lr=0.8)
+        >>> for _ in range(60):  # y*(x) = x, so the minimiser of f(x, y*(x)) is 1
+        ...     loss = optimizer.step(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
+        >>> round(x.item(), 4)
+        1.0
+
+    Source: Yang, Ji, Liang (2021), arXiv:2106.04692.
+    """
+
+    _saved = ("beta", "lower_beta")
+
+    def __init__(
+        self,
+        upper: Params,
+        lower: Params,
+        *,
+        lr: float,
+        lower_lr: float,
+        linear_steps: int = 10,
+        linear_lr: float | None = None,
+        beta: float = 0.1,
+        lower_beta: float | None = None,
+        **common: Unpack[CommonOptions],
+    ) -> None:
+        require("beta", beta, is_number(beta) and 0 <= beta <= 1)
+        require("lower_beta", lower_beta, lower_beta is None or (is_number(lower_beta) and 0 <= lower_beta <= 1))
+        self.beta, self.lower_beta = beta, beta if lower_beta is None else lower_beta
+        super().__init__(
+            upper,
+            lower,
+            lr=lr,
+            lower_lr=lower_lr,
+            lower_steps=1,
+            linear_steps=linear_steps,
+            linear_lr=linear_lr,
+            **common,
+        )
+        self._require_given_gradient()
+
+    def _estimate(self, oracle: Oracle) -> Estimate:
+        solver, last = self._ready_solver(oracle), recursive_memory(self, oracle)
+        zeta, samples = oracle.g.draw(), self._draw(oracle)
+        value, u = oracle.lower(zeta)
+        estimate = self._hypergradient(oracle, samples)
+        h = estimate.gradient
+        if last is not None:
+            before_u, before_h = self._before(oracle, last, zeta, samples)
+            u = u + (last.u - before_u) * (1 - self.lower_beta)
+            h = h + (last.h - before_h) * (1 - self.beta)
+        now = Recursion(oracle.x.detach().clone(), oracle.y.detach().clone(), h, u)
+        solver.step(lambda: (value, u.clone()))
+        oracle.checks.finite("lower_grad", oracle.y)
+        return now.estimate(estimate.loss, estimate.diagnostics)
+
+    def _before(self, oracle: Oracle, last: Recursion, zeta: Sample, samples: ImplicitSamples) -> tuple[Vector, Vector]:
+        """Both gradients at the last point, on the present samples."""
+        with oracle.at(last.x, last.y):
+            with oracle.buffers_kept():
+                _, u = oracle.lower(zeta)
+            return u, self._hypergradient(oracle, samples).gradient
+
+
+class SUSTAIN(MRBO):
+    r"""Single-timescale doubly stochastic method with momentum (SUSTAIN): `MRBO` with a randomised Neumann series.
+
+    The hypergradient on a sample is that of `BSA`, with
+    :math:`v = N \eta \prod_{j=1}^{n} (I - \eta \nabla^2_{yy} g(\zeta_j)) \nabla_y f(\xi)` and n uniform on
+    0, ..., N - 1. All draws, n too, are common to both points; the rest is as in `MRBO`.
+
+    *When.* As `MRBO`, with half of the products and more variance. *Needs* what `MRBO` needs.
+
+    *Cost per step*: 2 lower gradients, 2 upper gradients, 2 n Hessian-vector products (N - 1 on average), 2 cross
+    products (half of it in the first step). *Draws*: one lower batch for u, n from ``generator``, then one upper batch,
+    one lower batch for each product, one for the cross product. Tasks and ranks share n.
+
+    Args:
+        upper: upper parameters x.
+        lower: lower parameters y.
+        lr: learning rate of x.
+        lower_lr: learning rate of y.
+        linear_steps: N, the number of terms. Default: 10.
+        linear_lr: :math:`\eta`, in the original 1/L. Default: the learning rate of the lower groups.
+        beta: weight in [0, 1] of the present sample of the hypergradient. Default: 0.1.
+        lower_beta: the same of the lower gradient. Default: ``beta``.
+        warm_start: start y at its last value. Default: True.
+        lower_optimizer: takes u for the gradient; see `BilevelOptimizer`.
+        check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+
+    State: as `MRBO`.
+
+    Raises:
+        ValueError: for an argument out of its range.
+
+    Example:
+        >>> import torch
+        >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> optimizer = SUSTAIN([x], [y], lr=0.1, lower_lr=0.8, linear_steps=3, generator=generator)
+        >>> for _ in range(200):
+        ...     loss = optimizer.step(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
+        >>> round(x.item(), 2)
+        1.0
+
+    Source: Khanduri, Zeng, Hong, Wai, Wang, Yang (2021), arXiv:2102.07367.
+    """
+
+    _randomised = True

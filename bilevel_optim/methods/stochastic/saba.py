@@ -1,0 +1,192 @@
+"""SABA: SOBA with a memory of every term of two finite sums (SAGA)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...hypergradient import Estimate
+from ...optimizer.base import Loss
+from ...oracle.oracle import Oracle
+from ...problem.finite_sum import FiniteSum, term_count
+from ...problem.objective import Objective, Sample
+from ...problem.vector import Vector, stack
+from .soba import SingleLoop
+
+__all__ = ["SABA"]
+
+
+class _Memory(NamedTuple):
+    """The last values of the terms of a sum, and their mean."""
+
+    table: Vector
+    mean: Vector
+
+    def direction(self, index: int, value: Vector) -> Vector:
+        """The mean with one term renewed n times over: unbiased for the mean of the present values."""
+        return self.mean + (value - self.table.lane(index))
+
+    def renewed(self, index: int, value: Vector) -> Vector:
+        """The mean with one term renewed."""
+        return self.mean + (value - self.table.lane(index)) * (1 / len(self.table[0]))
+
+
+class SABA(SingleLoop):
+    r"""Stochastic average bilevel algorithm (SABA): `SOBA` with SAGA's variance reduction, for finite sums.
+
+    Of each term of both losses the last :math:`\nabla_y g_i,\ \nabla^2_{yy} g_i v,\ \nabla^2_{xy} g_i v` and
+    :math:`\nabla_y f_j,\ \nabla_x f_j` are kept. A step draws i and j, and puts for each quantity t in the updates of
+    `SOBA`
+
+    .. math:: t_i - \bar t_i + \tfrac1n \sum_{i'} \bar t_{i'}
+
+    with :math:`\bar t` the values kept; then it keeps :math:`t_i`.
+
+    *When.* Data that can be divided into fixed batches: the step of `SOBA`, with *constant* learning rates and linear
+    convergence (for strongly convex f(x, y*(x))). *Needs* `FiniteSum` objectives (a loss without data is a sum of one
+    term), what `SOBA` needs, and memory: for n lower and m upper terms 2n + m copies of y, n + m of x. Losses with
+    random numbers of their own (dropout) keep that noise. :math:`\alpha, \eta` at most about 1/(3 L), L the largest
+    curvature of any term.
+
+    *Cost per step*: 1 lower gradient, 1 upper gradient, 1 Hessian-vector product, 1 cross product; in the first step n,
+    m, n, n, which fill the memory. *Draws*: a term of g, a term of f.
+
+    Args:
+        upper: upper parameters x.
+        lower: lower parameters y.
+        lr: learning rate of x.
+        lower_lr: learning rate of y.
+        linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
+        warm_start: start y and v at their last values. Default: True. (v begins with the first step from zero,
+            :math:`\eta \nabla_y f`.)
+        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`. Each rank keeps
+            a memory; all draw the indices of the first, and need the same numbers of terms.
+
+    State: ``linear_solution`` (v); ``lower_table``, ``product_table``, ``adjoint_table`` of the lower parameters and
+    ``cross_table``, ``direct_table`` of the upper ones, with a row for each term, and their means ``lower_mean``, ...;
+    the lower optimizer's state, and ``initial`` y without warm starts.
+
+    Raises:
+        ValueError: for an argument out of its range; at the first step, for an objective that does not know the indices
+            of its draws, and with tasks (there is no memory of tasks).
+
+    Example:
+        >>> import torch
+        >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> data = torch.tensor([0.0, 3.0])
+        >>> upper = FiniteSum(lambda t: (y - t).square().mean() / 2, data)  # the mean of f asks for y = 1.5
+        >>> lower = FiniteSum(lambda t: (1 + t) * (y - x).square().sum() / 2, data)
+        >>> optimizer = SABA([x], [y], lr=0.03, lower_lr=0.2)
+        >>> for _ in range(1000):
+        ...     loss = optimizer.step(upper, lower)
+        >>> round(x.item(), 4)
+        1.5
+
+    Source: Dagréou, Ablin, Vaiter, Moreau (2022), arXiv:2201.13409; Defazio, Bach, Lacoste-Julien (2014),
+    arXiv:1407.0202 (SAGA).
+    """
+
+    _rows: list[tuple[Vector, int, Vector]]  # tables, indices and values that a step renews
+
+    def backward(self, upper: Loss, lower: Loss, *, tasks: Any = None) -> Tensor:
+        """As for every method; takes no tasks, and objectives that know the indices of their draws."""
+        if tasks is not None:
+            raise ValueError("SABA remembers every term of its losses and takes no tasks; SOBA does")
+        loss = super().backward(upper, lower)
+        for table, index, row in self._rows:  # only now, because a step that fails changes nothing
+            table.lane(index).copy_(row)
+        self._rows = []
+        return loss
+
+    def _estimate(self, oracle: Oracle) -> Estimate:
+        solver, rates = self._ready_solver(oracle), self._linear_rates(self.linear_lr)
+        estimate = Estimate(oracle.x[0].new_zeros(()), oracle.x.zeros_like())
+        self._rows = []
+        losses: list[Tensor] = []
+        samples: list[Sample] = []
+
+        def upper(sample: Sample) -> dict[str, Vector]:
+            loss, direct, adjoint = oracle.upper(sample)
+            losses.append(loss)
+            return {"direct": direct, "adjoint": adjoint}
+
+        f = self._averaged(oracle, "upper", upper, estimate)
+        v = self._solution(oracle)
+        v = f["adjoint"] * rates if v is None else v
+
+        def lower(sample: Sample) -> dict[str, Vector]:
+            samples.append(sample)
+            with oracle.lower_system(sample) as system:
+                cross, product = system.both(v)
+                return {"lower": system.gradient, "product": product, "cross": cross}
+
+        g = self._averaged(oracle, "lower", lower, estimate)
+        residual = g["product"] - f["adjoint"]
+        estimate.loss, estimate.gradient = torch.stack(losses).mean(), f["direct"] - g["cross"]
+        solver.step(lambda: (estimate.loss, g["lower"].clone()))
+        oracle.checks.finite("lower_grad", oracle.y)
+        oracle.checks.finite("hvp", residual)
+        oracle.advance_buffers(samples[-1])
+        if self.warm_start:
+            estimate.memory["linear_solution"] = v - residual * rates
+        estimate.diagnostics = {"lower_residual": g["lower"].norm(), "linear_residual": residual.norm()}
+        return estimate
+
+    def _averaged(
+        self, oracle: Oracle, level: str, evaluate: Callable[[Sample], dict[str, Vector]], estimate: Estimate
+    ) -> dict[str, Vector]:
+        """SAGA's directions for what ``evaluate`` gives of one term; what is to be kept goes to ``estimate``."""
+        objective = oracle.f if level == "upper" else oracle.g
+        count = term_count(objective, level)
+        kept = self._kept(oracle, level, count)
+        memories = {True: estimate.upper_memory, False: estimate.memory}
+        if kept is None:
+            terms = [evaluate(sample) for sample in _terms(objective)]
+            tables = {name: stack([term[name] for term in terms]) for name in _QUANTITIES[level]}
+            directions = {name: Vector(t.mean(0) for t in table) for name, table in tables.items()}
+            for name, is_upper in _QUANTITIES[level].items():
+                memories[is_upper] |= {f"{name}_table": tables[name], f"{name}_mean": directions[name]}
+        else:
+            index, sample = self._drawn(oracle, objective)
+            directions = {}
+            for name, value in evaluate(sample).items():
+                memory = kept[name]
+                directions[name] = memory.direction(index, value)
+                memories[_QUANTITIES[level][name]][f"{name}_mean"] = memory.renewed(index, value)
+                self._rows.append((memory.table, index, value))
+        return directions
+
+    def _kept(self, oracle: Oracle, level: str, count: int) -> dict[str, _Memory] | None:
+        """The memory of a sum, if every parameter has one for this number of terms."""
+        kept = {}
+        for name, is_upper in _QUANTITIES[level].items():
+            table, mean = (self._remembered(oracle, f"{name}_{part}", upper=is_upper) for part in ("table", "mean"))
+            if table is None or mean is None or len(table[0]) != count:
+                return None
+            kept[name] = _Memory(table, mean)
+        return kept
+
+    @staticmethod
+    def _drawn(oracle: Oracle, objective: Objective) -> tuple[int, Sample]:
+        """A random term, the same on all ranks."""
+        sample = objective.draw()
+        index = oracle.agreed(sample.index or 0)
+        if isinstance(objective, FiniteSum) and index != sample.index:
+            sample = objective.term(index)
+        return index, sample
+
+
+# What is remembered of a term of each sum, and whether it is shaped like x.
+_QUANTITIES = {
+    "upper": {"direct": True, "adjoint": False},
+    "lower": {"lower": False, "product": False, "cross": True},
+}
+
+
+def _terms(objective: Objective) -> list[Sample]:
+    if isinstance(objective, FiniteSum):
+        return [objective.term(i) for i in range(len(objective))]
+    return [objective.draw()]

@@ -1,0 +1,190 @@
+"""StocBiO and AmIGO: stochastic implicit differentiation with two loops; what the methods with Neumann series share."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Unpack
+
+import torch
+
+from ...hypergradient import Estimate, ImplicitSamples, stochastic_implicit
+from ...optimizer.base import BilevelOptimizer, CommonOptions
+from ...oracle.oracle import Oracle
+from ...problem.parameters import Params, is_count, is_number, require
+from ...solvers import linear
+
+__all__ = ["AmIGO", "NeumannMethod", "StocBiO"]
+
+
+class NeumannMethod(BilevelOptimizer):
+    """What the methods with a stochastic Neumann series share: its length and step size, samples, the estimate on them.
+
+    Args:
+        upper, lower, lr, lower_lr, lower_steps: see `BilevelOptimizer`.
+        linear_steps: Q, the number of products; for the randomised series N, the number of terms.
+        linear_lr: its step size. Default: the learning rate of the lower groups.
+        common: see `BilevelOptimizer`.
+    """
+
+    _randomised = False  # one term drawn at random, times their number, instead of the sum of all
+
+    def __init__(
+        self,
+        upper: Params,
+        lower: Params,
+        *,
+        lr: float,
+        lower_lr: float,
+        lower_steps: int,
+        linear_steps: int = 10,
+        linear_lr: float | None = None,
+        **common: Unpack[CommonOptions],
+    ) -> None:
+        require("linear_steps", linear_steps, is_count(linear_steps) and (linear_steps > 0 or not self._randomised))
+        require("linear_lr", linear_lr, linear_lr is None or (is_number(linear_lr) and linear_lr > 0))
+        self.linear_steps, self.linear_lr = linear_steps, linear_lr
+        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
+
+    def _draw(self, oracle: Oracle) -> ImplicitSamples:
+        """Samples for one estimate; their number decides which term of a randomised series it is."""
+        products = self.linear_steps
+        if self._randomised:
+            device = "cpu" if self.generator is None else self.generator.device
+            drawn = torch.randint(self.linear_steps, (), generator=self.generator, device=device)
+            products = oracle.agreed(int(drawn))
+        return ImplicitSamples.draw(oracle, products)
+
+    def _hypergradient(self, oracle: Oracle, samples: ImplicitSamples) -> Estimate:
+        """The estimate on these samples at the present point; nothing of it is remembered."""
+        solve = partial(linear.neumann, steps=len(samples.products), lr=self._linear_rates(self.linear_lr))
+        if self._randomised:
+            solve = partial(linear.neumann_term, terms=self.linear_steps, **solve.keywords)
+        estimate = stochastic_implicit(oracle, samples, solve)
+        estimate.memory.clear()
+        return estimate
+
+    def _estimate(self, oracle: Oracle) -> Estimate:
+        residual = self._descend(oracle)
+        estimate = self._hypergradient(oracle, self._draw(oracle))
+        estimate.diagnostics.update(residual)
+        return estimate
+
+
+class StocBiO(NeumannMethod):
+    r"""Stochastic bilevel optimiser (stocBiO): lower steps, then a Neumann series with a fresh batch in every factor.
+
+    .. math::
+        y &\leftarrow y - \alpha \nabla_y g(x, y; \zeta) \quad (\text{lower\_steps times, each on a new batch}),\\
+        v &= \eta \sum_{q=0}^{Q} \prod_{j=1}^{q} (I - \eta \nabla^2_{yy} g(x, y; \zeta_j))\, \nabla_y f(x, y; \xi),\\
+        x &\leftarrow x - \text{lr}\, (\nabla_x f(x, y; \xi) - \nabla^2_{xy} g(x, y; \zeta_0)\, v).
+
+    *When.* Stochastic losses with batches that are large enough for a Hessian-vector product to mean something; the
+    simplest of the stochastic methods with second derivatives. *Needs* a lower loss that is strongly convex in y, and
+    :math:`\eta \le 1/L` on every batch. The mean of v is the truncated series at the mean Hessian, with bias
+    :math:`O((1 - \eta\mu)^{Q+1})`.
+
+    *Cost per step*: ``lower_steps`` lower gradients, 1 upper gradient, Q Hessian-vector products, 1 cross product.
+    *Draws*: one lower batch for each lower step, one upper batch, one lower batch for each product, one for the cross
+    product.
+
+    Args:
+        upper: upper parameters x.
+        lower: lower parameters y.
+        lr: learning rate of x.
+        lower_lr: learning rate of the lower steps.
+        lower_steps: lower steps per outer step.
+        linear_steps: Q, the number of products. Default: 10.
+        linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
+        warm_start: start y at its last value. Default: True.
+        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+
+    State: the lower optimizer's state, and ``initial`` y without warm starts.
+
+    Raises:
+        ValueError: for an argument out of its range.
+
+    Example:
+        >>> import torch
+        >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> optimizer = StocBiO([x], [y], lr=0.5, lower_lr=0.5, lower_steps=5)
+        >>> for _ in range(30):  # y*(x) = x, so the minimiser of f(x, y*(x)) is 1
+        ...     loss = optimizer.step(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
+        >>> round(x.item(), 4)
+        1.0
+
+    Source: Ji, Yang, Liang (2021), arXiv:2010.07962 (there the batches of the factors may shrink geometrically).
+    """
+
+
+class AmIGO(BilevelOptimizer):
+    r"""Amortised implicit gradient optimisation (AmIGO): warm-started stochastic steps on y and on the linear system.
+
+    .. math::
+        y &\leftarrow y - \alpha \nabla_y g(x, y; \zeta) \quad (\text{lower\_steps times}),\\
+        v &\leftarrow v - \eta (\nabla^2_{yy} g(x, y; \zeta_j)\, v - \nabla_y f(x, y; \xi))
+        \quad (\text{linear\_steps times}),\\
+        x &\leftarrow x - \text{lr}\, (\nabla_x f(x, y; \xi) - \nabla^2_{xy} g(x, y; \zeta_0)\, v).
+
+    *When.* As `StocBiO`, and better conditioned by the warm start of v: its error is carried over and shrinks from step
+    to step, so few linear steps do. *Needs* a lower loss that is strongly convex in y, and :math:`\eta < 2/L` on every
+    batch.
+
+    *Cost per step*: ``lower_steps`` lower gradients, 1 upper gradient, ``linear_steps`` Hessian-vector products (one
+    less where v starts from zero), 1 cross product. *Draws*: one lower batch for each lower step, one upper batch, one
+    lower batch for each product, one for the cross product.
+
+    Args:
+        upper: upper parameters x.
+        lower: lower parameters y.
+        lr: learning rate of x.
+        lower_lr: learning rate of the lower steps.
+        lower_steps: lower steps per outer step.
+        linear_steps: steps on the linear system. Default: 10.
+        linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
+        warm_start: start y and v at their last values. Default: True.
+        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+
+    State: ``linear_solution`` (v), the lower optimizer's state, and ``initial`` y without warm starts.
+
+    Raises:
+        ValueError: for an argument out of its range.
+
+    Example:
+        >>> import torch
+        >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> optimizer = AmIGO([x], [y], lr=0.5, lower_lr=0.5, lower_steps=2, linear_steps=2)
+        >>> for _ in range(50):
+        ...     loss = optimizer.step(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
+        >>> round(x.item(), 4)
+        1.0
+
+    Source: Arbel, Mairal (2022), arXiv:2111.14580.
+    """
+
+    def __init__(
+        self,
+        upper: Params,
+        lower: Params,
+        *,
+        lr: float,
+        lower_lr: float,
+        lower_steps: int,
+        linear_steps: int = 10,
+        linear_lr: float | None = None,
+        **common: Unpack[CommonOptions],
+    ) -> None:
+        require("linear_steps", linear_steps, is_count(linear_steps) and linear_steps > 0)
+        require("linear_lr", linear_lr, linear_lr is None or (is_number(linear_lr) and linear_lr > 0))
+        self.linear_steps, self.linear_lr = linear_steps, linear_lr
+        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
+
+    def _estimate(self, oracle: Oracle) -> Estimate:
+        residual = self._descend(oracle)
+        start = self._remembered(oracle, "linear_solution") if self.warm_start else None
+        samples = ImplicitSamples.draw(oracle, self.linear_steps - (start is None))
+        solve = partial(linear.fixed_point, steps=self.linear_steps, lr=self._linear_rates(self.linear_lr))
+        estimate = stochastic_implicit(oracle, samples, solve, start)
+        if not self.warm_start:
+            estimate.memory.clear()
+        estimate.diagnostics.update(residual)
+        return estimate

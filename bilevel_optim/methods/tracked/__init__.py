@@ -1,0 +1,1 @@
+"""Single-loop methods that remember estimates of each lower problem."""

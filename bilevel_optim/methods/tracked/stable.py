@@ -1,0 +1,95 @@
+"""STABLE: tracked second derivatives, plain first ones, and lower steps that follow x."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from ...hypergradient.recursive import flat
+from ...problem.parameters import Params, require
+from .recursion import RecursiveOptions, is_weight
+from .svrb import SVRB
+
+__all__ = ["STABLE"]
+
+
+class STABLE(SVRB):
+    r"""Single-timescale stochastic bilevel method (STABLE): plain gradients, STORM matrices, y follows x.
+
+    .. math::
+        V, H &\leftarrow \text{STORM estimates of } \nabla^2_{xy} g, \nabla^2_{yy} g \text{, as in `SVRB`},\\
+        x^+ &= x - \text{lr}\,(\nabla_x f(x, y; \xi) - V H^{-1} \nabla_y f(x, y; \xi)),\\
+        y^+ &= y - \text{lower\_lr}\, \nabla_y g(x, y; \zeta) - H^{-1} V^\top (x^+ - x).
+
+    *When.* As the baseline of `SVRB`, which tracks the first derivatives too and leaves the last term out. That term
+    moves y along with :math:`y^*(x)`, so both levels may have steps of one size. *Needs* what `SVRB` needs.
+
+    *Cost per step*: that of `SVRB`, and one more solve. *Draws*: as `SVRB`.
+
+    The term is added by ``step``; after ``backward`` and the step of another optimizer it is missing.
+
+    Args:
+        upper: upper parameters x.
+        lower: lower parameters y; with ``tasks=``, one row for each task (all are looked at in every step).
+        lr: learning rate of x.
+        lower_lr: learning rate of y.
+        beta: mixing weight of V and H. Default: 0.1.
+        floor: least eigenvalue of H. Default: 1e-3.
+        averaging, ceilings, radius, schedule, schedule_offset, restarts, initial_steps, state_device, lazy: see `SVRB`.
+        check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+
+    State: as `SVRB`.
+
+    Raises:
+        ValueError: for an argument out of its range.
+
+    Example:
+        >>> import torch, bilevel_optim as bo
+        >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> optimizer = bo.STABLE([x], [y], lr=0.1, lower_lr=0.1)
+        >>> for _ in range(200):  # y*(x) = x, so the minimiser of f(x, y*(x)) is 1
+        ...     loss = optimizer.step(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
+        >>> round(x.item(), 3)
+        1.0
+
+    Source: Chen, Sun, Xiao, Yin (2022), arXiv:2102.04671 (STABLE).
+    """
+
+    VARIANTS = ("faithful",)
+
+    def __init__(
+        self,
+        upper: Params,
+        lower: Params,
+        *,
+        lr: float,
+        lower_lr: float,
+        beta: float = 0.1,
+        floor: float = 1e-3,
+        **recursive: Unpack[RecursiveOptions],
+    ) -> None:
+        require("beta", beta, is_weight(beta))
+        weights = {"u": 1.0, "v": 1.0, "w": 1.0, "V": beta, "H": beta}
+        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, beta=weights, floor=floor, **recursive)
+
+    def _betas(self, m: int) -> dict[str, float]:
+        return {**super()._betas(m), "u": 1.0, "v": 1.0, "w": 1.0}
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        upper = self._parameters("upper")
+        before = flat(upper, 1)[0]
+        super()._update()
+        if self._rows is not None:
+            self._follow(flat(upper, 1)[0] - before)
+
+    def _follow(self, movement: Tensor) -> None:
+        """Add -H^-1 V' (x+ - x) to every row of y."""
+        rows: Any = self._rows
+        for ids in rows.chunks():
+            some = rows.gather(ids)
+            right = some["V"].mT @ movement.to(some["V"])
+            solution = torch.linalg.solve_ex(some["H"], right.unsqueeze(-1)).result.squeeze(-1)
+            rows.place(ids, some["y"] - solution)

@@ -1,0 +1,143 @@
+"""SVRB: all derivatives of a bilevel problem tracked by STORM, one loop."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from ...hypergradient.storm import storm
+from ...problem.parameters import Params, is_number, require
+from .recursion import Look, RecursiveOptimizer, RecursiveOptions
+from .trackers import Matrices, Measured, Mix, Products, Trackers
+
+__all__ = ["SVRB"]
+
+
+class SVRB(RecursiveOptimizer):
+    r"""Stochastic variance-reduced bilevel method (SVRB): STORM estimates of all derivatives, one loop, small batches.
+
+    With u, v, V, H, w for :math:`\nabla_x f, \nabla_y f, \nabla^2_{xy} g, \nabla^2_{yy} g, \nabla_y g` and one
+    sample at the present and at the last point,
+
+    .. math::
+        X &\leftarrow \Pi\,[(1-\beta)(X - h(x_{t-1}, y_{t-1}; \zeta)) + h(x_t, y_t; \zeta)], \quad X = u, v, V, H, w,\\
+        x &\leftarrow x - \text{lr}\,(u - V H^{-1} v), \qquad
+        y \leftarrow (1-\tau)\, y + \tau\, \Pi_R(y - \text{lower\_lr}\; w),
+
+    both at once; :math:`\Pi` keeps the eigenvalues of H above ``floor`` and u, v, V below their ``ceilings``.
+
+    *When.* Noisy gradients and a small lower problem (the matrices have :math:`p^2` and :math:`dp` entries);
+    ``variant="matrix_free"`` for a large one. The noise of the direction is that of a batch :math:`1/\beta` times as
+    large, so constant learning rates go further than with fresh estimates. *Needs* second derivatives, a lower loss
+    that is strongly convex in y on average, and losses whose noise is smooth in (x, y): the same sample at two near
+    points must give nearly the same.
+
+    *With tasks* (``tasks=``) the lower tensors have a leading dimension m, one row per task, the loss of a task sees
+    its own row, and every step looks at all of them: m such recursions, and the mean of their hypergradients. `RSVRB`
+    looks at a few tasks per step.
+
+    *Cost per step* (and task): 2 upper and 2 lower gradients, 2 p Hessian-vector and 2 p cross products
+    (``"matrix_free"``: 2 of each), one linear solve of size p. *Draws*: one upper and one lower batch, each used at two
+    points. The first step is a plain one: it makes the initial estimates of a batch of its own.
+
+    Args:
+        upper: upper parameters x.
+        lower: lower parameters y.
+        lr: learning rate of x.
+        lower_lr: length of a lower step before averaging, at most a third of the inverse smoothness of g in theory.
+        averaging: :math:`\tau`, the part of a lower step that is made. Default: 1.
+        beta: mixing weight in [0, 1], or a dict of weights by name (``u``, ``v``, ``V``, ``H``, ``w``;
+            ``"matrix_free"``: ``w``, ``s``, ``d``); names left out get 0.1. 1 forgets (plain stochastic estimates), 0
+            never forgets the first batch. Default: 0.1.
+        floor: least eigenvalue of H; half of the strong convexity is good (the strong convexity itself biases).
+            Default: 1e-3.
+        ceilings: bounds by name, the norm of ``u`` and ``v``, the spectral norm of ``V`` (``"matrix_free"``: the norm
+            of ``r``). Default: none.
+        radius: of the ball around zero that y stays in. Default: infinite.
+        variant: ``"faithful"``, the paper's; ``"matrix_free"``, where r follows :math:`H^{-1} \nabla_y f` by
+            :math:`r \leftarrow r - \tau\, \text{lower\_lr}\; s`, with STORM estimates s of :math:`H r - \nabla_y f` and
+            d of :math:`\nabla_x f - \nabla^2_{xy} g\, r`, two products in place of the matrices. Default: "faithful".
+        schedule: ``"constant"``, or ``"cube_root"``: :math:`\eta_t = (c_0 + t)^{-1/3}` multiplies lr and averaging, and
+            :math:`\eta_t^2` multiplies beta (the theory's). torch's schedulers change the learning rates alone.
+            Default: "constant".
+        schedule_offset: :math:`c_0`. Default: 8.
+        restarts: T, for stages of T, 2 T, 4 T, ... steps, each with the learning rates and averaging of the last over
+            :math:`\sqrt 2` and half of its beta; everything else goes on. Default: None.
+        initial_steps: lower gradient steps before the first estimates. Default: 0.
+        state_device: where the trackers are kept. Default: with y.
+        warm_start: False begins anew at every step, from the first y: plain estimates. Default: True.
+        lazy: see `RSVRB`; with one lower problem it makes no difference.
+        lower_batch, upper_batch: rows per batch of a task. Default: all.
+        check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+
+    State: the trackers, d, and the last x and y. ``diagnostics`` has ``projected_NAME``, how many projections changed
+    something in this step, and ``lower_residual``, the norm of w.
+
+    Raises:
+        ValueError: for an argument out of its range.
+
+    Example:
+        >>> import torch, bilevel_optim as bo
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> noise = [torch.randn(4, generator=generator) for _ in range(500)]
+        >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> upper = bo.Objective(lambda e: (y - 1 + e[0]).square().sum() / 2, noise)
+        >>> lower = bo.Objective(lambda e: (1 + e[1] / 4) * (y - x + e[2]).square().sum() / 2, noise)
+        >>> optimizer = bo.SVRB([x], [y], lr=0.1, lower_lr=0.3, beta=0.02, floor=0.3)
+        >>> for _ in range(500):  # y*(x) = x and the mean upper loss asks for y = 1
+        ...     loss = optimizer.step(upper, lower)
+        >>> bool((x - 1).abs() < 0.2)
+        True
+
+    Source: Guo, Hu, Zhang, Yang (2021), arXiv:2105.02266 (SVRB; ``"matrix_free"`` is in the spirit of its follow-up).
+    """
+
+    VARIANTS: tuple[str, ...] = ("faithful", "matrix_free")
+
+    def __init__(
+        self,
+        upper: Params,
+        lower: Params,
+        *,
+        lr: float,
+        lower_lr: float,
+        beta: float | dict[str, float] = 0.1,
+        floor: float = 1e-3,
+        variant: str = "faithful",
+        **recursive: Unpack[RecursiveOptions],
+    ) -> None:
+        require("variant", variant, variant in self.VARIANTS)
+        require("floor", floor, is_number(floor) and floor > 0)
+        self.variant, self.floor = variant, float(floor)
+        super().__init__(upper, lower, self._trackers(), lr=lr, lower_lr=lower_lr, beta=beta, **recursive)
+
+    def _trackers(self) -> Trackers:
+        return Products({}) if self.variant == "matrix_free" else Matrices(self.floor, {})
+
+    def _advance(self, look: Look) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Any]]:
+        free = not self.trackers.apart
+        measured = self._measured(look, look.scale / len(look.rows) if free else None)
+        tracked = self.trackers.track(look.now, measured, self._mix(look))
+        if free:
+            assert self._direction is not None
+            direction = storm(self._direction, measured.sums[0], measured.sums[1], look.betas["d"])
+        else:
+            direction = self._mean(look, tracked, measured)
+        residual = tracked["w"].norm() / len(look.ids) ** 0.5
+        loss = measured.loss if free else measured.loss / len(look.ids)
+        return loss, direction, tracked, {"lower_residual": residual, "rows_touched": torch.tensor(len(look.ids))}
+
+    def _mix(self, look: Look) -> Mix:
+        """The step of a tracker of the rows looked at."""
+
+        def mix(name: str, tracker: Tensor, new: Tensor, old: Tensor) -> Tensor:
+            return storm(tracker, new, old, look.betas["u" if name == "scale" else name], look.scale)
+
+        return mix
+
+    def _mean(self, look: Look, tracked: dict[str, Tensor], measured: Measured) -> Tensor:
+        """The direction from rows with matrices; here the mean of all z, as every row was looked at."""
+        assert isinstance(self.trackers, Matrices)
+        return self.trackers.hypergradients(tracked).mean(0)

@@ -1,0 +1,1 @@
+"""Methods that perturb x and look at what the lower solve does."""

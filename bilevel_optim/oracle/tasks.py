@@ -1,0 +1,448 @@
+"""Many lower problems, one for each task or context: samplers, and their reduction to one problem with stacked y.
+
+A sampled set of n tasks is one ordinary bilevel problem: the lower variable is a stack of n copies of y, both losses
+are sums over the tasks, and the lower Hessian is block diagonal. Every method that works on an `Oracle` works on it,
+and does for each task what it would do for that task alone; the mean over the tasks is taken of its result.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+
+from ..problem.objective import Objective, Sample
+from ..problem.vector import Vector
+from .oracle import Oracle, as_scalar
+from .substitution import Substitution, placed
+
+__all__ = [
+    "LaneLoss",
+    "TaskDraws",
+    "TaskObjective",
+    "TaskSampler",
+    "TensorTasks",
+    "device_of",
+    "draw",
+    "sample",
+    "select",
+    "stacked_oracle",
+    "starting_points",
+    "task_count",
+]
+
+LowerInit = Callable[[Any], Tensor | Sequence[Tensor]]
+
+
+@runtime_checkable
+class TaskSampler(Protocol):
+    """What ``step(upper, lower, tasks=sampler)`` takes: any object with these three methods.
+
+    A sampler of a finite set of tasks should also have a length, the number of tasks.
+    """
+
+    def sample(self, n: int, generator: torch.Generator | None) -> Any:
+        """Draw n tasks: a LongTensor of n ids, or a pytree of contexts with leading dimension n."""
+
+    def lower(self, tasks: Any, n: int | None, generator: torch.Generator | None) -> Any:
+        """Draw n rows of the lower data of each task: a pytree with leading dimensions (len(tasks), n).
+
+        None: all the data of the task.
+        """
+
+    def upper(self, tasks: Any, n: int | None, generator: torch.Generator | None) -> Any:
+        """The same for the upper data."""
+
+
+class TensorTasks:
+    r"""A finite set of m tasks whose data are stacked tensors.
+
+    ``sample`` draws *different* tasks, each equally likely (with more than m, every task comes up
+    :math:`\lfloor n/m \rfloor` times and the rest are different), so that the mean over the draw is an unbiased
+    estimate of the mean over all tasks, and exact for n = m. ``lower`` and ``upper`` draw rows *with* replacement,
+    independently for each task: independent samples of the task's own distribution.
+
+    Args:
+        lower: data of the lower problems: a tensor of shape (m, rows, ...), or a pytree (tuple, dict, ...) of such
+            tensors with the same m and the same number of rows. Tasks with fewer rows need padding and a mask.
+        upper: data of the upper losses, likewise, with its own number of rows. Default: that of the lower problems.
+
+    Raises:
+        ValueError: if the tensors do not have common leading dimensions, or are empty.
+
+    Example:
+        >>> import torch, bilevel_optim as bo
+        >>> inputs, labels = torch.randn(20, 50, 8), torch.randint(0, 3, (20, 50))  # 20 tasks of 50 examples
+        >>> tasks = bo.TensorTasks((inputs[:, :40], labels[:, :40]), (inputs[:, 40:], labels[:, 40:]))
+        >>> ids = tasks.sample(4, torch.Generator().manual_seed(0))
+        >>> [tuple(t.shape) for t in tasks.lower(ids, 5, None)], [tuple(t.shape) for t in tasks.upper(ids, None, None)]
+        ([(4, 5, 8), (4, 5)], [(4, 10, 8), (4, 10)])
+    """
+
+    def __init__(self, lower: Any, upper: Any = None) -> None:
+        self._lower = lower
+        self._upper = lower if upper is None else upper
+        sizes = [self._sizes(name, data) for name, data in (("lower", self._lower), ("upper", self._upper))]
+        if sizes[0][0] != sizes[1][0]:
+            raise ValueError(f"the lower data are of {sizes[0][0]} tasks, but the upper data of {sizes[1][0]}")
+        self._tasks, self._rows = sizes[0][0], {"lower": sizes[0][1], "upper": sizes[1][1]}
+
+    @staticmethod
+    def _sizes(name: str, data: Any) -> tuple[int, int]:
+        leaves = tree_leaves(data)
+        if not leaves or not all(isinstance(leaf, Tensor) and leaf.dim() >= 2 for leaf in leaves):
+            raise ValueError(
+                f"the {name} data must be tensors of shape (tasks, rows, ...), but got "
+                f"{[tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]}"
+            )
+        shapes = {leaf.shape[:2] for leaf in leaves}
+        if len(shapes) > 1:
+            raise ValueError(
+                f"the {name} data must have the same number of tasks and of rows in every tensor, but have "
+                f"{sorted(tuple(shape) for shape in shapes)}"
+            )
+        (m, rows) = shapes.pop()
+        if not m or not rows:
+            raise ValueError(f"the {name} data are empty: {m} tasks with {rows} rows")
+        return m, rows
+
+    def __len__(self) -> int:
+        return self._tasks
+
+    def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
+        """Task ids, as different as possible, in random order."""
+        whole, rest = divmod(n, self._tasks)
+        if 0 < rest < self._tasks // 8:  # few out of many: no permutation of all
+            ids = self._few(rest, generator)
+        else:
+            ids = torch.randperm(self._tasks, generator=generator, device=device_of(generator))[:rest]
+        if whole:
+            ids = torch.cat([torch.arange(self._tasks, device=ids.device).repeat(whole), ids])
+            ids = ids[torch.randperm(n, generator=generator, device=ids.device)]
+        return ids
+
+    def _few(self, n: int, generator: torch.Generator | None) -> Tensor:
+        ids: Tensor = torch.empty(0, dtype=torch.int64, device=device_of(generator))
+        while len(ids) < n:  # draw again what came up before: uniform over the sets of different ids
+            more = torch.randint(self._tasks, (n - len(ids),), generator=generator, device=device_of(generator))
+            fresh = [i for k, i in enumerate(more.tolist()) if i not in more[:k].tolist() and i not in ids.tolist()]
+            ids = torch.cat([ids, more.new_tensor(fresh)])
+        return ids
+
+    def lower(self, tasks: Tensor, n: int | None, generator: torch.Generator | None) -> Any:
+        """Rows of the lower data of these tasks."""
+        return self._draw("lower", self._lower, tasks, n, generator)
+
+    def upper(self, tasks: Tensor, n: int | None, generator: torch.Generator | None) -> Any:
+        """Rows of the upper data of these tasks."""
+        return self._draw("upper", self._upper, tasks, n, generator)
+
+    def _draw(self, name: str, data: Any, tasks: Tensor, n: int | None, generator: torch.Generator | None) -> Any:
+        device = tree_leaves(data)[0].device
+        tasks = tasks.to(device)
+        if n is None:
+            return tree_map(lambda t: t[tasks], data)
+        shape = (len(tasks), n)
+        rows = torch.randint(self._rows[name], shape, generator=generator, device=device_of(generator)).to(device)
+        return tree_map(lambda t: t[tasks.unsqueeze(1), rows], data)
+
+    def __repr__(self) -> str:
+        return f"TensorTasks({self._tasks} tasks, rows: {self._rows['lower']} lower, {self._rows['upper']} upper)"
+
+
+def device_of(generator: torch.Generator | None) -> torch.device:
+    """Where a generator's numbers are drawn."""
+    return generator.device if generator is not None else torch.device("cpu")
+
+
+def task_count(sampler: Any, asked: int | None) -> int:
+    """How many tasks a step draws: what was asked for, else all of a finite sampler, else one."""
+    for name in ("sample", "lower", "upper"):
+        if not callable(getattr(sampler, name, None)):
+            raise TypeError(
+                f"tasks must be a sampler with the methods sample, lower and upper, but {type(sampler).__name__} has "
+                f"no {name}; bo.TensorTasks makes one from stacked tensors"
+            )
+    if asked is not None:
+        return asked
+    return len(sampler) if hasattr(sampler, "__len__") else 1
+
+
+def select(batch: Any, index: Any) -> Any:
+    """The same entries of the leading dimension of every tensor of a pytree."""
+    return tree_map(lambda t: t[index] if isinstance(t, Tensor) else t, batch)
+
+
+def require_shape(what: str, batch: Any, sizes: tuple[int, ...]) -> None:
+    """Raise ValueError unless every tensor of the pytree has these leading dimensions."""
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    if not leaves:
+        raise ValueError(
+            f"tasks.{what} must return a tensor or a pytree of tensors, but returned {type(batch).__name__}"
+        )
+    if all(leaf.shape[: len(sizes)] == sizes for leaf in leaves):
+        return
+    for path, leaf in tree_flatten_with_path(batch)[0]:
+        if isinstance(leaf, Tensor) and leaf.shape[: len(sizes)] != sizes:
+            where = f" at {''.join(map(str, path))}" if path else ""
+            raise ValueError(
+                f"tasks.{what} must return tensors with leading dimensions {sizes}, but returned one of shape "
+                f"{tuple(leaf.shape)}{where}"
+            )
+
+
+class TaskDraws:
+    """The data of drawn tasks, with the shapes checked.
+
+    Args:
+        sampler: where they come from.
+        tasks: the drawn tasks.
+        count: how many they are.
+        sizes: rows per batch, for ``"lower"`` and for ``"upper"``; None: all.
+        generator: source of the draws.
+    """
+
+    def __init__(
+        self,
+        sampler: Any,
+        tasks: Any,
+        count: int,
+        sizes: dict[str, int | None],
+        generator: torch.Generator | None,
+    ) -> None:
+        self.sampler, self.tasks, self.count, self.sizes, self.generator = sampler, tasks, count, sizes, generator
+        self._all: dict[str, Any] = {}
+
+    def batch(self, level: str) -> Any:
+        """One batch of each task."""
+        n = self.sizes[level]
+        if n is None and level in self._all:
+            return self._all[level]
+        batch = draw(self.sampler, level, self.tasks, self.count, n, self.generator)
+        if n is None:
+            self._all[level] = batch
+        return batch
+
+
+def sample(sampler: Any, count: int, generator: torch.Generator | None) -> Any:
+    """Draw tasks, and check their shape."""
+    tasks = sampler.sample(count, generator)
+    require_shape(f"sample({count}, generator)", tasks, (count,))
+    return tasks
+
+
+def draw(sampler: Any, level: str, tasks: Any, count: int, n: int | None, generator: torch.Generator | None) -> Any:
+    """Draw a batch for each task, and check its shape."""
+    batch = getattr(sampler, level)(tasks, n, generator)
+    require_shape(f"{level}(tasks, {n}, generator)", batch, (count,) if n is None else (count, n))
+    return batch
+
+
+class TaskObjective(Objective):
+    """A sum of losses over lanes, whose batches come from a sampler."""
+
+    def __init__(
+        self, loss: Callable[..., Tensor], batch: Callable[[], Any], features: Callable[..., Any] | None = None
+    ) -> None:
+        super().__init__(loss, features=features)
+        self._batch = batch
+
+    def draw(self, *, once: bool = False) -> Sample:
+        return self.sample(self._batch(), once=once)
+
+
+class LaneLoss:
+    """One of the losses at stacked lower points, each with its own batch; called with the batches, it gives the sum.
+
+    Evaluated by ``torch.func.vmap``, in chunks, or in a loop, as the session says. Inside an evaluation of several
+    copies of the stacked tensors it is the copy that is read.
+
+    Args:
+        oracle: of the live tensors, with the loss.
+        level: ``"upper"`` or ``"lower"``.
+        variables: the stacked leaves.
+        alike: whether the lanes share their random numbers (dropout) instead of each having its own.
+        live: the live tensors that they stand for. Default: y.
+        weights: factors of the lanes in the sum. Default: 1.
+    """
+
+    def __init__(
+        self,
+        oracle: Oracle,
+        level: str,
+        variables: Vector,
+        *,
+        alike: bool = False,
+        live: Vector | None = None,
+        weights: Tensor | None = None,
+    ) -> None:
+        self.oracle, self.level, self.variables, self.alike = oracle, level, variables, alike
+        self.live, self.weights = oracle.y if live is None else live, weights
+        objective = oracle.f if level == "upper" else oracle.g
+        if objective.data is not None:
+            raise ValueError(
+                f"with tasks, the {level} loss takes its batches from the sampler: pass the loss itself, not an "
+                "Objective with data"
+            )
+        self.loss = objective.loss
+        self._first = [t.detach()[0] for t in variables]  # not known to any substitution
+
+    def __call__(self, batch: Any) -> Tensor:
+        values = self.values(batch)
+        return values.sum() if self.weights is None else (values * self.weights.to(values)).sum()
+
+    def values(self, batch: Any) -> Tensor:
+        """The losses of all lanes, shape (n,)."""
+        # Passing the leaves through torch lets an outer substitution or vmap see them.
+        lanes = [t.view_as(t) for t in self.variables]
+        session, n = self.oracle.session, len(lanes[0])
+        size = n if session.vectorize is True else max(int(session.vectorize), 1)
+        with session.buffers.kept():
+            if self.level not in session.redirected:
+                self._require_redirection(batch)
+                session.redirected.add(self.level)
+            if min(size, n) == 1 or session.fallback:
+                return self._looped(batch, lanes)
+            try:
+                result = torch.cat(self._chunks(batch, lanes, n, size))
+                session.vmapped_tasks = True
+                return result
+            except Exception as error:
+                reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+            # What vmap cannot do, the loop can; what is wrong with the loss itself is raised again here.
+            result = self._looped(batch, lanes)
+            session.fallback = reason
+            return result
+
+    def _chunks(self, batch: Any, lanes: list[Tensor], n: int, size: int) -> list[Tensor]:
+        random = Sample(self.loss)  # keeps the random state that alike lanes share
+        parts = []
+        for start in range(0, n, size):
+            part = slice(start, start + size)
+            with random.replayed(self.oracle.device) if self.alike and size < n else nullcontext():
+                parts.append(self._together(select(batch, part), [t[part] for t in lanes]))
+        return parts
+
+    def _together(self, batch: Any, lanes: list[Tensor]) -> Tensor:
+        leaves, structure = tree_flatten(batch)
+        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+        def one(own: list[Tensor], *values: Tensor) -> Tensor:
+            mine = list(leaves)
+            for i, leaf in zip(tensors, own, strict=True):
+                mine[i] = leaf
+            return self._at(tree_unflatten(mine, structure), values)
+
+        with warnings.catch_warnings() if not self.oracle.session.vmapped_tasks else nullcontext():
+            if not self.oracle.session.vmapped_tasks:
+                # An operation without a batching rule would be run lane by lane inside vmap, slower than our own loop.
+                warnings.filterwarnings("error", message="There is a performance drop")
+            result: Tensor = vmap(one, randomness="same" if self.alike else "different")(
+                [leaves[i] for i in tensors], *lanes
+            )
+        return result
+
+    def _looped(self, batch: Any, lanes: list[Tensor]) -> Tensor:
+        random = Sample(self.loss)
+        values = []
+        for i in range(len(lanes[0])):
+            with random.replayed(self.oracle.device) if self.alike and len(lanes[0]) > 1 else nullcontext():
+                values.append(self._at(select(batch, i), [t[i] for t in lanes]))
+        return torch.stack(values)
+
+    def _at(self, batch: Any, values: Sequence[Tensor]) -> Tensor:
+        with Substitution(self.live, values):
+            return as_scalar(self.level, self.loss(batch))
+
+    def _require_redirection(self, batch: Any) -> None:
+        """Raise if the result depends on what the live tensors hold: then the loss reads them out of torch's sight."""
+        oracle, results = self.oracle, []
+        devices = [oracle.device] if oracle.device.type == "cuda" else []
+        with torch.no_grad():
+            for values in (self._first, [t * 1.1 + 0.1 for t in self._first]):
+                with placed(self.live, values), torch.random.fork_rng(devices=devices):
+                    results.append(self._at(select(batch, 0), self._first))
+        try:
+            same = torch.allclose(results[0], results[1], rtol=1e-5, equal_nan=True)
+        except RuntimeError:  # the batches are stacked for an outer vmap, which has looked itself
+            return
+        if not same:
+            raise RuntimeError(
+                f"the {self.level} loss reads lower parameters in a way that cannot be redirected to the tasks' own "
+                "values, as TorchScript modules or numpy do; pass the plain module"
+            )
+
+
+class LaneFeatures:
+    """The features of an objective for a batch of each task, stacked; they read x alone.
+
+    Args:
+        oracle: of the live tensors, with the objective.
+        level: ``"upper"`` or ``"lower"``.
+    """
+
+    def __init__(self, oracle: Oracle, level: str) -> None:
+        self.oracle, self.level = oracle, level
+        features = (oracle.f if level == "upper" else oracle.g).features
+        assert features is not None
+        self.features = features
+
+    def __call__(self, batch: Any) -> Any:
+        session, n = self.oracle.session, len(tree_leaves(batch)[0])
+        if self.level not in session.features_checked:
+            with torch.enable_grad():
+                self.oracle.require_free_of_lower(self.level, self.features(select(batch, 0)))
+        if session.fallback or session.vectorize is False:
+            return tree_map(lambda *parts: torch.stack(parts), *(self.features(select(batch, i)) for i in range(n)))
+        try:
+            return vmap(self.features, randomness="different")(batch)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+        result = tree_map(lambda *parts: torch.stack(parts), *(self.features(select(batch, i)) for i in range(n)))
+        session.fallback = reason
+        return result
+
+
+def stacked_oracle(oracle: Oracle, start: Vector, draws: TaskDraws) -> Oracle:
+    """The oracle of the problem over all drawn tasks: y is a stack of leaves, the losses are sums over the tasks."""
+    y = Vector(t.detach().clone().requires_grad_() for t in start)
+
+    def objective(level: str) -> TaskObjective:
+        split = (oracle.f if level == "upper" else oracle.g).features is not None
+        features = LaneFeatures(oracle, level) if split else None
+        return TaskObjective(LaneLoss(oracle, level, y), lambda: draws.batch(level), features)
+
+    return Oracle(
+        oracle.x,
+        y,
+        objective("upper"),
+        objective("lower"),
+        names=oracle.names,
+        session=oracle.session,
+        lanes=draws.count,
+    )
+
+
+def starting_points(y: Vector, names: Sequence[str], tasks: Any, count: int, lower_init: LowerInit | None) -> Vector:
+    """Where the tasks' lower solves start: at ``y``, all of them, or where the user says."""
+    if lower_init is None:
+        return Vector(t.detach().expand(count, *t.shape) for t in y)
+    given = lower_init(tasks)
+    values = [given] if isinstance(given, Tensor) else list(given)
+    if len(values) != len(y):
+        raise ValueError(
+            f"lower_init must return {len(y)} tensors, one per lower parameter, but returned {len(values)}"
+        )
+    for value, t, name in zip(values, y, names, strict=True):
+        if value.shape != (count, *t.shape):
+            raise ValueError(
+                f"lower_init must return a tensor of shape {(count, *t.shape)} for lower parameter {name}, but "
+                f"returned one of shape {tuple(value.shape)}"
+            )
+    return Vector(value.detach().to(t) for value, t in zip(values, y, strict=True))

@@ -1,0 +1,1 @@
+"""The lower problem and the linear system."""

@@ -1,0 +1,251 @@
+r"""Linear solvers for :math:`H v = b` with H known only through products, as in the implicit hypergradient.
+
+H is symmetric (a Hessian). All of them return a `LinearSolution` with the residual and the iterations made; none
+prints, raises or divides zero by zero, however many iterations it is given.
+
+With ``lanes=True`` the tensors are stacked and H is block diagonal, one block for each lane: every lane is solved as if
+it were alone, and the figures of the solution have one entry per lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..problem.vector import Vector
+
+__all__ = ["LinearSolution", "cg", "fixed_point", "neumann", "neumann_term"]
+
+Product = Callable[[Vector], Vector]
+
+
+class LinearSolution(NamedTuple):
+    """Solution of a linear system.
+
+    Attributes:
+        solution: v.
+        residual: norm of b - H v, a scalar tensor: for CG by its recursion, for the two others as it was before the
+            last iteration (knowing it afterwards would cost one more product).
+        iterations: iterations that changed v, a scalar integer tensor.
+        indefinite: whether a direction p with p'Hp <= 0 was met (CG only), a scalar boolean tensor.
+    """
+
+    solution: Vector
+    residual: Tensor
+    iterations: Tensor
+    indefinite: Tensor
+
+
+def cg(
+    product: Product,
+    b: Sequence[Tensor],
+    start: Sequence[Tensor] | None = None,
+    *,
+    steps: int,
+    tol: float = 0.0,
+    atol: float = 0.0,
+    damping: float = 0.0,
+    lanes: bool = False,
+) -> LinearSolution:
+    r"""Conjugate gradients for :math:`(H + \delta I) v = b`, H symmetric positive definite.
+
+    Stops, keeping the last iterate, when the residual is at most ``tol * ||b||`` or ``atol``, when it has reached the
+    rounding level of the dtype (further iterations only collect rounding errors), or when a direction of non-positive
+    curvature shows that H is not positive definite. On an accelerator these tests stay on the device; the host looks
+    at them every tenth iteration, and only if a tolerance is positive.
+
+    Args:
+        product: v -> H v.
+        b: right-hand side.
+        start: where to start. Default: zero, which saves one product.
+        steps: largest number of iterations; one product each.
+        tol: relative tolerance of the residual. Default: 0.
+        atol: absolute tolerance of the residual. Default: 0.
+        damping: :math:`\delta`. Default: 0.
+        lanes: solve each lane of stacked tensors by itself. Default: False.
+
+    Example:
+        >>> H = torch.tensor([1.0, 2.0])
+        >>> result = cg(lambda v: Vector([H * v[0]]), [torch.ones(2)], steps=200)
+        >>> result.solution, int(result.iterations)
+        ((tensor([1.0000, 0.5000]),), 2)
+    """
+    b = Vector(b)
+
+    def apply(v: Vector) -> Vector:
+        return product(v) + v * damping if damping else product(v)
+
+    dot = Vector.lane_dot if lanes else Vector.dot
+    b_norm = dot(b, b).sqrt()
+    floor = (max(tol, torch.finfo(b[0].dtype).eps) * b_norm).clamp_min(atol) ** 2
+    if start is None:
+        v, r = b.zeros_like(), b
+    else:
+        v = Vector(start)
+        r = b - apply(v)
+    p, rr = r, dot(r, r)
+    iterations = torch.zeros_like(rr, dtype=torch.int64)
+    indefinite = torch.zeros_like(rr, dtype=torch.bool)
+    on_host = b_norm.device.type == "cpu"
+    for k in range(steps):
+        active = (rr > floor) & ~indefinite
+        if (on_host or (max(tol, atol) > 0 and k % 10 == 0)) and not active.any():
+            break
+        hp = apply(p)
+        curvature = dot(p, hp)
+        indefinite = indefinite | (active & (curvature <= 0))
+        active = active & ~indefinite
+        # A finished solve is frozen by zero steps instead of a branch, which would need the host.
+        alpha = torch.where(active, rr / torch.where(active, curvature, 1.0), 0.0)
+        v, r = v + p * alpha, r - hp * alpha
+        new_rr = dot(r, r)
+        p = r + p * torch.where(active, new_rr / torch.where(rr > 0, rr, 1.0), 0.0)
+        rr = torch.where(active, new_rr, rr)
+        iterations = iterations + active
+    return LinearSolution(v, rr.sqrt(), iterations, indefinite)
+
+
+def fixed_point(
+    product: Product,
+    b: Sequence[Tensor],
+    start: Sequence[Tensor] | None = None,
+    *,
+    steps: int,
+    lr: float | Sequence[float],
+    tol: float = 0.0,
+    damping: float = 0.0,
+    lanes: bool = False,
+) -> LinearSolution:
+    r"""The fixed-point iteration :math:`v \leftarrow v - \eta (H v - b)`.
+
+    From zero, k iterations give :math:`\eta \sum_{i<k} (I - \eta H)^i b`: the hypergradient through the last k steps
+    of gradient descent, if H does not change. The error contracts by :math:`\|I - \eta H\|` per iteration, so it needs
+    :math:`\eta < 2 / \lambda_{\max}(H)`.
+
+    Args:
+        product: v -> H v.
+        b: right-hand side.
+        start: where to start. Default: zero, whose first iteration needs no product.
+        steps: number of iterations.
+        lr: :math:`\eta`, one number or one per tensor.
+        tol: stop when the residual is at most ``tol * ||b||``. Default: 0, all iterations.
+        damping: added to the diagonal of H. Default: 0.
+        lanes: treat each lane of stacked tensors by itself. Default: False.
+
+    Example:
+        >>> result = fixed_point(lambda v: v * 2.0, [torch.ones(1)], steps=2, lr=0.25)
+        >>> result.solution
+        (tensor([0.3750]),)
+    """
+    b = Vector(b)
+    v = b.zeros_like() if start is None else Vector(start)
+    r = b if start is None else b - _damped(product, v, damping)
+    norm = Vector.lane_norm if lanes else Vector.norm
+    done = torch.zeros_like(norm(b), dtype=torch.int64)
+    for k in range(steps):
+        if k:
+            r = b - _damped(product, v, damping)
+        move, active = _unfinished(r, b, norm, tol)
+        if active is not None and not active.any():
+            break
+        v, done = v + move * lr, done + (1 if active is None else active)
+    return _finished(v, norm(r), done)
+
+
+def neumann(
+    product: Product,
+    b: Sequence[Tensor],
+    start: Sequence[Tensor] | None = None,
+    *,
+    steps: int,
+    lr: float | Sequence[float],
+    tol: float = 0.0,
+    damping: float = 0.0,
+    lanes: bool = False,
+) -> LinearSolution:
+    r"""The truncated Neumann series :math:`\eta \sum_{i=0}^{Q} (I - \eta H)^i b`, Q + 1 terms from Q products.
+
+    Args:
+        product: v -> H v.
+        b: right-hand side.
+        start: must be None: a series has no starting point.
+        steps: Q.
+        lr: :math:`\eta < 2 / \lambda_{\max}(H)`, one number or one per tensor.
+        tol: stop when a term is at most ``tol * ||b||``. Default: 0, all terms.
+        damping: added to the diagonal of H. Default: 0.
+        lanes: treat each lane of stacked tensors by itself. Default: False.
+
+    Example:
+        >>> neumann(lambda v: v * 2.0, [torch.ones(1)], steps=1, lr=0.25).solution
+        (tensor([0.3750]),)
+    """
+    if start is not None:
+        raise ValueError("Invalid start: a Neumann series starts from zero; use fixed_point for a warm start")
+    b = Vector(b)
+    norm = Vector.lane_norm if lanes else Vector.norm
+    term = total = b
+    residual = norm(b)
+    done = torch.zeros_like(residual, dtype=torch.int64)
+    for _ in range(steps):
+        term, active = _unfinished(term, b, norm, tol)
+        if active is not None and not active.any():
+            break
+        term = term - _damped(product, term * lr, damping)
+        residual = norm(term) if active is None else torch.where(active, norm(term), residual)
+        total, done = total + term, done + (1 if active is None else active)
+    return _finished(total * lr, residual, done)
+
+
+def neumann_term(
+    product: Product,
+    b: Sequence[Tensor],
+    start: Sequence[Tensor] | None = None,
+    *,
+    steps: int,
+    terms: int,
+    lr: float | Sequence[float],
+    lanes: bool = False,
+) -> LinearSolution:
+    r"""One term of a Neumann series in place of all, :math:`N \eta (I - \eta H)^n b`.
+
+    With n uniform on 0, ..., N - 1 its mean is :math:`\eta \sum_{i<N} (I - \eta H)^i b`.
+
+    Args:
+        product: v -> H v, which may be another random H at each call.
+        b: right-hand side.
+        start: must be None: a series has no starting point.
+        steps: n, the number of products.
+        terms: N, the length of the series.
+        lr: :math:`\eta < 2 / \lambda_{\max}(H)`, one number or one per tensor.
+        lanes: report a residual for each lane of stacked tensors. Default: False.
+
+    Example:
+        >>> neumann_term(lambda v: v * 2.0, [torch.ones(1)], steps=1, terms=2, lr=0.25).solution
+        (tensor([0.2500]),)
+    """
+    if start is not None:
+        raise ValueError("Invalid start: a Neumann series starts from zero; use fixed_point for a warm start")
+    term = Vector(b)
+    for _ in range(steps):
+        term = term - product(term * lr)
+    residual = term.lane_norm() if lanes else term.norm()
+    return _finished(term * lr * float(terms), residual, torch.full_like(residual, steps, dtype=torch.int64))
+
+
+def _damped(product: Product, v: Vector, damping: float) -> Vector:
+    return product(v) + v * damping if damping else product(v)
+
+
+def _unfinished(r: Vector, b: Vector, norm: Callable[[Vector], Tensor], tol: float) -> tuple[Vector, Tensor | None]:
+    """The residual, zero in the lanes that have reached the tolerance, and which have not (None: nobody asks)."""
+    if tol <= 0:
+        return r, None
+    active = norm(r) > tol * norm(b)
+    return (r if active.all() else r * active.to(r[0].dtype)), active
+
+
+def _finished(v: Vector, residual: Tensor, iterations: Tensor) -> LinearSolution:
+    return LinearSolution(v, residual, iterations, torch.zeros_like(iterations, dtype=torch.bool))
