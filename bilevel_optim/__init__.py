@@ -5,97 +5,20 @@
 
 from . import hypergradient
 from ._version import __version__
-from .checking.check import HypergradientReport, check_hypergradient
 from .errors import BilevelWarning, GradcheckError, NonFiniteError
 from .hypergradient import finite_difference
 from .methods.aid import AID
 from .methods.ba import BA
-from .methods.contextual.rtmlmc import DLSGD, RTMLMC
 from .methods.f2sa import F2SA
 from .methods.first_order import FirstOrder
-from .methods.imcn import iMCN
 from .methods.itd import ITD
-from .methods.meta.esmaml import ESMAML
-from .methods.meta.maml import ANIL, FOMAML, MAML, iMAML
 from .methods.paid import PAID
-from .methods.restarted.pragda import PRAGDA, RAGDA
-from .methods.restarted.rahgd import PRAHGD, RAHGD
-from .methods.restarted.restarted_agd import RestartedAGD
-from .methods.stochastic.bsa import BSA, TTSA
-from .methods.stochastic.mrbo import MRBO, SUSTAIN
-from .methods.stochastic.saba import SABA
 from .methods.stochastic.soba import FSLA, SOBA
-from .methods.stochastic.stocbio import AmIGO, StocBiO
-from .methods.stochastic.vrbo import VRBO
-from .methods.tracked.bsvrb import BSVRB
-from .methods.tracked.rsvrb import RSVRB, importance_probabilities
-from .methods.tracked.stable import STABLE
-from .methods.tracked.svrb import SVRB
-from .methods.zeroth_order.hozog import HOZOG
-from .methods.zeroth_order.pzobo import PZOBO
 from .optimizer.base import BilevelOptimizer
-from .optimizer.minimax import GDA
 from .oracle.oracle import Oracle
-from .oracle.tasks import TaskSampler, TensorTasks
 from .problem.finite_sum import FiniteSum
 from .problem.objective import Objective
+from .problem.tasks import TaskSampler, TensorTasks
 from .problem.vector import Vector
 from .solvers import linear
-from .solvers.lower import AGD
-
-__all__ = [
-    "AGD",
-    "AID",
-    "ANIL",
-    "BA",
-    "BSA",
-    "BSVRB",
-    "DLSGD",
-    "ESMAML",
-    "F2SA",
-    "FOMAML",
-    "FSLA",
-    "GDA",
-    "HOZOG",
-    "ITD",
-    "MAML",
-    "MRBO",
-    "PAID",
-    "PRAGDA",
-    "PRAHGD",
-    "PZOBO",
-    "RAGDA",
-    "RAHGD",
-    "RSVRB",
-    "RTMLMC",
-    "SABA",
-    "SOBA",
-    "STABLE",
-    "SUSTAIN",
-    "SVRB",
-    "TTSA",
-    "VRBO",
-    "AmIGO",
-    "BilevelOptimizer",
-    "BilevelWarning",
-    "FiniteSum",
-    "FirstOrder",
-    "GradcheckError",
-    "HypergradientReport",
-    "NonFiniteError",
-    "Objective",
-    "Oracle",
-    "RestartedAGD",
-    "StocBiO",
-    "TaskSampler",
-    "TensorTasks",
-    "Vector",
-    "__version__",
-    "check_hypergradient",
-    "finite_difference",
-    "hypergradient",
-    "iMAML",
-    "iMCN",
-    "importance_probabilities",
-    "linear",
-]
+from .solvers.agd import AGD

@@ -4,8 +4,8 @@ With :math:`\Phi(x) = f(x, y^*(x))` and :math:`y^*(x) = \arg\min_y g(x, y)`,
 
 .. math:: \nabla\Phi = \nabla_x f - \nabla^2_{xy} g\, [\nabla^2_{yy} g]^{-1} \nabla_y f \quad\text{at } (x, y^*(x)).
 
-None of these functions changes x; `unrolled` and the zeroth-order ones write what they solved for into the live y, the
-others leave it.
+None of these functions changes anything: those that solve for y (`unrolled` and the zeroth-order ones) return it with
+the estimate.
 
 Example:
     >>> import torch, bilevel_optim as bo
@@ -19,7 +19,6 @@ Example:
 from .direct import direct
 from .estimate import Estimate
 from .implicit import implicit
-from .multilevel import multilevel
 from .penalty import penalty
 from .stochastic import ImplicitSamples, stochastic_implicit
 from .unrolled import unrolled

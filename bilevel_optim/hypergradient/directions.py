@@ -9,17 +9,12 @@ import torch
 from torch import Tensor
 
 from ..problem.parameters import is_number, require
+from ..problem.random import hashed
 from ..problem.vector import Vector, stack
 
-__all__ = ["KINDS", "Directions", "draw_seed"]
+__all__ = ["KINDS", "Directions"]
 
 KINDS = ("gaussian", "sphere", "rademacher", "orthogonal", "block_sphere")
-
-
-def draw_seed(generator: torch.Generator | None) -> int:
-    """A random number to make directions from."""
-    device = "cpu" if generator is None else generator.device
-    return int(torch.randint(2**62, (), generator=generator, device=device))
 
 
 class Directions:
@@ -125,14 +120,14 @@ class Directions:
         return total
 
     def _generator(self, j: int) -> torch.Generator:
-        return torch.Generator(self.x[0].device).manual_seed(_hash(self.seed, j))
+        return torch.Generator(self.x[0].device).manual_seed(hashed(self.seed, j))
 
     def _orthogonal(self, j: int) -> Vector:
         """Row of the Hartley transform, whose entries cos + sin of 2 pi i k / p are a known orthogonal matrix."""
         block, index = divmod(j, self._p)
         generator = self._generator(-1 - block)
         # A random affine map of the index: every row is as likely as any other, and none comes twice in a block.
-        a, b = 1 + _hash(self.seed, block, 1) % self._p, _hash(self.seed, block, 2) % self._p
+        a, b = 1 + hashed(self.seed, block, 1) % self._p, hashed(self.seed, block, 2) % self._p
         while gcd(a, self._p) != 1:
             a = a % self._p + 1
         row = (a * index + b) % self._p
@@ -143,17 +138,6 @@ class Directions:
             parts.append((angle.cos() + angle.sin()).to(t.dtype).view_as(t) * _signs(t, generator))
             start += n
         return Vector(parts)
-
-
-def _hash(*numbers: int) -> int:
-    """A well-mixed number below 2^63 (the finaliser of splitmix64 for each number in turn)."""
-    mask, state = 2**64 - 1, 0
-    for number in numbers:
-        state = (state + number + 0x9E3779B97F4A7C15) & mask
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
-        state ^= state >> 31
-    return state >> 1
 
 
 def _normal(t: Tensor, generator: torch.Generator) -> Tensor:

@@ -33,7 +33,7 @@ def partial_zeroth_order(
 
     :math:`\delta_j = (y_N(x + \mu u_j) - y_N(x)) / \mu` stands for :math:`J_N u_j`, the derivative of the lower solve,
     so the second term has mean :math:`J_N^\top \nabla_y f` and relative variance (p + 1)/Q. Both derivatives of f are
-    those at :math:`(x, y_N(x))`. Writes :math:`y_N(x)` into the live y.
+    those at :math:`(x, y_N(x))`, which is the estimate's y.
 
     Args:
         oracle: the losses; costs the lower gradients of Q + 1 paths (2 Q + 1 if ``central``) and one upper gradient.
@@ -43,19 +43,18 @@ def partial_zeroth_order(
         upper_sample: sample of f. Default: the next one.
     """
     sample = upper_sample or oracle.f.draw()
-    loss, direct, adjoint = torch.zeros(()), Vector(), Vector()
+    found: list[tuple[Tensor, Vector, Vector]] = []
 
-    def measure(upper: Vector, ends: Vector, base: Vector | None) -> Tensor:
-        nonlocal loss, direct, adjoint
-        if base is None:
-            oracle.y.copy_(ends.lane(0))
-            loss, direct, adjoint = oracle.upper(sample)
-        return (ends - Vector(t.unsqueeze(0) for t in oracle.y.detach())).lane_dot(adjoint)
+    def measure(upper: Vector, ends: Vector, base: Vector) -> Tensor:
+        if not found:
+            found.append(oracle.at(lower=base).upper(sample))
+        return (ends - Vector(t.unsqueeze(0) for t in base)).lane_dot(found[0][2])
 
-    indirect, diagnostics = _indirect(oracle, paths, directions, central, measure)
+    indirect, base, diagnostics = _indirect(oracle, paths, directions, central, measure)
+    loss, direct, _ = found[0]
     _warn_of_noise(oracle, directions, direct.norm(), diagnostics)
     diagnostics["direct_norm"] = direct.norm()
-    return Estimate(loss, direct + indirect, diagnostics)
+    return Estimate(loss, direct + indirect, diagnostics, lower=base)
 
 
 def full_zeroth_order(
@@ -70,8 +69,8 @@ def full_zeroth_order(
 
     .. math:: \frac1Q \sum_j \frac{\Phi_N(x + \mu u_j) - \Phi_N(x)}{\mu}\, u_j
 
-    No derivative of f at all. Its relative variance is (p + 1)/Q too, but of the whole hypergradient. Writes
-    :math:`y_N(x)` into the live y.
+    No derivative of f at all. Its relative variance is (p + 1)/Q too, but of the whole hypergradient. The estimate's y is
+    :math:`y_N(x)`.
 
     Args:
         oracle: the losses; costs the lower gradients and a value of f for Q + 1 paths (2 Q + 1 if ``central``).
@@ -81,27 +80,26 @@ def full_zeroth_order(
         upper_sample: sample of f. Default: the next one.
     """
     sample = upper_sample or oracle.f.draw()
-    loss = torch.zeros(())
+    found: list[Tensor] = []
 
-    def measure(upper: Vector, ends: Vector, base: Vector | None) -> Tensor:
-        nonlocal loss
+    def measure(upper: Vector, ends: Vector, base: Vector) -> Tensor:
         n = len(upper[0])
         ones = [1.0] * n
         values = evaluate_copies(oracle, ends, ones, ones, sample, sample, wrt="nothing", upper_copies=upper).upper
         values = values.detach()
-        if base is None:
-            oracle.y.copy_(ends.lane(0))
-            loss = values[0].clone()
-            oracle.checks.finite("loss", [loss])
-        return values.double() - loss.double() if loss.device.type != "mps" else values - loss
+        if not found:
+            found.append(values[0].clone())
+            oracle.checks.finite("loss", found)
+        return values.double() - found[0].double() if values.device.type != "mps" else values - found[0]
 
-    gradient, diagnostics = _indirect(oracle, paths, directions, central, measure)
+    gradient, base, diagnostics = _indirect(oracle, paths, directions, central, measure)
+    loss = found[0]
     differences = diagnostics["coefficients"] * (directions.smoothing * (2 if central else 1))
     diagnostics["difference_error"] = _rounding(Vector([loss]), differences.square())
-    if not oracle.session.reaches_upper:
-        oracle.session.reaches_upper = bool(gradient.norm() != 0)
+    if not oracle.session.found.reaches_upper:
+        oracle.session.note_reached([loss if bool(gradient.norm() != 0) else None])
     _warn_of_noise(oracle, directions, torch.zeros_like(loss), diagnostics)
-    return Estimate(loss, gradient, diagnostics)
+    return Estimate(loss, gradient, diagnostics, lower=base)
 
 
 def _indirect(
@@ -109,9 +107,9 @@ def _indirect(
     paths: Paths,
     directions: Directions,
     central: bool,
-    measure: Callable[[Vector, Vector, Vector | None], Tensor],
-) -> tuple[Vector, dict[str, Tensor]]:
-    r""":math:`\frac1Q \sum_j c_j u_j` with :math:`c_j` the difference quotients of ``measure`` (relative to the base).
+    measure: Callable[[Vector, Vector, Vector], Tensor],
+) -> tuple[Vector, Vector, dict[str, Tensor]]:
+    r""":math:`\frac1Q \sum_j c_j u_j`, with :math:`c_j` the difference quotients of ``measure``, and the base.
 
     A direction whose coefficient is not finite is left out, and the mean is over the others.
     """
@@ -123,12 +121,12 @@ def _indirect(
     while done < len(lanes):
         part = lanes[done : done + paths.at_once(len(lanes))]
         upper = directions.points(part)
-        ends = paths.run(upper).detach()
-        measured.append(measure(upper, ends, base))
+        ends, slopes = paths.run(upper)
         if base is None:
             base = ends.lane(0).clone()
             oracle.checks.finite("lower_grad", base)
-            residual = None if paths.gradient is None else paths.gradient.lane(0).norm()
+            residual = None if slopes is None else slopes.lane(0).norm()
+        measured.append(measure(upper, ends, base))
         difference = ends - Vector(t.unsqueeze(0) for t in base)
         moved.append(difference.lane_dot(difference))
         done += len(part)
@@ -155,7 +153,7 @@ def _indirect(
     }
     if residual is not None:
         diagnostics["lower_residual"] = residual
-    return estimate, diagnostics
+    return estimate, base, diagnostics
 
 
 def _rounding(base: Vector, squares: Tensor) -> Tensor:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
 from ..errors import BilevelWarning
 from ..hypergradient import Estimate, implicit
 from ..optimizer.base import BilevelOptimizer, CommonOptions
+from ..optimizer.step import Given
 from ..oracle.oracle import Oracle
 from ..problem.parameters import Params, is_count, is_number, require
 from ..solvers import linear
@@ -99,7 +101,7 @@ class AID(BilevelOptimizer):
         self.linear_solver, self.linear_steps, self.linear_tol = linear_solver, linear_steps, linear_tol
         self.linear_lr, self.damping = linear_lr, damping
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
-        if any(group.get("weight_decay") for group in self._probe().param_groups):
+        if any(group.get("weight_decay") for group in self.probe().param_groups):
             warnings.warn(
                 "weight_decay of the lower_optimizer is not part of the lower loss, so the linear system does not know "
                 "it and the hypergradient is biased; put the penalty into the lower loss instead",
@@ -107,16 +109,20 @@ class AID(BilevelOptimizer):
                 stacklevel=2,
             )
 
-    def _estimate(self, oracle: Oracle) -> Estimate:
-        self._descend(oracle)
-        warm = self.warm_start and self.linear_solver != "neumann"
-        estimate = implicit(oracle, self._linear(), self._remembered(oracle, "linear_solution") if warm else None)
-        if not warm:
-            estimate.memory.clear()
-        return estimate
+    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+        """Lower steps, then the linear system at their end."""
+        here = given.descended(oracle, self.lower_step_count(given))
+        return here.kept(self.implicit_estimate(here.oracle, given))
 
-    def _linear(self) -> Callable[..., LinearSolution]:
+    def implicit_estimate(self, oracle: Oracle, given: Given) -> Estimate:
+        """The hypergradient at the oracle's point, from the last solution of the linear system if it is to be kept."""
+        warm = self.warm_start and self.linear_solver != "neumann"
+        estimate = implicit(oracle, self.linear_solve(given), given.memory.get("linear_solution") if warm else None)
+        return estimate if warm else replace(estimate, memory={})
+
+    def linear_solve(self, given: Given) -> Callable[..., LinearSolution]:
+        """The linear solver with its arguments."""
         stop = partial(_SOLVE[self.linear_solver], steps=self.linear_steps, tol=self.linear_tol, damping=self.damping)
         if self.linear_solver == "cg":
             return stop
-        return partial(stop, lr=self._linear_rates(self.linear_lr))
+        return partial(stop, lr=given.linear_rates(self.linear_lr))

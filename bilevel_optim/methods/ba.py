@@ -6,6 +6,7 @@ import math
 from typing import Any, Unpack
 
 from ..optimizer.base import CommonOptions
+from ..optimizer.step import Given
 from ..problem.parameters import Params, is_number, require
 from .aid import AID
 
@@ -82,5 +83,6 @@ class BA(AID):
         )
         self.scale, self.growth = lower_steps, growth
 
-    def _lower_step_count(self) -> int:
-        return math.ceil(self.scale * math.pow(self._steps_done + 1, self.growth))
+    def lower_step_count(self, given: Given) -> int:
+        """More and more."""
+        return math.ceil(self.scale * math.pow(given.steps + 1, self.growth))

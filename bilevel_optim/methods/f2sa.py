@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
@@ -12,12 +14,12 @@ from ..hypergradient import Estimate, penalty
 from ..hypergradient.finite_difference import KINDS, Stencil
 from ..hypergradient.finite_difference import stencil as stencil_of
 from ..optimizer.base import BilevelOptimizer, CommonOptions
+from ..optimizer.step import Given, Update
 from ..oracle.copies import evaluate_copies
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
 from ..problem.parameters import Params, is_number, require
 from ..problem.vector import Vector, stack
-from ..solvers.lower import LowerSolver
 
 __all__ = ["F2SA"]
 
@@ -113,105 +115,106 @@ class F2SA(BilevelOptimizer):
         require("samples", samples, samples in SAMPLES)
         require("normalize", normalize, isinstance(normalize, bool))
         self.order, self.nu, self.samples, self.normalize = order, nu, samples, normalize
-        self._may_change_stencil = stencil == "auto"
-        self.stencil = stencil_of(order, stencil).kind
+        self._given_stencil = stencil
+        stencil_of(order, stencil)
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
-        self._require_elementwise()
+        self.require_elementwise()
 
-    _saved = ("nu", "stencil")
-    _written_in_place = ("copies",)
+    saved_options = ("nu",)
 
-    def _estimate(self, oracle: Oracle) -> Estimate:
-        formula = stencil_of(self.order, self.stencil)
-        interpolation = [float(w) for w in formula.interpolation]
-        copies, solver = self._copies(oracle, len(formula.nodes), interpolation)
-        gradient = solver.run(
-            self.lower_steps,
-            lambda: partial(self._perturbed_gradient, oracle, copies, formula, *self._draw(oracle, len(formula.nodes))),
-        )
+    @property
+    def stencil(self) -> str:
+        """The present stencil, which ``"auto"`` may have changed."""
+        changed: str = self.numbers.get("stencil", self._given_stencil)
+        return stencil_of(self.order, changed).kind
+
+    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+        """Lower steps of all copies, then the finite difference between them."""
+        formula = self._formula(given)
+        n, interpolation = len(formula.nodes), [float(w) for w in formula.interpolation]
+        copies, kept = self._copies(oracle, given, n, interpolation)
+        rule, memory = given.solver_for(copies) if kept else replace(given, solver=None).solver_for(copies)
+        solved = rule.run(copies, memory, self.lower_steps, partial(self._perturbed, oracle, formula))
+        copies = solved.y
         oracle.checks.finite(
             "lower_grad", copies, "A smaller lower_lr helps, or if copies at negative nodes diverge a smaller nu"
         )
         xi, zeta = oracle.f.draw(), oracle.g.draw()
         estimate = penalty(oracle, copies, formula, self.nu, upper_sample=xi, lower_sample=zeta)
-        oracle.y.copy_(copies.combine(interpolation))
-        oracle.advance_buffers(zeta)
-        if gradient is not None:
-            estimate.diagnostics["lower_residual"] = gradient.lane_norm()
-        estimate.diagnostics["spread"] = self._watched_spread(oracle, copies, formula)
-        return estimate
+        y = copies.combine(interpolation)
+        oracle.at(lower=y).advance_buffers(zeta)
+        residual = None if solved.gradient is None else solved.gradient.lane_norm()
+        spread = self._watched_spread(oracle, y, copies, formula, given)
+        return replace(
+            estimate.noting(lower_residual=residual, spread=spread),
+            lower=y,
+            memory={"copies": copies},
+            solver=solved.memory,
+            numbers={k: given.numbers[k] for k in ("stencil",) if k in given.numbers},
+        )
 
-    def _copies(self, oracle: Oracle, n: int, interpolation: list[float]) -> tuple[Vector, LowerSolver]:
-        """Stacked copies and their solver: all start at one point, and later move with the live y if it was changed."""
-        start = self._start(oracle)
-        if self._remembered(oracle, "copies") is None or len(self.state[oracle.y[0]]["copies"]) != n:
-            for parameter, value in zip(oracle.y, start, strict=True):
-                self.state[parameter]["copies"] = torch.stack([value] * n)
-            copies = Vector(self.state[parameter]["copies"] for parameter in oracle.y)
-            return copies, self._lower_solver(oracle, copies)
-        copies = Vector(self.state[parameter]["copies"] for parameter in oracle.y)
-        solver = self._lower_solver(oracle, copies)
-        if self.warm_start:
-            moved = start - copies.combine(interpolation)  # exactly zero if nobody wrote to the live y
-            copies.copy_(copies + Vector(m.unsqueeze(0) for m in moved))
-        else:
-            copies.copy_(stack([start] * n))
-            solver.reset()
-        return copies, solver
+    def _formula(self, given: Given) -> Stencil:
+        return stencil_of(self.order, given.numbers.get("stencil", self._given_stencil))
 
-    def _draw(self, oracle: Oracle, n: int) -> tuple[Sample | list[Sample], Sample | list[Sample]]:
+    def _copies(self, oracle: Oracle, given: Given, n: int, interpolation: list[float]) -> tuple[Vector, bool]:
+        """Stacked copies, and whether they go on: all start at one point, and later move with y if it was changed."""
+        copies = given.memory.get("copies")
+        if copies is None or len(copies[0]) != n or not self.warm_start:
+            return stack([oracle.y] * n), False
+        moved = oracle.y - copies.combine(interpolation)  # exactly zero if nobody wrote to the live y
+        return copies + Vector(m.unsqueeze(0) for m in moved), True
+
+    def _perturbed(self, oracle: Oracle, formula: Stencil) -> Callable[[Vector], tuple[Tensor, Vector]]:
+        """Gradients of g + j nu f at copies, on the next samples."""
+        n, weights = len(formula.nodes), [j * self.nu for j in formula.nodes]
+        xi: Sample | list[Sample]
+        zeta: Sample | list[Sample]
         if self.samples == "shared":
-            return oracle.f.draw(), oracle.g.draw()
-        return [oracle.f.draw() for _ in range(n)], [oracle.g.draw() for _ in range(n)]
+            xi, zeta = oracle.f.draw(), oracle.g.draw()
+        else:
+            xi, zeta = [oracle.f.draw() for _ in range(n)], [oracle.g.draw() for _ in range(n)]
 
-    def _perturbed_gradient(
-        self,
-        oracle: Oracle,
-        copies: Vector,
-        formula: Stencil,
-        upper_sample: Sample | list[Sample],
-        lower_sample: Sample | list[Sample],
-    ) -> tuple[Tensor, Vector]:
-        """Gradients of g + j nu f at the copies."""
-        weights = [j * self.nu for j in formula.nodes]
-        result = evaluate_copies(oracle, copies, weights, [1.0] * len(weights), upper_sample, lower_sample, wrt="lower")
-        return result.lower.sum(), result.gradient
+        def gradient(copies: Vector) -> tuple[Tensor, Vector]:
+            found = evaluate_copies(oracle, copies, weights, [1.0] * n, xi, zeta, wrt="lower")
+            return found.lower.sum(), found.gradient
 
-    def _watched_spread(self, oracle: Oracle, copies: Vector, formula: Stencil) -> Tensor:
+        return gradient
+
+    def _watched_spread(self, oracle: Oracle, y: Vector, copies: Vector, formula: Stencil, given: Given) -> Tensor:
         """Distance of each copy from y* per unit of perturbation; similar for all as long as nu is small enough.
 
         For a quadratic pair it is proportional to 1/(1 + j nu r), so it shows a negative copy near its pole or beyond.
         """
-        center = oracle.y.detach()
         nodes = torch.tensor(formula.nodes, dtype=torch.float64, device=oracle.device)
-        distances = (copies - Vector(c.unsqueeze(0) for c in center)).lane_norm()
+        distances = (copies - Vector(t.unsqueeze(0) for t in y)).lane_norm()
         spread = torch.where(nodes == 0, torch.nan, distances / (nodes.abs() * self.nu).clamp_min(1e-300))
         if any(j < 0 for j in formula.nodes):
             known = spread[nodes != 0]
-            rounding = 1e4 * torch.finfo(center[0].dtype).eps * center.norm()
+            rounding = 1e4 * torch.finfo(y[0].dtype).eps * y.norm()
             limit = SPREAD_LIMIT * max(map(abs, formula.nodes))
             oracle.checks.alert(
                 "diverging copies",
                 "the copies of y are not similarly far from y* (see diagnostics['spread'] for the nodes "
                 f"{formula.nodes}): those at negative nodes minimise g - |j| nu f, which is no longer strongly convex, "
                 "so the hypergradient is not reliable. Use a smaller nu, stencil='forward' or order=1"
-                + (". Changing to stencil='forward' from here on" if self._may_change_stencil else ""),
+                + (". Changing to stencil='forward' from here on" if self._may_change(given) else ""),
                 (known.max() > limit * known.min()) & (distances.max() > rounding),
             )
         return spread
 
-    def _react(self, oracle: Oracle, alerts: set[str]) -> bool:
-        if "diverging copies" not in alerts or not self._may_change_stencil:
-            return False
-        formula = stencil_of(self.order, self.stencil)
-        sound = formula.nodes.index(min(j for j in formula.nodes if j > 0))
-        copies = self._remembered(oracle, "copies")
-        assert copies is not None
-        oracle.y.copy_(copies.lane(sound))
-        for parameter in oracle.y:
-            del self.state[parameter]["copies"], self.state[parameter]["lower_optimizer"]
-        self.stencil = "forward"
-        return True
+    def _may_change(self, given: Given) -> bool:
+        return self._given_stencil == "auto" and "stencil" not in given.numbers
 
-    def _direction_scale(self, gradient: Vector) -> Tensor | float:
-        return 1.0 / gradient.norm().clamp_min(1e-30) if self.normalize and gradient else 1.0
+    def react(self, alerts: set[str], oracle: Oracle, given: Given, estimate: Estimate) -> tuple[Oracle, Given] | None:
+        """Change to a forward stencil, from the copy that is sound, when copies at negative nodes diverge."""
+        if "diverging copies" not in alerts or not self._may_change(given):
+            return None
+        nodes = self._formula(given).nodes
+        sound = estimate.memory["copies"].lane(nodes.index(min(j for j in nodes if j > 0)))
+        return oracle.at(lower=sound), replace(given.anew(), numbers={**given.numbers, "stencil": "forward"})
+
+    def update(self, x: Vector, gradient: Vector, given: Given) -> Update:
+        """The step, of length lr if ``normalize``."""
+        return super().update(
+            x, gradient * (1 / gradient.norm().clamp_min(1e-30)) if self.normalize else gradient, given
+        )

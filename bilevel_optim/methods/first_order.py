@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..hypergradient import Estimate, direct
 from ..optimizer.base import BilevelOptimizer
+from ..optimizer.step import Given
 from ..oracle.oracle import Oracle
 
 __all__ = ["FirstOrder"]
@@ -46,9 +47,9 @@ class FirstOrder(BilevelOptimizer):
     Source: the control of the experiments of arXiv:2110.07004.
     """
 
-    def _estimate(self, oracle: Oracle) -> Estimate:
-        diagnostics = self._descend(oracle)
-        estimate = direct(oracle)
-        oracle.note_reached(estimate.gradient)  # a zero direct gradient is what this method is there to show
-        estimate.diagnostics.update(diagnostics)
-        return estimate
+    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+        """Lower steps, then the direct gradient."""
+        here = given.descended(oracle, self.lower_steps)
+        estimate = direct(here.oracle)
+        oracle.session.note_reached(estimate.gradient)  # a zero direct gradient is what this method is there to show
+        return here.kept(estimate)

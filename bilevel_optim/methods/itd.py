@@ -6,10 +6,11 @@ from typing import Unpack
 
 from ..hypergradient import Estimate, unrolled
 from ..optimizer.base import BilevelOptimizer, CommonOptions
+from ..optimizer.step import Given
 from ..oracle.oracle import Oracle
 from ..problem.parameters import Params, is_count, require
-from ..problem.vector import Vector
-from ..solvers.lower import can_be_unrolled
+from ..solvers.agd import AGD
+from ..solvers.unrolling import can_be_unrolled
 
 __all__ = ["ITD"]
 
@@ -81,12 +82,13 @@ class ITD(BilevelOptimizer):
         require("checkpoint", checkpoint, isinstance(checkpoint, bool))
         self.truncate, self.checkpoint = truncate, checkpoint
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
-        if not can_be_unrolled(self._probe()):
+        if isinstance(self.probe(), AGD) or not can_be_unrolled(self.probe()):
             raise ValueError(
-                f"Invalid lower_optimizer value: {type(self._probe()).__name__} cannot be differentiated through; use "
+                f"Invalid lower_optimizer value: {type(self.probe()).__name__} cannot be differentiated through; use "
                 "one of torch's optimizers with a differentiable argument, such as SGD or Adam, or AID"
             )
 
-    def _estimate(self, oracle: Oracle) -> Estimate:
-        solver = self._ready_solver(oracle, Vector(parameter.data for parameter in oracle.y))
-        return unrolled(oracle, solver, self.lower_steps, truncate=self.truncate, checkpoint=self.checkpoint)
+    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+        """Lower steps, and backpropagation through them."""
+        rule, memory = given.solver_for(oracle.y)
+        return unrolled(oracle, rule, self.lower_steps, memory, truncate=self.truncate, checkpoint=self.checkpoint)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Unpack
-
-import torch
+from typing import Unpack
 
 from ..optimizer.base import CommonOptions
+from ..optimizer.step import Given, Update
 from ..problem.parameters import Params, is_count, is_number, require
+from ..problem.random import uniform_ball
 from ..problem.vector import Vector
 from .aid import AID
-from .restarted.restart import uniform_ball
 
 __all__ = ["PAID"]
 
@@ -62,8 +61,6 @@ class PAID(AID):
     Source: Huang, Ji, Ma, Lai (2022), arXiv:2203.03830; Jin et al. (2017), arXiv:1703.00887.
     """
 
-    _saved = ("_since",)
-
     def __init__(
         self,
         upper: Params,
@@ -82,19 +79,17 @@ class PAID(AID):
         require("perturbation_period", perturbation_period, is_count(perturbation_period))
         self.gradient_threshold, self.perturbation = gradient_threshold, perturbation
         self.perturbation_period = perturbation_period
-        self._since: int | None = None  # steps since the last perturbation
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **options)
 
-    @torch.no_grad()
-    def _update(self) -> None:
-        super()._update()
-        moved: list[Any] = [p for p in self._parameters("upper") if p.grad is not None]
-        if not moved:
-            return
-        self._since = None if self._since is None else self._since + 1
-        if self._since is not None and self._since <= self.perturbation_period:
-            return
-        if self.perturbation > 0 and float(Vector(p.grad for p in moved).norm()) <= self.gradient_threshold:
-            shift = uniform_ball(moved, self.perturbation, self.generator, self._session.process_group)
-            Vector(moved).copy_(Vector(moved) + shift)
-            self._since = 0
+    def update(self, x: Vector, gradient: Vector, given: Given) -> Update:
+        """The step of `AID`, and perhaps a perturbation after it."""
+        new = super().update(x, gradient, given).x
+        since = given.numbers.get("since")  # steps since the last perturbation
+        since = None if since is None else since + 1
+        if (
+            (since is None or since > self.perturbation_period)
+            and self.perturbation > 0
+            and float(gradient.norm()) <= self.gradient_threshold
+        ):
+            new, since = new + given.ranks.same(uniform_ball(x, self.perturbation, given.generator)), 0
+        return Update(new, numbers={"since": since})

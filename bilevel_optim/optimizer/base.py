@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
+from ..distributed.ranks import Ranks
 from ..hypergradient import Estimate
-from ..oracle import tasks as task_layer
+from ..oracle.buffers import Buffers
 from ..oracle.checks import Checks
-from ..oracle.oracle import Oracle, Session
+from ..oracle.lanes import stacked
+from ..oracle.oracle import Oracle
+from ..oracle.session import COUNTERS, Findings, Options, Session
+from ..problem import tasks as task_layer
 from ..problem.objective import Objective
 from ..problem.parameters import (
     LEVELS,
@@ -29,11 +32,14 @@ from ..problem.parameters import (
     require_one_level,
 )
 from ..problem.vector import Vector
-from ..solvers.lower import AGD, NOT_ELEMENTWISE, LowerSolver
+from ..solvers.agd import AGD
+from ..solvers.lower import NOT_ELEMENTWISE, LowerRule, Memory
+from .step import Given, Update
 
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "as_objective"]
 
 Loss = Objective | Callable[..., Tensor]
+SOLVER = "lower_optimizer."  # prefix of the lower optimizer's entries in state[p]
 
 
 class ColdOptions(TypedDict, total=False):
@@ -64,8 +70,9 @@ class BilevelOptimizer(Optimizer, ABC):
     lower parameters y; each has a ``"level"`` (``"upper"`` or ``"lower"``) and its own ``"lr"``, which schedulers may
     change.
 
-    A method is a subclass that says how the lower variable is improved and the hypergradient estimated
-    (:meth:`_estimate`); everything else is here.
+    A step is a function of values: :meth:`estimate` improves y and estimates the hypergradient, :meth:`update` moves x;
+    neither writes anything. What they return is checked, and then written by this class. A method is a subclass that
+    has these functions; of ``self`` they read hyper-parameters only.
 
     Args:
         upper: upper parameters: tensors, ``(name, tensor)`` pairs or group dicts, as ``torch.optim`` takes.
@@ -93,6 +100,7 @@ class BilevelOptimizer(Optimizer, ABC):
         oracle_counts: cumulative number of ``upper_grad``, ``lower_grad``, ``hvp``, ``jvp`` and ``loss`` evaluations,
             each per sample batch. (``jvp`` counts products with the cross derivative.)
         diagnostics: tensors of the last step: ``hypergradient_norm``, and what the method adds.
+        numbers: the plain numbers of the method that change from step to step (restart counters and the like).
     """
 
     def __init__(
@@ -131,23 +139,29 @@ class BilevelOptimizer(Optimizer, ABC):
         self.lower_steps, self.warm_start, self.check_finite = lower_steps, bool(warm_start), bool(check_finite)
         self.generator = generator
         self.diagnostics: dict[str, Any] = {}
+        self.numbers: dict[str, Any] = {}
         self._factory: Callable[[Any], Optimizer] = lower_optimizer or SGD
-        self._session = Session(vectorize=vectorize, hvp=hvp, process_group=process_group)
+        self._options = Options(vectorize, hvp, Ranks(process_group))
+        self._found, self._buffers, self._warned = Findings(), Buffers(), set[str]()
+        self._counts = dict.fromkeys(COUNTERS, 0)
         self._steps_done = 0
         self._last_loss: Tensor | None = None
-        self._warned: set[str] = set()
-        self._solver: LowerSolver | None = None
+        self._rules: list[LowerRule] = []
         self._default_lr = {"upper": lr, "lower": lower_lr}
         super().__init__(consistently_named([*as_groups(upper, "upper"), *as_groups(lower, "lower")]), {"lr": lr})
 
-    _saved: tuple[str, ...] = ()  # names of the method's attributes that change during a run
-    _written_in_place: tuple[str, ...] = ()  # names of the per-parameter tensors that a step changes in place
+    saved_options: tuple[str, ...] = ()  # names of hyper-parameters that a user may change during a run
 
     # ------------------------------------------------------------------------------------------------ verbs
 
     def step(  # type: ignore[override]
-        self, upper: Loss | None = None, lower: Loss | None = None, *, tasks: Any = None
-    ) -> Tensor | None:
+        self,
+        upper: Loss | None = None,
+        lower: Loss | None = None,
+        *,
+        tasks: Any = None,
+        closure: Callable[[], Any] | None = None,
+    ) -> Any:
         """One outer iteration: improve y, estimate the hypergradient, update x.
 
         Args:
@@ -159,6 +173,8 @@ class BilevelOptimizer(Optimizer, ABC):
                 task starts from the live y (or from ``lower_init``); afterwards the live y holds the mean of the tasks'
                 solutions, or with ``warm_start=False`` what it held before. What a method keeps from step to step
                 beside y (momentum, solutions of linear systems) belongs to the tasks and starts anew at each step.
+            closure: instead of losses, a function that calls :meth:`backward`, as ``torch.optim`` has it; its result is
+                returned.
 
         Returns:
             The upper loss at the point where the hypergradient was estimated, detached; None without losses.
@@ -167,243 +183,309 @@ class BilevelOptimizer(Optimizer, ABC):
             NonFiniteError: if an oracle returned NaN or infinity; nothing has changed then.
             ValueError: at the first step, if a loss is not a scalar or does not depend on the parameters.
         """
-        loss = None
-        if self._finished():
+        if self.finished():
             return None if upper is None else self._last_loss
-        if upper is not None or lower is not None:
-            if upper is None or lower is None:
-                raise TypeError("step takes both losses, upper and lower, or none of them (after backward)")
-            loss = self.backward(upper, lower, tasks=tasks)
-        elif tasks is not None:
-            raise TypeError("step takes tasks only together with both losses")
-        self._update()
+        if closure is not None:
+            if upper is not None or lower is not None:
+                raise TypeError("step takes a closure or losses, not both")
+            with torch.enable_grad():
+                result = closure()
+            self._commit_update(*self._updated(self._gradients()))
+            return result
+        if upper is None and lower is None:
+            if tasks is not None:
+                raise TypeError("step takes tasks only together with both losses")
+            self._commit_update(*self._updated(self._gradients()))
+            return None
+        proposal = self._proposed(upper, lower, tasks)
+        x, estimate = proposal[0].live_x, proposal[1]
+        update = self._updated(list(zip(x, estimate.gradient, strict=True)), estimate)
+        loss = self._commit(*proposal)
+        self._commit_update(*update)
         return loss
 
-    def backward(self, upper: Loss, lower: Loss, *, tasks: Any = None) -> Tensor:
+    def backward(self, upper: Loss, lower: Loss | None = None, *, tasks: Any = None) -> Tensor:
         """Improve y, and set ``.grad`` of the upper parameters to the estimate of the hypergradient.
 
         Follow it with gradient clipping, with ``step()``, or with a step of any ``torch.optim`` optimizer over x.
         Arguments, result and errors as for :meth:`step`.
         """
-        oracle = self._oracle(upper, lower)
-        restore = self._snapshot()
-        try:
-            estimate = self._checked_estimate(oracle) if tasks is None else self._estimate_tasks(oracle, tasks)
-        except BaseException:
-            restore()
-            raise
-        for parameters, memory in ((oracle.y, estimate.memory), (oracle.x, estimate.upper_memory)):
-            for name, vector in memory.items():
-                for parameter, value in zip(parameters, vector, strict=True):
-                    self.state[parameter][name] = value.detach()
-        for parameter, gradient in zip(oracle.x, estimate.gradient, strict=True):
-            parameter.grad = gradient.detach()
-        self.diagnostics = {"hypergradient_norm": estimate.gradient.norm(), **estimate.diagnostics}
-        if self._session.fallback is not None:
-            self.diagnostics["vectorize_fallback"] = self._session.fallback
-        self._steps_done += 1
-        self._session.buffers.complete = True
-        self._last_loss = estimate.loss.detach()
-        return self._last_loss
+        return self._commit(*self._proposed(upper, lower, tasks))
+
+    def propose(self, upper: Loss, lower: Loss | None = None, *, tasks: Any = None, still: bool = False) -> Estimate:
+        """What a step would do, without doing it: the estimate, with the improved y.
+
+        Random numbers are drawn, and data too.
+
+        Args:
+            upper, lower, tasks: as for :meth:`step`.
+            still: estimate at x itself, by a method that would look ahead of it.
+        """
+        return self._proposed(upper, lower, tasks, still=still)[1]
 
     @property
     def oracle_counts(self) -> dict[str, int]:
         """Cumulative oracle calls, per sample batch."""
-        return dict(self._session.counts)
-
-    def _oracle(self, upper: Loss, lower: Loss) -> Oracle:
-        """The two losses as functions of the live parameters."""
-        return Oracle(
-            self._parameters("upper"),
-            self._parameters("lower"),
-            as_objective(upper, "upper"),
-            as_objective(lower, "lower"),
-            names=self._names(),
-            session=self._session,
-        )
-
-    def _checked_estimate(self, oracle: Oracle, make: Callable[[Oracle], Estimate] | None = None) -> Estimate:
-        estimate = (make or self._estimate)(oracle)
-        oracle.conclude()
-        if self.check_finite and self._react(oracle, oracle.checks.verify(self._steps_done, self._warned)):
-            oracle.checks = Checks()
-            return self._checked_estimate(oracle, make)
-        return estimate
-
-    def _estimate_tasks(self, oracle: Oracle, sampler: Any) -> Estimate:
-        """The mean of the estimates for the tasks of one draw, made as one problem with stacked y."""
-        self._require_elementwise("tasks")
-        count = task_layer.task_count(sampler, self.tasks_per_step)
-        drawn = task_layer.sample(sampler, count, self.generator)
-        tasks, share = oracle.share(drawn, count)
-        loss, gradient, mean = torch.zeros((), device=oracle.device), oracle.x.zeros_like(), oracle.y.zeros_like()
-        diagnostics: dict[str, Any] = {}
-        sizes = {"lower": self.lower_batch, "upper": self.upper_batch}
-        for part in self._together(share):
-            some = task_layer.select(tasks, part)
-            n = len(range(share)[part])
-            draws = task_layer.TaskDraws(sampler, some, n, sizes, self.generator)
-            start = task_layer.starting_points(oracle.y, oracle.names[len(oracle.x) :], some, n, self.lower_init)
-            stacked = task_layer.stacked_oracle(oracle, start, draws)
-            estimate = self._checked_estimate(stacked)
-            loss, gradient = loss + estimate.loss / count, gradient + estimate.gradient * (1 / count)
-            mean, diagnostics = mean + Vector(t.detach().sum(0) / count for t in stacked.y), estimate.diagnostics
-            for tensor in stacked.y:
-                self.state.pop(tensor, None)
-            self._solver = None
-        loss, gradient, mean = oracle.totalled(loss, gradient, mean)
-        if self.warm_start:
-            oracle.y.copy_(mean)
-        return Estimate(loss, gradient, {**diagnostics, "tasks": drawn})
+        return dict(self._counts)
 
     # ------------------------------------------------------------------------------------------------ for the methods
 
     @abstractmethod
-    def _estimate(self, oracle: Oracle) -> Estimate:
-        """Improve the live y and estimate the hypergradient at the live x."""
+    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+        """The improved y and the hypergradient, from the oracle's point; writes nothing."""
 
-    def _react(self, oracle: Oracle, alerts: set[str]) -> bool:
-        """Change course after alerts; returns whether the estimate has to be made again."""
-        return False
+    def update(self, x: Vector, gradient: Vector, given: Given) -> Update:
+        """The new x; writes nothing. ``given`` holds the groups and the memory of these tensors."""
+        rates = given.upper_rates
+        if len(set(rates)) == 1:
+            return Update(Vector(torch._foreach_add(x, gradient, alpha=-rates[0])))
+        return Update(Vector(torch.add(t, g, alpha=-r) for t, g, r in zip(x, gradient, rates, strict=True)))
 
-    def _together(self, tasks: int) -> list[slice]:
+    def estimate_tasks(self, oracle: Oracle, given: Given, sampler: Any) -> Estimate:
+        """The mean of the estimates for the tasks of one draw, made as one problem with stacked y."""
+        self.require_elementwise("tasks")
+        count = task_layer.task_count(sampler, self.tasks_per_step)
+        drawn = task_layer.sample(sampler, count, given.generator)
+        tasks, share = given.ranks.share(drawn, count)
+        sizes = {"lower": self.lower_batch, "upper": self.upper_batch}
+        loss, gradient, mean = torch.zeros((), device=oracle.device), oracle.x.zeros_like(), oracle.y.zeros_like()
+        estimates: list[Estimate] = []
+        for part in self.together(share):
+            some, n = task_layer.select(tasks, part), len(range(share)[part])
+            draws = task_layer.TaskDraws(sampler, some, n, sizes, given.generator)
+            start = task_layer.starting_points(oracle.y, oracle.lower_names, some, n, self.lower_init)
+            estimate = self.checked(stacked(oracle, start, draws.batch), given.anew(), self.estimate)
+            loss, gradient = loss + estimate.loss / count, gradient + estimate.gradient * (1 / count)
+            y = start if estimate.lower is None else estimate.lower
+            mean = mean + Vector(t.sum(0) / count for t in y)
+            estimates.append(estimate)
+        loss, gradient, mean = given.ranks.total(loss, gradient, mean)
+        # What belongs to x stays; what belongs to the tasks' y goes with them.
+        kept = estimates[-1] if estimates else Estimate(loss, gradient)
+        return Estimate(
+            loss,
+            gradient,
+            {**_over_parts([estimate.diagnostics for estimate in estimates]), "tasks": drawn},
+            upper_memory=kept.upper_memory,
+            numbers=kept.numbers,
+            lower=mean if self.warm_start else None,
+        )
+
+    def checked(self, oracle: Oracle, given: Given, make: Callable[[Oracle, Given], Estimate]) -> Estimate:
+        """An estimate whose flags have been read; made again where the method reacts to them."""
+        while True:
+            estimate, session = make(oracle, given), oracle.session
+            session.conclude()
+            alerts = session.checks.verify(given.steps, self._warned) if self.check_finite else set()
+            again = self.react(alerts, oracle, given, estimate) if alerts else None
+            if again is None:
+                return estimate
+            oracle, given = again
+            session.checks = Checks()
+
+    def react(self, alerts: set[str], oracle: Oracle, given: Given, estimate: Estimate) -> tuple[Oracle, Given] | None:
+        """Where and with what the estimate is to be made again after alerts; None if it stands."""
+        return None
+
+    def together(self, tasks: int) -> list[slice]:
         """Which of the drawn tasks make one stacked problem: all of them."""
         return [slice(0, tasks)] if tasks else []
 
-    def _finished(self) -> bool:
+    def finished(self) -> bool:
         """Whether ``step`` has nothing left to do, and returns the last loss."""
         return False
 
-    def _stand_still(self) -> None:
-        """Make the next estimate at x itself, for a method that would look ahead of it."""
+    def standing_still(self, given: Given) -> Given:
+        """What makes the next estimate one at x itself, for a method that would look ahead of it."""
+        return given
 
-    def _direction_scale(self, gradient: Vector) -> Tensor | float:
-        """Factor on the upper gradient in the update."""
-        return 1.0
+    def lower_step_count(self, given: Given) -> int:
+        """Lower steps of the present outer step."""
+        return self.lower_steps
 
-    def _probe(self) -> Optimizer:
+    def objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
+        """The two objectives of a step."""
+        if upper is None or lower is None:
+            raise TypeError("step takes both losses, upper and lower, or none of them (after backward)")
+        return as_objective(upper, "upper"), as_objective(lower, "lower")
+
+    def probe(self) -> Optimizer:
         """The lower optimizer made for a dummy parameter, to see what it is."""
         return self._factory([{"params": [torch.zeros(1, 1, requires_grad=True)], "lr": self._default_lr["lower"]}])
 
-    def _require_elementwise(self, what: str = "copies of y") -> None:
+    def require_elementwise(self, what: str = "copies of y") -> None:
         """Raise if the lower optimizer would mix what is stacked."""
-        kind = type(self._probe())
+        kind = type(self.probe())
         if issubclass(kind, NOT_ELEMENTWISE):
             raise ValueError(
                 f"Invalid lower_optimizer value: {kind.__name__} does not treat every entry alone, so it would mix the "
                 f"{what}; use SGD, Adam or the like"
             )
 
-    def _require_given_gradient(self) -> None:
+    def require_given_gradient(self) -> None:
         """Raise if the lower optimizer asks for gradients at points of its own, where the method has one to give."""
-        kind = type(self._probe())
+        kind = type(self.probe())
         if issubclass(kind, (LBFGS, AGD)):
             raise ValueError(
                 f"Invalid lower_optimizer value: {kind.__name__} evaluates gradients at points of its own, but the "
                 "lower step takes an estimate made before; use SGD, Adam or the like"
             )
 
-    def _lower_solver(self, oracle: Oracle, variables: Vector) -> LowerSolver:
-        """The solver of the lower problem over these tensors: the live y, or stacked copies of it."""
-        groups = self._groups("lower")
-        if self._solver is None or not self._solver.serves(variables):
-            states = [self.state[parameter].setdefault("lower_optimizer", {}) for parameter in oracle.y]
-            self._solver = LowerSolver(self._factory, groups, variables, states)
-        self._solver.follow(groups)
-        return self._solver
+    # ------------------------------------------------------------------------------------------------ the transaction
 
-    def _start(self, oracle: Oracle) -> Vector:
-        """Where this step's lower solve starts: the live y or, without warm starts, its first value."""
-        if self.warm_start:
-            return oracle.y.detach()
-        for parameter in oracle.y:
-            if "initial" not in self.state[parameter]:
-                self.state[parameter]["initial"] = parameter.detach().clone()
-        return Vector(self.state[parameter]["initial"] for parameter in oracle.y)
-
-    def _remembered(self, oracle: Oracle, name: str, *, upper: bool = False) -> Vector | None:
-        """What the last step kept under this name, if every lower parameter has it (or every upper one)."""
-        parameters = oracle.x if upper else oracle.y
-        if all(name in self.state[parameter] for parameter in parameters):
-            return Vector(self.state[parameter][name] for parameter in parameters)
-        return None
-
-    def _linear_rates(self, linear_lr: float | None) -> list[float]:
-        """Step size of a linear solver for each lower parameter: this one, or the learning rate of its group."""
-        groups = self._groups("lower")
-        return [float(group["lr"] if linear_lr is None else linear_lr) for group in groups for _ in group["params"]]
-
-    def _ready_solver(self, oracle: Oracle, variables: Vector | None = None) -> LowerSolver:
-        """A solver on the live y (or on aliases of it), which is set to where this step starts."""
-        solver = self._lower_solver(oracle, oracle.y if variables is None else variables)
+    def _proposed(
+        self, upper: Loss | None, lower: Loss | None, tasks: Any, *, still: bool = False
+    ) -> tuple[Oracle, Estimate]:
+        """Everything that a step computes, checked; nothing is written, so nothing has to be undone."""
+        f, g = self.objectives(upper, lower)
+        groups = {level: self._groups(level) for level in LEVELS}
+        x, y = (_tensors(groups[level], level) for level in LEVELS)
+        session = Session.begun(self._options, self._found, self._buffers)
+        oracle = Oracle(x, y, f, g, names=self._names(), session=session)
+        given = self._given(groups, x, y)
+        if still:
+            given = self.standing_still(given)
+        here = oracle
         if not self.warm_start:
-            oracle.y.copy_(self._start(oracle))
-            solver.reset()
-        return solver
-
-    def _lower_step_count(self) -> int:
-        """Lower steps of the present outer step."""
-        return self.lower_steps
-
-    def _descend(self, oracle: Oracle) -> dict[str, Tensor]:
-        """The lower steps of a method with a single copy of y, on the live tensors; one lower sample for each."""
-        solver = self._ready_solver(oracle)
-        gradient = solver.run(
-            self._lower_step_count(), lambda: partial(oracle.lower, oracle.g.draw(once=solver.evaluates_once))
-        )
-        if gradient is None:
-            return {}
-        oracle.checks.finite("lower_grad", oracle.y)
-        return {"lower_residual": gradient.norm()}
-
-    # ------------------------------------------------------------------------------------------------ update, state
-
-    @torch.no_grad()
-    def _update(self) -> None:
-        gradients = Vector(p.grad for p in self._parameters("upper") if p.grad is not None)
-        scale = self._direction_scale(gradients)
-        for group in self._groups("upper"):
-            moved = [p for p in group["params"] if p.grad is not None]
-            if moved:
-                direction = Vector(p.grad for p in moved)
-                if not (isinstance(scale, float) and scale == 1.0):
-                    direction = direction * scale
-                torch._foreach_add_(moved, list(direction), alpha=-float(group["lr"]))
-
-    def _at_risk(self) -> list[Tensor]:
-        """The parameters that an estimate moves before it is known to be sound."""
-        return self._parameters("lower")
-
-    def _snapshot(self) -> Callable[[], None]:
-        """Remember everything that a step changes; the result puts it back."""
-        lower, at_risk = self._parameters("lower"), self._at_risk()
-        in_place = [kept[name] for kept in self.state.values() for name in self._written_in_place if name in kept]
-        values = [(t, t.detach().clone()) for t in (*at_risk, *in_place)]
-        gradients = [(p, p.grad) for p in (*self._parameters("upper"), *lower)]
-        state = {
-            parameter: {k: copy.deepcopy(v) if k == "lower_optimizer" else v for k, v in kept.items()}
-            for parameter, kept in self.state.items()
-        }
-        session, warned = replace(self._session, counts=dict(self._session.counts)), set(self._warned)
-        attributes = {name: getattr(self, name) for name in ("diagnostics", "_steps_done", *self._saved)}
-        random = self.generator.get_state() if self.generator is not None else None
-
-        def restore() -> None:
-            with torch.no_grad():
-                for tensor, value in values:
-                    tensor.copy_(value)
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            self.state.clear()
-            self.state.update(state)
-            self._solver = None
-            self._session, self._warned = session, warned
-            for name, value in attributes.items():
-                setattr(self, name, value)
+            here = oracle.at(lower=given.memory.get("initial", oracle.y.clone()))
+            given = replace(given, solver=None)
+        warned, random = set(self._warned), None if self.generator is None else self.generator.get_state()
+        try:
+            with self._buffers.kept_on_failure():
+                if tasks is None:
+                    estimate = self.checked(here, given, self.estimate)
+                else:
+                    estimate = self.estimate_tasks(here, given, tasks)
+        except BaseException:
+            self._warned = warned
             if self.generator is not None and random is not None:
                 self.generator.set_state(random)
+            raise
+        if not self.warm_start and tasks is None and "initial" not in given.memory:
+            estimate = replace(estimate, memory={**estimate.memory, "initial": here.y})
+        return oracle, estimate
 
-        return restore
+    def _given(self, groups: dict[str, list[dict[str, Any]]], x: Sequence[Tensor], y: Sequence[Tensor]) -> Given:
+        """What a step is given, read from the state."""
+        return Given(
+            groups["upper"],
+            groups["lower"],
+            self._memory(y),
+            self._memory(x),
+            self._solver_memory(y),
+            dict(self.numbers),
+            self._steps_done,
+            lambda like: self._rule(groups["lower"], like),
+            self.generator,
+            self._options.ranks,
+        )
+
+    def _memory(self, parameters: Sequence[Tensor]) -> dict[str, Vector]:
+        """What is remembered of all these parameters, by name."""
+        first = self.state.get(parameters[0], {}) if parameters else {}
+        return {
+            name: Vector(self.state[p][name] for p in parameters)
+            for name in first
+            if not name.startswith(SOLVER) and all(name in self.state[p] for p in parameters)
+        }
+
+    def _solver_memory(self, parameters: Sequence[Tensor]) -> Memory | None:
+        """The lower optimizer's state."""
+        kept = [
+            {k[len(SOLVER) :]: v for k, v in self.state.get(p, {}).items() if k.startswith(SOLVER)} for p in parameters
+        ]
+        return kept if any(kept) else None
+
+    def _rule(self, groups: Sequence[dict[str, Any]], like: Vector) -> LowerRule:
+        """The lower optimizer's update for tensors like these; made once for each shape."""
+        for rule in self._rules:
+            if rule.fits(groups, like):
+                rule.follow(groups)
+                return rule
+        rule = LowerRule(self._factory, groups, like)
+        self._rules = [*self._rules[-7:], rule]
+        return rule
+
+    @torch.no_grad()
+    def _commit(self, oracle: Oracle, estimate: Estimate) -> Tensor:
+        """Write what a step has computed; ``.grad`` of x is the estimate."""
+        session, x, y = oracle.session, oracle.live_x, oracle.live_y
+        norm = estimate.gradient.norm()
+        for write in estimate.writes:
+            write.table[write.index] = write.values
+        if estimate.lower is not None:
+            y.copy_(estimate.lower)
+        for parameters, memory in ((y, estimate.memory), (x, estimate.upper_memory)):
+            self._remember(parameters, memory)
+        if estimate.solver is not None:
+            for parameter, memory in zip(y, estimate.solver, strict=True):
+                kept = self.state[parameter]
+                for name in [name for name in kept if name.startswith(SOLVER)]:
+                    del kept[name]
+                kept.update({SOLVER + name: value for name, value in memory.items()})
+        for parameter, gradient in zip(x, estimate.gradient, strict=True):
+            parameter.grad = gradient.detach()
+        self.numbers = {**self.numbers, **estimate.numbers}
+        self._found, self._buffers.complete = session.found, True
+        for name, count in session.counts.items():
+            self._counts[name] += count
+        self.diagnostics = {"hypergradient_norm": norm, **estimate.diagnostics}
+        if session.found.fallback is not None:
+            self.diagnostics["vectorize_fallback"] = session.found.fallback
+        self._steps_done += 1
+        self._last_loss = estimate.loss.detach()
+        return self._last_loss
+
+    def _remember(self, parameters: Sequence[Tensor], memory: dict[str, Any]) -> None:
+        for name, vector in memory.items():
+            if vector is None:
+                for parameter in parameters:
+                    self.state[parameter].pop(name, None)
+            else:
+                for parameter, value in zip(parameters, vector, strict=True):
+                    self.state[parameter][name] = value.detach()
+
+    def _gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """The upper parameters that have a ``.grad``, and that."""
+        return [(p, p.grad) for p in self._parameters("upper") if p.grad is not None]
+
+    @torch.no_grad()
+    def _updated(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], estimate: Estimate | None = None
+    ) -> tuple[list[Tensor], Update | None]:
+        """The upper parameters that move, and the update of them; ``estimate``: as if that had been committed."""
+        if not pairs:
+            return [], None
+        moved = [p for p, _ in pairs]
+        known = {id(p) for p in moved}
+        groups = {level: self._groups(level) for level in LEVELS}
+        upper = [{**g, "params": [p for p in g["params"] if id(p) in known]} for g in groups["upper"]]
+        given = self._given({**groups, "upper": upper}, moved, _tensors(groups["lower"], "lower"))
+        if estimate is not None:
+            given = replace(
+                given,
+                memory={**given.memory, **estimate.memory},
+                upper_memory={**given.upper_memory, **estimate.upper_memory},
+                numbers={**given.numbers, **estimate.numbers},
+                steps=given.steps + 1,
+            )
+        update = self.update(Vector(p.detach() for p in moved), Vector(g for _, g in pairs), given)
+        return moved, update
+
+    @torch.no_grad()
+    def _commit_update(self, moved: list[Tensor], update: Update | None) -> None:
+        """Write an update of x."""
+        if update is None:
+            return
+        Vector(moved).copy_(update.x)
+        for write in update.writes:
+            write.table[write.index] = write.values
+        if update.lower is not None:
+            Vector(self._parameters("lower")).copy_(update.lower)
+        self._remember(moved, update.upper_memory)
+        self.numbers = {**self.numbers, **update.numbers}
+
+    # ------------------------------------------------------------------------------------------------ state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; the group must say its ``"level"``, ``"upper"`` or ``"lower"``."""
@@ -424,10 +506,12 @@ class BilevelOptimizer(Optimizer, ABC):
         state["bilevel"] = {
             "method": type(self).__name__,
             "steps_done": self._steps_done,
-            "oracle_counts": dict(self._session.counts),
-            "fallback": self._session.fallback,
+            "oracle_counts": dict(self._counts),
+            "fallback": self._found.fallback,
             "generator": None if self.generator is None else self.generator.get_state(),
-            **{name: getattr(self, name) for name in self._saved},
+            "last_loss": self._last_loss,
+            "numbers": copy.deepcopy(self.numbers),
+            "options": {name: getattr(self, name) for name in self.saved_options},
         }
         return state
 
@@ -439,19 +523,20 @@ class BilevelOptimizer(Optimizer, ABC):
         if own["method"] != type(self).__name__:
             raise ValueError(f"the state dict is that of {own['method']}, but this optimizer is {type(self).__name__}")
         super().load_state_dict(state_dict)
-        self._solver = None
-        self._steps_done = own["steps_done"]
-        self._session.counts.update(own["oracle_counts"])
-        self._session.fallback = own["fallback"]
+        self._rules = []
+        self._steps_done, self._last_loss = own["steps_done"], own["last_loss"]
+        self._counts.update(own["oracle_counts"])
+        self._found = replace(self._found, fallback=own["fallback"])
         if own["generator"] is not None and self.generator is not None:
             self.generator.set_state(own["generator"].cpu())
-        for name in self._saved:
-            setattr(self, name, own[name])
+        self.numbers = copy.deepcopy(own["numbers"])
+        for name in self.saved_options:
+            setattr(self, name, own["options"][name])
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch keeps three entries and makes the others again; ours must be kept too, the solver excepted.
+        # torch keeps three entries and makes the others again; ours must be kept too, the rules excepted.
         own = {k: v for k, v in self.__dict__.items() if k not in REMADE and not k.startswith("_optimizer_")}
-        return {**super().__getstate__(), **own, "_solver": None}
+        return {**super().__getstate__(), **own, "_rules": []}
 
     # ------------------------------------------------------------------------------------------------ parameters
 
@@ -465,10 +550,7 @@ class BilevelOptimizer(Optimizer, ABC):
 
     def _parameters(self, level: str) -> list[Tensor]:
         """The parameters of one level that require a gradient."""
-        parameters = [p for group in self._groups(level) for p in group["params"]]
-        if not parameters:
-            raise ValueError(f"no {level} parameter requires a gradient")
-        return parameters
+        return _tensors(self._groups(level), level)
 
     def _names(self) -> list[str]:
         names = []
@@ -493,3 +575,20 @@ def as_objective(loss: Loss, level: str) -> Objective:
     if not callable(loss):
         raise TypeError(f"the {level} loss must be a callable or an Objective, but is {type(loss).__name__}")
     return Objective(loss)
+
+
+def _tensors(groups: Sequence[dict[str, Any]], level: str) -> list[Tensor]:
+    tensors = [p for group in groups for p in group["params"]]
+    if not tensors:
+        raise ValueError(f"no {level} parameter requires a gradient")
+    return tensors
+
+
+def _over_parts(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Diagnostics of several parts of a step: stacked, unless there is only one."""
+    if len(parts) <= 1:
+        return dict(parts[0]) if parts else {}
+    return {
+        name: torch.stack([part[name] for part in parts]) if all(isinstance(p[name], Tensor) for p in parts) else value
+        for name, value in parts[-1].items()
+    }

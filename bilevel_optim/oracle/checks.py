@@ -15,31 +15,35 @@ __all__ = ["Checks"]
 
 
 class Checks:
-    """Finite checks and warnings of one step.
+    """Flags of one step: what has to be finite, and what is worth a warning.
 
-    ``finite`` and ``alert`` only queue device scalars; ``verify`` reads them all at once.
+    ``finite`` and ``alert`` only queue; ``verify`` reads everything at once.
     """
 
     def __init__(self) -> None:
-        self._finite: list[tuple[str, str, Tensor]] = []
+        self._finite: list[tuple[str, str, Vector]] = []
         self._alerts: list[tuple[str, str, Tensor]] = []
 
     def finite(self, oracle: str, tensors: Iterable[Tensor], hint: str = "") -> None:
         """Require that every entry of ``tensors``, which came out of ``oracle``, is finite."""
-        self._finite.append((oracle, hint, Vector(tensors).max_abs().isfinite()))
+        self._finite.append((oracle, hint, Vector(t.detach() for t in tensors)))
 
     def alert(self, key: str, message: str, on: Tensor) -> None:
         """Warn with ``message`` if the boolean scalar ``on`` is true, once in an optimizer's life for each ``key``."""
         self._alerts.append((key, message, on))
 
     def verify(self, step: int, warned: set[str]) -> set[str]:
-        """Raise `NonFiniteError` for the first oracle that failed; warn; return the keys of the alerts that were on."""
-        flags = [flag for *_, flag in (*self._finite, *self._alerts)]
+        """Raise `NonFiniteError` for the first oracle that failed; warn; return the keys of the alerts that were on.
+
+        A key is added to ``warned`` with its warning.
+        """
+        # A sum is cheap and not finite if an entry is not; that a sum of finite entries overflows is seen afterwards.
+        flags = [vector.sum().isfinite() for *_, vector in self._finite] + [on for *_, on in self._alerts]
         if not flags:
             return set()
         read = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
-        for (oracle, hint, _), finite in zip(self._finite, read, strict=False):
-            if not finite:
+        for (oracle, hint, vector), finite in zip(self._finite, read, strict=False):
+            if not finite and not bool(vector.max_abs().isfinite()):
                 raise NonFiniteError(oracle, step, hint)
         on = set()
         for (key, message, _), raised in zip(self._alerts, read[len(self._finite) :], strict=True):

@@ -1,9 +1,8 @@
-"""Both losses at several points: stacked copies of y, and perhaps of x, under one ``vmap``, in chunks, or in a loop."""
+"""Both losses at several points: stacked copies of y, and perhaps of x, together or one by one."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,10 +14,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..problem.objective import Sample
 from ..problem.vector import Vector, stack
+from . import batched
 from .oracle import Oracle, filled
 from .substitution import Substitution
 
-__all__ = ["Copies", "evaluate_copies", "lanes_at_once"]
+__all__ = ["Copies", "evaluate_copies"]
 
 Samples = Sample | Sequence[Sample]
 
@@ -32,7 +32,7 @@ class Copies(NamedTuple):
 
 
 @dataclass
-class _Lanes:
+class _Points:
     """What is evaluated: n points and their weights and samples."""
 
     lower: Vector
@@ -43,17 +43,17 @@ class _Lanes:
     g_sample: Samples
     wrt: str
 
-    def __getitem__(self, lanes: slice) -> _Lanes:
-        if lanes == slice(0, len(self)):
+    def __getitem__(self, part: slice) -> _Points:
+        if part == slice(0, len(self)):
             return self
         f, g = self.f_sample, self.g_sample
-        return _Lanes(
-            Vector(t[lanes] for t in self.lower),
-            None if self.upper is None else Vector(t[lanes] for t in self.upper),
-            self.f_weights[lanes],
-            self.g_weights[lanes],
-            f if isinstance(f, Sample) else f[lanes],
-            g if isinstance(g, Sample) else g[lanes],
+        return _Points(
+            Vector(t[part] for t in self.lower),
+            None if self.upper is None else Vector(t[part] for t in self.upper),
+            self.f_weights[part],
+            self.g_weights[part],
+            f if isinstance(f, Sample) else f[part],
+            g if isinstance(g, Sample) else g[part],
             self.wrt,
         )
 
@@ -83,7 +83,7 @@ def evaluate_copies(
     r"""Gradient of :math:`\sum_j a_j f(x_j, y_j) + b_j g(x_j, y_j)` over stacked copies :math:`y_j`, perhaps of x too.
 
     Args:
-        oracle: evaluates the losses; its session says whether copies are vectorised.
+        oracle: evaluates the losses; its options say whether copies are vectorised.
         copies: tensors of shape (n, ...): n copies of y.
         upper_weights: :math:`a_j`, n numbers.
         lower_weights: :math:`b_j`, n numbers.
@@ -91,7 +91,7 @@ def evaluate_copies(
         lower_sample: likewise.
         wrt: ``"lower"``: gradients of shape (n, ...), one for each copy. ``"upper"``: one gradient in x, and the values
             of f at every copy, also where :math:`a_j = 0`. ``"nothing"``: only the values of f.
-        upper_copies: tensors of shape (n, ...): n copies of x, not with ``wrt="upper"``. Default: the live x for all.
+        upper_copies: tensors of shape (n, ...): n copies of x, not with ``wrt="upper"``. Default: that of the oracle.
     """
     n = len(upper_weights)
     needed = sum(a != 0 for a in upper_weights)
@@ -102,53 +102,34 @@ def evaluate_copies(
         oracle.count("upper_grad", needed)
         if wrt == "upper":
             oracle.count("loss", n - needed)
-    lanes = _Lanes(copies, upper_copies, upper_weights, lower_weights, upper_sample, lower_sample, wrt)
-
-    def run(size: int, evaluate: Callable[[Oracle, _Lanes], Copies]) -> Copies:
-        return _joined([evaluate(oracle, lanes[i : min(i + size, n)]) for i in range(0, n, size)], wrt)
-
-    session = oracle.session
-    size = lanes_at_once(oracle, n)
-    if size == 1 or not _alike(upper_sample, lower_sample):
-        return Copies(*oracle.averaged(*run(1, _one)))
-    try:
-        if not session.vmapped:
-            _require_substitution(oracle, lanes)
-        result = run(size, _together)
-        session.vmapped = True
-    except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
-    else:
-        return Copies(*oracle.averaged(*result))
-    # What vmap cannot do, the loop can; what is wrong with the loss itself is raised again here.
-    result = run(1, _one)
-    session.fallback = reason
-    return Copies(*oracle.averaged(*result))
+    points = _Points(copies, upper_copies, upper_weights, lower_weights, upper_sample, lower_sample, wrt)
+    found = oracle.session.found
+    parts = batched.run(
+        oracle.session,
+        n,
+        lambda part: _together(oracle, points[part]),
+        lambda j: _alone(oracle, points[slice(j, j + 1)]),
+        possible=not oracle.sharded and _alike(upper_sample, lower_sample),
+        first=None if found.vmapped else lambda: _require_substitution(oracle, points),
+    )
+    found.vmapped |= n > 1 and found.fallback is None and oracle.session.options.at_once(n) > 1
+    return Copies(*oracle.averaged(*_joined(parts, wrt)))
 
 
-def lanes_at_once(oracle: Oracle, n: int) -> int:
-    """How many of n copies are evaluated together."""
-    session = oracle.session
-    if oracle.sharded or session.fallback:
-        return 1
-    return min(n if session.vectorize is True else max(int(session.vectorize), 1), n)
-
-
-def _require_substitution(oracle: Oracle, lanes: _Lanes) -> None:
+def _require_substitution(oracle: Oracle, points: _Points) -> None:
     """Raise if the result depends on what the live tensors hold: then a loss reads them out of torch's sight.
 
     TorchScript modules do, for instance. Looked at once in the life of an optimizer, and not counted.
     """
-    pair = lanes[slice(0, 2)]
+    pair = points[slice(0, 2)]
     xi, zeta = (s if isinstance(s, Sample) else s[0] for s in (pair.f_sample, pair.g_sample))
-    pair = _Lanes(pair.lower, pair.upper, [1.0, 1.0], [1.0, 1.0], xi, zeta, "lower")
+    pair = _Points(pair.lower, pair.upper, [1.0, 1.0], [1.0, 1.0], xi, zeta, "lower")
     results = []
     for factor, shift in ((1.0, 0.0), (1.1, 0.1)):
         y = Vector(t * factor + shift for t in pair.lower.lane(0))
         x = None if pair.upper is None else Vector(t * factor + shift for t in pair.upper.lane(0))
-        with oracle.at(upper=x, lower=y):
-            values = _together(oracle, pair)
-            results.append(Vector((values.upper, values.lower, *values.gradient)))
+        values = _together(oracle.at(x, y), pair)
+        results.append(Vector((values.upper, values.lower, *values.gradient)))
     if not (results[0] - results[1]).norm() <= 1e-5 * results[0].norm():
         raise RuntimeError("a loss reads parameters in a way that cannot be redirected (as TorchScript modules do)")
 
@@ -163,24 +144,21 @@ def _alike(*groups: Samples) -> bool:
     return True
 
 
-def _together(oracle: Oracle, lanes: _Lanes) -> Copies:
+def _together(oracle: Oracle, points: _Points) -> Copies:
     """All the points given, by one vmap of each loss and one backward pass."""
-    wrt = lanes.wrt
-    y = Vector(t.detach().requires_grad_(wrt == "lower") for t in lanes.lower)
+    wrt, session = points.wrt, oracle.session
+    y = Vector(t.detach().requires_grad_(wrt == "lower") for t in points.lower)
     with ExitStack() as block:
-        block.enter_context(oracle.buffers_kept())
-        if not oracle.session.vmapped:
-            # An operation without a batching rule would be run copy by copy inside vmap, slower than our own loop.
-            block.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings("error", message="There is a performance drop")
-        if wrt == "nothing":
-            block.enter_context(torch.no_grad())
-        x = None if lanes.upper is None else _watched(oracle, lanes.upper)
+        block.enter_context(session.buffers_kept())
+        live_x, _ = block.enter_context(oracle.placed())
+        block.enter_context(batched.no_slow_batching(look=not session.found.vmapped))
+        block.enter_context(torch.set_grad_enabled(wrt != "nothing"))
+        x = None if points.upper is None else _watched(oracle, points.upper)
         values = {
-            level: _values(oracle, level, sample, lanes, x, y)
+            level: _values(oracle, level, sample, points, x, y)
             for level, sample, needed in (
-                ("lower", lanes.g_sample, lanes.needs_g),
-                ("upper", lanes.f_sample, lanes.needs_f),
+                ("lower", points.g_sample, points.needs_g),
+                ("upper", points.f_sample, points.needs_f),
             )
             if needed
         }
@@ -188,29 +166,29 @@ def _together(oracle: Oracle, lanes: _Lanes) -> Copies:
         if g is None:
             assert f is not None
             return Copies(f, torch.full_like(f, torch.nan), Vector())
-        _require_reached(oracle, g.sum(), y, x, wrt)
-        total = (g * g.new_tensor(lanes.g_weights)).sum()
+        _look(oracle, g.sum(), y, x, wrt)
+        total = (g * g.new_tensor(points.g_weights)).sum()
         if f is None:
             f = torch.full_like(g, torch.nan)
         else:
-            total = total + (f * f.new_tensor(lanes.f_weights)).sum()
-        gradient = _gradient(oracle, total, y, wrt)
+            total = total + (f * f.new_tensor(points.f_weights)).sum()
+        gradient = _gradient(oracle, total, y if wrt == "lower" else live_x, wrt)
     return Copies(f.detach(), g.detach(), gradient)
 
 
 def _watched(oracle: Oracle, upper: Vector) -> Vector:
     """Copies of x, as variables until it is known that a loss depends on x."""
-    return upper if oracle.session.reaches_upper else Vector(t.detach().requires_grad_() for t in upper)
+    return upper if oracle.session.found.reaches_upper else Vector(t.detach().requires_grad_() for t in upper)
 
 
-def _values(oracle: Oracle, level: str, samples: Samples, lanes: _Lanes, x: Vector | None, y: Vector) -> Tensor:
+def _values(oracle: Oracle, level: str, samples: Samples, points: _Points, x: Vector | None, y: Vector) -> Tensor:
     """Values of one loss at every point."""
-    live, points = [*oracle.y], [*y]
+    live, values = [*oracle.live_y], [*y]
     if x is not None:
-        live, points = [*live, *oracle.x], [*points, *x]
+        live, values = [*live, *oracle.live_x], [*values, *x]
     shared = isinstance(samples, Sample)
     sample = samples if isinstance(samples, Sample) else Sample(samples[0].loss)
-    part, part_dims = _features(oracle, level, sample, lanes, live, points) if shared else (None, None)
+    part, part_dims = _features(oracle, level, sample, points, live, values) if shared else (None, None)
     batch = () if isinstance(samples, Sample) else _stacked_arguments(samples)
     features = None if isinstance(samples, Sample) or samples[0].features is None else samples[0].features.loss
 
@@ -222,37 +200,35 @@ def _values(oracle: Oracle, level: str, samples: Samples, lanes: _Lanes, x: Vect
 
     results: Tensor = vmap(
         at,
-        in_dims=(0 if batch else None, part_dims, *[0] * len(points)),
+        in_dims=(0 if batch else None, part_dims, *[0] * len(values)),
         randomness="same" if shared else "different",
-    )(batch, part, *points)
-    if lanes.wrt == "nothing":
-        return results
-    return oracle.dependent(level, results, points)
+    )(batch, part, *values)
+    return results if points.wrt == "nothing" else oracle.session.dependent(level, results, values)
 
 
 def _features(
-    oracle: Oracle, level: str, sample: Sample, lanes: _Lanes, live: Sequence[Tensor], points: Sequence[Tensor]
+    oracle: Oracle, level: str, sample: Sample, points: _Points, live: Sequence[Tensor], values: Sequence[Tensor]
 ) -> tuple[Any, Any]:
     """Features of a shared sample, evaluated outside of the vmap over y, and the dimension that vmap goes over."""
     if sample.features is None:
         return None, None
-    if lanes.upper is None:
-        if lanes.wrt == "upper":
-            return oracle.call(sample.features), None  # at the live x, for all copies
-        return oracle.frozen_features(level, sample), None
+    if points.upper is None:
+        if points.wrt == "upper":
+            return oracle.call(sample.features), None  # at the one x, for all copies
+        return oracle.features.frozen(oracle, level, sample), None
     inner = sample.features
-    watched = torch.is_grad_enabled() and not oracle.session.reaches_upper
+    watched = torch.is_grad_enabled() and not oracle.session.found.reaches_upper
 
     def at(*values: Tensor) -> Any:
         with Substitution(live, values):
             return oracle.call(inner, graph=watched)
 
     def evaluate() -> Any:
-        return vmap(at, randomness="same")(*points)
+        return vmap(at, randomness="same")(*values)
 
     if watched:
         return evaluate(), 0
-    return oracle.frozen_features(level, sample, lanes.upper, evaluate), 0
+    return oracle.features.frozen(oracle, level, sample, points.upper, evaluate), 0
 
 
 def _stacked_arguments(samples: Sequence[Sample]) -> tuple[Any, ...]:
@@ -260,46 +236,46 @@ def _stacked_arguments(samples: Sequence[Sample]) -> tuple[Any, ...]:
     return stacked
 
 
-def _one(oracle: Oracle, lanes: _Lanes) -> Copies:
-    """A single point, placed in the live tensors."""
-    (a,), (b,), wrt = lanes.f_weights, lanes.g_weights, lanes.wrt
-    xi = lanes.f_sample if isinstance(lanes.f_sample, Sample) else lanes.f_sample[0]
-    zeta = lanes.g_sample if isinstance(lanes.g_sample, Sample) else lanes.g_sample[0]
-    with ExitStack() as block:
-        x = None if lanes.upper is None else lanes.upper.lane(0)
-        block.enter_context(oracle.at(upper=x, lower=lanes.lower.lane(0)))
-        block.enter_context(oracle.buffers_kept())
+def _alone(oracle: Oracle, point: _Points) -> Copies:
+    """A single point."""
+    (a,), (b,), wrt, session = point.f_weights, point.g_weights, point.wrt, oracle.session
+    xi = point.f_sample if isinstance(point.f_sample, Sample) else point.f_sample[0]
+    zeta = point.g_sample if isinstance(point.g_sample, Sample) else point.g_sample[0]
+    here = oracle.at(None if point.upper is None else point.upper.lane(0), point.lower.lane(0))
+    with session.buffers_kept(), here.placed() as (x, y):
         if wrt == "nothing":
-            f = oracle.value("upper", xi, graph=False).reshape(1)
+            f = here.value("upper", xi, graph=False).reshape(1)
             return Copies(f, torch.full_like(f, torch.nan), Vector())
-        # Features at the live x are constants for y; at other values of x they are needed once only.
-        frozen = wrt == "lower" and oracle.session.reaches_upper
-        part = oracle.frozen_features("lower", zeta) if frozen else None
-        g = oracle.dependent("lower", oracle.value("lower", zeta, features=part), oracle.y)
-        _require_reached(oracle, g, oracle.y, oracle.x, wrt)
+        # Features at the one x are constants for y; at other values of x they are needed once only.
+        frozen = wrt == "lower" and session.found.reaches_upper
+        part = here.features.frozen(here, "lower", zeta) if frozen else None
+        g = session.dependent("lower", here.value("lower", zeta, features=part), y)
+        _look(here, g, y, x, wrt)
         total = b * g
         if a:
-            part = oracle.frozen_features("upper", xi) if frozen else None
-            f = oracle.dependent("upper", oracle.value("upper", xi, features=part), oracle.y)
+            part = here.features.frozen(here, "upper", xi) if frozen else None
+            f = session.dependent("upper", here.value("upper", xi, features=part), y)
             total = total + a * f
         elif wrt == "upper":
-            f = oracle.value("upper", xi, graph=False)
+            f = here.value("upper", xi, graph=False)
         else:
             f = torch.full_like(g, torch.nan)
-        gradient = _gradient(oracle, total, oracle.y, wrt)
+        gradient = _gradient(here, total, y if wrt == "lower" else x, wrt)
     if wrt == "lower":
         gradient = stack([gradient])
     return Copies(f.detach().reshape(1), g.detach().reshape(1), gradient)
 
 
-def _require_reached(oracle: Oracle, g: Tensor, y: Vector, x: Vector | None, wrt: str) -> None:
+def _look(oracle: Oracle, g: Tensor, y: Vector, x: Vector | None, wrt: str) -> None:
     """At the first step look at g alone: in the sum with f it cannot be seen what it depends on."""
     if wrt != "lower" or oracle.sharded:
         return
-    if not oracle.session.reaches_lower:
-        oracle.require_reached(torch.autograd.grad(g, list(y), retain_graph=True, allow_unused=True))
-    if x is not None and not oracle.session.reaches_upper:
-        oracle.note_reached(torch.autograd.grad(g, list(x), retain_graph=True, allow_unused=True))
+    session = oracle.session
+    if not session.found.reaches_lower:
+        gradients = torch.autograd.grad(g, list(y), retain_graph=True, allow_unused=True)
+        session.require_reached(gradients, oracle.lower_names)
+    if x is not None and not session.found.reaches_upper:
+        session.note_reached(torch.autograd.grad(g, list(x), retain_graph=True, allow_unused=True))
 
 
 def _gradient(oracle: Oracle, total: Tensor, variables: Vector, wrt: str) -> Vector:
@@ -307,12 +283,12 @@ def _gradient(oracle: Oracle, total: Tensor, variables: Vector, wrt: str) -> Vec
         return filled(oracle.differentiate(total, variables), variables)
     if not total.requires_grad:  # neither loss depends on x; whether that is a mistake is decided over the whole step
         return oracle.x.zeros_like()
-    gradients = oracle.differentiate(total, oracle.x)
-    oracle.note_reached(gradients)
+    gradients = oracle.differentiate(total, variables)
+    oracle.session.note_reached(gradients)
     return filled(gradients, oracle.x)
 
 
-def _joined(parts: list[Copies], wrt: str) -> Copies:
+def _joined(parts: Sequence[Copies], wrt: str) -> Copies:
     if len(parts) == 1:
         return parts[0]
     if wrt != "upper":

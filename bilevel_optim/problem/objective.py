@@ -78,6 +78,21 @@ class Objective:
             self._features = sample.features
         return sample
 
+    def mapped(self, function: Callable[[Any], Any]) -> Objective:
+        """An objective whose value is ``function`` of this one's, on the samples of this one's stream.
+
+        Args:
+            function: differentiable; it may read the live parameters too (a proximal term does).
+
+        Example:
+            >>> import torch
+            >>> y = torch.ones(1, requires_grad=True)
+            >>> opposite = Objective(lambda batch: (y * batch).sum(), [2.0]).mapped(lambda loss: -loss)
+            >>> opposite.draw()()
+            tensor(-2., grad_fn=<NegBackward0>)
+        """
+        return _Mapped(self, function)
+
     def begin(self) -> None:
         """From here on features are new, also on the batch of the last ones (an outer step begins)."""
         self._features = None
@@ -123,6 +138,34 @@ class Objective:
         return f"Objective({name}, data={None if self.data is None else type(self.data).__name__})"
 
 
+class _Mapped(Objective):
+    """Another function of the same draws."""
+
+    def __init__(self, source: Objective, function: Callable[[Any], Any]) -> None:
+        super().__init__(_Composed(function, source.loss), source.data, features=source.features)
+        self._source, self._function = source, function
+
+    def draw(self, *, once: bool = False) -> Sample:
+        return self._source.draw(once=once).mapped(self._function)
+
+    def sample(self, *arguments: Any, once: bool = False) -> Sample:
+        return self._source.sample(*arguments, once=once).mapped(self._function)
+
+    def begin(self) -> None:
+        self._source.begin()
+
+
+class _Composed:
+    """A loss, and a function of its value."""
+
+    def __init__(self, function: Callable[[Any], Any], loss: Callable[..., Any]) -> None:
+        self.function, self.loss = function, loss
+
+    def __call__(self, *arguments: Any) -> Any:
+        value = self.loss(*arguments)
+        return self.function(value) if isinstance(value, Tensor) else value
+
+
 class Sample:
     """One draw of an objective: a batch and the state of torch's random generators at its first evaluation.
 
@@ -143,7 +186,13 @@ class Sample:
         self.loss, self.arguments, self.once = loss, arguments, once
         self.features = None if features is None else Sample(features, arguments)
         self.index: int | None = None
-        self._random: tuple[Tensor, ...] | None = None
+        self._random: list[tuple[Tensor, ...]] = []  # at most one, which the samples mapped from this one share
+
+    def mapped(self, function: Callable[[Any], Any]) -> Sample:
+        """The sample of ``function`` of the loss: the same batch, features and random numbers."""
+        sample = Sample(_Composed(function, self.loss), self.arguments, once=self.once)
+        sample.features, sample.index, sample._random = self.features, self.index, self._random
+        return sample
 
     @property
     def batch(self) -> Any:
@@ -159,11 +208,11 @@ class Sample:
     def replayed(self, device: torch.device) -> Generator[None]:
         """Evaluate with the random numbers of the first evaluation; later draws do not notice the repetition."""
         present = _generators_state(device)
-        if self._random is None:
-            self._random = present
+        if not self._random:
+            self._random.append(present)
             yield
             return
-        _set_generators_state(device, self._random)
+        _set_generators_state(device, self._random[0])
         try:
             yield
         finally:

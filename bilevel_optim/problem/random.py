@@ -1,10 +1,15 @@
-"""Random numbers by counter: each draw has its own generator, seeded by a hash of what the draw is for."""
+"""Random numbers: by counter (each draw has its own generator, seeded by a hash of what it is for), and from a stream."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
 
-__all__ = ["Counters"]
+import torch
+from torch import Tensor
+
+from .vector import Vector
+
+__all__ = ["Counters", "device_of", "draw_index", "draw_seed", "hashed", "uniform_ball"]
 
 _MASK = (1 << 64) - 1
 
@@ -32,6 +37,46 @@ class Counters:
         for counter in counters:
             value = _mixed(value ^ _mixed(counter + 1))
         return self._generator.manual_seed(value >> 1)
+
+
+def hashed(*numbers: int) -> int:
+    """A well-mixed number below 2^63, a function of these."""
+    state = 0
+    for number in numbers:
+        state = _mixed(state + number)
+    return state >> 1
+
+
+def device_of(generator: torch.Generator | None) -> torch.device:
+    """Where a generator's numbers are drawn."""
+    return generator.device if generator is not None else torch.device("cpu")
+
+
+def draw_index(count: int, generator: torch.Generator | None) -> int:
+    """A number from 0, ..., count - 1."""
+    return int(torch.randint(count, (), generator=generator, device=device_of(generator)))
+
+
+def draw_seed(generator: torch.Generator | None) -> int:
+    """A random number to make others from."""
+    return draw_index(2**62, generator)
+
+
+def uniform_ball(like: Sequence[Tensor], radius: float, generator: torch.Generator | None = None) -> Vector:
+    r"""A uniform random point of the ball of given radius in the space of all these tensors together.
+
+    :math:`\xi = r\, U^{1/d}\, n / \|n\|` with n normal, U uniform on (0, 1), d the number of all entries.
+
+    Args:
+        like: tensors that give shape, dtype and device.
+        radius: r.
+        generator: source of the random numbers. Default: torch's default one.
+    """
+    device = like[0].device
+    normal = Vector(torch.randn(t.shape, generator=generator, dtype=t.dtype, device=device) for t in like)
+    uniform = torch.rand((), generator=generator, dtype=torch.float32, device=device)
+    length = radius * uniform.double() ** (1 / max(sum(t.numel() for t in like), 1))
+    return Vector((n * (length / normal.norm())).to(n.dtype) for n in normal)
 
 
 def _mixed(value: int) -> int:

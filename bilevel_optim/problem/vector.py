@@ -39,6 +39,9 @@ class Vector(tuple[Tensor, ...]):
     def __mul__(self, factor: Scalar | Sequence[float]) -> Vector:  # type: ignore[override]
         if isinstance(factor, Tensor) and factor.dim() == 1:
             return Vector(t * factor.to(t.dtype).view(-1, *[1] * (t.dim() - 1)) for t in self)
+        if isinstance(factor, Tensor) and any(t.dim() == 0 for t in self):
+            # Zero-dimensional tensors are equals in type promotion: a wider factor would widen them.
+            return Vector(t * factor.to(t.dtype) for t in self)
         return Vector(torch._foreach_mul(self, factor))
 
     __rmul__ = __mul__  # type: ignore[assignment]
@@ -51,8 +54,13 @@ class Vector(tuple[Tensor, ...]):
         return _total([_sum(product) for product in torch._foreach_mul(self, tuple(other))])
 
     def norm(self) -> Tensor:
-        """Euclidean norm over all tensors together."""
-        return self.dot(self).sqrt()
+        """Euclidean norm over all tensors together, accumulated as in :meth:`dot`."""
+        if any(map(is_sharded, self)):
+            return self.dot(self).sqrt()
+        parts = [torch.linalg.vector_norm(t, dtype=_accumulator(t)) for t in self]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.linalg.vector_norm(torch.stack(parts)) if parts else torch.zeros(())
 
     def lane_dot(self, other: Sequence[Tensor]) -> Tensor:
         """Inner product of each lane of stacked tensors with the same lane of others, or one vector; shape (n,)."""
@@ -64,12 +72,12 @@ class Vector(tuple[Tensor, ...]):
 
     def max_abs(self) -> Tensor:
         """Largest absolute entry; NaN or infinite exactly if some entry is."""
-        parts = [t for t in self if t.numel()]
-        if any(map(is_sharded, parts)):
-            norms = [_whole(t.abs().max()) for t in parts]
-        else:
-            norms = list(torch._foreach_norm(parts, torch.inf))
-        return torch.stack(norms).max() if norms else torch.zeros(())
+        parts = [_largest(t) for t in self if t.numel()]
+        return torch.stack(parts).max() if parts else torch.zeros(())
+
+    def sum(self) -> Tensor:
+        """Sum of all entries; not finite if one of them is not."""
+        return _total([_whole(t.sum()) for t in self])
 
     def clone(self) -> Vector:
         return Vector(t.clone() for t in self)
@@ -112,11 +120,19 @@ def is_sharded(t: Tensor) -> bool:
     return hasattr(t, "full_tensor")
 
 
+def _accumulator(t: Tensor) -> torch.dtype | None:
+    return torch.float64 if t.is_floating_point() and t.device.type != "mps" else None
+
+
 def _sum(t: Tensor, lanes: bool = False) -> Tensor:
-    dtype = torch.float64 if t.is_floating_point() and t.device.type != "mps" else None
+    dtype = _accumulator(t)
     if not lanes:
         return _whole(t.sum(dtype=dtype))
     return _whole(t.sum(tuple(range(1, t.dim())), dtype=dtype) if t.dim() > 1 else t.to(dtype))
+
+
+def _largest(t: Tensor) -> Tensor:
+    return _whole(t.abs().max()) if is_sharded(t) else torch.stack(torch.aminmax(t)).abs().max()
 
 
 def _whole(t: Tensor) -> Tensor:
@@ -125,4 +141,4 @@ def _whole(t: Tensor) -> Tensor:
 
 
 def _total(parts: list[Tensor]) -> Tensor:
-    return torch.stack(parts).sum() if parts else torch.zeros(())
+    return torch.stack(parts).sum() if len(parts) > 1 else parts[0] if parts else torch.zeros(())

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...hypergradient import Estimate
 from ...optimizer.base import BilevelOptimizer, CommonOptions
+from ...optimizer.step import Given
 from ...oracle.oracle import Oracle
 from ...problem.objective import Sample
 from ...problem.parameters import Params, is_number, require
@@ -38,11 +39,11 @@ class SingleLoop(BilevelOptimizer):
         require("linear_lr", linear_lr, linear_lr is None or (is_number(linear_lr) and linear_lr > 0))
         self.linear_lr = linear_lr
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=1, **common)
-        self._require_given_gradient()
+        self.require_given_gradient()
 
-    def _solution(self, oracle: Oracle) -> Vector | None:
+    def solution(self, given: Given) -> Vector | None:
         """V as the last step left it; None to start."""
-        return self._remembered(oracle, "linear_solution") if self.warm_start else None
+        return given.memory.get("linear_solution") if self.warm_start else None
 
 
 class SOBA(SingleLoop):
@@ -88,22 +89,21 @@ class SOBA(SingleLoop):
     Source: Dagréou, Ablin, Vaiter, Moreau (2022), arXiv:2201.13409.
     """
 
-    def _estimate(self, oracle: Oracle) -> Estimate:
-        solver, rates = self._ready_solver(oracle), self._linear_rates(self.linear_lr)
+    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+        """One step of y and of v, and the hypergradient with the present v."""
+        rates = given.linear_rates(self.linear_lr)
         zeta, xi = oracle.g.draw(), oracle.f.draw()
         loss, grad_x, grad_y = oracle.upper(xi)
-        v = self._solution(oracle)
+        v = self.solution(given)
         v = grad_y * rates if v is None else v
         with oracle.lower_system(zeta) as system:
             cross, product = system.both(v)
         residual = product - grad_y
-        solver.step(lambda: (loss, system.gradient))
-        oracle.checks.finite("lower_grad", oracle.y)
         oracle.checks.finite("hvp", residual)
-        oracle.advance_buffers(zeta)
-        diagnostics = {"lower_residual": system.gradient.norm(), "linear_residual": residual.norm()}
+        here = given.stepped(oracle, system.gradient)
+        here.oracle.advance_buffers(zeta)
         memory = {"linear_solution": v - residual * rates} if self.warm_start else {}
-        return Estimate(loss, grad_x - cross, diagnostics, memory)
+        return here.kept(Estimate(loss, grad_x - cross, {"linear_residual": residual.norm()}, memory))
 
 
 class FSLA(SingleLoop):
@@ -153,7 +153,7 @@ class FSLA(SingleLoop):
     Source: Li, Gu, Huang (2021), arXiv:2112.04660.
     """
 
-    _saved = ("beta",)
+    saved_options = ("beta",)
 
     def __init__(
         self,
@@ -170,30 +170,31 @@ class FSLA(SingleLoop):
         self.beta = beta
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, linear_lr=linear_lr, **common)
 
-    def _estimate(self, oracle: Oracle) -> Estimate:
-        diagnostics = self._descend(oracle)
-        v, residual = self._linear_step(oracle)
+    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+        """One step of y, one of v, and the recursion of the hypergradient there."""
+        here = given.descended(oracle, 1)
+        point = here.oracle
+        v, residual = self._linear_step(point, given)
         xi, zeta = oracle.f.draw(), oracle.g.draw()
-        loss, h = self._direct(oracle, xi, zeta, v)
-        last = [self._remembered(oracle, name) for name in ("previous", "linear_solution")]
-        last += [self._remembered(oracle, name, upper=True) for name in ("previous", "direction")]
-        old_y, old_v, old_x, old_h = last
+        loss, h = _direct(point, xi, zeta, v)
+        old_y, old_v = (given.memory.get(name) for name in ("previous", "linear_solution"))
+        old_x, old_h = (given.upper_memory.get(name) for name in ("previous", "direction"))
         if old_y is not None and old_v is not None and old_x is not None and old_h is not None:
-            with oracle.at(old_x, old_y):
-                h = h + (old_h - self._direct(oracle, xi, zeta, old_v)[1]) * (1 - self.beta)
-        return Estimate(
+            h = h + (old_h - _direct(oracle.at(old_x, old_y), xi, zeta, old_v)[1]) * (1 - self.beta)
+        estimate = Estimate(
             loss,
-            h.clone(),  # a gradient may be clipped in place
-            {**diagnostics, "linear_residual": residual},
-            memory={"linear_solution": v, "previous": oracle.y.detach().clone()},
-            upper_memory={"direction": h, "previous": oracle.x.detach().clone()},
+            h,
+            {"linear_residual": residual},
+            memory={"linear_solution": v, "previous": point.y},
+            upper_memory={"direction": h.clone(), "previous": oracle.x.clone()},
         )
+        return here.kept(estimate)
 
-    def _linear_step(self, oracle: Oracle) -> tuple[Vector, Tensor]:
+    def _linear_step(self, oracle: Oracle, given: Given) -> tuple[Vector, Tensor]:
         """The next v, and the residual of the one before."""
-        xi, zeta, rates = oracle.f.draw(), oracle.g.draw(), self._linear_rates(self.linear_lr)
+        xi, zeta, rates = oracle.f.draw(), oracle.g.draw(), given.linear_rates(self.linear_lr)
         _, _, grad_y = oracle.upper(xi)
-        v = self._solution(oracle)
+        v = self.solution(given)
         if v is None:
             return grad_y * rates, grad_y.norm()
         with oracle.lower_products(zeta) as system:
@@ -201,9 +202,9 @@ class FSLA(SingleLoop):
         oracle.checks.finite("hvp", residual)
         return v - residual * rates, residual.norm()
 
-    @staticmethod
-    def _direct(oracle: Oracle, xi: Sample, zeta: Sample, v: Vector) -> tuple[Tensor, Vector]:
-        """The loss, and the hypergradient with a given v."""
-        loss, grad_x, _ = oracle.upper(xi)
-        with oracle.lower_products(zeta) as system:
-            return loss, grad_x - system.cross(v)
+
+def _direct(oracle: Oracle, xi: Sample, zeta: Sample, v: Vector) -> tuple[Tensor, Vector]:
+    """The loss, and the hypergradient with a given v."""
+    loss, grad_x, _ = oracle.upper(xi)
+    with oracle.lower_products(zeta) as system:
+        return loss, grad_x - system.cross(v)

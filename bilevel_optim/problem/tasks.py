@@ -1,38 +1,25 @@
-"""Many lower problems, one for each task or context: samplers, and their reduction to one problem with stacked y.
-
-A sampled set of n tasks is one ordinary bilevel problem: the lower variable is a stack of n copies of y, both losses
-are sums over the tasks, and the lower Hessian is block diagonal. Every method that works on an `Oracle` works on it,
-and does for each task what it would do for that task alone; the mean over the tasks is taken of its result.
-"""
+"""Many lower problems, one for each task or context: samplers, and what is drawn from them."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.func import vmap
-from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
-from ..problem.objective import Objective, Sample
-from ..problem.vector import Vector
-from .oracle import Oracle, as_scalar
-from .substitution import Substitution, placed
+from .random import device_of
+from .vector import Vector
 
 __all__ = [
-    "LaneLoss",
+    "LowerInit",
     "TaskDraws",
-    "TaskObjective",
     "TaskSampler",
     "TensorTasks",
-    "device_of",
     "draw",
     "sample",
     "select",
-    "stacked_oracle",
     "starting_points",
     "task_count",
 ]
@@ -156,11 +143,6 @@ class TensorTasks:
         return f"TensorTasks({self._tasks} tasks, rows: {self._rows['lower']} lower, {self._rows['upper']} upper)"
 
 
-def device_of(generator: torch.Generator | None) -> torch.device:
-    """Where a generator's numbers are drawn."""
-    return generator.device if generator is not None else torch.device("cpu")
-
-
 def task_count(sampler: Any, asked: int | None) -> int:
     """How many tasks a step draws: what was asked for, else all of a finite sampler, else one."""
     for name in ("sample", "lower", "upper"):
@@ -242,191 +224,6 @@ def draw(sampler: Any, level: str, tasks: Any, count: int, n: int | None, genera
     batch = getattr(sampler, level)(tasks, n, generator)
     require_shape(f"{level}(tasks, {n}, generator)", batch, (count,) if n is None else (count, n))
     return batch
-
-
-class TaskObjective(Objective):
-    """A sum of losses over lanes, whose batches come from a sampler."""
-
-    def __init__(
-        self, loss: Callable[..., Tensor], batch: Callable[[], Any], features: Callable[..., Any] | None = None
-    ) -> None:
-        super().__init__(loss, features=features)
-        self._batch = batch
-
-    def draw(self, *, once: bool = False) -> Sample:
-        return self.sample(self._batch(), once=once)
-
-
-class LaneLoss:
-    """One of the losses at stacked lower points, each with its own batch; called with the batches, it gives the sum.
-
-    Evaluated by ``torch.func.vmap``, in chunks, or in a loop, as the session says. Inside an evaluation of several
-    copies of the stacked tensors it is the copy that is read.
-
-    Args:
-        oracle: of the live tensors, with the loss.
-        level: ``"upper"`` or ``"lower"``.
-        variables: the stacked leaves.
-        alike: whether the lanes share their random numbers (dropout) instead of each having its own.
-        live: the live tensors that they stand for. Default: y.
-        weights: factors of the lanes in the sum. Default: 1.
-    """
-
-    def __init__(
-        self,
-        oracle: Oracle,
-        level: str,
-        variables: Vector,
-        *,
-        alike: bool = False,
-        live: Vector | None = None,
-        weights: Tensor | None = None,
-    ) -> None:
-        self.oracle, self.level, self.variables, self.alike = oracle, level, variables, alike
-        self.live, self.weights = oracle.y if live is None else live, weights
-        objective = oracle.f if level == "upper" else oracle.g
-        if objective.data is not None:
-            raise ValueError(
-                f"with tasks, the {level} loss takes its batches from the sampler: pass the loss itself, not an "
-                "Objective with data"
-            )
-        self.loss = objective.loss
-        self._first = [t.detach()[0] for t in variables]  # not known to any substitution
-
-    def __call__(self, batch: Any) -> Tensor:
-        values = self.values(batch)
-        return values.sum() if self.weights is None else (values * self.weights.to(values)).sum()
-
-    def values(self, batch: Any) -> Tensor:
-        """The losses of all lanes, shape (n,)."""
-        # Passing the leaves through torch lets an outer substitution or vmap see them.
-        lanes = [t.view_as(t) for t in self.variables]
-        session, n = self.oracle.session, len(lanes[0])
-        size = n if session.vectorize is True else max(int(session.vectorize), 1)
-        with session.buffers.kept():
-            if self.level not in session.redirected:
-                self._require_redirection(batch)
-                session.redirected.add(self.level)
-            if min(size, n) == 1 or session.fallback:
-                return self._looped(batch, lanes)
-            try:
-                result = torch.cat(self._chunks(batch, lanes, n, size))
-                session.vmapped_tasks = True
-                return result
-            except Exception as error:
-                reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
-            # What vmap cannot do, the loop can; what is wrong with the loss itself is raised again here.
-            result = self._looped(batch, lanes)
-            session.fallback = reason
-            return result
-
-    def _chunks(self, batch: Any, lanes: list[Tensor], n: int, size: int) -> list[Tensor]:
-        random = Sample(self.loss)  # keeps the random state that alike lanes share
-        parts = []
-        for start in range(0, n, size):
-            part = slice(start, start + size)
-            with random.replayed(self.oracle.device) if self.alike and size < n else nullcontext():
-                parts.append(self._together(select(batch, part), [t[part] for t in lanes]))
-        return parts
-
-    def _together(self, batch: Any, lanes: list[Tensor]) -> Tensor:
-        leaves, structure = tree_flatten(batch)
-        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-
-        def one(own: list[Tensor], *values: Tensor) -> Tensor:
-            mine = list(leaves)
-            for i, leaf in zip(tensors, own, strict=True):
-                mine[i] = leaf
-            return self._at(tree_unflatten(mine, structure), values)
-
-        with warnings.catch_warnings() if not self.oracle.session.vmapped_tasks else nullcontext():
-            if not self.oracle.session.vmapped_tasks:
-                # An operation without a batching rule would be run lane by lane inside vmap, slower than our own loop.
-                warnings.filterwarnings("error", message="There is a performance drop")
-            result: Tensor = vmap(one, randomness="same" if self.alike else "different")(
-                [leaves[i] for i in tensors], *lanes
-            )
-        return result
-
-    def _looped(self, batch: Any, lanes: list[Tensor]) -> Tensor:
-        random = Sample(self.loss)
-        values = []
-        for i in range(len(lanes[0])):
-            with random.replayed(self.oracle.device) if self.alike and len(lanes[0]) > 1 else nullcontext():
-                values.append(self._at(select(batch, i), [t[i] for t in lanes]))
-        return torch.stack(values)
-
-    def _at(self, batch: Any, values: Sequence[Tensor]) -> Tensor:
-        with Substitution(self.live, values):
-            return as_scalar(self.level, self.loss(batch))
-
-    def _require_redirection(self, batch: Any) -> None:
-        """Raise if the result depends on what the live tensors hold: then the loss reads them out of torch's sight."""
-        oracle, results = self.oracle, []
-        devices = [oracle.device] if oracle.device.type == "cuda" else []
-        with torch.no_grad():
-            for values in (self._first, [t * 1.1 + 0.1 for t in self._first]):
-                with placed(self.live, values), torch.random.fork_rng(devices=devices):
-                    results.append(self._at(select(batch, 0), self._first))
-        try:
-            same = torch.allclose(results[0], results[1], rtol=1e-5, equal_nan=True)
-        except RuntimeError:  # the batches are stacked for an outer vmap, which has looked itself
-            return
-        if not same:
-            raise RuntimeError(
-                f"the {self.level} loss reads lower parameters in a way that cannot be redirected to the tasks' own "
-                "values, as TorchScript modules or numpy do; pass the plain module"
-            )
-
-
-class LaneFeatures:
-    """The features of an objective for a batch of each task, stacked; they read x alone.
-
-    Args:
-        oracle: of the live tensors, with the objective.
-        level: ``"upper"`` or ``"lower"``.
-    """
-
-    def __init__(self, oracle: Oracle, level: str) -> None:
-        self.oracle, self.level = oracle, level
-        features = (oracle.f if level == "upper" else oracle.g).features
-        assert features is not None
-        self.features = features
-
-    def __call__(self, batch: Any) -> Any:
-        session, n = self.oracle.session, len(tree_leaves(batch)[0])
-        if self.level not in session.features_checked:
-            with torch.enable_grad():
-                self.oracle.require_free_of_lower(self.level, self.features(select(batch, 0)))
-        if session.fallback or session.vectorize is False:
-            return tree_map(lambda *parts: torch.stack(parts), *(self.features(select(batch, i)) for i in range(n)))
-        try:
-            return vmap(self.features, randomness="different")(batch)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
-        result = tree_map(lambda *parts: torch.stack(parts), *(self.features(select(batch, i)) for i in range(n)))
-        session.fallback = reason
-        return result
-
-
-def stacked_oracle(oracle: Oracle, start: Vector, draws: TaskDraws) -> Oracle:
-    """The oracle of the problem over all drawn tasks: y is a stack of leaves, the losses are sums over the tasks."""
-    y = Vector(t.detach().clone().requires_grad_() for t in start)
-
-    def objective(level: str) -> TaskObjective:
-        split = (oracle.f if level == "upper" else oracle.g).features is not None
-        features = LaneFeatures(oracle, level) if split else None
-        return TaskObjective(LaneLoss(oracle, level, y), lambda: draws.batch(level), features)
-
-    return Oracle(
-        oracle.x,
-        y,
-        objective("upper"),
-        objective("lower"),
-        names=oracle.names,
-        session=oracle.session,
-        lanes=draws.count,
-    )
 
 
 def starting_points(y: Vector, names: Sequence[str], tasks: Any, count: int, lower_init: LowerInit | None) -> Vector:

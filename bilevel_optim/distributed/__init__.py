@@ -1,0 +1,1 @@
+"""Several processes: the only code that names ``torch.distributed``."""

@@ -1,0 +1,75 @@
+"""The ranks of a process group: means, sums, and what all of them must agree on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from ..problem.vector import Vector, is_sharded
+
+__all__ = ["Ranks"]
+
+
+class Ranks:
+    """The processes that share a run; without a group there is one of them, and nothing is exchanged.
+
+    Args:
+        group: a ``torch.distributed`` process group. Default: None, this process alone.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else dist.get_rank(self.group)
+
+    @property
+    def world(self) -> int:
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    def mean(self, *results: Any) -> tuple[Any, ...]:
+        """Mean over the ranks, of tensors and vectors (sharded tensors have theirs already)."""
+        if self.group is None:
+            return results
+        tensors = [t for r in results for t in (r if isinstance(r, Vector) else (r,)) if not is_sharded(t)]
+        if not tensors:
+            return results
+        flat = torch.cat([t.reshape(-1).to(torch.promote_types(t.dtype, torch.float32)) for t in tensors])
+        dist.all_reduce(flat, group=self.group)
+        parts = (flat / self.world).split([t.numel() for t in tensors])  # type: ignore[no-untyped-call]
+        means = iter(part.view_as(t).to(t.dtype) for part, t in zip(parts, tensors, strict=True))
+        return tuple(
+            Vector(t if is_sharded(t) else next(means) for t in result) if isinstance(result, Vector) else next(means)
+            for result in results
+        )
+
+    def total(self, *results: Any) -> tuple[Any, ...]:
+        """Sum over the ranks, of tensors and vectors."""
+        return results if self.group is None else self.mean(*(r * self.world for r in results))
+
+    def agreed(self, number: int, device: torch.device | str = "cpu") -> int:
+        """The number that the first rank has."""
+        if self.group is None:
+            return number
+        shared = torch.tensor(number, device=device)
+        dist.broadcast(shared, group=self.group, group_src=0)
+        return int(shared)
+
+    def same(self, vector: Vector) -> Vector:
+        """The vector that the first rank has, written into this one."""
+        if self.group is not None:
+            for t in vector:
+                dist.broadcast(t, group=self.group, group_src=0)
+        return vector
+
+    def share(self, tasks: Any, count: int) -> tuple[Any, int]:
+        """This rank's part of drawn tasks, and how many they are."""
+        if self.world == 1:
+            return tasks, count
+        part = slice(self.rank, count, self.world)
+        return tree_map(lambda t: t[part] if isinstance(t, Tensor) else t, tasks), len(range(count)[part])

@@ -1,0 +1,129 @@
+"""What goes into a step and what comes out of it, as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..distributed.ranks import Ranks
+from ..hypergradient import Estimate
+from ..hypergradient.estimate import Write
+from ..oracle.oracle import Oracle
+from ..problem.vector import Vector
+from ..solvers.lower import LowerRule, Memory
+
+__all__ = ["Descent", "Given", "Update"]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a step is given beside the losses and the point.
+
+    Attributes:
+        upper_groups, lower_groups: parameter groups with their learning rates and options.
+        memory: what earlier steps remembered of y, by name: tensors shaped like y.
+        upper_memory: the same of x.
+        solver: the lower optimizer's memory. None: begin anew.
+        numbers: plain numbers that change from step to step.
+        steps: steps made so far.
+        rule: gives the lower optimizer's update for tensors like these.
+        generator: source of the method's own random numbers.
+        ranks: the processes that share the run.
+    """
+
+    upper_groups: list[dict[str, Any]]
+    lower_groups: list[dict[str, Any]]
+    memory: dict[str, Vector]
+    upper_memory: dict[str, Vector]
+    solver: Memory | None
+    numbers: dict[str, Any]
+    steps: int
+    rule: Callable[[Vector], LowerRule]
+    generator: torch.Generator | None
+    ranks: Ranks
+
+    @property
+    def upper_rates(self) -> list[float]:
+        """Learning rate of each upper tensor."""
+        return [float(group["lr"]) for group in self.upper_groups for _ in group["params"]]
+
+    @property
+    def lower_rates(self) -> list[float]:
+        """Learning rate of each lower tensor."""
+        return [float(group["lr"]) for group in self.lower_groups for _ in group["params"]]
+
+    def linear_rates(self, linear_lr: float | None) -> list[float]:
+        """Step size of a linear solver for each lower tensor: this one, or the learning rate of its group."""
+        return self.lower_rates if linear_lr is None else [float(linear_lr)] * len(self.lower_rates)
+
+    def anew(self) -> Given:
+        """The same without what was remembered of y: for the lower problems of tasks."""
+        return replace(self, memory={}, solver=None)
+
+    def solver_for(self, like: Vector) -> tuple[LowerRule, Memory]:
+        """The lower optimizer's update for tensors like these, and its memory at the beginning."""
+        rule = self.rule(like)
+        return rule, rule.fresh() if self.solver is None else self.solver
+
+    def descended(self, oracle: Oracle, steps: int, *, tol: float = 0.0) -> Descent:
+        """The oracle's point after lower steps, each on a lower sample of its own."""
+        rule, memory = self.solver_for(oracle.y)
+
+        def draw() -> Callable[[Vector], tuple[Tensor, Vector]]:
+            sample = oracle.g.draw(once=rule.evaluates_once)
+            return lambda y: oracle.at(lower=y).lower(sample)
+
+        solved = rule.run(oracle.y, memory, steps, draw, tol)
+        if solved.gradient is None:
+            return Descent(oracle, solved.memory, None)
+        oracle.checks.finite("lower_grad", solved.y)
+        return Descent(oracle.at(lower=solved.y), solved.memory, solved.gradient.norm())
+
+    def stepped(self, oracle: Oracle, gradient: Vector) -> Descent:
+        """The oracle's point after one lower step along a given gradient."""
+        rule, memory = self.solver_for(oracle.y)
+        solved = rule.step(oracle.y, memory, lambda _: (gradient[0].new_zeros(()), gradient))
+        oracle.checks.finite("lower_grad", solved.y)
+        return Descent(oracle.at(lower=solved.y), solved.memory, gradient.norm())
+
+
+class Descent(NamedTuple):
+    """Where lower steps led to.
+
+    Attributes:
+        oracle: at the improved y.
+        solver: the lower optimizer's memory there.
+        residual: norm of the last lower gradient; None without steps.
+    """
+
+    oracle: Oracle
+    solver: Memory
+    residual: Tensor | None
+
+    def kept(self, estimate: Estimate) -> Estimate:
+        """An estimate made there, with y and the lower optimizer's memory, and the residual if it has none itself."""
+        known = {} if self.residual is None else {"lower_residual": self.residual}
+        return replace(estimate, lower=self.oracle.y, solver=self.solver, diagnostics={**known, **estimate.diagnostics})
+
+
+@dataclass(frozen=True)
+class Update:
+    """A new x, and what is to be remembered with it.
+
+    Attributes:
+        x: the new values.
+        upper_memory: tensors shaped like x to remember, by name; None forgets.
+        numbers: plain numbers that change.
+        lower: a new y, for methods that move it along with x.
+        writes: rows of large tables to be changed.
+    """
+
+    x: Vector
+    upper_memory: dict[str, Vector | None] = field(default_factory=dict)
+    numbers: dict[str, Any] = field(default_factory=dict)
+    lower: Vector | None = None
+    writes: tuple[Write, ...] = ()

@@ -1,0 +1,61 @@
+"""Many evaluations at once: one ``vmap``, chunks of it, or a loop, and why it was the loop."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from .session import Session
+
+__all__ = ["no_slow_batching", "run"]
+
+Part = TypeVar("Part")
+
+
+def run(
+    session: Session,
+    n: int,
+    together: Callable[[slice], Part],
+    alone: Callable[[int], Part],
+    *,
+    possible: bool = True,
+    first: Callable[[], None] | None = None,
+) -> list[Part]:
+    """The results of n evaluations, in parts.
+
+    What vmap cannot do, the loop can: after an exception the loop takes over, for good and with the reason in
+    ``session.found.fallback``, and what is wrong with the loss itself is raised again there.
+
+    Args:
+        session: says how many may run together, and remembers that they cannot.
+        n: number of evaluations.
+        together: evaluates a slice of them at once.
+        alone: evaluates one of them.
+        possible: False if these cannot be batched (this time).
+        first: a look at whether the batched evaluation can be trusted; raises if not.
+    """
+    size = session.options.at_once(n)
+    if size == 1 or not possible or session.found.fallback:
+        return [alone(i) for i in range(n)]
+    try:
+        if first is not None:
+            first()
+        return [together(slice(i, min(i + size, n))) for i in range(0, n, size)]
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+    results = [alone(i) for i in range(n)]
+    session.found.fallback = reason
+    return results
+
+
+@contextmanager
+def no_slow_batching(look: bool) -> Generator[None]:
+    """Raise where an operation without a batching rule would be run one by one inside vmap, slower than our own loop."""
+    if not look:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="There is a performance drop")
+        yield

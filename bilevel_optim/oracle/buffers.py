@@ -1,0 +1,92 @@
+"""Module buffers that evaluations change: running statistics, power iterations."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+__all__ = ["Buffers"]
+
+
+class Buffers:
+    """The module buffers that an evaluation in training mode changes: running statistics, power iterations.
+
+    A closure does not tell which modules it calls, and an update need not show in a tensor's version. So in the first
+    step a hook notes the modules called, and what their buffers were; those that changed are known from then on. (Not
+    in every step, because the hook makes compiled modules compile anew, and constant buffers can be large.)
+    """
+
+    def __init__(self) -> None:
+        self._changing: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+        self.complete = False  # a whole step has been seen
+
+    def __reduce__(self) -> tuple[type[Buffers], tuple[()]]:
+        return Buffers, ()  # a copy of an optimizer finds out about its modules anew
+
+    @contextmanager
+    def kept(self) -> Generator[list[bool]]:
+        """Restore the buffers that the block changes; yields a list that is non-empty afterwards if there are any."""
+        found: list[bool] = []
+        with self._noted() as before:
+            try:
+                yield found
+            finally:
+                found += self._restored(before)
+
+    @contextmanager
+    def kept_on_failure(self) -> Generator[None]:
+        """Restore the buffers that the block changes, if it raises."""
+        with self._noted() as before:
+            try:
+                yield
+            except BaseException:
+                self._restored(before)
+                raise
+
+    @contextmanager
+    def _noted(self) -> Generator[dict[tuple[nn.Module, str], Tensor]]:
+        """What the buffers hold before the block changes them."""
+        if self.complete:
+            yield {
+                (module, name): buffer.detach().clone()
+                for module, names in self._changing.items()
+                for name in names
+                if module.training and (buffer := module._buffers[name]) is not None
+            }
+            return
+        before: dict[tuple[nn.Module, str], Tensor] = {}
+
+        def note(module: nn.Module, inputs: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            for part in module.modules():
+                if part.training:
+                    for name, buffer in part._buffers.items():
+                        if buffer is not None and (part, name) not in before:
+                            before[part, name] = buffer.detach().clone()
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
+            handle = register_module_forward_pre_hook(note)
+            try:
+                yield before
+            finally:
+                handle.remove()
+
+    def _restored(self, before: dict[tuple[nn.Module, str], Tensor]) -> list[bool]:
+        """Put back what was noted; non-empty if there was something to put back."""
+        found = []
+        for (module, name), value in before.items():
+            buffer = module._buffers[name]
+            if buffer is not None and (self.complete or not torch.equal(buffer, value)):
+                self._changing.setdefault(module, set()).add(name)
+                found = [True]
+                buffer.data.copy_(value)  # graphs that saved the buffer with this value stay valid
+        return found

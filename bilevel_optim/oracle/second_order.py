@@ -1,0 +1,274 @@
+r"""Second derivatives of the losses at one point: products, and matrices where these are small."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..problem.objective import Sample
+from ..problem.vector import Vector, stack
+from . import batched
+from .differentiable import twice_differentiable, uses_weight_norm
+
+if TYPE_CHECKING:
+    from .oracle import Oracle
+
+__all__ = ["LowerSystem", "UpperSystem", "kept_system", "lower_gradient", "lower_matrices", "lower_system", "pulled"]
+
+
+class LowerSystem(NamedTuple):
+    r"""First and second derivatives of g at one point.
+
+    ``hvp(v)`` is :math:`\nabla^2_{yy} g\, v`; ``cross(v)`` is :math:`\nabla^2_{xy} g\, v`, shaped like x; ``both(v)``
+    is ``(cross(v), hvp(v))`` from one pass.
+    """
+
+    gradient: Vector
+    hvp: Callable[[Vector], Vector]
+    cross: Callable[[Vector], Vector]
+    both: Callable[[Vector], tuple[Vector, Vector]]
+
+
+class UpperSystem(NamedTuple):
+    """Value, gradient and Hessian-vector products of f in (x, y) together at one point.
+
+    Vectors have the tensors of x, then those of y.
+    """
+
+    loss: Tensor
+    gradient: Vector
+    product: Callable[[Vector], Vector]
+
+
+Product = Callable[[Vector, str], Vector]  # a vector, and in what to differentiate: "lower", "upper" or "both"
+
+
+@contextmanager
+def upper_system(oracle: Oracle, sample: Sample) -> Generator[UpperSystem]:
+    """See `Oracle.upper_system`."""
+    session, split, like = oracle.session, len(oracle.x), Vector((*oracle.x, *oracle.y))
+    with session.buffers_kept(), oracle.placed() as (x, y):
+        variables = Vector((*x, *y))
+        with twice_differentiable():
+            loss = session.dependent("upper", oracle.value("upper", sample), y)
+            gradients = oracle.differentiate(loss, variables, graph=True)
+        session.note_reached(gradients[:split])
+        session.require_reached(gradients[split:], oracle.lower_names)
+        oracle.count("upper_grad")
+
+        def product(v: Vector) -> Vector:
+            oracle.count("hvp")
+            oracle.count("jvp")
+            return Vector(oracle.averaged(_filled(pulled(gradients, variables, v), like))[0])
+
+        loss, gradient = oracle.averaged(loss.detach(), _filled(gradients, like).detach())
+        oracle.checks.finite("loss", [loss])
+        oracle.checks.finite("upper_grad", gradient)
+        yield UpperSystem(loss, gradient, product)
+
+
+@contextmanager
+def lower_system(oracle: Oracle, sample: Sample, *, gradient: bool = True) -> Generator[LowerSystem]:
+    """See `Oracle.lower_system`; without ``gradient`` that is left out and not counted."""
+    if oracle.session.options.hvp == "finite-difference":
+        yield _by_differences(oracle, sample, gradient)
+    else:
+        with oracle.session.buffers_kept(), oracle.placed() as (x, y):
+            yield _by_graph(oracle, lower_gradient(oracle, sample, y), x, y, gradient)
+
+
+def kept_system(oracle: Oracle, sample: Sample) -> LowerSystem:
+    """See `Oracle.kept_system`.
+
+    A graph over live leaves saves the leaves themselves, so they hold the same values again while it is used.
+    """
+    with oracle.placed() as (x, y):
+        system = _by_graph(oracle, lower_gradient(oracle, sample, y), x, y, True)
+
+    def back(function: Callable[[Vector], Vector]) -> Callable[[Vector], Vector]:
+        def placed(v: Vector) -> Vector:
+            with oracle.placed():
+                return function(v)
+
+        return placed
+
+    def both(v: Vector) -> tuple[Vector, Vector]:
+        with oracle.placed():
+            return system.both(v)
+
+    return LowerSystem(system.gradient, back(system.hvp), back(system.cross), both)
+
+
+def lower_gradient(oracle: Oracle, sample: Sample, y: Vector) -> Sequence[Tensor | None]:
+    """Gradient of g in the variables y, with a graph, at what is placed."""
+    found = oracle.session.found
+    if oracle.sharded:
+        raise RuntimeError(
+            "sharded lower parameters (DTensor) have first derivatives only in torch; use a first-order method "
+            "(F2SA) or hvp='finite-difference'"
+        )
+    with twice_differentiable(plain_weight_norm=bool(found.weight_norm)):
+        loss = oracle.session.dependent("lower", oracle.value("lower", sample), y)
+    if found.weight_norm is None:
+        found.weight_norm = uses_weight_norm(loss)
+        if found.weight_norm:
+            return lower_gradient(oracle, sample, y)
+    with twice_differentiable():
+        gradients = oracle.differentiate(loss, y, graph=True)
+    oracle.session.require_reached(gradients, oracle.lower_names)
+    return gradients
+
+
+def pulled(
+    gradients: Sequence[Tensor | None], variables: Vector, v: Sequence[Tensor], *, batched: bool = False
+) -> Sequence[Tensor | None]:
+    """Derivatives of <gradients, v> in the variables, None where there are none; v may be a stack of directions."""
+    # A component that is constant has no graph, and contributes nothing to any product.
+    parts = [(i, g) for i, g in enumerate(gradients) if g is not None and g.requires_grad]
+    if not parts:
+        return [None] * len(variables)
+    with twice_differentiable():
+        return torch.autograd.grad(
+            [g for _, g in parts],
+            list(variables),
+            [v[i] for i, _ in parts],
+            retain_graph=True,
+            allow_unused=True,
+            is_grads_batched=batched,
+        )
+
+
+def _by_graph(oracle: Oracle, gradients: Sequence[Tensor | None], x: Vector, y: Vector, gradient: bool) -> LowerSystem:
+    """The system of a gradient with a graph."""
+    session = oracle.session
+    variables = {"lower": y, "upper": x, "both": Vector((*x, *y))}
+    like = {"lower": oracle.y, "upper": oracle.x, "both": Vector((*oracle.x, *oracle.y))}
+
+    def product(v: Vector, wrt: str) -> Vector:
+        products = pulled(gradients, variables[wrt], v)
+        if wrt != "lower":
+            session.note_reached(products[: len(x)])
+        return Vector(oracle.averaged(_filled(products, like[wrt]))[0])
+
+    if not gradient:
+        return _counted(oracle, Vector(), product)
+    oracle.count("lower_grad")
+    return _counted(oracle, oracle.averaged(_filled(gradients, oracle.y).detach())[0], product)
+
+
+def _by_differences(oracle: Oracle, sample: Sample, gradient: bool) -> LowerSystem:
+    """Products from central differences of first-order gradients, all on the same sample."""
+    y, session = oracle.y, oracle.session
+
+    def slope(at: Vector, wrt: str) -> Vector:
+        point = oracle.at(lower=at)
+        with session.buffers_kept(), point.placed() as (live_x, live_y):
+            part = point.features.frozen(point, "lower", sample) if wrt == "lower" else None
+            loss = session.dependent("lower", point.value("lower", sample, features=part), live_y)
+            variables = {"lower": live_y, "upper": live_x, "both": Vector((*live_x, *live_y))}[wrt]
+            gradients = point.differentiate(loss, variables)
+        if wrt == "lower":
+            session.require_reached(gradients, oracle.lower_names)
+        else:
+            session.note_reached(gradients[: len(oracle.x)])
+        like = {"lower": y, "upper": oracle.x, "both": Vector((*oracle.x, *y))}[wrt]
+        return Vector(oracle.averaged(_filled(gradients, like))[0])
+
+    def product(v: Vector, wrt: str) -> Vector:
+        # Truncation eps^2 against round-off u / eps gives eps ~ u^(1/3), in units of the size of y along v.
+        length = v.norm().clamp_min(torch.finfo(torch.float32).tiny)
+        epsilon = math.pow(torch.finfo(y[0].dtype).eps, 1 / 3) * (1 + y.norm()) / length
+        shift = v * epsilon
+        return (slope(y + shift, wrt) - slope(y - shift, wrt)) * (0.5 / epsilon)
+
+    if not gradient:
+        return _counted(oracle, Vector(), product)
+    oracle.count("lower_grad")
+    return _counted(oracle, slope(y, "lower"), product)
+
+
+def _counted(oracle: Oracle, gradient: Vector, product: Product) -> LowerSystem:
+    """The system whose products are counted and checked."""
+    split = len(oracle.x)
+
+    def hvp(v: Vector) -> Vector:
+        oracle.count("hvp")
+        return product(v, "lower")
+
+    def cross(v: Vector) -> Vector:
+        oracle.count("jvp")
+        result = product(v, "upper")
+        oracle.checks.finite("jvp", result)
+        return result
+
+    def both(v: Vector) -> tuple[Vector, Vector]:
+        oracle.count("hvp")
+        oracle.count("jvp")
+        result = product(v, "both")
+        oracle.checks.finite("jvp", result)
+        return Vector(result[:split]), Vector(result[split:])
+
+    return LowerSystem(gradient, hvp, cross, both)
+
+
+def lower_matrices(oracle: Oracle, sample: Sample) -> tuple[Vector, Tensor, Tensor]:
+    """See `Oracle.lower_matrices`."""
+    lanes, split = oracle.lanes or 1, len(oracle.x)
+    sizes = [t.numel() // lanes for t in oracle.y]
+    like = Vector((*oracle.x, *oracle.y))
+    if oracle.session.options.hvp == "finite-difference":
+        with lower_system(oracle, sample) as system:
+            gradient = system.gradient
+            pairs = [system.both(_basis(oracle, sizes, slice(i, i + 1)).lane(0)) for i in range(sum(sizes))]
+            products = [stack([Vector((*c, *h))]) for c, h in pairs]
+    else:
+        with oracle.session.buffers_kept(), oracle.placed() as (x, y):
+            gradients = lower_gradient(oracle, sample, y)
+            variables = Vector((*x, *y))
+            gradient = Vector(oracle.averaged(_filled(gradients, oracle.y).detach())[0])
+
+            def together(part: slice) -> Vector:
+                basis = _basis(oracle, sizes, part)
+                found = pulled(gradients, variables, basis, batched=True)
+                n = len(basis[0])
+                return Vector(t.new_zeros(n, *t.shape) if p is None else p for p, t in zip(found, like, strict=True))
+
+            def alone(i: int) -> Vector:
+                found = pulled(gradients, variables, _basis(oracle, sizes, slice(i, i + 1)).lane(0))
+                return stack([_filled(found, like)])
+
+            products = batched.run(oracle.session, sum(sizes), together, alone)
+        oracle.count("lower_grad")
+        oracle.count("hvp", sum(sizes))
+        oracle.count("jvp", sum(sizes))
+        if not oracle.session.found.reaches_upper and products:
+            oracle.session.note_reached([part if bool(part.any()) else None for part in products[0][:split]])
+    flat = [torch.cat([part[i] for part in products]).reshape(sum(sizes), lanes, -1) for i in range(len(like))]
+    cross, hessian = torch.cat(flat[:split], -1).permute(1, 2, 0), torch.cat(flat[split:], -1).transpose(0, 1)
+    cross, hessian = oracle.averaged(cross, hessian)
+    oracle.checks.finite("hvp", [hessian])
+    oracle.checks.finite("jvp", [cross])
+    return gradient, hessian, cross
+
+
+def _basis(oracle: Oracle, sizes: Sequence[int], part: slice) -> Vector:
+    """Some unit vectors of the space of y, the same in every lane, stacked."""
+    lanes = oracle.lanes or 1
+    rows = torch.arange(part.start, part.stop, device=oracle.device)
+    parts, offset = [], 0
+    for t, n in zip(oracle.y, sizes, strict=True):
+        unit = torch.zeros(len(rows), lanes, n, dtype=t.dtype, device=t.device)
+        mine = (rows >= offset) & (rows < offset + n)
+        unit[mine.nonzero().flatten(), :, rows[mine] - offset] = 1.0
+        parts.append(unit.reshape(len(rows), *t.shape))
+        offset += n
+    return Vector(parts)
+
+
+def _filled(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Vector:
+    return Vector(torch.zeros_like(t) if g is None else g for g, t in zip(gradients, like, strict=True))

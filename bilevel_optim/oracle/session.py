@@ -1,0 +1,144 @@
+"""What the evaluations of one step share: options, counts, flags, and what was found out about the losses."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..distributed.ranks import Ranks
+from .buffers import Buffers
+from .checks import Checks
+from .evaluation import Evaluation, in_place
+
+__all__ = ["COUNTERS", "INDEPENDENT", "Findings", "Options", "Session", "as_scalar", "forget_casts"]
+
+COUNTERS = ("upper_grad", "lower_grad", "hvp", "jvp", "loss")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How losses are evaluated.
+
+    Attributes:
+        vectorize: copies and lanes under one vmap (True), in a loop (False), or in chunks of that many.
+        hvp: ``"exact"`` or ``"finite-difference"`` second derivatives.
+        ranks: over which results are averaged.
+        evaluation: how a loss is evaluated at given values: `in_place` or `substituted`.
+    """
+
+    vectorize: bool | int = True
+    hvp: str = "exact"
+    ranks: Ranks = field(default_factory=Ranks)
+    evaluation: Evaluation = in_place
+
+    def at_once(self, n: int) -> int:
+        """How many of n evaluations may run together."""
+        return min(n if self.vectorize is True else max(int(self.vectorize), 1), n)
+
+
+@dataclass
+class Findings:
+    """What the first evaluations showed of the losses, and later ones need not look at again."""
+
+    weight_norm: bool | None = None  # the lower loss contains fused weight normalisation
+    fallback: str | None = None  # why the loop runs although vmap was asked for
+    vmapped: bool = False  # vmap is known to work on copies of these losses
+    vmapped_tasks: bool = False  # the same, over tasks
+    redirected: frozenset[str] = frozenset()  # losses known to read y where torch sees it
+    reaches_lower: bool = False  # the lower loss is known to depend on every lower parameter
+    reaches_upper: bool = False  # some loss is known to depend on some upper parameter
+    features_checked: frozenset[str] = frozenset()  # levels whose features are known not to depend on y
+
+
+@dataclass
+class Session:
+    """One step's bookkeeping; nothing of it reaches the optimizer before the step has been checked.
+
+    Attributes:
+        options: how losses are evaluated.
+        found: a copy of what is known about them, which the step may add to.
+        buffers: module buffers that evaluations change.
+        counts: oracle calls of this step.
+        checks: flags to be read at its end.
+        buffers_skipped: some module would have updated buffers at a point that is not the one to be kept.
+    """
+
+    options: Options = field(default_factory=Options)
+    found: Findings = field(default_factory=Findings)
+    buffers: Buffers = field(default_factory=Buffers)
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
+    checks: Checks = field(default_factory=Checks)
+    buffers_skipped: bool = False
+
+    @classmethod
+    def begun(cls, options: Options, found: Findings, buffers: Buffers) -> Session:
+        """The session of a new step."""
+        return cls(options, replace(found), buffers)
+
+    @contextmanager
+    def buffers_kept(self) -> Generator[None]:
+        """Leave module buffers (running statistics) as they are, whatever the block evaluates."""
+        with self.buffers.kept() as changed:
+            yield
+        self.buffers_skipped |= bool(changed)
+
+    # ------------------------------------------------------------------------------------------------ first looks
+
+    def require_reached(self, gradients: Sequence[Tensor | None], names: Iterable[str]) -> None:
+        """At the first step, raise if the lower loss does not depend on some lower parameter."""
+        if not self.found.reaches_lower:
+            for gradient, name in zip(gradients, names, strict=True):
+                if gradient is None:
+                    raise ValueError(
+                        f"the lower loss does not depend on lower parameter {name}; leave it out of the lower "
+                        "parameters, or check that the loss reads the live tensor and not a detached or old one"
+                    )
+            self.found.reaches_lower = True
+
+    def note_reached(self, gradients: Iterable[Tensor | None]) -> None:
+        """Remember whether any loss depended on an upper parameter."""
+        if not self.found.reaches_upper:
+            self.found.reaches_upper = any(gradient is not None for gradient in gradients)
+
+    def conclude(self) -> None:
+        """At the first step, raise if neither loss depended on any upper parameter: the hypergradient would be zero."""
+        if not self.found.reaches_upper:
+            raise ValueError(
+                "neither loss depends on any upper parameter, so the hypergradient would be silently zero; check that "
+                "the losses read the live upper tensors and not detached or old ones"
+            )
+
+    def dependent(self, level: str, loss: Tensor, variables: Sequence[Tensor]) -> Tensor:
+        """The loss, checked to depend on something where ``variables`` are."""
+        if not loss.requires_grad and any(t.requires_grad for t in variables):
+            raise ValueError(INDEPENDENT.format(level=level))
+        return loss
+
+    def averaged(self, *results: Any) -> tuple[Any, ...]:
+        """Mean over the ranks."""
+        return self.options.ranks.mean(*results)
+
+
+INDEPENDENT = (
+    "the {level} loss depends on no parameter of this optimizer; check that it reads the live tensors, and that it "
+    "does not detach, call .item() or run under torch.no_grad()"
+)
+
+
+def as_scalar(level: str, loss: Any) -> Tensor:
+    """What a loss returned, checked to be a scalar."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"the {level} loss must return a scalar tensor, but returned {found}; reduce it (mean, sum)")
+    return loss if loss.dim() == 0 else loss.reshape(())
+
+
+def forget_casts(device: torch.device) -> None:
+    """Drop autocast's low-precision copies of the weights, which last longer than the values they were made of."""
+    if torch.is_autocast_enabled(device.type):
+        torch.clear_autocast_cache()

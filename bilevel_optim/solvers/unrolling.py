@@ -1,0 +1,98 @@
+"""The derivative of one update of a lower optimizer."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from ..problem.vector import Vector
+from .lower import Memory, sgd
+
+__all__ = ["can_be_unrolled", "update_vjp"]
+
+
+def can_be_unrolled(optimizer: Optimizer) -> bool:
+    """Whether `update_vjp` knows how to differentiate the optimizer's update."""
+    return "differentiable" in optimizer.defaults
+
+
+def update_vjp(
+    optimizer: Optimizer,
+    values: Vector,
+    memory: Memory,
+    gradient: Vector,
+    adjoint: Vector,
+    memory_adjoint: list[dict[str, Tensor]],
+) -> tuple[Vector, list[dict[str, Tensor]], Vector]:
+    r"""Pull adjoints back through one update :math:`(y, m) \mapsto U(y, m, \nabla g)` of an optimizer.
+
+    Args:
+        optimizer: the optimizer whose update it is.
+        values: y before the update.
+        memory: its state m before the update, one dict per tensor.
+        gradient: the gradient that the update used.
+        adjoint: derivative of the final value in the updated y.
+        memory_adjoint: the same for the updated state (missing entries are zero).
+
+    Returns:
+        Adjoints of y (through the update alone), of m, and of the gradient.
+    """
+    y = Vector(v.detach().clone().requires_grad_() for v in values)
+    g = Vector(v.detach().clone().requires_grad_() for v in gradient)
+    with torch.enable_grad():
+        m = [{key: _leaf(value, v) for key, value in state.items()} for state, v in zip(memory, y, strict=True)]
+        new_y, new_m = _updated(optimizer, y, m, g)
+    outputs, seeds = list(new_y), list(adjoint)
+    for state, seed in zip(new_m, memory_adjoint, strict=True):
+        outputs += [state[key] for key in seed]
+        seeds += seed.values()
+    smooth = [(i, key) for i, state in enumerate(m) for key in state if _is_smooth(state[key], y[i])]
+    inputs = [*y, *g, *(m[i][key] for i, key in smooth)]
+    kept = [(o, s) for o, s in zip(outputs, seeds, strict=True) if o.requires_grad]
+    results = torch.autograd.grad([o for o, _ in kept], inputs, [s for _, s in kept], allow_unused=True)
+    count = len(y)
+    zero = [torch.zeros_like(t) if r is None else r for r, t in zip(results, inputs, strict=True)]
+    pulled: list[dict[str, Tensor]] = [{} for _ in y]
+    for (i, key), value in zip(smooth, zero[2 * count :], strict=True):
+        pulled[i][key] = value
+    return Vector(zero[:count]), pulled, Vector(zero[count : 2 * count])
+
+
+def _updated(optimizer: Optimizer, y: Vector, memory: Memory, gradient: Vector) -> tuple[list[Tensor], Memory]:
+    """The update as a differentiable function."""
+    groups = [group for group in optimizer.param_groups for _ in group["params"]]
+    if type(optimizer) is SGD:
+        pairs = [sgd(*one) for one in zip(groups, y, memory, gradient, strict=True)]
+        return [value for value, _ in pairs], [state for _, state in pairs]
+    twin = copy.copy(optimizer)
+    twin.defaults = {**optimizer.defaults, "differentiable": True}
+    values = [v.clone() for v in y]
+    remaining = iter(values)
+    twin.param_groups = [
+        {**group, "params": [next(remaining) for _ in group["params"]], "differentiable": True, "foreach": False}
+        for group in optimizer.param_groups
+    ]
+    twin.state = defaultdict(dict)
+    for value, state, grad in zip(values, memory, gradient, strict=True):
+        value.retain_grad()  # lets torch read .grad of a tensor that is not a leaf without a warning
+        value.grad = grad
+        if state:
+            twin.state[value] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+    twin.step()
+    return values, [twin.state[value] for value in values]
+
+
+def _is_smooth(value: Any, like: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.shape == like.shape and value.requires_grad
+
+
+def _leaf(value: Any, like: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    leaf = value.detach().clone()
+    return leaf.requires_grad_() if leaf.is_floating_point() and leaf.shape == like.shape else leaf
