@@ -22,3 +22,12 @@ from .problem.tasks import TaskSampler, TensorTasks
 from .problem.vector import Vector
 from .solvers import linear
 from .solvers.agd import AGD
+from .methods.meta.esmaml import ESMAML
+from .methods.meta.maml import ANIL, FOMAML, MAML, iMAML
+from .methods.stochastic.bsa import BSA, TTSA
+from .methods.stochastic.mrbo import MRBO, SUSTAIN
+from .methods.stochastic.saba import SABA
+from .methods.stochastic.stocbio import AmIGO, StocBiO
+from .methods.stochastic.vrbo import VRBO
+from .methods.zeroth_order.hozog import HOZOG
+from .methods.zeroth_order.pzobo import PZOBO

@@ -31,7 +31,7 @@ from ..problem.parameters import (
     require,
     require_one_level,
 )
-from ..problem.vector import Vector
+from ..problem.vector import Vector, is_sharded
 from ..solvers.agd import AGD
 from ..solvers.lower import NOT_ELEMENTWISE, LowerRule, Memory
 from .step import Given, Update
@@ -422,7 +422,7 @@ class BilevelOptimizer(Optimizer, ABC):
                 kept = self.state[parameter]
                 for name in [name for name in kept if name.startswith(SOLVER)]:
                     del kept[name]
-                kept.update({SOLVER + name: value for name, value in memory.items()})
+                kept.update({SOLVER + name: _owned(value, parameter) for name, value in memory.items()})
         for parameter, gradient in zip(x, estimate.gradient, strict=True):
             parameter.grad = gradient.detach()
         self.numbers = {**self.numbers, **estimate.numbers}
@@ -443,7 +443,7 @@ class BilevelOptimizer(Optimizer, ABC):
                     self.state[parameter].pop(name, None)
             else:
                 for parameter, value in zip(parameters, vector, strict=True):
-                    self.state[parameter][name] = value.detach()
+                    self.state[parameter][name] = _owned(value.detach(), parameter)
 
     def _gradients(self) -> list[tuple[Tensor, Tensor]]:
         """The upper parameters that have a ``.grad``, and that."""
@@ -582,6 +582,12 @@ def _tensors(groups: Sequence[dict[str, Any]], level: str) -> list[Tensor]:
     if not tensors:
         raise ValueError(f"no {level} parameter requires a gradient")
     return tensors
+
+
+def _owned(value: Any, parameter: Tensor) -> Any:
+    """A value to be kept: a copy if it is what the live parameter holds, which will change."""
+    alias = isinstance(value, Tensor) and (is_sharded(value) or value.data_ptr() == parameter.data_ptr())
+    return value.clone() if alias else value
 
 
 def _over_parts(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Unpack
 
 from ...hypergradient import Estimate, full_zeroth_order
 from ...optimizer.base import ColdOptions
+from ...optimizer.step import Given
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params
 from ..zeroth_order.base import ZerothOrder
@@ -92,10 +93,8 @@ class ESMAML(Initialised, ZerothOrder):
             **common,
         )
 
-    def _estimate(self, oracle: Oracle) -> Estimate:
-        self._initial(oracle)
-        oracle.session.reaches_upper = True  # the paths start there
-        directions, paths = self._directions(oracle), self._paths(oracle, None)
-        estimate = full_zeroth_order(oracle, paths, directions, central=self.difference == "central")
-        self._finish(oracle, paths)
-        return estimate
+    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+        """Differences of the loss after paths that start at the perturbed initial point."""
+        self.initial(oracle)
+        oracle.session.note_reached(oracle.x)  # the paths start there
+        return self.followed(oracle, given, full_zeroth_order, from_upper=True)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Unpack
+from dataclasses import replace
+from typing import Unpack
 
 from torch import Tensor
 
-from ...hypergradient import Estimate, unrolled
+from ...hypergradient import Estimate
 from ...optimizer.base import BilevelOptimizer, CommonOptions, Loss
+from ...optimizer.step import Given
 from ...oracle.oracle import Oracle
 from ...problem.objective import Objective
 from ...problem.parameters import Params, is_number, require
 from ...problem.vector import Vector
-from ...solvers.lower import LowerSolver
 from ..aid import AID
 from ..itd import ITD
 
@@ -23,34 +23,32 @@ __all__ = ["ANIL", "FOMAML", "MAML", "Initialised", "iMAML"]
 class Initialised(BilevelOptimizer):
     """A method whose lower solves start from upper parameters: the last of them, one for each lower parameter."""
 
-    def _initial(self, oracle: Oracle) -> Vector:
-        """The live upper tensors that start the lower ones, checked to fit."""
+    def initial(self, oracle: Oracle) -> Vector:
+        """The upper tensors where the lower ones start."""
         count = len(oracle.y)
-        initial = oracle.x[-count:]
+        start = oracle.x[-count:]
         shapes = [t.shape if oracle.lanes is None else t.shape[1:] for t in oracle.y]
-        if [t.shape for t in initial] != shapes:
+        if [t.shape for t in start] != shapes:
             raise ValueError(
                 f"{type(self).__name__} starts the lower parameters from the last {count} upper ones, which must have "
-                f"the same shapes: {[tuple(s) for s in shapes]}, but they have {[tuple(t.shape) for t in initial]}. "
-                "Pass copies of the lower parameters there, such as "
-                "[p.detach().clone().requires_grad_() for p in model.parameters()]"
+                f"the same shapes: {[tuple(s) for s in shapes]}, but they have {[tuple(t.shape) for t in start]}. Pass "
+                "copies of the lower parameters there, such as [p.detach().clone().requires_grad_() for p in "
+                "model.parameters()]"
             )
-        return Vector(initial)
+        return Vector(start)
 
-    def _ready_solver(self, oracle: Oracle, variables: Vector | None = None) -> LowerSolver:
-        solver = self._lower_solver(oracle, oracle.y if variables is None else variables)
-        pairs = zip(self._initial(oracle), oracle.y, strict=True)
-        oracle.y.copy_(Vector(start.detach().expand_as(t) for start, t in pairs))
-        solver.reset()
-        return solver
+    def begun(self, oracle: Oracle, given: Given) -> tuple[Oracle, Given]:
+        """Where adaptation starts, with a lower optimizer that begins anew."""
+        start = Vector(s.expand_as(t).clone() for s, t in zip(self.initial(oracle), oracle.y, strict=True))
+        return oracle.at(lower=start), replace(given, solver=None)
 
-    def _through_start(self, oracle: Oracle, estimate: Estimate, derivative: Vector) -> Estimate:
-        """Add the derivative in the starting point, which is x."""
+    def through_start(self, oracle: Oracle, estimate: Estimate, derivative: Vector) -> Estimate:
+        """The estimate with the derivative in the initial point added."""
         extra = derivative if oracle.lanes is None else Vector(t.sum(0) for t in derivative)
         head = len(oracle.x) - len(extra)
-        estimate.gradient = Vector([*estimate.gradient[:head], *(Vector(estimate.gradient[head:]) + extra)])
-        oracle.note_reached(extra)
-        return estimate
+        oracle.session.note_reached(extra)
+        gradient = Vector([*estimate.gradient[:head], *Vector(estimate.gradient[head:]) + extra])
+        return replace(estimate, gradient=gradient)
 
 
 class MAML(Initialised, ITD):
@@ -105,10 +103,11 @@ class MAML(Initialised, ITD):
     Source: Finn, Abbeel, Levine (2017), arXiv:1703.03400; as compared in arXiv:2310.18535.
     """
 
-    def _estimate(self, oracle: Oracle) -> Estimate:
-        solver = self._ready_solver(oracle, Vector(parameter.data for parameter in oracle.y))
-        estimate = unrolled(oracle, solver, self.lower_steps, truncate=self.truncate, checkpoint=self.checkpoint)
-        return estimate if estimate.start is None else self._through_start(oracle, estimate, estimate.start)
+    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+        """Backpropagation through adaptation, from the initial point."""
+        oracle, given = self.begun(oracle, given)
+        estimate = super().estimate(oracle, given)
+        return estimate if estimate.start is None else self.through_start(oracle, estimate, estimate.start)
 
 
 class ANIL(MAML):
@@ -147,13 +146,14 @@ class ANIL(MAML):
     Source: Raghu, Raghu, Bengio, Vinyals (2020), arXiv:1909.09157.
     """
 
-    def _initial(self, oracle: Oracle) -> Vector:
+    def initial(self, oracle: Oracle) -> Vector:
+        """As for `MAML`, after the body."""
         if len(oracle.x) == len(oracle.y):
             raise ValueError(
                 "ANIL needs upper parameters beside the initial values of the lower ones: those of the body that the "
                 "tasks share, before them. To learn initial values only, use MAML"
             )
-        return super()._initial(oracle)
+        return super().initial(oracle)
 
 
 class FOMAML(Initialised):
@@ -188,10 +188,12 @@ class FOMAML(Initialised):
     Source: Finn, Abbeel, Levine (2017), arXiv:1703.03400, section 5.2.
     """
 
-    def _estimate(self, oracle: Oracle) -> Estimate:
-        diagnostics = self._descend(oracle)
-        loss, grad_x, grad_y = oracle.upper(oracle.f.draw())
-        return self._through_start(oracle, Estimate(loss, grad_x, diagnostics), grad_y)
+    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+        """The gradient after adaptation, as if that were the identity in the initial point."""
+        oracle, given = self.begun(oracle, given)
+        here = given.descended(oracle, self.lower_steps)
+        loss, grad_x, grad_y = here.oracle.upper(oracle.f.draw())
+        return self.through_start(oracle, here.kept(Estimate(loss, grad_x)), grad_y)
 
 
 class iMAML(Initialised, AID):
@@ -255,30 +257,20 @@ class iMAML(Initialised, AID):
             linear_steps=linear_steps, linear_tol=linear_tol, damping=damping, **common,
         )  # fmt: skip
 
-    def _oracle(self, upper: Loss, lower: Loss) -> Oracle:
-        oracle = super()._oracle(upper, lower)
-        if self.proximal:
-            oracle.g = _Proximal(oracle.g, self._penalty(oracle))
-        return oracle
+    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+        """Adaptation from the initial point, then the linear system."""
+        return super().estimate(*self.begun(oracle, given))
 
-    def _penalty(self, oracle: Oracle) -> Callable[[], Tensor]:
-        pairs = list(zip(oracle.y, self._initial(oracle), strict=True))
+    def objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
+        """With the proximal term in the lower loss."""
+        f, g = super().objectives(upper, lower)
+        if not self.proximal:
+            return f, g
+        lower_tensors = self._parameters("lower")
+        pairs = list(zip(lower_tensors, self._parameters("upper")[-len(lower_tensors) :], strict=True))
 
-        def penalty() -> Tensor:
+        def penalised(loss: Tensor) -> Tensor:
             distances = [(y - x).square().sum() for y, x in pairs]
-            return self.proximal / 2 * sum(distances[1:], distances[0])
+            return loss + self.proximal / 2 * sum(distances[1:], distances[0])
 
-        return penalty
-
-
-class _Proximal(Objective):
-    """An objective with a penalty added to its loss, on the same data."""
-
-    def __init__(self, objective: Objective, penalty: Callable[[], Tensor]) -> None:
-        super().__init__(lambda *a: objective.loss(*a) + penalty(), objective.data, features=objective.features)
-        self._objective = objective
-
-    def draw(self, *, once: bool = False) -> Any:
-        sample = self._objective.draw(once=once)
-        sample.loss = self.loss
-        return sample
+        return f, g.mapped(penalised)

@@ -6,6 +6,7 @@ import math
 from typing import Unpack
 
 from ...optimizer.base import CommonOptions
+from ...optimizer.step import Given
 from ...problem.parameters import Params, is_number, require
 from .stocbio import NeumannMethod
 
@@ -62,7 +63,7 @@ class BSA(NeumannMethod):
     Source: Ghadimi, Wang (2018), arXiv:1802.02246.
     """
 
-    _randomised = True
+    randomised = True
 
     def __init__(
         self,
@@ -91,8 +92,9 @@ class BSA(NeumannMethod):
         )
         self.scale, self.growth = lower_steps, growth
 
-    def _lower_step_count(self) -> int:
-        return math.ceil(self.scale * math.pow(self._steps_done + 1, self.growth))
+    def lower_step_count(self, given: Given) -> int:
+        """More and more."""
+        return math.ceil(self.scale * math.pow(given.steps + 1, self.growth))
 
 
 class TTSA(NeumannMethod):
@@ -141,7 +143,7 @@ class TTSA(NeumannMethod):
     Source: Hong, Wai, Wang, Yang (2020), arXiv:2007.05170.
     """
 
-    _randomised = True
+    randomised = True
 
     def __init__(
         self,

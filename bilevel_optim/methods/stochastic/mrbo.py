@@ -6,10 +6,10 @@ from typing import NamedTuple, Unpack
 
 from torch import Tensor
 
-from ...hypergradient import Estimate, ImplicitSamples
+from ...hypergradient import Estimate
 from ...optimizer.base import CommonOptions
+from ...optimizer.step import Given
 from ...oracle.oracle import Oracle
-from ...problem.objective import Sample
 from ...problem.parameters import Params, is_number, require
 from ...problem.vector import Vector
 from .stocbio import NeumannMethod
@@ -18,22 +18,22 @@ __all__ = ["MRBO", "SUSTAIN", "Recursion", "recursive_memory"]
 
 
 class Recursion(NamedTuple):
-    """Two recursive estimates, and the point at which they were made.
-
-    Attributes:
-        x: the upper parameters there.
-        y: the lower ones.
-        h: estimate of the hypergradient.
-        u: estimate of the lower gradient.
-    """
+    """A point and the two recursive estimates there."""
 
     x: Vector
     y: Vector
-    h: Vector
-    u: Vector
+    h: Vector  # of the hypergradient
+    u: Vector  # of the lower gradient
+
+    @classmethod
+    def remembered(cls, given: Given) -> Recursion | None:
+        """Where the last step was, if it left all of it."""
+        y, u = (given.memory.get(name) for name in ("previous", "direction"))
+        x, h = (given.upper_memory.get(name) for name in ("previous", "direction"))
+        return None if x is None or y is None or h is None or u is None else cls(x, y, h, u)
 
     def estimate(self, loss: Tensor, diagnostics: dict[str, Tensor]) -> Estimate:
-        """What a step returns: h, and all that is to be remembered."""
+        """The estimate that h is, which remembers all of this."""
         return Estimate(
             loss,
             self.h.clone(),  # a gradient may be clipped in place
@@ -41,15 +41,6 @@ class Recursion(NamedTuple):
             memory={"previous": self.y, "direction": self.u},
             upper_memory={"previous": self.x, "direction": self.h},
         )
-
-
-def recursive_memory(method: NeumannMethod, oracle: Oracle) -> Recursion | None:
-    """What the last step remembered, if every parameter took part in it."""
-    y, u = (method._remembered(oracle, name) for name in ("previous", "direction"))
-    if y is None or u is None:
-        return None
-    x, h = (method._remembered(oracle, name, upper=True) for name in ("previous", "direction"))
-    return None if x is None or h is None else Recursion(x, y, h, u)
 
 
 class MRBO(NeumannMethod):
@@ -105,7 +96,7 @@ class MRBO(NeumannMethod):
     Source: Yang, Ji, Liang (2021), arXiv:2106.04692.
     """
 
-    _saved = ("beta", "lower_beta")
+    saved_options = ("beta", "lower_beta")
 
     def __init__(
         self,
@@ -133,29 +124,23 @@ class MRBO(NeumannMethod):
             linear_lr=linear_lr,
             **common,
         )
-        self._require_given_gradient()
+        self.require_given_gradient()
 
-    def _estimate(self, oracle: Oracle) -> Estimate:
-        solver, last = self._ready_solver(oracle), recursive_memory(self, oracle)
-        zeta, samples = oracle.g.draw(), self._draw(oracle)
-        value, u = oracle.lower(zeta)
-        estimate = self._hypergradient(oracle, samples)
+    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+        """Both estimates at the present point and at the last one, on the same samples; then a step of y."""
+        last = Recursion.remembered(given)
+        zeta, samples = oracle.g.draw(), self.samples(oracle, given)
+        _, u = oracle.lower(zeta)
+        estimate = self.hypergradient(oracle, samples, given)
         h = estimate.gradient
         if last is not None:
-            before_u, before_h = self._before(oracle, last, zeta, samples)
+            before = oracle.at(last.x, last.y)
+            with oracle.session.buffers_kept():
+                _, before_u = before.lower(zeta)
             u = u + (last.u - before_u) * (1 - self.lower_beta)
-            h = h + (last.h - before_h) * (1 - self.beta)
-        now = Recursion(oracle.x.detach().clone(), oracle.y.detach().clone(), h, u)
-        solver.step(lambda: (value, u.clone()))
-        oracle.checks.finite("lower_grad", oracle.y)
-        return now.estimate(estimate.loss, estimate.diagnostics)
-
-    def _before(self, oracle: Oracle, last: Recursion, zeta: Sample, samples: ImplicitSamples) -> tuple[Vector, Vector]:
-        """Both gradients at the last point, on the present samples."""
-        with oracle.at(last.x, last.y):
-            with oracle.buffers_kept():
-                _, u = oracle.lower(zeta)
-            return u, self._hypergradient(oracle, samples).gradient
+            h = h + (last.h - self.hypergradient(before, samples, given).gradient) * (1 - self.beta)
+        here = given.stepped(oracle, u)
+        return here.kept(Recursion(oracle.x, oracle.y, h, u).estimate(estimate.loss, estimate.diagnostics))
 
 
 class SUSTAIN(MRBO):
@@ -202,4 +187,4 @@ class SUSTAIN(MRBO):
     Source: Khanduri, Zeng, Hong, Wai, Wang, Yang (2021), arXiv:2102.07367.
     """
 
-    _randomised = True
+    randomised = True

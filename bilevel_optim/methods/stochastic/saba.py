@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ...hypergradient import Estimate
-from ...optimizer.base import Loss
+from ...hypergradient.estimate import Write
+from ...optimizer.step import Given
 from ...oracle.oracle import Oracle
 from ...problem.finite_sum import FiniteSum, term_count
 from ...problem.objective import Objective, Sample
@@ -89,22 +90,13 @@ class SABA(SingleLoop):
     arXiv:1407.0202 (SAGA).
     """
 
-    _rows: list[tuple[Vector, int, Vector]]  # tables, indices and values that a step renews
+    def estimate_tasks(self, oracle: Oracle, given: Given, sampler: Any) -> Estimate:
+        """There is no memory of tasks."""
+        raise ValueError("SABA remembers every term of its losses and takes no tasks; SOBA does")
 
-    def backward(self, upper: Loss, lower: Loss, *, tasks: Any = None) -> Tensor:
-        """As for every method; takes no tasks, and objectives that know the indices of their draws."""
-        if tasks is not None:
-            raise ValueError("SABA remembers every term of its losses and takes no tasks; SOBA does")
-        loss = super().backward(upper, lower)
-        for table, index, row in self._rows:  # only now, because a step that fails changes nothing
-            table.lane(index).copy_(row)
-        self._rows = []
-        return loss
-
-    def _estimate(self, oracle: Oracle) -> Estimate:
-        solver, rates = self._ready_solver(oracle), self._linear_rates(self.linear_lr)
-        estimate = Estimate(oracle.x[0].new_zeros(()), oracle.x.zeros_like())
-        self._rows = []
+    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+        """The step of `SOBA` along SAGA's directions."""
+        rates = given.linear_rates(self.linear_lr)
         losses: list[Tensor] = []
         samples: list[Sample] = []
 
@@ -113,9 +105,9 @@ class SABA(SingleLoop):
             losses.append(loss)
             return {"direct": direct, "adjoint": adjoint}
 
-        f = self._averaged(oracle, "upper", upper, estimate)
-        v = self._solution(oracle)
-        v = f["adjoint"] * rates if v is None else v
+        f = _averaged(oracle, given, "upper", upper)
+        v = self.solution(given)
+        v = f.directions["adjoint"] * rates if v is None else v
 
         def lower(sample: Sample) -> dict[str, Vector]:
             samples.append(sample)
@@ -123,60 +115,74 @@ class SABA(SingleLoop):
                 cross, product = system.both(v)
                 return {"lower": system.gradient, "product": product, "cross": cross}
 
-        g = self._averaged(oracle, "lower", lower, estimate)
-        residual = g["product"] - f["adjoint"]
-        estimate.loss, estimate.gradient = torch.stack(losses).mean(), f["direct"] - g["cross"]
-        solver.step(lambda: (estimate.loss, g["lower"].clone()))
-        oracle.checks.finite("lower_grad", oracle.y)
+        g = _averaged(oracle, given, "lower", lower)
+        residual = g.directions["product"] - f.directions["adjoint"]
         oracle.checks.finite("hvp", residual)
-        oracle.advance_buffers(samples[-1])
-        if self.warm_start:
-            estimate.memory["linear_solution"] = v - residual * rates
-        estimate.diagnostics = {"lower_residual": g["lower"].norm(), "linear_residual": residual.norm()}
-        return estimate
+        here = given.stepped(oracle, g.directions["lower"])
+        here.oracle.advance_buffers(samples[-1])
+        solution = {"linear_solution": v - residual * rates} if self.warm_start else {}
+        estimate = Estimate(
+            torch.stack(losses).mean(),
+            f.directions["direct"] - g.directions["cross"],
+            {"linear_residual": residual.norm()},
+            memory={**f.memory, **g.memory, **solution},
+            upper_memory={**f.upper_memory, **g.upper_memory},
+            writes=(*f.writes, *g.writes),
+        )
+        return here.kept(estimate)
 
-    def _averaged(
-        self, oracle: Oracle, level: str, evaluate: Callable[[Sample], dict[str, Vector]], estimate: Estimate
-    ) -> dict[str, Vector]:
-        """SAGA's directions for what ``evaluate`` gives of one term; what is to be kept goes to ``estimate``."""
-        objective = oracle.f if level == "upper" else oracle.g
-        count = term_count(objective, level)
-        kept = self._kept(oracle, level, count)
-        memories = {True: estimate.upper_memory, False: estimate.memory}
-        if kept is None:
-            terms = [evaluate(sample) for sample in _terms(objective)]
-            tables = {name: stack([term[name] for term in terms]) for name in _QUANTITIES[level]}
-            directions = {name: Vector(t.mean(0) for t in table) for name, table in tables.items()}
-            for name, is_upper in _QUANTITIES[level].items():
-                memories[is_upper] |= {f"{name}_table": tables[name], f"{name}_mean": directions[name]}
-        else:
-            index, sample = self._drawn(oracle, objective)
-            directions = {}
-            for name, value in evaluate(sample).items():
-                memory = kept[name]
-                directions[name] = memory.direction(index, value)
-                memories[_QUANTITIES[level][name]][f"{name}_mean"] = memory.renewed(index, value)
-                self._rows.append((memory.table, index, value))
-        return directions
 
-    def _kept(self, oracle: Oracle, level: str, count: int) -> dict[str, _Memory] | None:
-        """The memory of a sum, if every parameter has one for this number of terms."""
-        kept = {}
+class _Averaged(NamedTuple):
+    """SAGA's directions for a sum, and what is to be kept of its terms."""
+
+    directions: dict[str, Vector]
+    memory: dict[str, Vector]
+    upper_memory: dict[str, Vector]
+    writes: list[Write]
+
+
+def _averaged(oracle: Oracle, given: Given, level: str, evaluate: Callable[[Sample], dict[str, Vector]]) -> _Averaged:
+    """SAGA's directions for what ``evaluate`` gives of one term."""
+    objective = oracle.f if level == "upper" else oracle.g
+    count = term_count(objective, level)
+    kept = _kept(given, level, count)
+    result = _Averaged({}, {}, {}, [])
+    memories = {True: result.upper_memory, False: result.memory}
+    if kept is None:
+        terms = [evaluate(sample) for sample in _terms(objective)]
         for name, is_upper in _QUANTITIES[level].items():
-            table, mean = (self._remembered(oracle, f"{name}_{part}", upper=is_upper) for part in ("table", "mean"))
-            if table is None or mean is None or len(table[0]) != count:
-                return None
-            kept[name] = _Memory(table, mean)
-        return kept
+            table = stack([term[name] for term in terms])
+            result.directions[name] = Vector(t.mean(0) for t in table)
+            memories[is_upper] |= {f"{name}_table": table, f"{name}_mean": result.directions[name].clone()}
+        return result
+    index, sample = _drawn(oracle, given, objective)
+    for name, value in evaluate(sample).items():
+        memory = kept[name]
+        result.directions[name] = memory.direction(index, value)
+        memories[_QUANTITIES[level][name]][f"{name}_mean"] = memory.renewed(index, value)
+        result.writes.extend(Write(table, index, row) for table, row in zip(memory.table, value, strict=True))
+    return result
 
-    @staticmethod
-    def _drawn(oracle: Oracle, objective: Objective) -> tuple[int, Sample]:
-        """A random term, the same on all ranks."""
-        sample = objective.draw()
-        index = oracle.agreed(sample.index or 0)
-        if isinstance(objective, FiniteSum) and index != sample.index:
-            sample = objective.term(index)
-        return index, sample
+
+def _kept(given: Given, level: str, count: int) -> dict[str, _Memory] | None:
+    """The memory of a sum, if every parameter has one for this number of terms."""
+    kept = {}
+    for name, is_upper in _QUANTITIES[level].items():
+        memory = given.upper_memory if is_upper else given.memory
+        table, mean = (memory.get(f"{name}_{part}") for part in ("table", "mean"))
+        if table is None or mean is None or len(table[0]) != count:
+            return None
+        kept[name] = _Memory(table, mean)
+    return kept
+
+
+def _drawn(oracle: Oracle, given: Given, objective: Objective) -> tuple[int, Sample]:
+    """A random term, the same on all ranks."""
+    sample = objective.draw()
+    index = given.ranks.agreed(sample.index or 0, oracle.device)
+    if isinstance(objective, FiniteSum) and index != sample.index:
+        sample = objective.term(index)
+    return index, sample
 
 
 # What is remembered of a term of each sum, and whether it is shaped like x.

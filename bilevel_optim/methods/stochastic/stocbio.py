@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
-import torch
-
 from ...hypergradient import Estimate, ImplicitSamples, stochastic_implicit
 from ...optimizer.base import BilevelOptimizer, CommonOptions
+from ...optimizer.step import Given
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, is_count, is_number, require
+from ...problem.random import draw_index
 from ...solvers import linear
 
 __all__ = ["AmIGO", "NeumannMethod", "StocBiO"]
@@ -26,7 +27,7 @@ class NeumannMethod(BilevelOptimizer):
         common: see `BilevelOptimizer`.
     """
 
-    _randomised = False  # one term drawn at random, times their number, instead of the sum of all
+    randomised = False  # one term drawn at random, times their number, instead of the sum of all
 
     def __init__(
         self,
@@ -40,34 +41,29 @@ class NeumannMethod(BilevelOptimizer):
         linear_lr: float | None = None,
         **common: Unpack[CommonOptions],
     ) -> None:
-        require("linear_steps", linear_steps, is_count(linear_steps) and (linear_steps > 0 or not self._randomised))
+        require("linear_steps", linear_steps, is_count(linear_steps) and (linear_steps > 0 or not self.randomised))
         require("linear_lr", linear_lr, linear_lr is None or (is_number(linear_lr) and linear_lr > 0))
         self.linear_steps, self.linear_lr = linear_steps, linear_lr
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
 
-    def _draw(self, oracle: Oracle) -> ImplicitSamples:
+    def samples(self, oracle: Oracle, given: Given) -> ImplicitSamples:
         """Samples for one estimate; their number decides which term of a randomised series it is."""
         products = self.linear_steps
-        if self._randomised:
-            device = "cpu" if self.generator is None else self.generator.device
-            drawn = torch.randint(self.linear_steps, (), generator=self.generator, device=device)
-            products = oracle.agreed(int(drawn))
+        if self.randomised:
+            products = given.ranks.agreed(draw_index(self.linear_steps, given.generator), oracle.device)
         return ImplicitSamples.draw(oracle, products)
 
-    def _hypergradient(self, oracle: Oracle, samples: ImplicitSamples) -> Estimate:
-        """The estimate on these samples at the present point; nothing of it is remembered."""
-        solve = partial(linear.neumann, steps=len(samples.products), lr=self._linear_rates(self.linear_lr))
-        if self._randomised:
+    def hypergradient(self, oracle: Oracle, samples: ImplicitSamples, given: Given) -> Estimate:
+        """The estimate on these samples at the oracle's point; nothing of it is remembered."""
+        solve = partial(linear.neumann, steps=len(samples.products), lr=given.linear_rates(self.linear_lr))
+        if self.randomised:
             solve = partial(linear.neumann_term, terms=self.linear_steps, **solve.keywords)
-        estimate = stochastic_implicit(oracle, samples, solve)
-        estimate.memory.clear()
-        return estimate
+        return replace(stochastic_implicit(oracle, samples, solve), memory={})
 
-    def _estimate(self, oracle: Oracle) -> Estimate:
-        residual = self._descend(oracle)
-        estimate = self._hypergradient(oracle, self._draw(oracle))
-        estimate.diagnostics.update(residual)
-        return estimate
+    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+        """Lower steps, then the series at their end."""
+        here = given.descended(oracle, self.lower_step_count(given))
+        return here.kept(self.hypergradient(here.oracle, self.samples(oracle, given), given))
 
 
 class StocBiO(NeumannMethod):
@@ -178,13 +174,11 @@ class AmIGO(BilevelOptimizer):
         self.linear_steps, self.linear_lr = linear_steps, linear_lr
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
 
-    def _estimate(self, oracle: Oracle) -> Estimate:
-        residual = self._descend(oracle)
-        start = self._remembered(oracle, "linear_solution") if self.warm_start else None
+    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+        """Lower steps, then steps on the linear system from its last solution."""
+        here = given.descended(oracle, self.lower_steps)
+        start = given.memory.get("linear_solution") if self.warm_start else None
         samples = ImplicitSamples.draw(oracle, self.linear_steps - (start is None))
-        solve = partial(linear.fixed_point, steps=self.linear_steps, lr=self._linear_rates(self.linear_lr))
-        estimate = stochastic_implicit(oracle, samples, solve, start)
-        if not self.warm_start:
-            estimate.memory.clear()
-        estimate.diagnostics.update(residual)
-        return estimate
+        solve = partial(linear.fixed_point, steps=self.linear_steps, lr=given.linear_rates(self.linear_lr))
+        estimate = stochastic_implicit(here.oracle, samples, solve, start)
+        return here.kept(estimate if self.warm_start else replace(estimate, memory={}))

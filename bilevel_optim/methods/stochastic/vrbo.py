@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Unpack
+
+from torch import Tensor
 
 from ...hypergradient import Estimate
 from ...optimizer.base import CommonOptions
+from ...optimizer.step import Given
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, is_count, require
 from ...problem.vector import Vector
-from ...solvers.lower import LowerSolver
-from .mrbo import Recursion, recursive_memory
+from .mrbo import Recursion
 from .stocbio import NeumannMethod
 
 __all__ = ["VRBO"]
@@ -98,63 +102,63 @@ class VRBO(NeumannMethod):
             linear_lr=linear_lr,
             **common,
         )
-        self._require_given_gradient()
+        self.require_given_gradient()
 
-    def _estimate(self, oracle: Oracle) -> Estimate:
-        solver = self._ready_solver(oracle)
-        last = recursive_memory(self, oracle) if self.warm_start else None
+    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+        """Lower steps along a recursion, which begins anew with large batches every ``period`` steps."""
+        rule, memory = given.solver_for(oracle.y)
+        last = Recursion.remembered(given) if self.warm_start else None
         begins = last is None
-        anchor = begins or self._steps_done % self.period == 0
+        anchor = begins or given.steps % self.period == 0
         if last is None:
-            last = Recursion(*_copies(oracle), oracle.x.zeros_like(), self._lower_anchor(oracle))
-        estimate: Estimate | None = None
+            last = Recursion(oracle.x, oracle.y, oracle.x.zeros_like(), self._lower_anchor(oracle))
+        point, estimate = oracle, None
         for t in range(self.lower_steps + 1):
             stands, ends = begins and t == 0, t == self.lower_steps
             if not stands and not (ends and anchor):
-                last, estimate = self._moved(oracle, last, with_upper=not anchor)
+                last, estimate = self._moved(point, last, given, with_upper=not anchor)
             if not ends:
-                self._lower_step(solver, last.u)
-        oracle.checks.finite("lower_grad", oracle.y)
+                y, memory, _ = rule.step(point.y, memory, partial(_along, last.u))
+                point = point.at(lower=y)
+        oracle.checks.finite("lower_grad", point.y)
         if anchor:
-            u, estimate = self._lower_anchor(oracle), self._anchor(oracle)
-            last = Recursion(*_copies(oracle), estimate.gradient, u)
+            u, estimate = self._lower_anchor(point), self._anchor(point, given)
+            last = Recursion(point.x, point.y, estimate.gradient, u)
         assert estimate is not None
-        return last.estimate(estimate.loss, estimate.diagnostics)
+        return replace(last.estimate(estimate.loss, estimate.diagnostics), lower=point.y, solver=memory)
 
-    @staticmethod
-    def _lower_step(solver: LowerSolver, u: Vector) -> None:
-        solver.step(lambda: (u[0].new_zeros(()), u.clone()))
-
-    def _moved(self, oracle: Oracle, last: Recursion, *, with_upper: bool) -> tuple[Recursion, Estimate | None]:
-        """The recursive estimates at the present point, from those at the last one."""
-        zeta, samples = oracle.g.draw(), self._draw(oracle) if with_upper else None
+    def _moved(
+        self, oracle: Oracle, last: Recursion, given: Given, *, with_upper: bool
+    ) -> tuple[Recursion, Estimate | None]:
+        """The recursion at the oracle's point, on one pair of samples at both points."""
+        zeta, samples = oracle.g.draw(), self.samples(oracle, given) if with_upper else None
         _, u = oracle.lower(zeta)
-        estimate = None if samples is None else self._hypergradient(oracle, samples)
-        now = _copies(oracle)
-        h = last.h
-        with oracle.at(last.x, last.y):
-            with oracle.buffers_kept():
-                _, before = oracle.lower(zeta)
-            if estimate is not None and samples is not None:
-                h = h + (estimate.gradient - self._hypergradient(oracle, samples).gradient)
-        return Recursion(*now, h, last.u + (u - before)), estimate
+        estimate = None if samples is None else self.hypergradient(oracle, samples, given)
+        before, h = oracle.at(last.x, last.y), last.h
+        with oracle.session.buffers_kept():
+            _, before_u = before.lower(zeta)
+        if estimate is not None and samples is not None:
+            h = h + (estimate.gradient - self.hypergradient(before, samples, given).gradient)
+        return Recursion(oracle.x, oracle.y, h, last.u + (u - before_u)), estimate
 
     def _lower_anchor(self, oracle: Oracle) -> Vector:
-        """The lower gradient, a mean over many batches."""
+        """The lower gradient on many batches."""
         total = oracle.y.zeros_like()
         for _ in range(self.anchor_batches):
             total = total + oracle.lower(oracle.g.draw(once=True))[1]
-        return total * (1 / self.anchor_batches)
+        total = total * (1 / self.anchor_batches)
+        oracle.checks.finite("lower_grad", total)
+        return total
 
-    def _anchor(self, oracle: Oracle) -> Estimate:
-        """The hypergradient, a mean over many samples."""
+    def _anchor(self, oracle: Oracle, given: Given) -> Estimate:
+        """The hypergradient on many batches."""
         share = 1 / self.anchor_batches
         loss, gradient = oracle.x[0].new_zeros(()), oracle.x.zeros_like()
         for _ in range(self.anchor_batches):
-            estimate = self._hypergradient(oracle, self._draw(oracle))
+            estimate = self.hypergradient(oracle, self.samples(oracle, given), given)
             loss, gradient = loss + estimate.loss * share, gradient + estimate.gradient * share
         return Estimate(loss, gradient, estimate.diagnostics)
 
 
-def _copies(oracle: Oracle) -> tuple[Vector, Vector]:
-    return oracle.x.detach().clone(), oracle.y.detach().clone()
+def _along(u: Vector, y: Vector) -> tuple[Tensor, Vector]:
+    return u[0].new_zeros(()), u

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Unpack
 
-import torch
-import torch.distributed as dist
-
-from ...hypergradient.directions import KINDS, Directions, draw_seed
+from ...hypergradient import Estimate
+from ...hypergradient.directions import KINDS, Directions
 from ...optimizer.base import BilevelOptimizer, ColdOptions
+from ...optimizer.step import Given
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, is_count, is_number, require
-from ...problem.vector import Vector, is_sharded
+from ...problem.random import draw_seed
+from ...problem.vector import is_sharded
 from ...solvers.paths import Paths
 
 __all__ = ["ZerothOrder"]
@@ -53,36 +54,35 @@ class ZerothOrder(BilevelOptimizer):
         super().__init__(
             upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, warm_start=warm_start, **common
         )
-        self._require_elementwise()
+        self.require_elementwise()
 
-    _saved: tuple[str, ...] = ("smoothing", "directions")  # which a user may change during a run
+    saved_options = ("smoothing", "directions")
 
-    def _directions(self, oracle: Oracle) -> Directions:
+    def drawn_directions(self, oracle: Oracle, given: Given) -> Directions:
         """The directions of this step, the same on every rank."""
-        if any(map(is_sharded, oracle.x)):
+        if any(map(is_sharded, oracle.live_x)):
             raise ValueError(f"{type(self).__name__} cannot perturb sharded upper parameters (DTensor)")
-        seed = draw_seed(self.generator)
-        group = self._session.process_group
-        if group is not None:
-            shared = torch.tensor(seed, device=oracle.device)
-            dist.broadcast(shared, group=group, group_src=0)
-            seed = int(shared)
         return Directions(
             oracle.x,
             self.direction,
             self.directions,
-            seed=seed,
+            seed=given.ranks.agreed(draw_seed(given.generator), oracle.device),
             smoothing=self.smoothing,
             relative=self.smoothing_mode == "relative",
             scale=self.scale,
         )
 
-    def _paths(self, oracle: Oracle, start: Vector | None) -> Paths:
-        """The lower solve; the samples of all its steps are drawn here, so that every path sees the same."""
-        samples = [oracle.g.draw() for _ in range(self.lower_steps)]
-        return Paths(oracle, self._factory, self._groups("lower"), start, samples)
+    def followed(
+        self, oracle: Oracle, given: Given, estimator: Callable[..., Estimate], *, from_upper: bool = False
+    ) -> Estimate:
+        """An estimate from paths that all start at the oracle's y, or at the last tensors of their own x.
 
-    def _finish(self, oracle: Oracle, paths: Paths) -> None:
-        """Advance running statistics, which no path has changed, once."""
-        if paths.samples:
-            oracle.advance_buffers(paths.samples[-1])
+        The samples of all the paths' steps are drawn before the first of them, so that every path sees the same.
+        """
+        directions = self.drawn_directions(oracle, given)
+        samples = [oracle.g.draw() for _ in range(self.lower_steps)]
+        paths = Paths(oracle, given.rule, samples, from_upper=from_upper)
+        estimate = estimator(oracle, paths, directions, central=self.difference == "central")
+        if samples and estimate.lower is not None:
+            oracle.at(lower=estimate.lower).advance_buffers(samples[-1])  # no path has changed running statistics
+        return estimate

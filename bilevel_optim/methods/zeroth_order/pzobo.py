@@ -6,6 +6,7 @@ from typing import Unpack
 
 from ...hypergradient import Estimate, partial_zeroth_order
 from ...optimizer.base import ColdOptions
+from ...optimizer.step import Given
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, require
 from .base import ZerothOrder
@@ -120,13 +121,12 @@ class PZOBO(ZerothOrder):
             **common,
         )
 
-    def _estimate(self, oracle: Oracle) -> Estimate:
-        directions, paths = self._directions(oracle), self._paths(oracle, self._start(oracle))
-        estimate = partial_zeroth_order(oracle, paths, directions, central=self.difference == "central")
-        self._finish(oracle, paths)
-        return estimate
+    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+        """Differences of the paths from perturbed x."""
+        return self.followed(oracle, given, partial_zeroth_order)
 
-    def _together(self, tasks: int) -> list[slice]:
+    def together(self, tasks: int) -> list[slice]:
+        """All tasks share their directions, or each makes a problem of its own."""
         if self.share_directions_across_tasks:
-            return super()._together(tasks)
+            return super().together(tasks)
         return [slice(i, i + 1) for i in range(tasks)]
