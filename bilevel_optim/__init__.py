@@ -12,8 +12,17 @@ from .methods.ba import BA
 from .methods.f2sa import F2SA
 from .methods.first_order import FirstOrder
 from .methods.itd import ITD
+from .methods.meta.esmaml import ESMAML
+from .methods.meta.maml import ANIL, FOMAML, MAML, iMAML
 from .methods.paid import PAID
+from .methods.stochastic.bsa import BSA, TTSA
+from .methods.stochastic.mrbo import MRBO, SUSTAIN
+from .methods.stochastic.saba import SABA
 from .methods.stochastic.soba import FSLA, SOBA
+from .methods.stochastic.stocbio import AmIGO, StocBiO
+from .methods.stochastic.vrbo import VRBO
+from .methods.zeroth_order.hozog import HOZOG
+from .methods.zeroth_order.pzobo import PZOBO
 from .optimizer.base import BilevelOptimizer
 from .oracle.oracle import Oracle
 from .problem.finite_sum import FiniteSum
@@ -22,12 +31,3 @@ from .problem.tasks import TaskSampler, TensorTasks
 from .problem.vector import Vector
 from .solvers import linear
 from .solvers.agd import AGD
-from .methods.meta.esmaml import ESMAML
-from .methods.meta.maml import ANIL, FOMAML, MAML, iMAML
-from .methods.stochastic.bsa import BSA, TTSA
-from .methods.stochastic.mrbo import MRBO, SUSTAIN
-from .methods.stochastic.saba import SABA
-from .methods.stochastic.stocbio import AmIGO, StocBiO
-from .methods.stochastic.vrbo import VRBO
-from .methods.zeroth_order.hozog import HOZOG
-from .methods.zeroth_order.pzobo import PZOBO

@@ -215,11 +215,8 @@ class BilevelOptimizer(Optimizer, ABC):
     def propose(self, upper: Loss, lower: Loss | None = None, *, tasks: Any = None, still: bool = False) -> Estimate:
         """What a step would do, without doing it: the estimate, with the improved y.
 
-        Random numbers are drawn, and data too.
-
-        Args:
-            upper, lower, tasks: as for :meth:`step`.
-            still: estimate at x itself, by a method that would look ahead of it.
+        Random numbers are drawn, and data too. The losses and tasks are as for :meth:`step`; ``still`` asks for the
+        estimate at x itself of a method that would look ahead of it.
         """
         return self._proposed(upper, lower, tasks, still=still)[1]
 
@@ -413,8 +410,6 @@ class BilevelOptimizer(Optimizer, ABC):
         norm = estimate.gradient.norm()
         for write in estimate.writes:
             write.table[write.index] = write.values
-        if estimate.lower is not None:
-            y.copy_(estimate.lower)
         for parameters, memory in ((y, estimate.memory), (x, estimate.upper_memory)):
             self._remember(parameters, memory)
         if estimate.solver is not None:
@@ -423,6 +418,8 @@ class BilevelOptimizer(Optimizer, ABC):
                 for name in [name for name in kept if name.startswith(SOLVER)]:
                     del kept[name]
                 kept.update({SOLVER + name: _owned(value, parameter) for name, value in memory.items()})
+        if estimate.lower is not None:
+            y.copy_(estimate.lower)  # last, because what is remembered may be what y was
         for parameter, gradient in zip(x, estimate.gradient, strict=True):
             parameter.grad = gradient.detach()
         self.numbers = {**self.numbers, **estimate.numbers}
@@ -477,12 +474,12 @@ class BilevelOptimizer(Optimizer, ABC):
         """Write an update of x."""
         if update is None:
             return
-        Vector(moved).copy_(update.x)
         for write in update.writes:
             write.table[write.index] = write.values
+        self._remember(moved, update.upper_memory)
         if update.lower is not None:
             Vector(self._parameters("lower")).copy_(update.lower)
-        self._remember(moved, update.upper_memory)
+        Vector(moved).copy_(update.x)
         self.numbers = {**self.numbers, **update.numbers}
 
     # ------------------------------------------------------------------------------------------------ state
