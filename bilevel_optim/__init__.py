@@ -31,3 +31,5 @@ from .problem.tasks import TaskSampler, TensorTasks
 from .problem.vector import Vector
 from .solvers import linear
 from .solvers.agd import AGD
+
+__all__ = sorted(name for name in globals() if not name.startswith("_"))

@@ -409,7 +409,7 @@ class BilevelOptimizer(Optimizer, ABC):
         session, x, y = oracle.session, oracle.live_x, oracle.live_y
         norm = estimate.gradient.norm()
         for write in estimate.writes:
-            write.table[write.index] = write.values
+            write.table[write.rows] = write.values
         for parameters, memory in ((y, estimate.memory), (x, estimate.upper_memory)):
             self._remember(parameters, memory)
         if estimate.solver is not None:
@@ -475,7 +475,7 @@ class BilevelOptimizer(Optimizer, ABC):
         if update is None:
             return
         for write in update.writes:
-            write.table[write.index] = write.values
+            write.table[write.rows] = write.values
         self._remember(moved, update.upper_memory)
         if update.lower is not None:
             Vector(self._parameters("lower")).copy_(update.lower)
