@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..hypergradient import Estimate, direct
 from ..optimizer.base import BilevelOptimizer
+from ..optimizer.declaration import Method, counts
 from ..oracle.oracle import Oracle
 
 __all__ = ["FirstOrder"]
@@ -45,6 +46,18 @@ class FirstOrder(BilevelOptimizer):
 
     Source: the control of the experiments of arXiv:2110.07004.
     """
+
+    declared = Method(
+        paper="arXiv:2110.07004",
+        family="control",
+        when="control: what it reaches, the indirect term did not contribute",
+        cost="T lower, 1 upper",
+        calls=lambda o, k: counts(upper=1, lower=o.lower_steps),
+        label="first-order",
+        second_order=False,
+        converges=False,
+        settings={"quadratic": {}, "compare": {}, "stochastic": {"lower_steps": 10}},
+    )
 
     def _estimate(self, oracle: Oracle) -> Estimate:
         diagnostics = self._descend(oracle)

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from ..problem.parameters import (
 )
 from ..problem.vector import Vector
 from ..solvers.lower import AGD, NOT_ELEMENTWISE, LowerSolver
+from .declaration import Method, register
 
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "as_objective"]
 
@@ -94,6 +95,13 @@ class BilevelOptimizer(Optimizer, ABC):
             each per sample batch. (``jvp`` counts products with the cross derivative.)
         diagnostics: tensors of the last step: ``hypergradient_norm``, and what the method adds.
     """
+
+    declared: ClassVar[Method]  # what tables, recipes and tests need to know of a method
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "declared" in vars(cls):
+            register(cls)
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...hypergradient import Estimate, unrolled
 from ...optimizer.base import BilevelOptimizer, CommonOptions, Loss
+from ...optimizer.declaration import Method, counts
 from ...oracle.oracle import Oracle
 from ...problem.objective import Objective
 from ...problem.parameters import Params, is_number, require
@@ -105,6 +106,19 @@ class MAML(Initialised, ITD):
     Source: Finn, Abbeel, Levine (2017), arXiv:1703.03400; as compared in arXiv:2310.18535.
     """
 
+    declared = Method(
+        paper="arXiv:1703.03400",
+        family="meta",
+        when="few-shot learning: the baseline that everybody knows",
+        cost="T lower (2 T with checkpoint), 1 upper, T hvp, T cross",
+        calls=ITD.declared.calls,
+        initial=True,
+        lower_optimizer="differentiable",
+        variants={"checkpoint": {"checkpoint": True}},
+        settings={"quadratic": {}, "quadratic/checkpoint": {}},
+        elsewhere={"compare": "x is an initial point of y", "stochastic": "x is an initial point of y"},
+    )
+
     def _estimate(self, oracle: Oracle) -> Estimate:
         solver = self._ready_solver(oracle, Vector(parameter.data for parameter in oracle.y))
         estimate = unrolled(oracle, solver, self.lower_steps, truncate=self.truncate, checkpoint=self.checkpoint)
@@ -147,6 +161,18 @@ class ANIL(MAML):
     Source: Raghu, Raghu, Bengio, Vinyals (2020), arXiv:1909.09157.
     """
 
+    declared = Method(
+        paper="arXiv:1909.09157",
+        family="meta",
+        when="few-shot learning where adapting a head on shared features is enough",
+        cost="as MAML",
+        calls=MAML.declared.calls,
+        initial=True,
+        lower_optimizer="differentiable",
+        settings={"quadratic": {}},
+        elsewhere={"compare": "x is an initial point of y", "stochastic": "x is an initial point of y"},
+    )
+
     def _initial(self, oracle: Oracle) -> Vector:
         if len(oracle.x) == len(oracle.y):
             raise ValueError(
@@ -187,6 +213,19 @@ class FOMAML(Initialised):
 
     Source: Finn, Abbeel, Levine (2017), arXiv:1703.03400, section 5.2.
     """
+
+    declared = Method(
+        paper="arXiv:1703.03400",
+        family="meta",
+        when="few-shot learning without second derivatives; long adaptation",
+        cost="T lower, 1 upper",
+        calls=lambda o, k: counts(upper=1, lower=o.lower_steps),
+        second_order=False,
+        initial=True,
+        converges=False,
+        settings={"quadratic": {}},
+        elsewhere={"compare": "x is an initial point of y", "stochastic": "x is an initial point of y"},
+    )
 
     def _estimate(self, oracle: Oracle) -> Estimate:
         diagnostics = self._descend(oracle)
@@ -233,6 +272,17 @@ class iMAML(Initialised, AID):
 
     Source: Rajeswaran, Finn, Kakade, Levine (2019), arXiv:1909.04630.
     """
+
+    declared = Method(
+        paper="arXiv:1909.04630",
+        family="meta",
+        when="few-shot learning with many steps that stay near x",
+        cost="as AID",
+        calls=AID.declared.calls,
+        initial=True,
+        settings={"quadratic": {"proximal": 1.0, "linear_steps": 30}},
+        elsewhere={"compare": "x is an initial point of y", "stochastic": "x is an initial point of y"},
+    )
 
     def __init__(
         self,

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from ...hypergradient import Estimate
 from ...optimizer.base import Loss
+from ...optimizer.declaration import Method
 from ...oracle.oracle import Oracle
 from ...problem.finite_sum import FiniteSum, term_count
 from ...problem.objective import Objective, Sample
 from ...problem.vector import Vector, stack
-from .soba import SingleLoop
+from .soba import SOBA, SingleLoop
 
 __all__ = ["SABA"]
 
@@ -88,6 +89,20 @@ class SABA(SingleLoop):
     Source: Dagréou, Ablin, Vaiter, Moreau (2022), arXiv:2201.13409; Defazio, Bach, Lacoste-Julien (2014),
     arXiv:1407.0202 (SAGA).
     """
+
+    declared = Method(
+        paper="arXiv:2201.13409",
+        family="stochastic",
+        when="data of moderate size in fixed batches: converges with constant learning rates",
+        cost="1 lower, 1 upper, 1 hvp, 1 cross; the first step: all batches",
+        calls=SOBA.declared.calls,
+        tasks="none",
+        data="finite_sum",
+        lower_steps=False,
+        lower_optimizer="given gradient",
+        settings={"quadratic": {}, "stochastic": {}},
+        elsewhere={"compare": "made for stochastic losses; here the batches are full"},
+    )
 
     _rows: list[tuple[Vector, int, Vector]]  # tables, indices and values that a step renews
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...hypergradient import Estimate
 from ...optimizer.base import BilevelOptimizer, CommonOptions
+from ...optimizer.declaration import Method, counts
 from ...oracle.oracle import Oracle
 from ...problem.objective import Sample
 from ...problem.parameters import Params, is_number, require
@@ -88,6 +89,18 @@ class SOBA(SingleLoop):
     Source: Dagréou, Ablin, Vaiter, Moreau (2022), arXiv:2201.13409.
     """
 
+    declared = Method(
+        paper="arXiv:2201.13409",
+        family="stochastic",
+        when="noisy second derivatives that are affordable: the cheapest step, the simplest single loop",
+        cost="1 lower, 1 upper, 1 hvp, 1 cross",
+        calls=lambda o, k: counts(upper=1, lower=1, hvp=1, cross=1),
+        lower_steps=False,
+        lower_optimizer="given gradient",
+        settings={"quadratic": {}, "stochastic": {"decay": (1 / 2, 1 / 2)}},
+        elsewhere={"compare": "made for stochastic losses; here the batches are full"},
+    )
+
     def _estimate(self, oracle: Oracle) -> Estimate:
         solver, rates = self._ready_solver(oracle), self._linear_rates(self.linear_lr)
         zeta, xi = oracle.g.draw(), oracle.f.draw()
@@ -152,6 +165,18 @@ class FSLA(SingleLoop):
 
     Source: Li, Gu, Huang (2021), arXiv:2112.04660.
     """
+
+    declared = Method(
+        paper="arXiv:2112.04660",
+        family="stochastic",
+        when="as SOBA, for noisy upper gradients",
+        cost="1 lower, 3 upper, 1 hvp, 2 cross",
+        calls=lambda o, k: counts(upper=3, lower=1, hvp=o.warm_start, cross=2),
+        lower_steps=False,
+        lower_optimizer="given gradient",
+        settings={"quadratic": {}, "stochastic": {"decay": (1 / 2, 1 / 2)}},
+        elsewhere={"compare": "made for stochastic losses; here the batches are full"},
+    )
 
     _saved = ("beta",)
 
