@@ -109,7 +109,7 @@ class RSVRB(SVRB):
     declared = Method(
         paper="arXiv:2105.02266",
         family="tracked",
-        when="up to millions of lower problems, each with a state worth keeping; their number costs nothing",
+        when="up to millions of lower problems, each with a state worth keeping",
         cost="as SVRB for each task looked at",
         calls=SVRB.declared.calls,
         tasks="rows",

@@ -70,8 +70,8 @@ class HOZOG(ZerothOrder):
         variants={"1": {"directions": 1}, "16": {"directions": 16}},
         settings={
             "quadratic": {"direction": "orthogonal", "difference": "central"},
-            "compare/1": {},
-            "compare/16": {},
+            "compare/1": {"warm_start": True},
+            "compare/16": {"warm_start": True},
             "stochastic/1": {"lower_steps": 10},
         },
     )

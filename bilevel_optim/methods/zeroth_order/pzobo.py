@@ -105,9 +105,9 @@ class PZOBO(ZerothOrder):
         settings={
             "quadratic": {"direction": "orthogonal"},
             "quadratic/relative-central": {"direction": "orthogonal"},
-            "compare/1": {},
-            "compare/16": {},
-            "compare/code": {},
+            "compare/1": {"warm_start": True},
+            "compare/16": {"warm_start": True},
+            "compare/code": {"warm_start": True},
             "stochastic/1": {"lower_steps": 10},
         },
     )
