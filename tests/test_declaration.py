@@ -1,5 +1,6 @@
 """What methods declare of themselves: it is true, and everything that is made from it has them."""
 
+import inspect
 import re
 from pathlib import Path
 
@@ -60,6 +61,7 @@ def test_every_method_has_its_place_and_its_paper():
         declared = cls.declared
         assert {key.partition("/")[0] for key in declared.settings} | set(declared.elsewhere) == set(PROBLEMS), name
         assert declared.paper in cls.__doc__
+        assert declared.lower_steps == ("lower_steps" in inspect.signature(cls).parameters)
         assert not set(declared.variants) - {key.partition("/")[2] for key in declared.settings}, "a variant unused"
 
 
@@ -179,6 +181,7 @@ SOME = [
 def test_steps_make_the_calls_that_are_declared(cls, arguments):
     random = TERMS.get(cls.__name__)
     measured, expected = run(cls, fewer_products(arguments), steps=200 if random else 11)
+    assert (measured["jvp"] > 0) == (cls.declared.second_order or "newton_correction" in arguments)
     if random:
         lengths = torch.arange(4.0) * random
         error = abs(measured.pop("hvp") - expected.pop("hvp"))
