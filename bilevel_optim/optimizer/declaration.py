@@ -60,7 +60,8 @@ class Method:
         variants: other configurations worth testing and listing: arguments by name.
         settings: arguments that suit a standard problem, by its name; ``"problem/variant"`` for a variant, whose own
             arguments need not be repeated. Problems: ``"quadratic"``, closed form, where an estimate can be accurate;
-            ``"compare"`` and ``"stochastic"``, the lists of the recipes of these names.
+            ``"compare"`` and ``"stochastic"``, the two lists of the recipes (`recipes.common.methods`, which says what
+            else it reads there).
         elsewhere: why it is not in the list of a problem, by the name of the problem.
     """
 

@@ -114,8 +114,8 @@ class BSVRB(RSVRB):
         settings={
             "quadratic": {},
             "quadratic/2": {},
-            "stochastic": {"decay": (1 / 3, 1 / 3), "many": True},
-            "stochastic/2": {"decay": (1 / 3, 1 / 3), "many": True},
+            "stochastic": {"decay": (1 / 3, 1 / 3), "tasks": True},
+            "stochastic/2": {"decay": (1 / 3, 1 / 3), "tasks": True},
         },
         elsewhere={"compare": "made for stochastic losses (recipes.hyper_regularization)"},
     )
