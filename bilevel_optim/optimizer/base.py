@@ -6,7 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from ..problem.parameters import (
 from ..problem.vector import Vector, is_sharded
 from ..solvers.agd import AGD
 from ..solvers.lower import NOT_ELEMENTWISE, LowerRule, Memory
+from .declaration import Method, register
 from .step import Given, Update
 
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "as_objective"]
@@ -102,6 +103,13 @@ class BilevelOptimizer(Optimizer, ABC):
         diagnostics: tensors of the last step: ``hypergradient_norm``, and what the method adds.
         numbers: the plain numbers of the method that change from step to step (restart counters and the like).
     """
+
+    declared: ClassVar[Method]  # what tables, recipes and tests need to know of a method
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "declared" in vars(cls):
+            register(cls)
 
     def __init__(
         self,

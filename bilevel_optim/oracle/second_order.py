@@ -62,7 +62,9 @@ def upper_system(oracle: Oracle, sample: Sample) -> Generator[UpperSystem]:
         def product(v: Vector) -> Vector:
             oracle.count("hvp")
             oracle.count("jvp")
-            return Vector(oracle.averaged(_filled(pulled(gradients, variables, v, plain=bool(session.found.fused)), like))[0])
+            return Vector(
+                oracle.averaged(_filled(pulled(gradients, variables, v, plain=bool(session.found.fused)), like))[0]
+            )
 
         loss, gradient = oracle.averaged(loss.detach(), _filled(gradients, like).detach())
         oracle.checks.finite("loss", [loss])

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from ...hypergradient import Estimate
 from ...hypergradient.estimate import Write
+from ...optimizer.base import Loss
+from ...optimizer.declaration import Method
 from ...optimizer.step import Given
 from ...oracle.oracle import Oracle
 from ...problem.finite_sum import FiniteSum, term_count
 from ...problem.objective import Objective, Sample
 from ...problem.vector import Vector, stack
-from .soba import SingleLoop
+from .soba import SOBA, SingleLoop
 
 __all__ = ["SABA"]
 
@@ -97,6 +99,37 @@ class SABA(SingleLoop):
     def estimate(self, oracle: Oracle, given: Given) -> Estimate:
         """The step of `SOBA` along SAGA's directions."""
         rates = given.linear_rates(self.linear_lr)
+
+    declared = Method(
+        paper="arXiv:2201.13409",
+        family="stochastic",
+        when="data of moderate size in fixed batches: converges with constant learning rates",
+        cost="1 lower, 1 upper, 1 hvp, 1 cross; the first step: all batches",
+        calls=SOBA.declared.calls,
+        tasks="none",
+        data="finite_sum",
+        lower_steps=False,
+        lower_optimizer="given gradient",
+        settings={"quadratic": {}, "stochastic": {}},
+        elsewhere={"compare": "made for stochastic losses; here the batches are full"},
+    )
+
+    _rows: list[tuple[Vector, int, Vector]]  # tables, indices and values that a step renews
+
+    def backward(self, upper: Loss, lower: Loss, *, tasks: Any = None) -> Tensor:
+        """As for every method; takes no tasks, and objectives that know the indices of their draws."""
+        if tasks is not None:
+            raise ValueError("SABA remembers every term of its losses and takes no tasks; SOBA does")
+        loss = super().backward(upper, lower)
+        for table, index, row in self._rows:  # only now, because a step that fails changes nothing
+            table.lane(index).copy_(row)
+        self._rows = []
+        return loss
+
+    def _estimate(self, oracle: Oracle) -> Estimate:
+        solver, rates = self._ready_solver(oracle), self._linear_rates(self.linear_lr)
+        estimate = Estimate(oracle.x[0].new_zeros(()), oracle.x.zeros_like())
+        self._rows = []
         losses: list[Tensor] = []
         samples: list[Sample] = []
 
