@@ -125,19 +125,28 @@ class Oracle:
 
     def upper(self, sample: Sample) -> tuple[Tensor, Vector, Vector]:
         """Value of f, its gradient in x and its gradient in y, from one backward pass."""
+        return self._jointly("upper", sample)
+
+    def lower_jointly(self, sample: Sample) -> tuple[Tensor, Vector, Vector]:
+        """The same of g; counts as a lower gradient, and leaves module buffers as they are."""
+        return self._jointly("lower", sample)
+
+    def _jointly(self, level: str, sample: Sample) -> tuple[Tensor, Vector, Vector]:
         with self.session.buffers_kept(), self.placed() as (x, y):
-            loss = self.session.dependent("upper", self.value("upper", sample), y)
+            loss = self.session.dependent(level, self.value(level, sample), y)
             gradients = self.differentiate(loss, (*x, *y))
         if all(gradient is None for gradient in gradients):
-            raise ValueError(INDEPENDENT.format(level="upper"))
+            raise ValueError(INDEPENDENT.format(level=level))
         split = len(x)
+        if level == "lower":
+            self.session.require_reached(gradients[split:], self.lower_names)
         self.session.note_reached(gradients[:split])
-        self.count("upper_grad")
+        self.count(f"{level}_grad")
         loss, grad_x, grad_y = self.averaged(
             loss.detach(), filled(gradients[:split], self.x), filled(gradients[split:], self.y)
         )
         self.checks.finite("loss", [loss])
-        self.checks.finite("upper_grad", [*grad_x, *grad_y])
+        self.checks.finite(f"{level}_grad", [*grad_x, *grad_y])
         return loss, grad_x, grad_y
 
     def lower(self, sample: Sample) -> tuple[Tensor, Vector]:

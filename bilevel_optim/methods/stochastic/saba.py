@@ -10,12 +10,11 @@ from torch import Tensor
 
 from ...hypergradient import Estimate
 from ...hypergradient.estimate import Write
-from ...optimizer.base import Loss
 from ...optimizer.declaration import Method
 from ...optimizer.step import Given
 from ...oracle.oracle import Oracle
-from ...problem.finite_sum import FiniteSum, term_count
-from ...problem.objective import Objective, Sample
+from ...problem.finite_sum import all_terms, random_term, term_count
+from ...problem.objective import Sample
 from ...problem.vector import Vector, stack
 from .soba import SOBA, SingleLoop
 
@@ -77,11 +76,11 @@ class SABA(SingleLoop):
             of its draws, and with tasks (there is no memory of tasks).
 
     Example:
-        >>> import torch
+        >>> import torch, bilevel_optim as bo
         >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
         >>> data = torch.tensor([0.0, 3.0])
-        >>> upper = FiniteSum(lambda t: (y - t).square().mean() / 2, data)  # the mean of f asks for y = 1.5
-        >>> lower = FiniteSum(lambda t: (1 + t) * (y - x).square().sum() / 2, data)
+        >>> upper = bo.FiniteSum(lambda t: (y - t).square().mean() / 2, data)  # the mean of f asks for y = 1.5
+        >>> lower = bo.FiniteSum(lambda t: (1 + t) * (y - x).square().sum() / 2, data)
         >>> optimizer = SABA([x], [y], lr=0.03, lower_lr=0.2)
         >>> for _ in range(1000):
         ...     loss = optimizer.step(upper, lower)
@@ -182,13 +181,13 @@ def _averaged(oracle: Oracle, given: Given, level: str, evaluate: Callable[[Samp
     result = _Averaged({}, {}, {}, [])
     memories = {True: result.upper_memory, False: result.memory}
     if kept is None:
-        terms = [evaluate(sample) for sample in _terms(objective)]
+        terms = [evaluate(sample) for sample in all_terms(objective)]
         for name, is_upper in _QUANTITIES[level].items():
             table = stack([term[name] for term in terms])
             result.directions[name] = Vector(t.mean(0) for t in table)
             memories[is_upper] |= {f"{name}_table": table, f"{name}_mean": result.directions[name].clone()}
         return result
-    index, sample = _drawn(oracle, given, objective)
+    index, sample = random_term(objective, lambda i: given.ranks.agreed(i, oracle.device))
     for name, value in evaluate(sample).items():
         memory = kept[name]
         result.directions[name] = memory.direction(index, value)
@@ -209,23 +208,8 @@ def _kept(given: Given, level: str, count: int) -> dict[str, _Memory] | None:
     return kept
 
 
-def _drawn(oracle: Oracle, given: Given, objective: Objective) -> tuple[int, Sample]:
-    """A random term, the same on all ranks."""
-    sample = objective.draw()
-    index = given.ranks.agreed(sample.index or 0, oracle.device)
-    if isinstance(objective, FiniteSum) and index != sample.index:
-        sample = objective.term(index)
-    return index, sample
-
-
 # What is remembered of a term of each sum, and whether it is shaped like x.
 _QUANTITIES = {
     "upper": {"direct": True, "adjoint": False},
     "lower": {"lower": False, "product": False, "cross": True},
 }
-
-
-def _terms(objective: Objective) -> list[Sample]:
-    if isinstance(objective, FiniteSum):
-        return [objective.term(i) for i in range(len(objective))]
-    return [objective.draw()]
