@@ -90,10 +90,6 @@ class SOBA(SingleLoop):
     Source: Dagréou, Ablin, Vaiter, Moreau (2022), arXiv:2201.13409.
     """
 
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
-        """One step of y and of v, and the hypergradient with the present v."""
-        rates = given.linear_rates(self.linear_lr)
-
     declared = Method(
         paper="arXiv:2201.13409",
         family="stochastic",
@@ -106,8 +102,9 @@ class SOBA(SingleLoop):
         elsewhere={"compare": "made for stochastic losses; here the batches are full"},
     )
 
-    def _estimate(self, oracle: Oracle) -> Estimate:
-        solver, rates = self._ready_solver(oracle), self._linear_rates(self.linear_lr)
+    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+        """One step of y and of v, and the hypergradient with the present v."""
+        rates = given.linear_rates(self.linear_lr)
         zeta, xi = oracle.g.draw(), oracle.f.draw()
         loss, grad_x, grad_y = oracle.upper(xi)
         v = self.solution(given)
@@ -169,7 +166,6 @@ class FSLA(SingleLoop):
     Source: Li, Gu, Huang (2021), arXiv:2112.04660.
     """
 
-    saved_options = ("beta",)
     declared = Method(
         paper="arXiv:2112.04660",
         family="stochastic",
@@ -182,7 +178,7 @@ class FSLA(SingleLoop):
         elsewhere={"compare": "made for stochastic losses; here the batches are full"},
     )
 
-    _saved = ("beta",)
+    saved_options = ("beta",)
 
     def __init__(
         self,
