@@ -11,6 +11,7 @@ from ...optimizer.step import Given
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params
 from ..zeroth_order.base import ZerothOrder
+from ..zeroth_order.hozog import HOZOG
 from .maml import Initialised
 
 __all__ = ["ESMAML"]
