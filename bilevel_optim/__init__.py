@@ -11,10 +11,15 @@ from .methods.aid import AID
 from .methods.ba import BA
 from .methods.f2sa import F2SA
 from .methods.first_order import FirstOrder
+from .methods.gda import GDA
+from .methods.imcn import iMCN
 from .methods.itd import ITD
 from .methods.meta.esmaml import ESMAML
 from .methods.meta.maml import ANIL, FOMAML, MAML, iMAML
 from .methods.paid import PAID
+from .methods.restarted.pragda import PRAGDA, RAGDA
+from .methods.restarted.rahgd import PRAHGD, RAHGD
+from .methods.restarted.restarted_agd import RestartedAGD
 from .methods.stochastic.bsa import BSA, TTSA
 from .methods.stochastic.mrbo import MRBO, SUSTAIN
 from .methods.stochastic.saba import SABA

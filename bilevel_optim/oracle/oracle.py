@@ -16,7 +16,7 @@ from . import second_order
 from .checks import Checks
 from .features import Features
 from .second_order import LowerSystem, UpperSystem
-from .session import INDEPENDENT, Session, as_scalar, forget_casts
+from .session import Session, as_scalar, forget_casts
 
 __all__ = ["Oracle", "filled"]
 
@@ -132,9 +132,11 @@ class Oracle:
             loss = self.session.dependent("upper", self.value("upper", sample), y)
             gradients = self.differentiate(loss, (*x, *y))
         if all(gradient is None for gradient in gradients):
-            raise ValueError(INDEPENDENT.format(level="upper"))
+            raise ValueError(self.session.independent("upper"))
         split = len(x)
         self.session.note_reached(gradients[:split])
+        if self.session.options.one_loss:
+            self.session.require_reached(gradients[split:], self.lower_names)
         self.count("upper_grad")
         loss, grad_x, grad_y = self.averaged(
             loss.detach(), filled(gradients[:split], self.x), filled(gradients[split:], self.y)
@@ -192,7 +194,7 @@ class Oracle:
         else:
             part = self.call(sample.features, graph=graph) if features is None else features
             loss = self.call(sample, part, graph=graph)
-        return as_scalar(level, loss)
+        return as_scalar(level, loss, self.session.called(level))
 
     def call(self, sample: Sample, *arguments: Any, graph: bool = True) -> Any:
         """What a sample's function returns on its arguments, or on others, with the random numbers of that sample."""
