@@ -31,16 +31,16 @@ from ..problem.parameters import (
     require,
     require_one_level,
 )
-from ..problem.vector import Vector, is_sharded
+from ..problem.vector import Vector
 from ..solvers.agd import AGD
 from ..solvers.lower import NOT_ELEMENTWISE, LowerRule, Memory
 from .declaration import Method, register
+from .memory import SOLVER, owned, recalled, remember
 from .step import Given, Update
 
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "as_objective"]
 
 Loss = Objective | Callable[..., Tensor]
-SOLVER = "lower_optimizer."  # prefix of the lower optimizer's entries in state[p]
 
 
 class ColdOptions(TypedDict, total=False):
@@ -149,7 +149,7 @@ class BilevelOptimizer(Optimizer, ABC):
         self.diagnostics: dict[str, Any] = {}
         self.numbers: dict[str, Any] = {}
         self._factory: Callable[[Any], Optimizer] = lower_optimizer or SGD
-        self._options = Options(vectorize, hvp, Ranks(process_group))
+        self._options = Options(vectorize, hvp, Ranks(process_group), one_loss=self.one_loss)
         self._found, self._buffers, self._warned = Findings(), Buffers(), set[str]()
         self._counts = dict.fromkeys(COUNTERS, 0)
         self._steps_done = 0
@@ -159,6 +159,7 @@ class BilevelOptimizer(Optimizer, ABC):
         super().__init__(consistently_named([*as_groups(upper, "upper"), *as_groups(lower, "lower")]), {"lr": lr})
 
     saved_options: tuple[str, ...] = ()  # names of hyper-parameters that a user may change during a run
+    one_loss = False  # whether step takes one loss, from which `objectives` makes the two
 
     # ------------------------------------------------------------------------------------------------ verbs
 
@@ -173,9 +174,9 @@ class BilevelOptimizer(Optimizer, ABC):
         """One outer iteration: improve y, estimate the hypergradient, update x.
 
         Args:
-            upper: f, a callable or an `Objective`. Left out together with ``lower``: only the update of x is made, from
-                the ``.grad`` that :meth:`backward` has set.
-            lower: g, likewise.
+            upper: f, a callable or an `Objective`. Without any loss only the update of x is made, from the ``.grad``
+                that :meth:`backward` has set.
+            lower: g, likewise; left out for a method that takes one loss.
             tasks: a sampler of tasks, such as `TensorTasks`: there is one lower problem for each task, the losses are
                 bare callables that take one task's batch, and the hypergradient is the mean over the tasks drawn. Each
                 task starts from the live y (or from ``lower_init``); afterwards the live y holds the mean of the tasks'
@@ -241,10 +242,7 @@ class BilevelOptimizer(Optimizer, ABC):
 
     def update(self, x: Vector, gradient: Vector, given: Given) -> Update:
         """The new x; writes nothing. ``given`` holds the groups and the memory of these tensors."""
-        rates = given.upper_rates
-        if len(set(rates)) == 1:
-            return Update(Vector(torch._foreach_add(x, gradient, alpha=-rates[0])))
-        return Update(Vector(torch.add(t, g, alpha=-r) for t, g, r in zip(x, gradient, rates, strict=True)))
+        return Update(x.descended(gradient, given.upper_rates))
 
     def estimate_tasks(self, oracle: Oracle, given: Given, sampler: Any) -> Estimate:
         """The mean of the estimates for the tasks of one draw, made as one problem with stacked y."""
@@ -311,7 +309,9 @@ class BilevelOptimizer(Optimizer, ABC):
     def objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
         """The two objectives of a step."""
         if upper is None or lower is None:
-            raise TypeError("step takes both losses, upper and lower, or none of them (after backward)")
+            raise TypeError(
+                f"{type(self).__name__} takes both losses, upper and lower (and step none of them, after backward)"
+            )
         return as_objective(upper, "upper"), as_objective(lower, "lower")
 
     def probe(self) -> Optimizer:
@@ -375,8 +375,8 @@ class BilevelOptimizer(Optimizer, ABC):
         return Given(
             groups["upper"],
             groups["lower"],
-            self._memory(y),
-            self._memory(x),
+            recalled(self.state, y),
+            recalled(self.state, x),
             self._solver_memory(y),
             dict(self.numbers),
             self._steps_done,
@@ -384,15 +384,6 @@ class BilevelOptimizer(Optimizer, ABC):
             self.generator,
             self._options.ranks,
         )
-
-    def _memory(self, parameters: Sequence[Tensor]) -> dict[str, Vector]:
-        """What is remembered of all these parameters, by name."""
-        first = self.state.get(parameters[0], {}) if parameters else {}
-        return {
-            name: Vector(self.state[p][name] for p in parameters)
-            for name in first
-            if not name.startswith(SOLVER) and all(name in self.state[p] for p in parameters)
-        }
 
     def _solver_memory(self, parameters: Sequence[Tensor]) -> Memory | None:
         """The lower optimizer's state."""
@@ -419,13 +410,13 @@ class BilevelOptimizer(Optimizer, ABC):
         for write in estimate.writes:
             write.table[write.rows] = write.values
         for parameters, memory in ((y, estimate.memory), (x, estimate.upper_memory)):
-            self._remember(parameters, memory)
+            remember(self.state, parameters, memory)
         if estimate.solver is not None:
             for parameter, memory in zip(y, estimate.solver, strict=True):
                 kept = self.state[parameter]
                 for name in [name for name in kept if name.startswith(SOLVER)]:
                     del kept[name]
-                kept.update({SOLVER + name: _owned(value, parameter) for name, value in memory.items()})
+                kept.update({SOLVER + name: owned(value, parameter) for name, value in memory.items()})
         if estimate.lower is not None:
             y.copy_(estimate.lower)  # last, because what is remembered may be what y was
         for parameter, gradient in zip(x, estimate.gradient, strict=True):
@@ -440,15 +431,6 @@ class BilevelOptimizer(Optimizer, ABC):
         self._steps_done += 1
         self._last_loss = estimate.loss.detach()
         return self._last_loss
-
-    def _remember(self, parameters: Sequence[Tensor], memory: dict[str, Any]) -> None:
-        for name, vector in memory.items():
-            if vector is None:
-                for parameter in parameters:
-                    self.state[parameter].pop(name, None)
-            else:
-                for parameter, value in zip(parameters, vector, strict=True):
-                    self.state[parameter][name] = _owned(value.detach(), parameter)
 
     def _gradients(self) -> list[tuple[Tensor, Tensor]]:
         """The upper parameters that have a ``.grad``, and that."""
@@ -484,7 +466,7 @@ class BilevelOptimizer(Optimizer, ABC):
             return
         for write in update.writes:
             write.table[write.rows] = write.values
-        self._remember(moved, update.upper_memory)
+        remember(self.state, moved, update.upper_memory)
         if update.lower is not None:
             Vector(self._parameters("lower")).copy_(update.lower)
         Vector(moved).copy_(update.x)
@@ -587,12 +569,6 @@ def _tensors(groups: Sequence[dict[str, Any]], level: str) -> list[Tensor]:
     if not tensors:
         raise ValueError(f"no {level} parameter requires a gradient")
     return tensors
-
-
-def _owned(value: Any, parameter: Tensor) -> Any:
-    """A value to be kept: a copy if it is what the live parameter holds, which will change."""
-    alias = isinstance(value, Tensor) and (is_sharded(value) or value.data_ptr() == parameter.data_ptr())
-    return value.clone() if alias else value
 
 
 def _over_parts(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

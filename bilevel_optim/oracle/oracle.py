@@ -15,7 +15,7 @@ from . import second_order
 from .checks import Checks
 from .features import Features
 from .second_order import LowerSystem, UpperSystem
-from .session import INDEPENDENT, Session, as_scalar, forget_casts
+from .session import Session, as_scalar, forget_casts
 
 __all__ = ["Oracle", "filled"]
 
@@ -136,9 +136,9 @@ class Oracle:
             loss = self.session.dependent(level, self.value(level, sample), y)
             gradients = self.differentiate(loss, (*x, *y))
         if all(gradient is None for gradient in gradients):
-            raise ValueError(INDEPENDENT.format(level=level))
+            raise ValueError(self.session.independent(level))
         split = len(x)
-        if level == "lower":
+        if level == "lower" or self.session.options.one_loss:
             self.session.require_reached(gradients[split:], self.lower_names)
         self.session.note_reached(gradients[:split])
         self.count(f"{level}_grad")
@@ -198,7 +198,7 @@ class Oracle:
         else:
             part = self.call(sample.features, graph=graph) if features is None else features
             loss = self.call(sample, part, graph=graph)
-        return as_scalar(level, loss)
+        return as_scalar(level, loss, self.session.called(level))
 
     def call(self, sample: Sample, *arguments: Any, graph: bool = True) -> Any:
         """What a sample's function returns on its arguments, or on others, with the random numbers of that sample."""

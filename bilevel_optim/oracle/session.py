@@ -15,7 +15,7 @@ from .buffers import Buffers
 from .checks import Checks
 from .evaluation import Evaluation, in_place
 
-__all__ = ["COUNTERS", "INDEPENDENT", "Findings", "Options", "Session", "as_scalar", "forget_casts"]
+__all__ = ["COUNTERS", "Findings", "Options", "Session", "as_scalar", "forget_casts"]
 
 COUNTERS = ("upper_grad", "lower_grad", "hvp", "jvp", "loss")
 
@@ -29,12 +29,14 @@ class Options:
         hvp: ``"exact"`` or ``"finite-difference"`` second derivatives.
         ranks: over which results are averaged.
         evaluation: how a loss is evaluated at given values: `in_place` or `substituted`.
+        one_loss: whether the user gave one loss for both levels, so that messages say "the loss".
     """
 
     vectorize: bool | int = True
     hvp: str = "exact"
     ranks: Ranks = field(default_factory=Ranks)
     evaluation: Evaluation = in_place
+    one_loss: bool = False
 
     def at_once(self, n: int) -> int:
         """How many of n evaluations may run together."""
@@ -98,8 +100,8 @@ class Session:
             for gradient, name in zip(gradients, names, strict=True):
                 if gradient is None:
                     raise ValueError(
-                        f"the lower loss does not depend on lower parameter {name}; leave it out of the lower "
-                        "parameters, or check that the loss reads the live tensor and not a detached or old one"
+                        f"the {self.called('lower')} does not depend on lower parameter {name}; leave it out of the "
+                        "lower parameters, or check that the loss reads the live tensor and not a detached or old one"
                     )
             self.found.reaches_lower = True
 
@@ -112,32 +114,39 @@ class Session:
         """At the first step, raise if neither loss depended on any upper parameter: the hypergradient would be zero."""
         if not self.found.reaches_upper:
             raise ValueError(
-                "neither loss depends on any upper parameter, so the hypergradient would be silently zero; check that "
-                "the losses read the live upper tensors and not detached or old ones"
+                f"{'the loss does not depend' if self.options.one_loss else 'neither loss depends'} on any upper "
+                "parameter, so the hypergradient would be silently zero; check that the live upper tensors are read "
+                "and not detached or old ones"
             )
 
     def dependent(self, level: str, loss: Tensor, variables: Sequence[Tensor]) -> Tensor:
         """The loss, checked to depend on something where ``variables`` are."""
         if not loss.requires_grad and any(t.requires_grad for t in variables):
-            raise ValueError(INDEPENDENT.format(level=level))
+            raise ValueError(self.independent(level))
         return loss
+
+    def independent(self, level: str) -> str:
+        """The message about a loss that depends on nothing."""
+        return (
+            f"the {self.called(level)} depends on no parameter of this optimizer; check that it reads the live tensors,"
+            " and that it does not detach, call .item() or run under torch.no_grad()"
+        )
+
+    def called(self, level: str) -> str:
+        """What messages call the loss of a level."""
+        return "loss" if self.options.one_loss else f"{level} loss"
 
     def averaged(self, *results: Any) -> tuple[Any, ...]:
         """Mean over the ranks."""
         return self.options.ranks.mean(*results)
 
 
-INDEPENDENT = (
-    "the {level} loss depends on no parameter of this optimizer; check that it reads the live tensors, and that it "
-    "does not detach, call .item() or run under torch.no_grad()"
-)
-
-
-def as_scalar(level: str, loss: Any) -> Tensor:
-    """What a loss returned, checked to be a scalar."""
+def as_scalar(level: str, loss: Any, called: str | None = None) -> Tensor:
+    """What a loss returned, checked to be a scalar; messages may call it otherwise than by its level."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"the {level} loss must return a scalar tensor, but returned {found}; reduce it (mean, sum)")
+        called = called or f"{level} loss"
+        raise ValueError(f"the {called} must return a scalar tensor, but returned {found}; reduce it (mean, sum)")
     return loss if loss.dim() == 0 else loss.reshape(())
 
 

@@ -95,7 +95,7 @@ class LowerRule:
             return Solved(Vector(value for value, _ in pairs), [state for _, state in pairs], slope)
         if kind is AGD:
             ahead = [
-                v + group["momentum"] * (v - state["previous"]) if "previous" in state else v
+                torch.add(v, v - state["previous"], alpha=group["momentum"]) if "previous" in state else v
                 for group, v, state in zip(each, y, memory, strict=True)
             ]
             _, slope = gradient(Vector(ahead))
@@ -166,10 +166,7 @@ def sgd(group: dict[str, Any], y: Tensor, memory: dict[str, Any], gradient: Tens
 
 def _descended(groups: Sequence[dict[str, Any]], y: Vector, gradient: Vector) -> Vector:
     """A plain gradient step, with each group's learning rate."""
-    if len(groups) == 1:
-        return Vector(torch._foreach_add(y, gradient, alpha=-float(groups[0]["lr"])))
-    rates = [-float(group["lr"]) for group in groups for _ in group["params"]]
-    return Vector(torch.add(v, g, alpha=rate) for v, g, rate in zip(y, gradient, rates, strict=True))
+    return y.descended(gradient, [rate for group in groups for rate in [float(group["lr"])] * len(group["params"])])
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
