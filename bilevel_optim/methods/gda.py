@@ -8,12 +8,12 @@ from torch import Tensor
 
 from ..hypergradient import Estimate
 from ..optimizer.base import CommonOptions
+from ..optimizer.declaration import Method, counts
 from ..optimizer.minimax import MinimaxOptimizer, danskin
 from ..optimizer.step import Descent, Given
 from ..oracle.oracle import Oracle
 from ..problem.parameters import Params, require
 from ..problem.vector import Vector
-from .declaration import Method, counts
 
 __all__ = ["GDA"]
 
