@@ -31,3 +31,4 @@ from .methods.stochastic.stocbio import AmIGO, StocBiO
 from .methods.stochastic.vrbo import VRBO
 from .methods.zeroth_order.hozog import HOZOG
 from .methods.zeroth_order.pzobo import PZOBO
+from .methods.contextual.rtmlmc import DLSGD, RTMLMC
