@@ -14,10 +14,10 @@ __all__ = ["Estimate", "Write"]
 
 
 class Write(NamedTuple):
-    """Entries of the leading dimension of a tensor that a step changes, where a copy of all of it would cost too much."""
+    """Rows of a tensor that a step changes, where a copy of all of it would cost too much."""
 
     table: Tensor
-    index: Tensor | int
+    rows: Tensor | int
     values: Tensor
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -60,18 +62,18 @@ def unrolled(
     """
     differentiated = steps if truncate is None else min(truncate, steps)
     keep_graphs = not checkpoint and oracle.session.options.hvp == "exact"
-    solved = rule.run(
-        oracle.y,
-        rule.fresh() if memory is None else memory,
-        steps - differentiated,
-        lambda: lambda y, sample=oracle.g.draw(): oracle.at(lower=y).lower(sample),  # type: ignore[misc]
-    )
+
+    def draw() -> Callable[[Vector], tuple[Tensor, Vector]]:
+        sample = oracle.g.draw()
+        return lambda y: oracle.at(lower=y).lower(sample)
+
+    solved = rule.run(oracle.y, rule.fresh() if memory is None else memory, steps - differentiated, draw)
     trajectory: list[_Step] = []
     for _ in range(differentiated):
         point, sample = oracle.at(lower=solved.y), oracle.g.draw()
         step = _Step(point, solved.memory, sample, point.kept_system(sample) if keep_graphs else None)
         trajectory.append(step)
-        solved = rule.step(solved.y, solved.memory, lambda _, step=step: _evaluated(step))  # type: ignore[misc]
+        solved = rule.step(solved.y, solved.memory, partial(_evaluated, step))
     oracle.checks.finite("lower_grad", solved.y)
     loss, h, adjoint = oracle.at(lower=solved.y).upper(upper_sample or oracle.f.draw())
     memory_adjoint: list[dict[str, Tensor]] = [{} for _ in adjoint]
@@ -83,7 +85,7 @@ def unrolled(
     return Estimate(loss, h, diagnostics, start=start, lower=solved.y, solver=solved.memory)
 
 
-def _evaluated(step: _Step) -> tuple[Tensor, Vector]:
+def _evaluated(step: _Step, y: Vector) -> tuple[Tensor, Vector]:
     if step.system is None:
         return step.point.lower(step.sample)
     return torch.zeros((), device=step.point.device), step.system.gradient

@@ -69,8 +69,8 @@ def full_zeroth_order(
 
     .. math:: \frac1Q \sum_j \frac{\Phi_N(x + \mu u_j) - \Phi_N(x)}{\mu}\, u_j
 
-    No derivative of f at all. Its relative variance is (p + 1)/Q too, but of the whole hypergradient. The estimate's y is
-    :math:`y_N(x)`.
+    No derivative of f at all. Its relative variance is (p + 1)/Q too, but of the whole hypergradient. The
+    estimate's y is :math:`y_N(x)`.
 
     Args:
         oracle: the losses; costs the lower gradients and a value of f for Q + 1 paths (2 Q + 1 if ``central``).

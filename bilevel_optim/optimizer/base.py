@@ -6,7 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from ..problem.parameters import (
 from ..problem.vector import Vector, is_sharded
 from ..solvers.agd import AGD
 from ..solvers.lower import NOT_ELEMENTWISE, LowerRule, Memory
+from .declaration import Method, register
 from .step import Given, Update
 
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "as_objective"]
@@ -102,6 +103,13 @@ class BilevelOptimizer(Optimizer, ABC):
         diagnostics: tensors of the last step: ``hypergradient_norm``, and what the method adds.
         numbers: the plain numbers of the method that change from step to step (restart counters and the like).
     """
+
+    declared: ClassVar[Method]  # what tables, recipes and tests need to know of a method
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "declared" in vars(cls):
+            register(cls)
 
     def __init__(
         self,
@@ -215,11 +223,8 @@ class BilevelOptimizer(Optimizer, ABC):
     def propose(self, upper: Loss, lower: Loss | None = None, *, tasks: Any = None, still: bool = False) -> Estimate:
         """What a step would do, without doing it: the estimate, with the improved y.
 
-        Random numbers are drawn, and data too.
-
-        Args:
-            upper, lower, tasks: as for :meth:`step`.
-            still: estimate at x itself, by a method that would look ahead of it.
+        Random numbers are drawn, and data too. The losses and tasks are as for :meth:`step`; ``still`` asks for the
+        estimate at x itself of a method that would look ahead of it.
         """
         return self._proposed(upper, lower, tasks, still=still)[1]
 
@@ -413,9 +418,7 @@ class BilevelOptimizer(Optimizer, ABC):
         session, x, y = oracle.session, oracle.live_x, oracle.live_y
         norm = estimate.gradient.norm()
         for write in estimate.writes:
-            write.table[write.index] = write.values
-        if estimate.lower is not None:
-            y.copy_(estimate.lower)
+            write.table[write.rows] = write.values
         for parameters, memory in ((y, estimate.memory), (x, estimate.upper_memory)):
             self._remember(parameters, memory)
         if estimate.solver is not None:
@@ -424,6 +427,8 @@ class BilevelOptimizer(Optimizer, ABC):
                 for name in [name for name in kept if name.startswith(SOLVER)]:
                     del kept[name]
                 kept.update({SOLVER + name: _owned(value, parameter) for name, value in memory.items()})
+        if estimate.lower is not None:
+            y.copy_(estimate.lower)  # last, because what is remembered may be what y was
         for parameter, gradient in zip(x, estimate.gradient, strict=True):
             parameter.grad = gradient.detach()
         self.numbers = {**self.numbers, **estimate.numbers}
@@ -478,12 +483,12 @@ class BilevelOptimizer(Optimizer, ABC):
         """Write an update of x."""
         if update is None:
             return
-        Vector(moved).copy_(update.x)
         for write in update.writes:
-            write.table[write.index] = write.values
+            write.table[write.rows] = write.values
+        self._remember(moved, update.upper_memory)
         if update.lower is not None:
             Vector(self._parameters("lower")).copy_(update.lower)
-        self._remember(moved, update.upper_memory)
+        Vector(moved).copy_(update.x)
         self.numbers = {**self.numbers, **update.numbers}
 
     # ------------------------------------------------------------------------------------------------ state

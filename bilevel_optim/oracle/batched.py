@@ -52,7 +52,7 @@ def run(
 
 @contextmanager
 def no_slow_batching(look: bool) -> Generator[None]:
-    """Raise where an operation without a batching rule would be run one by one inside vmap, slower than our own loop."""
+    """Raise where vmap would run an operation without a batching rule one by one, slower than our own loop."""
     if not look:
         yield
         return

@@ -1,4 +1,4 @@
-"""Random numbers: by counter (each draw has its own generator, seeded by a hash of what it is for), and from a stream."""
+"""Random numbers: by counter (each draw has a generator seeded by what it is for), and from a stream."""
 
 from __future__ import annotations
 

@@ -8,9 +8,11 @@ from torch import Tensor
 
 from ...hypergradient.recursive import Points, matrices
 from ...hypergradient.storm import corrected, floor, msvr, storm
+from ...optimizer.declaration import Method
 from ...problem.parameters import Params, require
 from .recursion import Look, RecursiveOptions
 from .rsvrb import RSVRB
+from .svrb import SVRB
 from .trackers import Matrices, Measured, Mix, Products, Rows, Trackers
 
 __all__ = ["BSVRB"]
@@ -97,6 +99,26 @@ class BSVRB(RSVRB):
 
     Source: Hu, Qiu, Guo, Zhang, Yang (2023), arXiv:2305.18730 (BSVRB).
     """
+
+    declared = Method(
+        paper="arXiv:2305.18730",
+        family="tracked",
+        when="as RSVRB, its predecessor; rows rest between visits",
+        cost="as RSVRB; version 2: 2 of each",
+        calls=SVRB.declared.calls,
+        tasks="rows",
+        random=True,
+        lower_steps=False,
+        lower_optimizer="none",
+        variants={"2": {"version": 2}},
+        settings={
+            "quadratic": {},
+            "quadratic/2": {},
+            "stochastic": {"decay": (1 / 3, 1 / 3), "tasks": True},
+            "stochastic/2": {"decay": (1 / 3, 1 / 3), "tasks": True},
+        },
+        elsewhere={"compare": "made for stochastic losses (recipes.hyper_regularization)"},
+    )
 
     VARIANTS = ("blocks", "matrix_free")
 

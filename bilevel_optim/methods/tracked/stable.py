@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...hypergradient.recursive import flat
+from ...optimizer.declaration import Method
 from ...problem.parameters import Params, require
 from .recursion import RecursiveOptions, is_weight
 from .svrb import SVRB
@@ -56,6 +57,19 @@ class STABLE(SVRB):
 
     Source: Chen, Sun, Xiao, Yin (2022), arXiv:2102.04671 (STABLE).
     """
+
+    declared = Method(
+        paper="arXiv:2102.04671",
+        family="tracked",
+        when="baseline of SVRB: plain first derivatives, lower steps that follow x",
+        cost="as SVRB",
+        calls=SVRB.declared.calls,
+        tasks="rows",
+        lower_steps=False,
+        lower_optimizer="none",
+        settings={"quadratic": {}, "stochastic": {"decay": (1 / 2, 1 / 2), "matrices": True}},
+        elsewhere={"compare": "made for stochastic losses (recipes.hyper_regularization)"},
+    )
 
     VARIANTS = ("faithful",)
 

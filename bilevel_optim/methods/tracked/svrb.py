@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...hypergradient.storm import storm
+from ...optimizer.declaration import Method, counts, lower_size
 from ...problem.parameters import Params, is_number, require
 from .recursion import Look, RecursiveOptimizer, RecursiveOptions
 from .trackers import Matrices, Measured, Mix, Products, Trackers
@@ -93,6 +94,30 @@ class SVRB(RecursiveOptimizer):
 
     Source: Guo, Hu, Zhang, Yang (2021), arXiv:2105.02266 (SVRB; ``"matrix_free"`` is in the spirit of its follow-up).
     """
+
+    declared = Method(
+        paper="arXiv:2105.02266",
+        family="tracked",
+        when="noisy gradients and a small lower problem: the least noise per sample, the dearest step",
+        cost="2 lower, 2 upper, 2 p hvp, 2 p cross, p the size of y; 2 of each if matrix_free",
+        calls=lambda o, k: counts(
+            upper=2,
+            lower=2,
+            hvp=2 if o.variant == "matrix_free" else 2 * lower_size(o),
+            cross=2 if o.variant == "matrix_free" else 2 * lower_size(o),
+        ),
+        tasks="rows",
+        lower_steps=False,
+        lower_optimizer="none",
+        variants={"free": {"variant": "matrix_free"}},
+        settings={
+            "quadratic": {},
+            "quadratic/free": {},
+            "stochastic": {"decay": (1 / 3, 1 / 3), "matrices": True},
+            "stochastic/free": {"decay": (1 / 3, 1 / 3)},
+        },
+        elsewhere={"compare": "made for stochastic losses (recipes.hyper_regularization)"},
+    )
 
     VARIANTS: tuple[str, ...] = ("faithful", "matrix_free")
 
