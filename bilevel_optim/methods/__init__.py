@@ -4,9 +4,8 @@ import types
 
 from .aid import AID as AID
 from .ba import BA as BA
-
-# from .contextual.rtmlmc import DLSGD as DLSGD
-# from .contextual.rtmlmc import RTMLMC as RTMLMC
+from .contextual.rtmlmc import DLSGD as DLSGD
+from .contextual.rtmlmc import RTMLMC as RTMLMC
 from .f2sa import F2SA as F2SA
 from .first_order import FirstOrder as FirstOrder
 from .gda import GDA as GDA

@@ -256,7 +256,7 @@ class BilevelOptimizer(Optimizer, ABC):
         for part in self.together(share):
             some, n = task_layer.select(tasks, part), len(range(share)[part])
             draws = task_layer.TaskDraws(sampler, some, n, sizes, given.generator)
-            start = task_layer.starting_points(oracle.y, oracle.lower_names, some, n, self.lower_init)
+            start = task_layer.starting_points(oracle.y, oracle.lower_names, some, n, given.lower_init)
             estimate = self.checked(stacked(oracle, start, draws.batch), given.anew(), self.estimate)
             loss, gradient = loss + estimate.loss / count, gradient + estimate.gradient * (1 / count)
             y = start if estimate.lower is None else estimate.lower
@@ -382,6 +382,7 @@ class BilevelOptimizer(Optimizer, ABC):
             self._steps_done,
             lambda like: self._rule(groups["lower"], like),
             self.generator,
+            self.lower_init,
             self._options.ranks,
         )
 

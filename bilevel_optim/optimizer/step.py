@@ -13,6 +13,7 @@ from ..distributed.ranks import Ranks
 from ..hypergradient import Estimate
 from ..hypergradient.estimate import Write
 from ..oracle.oracle import Oracle
+from ..problem.tasks import LowerInit
 from ..problem.vector import Vector
 from ..solvers.lower import LowerRule, Memory
 
@@ -32,6 +33,7 @@ class Given:
         steps: steps made so far.
         rule: gives the lower optimizer's update for tensors like these.
         generator: source of the method's own random numbers.
+        lower_init: where the lower solves of tasks start, if not at the live y.
         ranks: the processes that share the run.
     """
 
@@ -44,6 +46,7 @@ class Given:
     steps: int
     rule: Callable[[Vector], LowerRule]
     generator: torch.Generator | None
+    lower_init: LowerInit | None
     ranks: Ranks
 
     @property

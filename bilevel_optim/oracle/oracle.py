@@ -39,7 +39,9 @@ class Oracle:
 
     Attributes:
         x, y: the point; by default what the live tensors hold.
+        moved: whether x, and whether y, are other values than those of the live tensors.
         f, g: the objectives.
+        shared: whether all ranks evaluate the same problem, each on data of its own, and results are their means.
 
     Example:
         >>> import torch
@@ -64,10 +66,10 @@ class Oracle:
         session: Session | None = None,
         lanes: int | None = None,
     ) -> None:
-        self.lanes = lanes
+        self.lanes, self.shared = lanes, lanes is None
         self.live_x, self.live_y = Vector(upper), Vector(lower)
         self.x, self.y = self.live_x.detach(), self.live_y.detach()
-        self._moved = (False, False)  # whether x and y are other values than those of the live tensors
+        self.moved = (False, False)
         self.f = upper_loss if isinstance(upper_loss, Objective) else Objective(upper_loss)
         self.g = lower_loss if isinstance(lower_loss, Objective) else Objective(lower_loss)
         self.session = session or Session()
@@ -97,12 +99,12 @@ class Oracle:
             other.x = Vector(upper).detach()
         if lower is not None:
             other.y = Vector(lower).detach()
-        other._moved = (self._moved[0] or upper is not None, self._moved[1] or lower is not None)
+        other.moved = (self.moved[0] or upper is not None, self.moved[1] or lower is not None)
         return other
 
     def placed(self) -> AbstractContextManager[Sequence[Vector]]:
         """Evaluate at this point inside the block; gives the variables x and y to differentiate in."""
-        x_moved, y_moved = self._moved
+        x_moved, y_moved = self.moved
         return self.session.options.evaluation(
             (self.live_x, self.live_y), (self.x if x_moved else None, self.y if y_moved else None)
         )
@@ -220,8 +222,8 @@ class Oracle:
             self.count("loss")
 
     def averaged(self, *results: Any) -> tuple[Any, ...]:
-        """Mean over the ranks, whose data differ; with lanes their tasks do, and nothing is averaged."""
-        return results if self.lanes is not None else self.session.averaged(*results)
+        """Mean over the ranks if these share the problem; otherwise nothing is averaged."""
+        return self.session.averaged(*results) if self.shared else results
 
 
 def filled(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Vector:
