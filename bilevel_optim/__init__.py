@@ -7,6 +7,7 @@ import types
 
 from . import hypergradient as hypergradient
 from ._version import __version__ as __version__
+
 # from .checking.check import HypergradientReport as HypergradientReport
 # from .checking.check import check_hypergradient as check_hypergradient
 from .errors import BilevelWarning as BilevelWarning

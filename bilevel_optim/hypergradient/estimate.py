@@ -34,6 +34,7 @@ class Estimate:
         start: derivative in the lower value that the steps began at, if it is known.
         lower: the improved y. None: as it was.
         solver: the lower optimizer's memory afterwards. None: as it was.
+        tables: new tables whose rows mix all the tensors of y, by name; they are remembered with the first of these.
         writes: rows of large tables to be changed.
         numbers: plain numbers that change, by name.
     """
@@ -46,6 +47,7 @@ class Estimate:
     start: Vector | None = None
     lower: Vector | None = None
     solver: Memory | None = None
+    tables: dict[str, Tensor] = field(default_factory=dict)
     writes: tuple[Write, ...] = ()
     numbers: dict[str, Any] = field(default_factory=dict)
 

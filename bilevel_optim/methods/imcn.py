@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple, Unpack
 
 import torch
@@ -14,7 +13,7 @@ from ..hypergradient import Estimate
 from ..optimizer.base import CommonOptions
 from ..optimizer.declaration import Method, counts
 from ..optimizer.minimax import MinimaxOptimizer
-from ..optimizer.step import Given, Update
+from ..optimizer.step import Given, Update, changed
 from ..oracle.oracle import Oracle
 from ..oracle.second_order import UpperSystem
 from ..problem.parameters import Params, is_count, is_number, require
@@ -147,7 +146,7 @@ class iMCN(MinimaxOptimizer):
 
     def estimate(self, oracle: Oracle, given: Given) -> Estimate:
         """The ascent steps, and the gradient whose step minimises the cubic model there."""
-        given = replace(given, solver=None) if self._own_solver else given
+        given = changed(given, solver=None) if self._own_solver else given
         here = given.descended(oracle, self.lower_steps)
         point, rates = here.oracle, given.upper_rates
         with point.upper_system(point.f.draw()) as system:
@@ -163,11 +162,11 @@ class iMCN(MinimaxOptimizer):
         oracle.checks.finite("hvp", s)
         gradient = s * [-1 / rate if rate > 0 else 0.0 for rate in rates]
         estimate = here.kept(Estimate(system.loss, gradient, {"model_decrease": decrease}, numbers={"ending": ending}))
-        return replace(estimate, solver=None if self._own_solver else estimate.solver)
+        return changed(estimate, solver=None if self._own_solver else estimate.solver)
 
     def update(self, x: Vector, gradient: Vector, given: Given) -> Update:
         """The step, which may be the last one."""
-        return replace(super().update(x, gradient, given), numbers={"converged": given.numbers.get("ending", False)})
+        return changed(super().update(x, gradient, given), numbers={"converged": given.numbers.get("ending", False)})
 
 
 class _CubicModel:

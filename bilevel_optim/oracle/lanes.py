@@ -76,7 +76,7 @@ def stacked(
         own_y,
         objective("upper"),
         objective("lower"),
-        names=oracle.names,
+        names=lambda: oracle.names,
         session=oracle.session,
         lanes=len(own_y[0]),
     )

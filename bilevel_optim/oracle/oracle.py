@@ -31,7 +31,7 @@ class Oracle:
         lower: the live lower tensors y.
         upper_loss: f, a callable or an `Objective`.
         lower_loss: g, a callable or an `Objective`.
-        names: names of the upper, then of the lower tensors, for error messages. Default: their indices.
+        names: gives names of the upper, then of the lower tensors, for error messages. Default: their indices.
         session: the bookkeeping of the step. Default: a fresh one.
         lanes: number of separate lower problems if ``lower`` are stacked tensors, one lane for each, and the losses are
             sums over the lanes; an evaluation counts that many times, and is not averaged over ranks, whose tasks
@@ -62,7 +62,7 @@ class Oracle:
         upper_loss: Objective | Callable[..., Tensor],
         lower_loss: Objective | Callable[..., Tensor],
         *,
-        names: Sequence[str] | None = None,
+        names: Callable[[], Sequence[str]] | None = None,
         session: Session | None = None,
         lanes: int | None = None,
     ) -> None:
@@ -78,17 +78,13 @@ class Oracle:
         self.features = Features()
         self.f.begin()
         self.g.begin()
-        self.names = names or [
-            f"{level} {i}"
-            for level, ts in zip(("upper", "lower"), (self.x, self.y), strict=True)
-            for i in range(len(ts))
-        ]
+        self._names = names
         if not self.session.found.reaches_upper:
             for tensor, name in zip((*self.x, *self.y), self.names, strict=True):
                 if tensor.device != self.device:
                     raise ValueError(
                         f"all parameters must be on one device, but parameter {name} is on {tensor.device} and "
-                        f"parameter {self.lower_names[0]} is on {self.device}"
+                        f"parameter {self.lower_names()[0]} is on {self.device}"
                     )
 
     def at(self, upper: Sequence[Tensor] | None = None, lower: Sequence[Tensor] | None = None) -> Oracle:
@@ -115,6 +111,13 @@ class Oracle:
         return self.session.checks
 
     @property
+    def names(self) -> Sequence[str]:
+        """Names of the upper, then of the lower tensors."""
+        if self._names is not None:
+            return self._names()
+        levels = zip(("upper", "lower"), (self.x, self.y), strict=True)
+        return [f"{level} {i}" for level, ts in levels for i in range(len(ts))]
+
     def lower_names(self) -> Sequence[str]:
         """Names of the lower tensors."""
         return self.names[len(self.x) :]
@@ -169,13 +172,12 @@ class Oracle:
         """
         return second_order.upper_system(self, sample)
 
-    def lower_system(self, sample: Sample) -> AbstractContextManager[LowerSystem]:
-        """Second derivatives of g: a graph kept inside the block, or finite differences."""
-        return second_order.lower_system(self, sample)
+    def lower_system(self, sample: Sample, *, gradient: bool = True) -> AbstractContextManager[LowerSystem]:
+        """Second derivatives of g: a graph kept inside the block, or finite differences.
 
-    def lower_products(self, sample: Sample) -> AbstractContextManager[LowerSystem]:
-        """The same for the products alone: ``gradient`` is empty, and no lower gradient is counted."""
-        return second_order.lower_system(self, sample, gradient=False)
+        For products alone: without ``gradient`` that is empty, and no lower gradient is counted.
+        """
+        return second_order.lower_system(self, sample, gradient=gradient)
 
     def kept_system(self, sample: Sample) -> LowerSystem:
         """Second derivatives of g from a graph that lasts as long as the result; module buffers advance."""

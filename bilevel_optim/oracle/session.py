@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -67,6 +67,7 @@ class Session:
         buffers: module buffers that evaluations change.
         counts: oracle calls of this step.
         checks: flags to be read at its end.
+        warned: keys of the warnings that were given before.
         buffers_skipped: some module would have updated buffers at a point that is not the one to be kept.
     """
 
@@ -76,11 +77,12 @@ class Session:
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
     checks: Checks = field(default_factory=Checks)
     buffers_skipped: bool = False
+    warned: set[str] = field(default_factory=set)
 
     @classmethod
-    def begun(cls, options: Options, found: Findings, buffers: Buffers) -> Session:
+    def begun(cls, options: Options, found: Findings, buffers: Buffers, warned: set[str]) -> Session:
         """The session of a new step."""
-        return cls(options, replace(found), buffers)
+        return cls(options, replace(found), buffers, warned=set(warned))
 
     def buffers_kept(self) -> AbstractContextManager[None]:
         """Leave module buffers (running statistics) as they are, whatever the block evaluates."""
@@ -94,10 +96,10 @@ class Session:
 
     # ------------------------------------------------------------------------------------------------ first looks
 
-    def require_reached(self, gradients: Sequence[Tensor | None], names: Iterable[str]) -> None:
+    def require_reached(self, gradients: Sequence[Tensor | None], names: Callable[[], Iterable[str]]) -> None:
         """At the first step, raise if the lower loss does not depend on some lower parameter."""
         if not self.found.reaches_lower:
-            for gradient, name in zip(gradients, names, strict=True):
+            for gradient, name in zip(gradients, names(), strict=True):
                 if gradient is None:
                     raise ValueError(
                         f"the {self.called('lower')} does not depend on lower parameter {name}; leave it out of the "

@@ -231,7 +231,7 @@ class RTMLMC(BilevelOptimizer):
         )
 
     def _starts(self, oracle: Oracle, given: Given, contexts: Contexts) -> Vector:
-        return starting_points(oracle.y, oracle.lower_names, contexts.tasks, contexts.count, given.lower_init)
+        return starting_points(oracle.y, oracle.lower_names(), contexts.tasks, contexts.count, given.lower_init)
 
     def _estimate_contexts(
         self, contexts: Contexts, depths: list[int], mine: list[int], oracle: Oracle, given: Given

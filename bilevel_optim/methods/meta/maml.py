@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Unpack
 
 from torch import Tensor
@@ -10,7 +9,7 @@ from torch import Tensor
 from ...hypergradient import Estimate
 from ...optimizer.base import BilevelOptimizer, CommonOptions, Loss
 from ...optimizer.declaration import Method, counts
-from ...optimizer.step import Given
+from ...optimizer.step import Given, changed
 from ...oracle.oracle import Oracle
 from ...problem.objective import Objective
 from ...problem.parameters import Params, is_number, require
@@ -41,7 +40,7 @@ class Initialised(BilevelOptimizer):
     def begun(self, oracle: Oracle, given: Given) -> tuple[Oracle, Given]:
         """Where adaptation starts, with a lower optimizer that begins anew."""
         start = Vector(s.expand_as(t).clone() for s, t in zip(self.initial(oracle), oracle.y, strict=True))
-        return oracle.at(lower=start), replace(given, solver=None)
+        return oracle.at(lower=start), changed(given, solver=None)
 
     def through_start(self, oracle: Oracle, estimate: Estimate, derivative: Vector) -> Estimate:
         """The estimate with the derivative in the initial point added."""
@@ -49,7 +48,7 @@ class Initialised(BilevelOptimizer):
         head = len(oracle.x) - len(extra)
         oracle.session.note_reached(extra)
         gradient = Vector([*estimate.gradient[:head], *Vector(estimate.gradient[head:]) + extra])
-        return replace(estimate, gradient=gradient)
+        return changed(estimate, gradient=gradient)
 
 
 class MAML(Initialised, ITD):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, ClassVar, Self, Unpack
 
 import torch
 
 from ...hypergradient import Estimate
 from ...optimizer.base import BilevelOptimizer, CommonOptions
-from ...optimizer.step import Descent, Given, Update
+from ...optimizer.step import Descent, Given, Update, changed
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, as_groups, is_count, is_number, require, unnamed
 from ...problem.vector import Vector
@@ -75,7 +74,7 @@ class Accelerated(Restarted, BilevelOptimizer):
         now = ahead.progress
         here = self._solved(oracle.at(upper=ahead.point), given, now.step == 0)
         estimate = here.kept(self.hypergradient(here.oracle, given))
-        return replace(
+        return changed(
             estimate.noting(restarts=torch.tensor(now.restarts), epoch_step=torch.tensor(now.step)),
             solver=None if self._own_solver else estimate.solver,
             upper_memory=ahead.memory,
@@ -93,9 +92,9 @@ class Accelerated(Restarted, BilevelOptimizer):
             steps.insert(0, self.lower_steps * zero if self.restart_steps is None else self.restart_steps)
         here = Descent(oracle.at(lower=oracle.y.zeros_like()) if zero else oracle, [], None)
         for count in steps:
-            given = replace(given, solver=None) if self._own_solver else given
+            given = changed(given, solver=None) if self._own_solver else given
             here = given.descended(here.oracle, count, tol=self.lower_tol)
-            given = replace(given, solver=here.solver)
+            given = changed(given, solver=here.solver)
         return here
 
     def update(self, x: Vector, gradient: Vector, given: Given) -> Update:
@@ -104,7 +103,7 @@ class Accelerated(Restarted, BilevelOptimizer):
 
     def standing_still(self, given: Given) -> Given:
         """The look-ahead point of swapped parameters is where they are."""
-        return replace(given, numbers={**given.numbers, "swapped": True})
+        return changed(given, numbers={**given.numbers, "swapped": True})
 
     @classmethod
     def from_theory(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 from operator import neg
 from typing import Unpack
@@ -11,7 +10,7 @@ from typing import Unpack
 from ...hypergradient import Estimate, implicit
 from ...optimizer.declaration import Method, counts
 from ...optimizer.minimax import MinimaxOptimizer, danskin
-from ...optimizer.step import Given
+from ...optimizer.step import Given, changed
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, is_count, require
 from ...solvers import linear
@@ -121,7 +120,7 @@ class RAGDA(Accelerated, MinimaxOptimizer):
             return danskin(oracle)
         sample, solve = oracle.f.draw(), partial(linear.cg, steps=self.linear_steps)
         # The right-hand side is the error of y and no smooth function of x, so that the last solution is no start.
-        return replace(implicit(oracle, solve, upper_sample=sample, lower_sample=sample.mapped(neg)), memory={})
+        return changed(implicit(oracle, solve, upper_sample=sample, lower_sample=sample.mapped(neg)), memory={})
 
 
 class PRAGDA(Perturbed, RAGDA):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
 from ...hypergradient import Estimate, implicit
 from ...optimizer.declaration import Method, counts
-from ...optimizer.step import Given
+from ...optimizer.step import Given, changed
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, is_count, is_number, require
 from ...solvers import linear
@@ -146,7 +145,7 @@ class RAHGD(Accelerated):
         solve = partial(linear.cg, steps=self.linear_steps, tol=tol, atol=atol, damping=self.damping)
         if self.warm_start:
             return implicit(oracle, solve, given.memory.get("linear_solution"))
-        return replace(implicit(oracle, solve), memory={})
+        return changed(implicit(oracle, solve), memory={})
 
 
 class PRAHGD(Perturbed, RAHGD):

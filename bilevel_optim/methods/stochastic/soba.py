@@ -222,7 +222,7 @@ class FSLA(SingleLoop):
         v = self.solution(given)
         if v is None:
             return grad_y * rates, grad_y.norm()
-        with oracle.lower_products(zeta) as system:
+        with oracle.lower_system(zeta, gradient=False) as system:
             residual = system.hvp(v) - grad_y
         oracle.checks.finite("hvp", residual)
         return v - residual * rates, residual.norm()
@@ -231,5 +231,5 @@ class FSLA(SingleLoop):
 def _direct(oracle: Oracle, xi: Sample, zeta: Sample, v: Vector) -> tuple[Tensor, Vector]:
     """The loss, and the hypergradient with a given v."""
     loss, grad_x, _ = oracle.upper(xi)
-    with oracle.lower_products(zeta) as system:
+    with oracle.lower_system(zeta, gradient=False) as system:
         return loss, grad_x - system.cross(v)
