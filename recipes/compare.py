@@ -2,7 +2,7 @@ r"""All methods on one problem, with an equal budget of oracle calls, each with 
 
     python -m recipes.compare                               # per-weight regularisation on scikit-learn's digits
     python -m recipes.compare --problem quadratic           # closed form: the exact gap to the minimum
-    python -m recipes.compare --problem cleaning --methods aid-cg f2sa-2 --grid 1 10 100
+    python -m recipes.compare --problem cleaning --methods aid f2sa-2 --grid 1 10 100
 
 The budget counts a gradient of f or g on one batch as 1, a Hessian-vector or cross product as 2, a value of f as 1/2.
 Every method makes its own update of x (``optimizer.step``), and is judged by the upper loss at (x, y*(x)), with the
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .common import Parser, gradients, plot, save, show, spend, tuned
-from .common.methods import EXACT as METHODS
+from .common.methods import exact
 from .problems.images import load_images
 from .problems.problem import WHOLE, Index, Problem
 from .problems.softmax import Cleaning, Regularised, Softmax, corrupted, with_bias
@@ -93,7 +93,7 @@ def run(problem: Problem, name: str, lr: float, seed: int, budget: float, evalua
     """One method with one learning rate; stops at the budget, or when it diverges."""
     torch.manual_seed(seed)
     x, y = problem.start()
-    optimizer = METHODS[name]([x], [y], lr=lr, lower_lr=problem.lower_lr, lower_steps=LOWER_STEPS)
+    optimizer = exact()[name]([x], [y], lr=lr, lower_lr=problem.lower_lr, lower_steps=LOWER_STEPS)
     solution, minimum = problem.y, getattr(problem, "minimum", 0.0)
 
     def measure() -> dict[str, float]:
@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Run the recipe; returns the numbers that it writes."""
     parser = Parser(__doc__, seed=True)
     parser.add_argument("--problem", choices=[*PROBLEMS], default="regularisation", help="default: regularisation")
-    parser.methods(METHODS, "all", "--methods")
+    parser.methods(exact(), "all", "--methods")
     parser.settings("problem", {k: {"grid": v.grid} for k, v in PROBLEMS.items()}, grid="learning rates of x")
     parser.option("budget", 2000.0, "oracle calls per run, in gradients")
     parser.option("evaluations", 5, "points of a curve")
@@ -124,7 +124,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     def one(name: str, lr: float, seed: int) -> dict[str, Any]:
         return run(problem, name, lr, args.seed, args.budget, args.evaluations)
 
-    found = tuned(args.methods or METHODS, args.grid, one, "value")
+    found = tuned(args.methods or exact(), args.grid, one, "value")
     results = dict(sorted(((name, best) for name, (_, [best]) in found.items()), key=lambda item: item[1]["value"]))
     label = "gap to the minimum" if args.problem == "quadratic" else "validation loss"
     title = f"{args.problem}: {label} after {args.budget:g} oracle calls, best of lr = {', '.join(map(str, args.grid))}"

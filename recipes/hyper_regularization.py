@@ -37,8 +37,7 @@ from torch import Tensor
 import bilevel_optim as bo
 
 from .common import Parser, median_curve, plot, rows, save, show, spend, summary, tuned
-from .common.methods import STOCHASTIC as METHODS
-from .common.methods import decaying
+from .common.methods import decaying, stochastic
 from .problems.libsvm import load_breast_cancer, load_libsvm
 from .problems.problem import WHOLE, Index, Part, Problem
 from .problems.softmax import with_bias
@@ -50,7 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "w8a": {"flipped": 0.0, "sizes": (2477, 100)},
     "ijcnn1": {"flipped": 0.0, "sizes": (2000, 100)},
 }
-CONTROLS = ("ba", "paid", "hozog", "pzobo")  # offered, but not among the default methods
+CONTROLS = ("ba", "paid", "hozog-1", "pzobo-1")  # offered, but not among the default methods
 
 
 class Reweighting(Problem):
@@ -121,7 +120,7 @@ class Rows(bo.TensorTasks):
 
 def run(problem: Reweighting, name: str, rates: tuple[float, float], seed: int, args: Any) -> dict[str, Any]:
     """One method with one pair of step sizes until the budget is drawn."""
-    method, (lr, lower_lr) = METHODS[name], rates
+    method, (lr, lower_lr) = stochastic()[name], rates
     x, y = problem.start()
     options: dict[str, Any] = {"generator": torch.Generator().manual_seed(seed)}
     sources: tuple[Any, ...]
@@ -189,7 +188,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = Parser(__doc__)
     parser.data(SETTINGS)
     parser.option("tasks", 1, "number of lower problems")
-    parser.methods(METHODS, "all but some controls")
+    offered = stochastic()
+    parser.methods(offered, "all but some controls")
     parser.option("samples", None, "budget of a run", type=int, shown="20,000 per problem or three passes")
     parser.option("batch", 32, "examples of a batch")
     parser.option("task_batch", 10, "lower problems per step, if drawn")
@@ -204,7 +204,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--data-seed", type=int, default=0, help="of splits, flips and temperatures; default: 0")
     args = parser.parse(arguments)
     many = args.tasks > 1
-    fits = [name for name, method in METHODS.items() if (not method.matrices if many else not method.tasks)]
+    fits = [name for name, method in offered.items() if (not method.matrices if many else not method.tasks)]
     chosen = args.optimizer or [name for name in fits if name not in CONTROLS]
     if wrong := [name for name in chosen if name not in fits]:
         kind = "one lower problem" if many else "many lower problems: give --tasks"

@@ -41,8 +41,7 @@ from torch import Tensor
 import bilevel_optim as bo
 
 from ..common import Parser, gradients, median_curve, plot, rows, save, share, show, spend, summary, tuned
-from ..common.methods import STOCHASTIC as METHODS
-from ..common.methods import decaying
+from ..common.methods import decaying, stochastic
 from ..problems.images import load_images
 from ..problems.libsvm import load_libsvm
 from ..problems.problem import WHOLE, Index, Part, Problem
@@ -69,7 +68,7 @@ GRIDS: dict[str, dict[str, tuple[list[float], list[float]]]] = {
     },
 }
 SECONDS = {"digits": 1.0, "quadratics": 10.0, "ijcnn1": 15.0, "mnist": 20.0, "covtype": 60.0}
-CONTROLS = ("ba", "paid", "hozog", "pzobo", "first-order")  # offered, but not among the default methods
+CONTROLS = ("ba", "paid", "hozog-1", "pzobo-1", "first-order")  # offered, but not among the default methods
 MATRICES = 2**24  # entries of the cross derivative up to which methods that keep it take part by default
 
 
@@ -212,7 +211,7 @@ def make(args: Any) -> tuple[str, Problem]:
 
 def run(problem: Problem, name: str, step: float, ratio: float, seed: int, args: Any) -> dict[str, Any]:
     """One method with one pair of step sizes until its time is up, or it diverges."""
-    method = METHODS[name]
+    method = stochastic()[name]
 
     def fresh() -> tuple[Tensor, Tensor, bo.BilevelOptimizer, Callable[[], Any]]:
         x, y = problem.start()
@@ -258,7 +257,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Make the missing runs; returns the numbers that are written."""
     parser = Parser(__doc__)
     parser.data(("digits", "quadratics", "ijcnn1", "mnist", "covtype"), flag="--problem")
-    parser.methods(METHODS, "all but some controls", "--methods")
+    offered = stochastic()
+    parser.methods(offered, "all but some controls", "--methods")
     parser.settings("problem", {name: {"seconds": value} for name, value in SECONDS.items()}, seconds="time of a run")
     parser.option("seeds", 3, "runs with the best step sizes")
     parser.option("batch", 64, "examples of a batch")
@@ -277,9 +277,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
     label, problem = make(args)
     entries = problem.x.numel() * problem.y.numel()
-    fits = [name for name, method in METHODS.items() if not method.tasks]
+    fits = [name for name, method in offered.items() if not method.tasks]
     chosen = args.methods or [
-        name for name in fits if name not in CONTROLS and not (METHODS[name].matrices and entries > MATRICES)
+        name for name in fits if name not in CONTROLS and not (offered[name].matrices and entries > MATRICES)
     ]
     if wrong := [name for name in chosen if name not in fits]:
         parser.error(f"--methods {wrong[0]} is for many lower problems (recipes.hyper_regularization)")
