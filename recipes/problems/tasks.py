@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["TaskSplit", "load_tasks"]
+import bilevel_optim as bo
 
-FEATURES, CLASSES = 512, 10
+from .problem import Part, folder
+
+__all__ = ["Centre", "load_tasks"]
+
+FEATURES, CLASSES, LAMBDA = 512, 10, 2.0
 SUPERCLASSES = {  # of CIFAR-100
     "aquatic_mammals": "beaver dolphin otter seal whale",
     "fish": "aquarium_fish flatfish ray shark trout",
@@ -37,17 +40,37 @@ SUPERCLASSES = {  # of CIFAR-100
 }
 
 
-class TaskSplit(NamedTuple):
-    """Features (tasks, rows, 512) and labels (tasks, rows) of one part of the tasks."""
+class Centre:
+    r"""Linear classifiers near a centre: :math:`g_i = \ell_i(y) + \tfrac\lambda2 \|y - x\|^2`, :math:`f_i = \ell_i(y)`.
 
-    inputs: Tensor
-    labels: Tensor
+    Args:
+        support: rows of the lower losses.
+        query: rows of the upper losses. Default: the same.
+        classes: of a task.
+    """
+
+    def __init__(self, support: Part, query: Part | None = None, classes: int = CLASSES) -> None:
+        self.support, self.tasks = support, bo.TensorTasks(support, query)
+        self.x = torch.zeros(support.features.shape[-1], classes, requires_grad=True)
+        self.y = torch.zeros_like(self.x, requires_grad=True)
+
+    def upper(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Query loss."""
+        return F.cross_entropy(batch[0] @ self.y, batch[1])
+
+    def lower(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Support loss near the centre."""
+        return self.upper(batch) + LAMBDA / 2 * (self.y - self.x).square().sum()
+
+    def starts(self, ids: Tensor) -> Tensor:
+        """Each lower solve starts at the centre."""
+        return self.x.detach().expand(len(ids), *self.x.shape)
 
 
 def load_tasks(
     name: str, root: Path | None, count: int, shares: tuple[float, float, float], generator: torch.Generator
-) -> tuple[TaskSplit, TaskSplit, TaskSplit]:
-    """Support, query and test rows of every task; each task has ten classes.
+) -> tuple[Part, ...]:
+    """Support, query and test rows of every task (tasks, rows, 512), with labels (tasks, rows) of ten classes.
 
     Args:
         name: ``"digits"``: scikit-learn's digits, each task with an angle that its images are turned by;
@@ -62,20 +85,14 @@ def load_tasks(
     if name == "digits":
         images = _digits(count, generator)
     else:
-        if root is None:
-            raise SystemExit(f"--data {name} needs --data-root, the folder of the downloaded data set")
-        images = _cifar(root, count) if name == "cifar_fs" else _omniglot(root, count)
+        images = (_cifar if name == "cifar_fs" else _omniglot)(folder(root, name), count)
     tasks, classes, rows = images.shape[:3]
     inputs = _features(images.flatten(0, 2)).view(tasks, classes, rows, FEATURES)
     labels = torch.arange(classes).view(1, classes, 1).expand(tasks, classes, rows)
     ends = [0, round(shares[0] * rows), round((shares[0] + shares[1]) * rows), round(sum(shares) * rows)]
     order = torch.randperm(rows, generator=generator)
     parts = [order[a:b] for a, b in pairwise(ends)]
-    return (
-        TaskSplit(inputs[:, :, parts[0]].flatten(1, 2), labels[:, :, parts[0]].flatten(1)),
-        TaskSplit(inputs[:, :, parts[1]].flatten(1, 2), labels[:, :, parts[1]].flatten(1)),
-        TaskSplit(inputs[:, :, parts[2]].flatten(1, 2), labels[:, :, parts[2]].flatten(1)),
-    )
+    return tuple(Part(inputs[:, :, part].flatten(1, 2), labels[:, :, part].flatten(1)) for part in parts)
 
 
 def _features(images: Tensor) -> Tensor:

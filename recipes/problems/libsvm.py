@@ -9,12 +9,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
-__all__ = ["Examples", "load_breast_cancer", "load_libsvm"]
+from .problem import Part, folder
+
+__all__ = ["load_breast_cancer", "load_libsvm"]
 
 URL = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/binary/"
 # Number of features (a part may lack the last ones), and the names of the two files on the site.
@@ -27,14 +28,7 @@ OPEN: dict[str, Callable[..., Any]] = {"": open, ".gz": gzip.open, ".bz2": bz2.o
 HELD_OUT = 0.2  # of the training examples, where there is no test file
 
 
-class Examples(NamedTuple):
-    """Features, one row per example, and labels -1 or 1."""
-
-    features: Tensor
-    labels: Tensor
-
-
-def load_libsvm(name: str, root: Path | None, download: bool, seed: int = 0) -> tuple[Examples, Examples]:
+def load_libsvm(name: str, root: Path | None, download: bool, seed: int = 0) -> tuple[Part, Part]:
     """Training and test part.
 
     Args:
@@ -45,8 +39,7 @@ def load_libsvm(name: str, root: Path | None, download: bool, seed: int = 0) -> 
         seed: of the choice of what is held out.
     """
     features, *files = SETS[name]
-    if root is None:
-        raise SystemExit(f"--data {name} needs --data-root, the folder that holds (or, with --download, gets) {name}")
+    root = folder(root, name)
     paths = [_find(root, part, file, download) for part, file in zip((name, f"{name}.t"), files, strict=True)]
     if paths[0] is None:
         raise SystemExit(f"no file {name}, {name}.gz, {name}.bz2 or {name}.xz in {root} (--download fetches it)")
@@ -57,19 +50,18 @@ def load_libsvm(name: str, root: Path | None, download: bool, seed: int = 0) -> 
     order = torch.randperm(len(train.labels), generator=torch.Generator().manual_seed(seed))
     count = round(HELD_OUT * len(order))
     held_out, kept = order[:count], order[count:]
-    return Examples(*(t[kept] for t in train)), Examples(*(t[held_out] for t in train))
+    return train.take(kept), train.take(held_out)
 
 
-def load_breast_cancer(seed: int) -> tuple[Examples, Examples]:
+def load_breast_cancer(seed: int) -> tuple[Part, Part]:
     """The 569 standardised examples bundled with scikit-learn: 300 for training, 269 to test."""
     from sklearn.datasets import load_breast_cancer as bundled
 
     bunch = bundled()
     features, labels = torch.tensor(bunch.data), torch.tensor(bunch.target * 2.0 - 1)
+    whole = Part(((features - features.mean(0)) / features.std(0)).float(), labels.float())
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-    features = ((features - features.mean(0)) / features.std(0)).float()
-    train, test = (Examples(features[part], labels[part].float()) for part in (order[:300], order[300:]))
-    return train, test
+    return whole.take(order[:300]), whole.take(order[300:])
 
 
 def _find(root: Path, part: str, file: str, download: bool) -> Path | None:
@@ -88,9 +80,9 @@ def _find(root: Path, part: str, file: str, download: bool) -> Path | None:
     return unfinished.rename(root / file)
 
 
-def _read(path: Path, features: int) -> Examples:
+def _read(path: Path, features: int) -> Part:
     from sklearn.datasets import load_svmlight_file
 
     with OPEN[path.suffix if path.suffix in OPEN else ""](path, "rb") as file:
         matrix, labels = load_svmlight_file(file, n_features=features, zero_based=False)
-    return Examples(torch.tensor(matrix.toarray(), dtype=torch.float32), torch.tensor(labels, dtype=torch.float32))
+    return Part(torch.tensor(matrix.toarray(), dtype=torch.float32), torch.tensor(labels, dtype=torch.float32))

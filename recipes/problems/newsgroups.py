@@ -6,50 +6,50 @@ import json
 import lzma
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Features", "Part", "load_newsgroups"]
+from .problem import Part, folder
+
+__all__ = ["SparseFeatures", "load_newsgroups"]
 
 
-class Features:
-    """A constant matrix of features, one row per example: dense, or sparse with fast products both ways.
+class SparseFeatures:
+    """A constant sparse matrix of features, one row per example, with fast products both ways.
 
     ``features @ W`` can be differentiated any number of times in W, and vmapped: several W at once are one product.
     torch's own sparse products transpose the matrix again in every backward pass; this one keeps the transpose.
     """
 
     def __init__(self, matrix: Tensor) -> None:
-        self.matrix, self.shape = matrix, matrix.shape
-        self.transposed = matrix
-        if matrix.layout is torch.sparse_coo:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
-                self.matrix, self.transposed = matrix.to_sparse_csr(), matrix.t().coalesce().to_sparse_csr()
+        self.shape = matrix.shape
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
+            self.matrix, self.transposed = matrix.to_sparse_csr(), matrix.t().coalesce().to_sparse_csr()
 
-    @property
-    def sparse(self) -> bool:
-        """Whether only the nonzero entries are stored."""
-        return self.matrix.layout is torch.sparse_csr
-
-    def to(self, device: torch.device) -> Features:
+    def to(self, device: torch.device | str) -> SparseFeatures:
         """Move the matrix, in place."""
         self.matrix, self.transposed = self.matrix.to(device), self.transposed.to(device)
         return self
 
     def __matmul__(self, other: Tensor) -> Tensor:
-        return _Product.apply(self, False, other) if self.sparse else self.matrix @ other
+        product: Tensor = _Product.apply(self, False, other)
+        return product
+
+    def __getitem__(self, index: slice) -> SparseFeatures:
+        if index != slice(None):
+            raise NotImplementedError("sparse features are used as a whole")
+        return self
 
     def largest_singular_value(self, iterations: int = 50) -> float:
         """By power iteration."""
-        generator = torch.Generator().manual_seed(0)
-        v = torch.rand(self.shape[1], 1, generator=generator).to(self.matrix.device)
+        v = torch.rand(self.shape[1], 1, generator=torch.Generator().manual_seed(0)).to(self.matrix.device)
         u = v
         for _ in range(iterations):
             u = self.matrix @ (v / v.norm())
-            v = self.transposed @ u if self.sparse else self.matrix.T @ u
+            v = self.transposed @ u
         return float(u.norm())
 
 
@@ -59,7 +59,7 @@ class _Product(torch.autograd.Function):
     generate_vmap_rule = False
 
     @staticmethod
-    def forward(features: Features, transpose: bool, other: Tensor) -> Tensor:
+    def forward(features: SparseFeatures, transpose: bool, other: Tensor) -> Tensor:
         return (features.transposed if transpose else features.matrix) @ other
 
     @staticmethod
@@ -71,18 +71,11 @@ class _Product(torch.autograd.Function):
         return None, None, _Product.apply(ctx.features, not ctx.transpose, gradient)
 
     @staticmethod
-    def vmap(info: Any, dims: tuple[int | None, ...], features: Features, transpose: bool, other: Tensor) -> Any:
+    def vmap(info: Any, dims: tuple[int | None, ...], features: SparseFeatures, transpose: bool, other: Tensor) -> Any:
         # The copies stand side by side as columns.
         columns = other.movedim(dims[2] or 0, 1)
         product = _Product.apply(features, transpose, columns.reshape(len(columns), -1))
         return product.reshape(len(product), *columns.shape[1:]), 1
-
-
-class Part(NamedTuple):
-    """Features and labels of one part of the data."""
-
-    features: Features
-    labels: Tensor
 
 
 def load_newsgroups(root: Path | None, download: bool, keep: bool, seed: int) -> tuple[Part, Part, Part]:
@@ -99,10 +92,7 @@ def load_newsgroups(root: Path | None, download: bool, keep: bool, seed: int) ->
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.model_selection import train_test_split
 
-    if root is None:
-        raise SystemExit(
-            "--data 20newsgroups needs --data-root, the folder that holds (or, with --download, gets) the texts"
-        )
+    root = folder(root, "20newsgroups")
     (train, train_groups), (test, test_groups) = (_texts(root, part, download) for part in ("train", "test"))
     if not keep:
         train, test = _stripped(train), _stripped(test)
@@ -118,7 +108,7 @@ def load_newsgroups(root: Path | None, download: bool, keep: bool, seed: int) ->
         indices = torch.stack([torch.as_tensor(entries.row).long(), torch.as_tensor(entries.col).long()])
         values = torch.as_tensor(entries.data, dtype=torch.float32)
         matrix = torch.sparse_coo_tensor(indices, values, entries.shape, check_invariants=True).coalesce()
-        return Part(Features(matrix), torch.tensor(targets))
+        return Part(SparseFeatures(matrix), torch.tensor(targets))
 
     return (
         part(whole[first], [labels[i] for i in first]),
