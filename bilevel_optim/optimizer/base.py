@@ -271,7 +271,8 @@ class BilevelOptimizer(StepFunctions, Optimizer):
                 rule.follow(groups)
                 return rule
         rule = LowerRule(self.lower_factory, groups, like)
-        self._rules = [*self._rules[-7:], rule]
+        del self._rules[:-7]  # a cache, not state
+        self._rules.append(rule)
         return rule
 
     @torch.no_grad()
