@@ -9,6 +9,8 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from recipes.newsgroups import Features, load_newsgroups
+from recipes.report import table
 
 import bilevel_optim as bo
 from recipes import (
@@ -22,8 +24,6 @@ from recipes import (
     task_data,
 )
 from recipes.benchmarks import conditioning, contextual, paths
-from recipes.newsgroups import Features, load_newsgroups
-from recipes.report import table
 
 
 @pytest.fixture(autouse=True)

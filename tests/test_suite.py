@@ -9,11 +9,11 @@ from functools import partial
 
 import pytest
 import torch
+from recipes.value_function import lower_solution, value_and_gradient
 
 import bilevel_optim as bo
 from recipes import hyper_regularization, libsvm, stochastic
 from recipes.benchmarks import bilevel_suite, many_tasks
-from recipes.value_function import lower_solution, value_and_gradient
 
 
 @pytest.fixture

@@ -178,18 +178,18 @@ class BilevelOptimizer(StepFunctions, Optimizer):
                 raise TypeError("step takes a closure or losses, not both")
             with torch.enable_grad():
                 result = closure()
-            self._commit_update(*self._updated())
+            self._update()
             return result
         if upper is None and lower is None:
             if tasks is not None:
                 raise TypeError("step takes tasks only together with both losses")
-            self._commit_update(*self._updated())
+            self._update()
             return None
         oracle, estimate, given = self._proposed(upper, lower, tasks)
         with torch.no_grad():
             update = self.update(oracle.x, estimate.gradient, given.after(estimate))
-        loss = self._commit(oracle, estimate)
-        self._commit_update(oracle.live_x, update)
+            loss = self._commit(oracle, estimate)
+            self._commit_update(oracle.live_x, update)
         return loss
 
     def backward(self, upper: Loss, lower: Loss | None = None, *, tasks: Any = None) -> Tensor:
@@ -198,7 +198,9 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         Follow it with gradient clipping, with ``step()``, or with a step of any ``torch.optim`` optimizer over x.
         Arguments, result and errors as for :meth:`step`.
         """
-        return self._commit(*self._proposed(upper, lower, tasks)[:2])
+        oracle, estimate, _ = self._proposed(upper, lower, tasks)
+        with torch.no_grad():
+            return self._commit(oracle, estimate)
 
     def propose(self, upper: Loss, lower: Loss | None = None, *, tasks: Any = None, still: bool = False) -> Estimate:
         """What a step would do, without doing it: the estimate, with the improved y.
@@ -275,7 +277,6 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         self._rules.append(rule)
         return rule
 
-    @torch.no_grad()
     def _commit(self, oracle: Oracle, estimate: Estimate) -> Tensor:
         """Write what a step has computed; ``.grad`` of x is the estimate."""
         session, x, y = oracle.session, oracle.live_x, oracle.live_y
@@ -303,22 +304,20 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         return self._last_loss
 
     @torch.no_grad()
-    def _updated(self) -> tuple[Sequence[Tensor], Update | None]:
-        """The upper parameters that have a ``.grad``, and the update of them."""
+    def _update(self) -> None:
+        """Update the upper parameters that have a ``.grad``."""
         groups = {level: level_groups(self.param_groups, level) for level in LEVELS}
         for group in groups["upper"]:
             group["params"] = [p for p in group["params"] if p.grad is not None]
         moved = [p for group in groups["upper"] for p in group["params"]]
         if not moved:
-            return moved, None
-        given = self._given(groups, moved, tensors_of(groups["lower"], "lower"))
-        return moved, self.update(Vector(p.detach() for p in moved), Vector(p.grad for p in moved), given)
-
-    @torch.no_grad()
-    def _commit_update(self, moved: Sequence[Tensor], update: Update | None) -> None:
-        """Write an update of x."""
-        if update is None:
             return
+        given = self._given(groups, moved, tensors_of(groups["lower"], "lower"))
+        gradient = Vector(p.grad for p in moved)
+        self._commit_update(moved, self.update(Vector(p.detach() for p in moved), gradient, given))
+
+    def _commit_update(self, moved: Sequence[Tensor], update: Update) -> None:
+        """Write an update of x."""
         for write in update.writes:
             write.table[write.rows] = write.values
         remember(self.state, moved, update.upper_memory)

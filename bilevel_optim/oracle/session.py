@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ class Session:
     @classmethod
     def begun(cls, options: Options, found: Findings, buffers: Buffers, warned: set[str]) -> Session:
         """The session of a new step."""
-        return cls(options, replace(found), buffers, warned=set(warned))
+        return cls(options, copy.copy(found), buffers, warned=set(warned))
 
     def buffers_kept(self) -> AbstractContextManager[None]:
         """Leave module buffers (running statistics) as they are, whatever the block evaluates."""

@@ -66,8 +66,11 @@ class LowerRule:
 
     def fits(self, groups: Sequence[dict[str, Any]], like: Vector) -> bool:
         """Whether these groups and tensors have the sizes, types and devices that the rule was made for."""
-        sizes = [[len(group["params"]) for group in some] for some in (groups, self.optimizer.param_groups)]
-        return sizes[0] == sizes[1] and all(
+        own = self.optimizer.param_groups
+        same = len(groups) == len(own) and all(
+            len(a["params"]) == len(b["params"]) for a, b in zip(groups, own, strict=True)
+        )
+        return same and all(
             s.shape == t.shape and s.dtype == t.dtype and s.device == t.device
             for s, t in zip(self._scratch, like, strict=True)
         )

@@ -7,13 +7,13 @@ several repetitions, the entries in turn.
 
     python -m recipes.benchmarks.overhead
     python -m recipes.benchmarks.overhead --memory        # peak memory against T
+    python -m recipes.benchmarks.overhead --step          # a step of every method on a tiny problem
 
 ``torchopt`` and ``higher`` are measured too if they are installed (``pip install torchopt higher``).
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 from collections.abc import Callable
@@ -27,6 +27,7 @@ import bilevel_optim as bo
 
 from ..common import Parser, alone, environment, peak, show, timed
 from ..problems.networks import MLPCleaning
+from . import steps
 
 LR, RIDGE, K = 0.1, 0.037, 20  # with this ridge the Hessian is positive definite and CG needs all K iterations
 
@@ -168,10 +169,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.option("steps", 100, "lower steps T")
     parser.option("repeats", 3, "runs of every entry")
     parser.add_argument("--memory", action="store_true", help="peak memory for T = 10, 50, 100, 200 instead of times")
-    parser.add_argument("--only", choices=list(ENTRIES), help=argparse.SUPPRESS)
+    parser.add_argument("--step", action="store_true", help="microseconds per step on a tiny problem instead")
+    parser.add_argument("--only", nargs="+", help="with --step: these methods")
     args = parser.parse(arguments)
+    if args.step:
+        steps.measure(args.only, args.repeats)
+        return
     if args.only:
-        print(json.dumps(measure(args.only, args.n, args.steps, args.device)))
+        print(json.dumps(measure(args.only[0], args.n, args.steps, args.device)))
         return
     names = [k for k, (_, needs) in ENTRIES.items() if needs is None or importlib.util.find_spec(needs)]
     print(", ".join(f"{k} {v}" for k, v in environment(args.device).items()))
