@@ -60,7 +60,7 @@ def stochastic_implicit(
             return system.hvp(v)
 
     result = solve(product, grad_y, start, **({} if oracle.lanes is None else {"lanes": True}))
-    oracle.checks.finite("hvp", result.solution)
+    oracle.checks.finite("hvp", [*result.solution, result.residual])
     with oracle.lower_system(samples.cross, gradient=False) as system:
         gradient = grad_x - system.cross(result.solution)
     diagnostics = {"linear_residual": result.residual, "linear_iterations": result.iterations}
