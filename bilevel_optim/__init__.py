@@ -21,6 +21,10 @@ from .methods.stochastic.saba import SABA
 from .methods.stochastic.soba import FSLA, SOBA
 from .methods.stochastic.stocbio import AmIGO, StocBiO
 from .methods.stochastic.vrbo import VRBO
+from .methods.tracked.bsvrb import BSVRB
+from .methods.tracked.rsvrb import RSVRB, importance_probabilities
+from .methods.tracked.stable import STABLE
+from .methods.tracked.svrb import SVRB
 from .methods.zeroth_order.hozog import HOZOG
 from .methods.zeroth_order.pzobo import PZOBO
 from .optimizer.base import BilevelOptimizer

@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
+from torch.utils._pytree import tree_map
 
 from ..distributed.ranks import Ranks
 from ..hypergradient import Estimate
@@ -40,6 +41,7 @@ __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "as_obj
 
 Loss = Objective | Callable[..., Tensor]
 SOLVER = "lower_optimizer."  # prefix of the lower optimizer's entries in state[p]
+TABLE = "rows."  # prefix of tables whose rows mix all lower parameters; they are in the state of the first of these
 
 
 class ColdOptions(TypedDict, total=False):
@@ -369,6 +371,8 @@ class BilevelOptimizer(Optimizer, ABC):
             groups["lower"],
             self._memory(y),
             self._memory(x),
+            {k[len(TABLE) :]: v for k, v in self.state.get(y[0], {}).items() if k.startswith(TABLE)},
+            Vector(y).detach(),
             self._solver_memory(y),
             dict(self.numbers),
             self._steps_done,
@@ -383,7 +387,7 @@ class BilevelOptimizer(Optimizer, ABC):
         return {
             name: Vector(self.state[p][name] for p in parameters)
             for name in first
-            if not name.startswith(SOLVER) and all(name in self.state[p] for p in parameters)
+            if not name.startswith((SOLVER, TABLE)) and all(name in self.state[p] for p in parameters)
         }
 
     def _solver_memory(self, parameters: Sequence[Tensor]) -> Memory | None:
@@ -412,6 +416,8 @@ class BilevelOptimizer(Optimizer, ABC):
             write.table[write.index] = write.values
         for parameters, memory in ((y, estimate.memory), (x, estimate.upper_memory)):
             self._remember(parameters, memory)
+        for name, table in estimate.tables.items():
+            self.state[y[0]][TABLE + name] = table.detach()
         if estimate.solver is not None:
             for parameter, memory in zip(y, estimate.solver, strict=True):
                 kept = self.state[parameter]
@@ -463,6 +469,8 @@ class BilevelOptimizer(Optimizer, ABC):
                 given,
                 memory={**given.memory, **estimate.memory},
                 upper_memory={**given.upper_memory, **estimate.upper_memory},
+                tables={**given.tables, **estimate.tables},
+                lower=given.lower if estimate.lower is None else estimate.lower,
                 numbers={**given.numbers, **estimate.numbers},
                 steps=given.steps + 1,
             )
@@ -500,6 +508,7 @@ class BilevelOptimizer(Optimizer, ABC):
         torch's random state where the losses use them, it continues a run bit for bit.
         """
         state: dict[str, Any] = super().state_dict()
+        state["state"] = _copied(state["state"])  # later steps write into tables
         state["bilevel"] = {
             "method": type(self).__name__,
             "steps_done": self._steps_done,
@@ -519,7 +528,7 @@ class BilevelOptimizer(Optimizer, ABC):
             raise ValueError("the state dict is not that of a BilevelOptimizer: it has no 'bilevel' entry")
         if own["method"] != type(self).__name__:
             raise ValueError(f"the state dict is that of {own['method']}, but this optimizer is {type(self).__name__}")
-        super().load_state_dict(state_dict)
+        self._load_exactly(state_dict)
         self._rules = []
         self._steps_done, self._last_loss = own["steps_done"], own["last_loss"]
         self._counts.update(own["oracle_counts"])
@@ -529,6 +538,38 @@ class BilevelOptimizer(Optimizer, ABC):
         self.numbers = copy.deepcopy(own["numbers"])
         for name in self.saved_options:
             setattr(self, name, own["options"][name])
+
+    def _load_exactly(self, state_dict: dict[str, Any]) -> None:
+        """Torch's loading, but for its cast of all that is kept to the precision of the parameters."""
+        loaded: dict[str, Any] = {}
+
+        def withhold(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            loaded.update(given)
+            return {**given, "state": {}}
+
+        def fill(_: Optimizer) -> None:
+            keys = [key for group in loaded["param_groups"] for key in group["params"]]
+            own = dict(zip(keys, (p for group in self.param_groups for p in group["params"]), strict=True))
+            for key, entries in loaded["state"].items():
+                self.state[own.get(key, key)] = {
+                    name: _copied(value, self.place_of(name, own[key]) if key in own else None)
+                    for name, value in entries.items()
+                }
+
+        # Hooks see what they would see with torch's loading.
+        handles = (
+            self.register_load_state_dict_pre_hook(withhold),
+            self.register_load_state_dict_post_hook(fill, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def place_of(self, name: str, parameter: Tensor) -> torch.device | None:
+        """The device of an entry of ``state[parameter]``: that of the parameter; None for where it was saved."""
+        return None if name == SOLVER + "step" else parameter.device
 
     def __getstate__(self) -> dict[str, Any]:
         # torch keeps three entries and makes the others again; ours must be kept too, the rules excepted.
@@ -585,6 +626,11 @@ def _owned(value: Any, parameter: Tensor) -> Any:
     """A value to be kept: a copy if it is what the live parameter holds, which will change."""
     alias = isinstance(value, Tensor) and (is_sharded(value) or value.data_ptr() == parameter.data_ptr())
     return value.clone() if alias else value
+
+
+def _copied(value: Any, device: torch.device | None = None) -> Any:
+    """A copy that shares no tensor, with its tensors on a device."""
+    return tree_map(lambda t: t.to(device or t.device, copy=True) if isinstance(t, Tensor) else copy.copy(t), value)
 
 
 def _over_parts(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -27,6 +27,8 @@ class Given:
         upper_groups, lower_groups: parameter groups with their learning rates and options.
         memory: what earlier steps remembered of y, by name: tensors shaped like y.
         upper_memory: the same of x.
+        tables: tables whose rows mix all the tensors of y, by name.
+        lower: y; for an update with what the estimate made of it, if that was all of it.
         solver: the lower optimizer's memory. None: begin anew.
         numbers: plain numbers that change from step to step.
         steps: steps made so far.
@@ -39,6 +41,8 @@ class Given:
     lower_groups: list[dict[str, Any]]
     memory: dict[str, Vector]
     upper_memory: dict[str, Vector]
+    tables: dict[str, Tensor]
+    lower: Vector
     solver: Memory | None
     numbers: dict[str, Any]
     steps: int
@@ -62,7 +66,7 @@ class Given:
 
     def anew(self) -> Given:
         """The same without what was remembered of y: for the lower problems of tasks."""
-        return replace(self, memory={}, solver=None)
+        return replace(self, memory={}, tables={}, solver=None)
 
     def solver_for(self, like: Vector) -> tuple[LowerRule, Memory]:
         """The lower optimizer's update for tensors like these, and its memory at the beginning."""
