@@ -17,7 +17,7 @@ class Write(NamedTuple):
     """Rows of a tensor that a step changes, where a copy of all of it would cost too much."""
 
     table: Tensor
-    index: Tensor | int
+    rows: Tensor | int
     values: Tensor
 
 

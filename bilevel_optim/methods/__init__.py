@@ -1,1 +1,49 @@
-"""One file for each method; folders where methods share private parts."""
+"""The methods, one page each; a family folder where methods share private parts. Here is one row for each of them."""
+
+import types
+
+# from ..optimizer.minimax import GDA as GDA
+from .aid import AID as AID
+from .ba import BA as BA
+
+# from .contextual.rtmlmc import DLSGD as DLSGD
+# from .contextual.rtmlmc import RTMLMC as RTMLMC
+from .f2sa import F2SA as F2SA
+from .first_order import FirstOrder as FirstOrder
+
+# from .imcn import iMCN as iMCN
+from .itd import ITD as ITD
+from .meta.esmaml import ESMAML as ESMAML
+from .meta.maml import ANIL as ANIL
+from .meta.maml import FOMAML as FOMAML
+from .meta.maml import MAML as MAML
+from .meta.maml import iMAML as iMAML
+from .paid import PAID as PAID
+
+# from .restarted.pragda import PRAGDA as PRAGDA
+# from .restarted.pragda import RAGDA as RAGDA
+# from .restarted.rahgd import PRAHGD as PRAHGD
+# from .restarted.rahgd import RAHGD as RAHGD
+# from .restarted.restarted_agd import RestartedAGD as RestartedAGD
+from .stochastic.bsa import BSA as BSA
+from .stochastic.bsa import TTSA as TTSA
+from .stochastic.mrbo import MRBO as MRBO
+from .stochastic.mrbo import SUSTAIN as SUSTAIN
+from .stochastic.saba import SABA as SABA
+from .stochastic.soba import FSLA as FSLA
+from .stochastic.soba import SOBA as SOBA
+from .stochastic.stocbio import AmIGO as AmIGO
+from .stochastic.stocbio import StocBiO as StocBiO
+from .stochastic.vrbo import VRBO as VRBO
+from .tracked.bsvrb import BSVRB as BSVRB
+from .tracked.rsvrb import RSVRB as RSVRB
+from .tracked.rsvrb import importance_probabilities as importance_probabilities
+from .tracked.stable import STABLE as STABLE
+from .tracked.svrb import SVRB as SVRB
+from .zeroth_order.hozog import HOZOG as HOZOG
+from .zeroth_order.pzobo import PZOBO as PZOBO
+
+# Type checkers read the imports above; a computed list in their sight would be an empty one to them.
+globals()["__all__"] = sorted(
+    name for name, value in globals().items() if name[0] != "_" and not isinstance(value, types.ModuleType)
+)

@@ -11,6 +11,7 @@ from typing import Unpack
 from ..errors import BilevelWarning
 from ..hypergradient import Estimate, implicit
 from ..optimizer.base import BilevelOptimizer, CommonOptions
+from ..optimizer.declaration import Method, counts
 from ..optimizer.step import Given
 from ..oracle.oracle import Oracle
 from ..problem.parameters import Params, is_count, is_number, require
@@ -77,6 +78,35 @@ class AID(BilevelOptimizer):
     Source: Ji, Yang, Liang (2021), arXiv:2010.07962 (AID-BiO); Pedregosa (2016), arXiv:1602.02355; Grazzi et al.
     (2020), arXiv:2006.16218.
     """
+
+    declared = Method(
+        paper="arXiv:2010.07962",
+        family="implicit",
+        when="first choice where Hessian-vector products are affordable; memory does not grow with T",
+        cost="T + 1 lower, 1 upper, Q hvp (+ 1 for a warm start), 1 cross; Q = linear_steps",
+        calls=lambda o, k: counts(
+            upper=1,
+            lower=o.lower_steps + 1,
+            hvp=o.linear_steps + {"cg": o.warm_start, "neumann": 0, "fixed_point": o.warm_start - 1}[o.linear_solver],
+            cross=1,
+        ),
+        variants={
+            "neumann": {"linear_solver": "neumann"},
+            "fixed-point": {"linear_solver": "fixed_point"},
+            "differences": {"hvp": "finite-difference"},
+        },
+        settings={
+            "quadratic": {"linear_steps": 30},
+            "quadratic/neumann": {"linear_steps": 200},
+            "quadratic/fixed-point": {"linear_steps": 200},
+            "quadratic/differences": {"linear_steps": 30},
+            "compare": {},
+            "compare/neumann": {},
+            "compare/fixed-point": {},
+            "stochastic": {"lower_steps": 10, "linear_steps": 10},
+            "stochastic/neumann": {"lower_steps": 10, "linear_steps": 10},
+        },
+    )
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..hypergradient import Estimate, direct
 from ..optimizer.base import BilevelOptimizer
+from ..optimizer.declaration import Method, counts
 from ..optimizer.step import Given
 from ..oracle.oracle import Oracle
 
@@ -53,3 +54,22 @@ class FirstOrder(BilevelOptimizer):
         estimate = direct(here.oracle)
         oracle.session.note_reached(estimate.gradient)  # a zero direct gradient is what this method is there to show
         return here.kept(estimate)
+
+    declared = Method(
+        paper="arXiv:2110.07004",
+        family="control",
+        when="control: what it reaches, the indirect term did not contribute",
+        cost="T lower, 1 upper",
+        calls=lambda o, k: counts(upper=1, lower=o.lower_steps),
+        label="first-order",
+        second_order=False,
+        converges=False,
+        settings={"quadratic": {}, "compare": {}, "stochastic": {"lower_steps": 10}},
+    )
+
+    def _estimate(self, oracle: Oracle) -> Estimate:
+        diagnostics = self._descend(oracle)
+        estimate = direct(oracle)
+        oracle.note_reached(estimate.gradient)  # a zero direct gradient is what this method is there to show
+        estimate.diagnostics.update(diagnostics)
+        return estimate

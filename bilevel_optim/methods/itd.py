@@ -6,6 +6,7 @@ from typing import Unpack
 
 from ..hypergradient import Estimate, unrolled
 from ..optimizer.base import BilevelOptimizer, CommonOptions
+from ..optimizer.declaration import Method, counts
 from ..optimizer.step import Given
 from ..oracle.oracle import Oracle
 from ..problem.parameters import Params, is_count, require
@@ -65,6 +66,22 @@ class ITD(BilevelOptimizer):
     Source: Ji, Yang, Liang (2021), arXiv:2010.07962 (ITD-BiO); Franceschi et al. (2017), arXiv:1703.01785; truncation:
     Shaban et al. (2019), arXiv:1810.10667.
     """
+
+    declared = Method(
+        paper="arXiv:2010.07962",
+        family="unrolled",
+        when="few lower steps, or a lower solve whose stopping early is part of the problem",
+        cost="T lower (2 T with checkpoint), 1 upper, T hvp, T cross",
+        calls=lambda o, k: counts(
+            upper=1,
+            lower=o.lower_steps * (1 + o.checkpoint),
+            hvp=o.lower_steps if o.truncate is None else min(o.lower_steps, o.truncate),
+            cross=o.lower_steps if o.truncate is None else min(o.lower_steps, o.truncate),
+        ),
+        lower_optimizer="differentiable",
+        variants={"checkpoint": {"checkpoint": True}},
+        settings={"quadratic": {}, "quadratic/checkpoint": {}, "compare": {}, "stochastic": {"lower_steps": 10}},
+    )
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from ..problem.parameters import (
 from ..problem.vector import Vector, is_sharded
 from ..solvers.agd import AGD
 from ..solvers.lower import NOT_ELEMENTWISE, LowerRule, Memory
+from .declaration import Method, register
 from .step import Given, Update
 
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "as_objective"]
@@ -104,6 +105,13 @@ class BilevelOptimizer(Optimizer, ABC):
         diagnostics: tensors of the last step: ``hypergradient_norm``, and what the method adds.
         numbers: the plain numbers of the method that change from step to step (restart counters and the like).
     """
+
+    declared: ClassVar[Method]  # what tables, recipes and tests need to know of a method
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "declared" in vars(cls):
+            register(cls)
 
     def __init__(
         self,
@@ -413,7 +421,7 @@ class BilevelOptimizer(Optimizer, ABC):
         session, x, y = oracle.session, oracle.live_x, oracle.live_y
         norm = estimate.gradient.norm()
         for write in estimate.writes:
-            write.table[write.index] = write.values
+            write.table[write.rows] = write.values
         for parameters, memory in ((y, estimate.memory), (x, estimate.upper_memory)):
             self._remember(parameters, memory)
         for name, table in estimate.tables.items():
@@ -483,7 +491,7 @@ class BilevelOptimizer(Optimizer, ABC):
         if update is None:
             return
         for write in update.writes:
-            write.table[write.index] = write.values
+            write.table[write.rows] = write.values
         self._remember(moved, update.upper_memory)
         if update.lower is not None:
             Vector(self._parameters("lower")).copy_(update.lower)

@@ -14,6 +14,7 @@ from ..oracle.oracle import Oracle
 from ..problem.objective import Objective, Sample
 from ..problem.parameters import Params, require
 from .base import BilevelOptimizer, CommonOptions, Loss, as_objective
+from .declaration import Method, counts
 
 __all__ = ["GDA", "MinimaxOptimizer", "danskin", "negated", "opposite"]
 
@@ -92,6 +93,20 @@ class GDA(MinimaxOptimizer):
 
     Source: Lin, Jin, Jordan (2020), arXiv:1906.00331.
     """
+
+    declared = Method(
+        paper="arXiv:1906.00331",
+        family="minimax",
+        when="the simplest method, with lr much smaller than lower_lr: the baseline",
+        cost="T - 1 lower, 1 upper; T lower if not simultaneous",
+        calls=lambda o, k: counts(upper=1, lower=max(o.lower_steps - o.simultaneous, 0)),
+        second_order=False,
+        losses=1,
+        tasks="none",
+        variants={"alternating": {"simultaneous": False}},
+        settings={"quadratic": {}, "quadratic/alternating": {}},
+        elsewhere=dict.fromkeys(("compare", "stochastic"), "minimax, one loss (recipes.saddle_escape)"),
+    )
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,9 +30,17 @@ class Buffers:
     def __reduce__(self) -> tuple[type[Buffers], tuple[()]]:
         return Buffers, ()  # a copy of an optimizer finds out about its modules anew
 
+    @property
+    def constant(self) -> bool:
+        """Whether no evaluation changes any buffer."""
+        return self.complete and not self._changing
+
+    def kept(self) -> AbstractContextManager[list[bool]]:
+        """Restore the buffers that the block changes; gives a list that is non-empty afterwards if there are any."""
+        return nullcontext([]) if self.constant else self._kept()
+
     @contextmanager
-    def kept(self) -> Generator[list[bool]]:
-        """Restore the buffers that the block changes; yields a list that is non-empty afterwards if there are any."""
+    def _kept(self) -> Generator[list[bool]]:
         found: list[bool] = []
         with self._noted() as before:
             try:
@@ -40,9 +48,12 @@ class Buffers:
             finally:
                 found += self._restored(before)
 
-    @contextmanager
-    def kept_on_failure(self) -> Generator[None]:
+    def kept_on_failure(self) -> AbstractContextManager[None]:
         """Restore the buffers that the block changes, if it raises."""
+        return nullcontext() if self.constant else self._kept_on_failure()
+
+    @contextmanager
+    def _kept_on_failure(self) -> Generator[None]:
         with self._noted() as before:
             try:
                 yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -38,10 +38,8 @@ class Checks:
         A key is added to ``warned`` with its warning.
         """
         # A sum is cheap and not finite if an entry is not; that a sum of finite entries overflows is seen afterwards.
-        flags = [vector.sum().isfinite() for *_, vector in self._finite] + [on for *_, on in self._alerts]
-        if not flags:
-            return set()
-        read = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
+        read = _read([vector.sum() for *_, vector in self._finite], torch.isfinite)
+        read += _read([on for *_, on in self._alerts], None)
         for (oracle, hint, vector), finite in zip(self._finite, read, strict=False):
             if not finite and not bool(vector.max_abs().isfinite()):
                 raise NonFiniteError(oracle, step, hint)
@@ -53,3 +51,13 @@ class Checks:
                     warned.add(key)
                     warnings.warn(message, BilevelWarning, stacklevel=5)
         return on
+
+
+def _read(flags: list[Tensor], test: Callable[[Tensor], Tensor] | None) -> list[bool]:
+    """Scalars, or what a test says of them, on the host."""
+    if not flags:
+        return []
+    kind, device = flags[0].dtype, flags[0].device
+    together = torch.stack([f if f.dtype == kind and f.device == device else f.to(device, kind) for f in flags])
+    read: list[bool] = (together if test is None else test(together)).tolist()
+    return read

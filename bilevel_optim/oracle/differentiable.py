@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["twice_differentiable", "uses_weight_norm"]
+__all__ = ["has_fused", "twice_differentiable"]
 
 
 class _PlainWeightNorm(TorchFunctionMode):
@@ -29,39 +29,56 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
-def uses_weight_norm(loss: Tensor) -> bool:
-    """Whether the graph of a loss contains fused weight normalisation."""
+def has_fused(loss: Tensor) -> bool:
+    """Whether the graph of a loss contains a fused operation that cannot be differentiated twice, or only wrongly."""
     seen, stack = set(), [loss.grad_fn]
     while stack:
         node = stack.pop()
         if node is not None and node not in seen:
-            if node.name().startswith("WeightNorm"):
+            if node.name().startswith(_FUSED):
                 return True
             seen.add(node)
             stack += [parent for parent, _ in node.next_functions]
     return False
 
 
-@contextmanager
-def twice_differentiable(plain_weight_norm: bool = False) -> Generator[None]:
-    """Choose operations that can be differentiated twice, and say what to do about those that cannot.
+_FUSED = ("WeightNorm", "ScaledDotProductFlash", "ScaledDotProductEfficient", "ScaledDotProductCudnn")
+
+
+class twice_differentiable:
+    """Says what to do about operations that cannot be differentiated twice; ``plain`` chooses unfused ones.
 
     Fused attention has no second derivative in torch, fused weight normalisation a wrong one; their plain forms serve.
     """
-    try:
-        with sdpa_kernel(SDPBackend.MATH), _PlainWeightNorm() if plain_weight_norm else nullcontext():
-            yield
-    except (RuntimeError, NotImplementedError) as error:
-        text = str(error)
-        if "double backward" in text.lower() or "donated buffers" in text:
-            reason = "it runs a torch.compile'd module or a kernel without double backward (pass the module uncompiled)"
-        elif "is not implemented" in text and "derivative" in text:
-            reason = "one of its operations has no second derivative in torch"
-        elif "use_reentrant" in text or "Checkpointing is not compatible" in text:
-            reason = "it uses reentrant checkpointing (pass use_reentrant=False)"
-        else:
-            raise
-        raise RuntimeError(
-            f"the lower loss cannot be differentiated twice: {reason}. hvp='finite-difference' or a first-order method "
-            f"(F2SA) needs no second derivatives. torch said: {text.splitlines()[0]}"
-        ) from error
+
+    __slots__ = ("_block",)
+
+    def __init__(self, plain: bool = False) -> None:
+        self._block = ExitStack() if plain else None
+
+    def __enter__(self) -> None:
+        if self._block is not None:
+            self._block.enter_context(sdpa_kernel(SDPBackend.MATH))
+            self._block.enter_context(_PlainWeightNorm())
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self._block is not None:
+            self._block.close()
+        if isinstance(error, (RuntimeError, NotImplementedError)):
+            reason = _reason(str(error))
+            if reason is not None:
+                raise RuntimeError(
+                    f"the lower loss cannot be differentiated twice: {reason}. hvp='finite-difference' or a "
+                    "first-order method (F2SA) needs no second derivatives. torch said: "
+                    f"{str(error).splitlines()[0]}"
+                ) from error
+
+
+def _reason(text: str) -> str | None:
+    if "double backward" in text.lower() or "donated buffers" in text:
+        return "it runs a torch.compile'd module or a kernel without double backward (pass the module uncompiled)"
+    if "is not implemented" in text and "derivative" in text:
+        return "one of its operations has no second derivative in torch"
+    if "use_reentrant" in text or "Checkpointing is not compatible" in text:
+        return "it uses reentrant checkpointing (pass use_reentrant=False)"
+    return None

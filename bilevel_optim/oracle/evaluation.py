@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from torch import Tensor
 
@@ -18,47 +19,80 @@ from .substitution import Substitution
 
 __all__ = ["Evaluation", "in_place", "placed", "substituted"]
 
-Evaluation = Callable[[Vector, Vector | None], AbstractContextManager[Vector]]
+Values = Sequence[Vector | None]
+Evaluation = Callable[[Sequence[Vector], Values], AbstractContextManager[Sequence[Vector]]]
 
 
-@contextmanager
-def placed(live: Sequence[Tensor], values: Sequence[Tensor] | None) -> Generator[None]:
+class placed:
     """Let ``live`` hold ``values`` inside the block.
 
     Graphs made inside must not be used outside: a graph saves the live leaf itself, and would read the restored value.
     """
-    if values is None:
-        yield
-        return
-    if any(map(is_sharded, live)):
-        # A sharded parameter's storage is known to its FSDP group by address: write into it instead of exchanging it.
-        before = Vector(live).detach().clone()
-        Vector(live).copy_(values)
+
+    __slots__ = ("_before", "_live", "_values")
+
+    def __init__(self, live: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        self._live, self._values = live, values
+        self._before: Sequence[Tensor] | None = None
+
+    def __enter__(self) -> None:
+        live = self._live
+        if any(map(is_sharded, live)):
+            # A sharded parameter's storage is known to its FSDP group by address: write into it instead.
+            self._before = Vector(live).detach().clone()
+            Vector(live).copy_(self._values)
+            return
+        before = [t.data for t in live]
         try:
-            yield
-        finally:
-            Vector(live).copy_(before)
-        return
-    storages = [t.data for t in live]
-    try:
-        for tensor, value in zip(live, values, strict=True):
-            tensor.data = value.detach()
-        yield
-    finally:
-        for tensor, storage in zip(live, storages, strict=True):
-            tensor.data = storage
+            for tensor, value in zip(live, self._values, strict=True):
+                tensor.data = value.detach()
+        except BaseException:
+            _exchanged(live, before)
+            raise
+        self._before = before
+
+    def __exit__(self, *error: Any) -> None:
+        if isinstance(self._before, Vector):
+            Vector(self._live).copy_(self._before)
+        elif self._before is not None:
+            _exchanged(self._live, self._before)
+
+
+def _exchanged(live: Sequence[Tensor], storages: Sequence[Tensor]) -> None:
+    for tensor, storage in zip(live, storages, strict=True):
+        tensor.data = storage
+
+
+class in_place:
+    """Evaluate inside the block with values in live tensors (None: what they hold), which are the variables.
+
+    Args:
+        live: some vectors of live tensors.
+        values: a vector or None for each.
+    """
+
+    __slots__ = ("_block", "_live")
+
+    def __init__(self, live: Sequence[Vector], values: Values) -> None:
+        self._live = live
+        self._block = [placed(t, v) for t, v in zip(live, values, strict=True) if v is not None]
+
+    def __enter__(self) -> Sequence[Vector]:
+        for block in self._block:
+            block.__enter__()
+        return self._live
+
+    def __exit__(self, *error: Any) -> None:
+        for block in reversed(self._block):
+            block.__exit__(None, None, None)
 
 
 @contextmanager
-def in_place(live: Vector, values: Vector | None) -> Generator[Vector]:
-    """Evaluate inside the block with ``values`` in the live tensors (None: what they hold), which are the variables."""
-    with placed(live, values):
-        yield live
-
-
-@contextmanager
-def substituted(live: Vector, values: Vector | None) -> Generator[Vector]:
+def substituted(live: Sequence[Vector], values: Values) -> Generator[Sequence[Vector]]:
     """Evaluate inside the block with other tensors in place of the live ones: these are the variables."""
-    variables = Vector(v.detach().requires_grad_(t.requires_grad) for v, t in zip(values or live, live, strict=True))
-    with Substitution(live, variables):
+    variables = [
+        Vector(v.detach().requires_grad_(t.requires_grad) for v, t in zip(own or ts, ts, strict=True))
+        for ts, own in zip(live, values, strict=True)
+    ]
+    with Substitution((t for ts in live for t in ts), (v for vs in variables for v in vs)):
         yield variables

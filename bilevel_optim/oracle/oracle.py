@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -92,7 +91,8 @@ class Oracle:
 
     def at(self, upper: Sequence[Tensor] | None = None, lower: Sequence[Tensor] | None = None) -> Oracle:
         """The oracle at other values of x, or of y, or of both."""
-        other = copy.copy(self)
+        other = object.__new__(Oracle)
+        other.__dict__.update(self.__dict__)
         if upper is not None:
             other.x = Vector(upper).detach()
         if lower is not None:
@@ -100,15 +100,12 @@ class Oracle:
         other._moved = (self._moved[0] or upper is not None, self._moved[1] or lower is not None)
         return other
 
-    @contextmanager
-    def placed(self) -> Generator[tuple[Vector, Vector]]:
-        """Evaluate at this point inside the block; yields the variables x and y to differentiate in."""
-        evaluation, (x_moved, y_moved) = self.session.options.evaluation, self._moved
-        with (
-            evaluation(self.live_x, self.x if x_moved else None) as x,
-            evaluation(self.live_y, self.y if y_moved else None) as y,
-        ):
-            yield x, y
+    def placed(self) -> AbstractContextManager[Sequence[Vector]]:
+        """Evaluate at this point inside the block; gives the variables x and y to differentiate in."""
+        x_moved, y_moved = self._moved
+        return self.session.options.evaluation(
+            (self.live_x, self.live_y), (self.x if x_moved else None, self.y if y_moved else None)
+        )
 
     @property
     def checks(self) -> Checks:
@@ -128,19 +125,28 @@ class Oracle:
 
     def upper(self, sample: Sample) -> tuple[Tensor, Vector, Vector]:
         """Value of f, its gradient in x and its gradient in y, from one backward pass."""
+        return self._jointly("upper", sample)
+
+    def lower_jointly(self, sample: Sample) -> tuple[Tensor, Vector, Vector]:
+        """The same of g; counts as a lower gradient, and leaves module buffers as they are."""
+        return self._jointly("lower", sample)
+
+    def _jointly(self, level: str, sample: Sample) -> tuple[Tensor, Vector, Vector]:
         with self.session.buffers_kept(), self.placed() as (x, y):
-            loss = self.session.dependent("upper", self.value("upper", sample), y)
+            loss = self.session.dependent(level, self.value(level, sample), y)
             gradients = self.differentiate(loss, (*x, *y))
         if all(gradient is None for gradient in gradients):
-            raise ValueError(INDEPENDENT.format(level="upper"))
+            raise ValueError(INDEPENDENT.format(level=level))
         split = len(x)
+        if level == "lower":
+            self.session.require_reached(gradients[split:], self.lower_names)
         self.session.note_reached(gradients[:split])
-        self.count("upper_grad")
+        self.count(f"{level}_grad")
         loss, grad_x, grad_y = self.averaged(
             loss.detach(), filled(gradients[:split], self.x), filled(gradients[split:], self.y)
         )
         self.checks.finite("loss", [loss])
-        self.checks.finite("upper_grad", [*grad_x, *grad_y])
+        self.checks.finite(f"{level}_grad", [*grad_x, *grad_y])
         return loss, grad_x, grad_y
 
     def lower(self, sample: Sample) -> tuple[Tensor, Vector]:

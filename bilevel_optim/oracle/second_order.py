@@ -13,7 +13,7 @@ from torch import Tensor
 from ..problem.objective import Sample
 from ..problem.vector import Vector, stack
 from . import batched
-from .differentiable import twice_differentiable, uses_weight_norm
+from .differentiable import has_fused, twice_differentiable
 
 if TYPE_CHECKING:
     from .oracle import Oracle
@@ -54,9 +54,7 @@ def upper_system(oracle: Oracle, sample: Sample) -> Generator[UpperSystem]:
     session, split, like = oracle.session, len(oracle.x), Vector((*oracle.x, *oracle.y))
     with session.buffers_kept(), oracle.placed() as (x, y):
         variables = Vector((*x, *y))
-        with twice_differentiable():
-            loss = session.dependent("upper", oracle.value("upper", sample), y)
-            gradients = oracle.differentiate(loss, variables, graph=True)
+        gradients, loss = _graph(oracle, "upper", sample, y, variables)
         session.note_reached(gradients[:split])
         session.require_reached(gradients[split:], oracle.lower_names)
         oracle.count("upper_grad")
@@ -64,7 +62,9 @@ def upper_system(oracle: Oracle, sample: Sample) -> Generator[UpperSystem]:
         def product(v: Vector) -> Vector:
             oracle.count("hvp")
             oracle.count("jvp")
-            return Vector(oracle.averaged(_filled(pulled(gradients, variables, v), like))[0])
+            return Vector(
+                oracle.averaged(_filled(pulled(gradients, variables, v, plain=bool(session.found.fused)), like))[0]
+            )
 
         loss, gradient = oracle.averaged(loss.detach(), _filled(gradients, like).detach())
         oracle.checks.finite("loss", [loss])
@@ -106,33 +106,44 @@ def kept_system(oracle: Oracle, sample: Sample) -> LowerSystem:
 
 def lower_gradient(oracle: Oracle, sample: Sample, y: Vector) -> Sequence[Tensor | None]:
     """Gradient of g in the variables y, with a graph, at what is placed."""
-    found = oracle.session.found
     if oracle.sharded:
         raise RuntimeError(
             "sharded lower parameters (DTensor) have first derivatives only in torch; use a first-order method "
             "(F2SA) or hvp='finite-difference'"
         )
-    with twice_differentiable(plain_weight_norm=bool(found.weight_norm)):
-        loss = oracle.session.dependent("lower", oracle.value("lower", sample), y)
-    if found.weight_norm is None:
-        found.weight_norm = uses_weight_norm(loss)
-        if found.weight_norm:
-            return lower_gradient(oracle, sample, y)
-    with twice_differentiable():
-        gradients = oracle.differentiate(loss, y, graph=True)
+    gradients, _ = _graph(oracle, "lower", sample, y, y)
     oracle.session.require_reached(gradients, oracle.lower_names)
     return gradients
 
 
+def _graph(
+    oracle: Oracle, level: str, sample: Sample, y: Vector, variables: Vector
+) -> tuple[Sequence[Tensor | None], Tensor]:
+    """Gradient of a loss in variables, with a graph that can be differentiated once more, and the loss."""
+    found = oracle.session.found
+    with twice_differentiable(plain=bool(found.fused)):
+        loss = oracle.session.dependent(level, oracle.value(level, sample), y)
+        if not found.fused and (found.fused is None or level == "upper"):
+            found.fused = has_fused(loss)
+            if found.fused:
+                return _graph(oracle, level, sample, y, variables)
+        return oracle.differentiate(loss, variables, graph=True), loss
+
+
 def pulled(
-    gradients: Sequence[Tensor | None], variables: Vector, v: Sequence[Tensor], *, batched: bool = False
+    gradients: Sequence[Tensor | None],
+    variables: Vector,
+    v: Sequence[Tensor],
+    *,
+    plain: bool = False,
+    batched: bool = False,
 ) -> Sequence[Tensor | None]:
     """Derivatives of <gradients, v> in the variables, None where there are none; v may be a stack of directions."""
     # A component that is constant has no graph, and contributes nothing to any product.
     parts = [(i, g) for i, g in enumerate(gradients) if g is not None and g.requires_grad]
     if not parts:
         return [None] * len(variables)
-    with twice_differentiable():
+    with twice_differentiable(plain):
         return torch.autograd.grad(
             [g for _, g in parts],
             list(variables),
@@ -150,7 +161,7 @@ def _by_graph(oracle: Oracle, gradients: Sequence[Tensor | None], x: Vector, y: 
     like = {"lower": oracle.y, "upper": oracle.x, "both": Vector((*oracle.x, *oracle.y))}
 
     def product(v: Vector, wrt: str) -> Vector:
-        products = pulled(gradients, variables[wrt], v)
+        products = pulled(gradients, variables[wrt], v, plain=bool(session.found.fused))
         if wrt != "lower":
             session.note_reached(products[: len(x)])
         return Vector(oracle.averaged(_filled(products, like[wrt]))[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,7 +45,7 @@ class Options:
 class Findings:
     """What the first evaluations showed of the losses, and later ones need not look at again."""
 
-    weight_norm: bool | None = None  # the lower loss contains fused weight normalisation
+    fused: bool | None = None  # a loss contains fused operations that cannot be differentiated twice
     fallback: str | None = None  # why the loop runs although vmap was asked for
     vmapped: bool = False  # vmap is known to work on copies of these losses
     vmapped_tasks: bool = False  # the same, over tasks
@@ -80,9 +80,12 @@ class Session:
         """The session of a new step."""
         return cls(options, replace(found), buffers)
 
-    @contextmanager
-    def buffers_kept(self) -> Generator[None]:
+    def buffers_kept(self) -> AbstractContextManager[None]:
         """Leave module buffers (running statistics) as they are, whatever the block evaluates."""
+        return nullcontext() if self.buffers.constant else self._buffers_kept()
+
+    @contextmanager
+    def _buffers_kept(self) -> Generator[None]:
         with self.buffers.kept() as changed:
             yield
         self.buffers_skipped |= bool(changed)

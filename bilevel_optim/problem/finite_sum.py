@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .objective import Objective, Sample
 from .parameters import is_count, require
 
-__all__ = ["FiniteSum", "term_count"]
+__all__ = ["FiniteSum", "all_terms", "random_term", "term_count"]
 
 
 class FiniteSum(Objective):
@@ -122,3 +122,19 @@ def term_count(objective: Objective, level: str) -> int:
         f"the {level} loss must know which of its terms it draws: pass bo.FiniteSum(loss, data, batch_size) instead of "
         f"an Objective whose data are a {type(objective.data).__name__}"
     )
+
+
+def all_terms(objective: Objective) -> list[Sample]:
+    """The samples of all terms."""
+    if isinstance(objective, FiniteSum):
+        return [objective.term(i) for i in range(len(objective))]
+    return [objective.draw()]
+
+
+def random_term(objective: Objective, agreed: Callable[[int], int]) -> tuple[int, Sample]:
+    """Index and sample of a random term, the same on all ranks: ``agreed`` gives the index of the first of them."""
+    sample = objective.draw()
+    index = agreed(sample.index or 0)
+    if isinstance(objective, FiniteSum) and index != sample.index:
+        sample = objective.term(index)
+    return index, sample

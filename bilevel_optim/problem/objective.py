@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -204,19 +204,22 @@ class Sample:
             return self.loss(*arguments)
         return self.loss(*self.arguments) if self.features is None else self.loss(self.features())
 
-    @contextmanager
-    def replayed(self, device: torch.device) -> Generator[None]:
+    def replayed(self, device: torch.device) -> AbstractContextManager[None]:
         """Evaluate with the random numbers of the first evaluation; later draws do not notice the repetition."""
-        present = _generators_state(device)
-        if not self._random:
-            self._random.append(present)
-            yield
-            return
-        _set_generators_state(device, self._random[0])
-        try:
-            yield
-        finally:
-            _set_generators_state(device, present)
+        if self._random:
+            return _replayed(device, self._random[0])
+        self._random.append(_generators_state(device))
+        return nullcontext()
+
+
+@contextmanager
+def _replayed(device: torch.device, state: tuple[Tensor, ...]) -> Generator[None]:
+    present = _generators_state(device)
+    _set_generators_state(device, state)
+    try:
+        yield
+    finally:
+        _set_generators_state(device, present)
 
 
 def _generators_state(device: torch.device) -> tuple[Tensor, ...]:

@@ -57,7 +57,7 @@ class Vector(tuple[Tensor, ...]):
         """Euclidean norm over all tensors together, accumulated as in :meth:`dot`."""
         if any(map(is_sharded, self)):
             return self.dot(self).sqrt()
-        parts = [torch.linalg.vector_norm(t, dtype=_accumulator(t)) for t in self]
+        parts: list[Tensor] = [torch.linalg.vector_norm(t, dtype=_accumulator(t)) for t in self]
         if len(parts) == 1:
             return parts[0]
         return torch.linalg.vector_norm(torch.stack(parts)) if parts else torch.zeros(())

@@ -6,10 +6,12 @@ from typing import Unpack
 
 from ...hypergradient import Estimate, full_zeroth_order
 from ...optimizer.base import ColdOptions
+from ...optimizer.declaration import Method
 from ...optimizer.step import Given
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params
 from ..zeroth_order.base import ZerothOrder
+from ..zeroth_order.hozog import HOZOG
 from .maml import Initialised
 
 __all__ = ["ESMAML"]
@@ -60,6 +62,22 @@ class ESMAML(Initialised, ZerothOrder):
 
     Source: Song et al. (2020), arXiv:1910.01215.
     """
+
+    declared = Method(
+        paper="arXiv:1910.01215",
+        family="meta",
+        when="MAML without a derivative through the adaptation or of the upper loss; small models",
+        cost="T (2 Q + 1) lower, 2 Q + 1 losses; Q = directions",
+        calls=HOZOG.declared.calls,
+        label="es-maml",
+        initial=True,
+        second_order=False,
+        random=True,
+        copies=True,
+        lower_optimizer="elementwise",
+        settings={"quadratic": {"direction": "orthogonal"}},
+        elsewhere={"compare": "x is an initial point of y", "stochastic": "x is an initial point of y"},
+    )
 
     def __init__(
         self,

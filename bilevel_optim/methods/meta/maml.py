@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...hypergradient import Estimate
 from ...optimizer.base import BilevelOptimizer, CommonOptions, Loss
+from ...optimizer.declaration import Method, counts
 from ...optimizer.step import Given
 from ...oracle.oracle import Oracle
 from ...problem.objective import Objective
@@ -109,6 +110,24 @@ class MAML(Initialised, ITD):
         estimate = super().estimate(oracle, given)
         return estimate if estimate.start is None else self.through_start(oracle, estimate, estimate.start)
 
+    declared = Method(
+        paper="arXiv:1703.03400",
+        family="meta",
+        when="few-shot learning: the baseline that everybody knows",
+        cost="T lower (2 T with checkpoint), 1 upper, T hvp, T cross",
+        calls=ITD.declared.calls,
+        initial=True,
+        lower_optimizer="differentiable",
+        variants={"checkpoint": {"checkpoint": True}},
+        settings={"quadratic": {}, "quadratic/checkpoint": {}},
+        elsewhere={"compare": "x is an initial point of y", "stochastic": "x is an initial point of y"},
+    )
+
+    def _estimate(self, oracle: Oracle) -> Estimate:
+        solver = self._ready_solver(oracle, Vector(parameter.data for parameter in oracle.y))
+        estimate = unrolled(oracle, solver, self.lower_steps, truncate=self.truncate, checkpoint=self.checkpoint)
+        return estimate if estimate.start is None else self._through_start(oracle, estimate, estimate.start)
+
 
 class ANIL(MAML):
     r"""Almost no inner loop (ANIL): MAML that adapts only the head, on features shared by the tasks.
@@ -148,6 +167,20 @@ class ANIL(MAML):
 
     def initial(self, oracle: Oracle) -> Vector:
         """As for `MAML`, after the body."""
+
+    declared = Method(
+        paper="arXiv:1909.09157",
+        family="meta",
+        when="few-shot learning where adapting a head on shared features is enough",
+        cost="as MAML",
+        calls=MAML.declared.calls,
+        initial=True,
+        lower_optimizer="differentiable",
+        settings={"quadratic": {}},
+        elsewhere={"compare": "x is an initial point of y", "stochastic": "x is an initial point of y"},
+    )
+
+    def _initial(self, oracle: Oracle) -> Vector:
         if len(oracle.x) == len(oracle.y):
             raise ValueError(
                 "ANIL needs upper parameters beside the initial values of the lower ones: those of the body that the "
@@ -195,6 +228,24 @@ class FOMAML(Initialised):
         loss, grad_x, grad_y = here.oracle.upper(oracle.f.draw())
         return self.through_start(oracle, here.kept(Estimate(loss, grad_x)), grad_y)
 
+    declared = Method(
+        paper="arXiv:1703.03400",
+        family="meta",
+        when="few-shot learning without second derivatives; long adaptation",
+        cost="T lower, 1 upper",
+        calls=lambda o, k: counts(upper=1, lower=o.lower_steps),
+        second_order=False,
+        initial=True,
+        converges=False,
+        settings={"quadratic": {}},
+        elsewhere={"compare": "x is an initial point of y", "stochastic": "x is an initial point of y"},
+    )
+
+    def _estimate(self, oracle: Oracle) -> Estimate:
+        diagnostics = self._descend(oracle)
+        loss, grad_x, grad_y = oracle.upper(oracle.f.draw())
+        return self._through_start(oracle, Estimate(loss, grad_x, diagnostics), grad_y)
+
 
 class iMAML(Initialised, AID):
     r"""Implicit MAML (iMAML): adaptation that stays near x by a proximal term, differentiated implicitly.
@@ -235,6 +286,17 @@ class iMAML(Initialised, AID):
 
     Source: Rajeswaran, Finn, Kakade, Levine (2019), arXiv:1909.04630.
     """
+
+    declared = Method(
+        paper="arXiv:1909.04630",
+        family="meta",
+        when="few-shot learning with many steps that stay near x",
+        cost="as AID",
+        calls=AID.declared.calls,
+        initial=True,
+        settings={"quadratic": {"proximal": 1.0, "linear_steps": 30}},
+        elsewhere={"compare": "x is an initial point of y", "stochastic": "x is an initial point of y"},
+    )
 
     def __init__(
         self,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Self, Unpack
 
 from ...hypergradient import Estimate, implicit
 from ...optimizer.base import CommonOptions
+from ...optimizer.declaration import Method, counts
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, as_groups, is_count, is_number, require, unnamed
 from ...solvers import linear
@@ -108,6 +110,22 @@ class RAHGD(Accelerated):
 
     Source: Yang, Luo, Li, Jordan (2023), arXiv:2307.00126.
     """
+
+    declared = Method(
+        paper="arXiv:2307.00126",
+        family="restarted",
+        when="full batches and bad conditioning: momentum at both levels",
+        cost="as AID",
+        calls=lambda o, k: counts(upper=1, lower=o.lower_steps + 1, hvp=o.linear_steps + o.warm_start, cross=1),
+        ends=True,
+        variants={"descent": {"momentum": 0.0, "restart_radius": math.inf}},
+        settings={
+            "quadratic": {"linear_steps": 30, "on_converged": "continue"},
+            "quadratic/descent": {"linear_steps": 30},
+            "compare": {},
+        },
+        elsewhere={"stochastic": "restarts need exact gradients (recipes.learn_to_regularize)"},
+    )
 
     def __init__(
         self,
@@ -261,6 +279,18 @@ class PRAHGD(RAHGD):
 
     Source: Yang, Luo, Li, Jordan (2023), arXiv:2307.00126.
     """
+
+    declared = Method(
+        paper="arXiv:2307.00126",
+        family="restarted",
+        when="as RAHGD, where the way may lead past saddle points",
+        cost="as AID",
+        calls=RAHGD.declared.calls,
+        ends=True,
+        random=True,
+        settings={"quadratic": {"linear_steps": 30, "perturbation": 1e-13, "restart_radius": 0.5}, "compare": {}},
+        elsewhere={"stochastic": "restarts need exact gradients (recipes.learn_to_regularize)"},
+    )
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...hypergradient import Estimate
 from ...optimizer.base import CommonOptions
+from ...optimizer.declaration import Method, counts
 from ...optimizer.step import Given
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, is_number, require
@@ -97,6 +98,22 @@ class MRBO(NeumannMethod):
     """
 
     saved_options = ("beta", "lower_beta")
+    declared = Method(
+        paper="arXiv:2106.04692",
+        family="stochastic",
+        when="small batches: a single loop with recursive estimates of both gradients",
+        cost="2 lower, 2 upper, 2 Q hvp, 2 cross; Q = linear_steps",
+        calls=lambda o, k: counts(upper=2, lower=2, hvp=2 * o.linear_steps, cross=2),
+        lower_steps=False,
+        lower_optimizer="given gradient",
+        settings={
+            "quadratic": {"linear_steps": 20},
+            "stochastic": {"linear_steps": 10, "decay": (1 / 3, 1 / 3), "series": True},
+        },
+        elsewhere={"compare": "made for stochastic losses; here the batches are full"},
+    )
+
+    _saved = ("beta", "lower_beta")
 
     def __init__(
         self,
@@ -188,3 +205,20 @@ class SUSTAIN(MRBO):
     """
 
     randomised = True
+    declared = Method(
+        paper="arXiv:2102.07367",
+        family="stochastic",
+        when="as MRBO, with half of the products and more variance",
+        cost="2 lower, 2 upper, Q - 1 hvp on average, 2 cross; Q = linear_steps",
+        calls=lambda o, k: counts(upper=2, lower=2, hvp=o.linear_steps - 1, cross=2),
+        random=True,
+        lower_steps=False,
+        lower_optimizer="given gradient",
+        settings={
+            "quadratic": {"linear_steps": 4},
+            "stochastic": {"linear_steps": 10, "decay": (1 / 3, 1 / 3), "series": True},
+        },
+        elsewhere={"compare": "made for stochastic losses; here the batches are full"},
+    )
+
+    _randomised = True

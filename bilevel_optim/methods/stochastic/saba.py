@@ -10,12 +10,13 @@ from torch import Tensor
 
 from ...hypergradient import Estimate
 from ...hypergradient.estimate import Write
+from ...optimizer.declaration import Method
 from ...optimizer.step import Given
 from ...oracle.oracle import Oracle
-from ...problem.finite_sum import FiniteSum, term_count
-from ...problem.objective import Objective, Sample
+from ...problem.finite_sum import all_terms, random_term, term_count
+from ...problem.objective import Sample
 from ...problem.vector import Vector, stack
-from .soba import SingleLoop
+from .soba import SOBA, SingleLoop
 
 __all__ = ["SABA"]
 
@@ -75,11 +76,11 @@ class SABA(SingleLoop):
             of its draws, and with tasks (there is no memory of tasks).
 
     Example:
-        >>> import torch
+        >>> import torch, bilevel_optim as bo
         >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
         >>> data = torch.tensor([0.0, 3.0])
-        >>> upper = FiniteSum(lambda t: (y - t).square().mean() / 2, data)  # the mean of f asks for y = 1.5
-        >>> lower = FiniteSum(lambda t: (1 + t) * (y - x).square().sum() / 2, data)
+        >>> upper = bo.FiniteSum(lambda t: (y - t).square().mean() / 2, data)  # the mean of f asks for y = 1.5
+        >>> lower = bo.FiniteSum(lambda t: (1 + t) * (y - x).square().sum() / 2, data)
         >>> optimizer = SABA([x], [y], lr=0.03, lower_lr=0.2)
         >>> for _ in range(1000):
         ...     loss = optimizer.step(upper, lower)
@@ -97,6 +98,37 @@ class SABA(SingleLoop):
     def estimate(self, oracle: Oracle, given: Given) -> Estimate:
         """The step of `SOBA` along SAGA's directions."""
         rates = given.linear_rates(self.linear_lr)
+
+    declared = Method(
+        paper="arXiv:2201.13409",
+        family="stochastic",
+        when="data of moderate size in fixed batches: converges with constant learning rates",
+        cost="1 lower, 1 upper, 1 hvp, 1 cross; the first step: all batches",
+        calls=SOBA.declared.calls,
+        tasks="none",
+        data="finite_sum",
+        lower_steps=False,
+        lower_optimizer="given gradient",
+        settings={"quadratic": {}, "stochastic": {}},
+        elsewhere={"compare": "made for stochastic losses; here the batches are full"},
+    )
+
+    _rows: list[tuple[Vector, int, Vector]]  # tables, indices and values that a step renews
+
+    def backward(self, upper: Loss, lower: Loss, *, tasks: Any = None) -> Tensor:
+        """As for every method; takes no tasks, and objectives that know the indices of their draws."""
+        if tasks is not None:
+            raise ValueError("SABA remembers every term of its losses and takes no tasks; SOBA does")
+        loss = super().backward(upper, lower)
+        for table, index, row in self._rows:  # only now, because a step that fails changes nothing
+            table.lane(index).copy_(row)
+        self._rows = []
+        return loss
+
+    def _estimate(self, oracle: Oracle) -> Estimate:
+        solver, rates = self._ready_solver(oracle), self._linear_rates(self.linear_lr)
+        estimate = Estimate(oracle.x[0].new_zeros(()), oracle.x.zeros_like())
+        self._rows = []
         losses: list[Tensor] = []
         samples: list[Sample] = []
 
@@ -149,13 +181,13 @@ def _averaged(oracle: Oracle, given: Given, level: str, evaluate: Callable[[Samp
     result = _Averaged({}, {}, {}, [])
     memories = {True: result.upper_memory, False: result.memory}
     if kept is None:
-        terms = [evaluate(sample) for sample in _terms(objective)]
+        terms = [evaluate(sample) for sample in all_terms(objective)]
         for name, is_upper in _QUANTITIES[level].items():
             table = stack([term[name] for term in terms])
             result.directions[name] = Vector(t.mean(0) for t in table)
             memories[is_upper] |= {f"{name}_table": table, f"{name}_mean": result.directions[name].clone()}
         return result
-    index, sample = _drawn(oracle, given, objective)
+    index, sample = random_term(objective, lambda i: given.ranks.agreed(i, oracle.device))
     for name, value in evaluate(sample).items():
         memory = kept[name]
         result.directions[name] = memory.direction(index, value)
@@ -176,23 +208,8 @@ def _kept(given: Given, level: str, count: int) -> dict[str, _Memory] | None:
     return kept
 
 
-def _drawn(oracle: Oracle, given: Given, objective: Objective) -> tuple[int, Sample]:
-    """A random term, the same on all ranks."""
-    sample = objective.draw()
-    index = given.ranks.agreed(sample.index or 0, oracle.device)
-    if isinstance(objective, FiniteSum) and index != sample.index:
-        sample = objective.term(index)
-    return index, sample
-
-
 # What is remembered of a term of each sum, and whether it is shaped like x.
 _QUANTITIES = {
     "upper": {"direct": True, "adjoint": False},
     "lower": {"lower": False, "product": False, "cross": True},
 }
-
-
-def _terms(objective: Objective) -> list[Sample]:
-    if isinstance(objective, FiniteSum):
-        return [objective.term(i) for i in range(len(objective))]
-    return [objective.draw()]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...hypergradient import Estimate
 from ...optimizer.base import BilevelOptimizer, CommonOptions
+from ...optimizer.declaration import Method, counts
 from ...optimizer.step import Given
 from ...oracle.oracle import Oracle
 from ...problem.objective import Sample
@@ -92,6 +93,21 @@ class SOBA(SingleLoop):
     def estimate(self, oracle: Oracle, given: Given) -> Estimate:
         """One step of y and of v, and the hypergradient with the present v."""
         rates = given.linear_rates(self.linear_lr)
+
+    declared = Method(
+        paper="arXiv:2201.13409",
+        family="stochastic",
+        when="noisy second derivatives that are affordable: the cheapest step, the simplest single loop",
+        cost="1 lower, 1 upper, 1 hvp, 1 cross",
+        calls=lambda o, k: counts(upper=1, lower=1, hvp=1, cross=1),
+        lower_steps=False,
+        lower_optimizer="given gradient",
+        settings={"quadratic": {}, "stochastic": {"decay": (1 / 2, 1 / 2)}},
+        elsewhere={"compare": "made for stochastic losses; here the batches are full"},
+    )
+
+    def _estimate(self, oracle: Oracle) -> Estimate:
+        solver, rates = self._ready_solver(oracle), self._linear_rates(self.linear_lr)
         zeta, xi = oracle.g.draw(), oracle.f.draw()
         loss, grad_x, grad_y = oracle.upper(xi)
         v = self.solution(given)
@@ -154,6 +170,19 @@ class FSLA(SingleLoop):
     """
 
     saved_options = ("beta",)
+    declared = Method(
+        paper="arXiv:2112.04660",
+        family="stochastic",
+        when="as SOBA, for noisy upper gradients",
+        cost="1 lower, 3 upper, 1 hvp, 2 cross",
+        calls=lambda o, k: counts(upper=3, lower=1, hvp=o.warm_start, cross=2),
+        lower_steps=False,
+        lower_optimizer="given gradient",
+        settings={"quadratic": {}, "stochastic": {"decay": (1 / 2, 1 / 2)}},
+        elsewhere={"compare": "made for stochastic losses; here the batches are full"},
+    )
+
+    _saved = ("beta",)
 
     def __init__(
         self,

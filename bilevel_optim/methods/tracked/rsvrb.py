@@ -8,8 +8,10 @@ from typing import ClassVar, Unpack
 import torch
 from torch import Tensor
 
+from ...optimizer.declaration import Method
 from ...problem.parameters import Params, is_count, require
 from .drawing import Drawing, Weighted, importance_probabilities
+from .svrb import SVRB
 from .trackers import Matrices, Normalised, Products
 from .tracking import RecursiveOptimizer, RecursiveOptions
 from .variants import Variant, exact, probed, summed
@@ -99,6 +101,34 @@ class RSVRB(RecursiveOptimizer):
 
     Source: Guo, Hu, Zhang, Yang (2021), arXiv:2105.02266 (RSVRB, RE-RSVRB: ``"faithful"``; the rest is ours).
     """
+
+    declared = Method(
+        paper="arXiv:2105.02266",
+        family="tracked",
+        when="up to millions of lower problems, each with a state worth keeping",
+        cost="as SVRB for each task looked at",
+        calls=SVRB.declared.calls,
+        tasks="rows",
+        random=True,
+        lower_steps=False,
+        lower_optimizer="none",
+        variants={
+            "faithful": {"variant": "faithful"},
+            "normalised": {"variant": "self_normalised"},
+            "free": {"variant": "matrix_free"},
+        },
+        settings={
+            "quadratic": {},
+            "quadratic/faithful": {},
+            "quadratic/normalised": {},
+            "quadratic/free": {},
+            "stochastic": {"decay": (1 / 3, 1 / 3), "tasks": True},
+            "stochastic/faithful": {"decay": (1 / 3, 1 / 3), "tasks": True},
+            "stochastic/normalised": {"decay": (1 / 3, 1 / 3), "tasks": True},
+            "stochastic/free": {"decay": (1 / 3, 1 / 3), "tasks": True},
+        },
+        elsewhere={"compare": "made for stochastic losses (recipes.hyper_regularization)"},
+    )
 
     VARIANTS: ClassVar = {
         "exact_mean": Variant(Matrices, exact, mean=True),

@@ -8,11 +8,13 @@ from typing import Unpack
 import torch
 
 from ...hypergradient.recursive import flat, shaped
+from ...optimizer.declaration import Method
 from ...optimizer.step import Given, Update
 from ...problem.parameters import Params, require
 from ...problem.vector import Vector
 from .drawing import Drawing
 from .rows import CHUNK
+from .svrb import SVRB
 from .trackers import Matrices
 from .tracking import RecursiveOptimizer, RecursiveOptions, is_weight
 from .variants import Variant, exact
@@ -63,6 +65,19 @@ class STABLE(RecursiveOptimizer):
 
     Source: Chen, Sun, Xiao, Yin (2022), arXiv:2102.04671 (STABLE).
     """
+
+    declared = Method(
+        paper="arXiv:2102.04671",
+        family="tracked",
+        when="baseline of SVRB: plain first derivatives, lower steps that follow x",
+        cost="as SVRB",
+        calls=SVRB.declared.calls,
+        tasks="rows",
+        lower_steps=False,
+        lower_optimizer="none",
+        settings={"quadratic": {}, "stochastic": {"decay": (1 / 2, 1 / 2), "matrices": True}},
+        elsewhere={"compare": "made for stochastic losses (recipes.hyper_regularization)"},
+    )
 
     def __init__(
         self,

@@ -335,7 +335,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         with torch.no_grad():
             for ids in table.chunks(table.late(clock)):
                 for write in table.writes(ids, table.gather(ids, clock), clock):
-                    write.table[write.index] = write.values
+                    write.table[write.rows] = write.values
 
     def place_of(self, name: str, parameter: Tensor) -> torch.device | None:
         """Tables of rows are where the user wants them; probabilities are drawn from on the host."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...hypergradient import Estimate, full_zeroth_order
+from ...optimizer.declaration import Method, counts
 from ...optimizer.step import Given
 from ...oracle.oracle import Oracle
 from .base import ZerothOrder
@@ -57,3 +58,31 @@ class HOZOG(ZerothOrder):
     def estimate(self, oracle: Oracle, given: Given) -> Estimate:
         """Differences of the paths from perturbed x."""
         return self.followed(oracle, given, full_zeroth_order)
+
+    declared = Method(
+        paper="arXiv:2102.09026",
+        family="zeroth-order",
+        when="upper losses without a derivative; few upper parameters",
+        cost="T (Q + 1) lower, Q + 1 losses; Q = directions, 2 Q with central differences",
+        calls=lambda o, k: counts(
+            lower=o.lower_steps * (1 + o.directions * (1 + (o.difference == "central"))),
+            loss=1 + o.directions * (1 + (o.difference == "central")),
+        ),
+        second_order=False,
+        random=True,
+        copies=True,
+        lower_optimizer="elementwise",
+        variants={"1": {"directions": 1}, "16": {"directions": 16}},
+        settings={
+            "quadratic": {"direction": "orthogonal", "difference": "central"},
+            "compare/1": {"warm_start": True},
+            "compare/16": {"warm_start": True},
+            "stochastic/1": {"lower_steps": 10},
+        },
+    )
+
+    def _estimate(self, oracle: Oracle) -> Estimate:
+        directions, paths = self._directions(oracle), self._paths(oracle, self._start(oracle))
+        estimate = full_zeroth_order(oracle, paths, directions, central=self.difference == "central")
+        self._finish(oracle, paths)
+        return estimate

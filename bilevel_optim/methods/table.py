@@ -1,0 +1,80 @@
+"""The tables of methods in the documents, made from what the methods declare.
+
+    python -m bilevel_optim.methods.table README.md docs/methods.md
+
+writes them anew, between ``<!-- methods: begin -->`` (or ``<!-- methods: begin, in full -->``) and
+``<!-- methods: end -->``.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from ..optimizer.declaration import FAMILIES, REGISTRY, Method
+
+__all__ = ["rewritten", "table"]
+
+TASKS = {"stacked": "yes", "rows": "yes, remembers each", "required": "needs them", "none": "no"}
+DATA = {"any": "any", "finite_sum": "finite sums"}
+MARKED = re.compile(r"(<!-- methods: begin(, in full)? -->\n).*?(<!-- methods: end -->)", re.S)
+
+
+def _needs(method: Method) -> str:
+    needs = ["second derivatives" if method.second_order else "first derivatives"]
+    needs += ["finite sums"] * (method.data == "finite_sum") + ["tasks"] * (method.tasks == "required")
+    needs += ["one loss"] * (method.losses == 1) + ["x that starts y"] * method.initial
+    return ", ".join(needs)
+
+
+def _paper(method: Method) -> str:
+    return re.sub(r"^arXiv:(\S+)$", r"[\1](https://arxiv.org/abs/\1)", method.paper)
+
+
+COLUMNS: dict[str, Callable[[Method], str]] = {
+    "when": lambda method: method.when,
+    "cost per step": lambda method: method.cost,
+    "needs": _needs,
+    "tasks": lambda method: TASKS[method.tasks],
+    "data": lambda method: DATA[method.data],
+    "paper": _paper,
+}
+SHORT = ("when", "needs")
+
+
+def table(*, full: bool = False) -> str:
+    """Markdown with a row for each method, by family: when to choose it, what it needs.
+
+    Args:
+        full: a table for each family, with costs, tasks, data and papers too.
+    """
+    columns = tuple(COLUMNS) if full else SHORT
+    families: dict[str, list[list[str]]] = {family: [] for family in FAMILIES}
+    for name, cls in REGISTRY.items():  # as defined: what others build on comes before them
+        row = [f"`{name}`", *(COLUMNS[column](cls.declared) for column in columns)]
+        families[cls.declared.family].append(row)
+    found = {family.capitalize(): rows for family, rows in families.items() if rows}
+    if full:
+        return "\n".join(f"### {family}\n\n{_markdown(['method', *columns], rows)}" for family, rows in found.items())
+    rows = [[family * (row is rows[0]), *row] for family, rows in found.items() for row in rows]
+    return _markdown(["family", "method", *columns], rows)
+
+
+def _markdown(head: list[str], rows: list[list[str]]) -> str:
+    return "".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *rows))
+
+
+def rewritten(text: str) -> str:
+    """The text of a document with its tables made anew."""
+    new, count = MARKED.subn(lambda found: f"{found[1]}\n{table(full=bool(found[2]))}\n{found[3]}", text)
+    if not count:
+        raise ValueError("the document has no place for the methods: <!-- methods: begin --> ... <!-- methods: end -->")
+    return new
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        document = Path(name)
+        document.write_text(rewritten(document.read_text(encoding="utf-8")), encoding="utf-8")

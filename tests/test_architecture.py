@@ -1,0 +1,98 @@
+"""The house rules that the syntax trees can show: who imports whom, who touches whose private parts, sizes."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "bilevel_optim"
+# A folder imports only those before it; ``methods`` and ``checking`` are side by side.
+LAYERS = ("kernels", "problem", "distributed", "oracle", "solvers", "hypergradient", "optimizer", "methods", "checking")
+FAMILIES = {
+    "meta": ("aid", "itd", "zeroth_order"),
+    "ba": ("aid",),
+    "paid": ("aid",),
+}
+MODULES = sorted(PACKAGE.rglob("*.py"))
+TREES = {path: ast.parse(path.read_text()) for path in MODULES}
+
+
+def parts_of(path):
+    return path.relative_to(PACKAGE).with_suffix("").parts
+
+
+def imports(path):
+    """The modules of the package that a module imports, as tuples of names."""
+    package = parts_of(path)[:-1]
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - node.level + 1]
+            target = base + tuple(node.module.split(".") if node.module else ())
+            yield from ([(*target, alias.name) for alias in node.names] if not node.module else [target])
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("bilevel_optim"):
+            yield tuple(node.module.split(".")[1:])
+
+
+def test_few_modules_stand_outside_of_the_folders():
+    assert len(list(PACKAGE.glob("*.py"))) <= 6
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders <= set(LAYERS)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_folder_imports_only_those_below(path):
+    own = parts_of(path)
+    if len(own) == 1:
+        return  # the public face, and the errors that everything may raise
+    for target in imports(path):
+        if target and target[0] in LAYERS:
+            assert LAYERS.index(target[0]) <= LAYERS.index(own[0]), f"{'.'.join(own)} imports {'.'.join(target)}"
+            assert (own[0], target[0]) != ("checking", "methods")
+        if own[0] == target[0] == "methods" and len(own) > 1 and len(target) > 1 and own[1] != "__init__":
+            allowed = (own[1], *FAMILIES.get(own[1], ()))
+            assert target[1] in allowed, f"{'.'.join(own)} imports {'.'.join(target)}"
+
+
+def test_torch_distributed_is_named_in_one_folder():
+    for path in MODULES:
+        if parts_of(path)[0] != "distributed":
+            text = path.read_text()
+            assert "torch.distributed as" not in text, path
+            assert "from torch.distributed" not in text, path
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_private_attributes_stay_at_home(path):
+    """No attribute that begins with one underscore is used but through self, cls, super() or in the module that has it."""
+    tree = TREES[path]
+    own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    own |= {
+        target.attr
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign))
+        for target in ast.walk(node)
+        if isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store)
+    }
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")):
+            continue
+        value = node.value
+        at_home = isinstance(value, ast.Name) and value.id in ("self", "cls")
+        of_super = isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "super"
+        of_torch = ast.unparse(value).startswith("torch") or node.attr in ALLOWED
+        assert at_home or of_super or of_torch or node.attr in own, f"{path.name}:{node.lineno}: {ast.unparse(node)}"
+
+
+ALLOWED = {
+    "_replace",  # of a named tuple
+    "_buffers",  # of a torch module
+}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_modules_and_classes_are_small(path):
+    assert len(path.read_text().splitlines()) <= 400
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.ClassDef):
+            methods = [part.name for part in node.body if isinstance(part, ast.FunctionDef)]
+            assert len(methods) <= 20, f"{node.name} has {len(methods)} methods"
