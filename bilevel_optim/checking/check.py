@@ -16,7 +16,7 @@ from torch.optim import LBFGS
 
 from ..errors import GradcheckError
 from ..hypergradient.finite_difference import stencil
-from ..methods.tracked.recursion import RecursiveOptimizer
+from ..methods.tracked.tracking import RecursiveOptimizer
 from ..optimizer.base import BilevelOptimizer, Loss, as_objective
 from ..optimizer.minimax import MinimaxOptimizer, opposite
 from ..oracle import tasks as task_layer

@@ -1,29 +1,31 @@
-"""What variance-reduced estimators track: derivatives of every sampled task, at two points, on one sample."""
+"""What variance-reduced estimators track: derivatives of every sampled task, at two points, on one sample.
+
+Points are flat here: x has shape (d,), rows of y have shape (n, p).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..oracle.lanes import stacked
 from ..oracle.oracle import Oracle
-from ..oracle.tasks import LaneLoss, TaskDraws, TaskObjective
-from ..problem.objective import Objective
+from ..problem.tasks import TaskDraws
 from ..problem.vector import Vector
 
-__all__ = ["Points", "matrices", "products"]
+__all__ = ["Points", "flat", "matrices", "products", "shaped"]
 
 
 class Points:
-    """Both losses of some tasks at points of their own, on one pair of samples.
+    """Both losses of some tasks, each at its own y, on one pair of samples.
 
     Args:
-        oracle: of the live tensors.
+        oracle: of one problem; with tasks, its y has a row for each of them.
         draws: the data of the tasks; None for a single problem, whose objectives have their own.
-        x: a point to begin with, flat, shape (d,).
-        rows: lower points, shape (n, p).
+        x: a point to begin with.
+        rows: the lower points there.
         apart: whether derivatives in x are wanted for each task, so that each gets a copy of x.
         weights: factors of the tasks' losses. Default: 1.
     """
@@ -38,60 +40,38 @@ class Points:
         apart: bool,
         weights: Tensor | None = None,
     ) -> None:
-        self.live, self.tasks, self.apart = oracle, draws is not None, apart
+        self.tasks, self.apart = draws is not None, apart
         self.weights = None if weights is None else weights.to(rows)
+        self._x, self._y = oracle.x, oracle.y
         if draws is None:
             self.oracle = oracle
         else:
-            own_y = Vector(t.requires_grad_() for t in self.lower(rows))
-            own_x = Vector(t.clone().requires_grad_() for t in self._upper(x, len(rows))) if apart else oracle.x
-            variables = Vector((*own_x, *own_y)) if apart else own_y
-            live = Vector((*oracle.x, *oracle.y)) if apart else oracle.y
-
-            def objective(level: str) -> Objective:
-                loss = LaneLoss(oracle, level, variables, live=live, weights=self.weights)
-                features = (oracle.f if level == "upper" else oracle.g).features
-                if features is not None:
-                    loss.loss = _whole(loss.loss, features)
-                return TaskObjective(loss, lambda: draws.batch(level))
-
-            self.oracle = Oracle(
-                own_x, own_y, objective("upper"), objective("lower"),
-                names=oracle.names, session=oracle.session, lanes=len(rows),
-            )  # fmt: skip
-        self.oracle.checks = oracle.checks
+            own_x = self._upper(x, len(rows)) if apart else None
+            self.oracle = stacked(oracle, self.lower(rows), draws.batch, x=own_x, weights=self.weights)
         self.f, self.g = self.oracle.f.draw(), self.oracle.g.draw()
 
-    def at(self, x: Tensor, rows: Tensor) -> Any:
-        """Let the points be elsewhere inside the block."""
-        upper = self._upper(x, len(rows) if self.tasks and self.apart else None)
-        return self.oracle.at(upper, self.lower(rows))
-
-    def _upper(self, x: Tensor, copies: int | None) -> Vector:
-        parts = shaped(x, self.live.x)
-        return parts if copies is None else Vector(t.expand(copies, *t.shape) for t in parts)
+    def at(self, x: Tensor, rows: Tensor) -> Oracle:
+        """The losses there."""
+        return self.oracle.at(self._upper(x, len(rows)), self.lower(rows))
 
     def lower(self, rows: Tensor) -> Vector:
         """Rows as tensors like y, whose first dimension is that of the tasks, if there are tasks."""
-        parts, start = [], 0
-        for t in self.live.y:
-            shape = t.shape[1:] if self.tasks else t.shape
-            size = shape.numel()
-            part = rows[:, start : start + size].to(t.dtype)
-            parts.append(part.reshape(len(rows), *shape).clone() if self.tasks else part.reshape(shape))
-            start += size
-        return Vector(parts)
+        return shaped(rows, self._y.lane(0)) if self.tasks else shaped(rows[0], self._y)
+
+    def _upper(self, x: Tensor, copies: int) -> Vector:
+        upper = shaped(x, self._x)
+        return Vector(t.expand(copies, *t.shape) for t in upper) if self.tasks and self.apart else upper
 
 
-def matrices(points: Points) -> tuple[Tensor, dict[str, Tensor]]:
-    r"""Values of f (their weighted sum), and for each task its derivatives at the present points.
+def matrices(points: Points, x: Tensor, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    r"""Value of f (the weighted sum), and for each task its derivatives at a point.
 
     ``u`` :math:`= \nabla_x f` (n, d), ``v`` :math:`= \nabla_y f` (n, p), ``w`` :math:`= \nabla_y g` (n, p),
     ``V`` :math:`= \nabla^2_{xy} g` (n, d, p), ``H`` :math:`= \nabla^2_{yy} g` (n, p, p).
 
     Costs per task one upper and one lower gradient, p Hessian-vector and p cross products.
     """
-    oracle, n = points.oracle, points.oracle.lanes or 1
+    oracle, n = points.at(x, rows), len(rows)
     loss, grad_x, grad_y = oracle.upper(points.f)
     gradient, hessian, cross = oracle.lower_matrices(points.g)
     oracle.checks.finite("lower_grad", gradient)
@@ -99,12 +79,12 @@ def matrices(points: Points) -> tuple[Tensor, dict[str, Tensor]]:
         "u": flat(grad_x, n),
         "v": flat(grad_y, n),
         "w": flat(gradient, n),
-        "V": _tracked(cross),
-        "H": _tracked(hessian),
+        "V": _precise(cross),
+        "H": _precise(hessian),
     }
 
 
-def products(points: Points, r: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def products(points: Points, x: Tensor, rows: Tensor, r: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     r"""The weighted sums of f and of :math:`\nabla_x f - \nabla^2_{xy} g\, r`, and what each task tracks.
 
     That is ``w`` :math:`= \nabla_y g` and ``s`` :math:`= \nabla^2_{yy} g\, r - \nabla_y f`, both (n, p).
@@ -112,7 +92,7 @@ def products(points: Points, r: Tensor) -> tuple[Tensor, Tensor, dict[str, Tenso
     Costs per task one upper and one lower gradient, one Hessian-vector and one cross product. No tensor is larger than
     x or the rows.
     """
-    oracle, n = points.oracle, points.oracle.lanes or 1
+    oracle, n = points.at(x, rows), len(rows)
     weights = (r.new_ones(n) if points.weights is None else points.weights.to(r)).unsqueeze(-1)
     loss, grad_x, grad_y = oracle.upper(points.f)
     with oracle.lower_system(points.g) as system:
@@ -120,23 +100,19 @@ def products(points: Points, r: Tensor) -> tuple[Tensor, Tensor, dict[str, Tenso
     oracle.checks.finite("lower_grad", system.gradient)
     oracle.checks.finite("hvp", curved)
     tracked = {"w": flat(system.gradient, n) / weights, "s": (flat(curved, n) - flat(grad_y, n)) / weights}
-    return loss, flat(grad_x, 1)[0] - flat(cross, 1)[0], tracked
+    return loss, flat(grad_x)[0] - flat(cross)[0], tracked
 
 
-def flat(vector: Sequence[Tensor], n: int) -> Tensor:
+def flat(vector: Sequence[Tensor], n: int = 1) -> Tensor:
     """The tensors of a vector, n rows each, side by side, in float32 at least: small weights need it."""
-    return _tracked(torch.cat([t.detach().reshape(n, -1) for t in vector], 1))
+    return _precise(torch.cat([t.detach().reshape(n, -1) for t in vector], 1))
 
 
-def shaped(x: Tensor, like: Sequence[Tensor]) -> Vector:
-    """A flat vector as tensors like others."""
-    parts = torch.split(x, [t.numel() for t in like])
-    return Vector(part.view(t.shape).to(t.dtype) for part, t in zip(parts, like, strict=True))
+def shaped(rows: Tensor, like: Sequence[Tensor]) -> Vector:
+    """Flat points as tensors like others, behind the dimensions that there are several points in."""
+    parts = torch.split(rows, [t.numel() for t in like], -1)
+    return Vector(part.reshape((*rows.shape[:-1], *t.shape)).to(t.dtype) for part, t in zip(parts, like, strict=True))
 
 
-def _tracked(t: Tensor) -> Tensor:
+def _precise(t: Tensor) -> Tensor:
     return t.to(torch.promote_types(t.dtype, torch.float32))
-
-
-def _whole(loss: Any, features: Any) -> Any:
-    return lambda batch: loss(features(batch))

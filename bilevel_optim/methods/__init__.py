@@ -32,12 +32,11 @@ from .stochastic.soba import SOBA as SOBA
 from .stochastic.stocbio import AmIGO as AmIGO
 from .stochastic.stocbio import StocBiO as StocBiO
 from .stochastic.vrbo import VRBO as VRBO
-
-# from .tracked.bsvrb import BSVRB as BSVRB
-# from .tracked.rsvrb import RSVRB as RSVRB
-# from .tracked.rsvrb import importance_probabilities as importance_probabilities
-# from .tracked.stable import STABLE as STABLE
-# from .tracked.svrb import SVRB as SVRB
+from .tracked.bsvrb import BSVRB as BSVRB
+from .tracked.rsvrb import RSVRB as RSVRB
+from .tracked.rsvrb import importance_probabilities as importance_probabilities
+from .tracked.stable import STABLE as STABLE
+from .tracked.svrb import SVRB as SVRB
 from .zeroth_order.hozog import HOZOG as HOZOG
 from .zeroth_order.pzobo import PZOBO as PZOBO
 

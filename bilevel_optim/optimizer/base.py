@@ -35,6 +35,7 @@ from .declaration import register
 from .memory import (
     copied,
     load_exactly,
+    place_of,
     recalled,
     remember,
     remember_solver,
@@ -364,7 +365,7 @@ class BilevelOptimizer(StepFunctions, Optimizer):
             raise ValueError("the state dict is not that of a BilevelOptimizer: it has no 'bilevel' entry")
         if own["method"] != type(self).__name__:
             raise ValueError(f"the state dict is that of {own['method']}, but this optimizer is {type(self).__name__}")
-        load_exactly(self, super().load_state_dict, state_dict)
+        load_exactly(self, super().load_state_dict, state_dict, self.place_of)
         self._rules = []
         self._steps_done, self._last_loss = own["steps_done"], own["last_loss"]
         self._counts.update(own["oracle_counts"])
@@ -374,6 +375,10 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         self.numbers = copy.deepcopy(own["numbers"])
         for name in self.saved_options:
             setattr(self, name, own["options"][name])
+
+    def place_of(self, name: str, parameter: Tensor) -> torch.device | None:
+        """The device of an entry of ``state[parameter]`` that is loaded; None for where it was saved."""
+        return place_of(name, parameter)
 
     def __getstate__(self) -> dict[str, Any]:
         # torch keeps three entries and makes the others again; ours must be kept too, the rules excepted.

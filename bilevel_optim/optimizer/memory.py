@@ -15,9 +15,11 @@ from ..problem.vector import Vector, is_sharded
 from ..solvers.lower import Memory
 
 __all__ = [
+    "TABLE",
     "copied",
     "load_exactly",
     "owned",
+    "place_of",
     "recalled",
     "remember",
     "remember_solver",
@@ -85,10 +87,17 @@ def remember_tables(state: State, parameters: Sequence[Tensor], tables: Mapping[
         state[parameters[0]][TABLE + name] = table.detach()
 
 
-def load_exactly(optimizer: Optimizer, load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]) -> None:
-    """``load`` as torch does it, but for its cast of all that is kept to the precision of the parameters."""
+def load_exactly(
+    optimizer: Optimizer,
+    load: Callable[[dict[str, Any]], None],
+    state_dict: dict[str, Any],
+    place_of: Callable[[str, Tensor], torch.device | None],
+) -> None:
+    """``load`` as torch does it, but for its cast of all that is kept to the precision of the parameters.
+
+    ``place_of`` gives the device of an entry of a parameter's state; None for where it was saved.
+    """
     loaded: dict[str, Any] = {}
-    place_of: Callable[[str, Tensor], torch.device | None] = getattr(optimizer, "place_of", _place_of)
 
     def withhold(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
         loaded.update(given)
@@ -114,7 +123,7 @@ def load_exactly(optimizer: Optimizer, load: Callable[[dict[str, Any]], None], s
             handle.remove()
 
 
-def _place_of(name: str, parameter: Tensor) -> torch.device | None:
+def place_of(name: str, parameter: Tensor) -> torch.device | None:
     """The device of an entry of ``state[parameter]``: that of the parameter; None for where it was saved."""
     return None if name == SOLVER + "step" else parameter.device
 

@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import ClassVar, Unpack
 
-from torch import Tensor
-
-from ...hypergradient.recursive import Points, matrices
-from ...hypergradient.storm import corrected, floor, msvr, storm
 from ...optimizer.declaration import Method
-from ...problem.parameters import Params, require
-from .recursion import Look, RecursiveOptions
-from .rsvrb import RSVRB
+from ...problem.parameters import Params, is_count, require
+from .drawing import Drawing
 from .svrb import SVRB
-from .trackers import Matrices, Measured, Mix, Products, Rows, Trackers
+from .trackers import Blocks, Products
+from .tracking import RecursiveOptimizer, RecursiveOptions
+from .variants import Variant, blockwise, summed
 
 __all__ = ["BSVRB"]
 
 
-class Blocks(Matrices):
-    """H and w alone are tracked; the other factors of the hypergradient are those of the present sample."""
-
-    names = ("H", "w")
-    limits = ()
-
-    def first(self, points: Points, x: Tensor, y: Tensor, rates: Tensor) -> tuple[Tensor, Tensor, Rows]:
-        with points.at(x, y):
-            loss, found = matrices(points)
-        rows = self._projected({name: found[name] for name in self.names}, self.least)
-        return loss, corrected(found["u"], found["V"], rows["H"], found["v"]).sum(0), rows
-
-    def _projected(self, rows: Rows, least: Tensor | float) -> Rows:
-        above, self.active["H"] = floor(rows["H"], least)
-        return {**rows, "H": above}
-
-
-class BSVRB(RSVRB):
+class BSVRB(RecursiveOptimizer):
     r"""Blockwise stochastic variance-reduced bilevel method (BSVRB), versions 1 and 2: rows rest between visits.
 
     Only the rows of the tasks S of a step change; their trackers take MSVR steps,
@@ -120,7 +100,7 @@ class BSVRB(RSVRB):
         elsewhere={"compare": "made for stochastic losses (recipes.hyper_regularization)"},
     )
 
-    VARIANTS = ("blocks", "matrix_free")
+    VERSIONS: ClassVar = {1: Variant(Blocks, blockwise, rests=True), 2: Variant(Products, summed, rests=True)}
 
     def __init__(
         self,
@@ -135,35 +115,10 @@ class BSVRB(RSVRB):
         task_batch: int = 10,
         **recursive: Unpack[RecursiveOptions],
     ) -> None:
-        require("version", version, version in (1, 2) and not isinstance(version, bool))
-        self.version = version
+        require("version", version, version in self.VERSIONS and not isinstance(version, bool))
+        require("task_batch", task_batch, is_count(task_batch) and task_batch > 0)
+        self.version, self.task_batch = version, task_batch
         options: RecursiveOptions = {"beta_unit": "absolute", **recursive}
-        super().__init__(
-            upper, lower, lr=lr, lower_lr=lower_lr, beta=beta, floor=floor, task_batch=task_batch,
-            variant=self.VARIANTS[version - 1], **options,
-        )  # fmt: skip
+        rule, drawing = self.VERSIONS[version], Drawing(task_batch)
+        super().__init__(upper, lower, rule, drawing, lr=lr, lower_lr=lower_lr, beta=beta, floor=floor, **options)
         require("beta", beta, all(weight < 1 for weight in self.beta.values()))
-
-    def _trackers(self) -> Trackers:
-        return Products({}) if self.version == 2 else Blocks(self.floor, {})
-
-    def _resting(self, betas: dict[str, float]) -> tuple[dict[str, float], float]:
-        return dict.fromkeys(betas, 0.0), 0.0
-
-    def _mix(self, look: Look) -> Mix:
-        share = self._batch(len(look.rows)) / len(look.rows)
-
-        def mix(name: str, tracker: Tensor, new: Tensor, old: Tensor) -> Tensor:
-            return msvr(tracker, new, old, look.betas[name], share)
-
-        return mix
-
-    def _mean(self, look: Look, tracked: Rows, measured: Measured) -> Tensor:
-        """STORM over hypergradients with this sample's factors and the tracked H, after and before the step."""
-        assert self._direction is not None
-        weights = (look.scale / len(look.rows)).to(look.x)
-        q = [
-            weights @ corrected(part["u"], part["V"], rows["H"], part["v"])
-            for part, rows in ((measured.new, tracked), (measured.old, look.now))
-        ]
-        return storm(self._direction, q[0], q[1], look.betas["d"])

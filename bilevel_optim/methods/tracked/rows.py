@@ -4,20 +4,109 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...hypergradient.estimate import Write
+from ...hypergradient.recursive import flat, shaped
 from ...hypergradient.storm import floor
+from ...problem.vector import Vector
 
-__all__ = ["Rows"]
+__all__ = ["CHUNK", "STAMPS", "Clock", "Rows", "Table", "table_of"]
 
 REBASE = -16.0  # below that, exp(sum of logarithms) leaves too few digits in the differences of prefix sums
 CHUNK = 1 << 22  # entries handled at a time when all rows are gone through
+BLOCK = 1024  # steps of the history that are kept together, so that adding one copies few
+
+STAMPS = ("log", "drift", "age")  # tables that say at what time a row is valid
+Rows = dict[str, Tensor]  # some rows as they are at one time, by name
+Passed = tuple[float, float, float]  # of a step: mixing weight of the first velocity, part of a step, learning rate
 
 
-class Rows:
+class Clock(NamedTuple):
+    r"""The time, and the prefix sums over the steps that rows have rested through, as plain numbers.
+
+    Attributes:
+        time: number of steps.
+        log: :math:`\Lambda`, for each tracker.
+        drift: G, for each position and learning rate.
+        last: G at the last step.
+        history: what passed since the last rebase, in blocks; kept only if there is a radius.
+    """
+
+    time: int
+    log: tuple[float, ...]
+    drift: tuple[tuple[float, ...], ...]
+    last: tuple[tuple[float, ...], ...]
+    history: tuple[tuple[Passed, ...], ...] = ()
+
+    @classmethod
+    def started(cls, trackers: int, positions: int, rates: int) -> Clock:
+        """The clock of rows that are all current."""
+        zeros = ((0.0,) * rates,) * positions
+        return cls(0, (0.0,) * trackers, zeros, zeros)
+
+    @classmethod
+    def read(cls, numbers: Mapping[str, Any]) -> Clock:
+        return cls(**numbers["clock"])
+
+    def numbers(self) -> dict[str, Any]:
+        return {"clock": self._asdict()}
+
+    @property
+    def still(self) -> bool:
+        """Whether no row has moved since the last rebase without being looked at."""
+        return not (any(self.log) or any(map(any, self.drift)))
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the prefix sums lose digits."""
+        return min(self.log, default=0.0) < REBASE
+
+    def waited(self) -> Clock:
+        """One step later, if no row moves that is not looked at."""
+        return self._replace(time=self.time + 1, last=self.drift)
+
+    def ticked(
+        self, betas: Sequence[float], velocities: Sequence[int], rates: Sequence[float], tau: float, keep: bool
+    ) -> Clock:
+        """One step later.
+
+        Args:
+            betas: mixing weights of the trackers.
+            velocities: which trackers the positions move along.
+            rates: learning rates.
+            tau: part of a step that is made.
+            keep: whether the history is wanted.
+        """
+        log = tuple(old + math.log(max(1 - beta, 1e-16)) for old, beta in zip(self.log, betas, strict=True))
+        levels = [math.exp(log[column]) for column in velocities]
+        drift = tuple(
+            tuple(old + rate * tau * level for old, rate in zip(sums, rates, strict=True))
+            for sums, level in zip(self.drift, levels, strict=True)
+        )
+        history = self.history
+        if keep:
+            full = not history or len(history[-1]) == BLOCK
+            *blocks, block = (*history, ()) if full else history
+            history = (*blocks, (*block, (betas[velocities[0]], tau, rates[0])))
+        return Clock(self.time + 1, log, drift, self.drift, history)
+
+    def rebased(self) -> Clock:
+        """The clock as it is when all rows are current."""
+        return Clock.started(len(self.log), len(self.drift), len(self.drift[0]))._replace(time=self.time)
+
+    def lately(self, steps: int) -> list[Passed]:
+        """What passed in the last steps."""
+        blocks = self.history[-(steps // BLOCK + 2) :]
+        return [passed for block in blocks for passed in block][-steps:] if steps else []
+
+
+@dataclass(frozen=True)
+class Table:
     r"""Tensors with one row per task, of which each step changes a few by data and all others by a known rule.
 
     When the row is not looked at, every tracker X shrinks, :math:`X \leftarrow (1-\beta) X`, and every position y moves
@@ -30,191 +119,109 @@ class Rows:
         \qquad \Lambda_t = \sum_{s<t} \log(1 - \beta_s), \quad G_t = \sum_{s<t} \tau_s \text{lr}_s e^{\Lambda_{s+1}}.
 
     A row keeps :math:`\Lambda_a` and :math:`G_a` of the time at which it is valid; nothing is kept per step, unless
-    there is a radius.
+    there is a radius. Nothing here writes: `gather` computes rows, `writes` says where they belong.
 
-    Args:
-        positions: live tensors of the first position, each (m, ...); they stay where they are.
-        groups: for each entry of a row of the first position, the index of its learning rate.
-        values: everything else by name, each (m, ...). A name and that name with ``_last`` hold a tensor and its value
-            at the last step.
+    Attributes:
+        positions: tensors of the first position y, each (m, ...).
+        tables: everything else by name, each (m, ...): the trackers, positions and their values ``NAME_last`` at the
+            last step, whatever else a method keeps; and ``log``, ``drift``, ``age`` of the rows.
+        trackers: names of what shrinks, in the order of ``log``.
         moving: (position, velocity) names.
-        decays: the mixing weight that each tracker shrinks by, by name of the tracker, as a name in ``tick``'s betas.
+        groups: for each entry of a row of y, the index of its learning rate.
         least: lowest eigenvalue of ``H``, which is kept above it also when the row is not looked at; None: not.
-        radius: of the ball :math:`\Pi` projects the first position to.
+        radius: of the ball :math:`\Pi` projects y to.
     """
 
-    def __init__(
-        self,
-        positions: Sequence[Tensor],
-        groups: Tensor,
-        values: dict[str, Tensor],
-        *,
-        moving: Sequence[tuple[str, str]],
-        decays: Mapping[str, str],
-        least: float | None = None,
-        radius: float = math.inf,
-        device: torch.device | None = None,
-    ) -> None:
-        self.device = positions[0].device if device is None else device
-        self.positions, self.groups = list(positions), groups.to(self.device)
-        self.moving, self.decays, self.least, self.radius = tuple(moving), dict(decays), least, radius
-        self.columns = sorted(set(self.decays.values()))
-        self.values = {name: t.to(self.device) for name, t in values.items()}
-        m, kinds = len(positions[0]), int(groups.max()) + 1 if len(groups) else 1
-        double = {"dtype": torch.float64, "device": self.device}
-        self.log = torch.zeros(m, len(self.columns), **double)  # type: ignore[call-overload]
-        self.drift = torch.zeros(m, len(self.moving), kinds, **double)  # type: ignore[call-overload]
-        self.age = torch.zeros(m, dtype=torch.int64, device=self.device)
-        self.now = {"log": torch.zeros_like(self.log[0]), "drift": torch.zeros_like(self.drift[0])}
-        self.now["last"] = self.now["drift"].clone()
-        self.clock = 0
-        self.history: list[tuple[float, float, float]] = []  # since the last rebase: beta of w, tau, lr
-        self.floored = 0
+    positions: Vector
+    tables: Rows
+    trackers: tuple[str, ...]
+    moving: tuple[tuple[str, str], ...]
+    groups: Tensor
+    least: float | None
+    radius: float
 
-    def __len__(self) -> int:
-        return len(self.age)
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return len(self.positions[0])
 
-    # ------------------------------------------------------------------------------------------------ one step
+    @property
+    def device(self) -> torch.device:
+        return self.tables["age"].device
 
-    def gather(self, ids: Tensor) -> dict[str, Tensor]:
-        """Rows as they are now, on the device of the positions, with the positions' last values as ``NAME_last``."""
+    @property
+    def width(self) -> int:
+        """Entries of a row without y."""
+        return sum(t[0].numel() for name, t in self.tables.items() if name not in STAMPS)
+
+    @property
+    def velocities(self) -> list[int]:
+        """Which trackers the positions move along."""
+        return [self.trackers.index(velocity) for _, velocity in self.moving]
+
+    def gather(self, ids: Tensor, clock: Clock) -> Rows:
+        """Rows as they are at a time, on the device of y, with the positions' last values as ``NAME_last``."""
         ids = ids.to(self.device)
-        rows = {name: t[ids] for name, t in self.values.items()}
-        rows["y"] = self._positions(ids)
-        fresh = (self.age[ids] == self.clock).unsqueeze(-1)
-        log, drift = self.log[ids], self.drift[ids]
-        shrunk = torch.exp(self.now["log"] - log)
-        for p, (position, velocity) in enumerate(self.moving):
-            unit = torch.exp(-log[:, self.columns.index(self.decays[velocity])])
-            far, near = (unit.unsqueeze(-1) * (self.now[name][p] - drift[:, p]) for name in ("drift", "last"))
-            at, along, before = rows[position], rows[velocity], rows[f"{position}_last"]
-            last = at - near[:, self.groups].to(at.dtype) * along
-            rows[position] = at - far[:, self.groups].to(at.dtype) * along
-            if p == 0 and math.isfinite(self.radius):
-                last = self._confined(rows, at, along, far[:, 0], last, ids)
-            rows[f"{position}_last"] = torch.where(fresh, before, last)
-        for name, beta in self.decays.items():
-            factor = shrunk[:, self.columns.index(beta)].to(rows[name].dtype)
-            if f"{name}_last" in rows:
-                wide = fresh.view(-1, *[1] * (rows[name].dim() - 1))
-                rows[f"{name}_last"] = torch.where(wide, rows[f"{name}_last"], rows[name])
-            rows[name] = rows[name] * factor.view(-1, *[1] * (rows[name].dim() - 1))
-        self.keep_above(rows)
+        rows = {name: t[ids] for name, t in self.tables.items()}
+        log, drift, age = (rows.pop(name) for name in STAMPS)
+        rows["y"] = flat([t[ids.to(t.device)] for t in self.positions], len(ids)).to(self.device)
+        fresh = (age == clock.time).unsqueeze(-1)
         device = self.positions[0].device
+        if clock.still:
+            for name, _ in self.moving:
+                rows[f"{name}_last"] = torch.where(fresh, rows[f"{name}_last"], rows[name])
+            return {name: t.to(device) for name, t in rows.items()}
+        sums = {"far": _double(clock.drift, log), "near": _double(clock.last, log)}
+        groups = self.groups.to(self.device)
+        for p, ((name, velocity), column) in enumerate(zip(self.moving, self.velocities, strict=True)):
+            unit = torch.exp(-log[:, column]).unsqueeze(-1)
+            far, near = (unit * (sums[key][p] - drift[:, p]) for key in ("far", "near"))
+            at, along, before = rows[name], rows[velocity], rows[f"{name}_last"]
+            last = at - near[:, groups].to(at.dtype) * along
+            rows[name] = at - far[:, groups].to(at.dtype) * along
+            if name == "y" and math.isfinite(self.radius):
+                self._confine(rows, at, along, far[:, 0], last, clock, age)
+            rows[f"{name}_last"] = torch.where(fresh, before, last)
+        shrunk = torch.exp(_double(clock.log, log) - log)
+        for name, factor in zip(self.trackers, shrunk.unbind(1), strict=True):
+            rows[name] = rows[name] * factor.to(rows[name].dtype).view(-1, *[1] * (rows[name].dim() - 1))
+        if self.least is not None:
+            # Once is enough: shrinking and flooring again and again is shrinking by all factors and flooring once.
+            rows["H"] = floor(rows["H"], self.least).value
         return {name: t.to(device) for name, t in rows.items()}
 
-    def keep_above(self, rows: dict[str, Tensor]) -> None:
-        """Keep the eigenvalues of rows that were not looked at above their floor.
+    def writes(self, ids: Tensor, rows: Rows, clock: Clock) -> list[Write]:
+        """What puts rows that are valid at a time into the tables."""
+        there, live = ids.to(self.device), self.positions
+        valid = {**rows, **_stamps(clock, self.device)}
+        y = shaped(rows["y"], live.lane(0))
+        return [Write(t, there, valid[name].to(t)) for name, t in self.tables.items()] + [
+            Write(t, ids.to(t.device), values) for t, values in zip(live, y, strict=True)
+        ]
 
-        Once is enough: shrinking and flooring again and again is shrinking by all factors and flooring once.
-        """
-        if self.least is not None:
-            rows["H"], active = floor(rows["H"], self.least)
-            self.floored += int(active)
+    def chunks(self, ids: Tensor) -> Iterator[Tensor]:
+        """Row numbers in parts of bounded size."""
+        size = max(CHUNK // max(self.width + sum(t[0].numel() for t in self.positions), 1), 1)
+        yield from torch.split(ids, size) if len(ids) else ()
 
-    def tick(self, betas: Mapping[str, float], steps: Sequence[Sequence[float]], tau: float) -> None:
-        """One step passes for all rows. ``steps`` are the learning rates of each position, by group."""
-        factors = torch.tensor([1 - betas[name] for name in self.columns], dtype=torch.float64, device=self.device)
-        self.now["log"] = self.now["log"] + factors.clamp_min(1e-16).log()
-        self.now["last"] = self.now["drift"]
-        gains = []
-        for (_, velocity), rates in zip(self.moving, steps, strict=True):
-            level = self.now["log"][self.columns.index(self.decays[velocity])].exp()
-            gains.append(torch.tensor([float(r) * tau for r in rates], dtype=torch.float64, device=self.device) * level)
-        if gains:
-            self.now["drift"] = self.now["drift"] + torch.stack(gains)
-        if math.isfinite(self.radius):
-            self.history.append((betas[self.decays[self.moving[0][1]]], tau, float(steps[0][0])))
-        self.clock += 1
+    def late(self, clock: Clock) -> Tensor:
+        """Numbers of the rows that are behind."""
+        return (self.tables["age"] != clock.time).nonzero().flatten()
 
-    def scatter(self, ids: Tensor, rows: Mapping[str, Tensor]) -> None:
-        """Write rows that are valid now."""
-        ids = ids.to(self.device)
-        for name, t in self.values.items():
-            t.index_copy_(0, ids, rows[name].to(t))
-        self.place(ids, rows["y"])
-        self.log[ids], self.drift[ids], self.age[ids] = self.now["log"], self.now["drift"], self.clock
-
-    @torch.no_grad()
-    def place(self, ids: Tensor, y: Tensor) -> None:
-        """Write rows of the live positions."""
-        start = 0
-        for live in self.positions:
-            size = live[0].numel()
-            part = y[:, start : start + size].reshape(-1, *live.shape[1:])
-            live.index_copy_(0, ids.to(live.device), part.to(live))
-            start += size
-
-    # ------------------------------------------------------------------------------------------------ all rows
-
-    def chunks(self, at_least: int = 1) -> Iterator[Tensor]:
-        """All row numbers, in parts of bounded size."""
-        width = sum(t[0].numel() for t in (*self.values.values(), *self.positions))
-        size = max(CHUNK // max(width, 1), at_least)
-        for start in range(0, len(self), size):
-            yield torch.arange(start, min(start + size, len(self)), device=self.device)
-
-    def catch_up(self) -> None:
-        """Bring all rows up to now."""
-        for ids in self.chunks():
-            late = ids[self.age[ids] != self.clock]
-            if len(late):
-                self.scatter(late, self.gather(late))
-
-    def rebase(self) -> bool:
-        """Start the prefix sums anew if their digits run out; all rows are current then."""
-        if float(self.now["log"].min() if len(self.columns) else 0.0) >= REBASE:
-            return False
-        self.catch_up()
-        for t in (self.log, self.drift, *self.now.values()):
-            t.zero_()
-        self.history.clear()
-        return True
-
-    # ------------------------------------------------------------------------------------------------ saving
-
-    def state(self) -> dict[str, Any]:
-        """Everything but the live positions, copied."""
-        return {
-            "values": {name: t.clone() for name, t in self.values.items()},
-            "now": {name: t.clone() for name, t in self.now.items()},
-            "log": self.log.clone(),
-            "drift": self.drift.clone(),
-            "age": self.age.clone(),
-            "clock": self.clock,
-            "history": [list(entry) for entry in self.history],
-            "floored": self.floored,
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Put back what :meth:`state` returned."""
-        for name in ("values", "now"):
-            setattr(self, name, {key: t.clone().to(self.device) for key, t in state[name].items()})
-        for name in ("log", "drift", "age"):
-            setattr(self, name, state[name].clone().to(self.device))
-        self.clock, self.floored = state["clock"], state["floored"]
-        self.history = [(beta, tau, lr) for beta, tau, lr in state["history"]]
-
-    # ------------------------------------------------------------------------------------------------ parts
-
-    def _positions(self, ids: Tensor) -> Tensor:
-        parts = [live.detach()[ids.to(live.device)].reshape(len(ids), -1) for live in self.positions]
-        joined = torch.cat(parts, 1)
-        return joined.to(self.device, torch.promote_types(joined.dtype, torch.float32))
-
-    def _confined(
-        self, rows: dict[str, Tensor], at: Tensor, along: Tensor, far: Tensor, last: Tensor, ids: Tensor
-    ) -> Tensor:
-        """Positions of the rows that may have touched the sphere, by a recursion in two scalars per step passed."""
+    def _confine(
+        self, rows: Rows, at: Tensor, along: Tensor, far: Tensor, last: Tensor, clock: Clock, age: Tensor
+    ) -> None:
+        """Put y, and ``last``, where it may have touched the sphere, by a recursion in two scalars per step passed."""
         y, w = at.double(), along.double()
-        largest = max((lr for *_, lr in self.history), default=0.0)
+        gaps = [clock.time - a for a in age.tolist()]
+        history = clock.lately(max(gaps))
+        largest = max((lr for *_, lr in history), default=0.0)
         touched = torch.linalg.vector_norm(y - (far + largest).unsqueeze(-1) * w, dim=-1) > self.radius
         for i in touched.nonzero().flatten().tolist():
             yy, yw, ww = (float(a @ b) for a, b in ((y[i], y[i]), (y[i], w[i]), (w[i], w[i])))
             a, b, c = 1.0, 0.0, 1.0
             before = (a, b)
-            gap = self.clock - int(self.age[ids[i]])
-            for beta, tau, lr in self.history[len(self.history) - gap :] if gap else ():
+            for beta, tau, lr in history[len(history) - gaps[i] :]:
                 before = (a, b)
                 c *= 1 - beta
                 moved = b - lr * c
@@ -223,4 +230,21 @@ class Rows:
                 a, b = (1 - tau) * a + tau * factor * a, (1 - tau) * b + tau * factor * moved
             rows["y"][i] = (a * y[i] + b * w[i]).to(at.dtype)
             last[i] = (before[0] * y[i] + before[1] * w[i]).to(at.dtype)
-        return last
+
+
+def table_of(rows: Rows, clock: Clock, device: torch.device) -> Rows:
+    """Tables that consist of these rows, but for y, which are all valid at a time."""
+    tables = {name: t.to(device) for name, t in rows.items() if name != "y"}
+    m = len(rows["y"])
+    return tables | {name: t.expand(m, *t.shape).clone() for name, t in _stamps(clock, device).items()}
+
+
+def _stamps(clock: Clock, device: torch.device) -> Rows:
+    """What a row keeps of the time at which it is valid."""
+    like = torch.empty((), dtype=torch.float64, device=device)
+    age = torch.tensor(clock.time, device=device)
+    return {"log": _double(clock.log, like), "drift": _double(clock.drift, like), "age": age}
+
+
+def _double(sums: Sequence[Any], like: Tensor) -> Tensor:
+    return torch.tensor(sums, dtype=torch.float64, device=like.device)

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import ClassVar, Unpack
 
 import torch
 from torch import Tensor
 
-from ...hypergradient.storm import storm
 from ...optimizer.declaration import Method
-from ...oracle import tasks as task_layer
 from ...problem.parameters import Params, is_count, require
-from .recursion import Look, RecursiveOptions
-from .rows import Rows
+from .drawing import Drawing, Weighted, importance_probabilities
 from .svrb import SVRB
-from .trackers import Matrices, Measured
+from .trackers import Matrices, Normalised, Products
+from .tracking import RecursiveOptimizer, RecursiveOptions
+from .variants import Variant, exact, probed, summed
 
 __all__ = ["RSVRB", "importance_probabilities"]
 
-LOUD_BETA, PATIENCE = 0.3, 100
-UNIFORM_PART = 0.2  # of adaptive probabilities, so that 1/p stays bounded
 
-
-class RSVRB(SVRB):
+class RSVRB(RecursiveOptimizer):
     r"""Randomised SVRB (RSVRB): m lower problems with a memory of each, of which a step looks at a few.
 
     For :math:`\min_x \frac1m \sum_i f_i(x, y_i^*(x))`. Trackers :math:`u_i, v_i, V_i, H_i, w_i` as in `SVRB`, of which
@@ -79,8 +74,9 @@ class RSVRB(SVRB):
         check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`. Processes share the tasks of a
             step; each has all rows.
 
-    State: the rows, d, the last x. ``diagnostics``: as `SVRB`; ``rows_touched``; ``scale_error``, the mean of
-    :math:`|s_i - 1|` (``"self_normalised"``).
+    State: as with every method of this kind (`RecursiveOptimizer`); ``rows.scale``, :math:`s_i`; for adaptive
+    probabilities ``rows.size``, ``rows.probability`` and ``rows.cumulative``. ``diagnostics``: as `SVRB`, and
+    ``rows_touched``.
 
     Raises:
         ValueError: for an argument out of its range; without ``tasks`` if the parameters have no row for each task.
@@ -134,7 +130,12 @@ class RSVRB(SVRB):
         elsewhere={"compare": "made for stochastic losses (recipes.hyper_regularization)"},
     )
 
-    VARIANTS: tuple[str, ...] = ("exact_mean", "faithful", "self_normalised", "matrix_free")
+    VARIANTS: ClassVar = {
+        "exact_mean": Variant(Matrices, exact, mean=True),
+        "faithful": Variant(Matrices, probed, floored=True),
+        "self_normalised": Variant(Normalised, exact, mean=True),
+        "matrix_free": Variant(Products, summed),
+    }
 
     def __init__(
         self,
@@ -151,169 +152,23 @@ class RSVRB(SVRB):
         variant: str = "exact_mean",
         **recursive: Unpack[RecursiveOptions],
     ) -> None:
+        require("variant", variant, variant in self.VARIANTS)
         require("task_batch", task_batch, is_count(task_batch) and task_batch > 0)
         require("probes", probes, probes is None or (is_count(probes) and probes > 0))
-        chances = None if probabilities is None or isinstance(probabilities, str) else torch.as_tensor(probabilities)
-        valid = probabilities is None or probabilities == "adaptive" if chances is None else _are_chances(chances)
-        require("probabilities", probabilities, valid)
-        super().__init__(
-            upper,
-            lower,
-            lr=lr,
-            lower_lr=lower_lr,
-            beta=beta,
-            floor=floor,
-            variant=variant,
-            **recursive,
-        )
-        tied = variant in ("exact_mean", "self_normalised")
+        self.variant, self.task_batch, self.probes = variant, task_batch, 4 * task_batch if probes is None else probes
+        if probabilities is None:
+            drawing = Drawing(task_batch, self.probes)
+        else:
+            chances = None if isinstance(probabilities, str) else torch.as_tensor(probabilities).double()
+            valid = probabilities == "adaptive" if chances is None else _are_chances(chances)
+            require("probabilities", probabilities, valid)
+            drawing = Weighted(task_batch, self.probes, None if chances is None else chances / chances.sum())
+        rule = self.VARIANTS[variant]
+        super().__init__(upper, lower, rule, drawing, lr=lr, lower_lr=lower_lr, beta=beta, floor=floor, **recursive)
         require(
-            "beta", beta, not tied or len({self.beta[name] for name in ("u", "v", "V", "H", "d")}) == 1,
+            "beta", beta, not rule.mean or len({self.beta[name] for name in ("u", "v", "V", "H", "d")}) == 1,
             f"Invalid beta value: {{value}} (variant {variant!r} needs equal weights of u, v, V, H, d)",
         )  # fmt: skip
-        self.task_batch, self.probes = task_batch, 4 * task_batch if probes is None else probes
-        self.adaptive = probabilities == "adaptive" if chances is None else False
-        self._chances = None if chances is None else chances.double() / chances.double().sum()
-        self._cumulated: tuple[Tensor, Tensor] | None = None  # probabilities, and their sums
-
-    _saved = ("_chances",)
-
-    # ------------------------------------------------------------------------------------------------ tasks
-
-    def _batch(self, m: int) -> int:
-        return min(self.task_batch, m)
-
-    def _draw(self, sampler: Any, m: int) -> tuple[Tensor, Tensor]:
-        if sampler is None:
-            return super()._draw(sampler, m)
-        n = self._batch(m)
-        if self.adaptive and self._steps_done % math.ceil(m / n) == 1 % math.ceil(m / n):
-            self._adapt()
-        if self._chances is None:
-            drawn = task_layer.sample(sampler, n, self.generator)
-            if not isinstance(drawn, Tensor) or drawn.is_floating_point() or drawn.dim() != 1:
-                raise ValueError(
-                    f"{type(self).__name__} needs a sampler of task ids: sample(n, generator) must return a LongTensor "
-                    f"of n row numbers"
-                )
-            ids, counts = torch.unique(drawn.cpu(), return_counts=True)
-            if len(ids) and not (int(ids[0]) >= 0 and int(ids[-1]) < m):
-                raise ValueError(f"tasks.sample returned ids from {int(ids[0])} to {int(ids[-1])} for {m} rows")
-            return ids, counts * (m / n)
-        if len(self._chances) != m:
-            raise ValueError(f"there are {len(self._chances)} probabilities for {m} tasks")
-        if self._cumulated is None or self._cumulated[0] is not self._chances:  # they may have been put back
-            self._cumulated = self._chances, self._chances.cumsum(0)
-        sums = self._cumulated[1]
-        uniform = torch.rand(
-            n, generator=self.generator, dtype=torch.float64, device=task_layer.device_of(self.generator)
-        ).cpu()
-        drawn = torch.searchsorted(sums, uniform * sums[-1], right=True).clamp_max(m - 1)
-        ids, counts = torch.unique(drawn, return_counts=True)
-        return ids, counts / (n * self._chances[ids])
-
-    def _adapt(self) -> None:
-        """Probabilities from the sizes of the derivatives last seen, once for each m / task_batch steps."""
-        rows = self._rows
-        assert rows is not None
-        sizes = rows.values["size"].double().cpu()
-        self._chances = (1 - UNIFORM_PART) * importance_probabilities(sizes) + UNIFORM_PART / len(sizes)
-
-    def _additional(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-        extra = {}
-        if self.adaptive:
-            extra["size"] = self._sizes(rows)
-        if self.variant == "self_normalised":
-            extra["scale"] = rows["w"].new_ones(len(rows["w"]))
-        return extra
-
-    def _sizes(self, rows: dict[str, Tensor]) -> Tensor:
-        squares = [rows[name].flatten(1).square().sum(1) for name in self.trackers.names]
-        return torch.stack(squares).sum(0)
-
-    # ------------------------------------------------------------------------------------------------ steps
-
-    def _advance(self, look: Look) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Any]]:
-        if look.sampler is not None and self.beta_unit == "q" and self.schedule == "constant" and self.restarts is None:
-            beta = max(self.beta.values())
-            look.oracle.checks.alert(
-                "loud beta",
-                f"beta = {beta:g} in units of the part of the tasks in a step makes the drawing of tasks the largest "
-                "error; use 0.1 or less, or schedule='cube_root'",
-                torch.tensor(not look.whole and self._steps_done > PATIENCE and beta > LOUD_BETA, device=look.x.device),
-            )
-        return super()._advance(look)
-
-    def _measured(self, look: Look, weights: Tensor | None) -> Measured:
-        measured = super()._measured(look, weights)
-        if self.adaptive:
-            look.now["size"] = (look.now["size"] + self._sizes(measured.new)) / 2
-        return measured
-
-    def _mean(self, look: Look, tracked: dict[str, Tensor], measured: Measured) -> Tensor:
-        assert isinstance(self.trackers, Matrices)
-        assert self._direction is not None
-        z_of = self.trackers.hypergradients
-        if look.whole and self.variant != "self_normalised":
-            return super()._mean(look, tracked, measured)
-        if self.variant == "faithful":
-            return self._probed(look, tracked)
-        beta, m = look.betas["d"], len(look.rows)
-        new, old = z_of(tracked), z_of(look.now)
-        if self.variant == "self_normalised":
-            scales = tracked["scale"].unsqueeze(1), look.now["scale"].unsqueeze(1)
-            return self._direction + (new / scales[0] - old / scales[1]).sum(0) / m
-        return self._direction * (1 - beta) + (new - (1 - beta) * old).sum(0) / m
-
-    def _probed(self, look: Look, tracked: dict[str, Tensor]) -> Tensor:
-        """Direction by STORM from the rows of probes, before and after the step."""
-        assert isinstance(self.trackers, Matrices)
-        assert self._direction is not None
-        probes = self._draw_probes(len(look.rows))
-        before = look.rows.gather(probes)
-        after = {name: before[name] * (1 - look.betas[name]) for name in self.trackers.names}
-        look.rows.keep_above(after)
-        where = torch.searchsorted(look.ids, probes).clamp_max(len(look.ids) - 1)
-        both = look.ids[where] == probes
-        for name in self.trackers.names:
-            after[name][both] = tracked[name][where[both]]
-        z_of = self.trackers.hypergradients
-        return storm(self._direction, z_of(after).mean(0), z_of(before).mean(0), look.betas["d"])
-
-    def _draw_probes(self, m: int) -> Tensor:
-        """Rows for the direction, independent of those that see data."""
-        return torch.randint(
-            m, (self.probes,), generator=self.generator, device=task_layer.device_of(self.generator)
-        ).cpu()
-
-    def _least(self) -> float | None:
-        return self.floor if self.variant == "faithful" else None
-
-    def _refresh(self, rows: Rows) -> None:
-        if self.variant not in ("exact_mean", "self_normalised") or not isinstance(self.trackers, Matrices):
-            return
-        assert self._direction is not None
-        total = torch.zeros_like(self._direction)
-        for ids in rows.chunks():
-            some = rows.gather(ids)
-            z = self.trackers.hypergradients(some)
-            total += (z / some["scale"].unsqueeze(1) if "scale" in some else z).sum(0)
-        self._direction = total / len(rows)
-
-
-def importance_probabilities(sizes: Tensor) -> Tensor:
-    r"""Probabilities :math:`p_i \propto \sqrt{A_i}`, which make :math:`C(p) = \sum_i A_i / p_i` smallest.
-
-    :math:`C(p)/m` is the factor of the theory's sample complexity. With these it is
-    :math:`(\sum_i \sqrt{A_i})^2 / m`, by :math:`1 + cv^2(\sqrt A)` less than with uniform ones.
-
-    Args:
-        sizes: :math:`A_i`, the sum of the squared sizes of a task's derivatives; shape (m,).
-    """
-    roots = sizes.double().sqrt()
-    if not bool((roots >= 0).all() and roots.sum() > 0 and roots.isfinite().all()):
-        raise ValueError("sizes must be non-negative and finite numbers that are not all zero")
-    return roots / roots.sum()
 
 
 def _are_chances(chances: Tensor) -> bool:

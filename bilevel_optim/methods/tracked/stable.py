@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from dataclasses import replace
+from typing import Unpack
 
 import torch
-from torch import Tensor
 
-from ...hypergradient.recursive import flat
+from ...hypergradient.recursive import flat, shaped
 from ...optimizer.declaration import Method
+from ...optimizer.step import Given, Update
 from ...problem.parameters import Params, require
-from .recursion import RecursiveOptions, is_weight
+from ...problem.vector import Vector
+from .drawing import Drawing
+from .rows import CHUNK
 from .svrb import SVRB
+from .trackers import Matrices
+from .tracking import RecursiveOptimizer, RecursiveOptions, is_weight
+from .variants import Variant, exact
 
 __all__ = ["STABLE"]
 
+PLAIN = {"u": 1.0, "v": 1.0, "w": 1.0}  # mixing weights of plain first derivatives
 
-class STABLE(SVRB):
+
+class STABLE(RecursiveOptimizer):
     r"""Single-timescale stochastic bilevel method (STABLE): plain gradients, STORM matrices, y follows x.
 
     .. math::
@@ -41,7 +49,7 @@ class STABLE(SVRB):
         averaging, ceilings, radius, schedule, schedule_offset, restarts, initial_steps, state_device, lazy: see `SVRB`.
         check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
 
-    State: as `SVRB`.
+    State: as with every method of this kind (`RecursiveOptimizer`).
 
     Raises:
         ValueError: for an argument out of its range.
@@ -71,8 +79,6 @@ class STABLE(SVRB):
         elsewhere={"compare": "made for stochastic losses (recipes.hyper_regularization)"},
     )
 
-    VARIANTS = ("faithful",)
-
     def __init__(
         self,
         upper: Params,
@@ -85,25 +91,28 @@ class STABLE(SVRB):
         **recursive: Unpack[RecursiveOptions],
     ) -> None:
         require("beta", beta, is_weight(beta))
-        weights = {"u": 1.0, "v": 1.0, "w": 1.0, "V": beta, "H": beta}
-        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, beta=weights, floor=floor, **recursive)
+        weights, rule = {**PLAIN, "V": beta, "H": beta}, Variant(Matrices, exact)
+        super().__init__(
+            upper, lower, rule, Drawing(), lr=lr, lower_lr=lower_lr, beta=weights, floor=floor, **recursive
+        )
 
-    def _betas(self, m: int) -> dict[str, float]:
-        return {**super()._betas(m), "u": 1.0, "v": 1.0, "w": 1.0}
+    def _betas(self, given: Given, m: int) -> dict[str, float]:
+        return {**super()._betas(given, m), **PLAIN}
 
-    @torch.no_grad()
-    def _update(self) -> None:
-        upper = self._parameters("upper")
-        before = flat(upper, 1)[0]
-        super()._update()
-        if self._rows is not None:
-            self._follow(flat(upper, 1)[0] - before)
-
-    def _follow(self, movement: Tensor) -> None:
-        """Add -H^-1 V' (x+ - x) to every row of y."""
-        rows: Any = self._rows
-        for ids in rows.chunks():
-            some = rows.gather(ids)
-            right = some["V"].mT @ movement.to(some["V"])
-            solution = torch.linalg.solve_ex(some["H"], right.unsqueeze(-1)).result.squeeze(-1)
-            rows.place(ids, some["y"] - solution)
+    def update(self, x: Vector, gradient: Vector, given: Given) -> Update:
+        """The step along d, and what y moves with it."""
+        update = super().update(x, gradient, given)
+        if not given.tables:
+            return update
+        moved = dict(zip((id(p) for group in given.upper_groups for p in group["params"]), update.x - x, strict=True))
+        movement = flat([moved.get(id(p), torch.zeros_like(p)) for p in self._parameters("upper")])[0]
+        V, H, m = given.tables["V"], given.tables["H"], len(given.tables["H"])
+        size = max(CHUNK // H[0].numel(), 1)
+        right = (V.mT @ movement.to(V)).unsqueeze(-1)
+        parts = [
+            torch.linalg.solve_ex(h, r).result
+            for h, r in zip(torch.split(H, size), torch.split(right, size), strict=True)
+        ]
+        rows = flat(given.lower, m) - torch.cat(parts).squeeze(-1).to(movement.device)
+        like = Vector(t.reshape(m, -1) for t in given.lower).lane(0)
+        return replace(update, lower=Vector(r.view_as(t) for r, t in zip(shaped(rows, like), given.lower, strict=True)))

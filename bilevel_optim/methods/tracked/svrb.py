@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import ClassVar, Unpack
 
-import torch
-from torch import Tensor
-
-from ...hypergradient.storm import storm
 from ...optimizer.declaration import Method, counts, lower_size
-from ...problem.parameters import Params, is_number, require
-from .recursion import Look, RecursiveOptimizer, RecursiveOptions
-from .trackers import Matrices, Measured, Mix, Products, Trackers
+from ...problem.parameters import Params, require
+from .drawing import Drawing
+from .trackers import Matrices, Products
+from .tracking import RecursiveOptimizer, RecursiveOptions
+from .variants import Variant, exact, summed
 
 __all__ = ["SVRB"]
 
@@ -73,8 +71,8 @@ class SVRB(RecursiveOptimizer):
         lower_batch, upper_batch: rows per batch of a task. Default: all.
         check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
 
-    State: the trackers, d, and the last x and y. ``diagnostics`` has ``projected_NAME``, how many projections changed
-    something in this step, and ``lower_residual``, the norm of w.
+    State: as with every method of this kind (`RecursiveOptimizer`). ``diagnostics`` has ``projected_NAME``, how many
+    projections changed something in this step, and ``lower_residual``, the norm of w.
 
     Raises:
         ValueError: for an argument out of its range.
@@ -103,8 +101,8 @@ class SVRB(RecursiveOptimizer):
         calls=lambda o, k: counts(
             upper=2,
             lower=2,
-            hvp=2 if o.variant == "matrix_free" else 2 * lower_size(o),
-            cross=2 if o.variant == "matrix_free" else 2 * lower_size(o),
+            hvp=2 * lower_size(o) if o.trackers.apart else 2,
+            cross=2 * lower_size(o) if o.trackers.apart else 2,
         ),
         tasks="rows",
         lower_steps=False,
@@ -119,7 +117,7 @@ class SVRB(RecursiveOptimizer):
         elsewhere={"compare": "made for stochastic losses (recipes.hyper_regularization)"},
     )
 
-    VARIANTS: tuple[str, ...] = ("faithful", "matrix_free")
+    VARIANTS: ClassVar = {"faithful": Variant(Matrices, exact), "matrix_free": Variant(Products, summed)}
 
     def __init__(
         self,
@@ -134,35 +132,6 @@ class SVRB(RecursiveOptimizer):
         **recursive: Unpack[RecursiveOptions],
     ) -> None:
         require("variant", variant, variant in self.VARIANTS)
-        require("floor", floor, is_number(floor) and floor > 0)
-        self.variant, self.floor = variant, float(floor)
-        super().__init__(upper, lower, self._trackers(), lr=lr, lower_lr=lower_lr, beta=beta, **recursive)
-
-    def _trackers(self) -> Trackers:
-        return Products({}) if self.variant == "matrix_free" else Matrices(self.floor, {})
-
-    def _advance(self, look: Look) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Any]]:
-        free = not self.trackers.apart
-        measured = self._measured(look, look.scale / len(look.rows) if free else None)
-        tracked = self.trackers.track(look.now, measured, self._mix(look))
-        if free:
-            assert self._direction is not None
-            direction = storm(self._direction, measured.sums[0], measured.sums[1], look.betas["d"])
-        else:
-            direction = self._mean(look, tracked, measured)
-        residual = tracked["w"].norm() / len(look.ids) ** 0.5
-        loss = measured.loss if free else measured.loss / len(look.ids)
-        return loss, direction, tracked, {"lower_residual": residual, "rows_touched": torch.tensor(len(look.ids))}
-
-    def _mix(self, look: Look) -> Mix:
-        """The step of a tracker of the rows looked at."""
-
-        def mix(name: str, tracker: Tensor, new: Tensor, old: Tensor) -> Tensor:
-            return storm(tracker, new, old, look.betas["u" if name == "scale" else name], look.scale)
-
-        return mix
-
-    def _mean(self, look: Look, tracked: dict[str, Tensor], measured: Measured) -> Tensor:
-        """The direction from rows with matrices; here the mean of all z, as every row was looked at."""
-        assert isinstance(self.trackers, Matrices)
-        return self.trackers.hypergradients(tracked).mean(0)
+        self.variant = variant
+        rule = self.VARIANTS[variant]
+        super().__init__(upper, lower, rule, Drawing(), lr=lr, lower_lr=lower_lr, beta=beta, floor=floor, **recursive)

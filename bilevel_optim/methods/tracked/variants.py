@@ -1,0 +1,120 @@
+"""A variant of a method is what it tracks, and how it makes the direction of x from that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...hypergradient.storm import corrected, msvr, storm
+from .drawing import Drawing
+from .rows import Clock, Rows, Table
+from .trackers import Measured, Trackers
+
+__all__ = ["Look", "Rule", "Variant", "blockwise", "exact", "probed", "summed"]
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a step looks at: some rows as they are now, and what is done with them.
+
+    Attributes:
+        table: all rows.
+        ids: numbers of the rows looked at, in increasing order.
+        now: these rows.
+        scale: 1/m over the share of the draws that were this task, 1 in expectation over the draws.
+        share: q, the part of the tasks that a step looks at.
+        betas: mixing weights, by name.
+        clocks: now and after the step.
+        trackers: what is tracked.
+        direction: d as it was.
+        drawing: draws probes.
+        generator: source of their numbers.
+    """
+
+    table: Table
+    ids: Tensor
+    now: Rows
+    scale: Tensor
+    share: float
+    betas: dict[str, float]
+    clocks: tuple[Clock, Clock]
+    trackers: Trackers
+    direction: Tensor
+    drawing: Drawing
+    generator: torch.Generator | None
+
+    @property
+    def whole(self) -> bool:
+        """Whether every row is looked at."""
+        return len(self.ids) == self.table.count
+
+    def storm(self, name: str, tracker: Tensor, new: Tensor, old: Tensor) -> Tensor:
+        """The step of a tracker that also shrinks where nobody looks."""
+        return storm(tracker, new, old, self.betas[name], self.scale)
+
+    def msvr(self, name: str, tracker: Tensor, new: Tensor, old: Tensor) -> Tensor:
+        """The step of a tracker that rests where nobody looks."""
+        return msvr(tracker, new, old, self.betas[name], self.share)
+
+
+Rule = Callable[[Look, Rows, Measured], Tensor]  # what is looked at, trackers after the step, measurements -> d
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row of a table of variants.
+
+    Attributes:
+        trackers: what is tracked.
+        direction: how d follows from it.
+        mean: d is the mean of all z at all times: it can be made anew from the rows, and needs equal weights.
+        floored: H is kept above its floor also in rows that are not looked at.
+        rests: rows that are not looked at stay as they are.
+    """
+
+    trackers: type[Trackers]
+    direction: Rule
+    mean: bool = False
+    floored: bool = False
+    rests: bool = False
+
+
+def exact(look: Look, tracked: Rows, measured: Measured) -> Tensor:
+    """The mean of all z, from the change of those looked at."""
+    z, m = look.trackers.hypergradients, look.table.count
+    if look.whole:
+        return z(tracked).mean(0)
+    beta = look.trackers.resting(look.betas["d"])
+    return storm(look.direction, z(tracked).sum(0) / m, z(look.now).sum(0) / m, beta)
+
+
+def probed(look: Look, tracked: Rows, measured: Measured) -> Tensor:
+    """STORM over z of probes, before and after the step."""
+    z = look.trackers.hypergradients
+    if look.whole:
+        return z(tracked).mean(0)
+    probes = look.drawing.probe(look.table.count, look.generator)
+    before, after = (look.table.gather(probes, clock) for clock in look.clocks)
+    where = torch.searchsorted(look.ids, probes).clamp_max(len(look.ids) - 1)
+    both = look.ids[where] == probes
+    for name, values in tracked.items():
+        after[name][both] = values[where[both]]
+    return storm(look.direction, z(after).mean(0), z(before).mean(0), look.betas["d"])
+
+
+def summed(look: Look, tracked: Rows, measured: Measured) -> Tensor:
+    """STORM over sums that were measured as such."""
+    return storm(look.direction, measured.sums[0], measured.sums[1], look.betas["d"])
+
+
+def blockwise(look: Look, tracked: Rows, measured: Measured) -> Tensor:
+    """STORM over hypergradients with this sample's factors and the tracked H, after and before the step."""
+    weights = (look.scale / look.table.count).to(look.direction)
+    new, old = (
+        weights @ corrected(part["u"], part["V"], rows["H"], part["v"])
+        for part, rows in ((measured.new, tracked), (measured.old, look.now))
+    )
+    return storm(look.direction, new, old, look.betas["d"])
