@@ -292,7 +292,7 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         if estimate.lower is not None:
             y.copy_(estimate.lower)  # last, because what is remembered may be what y was
         for parameter, gradient in zip(x, estimate.gradient, strict=True):
-            parameter.grad = gradient.detach()
+            parameter.grad = gradient.detach().clone()  # nobody else's, because gradients are clipped in place
         self.numbers = {**self.numbers, **estimate.numbers}
         self._found, self._buffers.complete, self._warned = session.found, True, session.warned
         for name, count in session.counts.items():

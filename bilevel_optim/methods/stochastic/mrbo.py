@@ -37,7 +37,7 @@ class Recursion(NamedTuple):
         """The estimate that h is, which remembers all of this."""
         return Estimate(
             loss,
-            self.h.clone(),  # a gradient may be clipped in place
+            self.h,
             {**diagnostics, "lower_residual": self.u.norm()},
             memory={"previous": self.y, "direction": self.u},
             upper_memory={"previous": self.x, "direction": self.h},

@@ -211,7 +211,7 @@ class FSLA(SingleLoop):
             h,
             {"linear_residual": residual},
             memory={"linear_solution": v, "previous": point.y},
-            upper_memory={"direction": h.clone(), "previous": oracle.x},
+            upper_memory={"direction": h, "previous": oracle.x},
         )
         return here.kept(estimate)
 
