@@ -306,7 +306,9 @@ class P1(Problem):
     def upper(self, batch):
         xi, noise = batch
         distance = self.y[0] - xi @ self.C.T - self.d
-        return (distance.square().sum(-1) / 2 + 0.3 * noise @ self.y[0]).mean() + self.rho / 2 * self.x[0].square().sum()
+        return (distance.square().sum(-1) / 2 + 0.3 * noise @ self.y[0]).mean() + self.rho / 2 * self.x[
+            0
+        ].square().sum()
 
     def hypergradient(self):
         x = self.x[0].detach()
@@ -316,8 +318,8 @@ class P1(Problem):
         """Mean of the estimate after ``level`` epochs, with ``steps`` terms of the series (None: exact inverse)."""
         one = R = torch.eye(2, dtype=torch.float64)
         for e in range(1, level + 1):
-            step = one - min(beta * 2.0**-e, cap) * self.H
-            R = torch.stack([torch.linalg.matrix_power(step, j) for j in range(2**e)]).mean(0) @ R
+            step, n = min(beta * 2.0**-e, cap) * self.H, 2**e
+            R = torch.linalg.solve(step, one - torch.linalg.matrix_power(one - step, n)) / n @ R  # the mean of powers
         neumann = one if steps is None else one - torch.linalg.matrix_power(one - c * self.H, steps)
         x = self.x[0].detach()
         return self.rho * x + self.A.T @ neumann @ ((one - R) @ self.A @ x - self.d)

@@ -107,11 +107,13 @@ class Row:
         return Cleaning(self.declared.losses, initial=self.declared.initial, form=form, rows=rows, **options)
 
 
-ROWS = [
-    Row(cls, variant, options)
-    for cls in methods().values()
-    for variant, options in cls.declared.configurations("quadratic").items()
-]
+def rows():
+    """Those of all methods that are declared by now."""
+    declared = ((cls, cls.declared.configurations("quadratic")) for cls in methods().values())
+    return [Row(cls, variant, options) for cls, found in declared for variant, options in found.items()]
+
+
+ROWS = rows()
 # For what only the base class does: a loop in the live tensors, copies of y, a single loop, one loss.
 REPRESENTATIVES = ("AID", "F2SA", "SOBA", "RAGDA")
 

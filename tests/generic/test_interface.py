@@ -1,21 +1,35 @@
 """What makes every method a ``torch.optim.Optimizer``: groups, schedulers, kinds of parameters, and what is refused."""
 
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 import bilevel_optim as bo
-from bilevel_optim.optimizer.declaration import methods
+from bilevel_optim.optimizer.declaration import REGISTRY, methods
 
 from ..problems import Quadratic, flat, same, seeded, values
-from ..registry import ALIKE, ARGUMENTS, ERRORS, REPRESENTATIVES, ROWS, each
+from ..registry import ALIKE, ARGUMENTS, ERRORS, REPRESENTATIVES, ROWS, each, rows
 
 
 def test_every_public_method_has_a_row():
     public = {value for value in vars(bo).values() if inspect.isclass(value) and issubclass(value, bo.BilevelOptimizer)}
     assert {row.cls for row in ROWS} == public - {bo.BilevelOptimizer} == set(methods().values())
+
+
+def test_a_method_that_is_defined_here_has_rows_too():
+    try:
+
+        class Newcomer(bo.AID):
+            declared = replace(bo.AID.declared, label="newcomer")
+
+        found = {row.name: row for row in rows() if row.cls is Newcomer}
+        assert found.keys() == {row.name.replace("AID", "Newcomer") for row in ROWS if row.cls is bo.AID}
+        test_step_is_backward_then_step(found["Newcomer"])
+    finally:
+        del REGISTRY["Newcomer"]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import torch
 from ..problems import flat
 from ..registry import MOMENTUM, SINGLE, each
 
+
 def settled(row, problem, **options):
     """Backward passes until nothing moves any more; returns the optimizer and the last loss."""
     options = {"lr": 0.1, "lower_lr": problem.lr, "lower_steps": 25, **options}

@@ -66,7 +66,9 @@ def reference(gradient, x, lr, theta, radius, period, steps):
 def test_restart_index_of_a_linear_objective(theta, radius, trigger):
     """Strict inequality: a radius of exactly the first step does not trigger at k = 1."""
     n, options = 4 * trigger, {"lr": 0.1, "momentum": 1 - theta, "restart_radius": radius}
-    _, _, restarts = run(lambda x: x * 1, 0.0, n, lambda optimizer: (optimizer.restarts, optimizer.epoch_step), **options)
+    _, _, restarts = run(
+        lambda x: x * 1, 0.0, n, lambda optimizer: (optimizer.restarts, optimizer.epoch_step), **options
+    )
     assert restarts == [((i + 1) // trigger, (i + 1) % trigger) for i in range(n)]
 
 
@@ -74,7 +76,9 @@ def test_steps_of_a_linear_objective():
     theta, lr = 0.1, 0.1
     _, _, path = run(lambda x: 3 * x, 0.0, 30, lr=lr, momentum=1 - theta, restart_radius=math.inf)
     exact = [-lr * 3 * (1 - (1 - theta) ** (i + 1)) / theta for i in range(30)]
-    torch.testing.assert_close(torch.stack([torch.zeros(()), *path]).diff(), torch.tensor(exact), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(
+        torch.stack([torch.zeros(()), *path]).diff(), torch.tensor(exact), rtol=1e-12, atol=1e-13
+    )
 
 
 @pytest.mark.parametrize("curvature", [1.0, -0.3])
@@ -131,7 +135,9 @@ def test_averaging_identity_of_a_quadratic():
     torch.testing.assert_close(spectrum * optimizer.averaged_parameters()[0], expected, rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("options", [{"momentum": 0.8, "restart_radius": 1e-9}, {"momentum": 0.0, "restart_radius": 1e9}])
+@pytest.mark.parametrize(
+    "options", [{"momentum": 0.8, "restart_radius": 1e-9}, {"momentum": 0.0, "restart_radius": 1e9}]
+)
 def test_no_momentum_or_a_small_radius_is_gradient_descent(options):
     x = START
     optimizer, _, path = run(valley, x, 30, lr=0.05, **options)
@@ -373,7 +379,10 @@ class Quartic(Problem):
         n = len(start)
         basis = torch.eye(n) if basis is None else basis
         self.A = basis @ torch.diag(torch.logspace(-1, 0, n)) @ basis.T
-        self.x, self.y = [torch.tensor(start, dtype=torch.float64).requires_grad_()], [torch.zeros(n, requires_grad=True)]
+        self.x, self.y = (
+            [torch.tensor(start, dtype=torch.float64).requires_grad_()],
+            [torch.zeros(n, requires_grad=True)],
+        )
         self.points = []  # where f is evaluated
 
     def upper(self):

@@ -572,7 +572,9 @@ def test_esmaml_differentiates_the_adaptation(vectorize):
 def test_esmaml_with_a_body_and_tasks_agrees_with_maml():
     """All directions at a small smoothing: the exact derivative, in the initial point and in the body before it."""
     generator = seeded()
-    tasks = bo.TensorTasks((torch.randn(3, 8, 2, generator=generator), torch.randint(0, 2, (3, 8), generator=generator)))
+    tasks = bo.TensorTasks(
+        (torch.randn(3, 8, 2, generator=generator), torch.randint(0, 2, (3, 8), generator=generator))
+    )
     grads = []
     for cls, options in ((bo.MAML, {}), (bo.ESMAML, {"directions": 12, "direction": "orthogonal", "smoothing": 1e-3})):
         torch.manual_seed(0)
