@@ -1,10 +1,12 @@
 """Closed forms and error laws of the linear solvers (section 6.2 of the RAHGD specification)."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from bilevel_optim.problem.vector import Vector
-from bilevel_optim.solvers.linear import cg, fixed_point, neumann
+from bilevel_optim import Vector
+from bilevel_optim.solvers.linear import cg, fixed_point, neumann, neumann_term
 
 
 def spd(spectrum, seed=0, dtype=torch.float64):
@@ -109,14 +111,11 @@ def test_cg_reports_indefinite_systems_and_keeps_the_last_iterate():
 def test_neumann_is_its_series(terms):
     H, b, lr = spd(torch.linspace(0.5, 4, 12)), torch.randn(12), 0.3
     expected = lr * sum(torch.linalg.matrix_power(torch.eye(12) - lr * H, i) @ b for i in range(terms))
-    product = Product(H)
-    result = neumann(product, split(b), steps=terms - 1, lr=lr)
-    torch.testing.assert_close(torch.cat(result.solution), expected, rtol=1e-12, atol=1e-12)
-    assert product.calls == terms - 1
-    product = Product(H)
-    result = fixed_point(product, split(b), steps=terms, lr=lr)
-    torch.testing.assert_close(torch.cat(result.solution), expected, rtol=1e-12, atol=1e-12)
-    assert product.calls == terms - 1
+    for solver, steps in ((neumann, terms - 1), (fixed_point, terms)):
+        product = Product(H)
+        result = solver(product, split(b), steps=steps, lr=lr)
+        torch.testing.assert_close(torch.cat(result.solution), expected, rtol=1e-12, atol=1e-12)
+        assert product.calls == terms - 1
 
 
 @pytest.mark.parametrize("solver", [neumann, fixed_point])
@@ -142,5 +141,30 @@ def test_series_take_one_rate_per_tensor_tolerance_damping_and_warm_start():
         assert relative(damped.solution, H + torch.eye(12), b) < 1e-12
     exact = split(torch.linalg.solve(H, b))
     assert relative(fixed_point(Product(H), split(b), exact, steps=1, lr=0.3).solution, H, b) < 1e-14
-    with pytest.raises(ValueError, match="starts from zero"):
-        neumann(Product(H), split(b), exact, steps=1, lr=0.3)
+    for series in (neumann, partial(neumann_term, terms=2)):
+        with pytest.raises(ValueError, match="starts from zero"):
+            series(Product(H), split(b), exact, steps=1, lr=0.3)
+
+
+@pytest.mark.parametrize(
+    ("solve", "spectra", "iterations"),
+    [
+        (partial(cg, steps=4, tol=1e-6), [torch.ones(6), torch.logspace(0, 3, 6), -torch.ones(6)], [1, 4, 0]),
+        (partial(neumann, steps=60, lr=0.9, tol=1e-3), [torch.full((6,), s) for s in (1.0, 0.2, 0.7)], None),
+        (partial(fixed_point, steps=60, lr=0.9, tol=1e-3), [torch.full((6,), s) for s in (1.0, 0.2, 0.7)], None),
+    ],
+    ids=["cg", "neumann", "fixed_point"],
+)
+def test_each_lane_stops_at_its_own_tolerance(solve, spectra, iterations):
+    """Easy, hard and indefinite systems side by side."""
+    H, b = torch.stack(spectra), torch.randn(3, 6)
+    result = solve(lambda v: Vector([H * v[0]]), [b], lanes=True)
+    for i in range(3):
+        one = solve(lambda v, i=i: Vector([H[i] * v[0]]), [b[i]])
+        torch.testing.assert_close(result.solution[0][i], one.solution[0], rtol=1e-12, atol=1e-12)
+        assert result.iterations[i] == one.iterations
+        torch.testing.assert_close(result.residual[i], one.residual)
+        if iterations:
+            assert result.indefinite[i] == one.indefinite == (i == 2)
+    assert len(set(result.iterations.tolist())) == 3
+    assert iterations is None or result.iterations.tolist() == iterations

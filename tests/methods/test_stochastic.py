@@ -1,6 +1,5 @@
 """Stochastic methods: against literal loops on the same draws, in their neighbourhoods, and by what they evaluate."""
 
-import io
 import itertools
 from functools import partial
 
@@ -9,16 +8,15 @@ import torch
 import torch.nn.functional as F
 
 import bilevel_optim as bo
-from bilevel_optim.hypergradient import ImplicitSamples, stochastic_implicit
 
-from .problems import Quadratic
+from ..problems import Problem, Quadratic, same, seeded, values, z_scores
 
 
 class Logged(bo.FiniteSum):
     """A finite sum that writes down which of its terms are drawn."""
 
     def __init__(self, loss, count, seed):
-        super().__init__(loss, torch.arange(count), generator=torch.Generator().manual_seed(seed))
+        super().__init__(loss, torch.arange(count), generator=seeded(seed))
         self.drawn = []
 
     def draw(self, *, once=False):
@@ -27,27 +25,26 @@ class Logged(bo.FiniteSum):
         return sample
 
 
-class Noisy:
+class Noisy(Problem):
     """The quadratic problem as a mean of terms, with noise in all matrices that is exactly zero in the mean."""
 
     def __init__(self, noise=0.2, terms=8, n=4, m=2, seed=11):
-        self.mean = Quadratic(n=n, m=m, kappa=3.0, seed=seed)
-        generator = torch.Generator().manual_seed(seed)
+        self.mean, generator = Quadratic(n=n, m=m, kappa=3.0, seed=seed), seeded(seed)
         for name in ("A", "D", "e", "P", "q", "Q", "c", "R"):
             constant = getattr(self.mean, name)
             shift = noise * torch.randn(terms, *constant.shape, generator=generator) / constant.shape[0] ** 0.5
             shift = shift + shift.mT if name in ("A", "P", "Q") else shift
             setattr(self, name, constant + shift - shift.mean(0))
-        self.x, self.y, self.L = self.mean.x[0], self.mean.y[0], float(torch.linalg.eigvalsh(self.A).max())
+        self.x, self.y = self.mean.x, self.mean.y
         assert torch.linalg.eigvalsh(self.A).min() > 0.3
-        self.upper, self.lower = Logged(self._upper, terms, 2), Logged(self._lower, terms, 3)
+        self.upper, self.lower = Logged(self.f, terms, 2), Logged(self.g, terms, 3)
 
-    def _upper(self, index):
-        (j,), x, y = index.tolist(), self.x, self.y
+    def f(self, index):
+        (j,), x, y = index.tolist(), self.x[0], self.y[0]
         return y @ self.P[j] @ y / 2 + self.q[j] @ y + x @ self.Q[j] @ x / 2 + self.c[j] @ x + x @ self.R[j] @ y
 
-    def _lower(self, index):
-        (i,), x, y = index.tolist(), self.x, self.y
+    def g(self, index):
+        (i,), x, y = index.tolist(), self.x[0], self.y[0]
         return y @ self.A[i] @ y / 2 - y @ (self.D[i] @ x + self.e[i])
 
     # The derivatives, by hand.
@@ -62,21 +59,27 @@ class Noisy:
         return -self.D[i].T @ v
 
     def series(self, x, y, j, products, i, eta):
+        """The Neumann series, a sample for each product."""
         grad_x, term = self.grad_f(j, x, y)
-        total = term
-        for k in products:
-            term = term - eta * self.A[k] @ term
-            total = total + term
-        return grad_x - self.cross(i, eta * total)
+        terms = [term, *(term := term - eta * self.A[k] @ term for k in products)]
+        return grad_x - self.cross(i, eta * sum(terms))
 
     def term(self, x, y, j, products, i, eta, count):
+        """One term of it, which stands for ``count``."""
         grad_x, term = self.grad_f(j, x, y)
         for k in products:
             term = term - eta * self.A[k] @ term
         return grad_x - self.cross(i, count * eta * term)
 
+    def truncated(self, terms, eta):
+        """The estimate with the mean of all matrices and this number of terms."""
+        y, A = self.y[0].detach(), self.mean.A
+        b = A @ self.mean.adjoint(y)
+        powers = [torch.linalg.matrix_power(torch.eye(len(A)) - eta * A, q) @ b for q in range(terms)]
+        return self.mean.direct(y) + self.mean.D.T @ (eta * sum(powers))
+
     def distance(self):
-        return float((self.x.detach() - self.mean.minimiser()).norm())
+        return float((self.x[0].detach() - self.mean.minimiser()).norm())
 
 
 # ---------------------------------------------------------------------------------------------------- literal loops
@@ -212,27 +215,26 @@ RANDOMISED = (bo.BSA, bo.TTSA, bo.SUSTAIN)
 methods = pytest.mark.parametrize("cls", LOOPS, ids=lambda cls: cls.__name__)
 
 
+def made(cls, p, **options):
+    return cls(p.x, p.y, **{"lr": LR, "lower_lr": ALPHA, "generator": seeded(5), **LOOPS[cls][1], **options})
+
+
 @methods
 @pytest.mark.parametrize("noise", [0.0, 0.2], ids=["deterministic", "stochastic"])
 def test_equals_the_literal_loop(cls, noise):
     """The iterates of the paper's own update, on the indices that were drawn, in the documented order of the draws."""
-    step, options = LOOPS[cls]
     p = Noisy(noise)
-    s = {"x": p.x.detach().clone(), "y": p.y.detach().clone()}
-    generator = torch.Generator().manual_seed(5)
-    optimizer = cls([p.x], [p.y], lr=LR, lower_lr=ALPHA, linear_lr=ETA, generator=generator, **options)
-    path = []
+    s = {"x": p.x[0].detach().clone(), "y": p.y[0].detach().clone()}
+    s |= {"random": seeded(5)} if cls in RANDOMISED else {}
+    optimizer, path = made(cls, p, linear_lr=ETA), []
     for _ in range(7):
-        optimizer.step(p.upper, p.lower)
-        path.append((p.x.detach().clone(), p.y.detach().clone()))
+        p.run(optimizer)
+        path.append(values(p.x, p.y))
     g, f = iter(p.lower.drawn), iter(p.upper.drawn)
-    if cls in RANDOMISED:
-        s["random"] = torch.Generator().manual_seed(5)
-    for k, (x, y) in enumerate(path):
+    for k, at in enumerate(path):
         s["k"] = k
-        step(p, s, g, f)
-        torch.testing.assert_close(x, s["x"], rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(y, s["y"], rtol=1e-12, atol=1e-12)
+        LOOPS[cls][0](p, s, g, f)
+        torch.testing.assert_close(at, [s["x"], s["y"]], rtol=1e-12, atol=1e-12)
     assert next(g, None) is None
     assert next(f, None) is None
 
@@ -240,55 +242,42 @@ def test_equals_the_literal_loop(cls, noise):
 # ---------------------------------------------------------------------------------------------------- convergence
 
 
-def run(cls, p, steps, **options):
-    generator = torch.Generator().manual_seed(5)
-    optimizer = cls([p.x], [p.y], **{"generator": generator, **options})
-    distances = []
+def distances(cls, p, steps, **options):
+    optimizer, found = cls(p.x, p.y, **{"generator": seeded(5), **options}), []
     for _ in range(steps):
-        optimizer.step(p.upper, p.lower)
-        distances.append(p.distance())
-    return distances
+        p.run(optimizer)
+        found.append(p.distance())
+    return found
 
 
-SINGLE = (bo.SOBA, bo.SABA, bo.FSLA)
-DOUBLE = [cls for cls in LOOPS if cls not in (*RANDOMISED, *SINGLE)]
-
-
-@pytest.mark.parametrize("cls", DOUBLE, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", [cls for cls in LOOPS if cls not in RANDOMISED], ids=lambda cls: cls.__name__)
 def test_converges_without_noise(cls):
-    """To x*; the Neumann series of 13 terms leaves a relative error of 0.5^13, (I - A/2) having norm 1/2."""
-    p = Noisy(0.0)
-    options = {"linear_steps": 12, **({"lower_steps": 2} if "lower_steps" in LOOPS[cls][1] else {})}
-    start = p.distance()
-    assert run(cls, p, 30, lr=0.2, lower_lr=0.5, **options)[-1] < 1e-3 * start
+    """To x*; the Neumann series of 13 terms leaves a relative error of 0.5^13, (I - A/2) having norm 1/2.
 
-
-@pytest.mark.parametrize("cls", SINGLE, ids=lambda cls: cls.__name__)
-def test_single_loops_converge_without_noise(cls):
-    """Also where linear systems are never solved. (SABA's memory, of eight equal terms, costs it speed here.)"""
-    p = Noisy(0.0)
+    Single loops too, which never solve a linear system. (SABA's memory, of eight equal terms, costs it speed here.)
+    """
+    p, single = Noisy(0.0), cls in (bo.SOBA, bo.SABA, bo.FSLA)
+    options = {"lr": 0.05, "lower_lr": 0.3} if single else {"lr": 0.2, "lower_lr": 0.5, "linear_steps": 12}
+    options |= {"lower_steps": 2} if "lower_steps" in LOOPS[cls][1] else {}
     start = p.distance()
-    assert run(cls, p, 250, lr=0.05, lower_lr=0.3)[-1] < 1e-3 * start
+    assert distances(cls, p, 250 if single else 30, **options)[-1] < 1e-3 * start
 
 
 @pytest.mark.parametrize("cls", [cls for cls in LOOPS if cls is not bo.SABA], ids=lambda cls: cls.__name__)
 def test_reaches_its_neighbourhood(cls):
     """With constant rates: root mean squares measured at 0.06 to 0.11, of 0.89; bound: twice the largest."""
-    p = Noisy()
-    options = dict(LOOPS[cls][1])
+    options = {**LOOPS[cls][1], **({"growth": 0.25} if cls is bo.BSA else {})}
     options |= {"lower_steps": 1} if "lower_steps" in options else {}
-    options |= {"growth": 0.25} if cls is bo.BSA else {}
-    late = run(cls, p, 100, lr=0.1, lower_lr=0.3, **options)[40:]
+    late = distances(cls, Noisy(), 70, lr=0.1, lower_lr=0.3, **options)[35:]
     assert (sum(d * d for d in late) / len(late)) ** 0.5 < 0.21
 
 
 def test_saba_converges_linearly_where_soba_stalls():
     """The same constant rates and noise: measured 6e-10 after 600 steps, against 0.02 to 0.08 for ever."""
-    p = Noisy()
-    distances = run(bo.SABA, p, 601, lr=0.05, lower_lr=0.2)
-    assert distances[300] < 1e-3
-    assert distances[600] < 1e-7
-    late = run(bo.SOBA, Noisy(), 600, lr=0.05, lower_lr=0.2)[400:]
+    found = distances(bo.SABA, Noisy(), 601, lr=0.05, lower_lr=0.2)
+    assert found[300] < 1e-3
+    assert found[600] < 1e-7
+    late = distances(bo.SOBA, Noisy(), 300, lr=0.05, lower_lr=0.2)[150:]
     assert sum(late) / len(late) > 1e-2
 
 
@@ -296,68 +285,47 @@ def test_saba_converges_linearly_where_soba_stalls():
 
 
 def test_the_series_with_fresh_samples_is_unbiased():
-    """By enumeration of all samples: eta sum_q (I - eta A)^q b with the mean A, and the mean cross derivative."""
+    """By enumeration of all samples: eta sum_q (I - eta A)^q b with the mean A, and the mean cross derivative.
+
+    Likewise one random term of it.
+    """
     p, eta, steps = Noisy(terms=2), 0.2, 3
-    with torch.no_grad():
-        p.y.copy_(torch.randn(4))
-    oracle = bo.Oracle([p.x], [p.y], p.upper, p.lower)
-    estimates = []
-    for j, *rest in itertools.product(range(2), repeat=steps + 2):
-        samples = ImplicitSamples(p.upper.term(j), [p.lower.term(i) for i in rest[:-1]], p.lower.term(rest[-1]))
-        solve = partial(bo.linear.neumann, steps=steps, lr=eta)
-        estimates.append(stochastic_implicit(oracle, samples, solve).gradient[0])
-    x, y, mean = p.x.detach(), p.y.detach(), p.mean
-    b = mean.P @ y + mean.q + mean.R.T @ x
-    powers = [torch.linalg.matrix_power(torch.eye(4) - eta * mean.A, q) @ b for q in range(steps + 1)]
-    direct = mean.Q @ x + mean.c + mean.R @ y
-    result = torch.stack(estimates).mean(0)
-    torch.testing.assert_close(result, direct + mean.D.T @ (eta * sum(powers)), rtol=1e-12, atol=1e-12)
+    p.y[0].data.copy_(torch.randn(4))
+    oracle = bo.Oracle(p.x, p.y, p.upper, p.lower)
+
+    def estimates(products, solve):
+        for j, *rest, last in itertools.product(range(2), repeat=products + 2):
+            samples = bo.hypergradient.ImplicitSamples(
+                p.upper.term(j), [p.lower.term(i) for i in rest], p.lower.term(last)
+            )
+            yield bo.hypergradient.stochastic_implicit(oracle, samples, solve).gradient[0]
+
+    series = partial(bo.linear.neumann, steps=steps, lr=eta)
+    mean = torch.stack(list(estimates(steps, series))).mean(0)
+    torch.testing.assert_close(mean, p.truncated(steps + 1, eta), rtol=1e-12, atol=1e-12)
     # A scale that is seen in public code, eta on the last term only.
-    wrong = direct + mean.D.T @ (sum(powers[:-1]) + eta * powers[-1])
-    assert (result - wrong).norm() > 0.1 * result.norm()
-
-
-def test_a_random_term_is_unbiased_for_the_series():
-    p, eta, terms = Noisy(terms=2), 0.2, 3
-    oracle = bo.Oracle([p.x], [p.y], p.upper, p.lower)
-    x, y, mean = p.x.detach(), p.y.detach(), p.mean
-    total = torch.zeros_like(x)
-    for n in range(terms):
-        for j, *rest in itertools.product(range(2), repeat=n + 2):
-            samples = ImplicitSamples(p.upper.term(j), [p.lower.term(i) for i in rest[:-1]], p.lower.term(rest[-1]))
-            solve = partial(bo.linear.neumann_term, steps=n, terms=terms, lr=eta)
-            total += stochastic_implicit(oracle, samples, solve).gradient[0] / terms / 2 ** (n + 2)
-    b = mean.P @ y + mean.q + mean.R.T @ x
-    series = eta * sum(torch.linalg.matrix_power(torch.eye(4) - eta * mean.A, q) @ b for q in range(terms))
-    expected = mean.Q @ x + mean.c + mean.R @ y + mean.D.T @ series
-    torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-12)
+    direct = p.mean.direct(p.y[0].detach())
+    wrong = direct + (p.truncated(steps, eta) - direct) / eta + p.truncated(steps + 1, eta) - p.truncated(steps, eta)
+    assert (mean - wrong).norm() > 0.1 * mean.norm()
+    total = 0
+    for n in range(steps):
+        one = partial(bo.linear.neumann_term, steps=n, terms=steps, lr=eta)
+        total = total + torch.stack(list(estimates(n, one))).mean(0) / steps
+    torch.testing.assert_close(total, p.truncated(steps, eta), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("cls", [bo.TTSA, bo.StocBiO])
 def test_estimates_have_the_mean_of_the_truncated_series(cls):
-    """What the class draws: z-scores of 400 estimates at one point."""
-    p, eta, steps = Noisy(), 0.2, 3
-    generator = torch.Generator().manual_seed(1)
-    optimizer = cls(
-        [p.x], [p.y], lr=0.0, lower_lr=0.0, lower_steps=0, linear_steps=steps, linear_lr=eta, generator=generator
-    )
-    drawn = []
-    for _ in range(400):
+    """What the class draws: z-scores of 300 estimates at one point."""
+    p, eta, steps, drawn = Noisy(), 0.2, 3, []
+    options = {"lr": 0.0, "lower_lr": 0.0, "lower_steps": 0, "linear_steps": steps, "linear_lr": eta}
+    optimizer = cls(p.x, p.y, **options, generator=seeded(1))
+    for _ in range(300):
         optimizer.backward(p.upper, p.lower)
-        drawn.append(p.x.grad)
-    drawn, x, y, mean = torch.stack(drawn), p.x.detach(), p.y.detach(), p.mean
-    b = mean.P @ y + mean.q + mean.R.T @ x
-    terms = steps if cls is bo.TTSA else steps + 1
-    series = eta * sum(torch.linalg.matrix_power(torch.eye(4) - eta * mean.A, q) @ b for q in range(terms))
-    expected = mean.Q @ x + mean.c + mean.R @ y + mean.D.T @ series
-    z = (drawn.mean(0) - expected) / (drawn.std(0) / 400**0.5)
-    assert z.abs().max() < 4.5
+        drawn.append(p.x[0].grad)
+    drawn = torch.stack(drawn)
+    assert z_scores(drawn, p.truncated(steps if cls is bo.TTSA else steps + 1, eta)).abs().max() < 4.5
     assert drawn.std(0).min() > 0.01
-
-
-def test_a_series_has_no_start():
-    with pytest.raises(ValueError, match="Neumann series starts from zero"):
-        bo.linear.neumann_term(lambda v: v, [torch.ones(1)], [torch.ones(1)], steps=1, terms=2, lr=0.1)
 
 
 # ---------------------------------------------------------------------------------------------------- evaluations
@@ -383,15 +351,13 @@ COUNTS = {
 @methods
 @pytest.mark.parametrize("hvp", ["exact", "finite-difference"])
 def test_oracle_calls_of_a_step(cls, hvp):
-    p, arguments = Noisy(), {"lr": 0.01, "lower_lr": 0.1, "hvp": hvp}
-    arguments |= {"lower_steps": 10} if cls in (bo.StocBiO, bo.AmIGO, bo.BSA, bo.VRBO) else {}
+    p, arguments = Noisy(), {"lr": 0.01, "lower_lr": 0.1, "hvp": hvp, "generator": seeded(1)}
+    arguments |= {name: 10 for name in ("lower_steps", "linear_steps") if name in LOOPS[cls][1]}
     arguments |= {"growth": 0.0} if cls is bo.BSA else {}
-    arguments |= {} if cls in SINGLE else {"linear_steps": 10}
-    optimizer = cls([p.x], [p.y], **arguments)
-    seen = set()
+    optimizer, seen = cls(p.x, p.y, **arguments), set()
     for _ in range(3):
         before = optimizer.oracle_counts
-        optimizer.step(p.upper, p.lower)
+        p.run(optimizer)
         calls = {name: count - before[name] for name, count in optimizer.oracle_counts.items()}
         seen.add(calls["hvp"])
     lower, products, cross, upper = COUNTS[cls]
@@ -400,7 +366,7 @@ def test_oracle_calls_of_a_step(cls, hvp):
         assert calls["hvp"] == products
     else:
         factor = len(products)
-        assert all(n < 10 * factor for n in seen)
+        assert max(seen) < 10 * factor
         assert calls["hvp"] % factor == 0
         assert len(seen) > 1
 
@@ -411,33 +377,27 @@ def test_both_points_see_the_same_samples(cls):
 
     def logging(name, loss):
         def logged(index):
-            log.append((name, int(index), tuple(p.x.tolist())))
+            log.append((name, int(index), tuple(p.x[0].tolist())))
             return loss(index)
 
-        return logged
+        return bo.FiniteSum(logged, torch.arange(8), generator=seeded(2))
 
-    upper, lower = (
-        bo.FiniteSum(logging(name, loss), torch.arange(8), generator=torch.Generator().manual_seed(2))
-        for name, loss in (("f", p._upper), ("g", p._lower))
-    )
-    optimizer = cls([p.x], [p.y], lr=0.05, lower_lr=0.1)
-    optimizer.step(upper, lower)
-    for _ in range(5):
-        last = p.x.detach().clone()
-        del log[:]
-        old = optimizer.state[p.x]["previous"].clone()
+    upper, lower = logging("f", p.f), logging("g", p.g)
+    optimizer, points = cls(p.x, p.y, lr=0.05, lower_lr=0.1, generator=seeded(1)), []
+    for _ in range(6):
+        log.clear()
+        points.append(tuple(p.x[0].tolist()))
         optimizer.step(upper, lower)
-        here = [(name, index) for name, index, x in log if x == tuple(last.tolist())]
-        before = [(name, index) for name, index, x in log if x == tuple(old.tolist())]
-        assert len(here) + len(before) == len(log)
-        assert before == (here[-2:] if cls is bo.FSLA else here)
+        if len(points) > 1:
+            here, before = ([(name, index) for name, index, x in log if x == point] for point in points[:-3:-1])
+            assert len(here) + len(before) == len(log)
+            assert before == (here[-2:] if cls is bo.FSLA else here)
 
 
 @pytest.mark.parametrize("cls", [bo.MRBO, bo.SUSTAIN, bo.VRBO])
 def test_random_numbers_of_a_sample_are_those_at_both_points(cls):
     """Where nothing moves, differences on one sample vanish, dropout masks included."""
-    x, y = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
-    W = torch.randn(20, 3)
+    x, y, W = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True), torch.randn(20, 3)
 
     def upper():
         return (F.dropout(W @ y, 0.5) - 1).square().sum() + x.square().sum()
@@ -445,66 +405,26 @@ def test_random_numbers_of_a_sample_are_those_at_both_points(cls):
     def lower():
         return (F.dropout(W, 0.3) @ (y - x)).square().mean() + y.square().sum()
 
+    arguments = {"lr": 0.0, "lower_lr": 0.0, "linear_lr": 0.1, "linear_steps": 3}
     options = {"lower_steps": 2, "anchor_batches": 1} if cls is bo.VRBO else {"beta": 0.0}
-    optimizer = cls([x], [y], lr=0.0, lower_lr=0.0, linear_lr=0.1, linear_steps=3, **options)
-    gradients = []
+    optimizer, gradients = cls([x], [y], **arguments, **options), []
     for _ in range(3):
         optimizer.backward(upper, lower)
         gradients.append(x.grad)
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(gradients[2], gradients[0], rtol=1e-12, atol=1e-12)
-    fresh = bo.StocBiO([x], [y], lr=0.0, lower_lr=0.0, lower_steps=0, linear_lr=0.1, linear_steps=3)
-    fresh.backward(upper, lower)
+    torch.testing.assert_close(gradients[1:], gradients[:1] * 2, rtol=1e-12, atol=1e-12)
+    bo.StocBiO([x], [y], **arguments, lower_steps=0).backward(upper, lower)
     assert (x.grad - gradients[0]).norm() > 1e-3
 
 
 # ---------------------------------------------------------------------------------------------------- state
 
 
-@methods
-def test_resumes_with_groups_and_schedules(cls):
-    """From a state dict amid a run of two groups with learning rates of their own, which schedulers move."""
-
-    def make():
-        p = Noisy()
-        z = torch.zeros(2, requires_grad=True)
-        lower = bo.FiniteSum(
-            lambda i: p._lower(i) + (z - p.x).square().sum(),
-            torch.arange(8),
-            generator=torch.Generator().manual_seed(3),
-        )
-        options = dict(LOOPS[cls][1])
-        optimizer = cls(
-            [p.x], [{"params": [p.y]}, {"params": [z], "lr": 0.1}], lr=LR, lower_lr=ALPHA,
-            generator=torch.Generator().manual_seed(5), **options,
-        )  # fmt: skip
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: (1 + k) ** -0.5)
-        return p, z, p.upper, lower, optimizer, scheduler
-
-    def steps(made, count):
-        *_, upper, lower, optimizer, scheduler = made
-        for _ in range(count):
-            optimizer.step(upper, lower)
-            scheduler.step()
-
-    one = make()
-    steps(one, 3)
-    if hasattr(one[4], "beta"):
-        one[4].beta = 0.9
-    saved = [part.state_dict() for part in one[2:]]
-    parameters = [t.detach().clone() for t in (one[0].x, one[0].y, one[1])]
-    saved = torch.load(_written(saved), weights_only=True)
-    steps(one, 4)
-    two = make()
-    for part, state in zip(two[2:], saved, strict=True):
-        part.load_state_dict(state)
-    with torch.no_grad():
-        for tensor, value in zip((two[0].x, two[0].y, two[1]), parameters, strict=True):
-            tensor.copy_(value)
-    steps(two, 4)
-    for a, b in ((one[0].x, two[0].x), (one[0].y, two[0].y), (one[1], two[1])):
-        assert torch.equal(a, b)
-    assert one[4].oracle_counts == two[4].oracle_counts
+def test_weights_that_were_changed_are_saved():
+    for cls in (bo.MRBO, bo.SUSTAIN, bo.FSLA):
+        optimizer, other = made(cls, Noisy()), made(cls, Noisy())
+        optimizer.beta = 0.9
+        other.load_state_dict(optimizer.state_dict())
+        assert other.beta == 0.9
 
 
 class Careless(torch.optim.SGD):
@@ -522,27 +442,15 @@ class Careless(torch.optim.SGD):
 def test_what_is_remembered_is_nobody_elses(cls):
     """Gradients may be clipped or zeroed in place, those of x by the user and those of y by the lower optimizer."""
     paths = []
-    for careless in (False, True):
+    for factory in (torch.optim.SGD, Careless):
         p = Noisy()
-        factory = Careless if careless else torch.optim.SGD
-        generator = torch.Generator().manual_seed(5)
-        optimizer = cls(
-            [p.x], [p.y], lr=LR, lower_lr=ALPHA, generator=generator, lower_optimizer=factory, **LOOPS[cls][1]
-        )
+        optimizer = made(cls, p, lower_optimizer=factory)
         for _ in range(5):
-            optimizer.step(p.upper, p.lower)
-            if careless:
+            p.run(optimizer)
+            if factory is Careless:
                 optimizer.zero_grad(set_to_none=False)
-        paths.append((p.x.detach(), p.y.detach()))
-    assert torch.equal(paths[0][0], paths[1][0])
-    assert torch.equal(paths[0][1], paths[1][1])
-
-
-def _written(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return file
+        paths.append(values(p.x, p.y))
+    assert same(*paths)
 
 
 # ---------------------------------------------------------------------------------------------------- finite sums
@@ -550,9 +458,9 @@ def _written(state):
 
 def test_saba_wants_terms():
     p = Noisy()
-    optimizer = bo.SABA([p.x], [p.y], lr=0.1, lower_lr=0.1)
+    optimizer = bo.SABA(p.x, p.y, lr=0.1, lower_lr=0.1)
     with pytest.raises(ValueError, match=r"lower loss must know which of its terms.*FiniteSum.*data are a list"):
-        optimizer.step(p.upper, bo.Objective(p._lower, [torch.tensor([0])]))
+        optimizer.step(p.upper, bo.Objective(p.g, [torch.tensor([0])]))
     with pytest.raises(ValueError, match="SABA remembers every term of its losses and takes no tasks"):
         optimizer.step(p.upper, p.lower, tasks=bo.TensorTasks(torch.zeros(2, 2)))
     assert not optimizer.state
@@ -560,63 +468,22 @@ def test_saba_wants_terms():
 
 def test_saba_fills_its_memory_anew_for_another_sum():
     p = Noisy()
-    optimizer = bo.SABA([p.x], [p.y], lr=0.01, lower_lr=0.1)
-    for lower, calls in ((p.lower, 8), (p.lower, 1), (bo.FiniteSum(p._lower, torch.arange(5)), 5)):
+    optimizer = bo.SABA(p.x, p.y, lr=0.01, lower_lr=0.1)
+    for lower, calls in ((p.lower, 8), (p.lower, 1), (bo.FiniteSum(p.g, torch.arange(5)), 5)):
         before = optimizer.oracle_counts["lower_grad"]
         optimizer.step(p.upper, lower)
         assert optimizer.oracle_counts["lower_grad"] - before == calls
-    assert optimizer.state[p.y]["lower_table"].shape == (5, 4)
-    assert optimizer.state[p.x]["direct_table"].shape == (8, 2)
-
-
-def test_finite_sum():
-    data = {"a": torch.arange(7.0), "b": (-torch.arange(7.0),)}
-    objective = bo.FiniteSum(lambda batch: batch["a"].mean(), data, 3, generator=torch.Generator().manual_seed(0))
-    assert len(objective) == 3
-    terms = [objective.term(i) for i in range(3)]
-    assert [term.batch["a"].tolist() for term in terms] == [[0, 1], [2, 3], [4, 5, 6]]
-    assert all(torch.equal(term.batch["a"], -term.batch["b"][0]) for term in terms)
-    assert float(sum(term() for term in terms) / 3) == pytest.approx(3.0)  # the mean over the rows
-    drawn = [objective.draw().index for _ in range(3000)]
-    counts = torch.tensor(drawn).bincount(minlength=3)
-    assert ((counts - 1000.0) ** 2 / 1000.0).sum() < 2 + 5 * 2
-    state = objective.state_dict()
-    expected = [objective.draw().index for _ in range(20)]
-    objective.load_state_dict(state)
-    assert [objective.draw().index for _ in range(20)] == expected
-    listed = bo.FiniteSum(lambda batch: torch.tensor(float(batch)), [3, 4])
-    assert (len(listed), listed.term(1).batch, listed.state_dict()) == (2, 4, {})
-    assert repr(objective).endswith("3 terms)")
-    assert bo.Objective(lambda: None).draw().index is None
-
-
-@pytest.mark.parametrize(
-    ("data", "options", "message"),
-    [
-        ((torch.zeros(3), torch.zeros(4)), {}, r"same number of rows in every tensor, but have \[3, 4\]"),
-        ((torch.zeros(3), "text"), {}, "must be tensors with a leading dimension, or a list"),
-        (torch.zeros(0, 2), {}, "are empty"),
-        ([], {}, "are empty"),
-        (torch.zeros(3), {"batch_size": 0}, "Invalid batch_size value: 0"),
-        ([1, 2], {"batch_size": 2}, "Invalid batch_size value: 2"),
-        (torch.zeros(3), {"generator": 3}, "Invalid generator value: 3"),
-    ],
-)
-def test_finite_sum_refuses(data, options, message):
-    with pytest.raises(ValueError, match=message):
-        bo.FiniteSum(lambda batch: None, data, **options)
 
 
 def test_a_finite_sum_can_be_checked():
     """The exact hypergradient of the mean, and the estimates of a stochastic method around it; no generator moves."""
     p = Noisy()
-    optimizer = bo.StocBiO([p.x], [p.y], lr=0.1, lower_lr=0.3, lower_steps=15, linear_steps=15)
+    optimizer = bo.StocBiO(p.x, p.y, lr=0.1, lower_lr=0.3, lower_steps=15, linear_steps=15)
     state = p.lower.generator.get_state()
     report = bo.check_hypergradient(optimizer, p.upper, p.lower, rtol=1.0, repeats=8)
     assert report.std > 0
     assert report.cosine > 0.5
     assert torch.equal(state, p.lower.generator.get_state())
-    saba = bo.SABA([p.x], [p.y], lr=0.0, lower_lr=0.1)
-    for _ in range(300):
-        saba.step(p.upper, p.lower)
+    saba = bo.SABA(p.x, p.y, lr=0.0, lower_lr=0.1)
+    p.run(saba, 250)
     assert bo.check_hypergradient(saba, p.upper, p.lower, rtol=1e-3).relative_error < 1e-3
