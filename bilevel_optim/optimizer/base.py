@@ -241,10 +241,7 @@ class BilevelOptimizer(Optimizer, ABC):
 
     def update(self, x: Vector, gradient: Vector, given: Given) -> Update:
         """The new x; writes nothing. ``given`` holds the groups and the memory of these tensors."""
-        rates = given.upper_rates
-        if len(set(rates)) == 1:
-            return Update(Vector(torch._foreach_add(x, gradient, alpha=-rates[0])))
-        return Update(Vector(torch.add(t, g, alpha=-r) for t, g, r in zip(x, gradient, rates, strict=True)))
+        return Update(x.descended(gradient, given.upper_rates))
 
     def estimate_tasks(self, oracle: Oracle, given: Given, sampler: Any) -> Estimate:
         """The mean of the estimates for the tasks of one draw, made as one problem with stacked y."""

@@ -166,10 +166,7 @@ def sgd(group: dict[str, Any], y: Tensor, memory: dict[str, Any], gradient: Tens
 
 def _descended(groups: Sequence[dict[str, Any]], y: Vector, gradient: Vector) -> Vector:
     """A plain gradient step, with each group's learning rate."""
-    if len(groups) == 1:
-        return Vector(torch._foreach_add(y, gradient, alpha=-float(groups[0]["lr"])))
-    rates = [-float(group["lr"]) for group in groups for _ in group["params"]]
-    return Vector(torch.add(v, g, alpha=rate) for v, g, rate in zip(y, gradient, rates, strict=True))
+    return y.descended(gradient, [group["lr"] for group in groups for _ in group["params"]])
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
