@@ -246,7 +246,8 @@ def _each(
         return random.replayed(oracle.device) if alike and part < n else nullcontext()
 
     def together(part: slice) -> Any:
-        leaves, structure = tree_flatten(select(batch, part))
+        whole = part.stop - part.start == n  # a slice would cost a copy of the gradient
+        leaves, structure = tree_flatten(batch if whole else select(batch, part))
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
         def one(own: list[Tensor], *values: Tensor) -> Any:
@@ -257,7 +258,7 @@ def _each(
 
         mapped = vmap(one, randomness="same" if alike else "different")
         with batched.no_slow_batching(look=not session.found.vmapped_tasks), replayed(part.stop - part.start):
-            return mapped([leaves[i] for i in tensors], *(t[part] for t in values))
+            return mapped([leaves[i] for i in tensors], *(values if whole else [t[part] for t in values]))
 
     def alone(i: int) -> Any:
         with replayed(1):

@@ -85,6 +85,12 @@ class Vector(tuple[Tensor, ...]):
         """Sum of all entries; not finite if one of them is not."""
         return _total([_whole(t.sum()) for t in self])
 
+    def descended(self, direction: Sequence[Tensor], rates: Sequence[float]) -> Vector:
+        """``self - rates * direction``, with a rate for each tensor."""
+        if len({*rates}) == 1:
+            return Vector(torch._foreach_add(self, tuple(direction), alpha=-float(rates[0])))
+        return Vector(torch.add(t, d, alpha=-float(r)) for t, d, r in zip(self, direction, rates, strict=True))
+
     def clone(self) -> Vector:
         return Vector(t.clone() for t in self)
 

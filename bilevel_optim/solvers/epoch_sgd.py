@@ -18,7 +18,7 @@ def epoch_sgd(
     oracle: Oracle,
     start: Vector,
     epochs: int,
-    rates: Callable[[int], float | Sequence[float]],
+    rates: Callable[[int], Sequence[float]],
     draw: Callable[[], Sample] | None = None,
     *,
     first: int = 1,
@@ -36,7 +36,7 @@ def epoch_sgd(
         oracle: the losses at x; costs :math:`2^{E+1} - 2 - E` lower gradients for E epochs from the first one.
         start: :math:`Y_0`, or the mean that the first of these epochs starts from.
         epochs: E, their number.
-        rates: epoch -> :math:`\beta_e`, one number or one for each lower tensor.
+        rates: epoch -> :math:`\beta_e`, one for each lower tensor.
         draw: gives the lower sample of the next step. Default: the next one of g.
         first: number of the first epoch. Default: 1.
 
@@ -46,7 +46,7 @@ def epoch_sgd(
     Example:
         >>> x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
         >>> oracle = Oracle([x], [y], lambda: y.sum(), lambda: (y - 1 + x).square().sum() / 2)
-        >>> epoch_sgd(oracle, oracle.y, 2, lambda e: 2.0**-e)  # 0, 1/2; and 1/4, 7/16, 37/64, 175/256
+        >>> epoch_sgd(oracle, oracle.y, 2, lambda e: [2.0**-e])  # 0, 1/2; and 1/4, 7/16, 37/64, 175/256
         [(tensor([0.2500]),), (tensor([0.4873]),)]
     """
     draw = partial(oracle.g.draw, once=True) if draw is None else draw
@@ -54,7 +54,7 @@ def epoch_sgd(
     for e in range(first, first + epochs):
         rate, total = rates(e), z.clone()
         for _ in range(2**e - 1):
-            z = z - oracle.at(lower=z).lower(draw())[1] * rate
+            z = z.descended(oracle.at(lower=z).lower(draw())[1], rate)
             torch._foreach_add_(total, z)
         z = Vector(t / 2**e for t in total)
         means.append(z)
