@@ -52,8 +52,8 @@ class Vector(tuple[Tensor, ...]):
     def descended(self, direction: Sequence[Tensor], rates: Sequence[float]) -> Vector:
         """This less the direction, with a learning rate for each tensor."""
         if len(set(rates)) == 1:
-            return Vector(torch._foreach_add(self, tuple(direction), alpha=-rates[0]))
-        return Vector(torch.add(t, d, alpha=-rate) for t, d, rate in zip(self, direction, rates, strict=True))
+            return Vector(torch._foreach_add(self, tuple(direction), alpha=-float(rates[0])))
+        return Vector(torch.add(t, d, alpha=-float(rate)) for t, d, rate in zip(self, direction, rates, strict=True))
 
     def dot(self, other: Sequence[Tensor]) -> Tensor:
         """Inner product over all tensors, accumulated in float64 where the device has it."""
@@ -84,12 +84,6 @@ class Vector(tuple[Tensor, ...]):
     def sum(self) -> Tensor:
         """Sum of all entries; not finite if one of them is not."""
         return _total([_whole(t.sum()) for t in self])
-
-    def descended(self, direction: Sequence[Tensor], rates: Sequence[float]) -> Vector:
-        """``self - rates * direction``, with a rate for each tensor."""
-        if len({*rates}) == 1:
-            return Vector(torch._foreach_add(self, tuple(direction), alpha=-float(rates[0])))
-        return Vector(torch.add(t, d, alpha=-float(r)) for t, d, r in zip(self, direction, rates, strict=True))
 
     def clone(self) -> Vector:
         return Vector(t.clone() for t in self)

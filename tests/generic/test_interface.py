@@ -200,13 +200,13 @@ def test_losses_are_checked_at_the_first_step(row):
         (upper, lambda: lower().detach(), "lower loss depends on no parameter"),
         (upper, lambda: (problem.weights.sigmoid() * problem.head.weight.square().sum()).sum(),
          "lower loss does not depend on lower parameter 1"),
-        (lambda: bias.square().sum(), lambda: problem.penalty(), "neither loss depends on any upper parameter"),
+        (lambda: bias.square().sum(), lambda: problem.penalty(), "neither loss depends? on any upper parameter"),
         (bo.Objective(upper, []), lower, "gave no batch"),
     ]  # fmt: skip
     if single:
         cases = [(u, None, m) for u, g, m in cases if g is lower]
         cases += [(lambda: problem.penalty(), None, "does not depend on lower parameter 0")]
-        cases += [(lambda: -problem.weights.square().sum(), None, "depends on any upper parameter")]
+        cases += [(lambda: -problem.weights.square().sum(), None, "depends? on any upper parameter")]
     for f, g, message in cases:
         with pytest.raises(ValueError, match=message):
             row(problem.x, problem.y).step(*((f,) if single else (f, g)))
