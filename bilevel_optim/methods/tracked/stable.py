@@ -108,7 +108,7 @@ class STABLE(RecursiveOptimizer):
         movement = flat([moved.get(id(p), torch.zeros_like(p)) for p in self._parameters("upper")])[0]
         V, H, m = given.tables["V"], given.tables["H"], len(given.tables["H"])
         size = max(CHUNK // H[0].numel(), 1)
-        right = (V.mT @ movement.to(V)).unsqueeze(-1)
+        right = (V.mT @ movement.to(V)).to(H).unsqueeze(-1)  # autocast may have made it narrower
         parts = [
             torch.linalg.solve_ex(h, r).result
             for h, r in zip(torch.split(H, size), torch.split(right, size), strict=True)
