@@ -10,6 +10,7 @@ depend on the demand :math:`\eta` (Wasserstein robustness with side information,
 minimisation (ERM), and WDRO, which shifts every row by itself.
 
     python -m recipes.newsvendor
+    python -m recipes.newsvendor --lr 0.001          # lr decides; with this one all methods do the same
     python -m recipes.newsvendor --literal-init      # the paper's initialisation of the demand, taken literally
 
 The demand is :math:`10\,\sigma(\text{network}(\xi))` plus noise. With weights from ``torch.nn.init.uniform_`` and its
@@ -17,26 +18,23 @@ default range [0, 1), as the text says, the sigmoid saturates and the demand has
 they are uniform on :math:`\pm 1/\sqrt{\text{fan in}}`; ``--literal-init`` shows the trap.
 
 Shape of the problem: arXiv:2310.18535, section 4.2. The costs h and b, the widths of the networks, the number of
-updates and their steps are not given there; they are ours.
+updates and their steps are not given there; they are ours. rt-mlmc has evenly spread levels, lower steps of at most
+1/L, and all terms of the Neumann series; the paper's has independent levels, no such cap and one random term. The test
+contexts are not shifted.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
-import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 import bilevel_optim as bo
 
-from .report import environment, save_json, table
+from .common import CALLS, Parser, plot, rows, save, show, train
 
 SIDE, WIDTH, RANGE = 100, 64, 15.0
 HOLDING, SHORTAGE, SHARPNESS = 1.0, 4.0, 5.0
@@ -81,107 +79,85 @@ def smooth_cost(order: Tensor, demand: Tensor) -> Tensor:
     return (HOLDING * F.softplus(beta * (order - demand)) + SHORTAGE * F.softplus(beta * (demand - order))) / beta
 
 
-class Rule(nn.Module):
+class Rule(nn.Sequential):
     """The decision rule: a smooth network of the same shape as the demand's."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.network = nn.Sequential(
-            nn.Linear(SIDE, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Linear(WIDTH, 1)
-        )
+        super().__init__(nn.Linear(SIDE, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Linear(WIDTH, 1))
 
     def forward(self, xi: Tensor) -> Tensor:
         """How much to order."""
-        order: Tensor = 10 * self.network(xi).squeeze(-1).sigmoid()
-        return order
+        order: Tensor = super().forward(xi).squeeze(-1).sigmoid()  # type: ignore[no-untyped-call]
+        return 10 * order
 
 
 class Newsvendor:
-    """Training data, and the losses of the rule on them."""
+    """Training and test data."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: Any) -> None:
         generator = torch.Generator().manual_seed(args.seed)
         self.demand = Demand(args.literal_init, generator)
         self.xi = self.demand.contexts(args.contexts, generator)
-        self.rows = self.xi.unsqueeze(1).expand(-1, args.demands, -1)
-        self.eta = self.demand.draw(self.rows, generator)
+        rows = self.xi.unsqueeze(1).expand(-1, args.demands, -1)
+        self.eta = self.demand.draw(rows, generator)
         self.test_xi = self.demand.contexts(args.test_points, generator)
         self.test_eta = self.demand.draw(self.test_xi, generator)
-        self.tasks = bo.TensorTasks((self.rows, self.eta))
-        self.y = torch.zeros(SIDE, requires_grad=True)
-
-    def start(self, seed: int) -> None:
-        """A fresh rule."""
-        torch.manual_seed(seed)
-        self.rule = Rule()
-
-    def losses(self, price: float) -> tuple[Callable[[Any], Tensor], Callable[[Any], Tensor]]:
-        """Upper and lower loss of one context's rows (xi repeated, eta)."""
-
-        def upper(batch: tuple[Tensor, Tensor]) -> Tensor:
-            xi, eta = batch
-            return smooth_cost(self.rule(self.y), eta).mean() - price * (self.y - xi[0]).square().sum()
-
-        return upper, lambda batch: -upper(batch)
-
-    @torch.no_grad()
-    def test(self) -> float:
-        """The true cost on fresh contexts."""
-        orders = torch.cat([self.rule(part) for part in self.test_xi.split(50_000)])  # type: ignore[no-untyped-call]
-        return float(cost(orders, self.test_eta).mean())
+        self.tasks = bo.TensorTasks((rows, self.eta))
 
 
-def train(problem: Newsvendor, name: str, price: float, args: argparse.Namespace) -> dict[str, Any]:
+def learn(problem: Newsvendor, name: str, price: float, args: Any) -> dict[str, Any]:
     """Learn the rule with one method; returns its curve."""
-    problem.start(args.seed)
+    torch.manual_seed(args.seed)
+    rule, y = Rule(), torch.zeros(SIDE, requires_grad=True)
     generator = torch.Generator().manual_seed(args.seed)
-    parameters = list(problem.rule.parameters())
-    upper, lower = problem.losses(price)
-    common = {"lr": args.lr, "tasks_per_step": args.tasks_per_step, "generator": generator}
-    rows = {"lower_batch": args.rows, "upper_batch": args.rows}
 
-    def starts(ids: Tensor) -> Tensor:
-        return problem.xi[ids]
+    def upper(batch: tuple[Tensor, Tensor]) -> Tensor:
+        xi, eta = batch  # rows of one context, which they repeat
+        loss: Tensor = smooth_cost(rule(y), eta).mean() - price * (y - xi[0]).square().sum()
+        return loss
 
-    optimizer: bo.BilevelOptimizer | None = None
-    if name in ("rt-mlmc", "dl-sgd", "no-implicit"):
+    common: dict[str, Any] = {
+        "lr": args.lr, "tasks_per_step": args.tasks_per_step, "lower_batch": args.rows, "upper_batch": args.rows,
+        "lower_init": lambda ids: problem.xi[ids], "generator": generator,
+    }  # fmt: skip
+    optimizer: torch.optim.Optimizer
+    if name in ("erm", "wdro"):
+        optimizer = torch.optim.SGD(rule.parameters(), lr=args.lr)
+    elif name == "aid":
+        optimizer = bo.AID(rule.parameters(), [y], lower_lr=1 / (3 * price), lower_steps=20, linear_steps=10, **common)
+    else:
         kind = bo.DLSGD if name == "dl-sgd" else bo.RTMLMC
         optimizer = kind(
-            parameters, [problem.y], lower_lr=1 / (2 * price), levels=args.levels, neumann_steps=8,
-            implicit_term=name != "no-implicit", lower_init=starts, **common, **rows,
+            rule.parameters(), [y], lower_lr=1 / (2 * price), levels=args.levels, neumann_steps=8,
+            implicit_term=name != "no-implicit", **common,
         )  # fmt: skip
-    elif name == "aid":
-        optimizer = bo.AID(
-            parameters, [problem.y], lower_lr=1 / (3 * price), lower_steps=20, linear_steps=10, lower_init=starts,
-            **common, **rows,
-        )  # fmt: skip
-    plain = torch.optim.SGD(parameters, lr=args.lr)
-    moving = optimizer or plain
-    decay = [lambda t: (t + 1) ** -0.5] + ([lambda t: 1.0] if optimizer else [])
-    scheduler = torch.optim.lr_scheduler.LambdaLR(moving, decay)
-    curve, seconds = [{"step": 0, "seconds": 0.0, "cost": problem.test()}], 0.0
-    for step in (bar := tqdm(range(args.steps), desc=f"{name:12} {price:g}", unit="step")):
-        start = time.perf_counter()
-        if optimizer is not None:
-            optimizer.step(upper, lower, tasks=problem.tasks)
+    decay = [lambda t: (t + 1) ** -0.5, lambda t: 1.0]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay[: len(optimizer.param_groups)])
+
+    def step() -> None:
+        if isinstance(optimizer, bo.BilevelOptimizer):
+            optimizer.step(upper, lambda batch: -upper(batch), tasks=problem.tasks)
         else:
-            ids = problem.tasks.sample(args.tasks_per_step, generator)
-            xi, eta = problem.tasks.lower(ids, args.rows, generator)
-            shifted = _shifted(problem.rule, xi, eta, price) if name == "wdro" else xi
-            plain.zero_grad()
-            smooth_cost(problem.rule(shifted), eta).mean().backward()  # type: ignore[no-untyped-call]
-            plain.step()
+            xi, eta = problem.tasks.lower(problem.tasks.sample(args.tasks_per_step, generator), args.rows, generator)
+            shifted = _shifted(rule, xi, eta, price) if name == "wdro" else xi
+            optimizer.zero_grad()
+            smooth_cost(rule(shifted), eta).mean().backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
         scheduler.step()
-        seconds += time.perf_counter() - start
-        if step % max(args.steps // 25, 1) == 0 or step == args.steps - 1:
-            curve.append({"step": step + 1, "seconds": seconds, "cost": problem.test()})
-            bar.set_postfix(cost=f"{curve[-1]['cost']:.3f}")
+
+    @torch.no_grad()
+    def test(k: int, _: None) -> dict[str, float]:
+        orders = torch.cat([rule(part) for part in problem.test_xi.split(50_000)])  # type: ignore[no-untyped-call]
+        return {"cost": float(cost(orders, problem.test_eta).mean())}
+
+    curve = train(step, test, steps=args.steps, label=f"{name} {price:g}", every=max(args.steps // 25, 1), first=True)
     late = [point["cost"] for point in curve[-5:]]
-    calls = optimizer.oracle_counts if optimizer is not None else None
     return {
-        "cost": sum(late) / len(late), "milliseconds_per_step": 1e3 * seconds / args.steps, "oracle_calls": calls,
+        "cost": sum(late) / len(late),
+        "milliseconds_per_step": 1e3 * curve[-1]["seconds"] / args.steps,
+        "oracle_calls": getattr(optimizer, "oracle_counts", None),
         "curve": curve,
-    }  # fmt: skip
+    }
 
 
 def _shifted(rule: Rule, xi: Tensor, eta: Tensor, price: float, steps: int = 10) -> Tensor:
@@ -195,85 +171,48 @@ def _shifted(rule: Rule, xi: Tensor, eta: Tensor, price: float, steps: int = 10)
     return moved.detach()
 
 
-def plot(path: Path, title: str, results: dict[str, Any]) -> None:
-    """Test cost against updates and time."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=True)
-    for name, result in results.items():
-        for axis, key in zip(axes, ("step", "seconds"), strict=True):
-            points = result["curve"][1:]
-            axis.plot([p[key] for p in points], [p["cost"] for p in points], label=name)
-    axes[0].set(xlabel="updates of the rule", ylabel="test cost")
-    axes[1].set(xlabel="seconds", xscale="log")
-    axes[0].legend(fontsize="small")
-    figure.suptitle(title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Run the recipe; returns the numbers that it writes."""
-    parser = argparse.ArgumentParser(description="Robust newsvendor with side information.")
-    parser.add_argument("--optimizer", nargs="+", choices=METHODS, default=list(METHODS[:5]))
-    parser.add_argument("--price", type=float, nargs="+", default=[1.0, 10.0, 100.0], help="lambda; the best is shown")
-    parser.add_argument("--contexts", type=int, default=50)
-    parser.add_argument("--demands", type=int, default=30, help="demands per context; default: 30")
-    parser.add_argument("--levels", type=int, default=4, help="K; default: 4")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument(
-        "--lr", type=float, default=0.01, help="of the rule, divided by the root of the step; default: 0.01"
-    )
-    parser.add_argument("--tasks-per-step", type=int, default=4)
-    parser.add_argument("--rows", type=int, default=4, help="rows of a batch of a context; default: 4")
-    parser.add_argument("--test-points", type=int, default=200_000)
+    parser = Parser(__doc__, seed=True)
+    parser.methods(METHODS, METHODS[:5])
+    parser.option("price", [1.0, 10.0, 100.0], "lambda; the best is shown")
+    parser.option("contexts", 50, "contexts to learn from")
+    parser.option("demands", 30, "demands per context")
+    parser.option("levels", 4, "K")
+    parser.option("steps", 200, "updates of the rule")
+    parser.option("lr", 0.01, "of the rule, divided by the root of the step")
+    parser.option("tasks_per_step", 4, "contexts of a step")
+    parser.option("rows", 4, "rows of a batch of a context")
+    parser.option("test_points", 200_000, "contexts to test on")
     parser.add_argument("--literal-init", action="store_true", help="weights of the demand uniform on [0, 1)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("results"))
-    args = parser.parse_args(arguments)
-    if min(args.price) <= 0:
-        parser.error(f"--price must be positive, not {min(args.price)}")
+    args = parser.parse(arguments)
     problem = Newsvendor(args)
     mean = problem.demand.mean(problem.test_xi)
     print(f"demand without noise: mean {float(mean.mean()):.3f}, standard deviation {float(mean.std()):.3f}")
-    constant = float(torch.quantile(problem.eta.flatten(), SHORTAGE / (HOLDING + SHORTAGE)))
-    noise = math.sqrt(2) * float(torch.erfinv(torch.tensor(2 * SHORTAGE / (HOLDING + SHORTAGE) - 1)))
     results: dict[str, Any] = {}
     for name in args.optimizer:
-        prices = args.price[:1] if name == "erm" else args.price
-        runs = {price: train(problem, name, price, args) for price in prices}
-        best = min(runs, key=lambda price: runs[price]["cost"])
-        results[name] = {**runs[best], "price": None if name == "erm" else best,
-                         "all": {str(price): run["cost"] for price, run in runs.items()}}  # fmt: skip
+        runs = {price: learn(problem, name, price, args) for price in (args.price[:1] if name == "erm" else args.price)}
+        best = min(runs, key=lambda price: float(runs[price]["cost"]))
+        every = {str(price): run["cost"] for price, run in runs.items()}
+        results[name] = {**runs[best], "price": None if name == "erm" else best, "all": every}
+    quantile = SHORTAGE / (HOLDING + SHORTAGE)
+    noise = math.sqrt(2) * float(torch.erfinv(torch.tensor(2 * quantile - 1)))
     references = {
-        "best constant order": float(cost(torch.tensor(constant), problem.test_eta).mean()),
+        "best constant order": float(cost(torch.quantile(problem.eta.flatten(), quantile), problem.test_eta).mean()),
         "true demand known": float(cost(mean + noise, problem.test_eta).mean()),
     }
-    header = ["", "test cost", "lambda", "ms/step", "f grads", "g grads", "HVPs", "by lambda"]
-    rows: list[list[object]] = [[name, value, *[None] * 6] for name, value in references.items()]
-    for name, r in results.items():
-        calls = r["oracle_calls"] or {}
-        others = ", ".join(f"{p}: {c:.3f}" for p, c in r["all"].items())
-        rows.append([name, r["cost"], r["price"], r["milliseconds_per_step"],
-                     *(calls.get(k) for k in ("upper_grad", "lower_grad", "hvp")), others])  # fmt: skip
+    known = [[name, value, *[None] * 6] for name, value in references.items()]
+    found = rows(results, "cost", "price", "milliseconds_per_step", *[*CALLS][:3])
+    others = [", ".join(f"{p}: {c:.3f}" for p, c in r["all"].items()) for r in results.values()]
+    found = [[*row, by_price] for row, by_price in zip(found, others, strict=True)]
     title = f"Newsvendor, {args.contexts} contexts of {args.demands} demands, {args.steps} updates"
-    print(f"\n{title}\n\n{table(header, rows)}\n")
+    show(title, ("", "test cost", "lambda", "ms/step", *[*CALLS.values()][:3], "by lambda"), [*known, *found])
     stem = args.out / "newsvendor"
-    plot(stem.with_suffix(".png"), title, results)
-    numbers = {
-        "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
-        "environment": environment(),
-        "demand": {"mean": float(mean.mean()), "std": float(mean.std())},
-        "references": references,
-        "results": results,
-    }
-    save_json(stem.with_suffix(".json"), numbers)
-    print(f"Wrote {stem}.png and {stem}.json")
-    return numbers
+    axis = {"ylabel": "test cost"}
+    panels = [("step", "cost", {**axis, "xlabel": "updates"}), ("seconds", "cost", {**axis, "xscale": "log"})]
+    plot(stem, title, {name: r["curve"][1:] for name, r in results.items()}, panels)
+    demand = {"mean": float(mean.mean()), "std": float(mean.std())}
+    return save(args, stem, {"demand": demand, "references": references, "results": results})
 
 
 if __name__ == "__main__":

@@ -15,21 +15,16 @@ Problem: arXiv:2307.00126, appendix E (after arXiv:1711.02838).
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 import bilevel_optim as bo
-from bilevel_optim.optimizer.minimax import MinimaxOptimizer
 
-from .report import environment, save_json, table
+from .common import Parser, draw, figure, progress, save, show
 
 ROOT, WIDTH = 0.1, 5.0  # square root of w's parameter, and its L
 BEST = -16 / 3e3  # value of the minima
@@ -37,15 +32,9 @@ TOLERANCE = 1e-8
 STARTS = {"beside the saddle": (1e-3, 1e-3, 1e-16), "on a slope": (0.0, 0.0, 1.0)}
 # f is 20-smooth, with condition number 2 in y.
 ASCENT: dict[str, Any] = {"lower_lr": 1 / 20, "lower_steps": 10, "lower_momentum": (2**0.5 - 1) / (2**0.5 + 1)}
-PRINTED: dict[str, Any] = {
-    **ASCENT,
-    "lr": 0.5,
-    "restart_radius": 0.2,
-    "restart_period": 400,
-    "lower_restart": "zero",
-}
+PRINTED: dict[str, Any] = {**ASCENT, "lr": 0.5, "restart_radius": 0.2, "restart_period": 400, "lower_restart": "zero"}
 
-Method = Callable[..., MinimaxOptimizer]
+Method = partial[Any]
 METHODS: dict[str, Method] = {
     "ragda": partial(bo.RAGDA, **PRINTED),
     "pragda as printed": partial(bo.PRAGDA, **PRINTED, perturbation=1e-3, perturb_initial=False),
@@ -114,73 +103,15 @@ def run(method: Method, start: tuple[float, ...], steps: int, seed: int = 0) -> 
     }
 
 
-def plot(path: Path, curves: dict[str, dict[str, dict[str, Any]]]) -> None:
-    """For each start the gap against the oracle calls, and x3 against the steps."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(len(curves), 3, figsize=(14, 4 * len(curves)), layout="constrained", squeeze=False)
-    z = torch.linspace(-1, 1, 400, dtype=torch.float64)
-    for row, (start, results) in zip(axes, curves.items(), strict=True):
-        row[2].plot(z, valley(z), color="lightgrey", zorder=0)
-        for name, result in results.items():
-            third = [p[2] for p in result["path"]]
-            row[0].plot(result["calls"], [max(g, 1e-16) for g in result["gaps"]], label=name)
-            row[1].plot(range(len(third)), third, label=name)
-            row[2].plot(third, valley(torch.tensor(third, dtype=torch.float64)), ".", markersize=4, label=name)
-        row[0].set(xlabel="gradients and HVPs", ylabel="gap", xscale="symlog", yscale="log", title=f"start {start}")
-        row[0].axhline(TOLERANCE, color="grey", linestyle=":")
-        row[1].set(xlabel="outer steps", ylabel="$x_3$", xscale="symlog")
-        row[2].set(xlabel="$x_3$", ylabel="$w(x_3)$")
-        row[0].legend(fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the recipe; returns the numbers that it writes."""
-    parser = argparse.ArgumentParser(description="Compare how minimax methods leave a saddle point.")
-    parser.add_argument(
-        "--optimizer", nargs="+", choices=sorted(METHODS), default=list(METHODS), help="default: all of them"
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each perturbed method; default: 3")
-    parser.add_argument("--steps", type=int, default=3000, help="most outer steps; default: 3000")
-    parser.add_argument(
-        "--out", type=Path, default=Path("results"), help="folder of the PNG and JSON; default: results"
-    )
-    args = parser.parse_args(arguments)
-    for name in ("seeds", "steps"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be positive, not {getattr(args, name)}")
-
-    rows: list[list[object]] = []
-    curves: dict[str, dict[str, dict[str, Any]]] = {start: {} for start in STARTS}
-    numbers: list[dict[str, Any]] = []
-    for start, point in STARTS.items():
-        for name in tqdm(args.optimizer, desc=start):
-            results = [
-                run(METHODS[name], point, args.steps, seed) for seed in range(args.seeds if name in RANDOM else 1)
-            ]
-            if name in DRAWN:
-                curves[start][name] = results[0]
-            summary = {k: [r[k] for r in results] for k in ("hit", "steps", "restarts", "error", "gradients", "hvps")}
-            numbers.append({"start": start, "method": name, **summary})
-            rows.append([f"{start}: {name}", *map(middle, summary.values())])
-    header = ("", "steps to 1e-8", "steps in all", "restarts", "error of x3", "gradients to 1e-8", "HVPs to 1e-8")
-    print(f"\nW-shaped minimax problem (medians, ranges in brackets)\n\n{table(header, rows)}\n")
-    stem = args.out / "saddle_escape"
-    plot(stem.with_suffix(".png"), curves)
-    result = {
-        "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
-        "environment": environment(),
-        "results": numbers,
-    }
-    save_json(stem.with_suffix(".json"), result)
-    print(f"Wrote {stem}.png and {stem}.json")
-    return result
+def points(result: dict[str, Any]) -> list[dict[str, float]]:
+    """The curve of a run, to be drawn."""
+    third = [x[2] for x in result["path"]]
+    w = valley(torch.tensor(third, dtype=torch.float64)).tolist()
+    lines = zip(result["calls"], result["gaps"], third, w, strict=True)
+    return [
+        {"step": k, "calls": calls, "gap": max(gap, 1e-16), "x3": x3, "w": value}
+        for k, (calls, gap, x3, value) in enumerate(lines)
+    ]
 
 
 def middle(values: list[Any]) -> object:
@@ -192,6 +123,44 @@ def middle(values: list[Any]) -> object:
     if min(known) == max(known) or (isinstance(center, float) and max(known) < 1e-2):
         return center
     return f"{center:g} ({min(known)}-{max(known)})"
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Run the recipe; returns the numbers that it writes."""
+    parser = Parser(__doc__)
+    parser.methods(METHODS, "all of them")
+    parser.option("seeds", 3, "runs of each perturbed method")
+    parser.option("steps", 3000, "most outer steps")
+    args = parser.parse(arguments)
+    chosen = args.optimizer or [*METHODS]
+    rows: list[list[object]] = []
+    curves: dict[str, dict[str, list[dict[str, float]]]] = {start: {} for start in STARTS}
+    numbers: list[dict[str, Any]] = []
+    for start, point in STARTS.items():
+        for name in progress(chosen, start, unit="method"):
+            seeds = range(args.seeds if name in RANDOM else 1)
+            results = [run(METHODS[name], point, args.steps, seed) for seed in seeds]
+            if name in DRAWN:
+                curves[start][name] = points(results[0])
+            summary = {k: [r[k] for r in results] for k in ("hit", "steps", "restarts", "error", "gradients", "hvps")}
+            numbers.append({"start": start, "method": name, **summary})
+            rows.append([f"{start}: {name}", *map(middle, summary.values())])
+    header = ("", "steps to 1e-8", "steps in all", "restarts", "error of x3", "gradients to 1e-8", "HVPs to 1e-8")
+    title = "W-shaped minimax problem"
+    show(f"{title} (medians, ranges in brackets)", header, rows)
+    stem = args.out / "saddle_escape"
+    z = torch.linspace(-1, 1, 400, dtype=torch.float64)
+    with figure(stem, title, (14, 8)) as canvas:
+        for row, (start, lines) in zip(canvas.subplots(2, 3), curves.items(), strict=True):
+            row[0].axhline(TOLERANCE, color="grey", linestyle=":")
+            row[2].plot(z, valley(z), color="lightgrey", zorder=0)
+            along = {"xscale": "symlog", "xlim": (0, None)}
+            row[0].set(title=f"start {start}")
+            draw(row[0], lines, "calls", "gap", xlabel="gradients and HVPs", yscale="log", **along)
+            draw(row[1], lines, "step", "x3", xlabel="outer steps", ylabel="$x_3$", **along)
+            draw(row[2], lines, "x3", "w", xlabel="$x_3$", ylabel="$w(x_3)$")
+            row[0].legend(fontsize="small")
+    return save(args, stem, {"results": numbers})
 
 
 if __name__ == "__main__":

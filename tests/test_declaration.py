@@ -10,6 +10,8 @@ import torch
 import bilevel_optim as bo
 from bilevel_optim.methods.table import rewritten, table
 from bilevel_optim.optimizer.declaration import REGISTRY, Method, configurations, counts, methods, register
+from recipes import compare
+from recipes.common.methods import exact, stochastic
 
 from .problems import Quadratic
 
@@ -97,6 +99,30 @@ def test_a_method_defined_here_is_found_everywhere(newcomer):
     assert "[2601.00001](https://arxiv.org/abs/2601.00001)" in table(full=True)
     before, place, after = (ROOT / "README.md").read_text().partition("<!-- methods: begin -->")
     assert "Newcomer" in rewritten(before + place + after)
+
+
+def test_recipes_offer_it(newcomer, tmp_path):
+    assert exact()["newcomer"].func is newcomer
+    assert stochastic()["newcomer"].make.keywords == {"lower_steps": 10}
+    arguments = ["--problem", "quadratic", "--methods", "newcomer", "--grid", "0.1", "--budget", "60"]
+    results = compare.main([*arguments, "--out", str(tmp_path)])["results"]
+    assert results["newcomer"]["oracle_calls"]["lower_grad"] >= 50
+
+
+def test_recipes_offer_every_method_or_say_why_not():
+    for problem, offered in (("compare", exact()), ("stochastic", {n: m.make for n, m in stochastic().items()})):
+        missing = set(methods().values()) - {make.func for make in offered.values()}
+        assert missing == {cls for cls in methods().values() if problem in cls.declared.elsewhere}
+    sampled = stochastic()
+    assert {name for name, method in sampled.items() if method.terms} == {"saba"}
+    assert {name for name, method in sampled.items() if method.series} == {"ttsa", "sustain", "mrbo"}
+    assert {name.split("-")[0] for name, method in sampled.items() if method.tasks} == {"rsvrb", "bsvrb"}
+    assert {name for name, method in sampled.items() if method.floor and not method.tasks} == {
+        "svrb",
+        "svrb-free",
+        "stable",
+    }
+    assert {name for name, method in sampled.items() if method.matrices} == {"svrb", "stable"}
 
 
 def test_its_own_attribute_declares_a_class(newcomer):

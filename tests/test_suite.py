@@ -1,24 +1,22 @@
-"""The stochastic recipe and benchmark: loaders, the value function, runs on small data."""
+"""What the programs are made of: data, batches, problems and their value functions, the tables of methods."""
 
 import bz2
 import gzip
-import json
 import lzma
 import pathlib
-from functools import partial
 
 import pytest
 import torch
 
 import bilevel_optim as bo
-from recipes import hyper_regularization, libsvm, stochastic
+from recipes import hyper_regularization
 from recipes.benchmarks import bilevel_suite, many_tasks
-from recipes.value_function import lower_solution, value_and_gradient
-
-
-@pytest.fixture
-def single():
-    torch.set_default_dtype(torch.float32)
+from recipes.common import methods
+from recipes.common.sampling import IndexBatches, IndexTerms
+from recipes.problems import libsvm
+from recipes.problems.problem import Part, Problem
+from recipes.problems.softmax import Cleaning, Regularised, corrupted, standardised, with_bias
+from recipes.problems.value_function import lower_solution, value_and_gradient
 
 
 def svmlight(rows):
@@ -69,21 +67,21 @@ def test_libsvm_files_are_fetched(tmp_path, monkeypatch):
 
 
 def test_index_batches():
-    batches = stochastic.IndexBatches(10, 3, seed=0)
+    batches = IndexBatches(10, 3, seed=0)
     first, second = torch.cat(list(batches)), torch.cat(list(batches))
     for order in (first, second):
         assert len(order.unique()) == len(order) == 9
     assert first.tolist() != second.tolist()
     assert batches.drawn == 18
-    several = stochastic.IndexBatches(10, 3, seed=0, tasks=4)
+    several = IndexBatches(10, 3, seed=0, tasks=4)
     assert [tuple(index.shape) for index in several] == [(4, 3)] * 3
     assert several.drawn == 36
-    objective = bo.Objective(lambda index: index.sum(), stochastic.IndexBatches(4, 9, seed=1))
+    objective = bo.Objective(lambda index: index.sum(), IndexBatches(4, 9, seed=1))
     assert sorted(objective.draw().batch.tolist()) == [0, 1, 2, 3]
 
 
 def test_index_terms():
-    terms = stochastic.IndexTerms(lambda index: index.double().mean(), 10, 3, seed=0, tasks=4)
+    terms = IndexTerms(lambda index: index.double().mean(), 10, 3, seed=0, tasks=4)
     assert sorted(torch.cat([terms.term(k).batch for k in range(len(terms))]).tolist()) == list(range(10))
     assert terms.drawn == 40
     batch = terms.draw().batch
@@ -91,13 +89,12 @@ def test_index_terms():
     assert torch.stack([terms.term(k)() for k in range(len(terms))]).mean() == pytest.approx(4.5)
 
 
-def test_every_public_method_has_its_place():
-    def kind(make):
-        return make.func if isinstance(make, partial) else make
-
+@pytest.mark.parametrize("table", ["compare", "stochastic"])
+def test_every_public_method_has_its_place(table):
     public = {c for c in vars(bo).values() if isinstance(c, type) and issubclass(c, bo.BilevelOptimizer)}
-    offered = {kind(method.make) for method in stochastic.METHODS.values()}
-    assert public - {bo.BilevelOptimizer} == offered | {getattr(bo, name) for name in stochastic.ELSEWHERE}
+    made = {"compare": methods.EXACT.values(), "stochastic": [m.make for m in methods.STOCHASTIC.values()]}[table]
+    elsewhere = {getattr(bo, name) for name in methods.ELSEWHERE[table]}
+    assert public - {bo.BilevelOptimizer} == {make.func for make in made} | elsewhere
 
 
 def test_value_function_of_ridge_regression():
@@ -134,31 +131,81 @@ def central_difference(h, x, direction, width=1e-5):
     return (h(x + width * direction) - h(x - width * direction)) / (2 * width)
 
 
-def small_problems():
-    inputs = [torch.randn(n, 4) for n in (30, 20, 10)]
-    signs = [torch.randint(2, (n,)) * 2.0 - 1 for n in (30, 20)]
-    parts = [(features, torch.randint(3, (len(features),))) for features in inputs]
-    parts[0][1][:3] = torch.arange(3)
-    return {
-        "quadratics": bilevel_suite.Quadratics(200, (6, 3), 0.05),
-        "logistic": bilevel_suite.Logistic(tuple(zip(inputs[:2], signs, strict=True))),
-        "softmax": bilevel_suite.Softmax(*parts),
-        "cleaning": bilevel_suite.Cleaning(*parts, corruption=0.5),
-    }
+def small_parts():
+    parts = [Part(torch.randn(n, 4), torch.randint(3, (n,))) for n in (30, 20, 10)]
+    parts[0].labels[:3] = torch.arange(3)
+    return parts
 
 
-@pytest.mark.parametrize("name", ["quadratics", "logistic", "softmax", "cleaning"])
-def test_gradients_of_the_suite_against_differences(name):
-    problem = small_problems()[name]
+def signed(parts):
+    return [Part(part.features, (part.labels > 1) * 2.0 - 1) for part in parts[:2]]
+
+
+PROBLEMS = {
+    "quadratics": lambda parts: bilevel_suite.Quadratics(200, (6, 3), 0.05),
+    "logistic": lambda parts: bilevel_suite.Logistic(*signed(parts)),
+    "one penalty per class": bilevel_suite.softmax,
+    "one penalty per feature": lambda parts: Regularised(parts, 0.1, torch.zeros(4, 1)),
+    "one penalty per weight": lambda parts: Regularised(with_bias(parts), 0.1, torch.zeros(5, 3)),
+    "cleaning": lambda parts: bilevel_suite.cleaning(parts, corruption=0.5),
+    "reweighting": lambda parts: hyper_regularization.Reweighting(*signed(parts), 0.1),
+    "many reweightings": lambda parts: hyper_regularization.Reweighting(*signed(parts), 0.1, torch.tensor([1.0, 4.0])),
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_gradients_of_the_problems_against_differences(name):
+    problem = PROBLEMS[name](small_parts())
     problem.tol = 1e-11
     x, direction = problem.x + 0.1, torch.randn_like(problem.x)
     expected = central_difference(lambda at: problem.value(at, problem.y).value, x, direction)
-    assert float(problem.value(x, problem.y).gradient @ direction) == pytest.approx(expected, rel=1e-5, abs=1e-9)
+    found = problem.value(x, problem.y)
+    assert float((found.gradient * direction).sum()) == pytest.approx(expected, rel=1e-5, abs=1e-9)
+    torch.testing.assert_close(problem.solution(x, problem.y), found.solution, rtol=1e-6, atol=1e-8)
+
+
+def test_losses_of_the_softmax_problems():
+    """Beside the loss of torch on the same examples."""
+    parts = small_parts()
+    y, index = torch.randn(4, 3), torch.tensor([3, 3, 7])
+    plain, penalty = torch.nn.functional.cross_entropy, torch.randn(4, 1)
+    problem = Regularised(parts, 0.1, penalty)
+    features, labels = parts[0]
+    expected = plain(features[index] @ y, labels[index]) + 0.1 * sum(
+        penalty[k].exp().sum() * y[k].square().sum() for k in range(4)
+    )
+    torch.testing.assert_close(problem.lower(penalty, y, index), expected)
+    torch.testing.assert_close(problem.upper(penalty, y), plain(parts[1].features @ y, parts[1].labels))
+    hits = (parts[2].features @ y).argmax(1) == parts[2].labels
+    assert problem.accuracy(y) == 1 - problem.test_error(y) == pytest.approx(hits.double().mean().item())
+    problem = Cleaning(parts, 0.1)
+    torch.testing.assert_close(
+        problem.lower(torch.full((30,), torch.inf), y), plain(features @ y, labels) + 0.1 * y.square().sum()
+    )
+    curvature = torch.autograd.functional.hessian(lambda y: problem.lower(torch.full((30,), torch.inf), y), y)
+    assert torch.linalg.eigvalsh(curvature.view(12, 12))[-1] <= 1 / problem.lower_lr
+
+
+def test_so_many_labels_are_wrong():
+    labels = torch.randint(10, (200,))
+    changed = corrupted(labels, 0.3, 10, torch.Generator().manual_seed(0))
+    assert int((changed != labels).sum()) == 60
+    assert set(changed.tolist()) <= set(range(10))
+    assert len(((changed - labels) % 10).unique()) == 10
+
+
+def test_features_are_standardised_by_the_training_part():
+    parts = [Part(3 * torch.randn(50, 2) + 5, torch.zeros(50)) for _ in range(2)]
+    parts[0].features[:, 1] = 7.0  # without variance
+    first, second = standardised(parts)
+    torch.testing.assert_close(first.features.mean(0), torch.zeros(2))
+    torch.testing.assert_close(first.features[:, 0].std(correction=0), torch.tensor(1.0))
+    torch.testing.assert_close(second.features[:, 1], parts[1].features[:, 1] - 7)
 
 
 def test_closed_form_of_the_quadratics():
-    problem = small_problems()["quadratics"]
-    generic = bilevel_suite.Problem.value(problem, problem.x, problem.y)
+    problem = PROBLEMS["quadratics"](None)
+    generic = Problem.value(problem, problem.x, problem.y)
     closed = problem.value(problem.x, problem.y)
     assert generic.value - problem.minimum == pytest.approx(closed.value)
     torch.testing.assert_close(generic.gradient, closed.gradient)
@@ -168,76 +215,33 @@ def test_closed_form_of_the_quadratics():
     assert closed.value > 0
 
 
-@pytest.mark.parametrize("tasks", [None, 3])
-def test_solutions_of_the_reweighting(tasks):
-    features, labels = torch.randn(40, 4), torch.randint(2, (40,)) * 2.0 - 1
-    scales = None if tasks is None else torch.tensor([1.0, 4.0, 9.0])
-    examples = libsvm.Examples(features, labels)
-    problem = hyper_regularization.Reweighting(examples, examples, 0.01, scales)
-    x, y = torch.randn(40), problem.start()[1].detach()
-    column = problem.scales if tasks is None else problem.scales.unsqueeze(1)
-
-    def lower(x, y):
-        return problem.lower(x, y, torch.arange(40), column)
-
-    found = problem.solution(x, y, tol=1e-11)
-    torch.testing.assert_close(found, lower_solution(lower, x, y, tol=1e-12), rtol=1e-6, atol=1e-8)
-    loss = problem.upper(found, torch.arange(40), column)
-    assert problem.objective(found) == pytest.approx(float(loss) / len(problem.scales))
-
-
 def test_examples_keep_their_labels():
     labels = torch.arange(50.0)
-    part = hyper_regularization.some(
-        libsvm.Examples(labels.unsqueeze(1) * torch.ones(3), labels), 20, torch.Generator().manual_seed(0)
-    )
+    part = Part(labels.unsqueeze(1) * torch.ones(3), labels).take(torch.randperm(50)[:20])
     assert len(part.labels.unique()) == 20
     torch.testing.assert_close(part.features, part.labels.unsqueeze(1).expand(-1, 3))
 
 
 def test_rows_of_the_sampler_are_those_of_the_stacked_losses():
-    examples = libsvm.Examples(torch.randn(20, 3), torch.ones(20))
+    examples = Part(torch.randn(20, 3), torch.ones(20))
     problem = hyper_regularization.Reweighting(examples, examples, 0.1, torch.tensor([1.0, 2.0, 5.0, 10.0]))
     sampler = hyper_regularization.Rows(problem)
     tasks = sampler.sample(2, None)
     index, scale = sampler.lower(tasks, 6, None)
     assert sampler.drawn == 12
+    sampler.upper(tasks, 3, None)
+    assert sampler.drawn == 18
     x, y = torch.randn(20), torch.randn(4, 4)
     rows = [problem.lower(x, y[task], index[i], scale[i]) for i, task in enumerate(tasks.tolist())]
-    stacked = problem.lower(x, y[tasks], index, problem.scales[tasks].unsqueeze(1))
+    stacked = problem.lower(x, y[tasks], index, problem.scales[tasks])
     torch.testing.assert_close(sum(rows), stacked)
+    whole = torch.stack([problem.upper(x, y[i], torch.arange(20), problem.scales[i]) for i in range(4)])
+    torch.testing.assert_close(whole.sum(), problem.upper(x, y))
+    assert problem.objective(y) == pytest.approx(float(whole.mean()))
 
 
-@pytest.mark.usefixtures("single")
-def test_hyper_regularization(tmp_path, capsys):
-    arguments = ["--samples", "6000", "--lr", "10", "--lower-lr", "0.5", "--evaluations", "3", "--out", str(tmp_path)]
-    numbers = hyper_regularization.main([*arguments, "--seeds", "2", "--optimizer", "f2sa-2", "first-order"])
-    runs = numbers["results"]
-    assert all(r["solved"] < numbers["equal_weights"] - 0.01 for r in runs["f2sa-2"])
-    assert runs["first-order"][0]["solved"] == pytest.approx(numbers["equal_weights"], abs=1e-4)
-    assert [r["seed"] for r in runs["f2sa-2"]] == [0, 1]
-    assert all(6000 <= r["samples"] < 8000 for r in runs["f2sa-2"])
-    assert (
-        json.loads((tmp_path / "hyper_regularization_breast_cancer.json").read_text())["results"].keys() == runs.keys()
-    )
-    assert (tmp_path / "hyper_regularization_breast_cancer.png").read_bytes().startswith(b"\x89PNG")
-    assert "equal weights" in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("single")
-def test_hyper_regularization_with_many_lower_problems(tmp_path):
-    arguments = ["--tasks", "5", "--samples", "30000", "--lr", "10", "--lower-lr", "0.5", "--evaluations", "2"]
-    numbers = hyper_regularization.main(
-        [*arguments, "--seeds", "1", "--optimizer", "aid", "saba", "--out", str(tmp_path)]
-    )
-    (run,) = numbers["results"]["aid"]
-    assert run["solved"] < numbers["equal_weights"] - 0.005
-    assert run["samples"] == 5 * 32 * run["steps"] * 12
-    assert (tmp_path / "hyper_regularization_breast_cancer_5.png").exists()
-
-
-@pytest.mark.usefixtures("single")
-def test_hyper_regularization_reads_libsvm_files(tmp_path):
+def test_libsvm_files_are_reweighted(tmp_path):
+    torch.set_default_dtype(torch.float32)
     for name in ("ijcnn1", "ijcnn1.t"):
         (tmp_path / name).write_bytes(svmlight(ROWS * 10))
     arguments = ["--data", "ijcnn1", "--data-root", str(tmp_path), "--out", str(tmp_path), "--seeds", "1"]
@@ -245,47 +249,10 @@ def test_hyper_regularization_reads_libsvm_files(tmp_path):
     assert len(numbers["grid"]["aid"]) == 2
 
 
-@pytest.mark.usefixtures("single")
-def test_bilevel_suite_resumes(tmp_path, capsys):
-    arguments = ["--seconds", "0.05", "--evaluations", "2", "--seeds", "2", "--out", str(tmp_path), "--ratios", "0.001"]
-    first = bilevel_suite.main([*arguments, "--methods", "aid", "--steps", "0.1"])
-    assert first["new_runs"] == 2
-    again = bilevel_suite.main([*arguments, "--methods", "aid", "f2sa", "--steps", "0.1", "1e9"])
-    assert again["new_runs"] == 1 + 3  # the other step size of aid; both of f2sa, and its second seed
-    assert again["best"]["aid"] == first["best"]["aid"]
-    (stem,) = {path.name.split(".r")[0].removesuffix(".json").removesuffix(".png") for path in tmp_path.iterdir()}
-    assert len((tmp_path / f"{stem}.records.jsonl").read_text().splitlines()) == 6
-    assert (tmp_path / f"{stem}.png").read_bytes().startswith(b"\x89PNG")
-    curve = first["best"]["aid"][0]["curve"]
-    assert curve[0]["seconds"] == 0
-    assert len(curve) == 3
-    assert 0 <= curve[-1]["test_error"] <= 1
-    assert "at the start" in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("single")
-def test_bilevel_suite_on_quadratics(tmp_path):
-    arguments = ["--problem", "quadratics", "--examples", "2000", "--dims", "8", "3", "--mu", "0.1", "--seeds", "1"]
-    numbers = bilevel_suite.main(
-        [*arguments, "--seconds", "0.5", "--methods", "soba", "--steps", "0.1", "--ratios", "3", "--out", str(tmp_path)]
-    )
-    assert numbers["best"]["soba"][0]["curve"][-1]["value"] < 0.5 * numbers["start"]
-
-
-def test_many_tasks_counts_samples_and_measures_rows(tmp_path):
-    numbers = many_tasks.main(["--part", "cost", "--tasks", "20", "40", "--steps", "3", "--out", str(tmp_path)])
-    rows = {(e["tasks"], e["variant"]): e["rows"] for e in numbers["cost"] if e["sampling"] == "uniform"}
-    assert rows[40, "exact_mean"] == pytest.approx(2 * rows[20, "exact_mean"])
-    assert rows[40, "matrix_free"] < rows[40, "exact_mean"]
-    assert (tmp_path / "many_tasks.json").exists()
-
-
-def test_noise_of_drawing_tasks_follows_the_law(tmp_path):
+def test_noise_of_drawing_tasks_follows_the_law():
     problem = many_tasks.Quadratics(torch.linspace(0.2, 2.0, 5), 3, 2)
     measured, law = many_tasks.noise(problem, torch.tensor([0.1, 0.1, 0.2, 0.2, 0.4], dtype=torch.float64), 400, 0)
     assert measured == pytest.approx(law, rel=0.4)  # 400 steps are about 40 independent draws
-    numbers = many_tasks.main(["--part", "complexity", "--held", "5", "--out", str(tmp_path)])
-    assert len(numbers["complexity"]) == 6
 
 
 def test_many_tasks_knows_its_hypergradients():

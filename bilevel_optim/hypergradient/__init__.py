@@ -16,20 +16,26 @@ Example:
     (tensor([12.]),)
 """
 
+from ..solvers.contexts import Contexts, CoupledPath, coupled_path, level_probabilities
 from .direct import direct
 from .estimate import Estimate
 from .implicit import implicit
+from .multilevel import multilevel
 from .penalty import penalty
 from .stochastic import ImplicitSamples, stochastic_implicit
 from .unrolled import unrolled
 from .zeroth_order import full_zeroth_order, partial_zeroth_order
 
 __all__ = [
+    "Contexts",
+    "CoupledPath",
     "Estimate",
     "ImplicitSamples",
+    "coupled_path",
     "direct",
     "full_zeroth_order",
     "implicit",
+    "level_probabilities",
     "multilevel",
     "partial_zeroth_order",
     "penalty",

@@ -31,10 +31,10 @@ class Estimate:
         diagnostics: scalars and small tensors worth a look.
         memory: tensors shaped like y to remember for the next estimate, by name.
         upper_memory: the same shaped like x.
-        tables: new tables whose rows mix all the tensors of y, by name; they are remembered with the first of these.
         start: derivative in the lower value that the steps began at, if it is known.
         lower: the improved y. None: as it was.
         solver: the lower optimizer's memory afterwards. None: as it was.
+        tables: new tables whose rows mix all the tensors of y, by name; they are remembered with the first of these.
         writes: rows of large tables to be changed.
         numbers: plain numbers that change, by name.
     """
@@ -44,10 +44,10 @@ class Estimate:
     diagnostics: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, Vector] = field(default_factory=dict)
     upper_memory: dict[str, Vector] = field(default_factory=dict)
-    tables: dict[str, Tensor] = field(default_factory=dict)
     start: Vector | None = None
     lower: Vector | None = None
     solver: Memory | None = None
+    tables: dict[str, Tensor] = field(default_factory=dict)
     writes: tuple[Write, ...] = ()
     numbers: dict[str, Any] = field(default_factory=dict)
 

@@ -40,7 +40,7 @@ def implicit(
     loss, grad_x, grad_y = oracle.upper(upper_sample or oracle.f.draw())
     with oracle.lower_system(lower_sample or oracle.g.draw()) as system:
         result = solve(system.hvp, grad_y, start, **({} if oracle.lanes is None else {"lanes": True}))
-        oracle.checks.finite("hvp", result.solution)
+        oracle.checks.finite("hvp", [*result.solution, result.residual])
         gradient = grad_x - system.cross(result.solution)
     oracle.checks.alert(
         "indefinite",

@@ -2,75 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..oracle.oracle import Oracle, filled
-from ..oracle.tasks import LaneLoss, TaskObjective, select
+from ..oracle.lanes import stacked, weighted_upper
+from ..oracle.oracle import Oracle
+from ..oracle.second_order import LowerSystem
 from ..problem.objective import Sample
+from ..problem.tasks import select
 from ..problem.vector import Vector
 from ..solvers import linear
-from ..solvers.contexts import CROSS, NEUMANN, POWER, TRUNCATION, UPPER, Contexts, Path
+from ..solvers.contexts import CROSS, NEUMANN, POWER, TRUNCATION, UPPER, Contexts, CoupledPath
 from .estimate import Estimate
 
 __all__ = ["multilevel", "smoothness"]
 
+BASE, PREVIOUS, LAST = range(3)  # kinds of points
+
 
 @dataclass(frozen=True)
 class _Lanes:
-    """Points where the hypergradient formula is evaluated: context, weight, and kind (0 base, 1 previous, 2 last)."""
+    """Points where the hypergradient formula is evaluated: row of the path, weight, and kind."""
 
-    slots: list[int]
+    rows: list[int]
     weights: list[float]
     kinds: list[int]
 
     @classmethod
-    def of(cls, depths: Sequence[int], mine: Sequence[int], base: int | None, chances: Tensor, scale: float) -> _Lanes:
-        """With a base level :math:`u_b + (u_k - u_{k-1})/p_k` for each context, without :math:`u_k`."""
-        lanes: list[tuple[int, float, int]] = []
-        for slot in mine:
-            if base is None:
-                lanes.append((slot, scale, 2))
+    def of(cls, path: CoupledPath, chances: Tensor | None) -> _Lanes:
+        """With chances :math:`u_b + (u_k - u_{k-1})/p_k` for each context, without :math:`u_k`."""
+        scale, lanes = 1 / path.contexts.count, list[tuple[int, float, int]]()
+        for row, depth in enumerate(path.depths):
+            if chances is None:
+                lanes.append((row, scale, LAST))
                 continue
-            correction = scale / float(chances[depths[slot] - base - 1])
-            if depths[slot] == base + 1:  # the base and the previous point are one
-                lanes.append((slot, scale - correction, 0))
+            correction = scale / float(chances[depth - path.base_level - 1])
+            if depth == path.base_level + 1:  # the base and the previous point are one
+                lanes.append((row, scale - correction, BASE))
             else:
-                lanes += [(slot, scale, 0), (slot, -correction, 1)]
-            lanes.append((slot, correction, 2))
+                lanes += [(row, scale, BASE), (row, -correction, PREVIOUS)]
+            lanes.append((row, correction, LAST))
         lanes = [lane for lane in lanes if lane[1] != 0]
         return cls(*(list(part) for part in zip(*lanes, strict=True))) if lanes else cls([], [], [])
 
-    def difference(self, slot: int) -> list[float]:
+    def difference(self, row: int) -> list[float]:
         """Weights of :math:`u_k - u_{k-1}` of one context."""
-        count = self.slots.count(slot)
-        lower_kind = 1 if count == 3 else 0
-        return [
-            (1.0 if kind == 2 else -1.0 if kind == lower_kind else 0.0) if own == slot else 0.0
-            for own, kind in zip(self.slots, self.kinds, strict=True)
-        ]
+        lower = PREVIOUS if self.rows.count(row) == 3 else BASE
+        signs = {LAST: 1.0, lower: -1.0}
+        return [signs.get(kind, 0.0) if own == row else 0.0 for own, kind in zip(self.rows, self.kinds, strict=True)]
 
 
 def multilevel(
     oracle: Oracle,
-    contexts: Contexts,
-    path: Path,
-    depths: Sequence[int],
-    mine: Sequence[int],
+    path: CoupledPath,
     *,
-    base: int | None,
-    chances: Tensor,
+    chances: Tensor | None,
     steps: int,
     rate: float,
     neumann: str = "sum",
     implicit_term: bool = True,
     measured: int | None = None,
 ) -> Estimate:
-    r"""The mean over contexts of :math:`u_b + (u_k - u_{k-1})/p_k`, or of :math:`u_k` without a base level.
+    r"""The mean over contexts of :math:`u_b + (u_k - u_{k-1})/p_k`, or of :math:`u_k`.
 
     .. math:: u_l = \nabla_x f(x, Y_l; \eta'') - \nabla^2_{xy} g(x, Y_l; \eta')\, \Lambda\, \nabla_y f(x, Y_l; \eta'')
 
@@ -79,156 +76,147 @@ def multilevel(
     pass to x and no tensor of size (points, x).
 
     Args:
-        oracle: of the live tensors; costs per point one upper gradient, one lower gradient and one cross product, and
-            one lower gradient and one Hessian-vector product for each term of the series after the first.
-        contexts: contexts and data.
-        path: their lower points.
-        depths: their levels k.
-        mine: the contexts that this process takes care of.
-        base: base level b; None for :math:`u_k` alone.
-        chances: :math:`p_k` for k = b + 1, ...
+        oracle: of one problem, whose losses take the batch of a context; costs per point one upper gradient, one lower
+            gradient and one cross product, and one lower gradient and one Hessian-vector product for each term of the
+            series after the first.
+        path: contexts, their levels k and their lower points (`coupled_path`); those without a lane here are summed
+            elsewhere.
+        chances: :math:`p_k` for k = b + 1, ... (`level_probabilities`); None for :math:`u_k` alone.
         steps: N, number of terms of the series (iterations of conjugate gradients).
         rate: c, at most 1/L.
         neumann: ``"sum"``, :math:`c \sum_{n<N} \prod_{i \le n} (I - c H_i)`; ``"product"``, one term of it at random,
             times N; ``"cg"``, conjugate gradients on one batch.
         implicit_term: False leaves the second term out.
-        measured: context whose :math:`u_k - u_{k-1}` is computed by itself; its squared norm is the diagnostic
+        measured: lane of the path whose :math:`u_k - u_{k-1}` is computed by itself; its squared norm is the diagnostic
             ``"correction"``. Costs one more backward pass.
+
+    Example:
+        >>> import torch, bilevel_optim as bo
+        >>> x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> oracle = bo.Oracle(  # y* = x + the context's number, and f asks for y* = 1
+        ...     [x], [y], lambda t: (y - 1).square().sum() / 2, lambda t: (y - x - t).square().sum() / 2
+        ... )
+        >>> tasks = bo.TensorTasks(torch.tensor([[[3.0]], [[5.0]]]))
+        >>> contexts = bo.hypergradient.Contexts(tasks, 2, seed=0)
+        >>> start = bo.Vector([torch.zeros(2, 1)])
+        >>> path = bo.hypergradient.coupled_path(oracle, contexts, start, [3, 3], lambda e: [2.0 * 2.0**-e])
+        >>> [float(t.mean()) for t in (*path.base, *path.previous, *path.last)]
+        [0.0, 3.375, 3.91...]
+        >>> bo.hypergradient.multilevel(oracle, path, chances=None, steps=1, rate=1.0).gradient  # their mean, less 1
+        (tensor([2.91...]),)
     """
-    lanes = _Lanes.of(depths, mine, base, chances, 1 / contexts.count)
-    where = {slot: i for i, slot in enumerate(mine)}
-    rows = [where[slot] for slot in lanes.slots]
+    lanes = _Lanes.of(path, chances)
+    ends = (path.base, path.previous, path.last)
     y = Vector(
-        torch.stack([path[kind][i][row] for row, kind in zip(rows, lanes.kinds, strict=True)]).requires_grad_()
+        torch.stack([ends[kind][i][row] for row, kind in zip(lanes.rows, lanes.kinds, strict=True)])
         for i in range(len(oracle.y))
     )
-    difference = None if measured is None else y[0].new_tensor(lanes.difference(measured))
-    points = _Points(oracle, contexts, lanes, mine, rows, y)
-    loss, direct, adjoint, measured_direct = points.upper(difference)
-    gradient, diagnostics = direct, {}
-    change = measured_direct
+    points = _Points(oracle, stacked(oracle, y, alike=True), path, torch.tensor(lanes.rows, device="cpu"))
+    weights, deepest = y[0].new_tensor(lanes.weights), torch.tensor(lanes.kinds, device=y[0].device) == LAST
+    differences = [] if measured is None else [y[0].new_tensor(lanes.difference(measured))]
+    values, gradient, adjoint, changes = weighted_upper(
+        points.problem, points.sample("upper", UPPER), weights, differences
+    )
+    diagnostics = {}
     if implicit_term:
-        solution, ratio = points.solve(adjoint, steps, rate, neumann)
-        weights = y[0].new_tensor(lanes.weights)
-        with points.oracle.lower_system(points.sample(CROSS)) as system:
+        solution, ratio = points.inverse(adjoint, steps, rate, neumann)
+        with points.problem.lower_system(points.sample("lower", CROSS)) as system:
             gradient = gradient - system.cross(solution)
-            if difference is not None:
-                change = change - system.cross(solution * (difference / weights))
+            changes = [
+                change - system.cross(solution * (difference / weights))
+                for change, difference in zip(changes, differences, strict=True)
+            ]
         diagnostics["neumann_ratio"] = ratio
-        deepest = torch.tensor([kind == 2 for kind in lanes.kinds], device=y[0].device)
         diagnostics["lower_residual"] = (system.gradient.lane_norm()[deepest] ** 2).mean().sqrt()
-    if difference is not None:
+    for change in changes:
         diagnostics["correction"] = change.dot(change)
-    return Estimate(loss, gradient, diagnostics)
+    return Estimate(values[deepest].sum() / path.contexts.count, gradient, diagnostics)
 
 
+@dataclass(frozen=True)
 class _Points:
-    """Both losses at all points, each with the batches of its context."""
+    """Points of a path as one stacked problem, each with the batches of its context.
 
-    def __init__(
-        self, oracle: Oracle, contexts: Contexts, lanes: _Lanes, mine: Sequence[int], rows: list[int], y: Vector
-    ) -> None:
-        self.live, self.contexts, self.lanes, self.mine, self.y = oracle, contexts, lanes, mine, y
-        self.rows = torch.tensor(rows)
-        self.oracle = self._oracle(y)
+    Attributes:
+        oracle: of one problem.
+        problem: the stacked one.
+        path: the path.
+        rows: the lane of the path that each point belongs to.
+    """
 
-    def _oracle(self, y: Vector) -> Oracle:
-        def nothing() -> Any:
-            raise AssertionError("samples are given")
+    oracle: Oracle
+    problem: Oracle
+    path: CoupledPath
+    rows: Tensor
 
-        f, g = (TaskObjective(LaneLoss(self.live, level, y, alike=True), nothing) for level in ("upper", "lower"))
-        live = self.live
-        points = Oracle(live.x, y, f, g, names=live.names, session=live.session, lanes=len(y[0]))
-        points.checks = live.checks
-        return points
+    def sample(self, level: str, role: int) -> Sample:
+        """The sample of batches for this purpose; their features are evaluated once for each context."""
+        (batch,) = self.path.contexts.batches(level, self.path.slots, role)
+        objective = self.problem.f if level == "upper" else self.problem.g
+        features, rows = objective.features, self.rows
+        if features is None:
+            return Sample(objective.loss, (select(batch, rows),))
+        return Sample(objective.loss, (batch,), features=lambda batch: select(features(batch), rows))
 
-    def batches(self, role: int, times: int = 1) -> Iterator[Any]:
-        """Batches for the points, those of their contexts."""
-        level = "upper" if role == UPPER else "lower"
-        for batch in self.contexts.batches(level, self.mine, role, times=times):
-            yield select(batch, self.rows)
+    def systems(self, times: int = 1) -> Iterator[tuple[Sample, Any]]:
+        """Lower samples for products alone, and the same by context."""
+        for head in self.path.contexts.heads(self.oracle, self.path.slots, NEUMANN, times=times):
+            yield Sample(self.problem.g.loss, (select(head, self.rows),)), head
 
-    def sample(self, role: int) -> Sample:
-        (batch,) = self.batches(role)
-        return Sample(self.oracle.g.loss, (batch,))
-
-    def upper(self, difference: Tensor | None) -> tuple[Tensor, Vector, Vector, Vector]:
-        """Mean of f at the last points, weighted gradients in x and in y, and the gradient in x of the difference."""
-        oracle, x, y = self.oracle, self.oracle.x, self.y
-        (batch,) = self.batches(UPPER)
-        loss = oracle.f.loss
-        assert isinstance(loss, LaneLoss)
-        with oracle.buffers_kept():
-            values = oracle.dependent("upper", loss.values(batch), y)
-            weights = values.new_tensor(self.lanes.weights)
-            gradients = torch.autograd.grad(
-                values, [*x, *y], weights, allow_unused=True, retain_graph=difference is not None
-            )
-            direct = filled(gradients[: len(x)], x)
-            oracle.note_reached(gradients[: len(x)])
-            change = x.zeros_like()
-            if difference is not None and any(g is not None for g in gradients[: len(x)]):
-                change = filled(torch.autograd.grad(values, list(x), difference.to(values), allow_unused=True), x)
-        oracle.count("upper_grad")
-        adjoint = filled(gradients[len(x) :], y)
-        oracle.checks.finite("loss", [values.detach()])
-        oracle.checks.finite("upper_grad", [*direct, *adjoint])
-        deepest = torch.tensor([kind == 2 for kind in self.lanes.kinds], device=values.device)
-        return values.detach()[deepest].sum() / self.contexts.count, direct, adjoint, change
-
-    def solve(self, r: Vector, steps: int, rate: float, neumann: str) -> tuple[Vector, Tensor]:
+    def inverse(self, r: Vector, steps: int, rate: float, neumann: str) -> tuple[Vector, Tensor]:
         """The inverse Hessians applied to r, and the largest growth of a term of the series."""
+        problem = self.problem
         if neumann == "cg":
-            (batch,) = self.batches(NEUMANN)
-            with self.oracle.lower_system(Sample(self.oracle.g.loss, (batch,))) as system:
+            ((sample, _),) = self.systems()
+            with problem.lower_system(sample) as system:
                 result = linear.cg(system.hvp, r, steps=steps, lanes=True)
-            self.oracle.checks.finite("hvp", result.solution)
-            self.oracle.checks.alert(
+            problem.checks.finite("hvp", result.solution)
+            problem.checks.alert(
                 "indefinite",
                 "the lower Hessian is not positive definite at a point of the path (conjugate gradients kept their "
                 "last iterate), so the hypergradient is not reliable",
                 result.indefinite.any(),
             )
-            return result.solution, torch.full((), torch.nan, device=self.oracle.device)
-        counts = [steps] * len(self.lanes.slots)
+            return result.solution, torch.full((), torch.nan, device=problem.device)
+        counts = [steps] * len(self.rows)
         if neumann == "product":
-            truncation = {
-                slot: int(torch.randint(steps, (), generator=self.contexts.counters.generator(slot, TRUNCATION)))
-                for slot in self.mine
-            }
-            counts = [truncation[slot] + 1 for slot in self.lanes.slots]
+            generator = self.path.contexts.counters.generator
+            ends = [
+                int(torch.randint(steps, (), generator=generator(slot, TRUNCATION), device="cpu"))
+                for slot in self.path.slots
+            ]
+            counts = [ends[row] + 1 for row in self.rows.tolist()]
         total, term = r, r
-        ratio = torch.zeros((), dtype=torch.float64, device=self.oracle.device)
-        for n, product in enumerate(self._products(max(counts) - 1, counts), 1):
-            alive = torch.tensor([n < count for count in counts], device=self.oracle.device)
+        ratio = torch.zeros((), dtype=torch.float64, device=problem.device)
+        for n, product in enumerate(self.products(counts), 1):
+            alive = torch.tensor([n < count for count in counts], device=problem.device)
             new = term - product(term) * (alive.to(term[0].dtype) * rate)
             growth = torch.where(alive, new.lane_norm() / term.lane_norm().clamp_min(1e-300), 0.0)
             ratio = torch.maximum(ratio, growth.max())
             term, total = new, total + new
         solution = term * (steps * rate) if neumann == "product" else total * rate
-        self.oracle.checks.finite("hvp", solution, "A larger smoothness is the usual remedy")
+        problem.checks.finite("hvp", solution, "A larger smoothness is the usual remedy")
         return solution, ratio
 
-    def _products(self, times: int, counts: list[int]) -> Iterator[Callable[[Vector], Vector]]:
-        """Products with independent sample Hessians; a lane is left out once its series has ended."""
-        if times <= 0:
-            return
-        if self.contexts.deterministic and min(counts) > times:
-            (batch,) = self.batches(NEUMANN)
-            with self.oracle.lower_system(Sample(self.oracle.g.loss, (batch,))) as system:
+    def products(self, counts: list[int]) -> Iterator[Callable[[Vector], Vector]]:
+        """Products with independent sample Hessians; a point is left out once its series has ended."""
+        times = max(counts) - 1
+        if self.path.contexts.deterministic and times > 0 and min(counts) > times:
+            ((sample, _),) = self.systems()
+            with self.problem.lower_system(sample) as system:
                 for _ in range(times):
                     yield system.hvp
             return
-        for n, batch in enumerate(self.batches(NEUMANN, times), 1):
+        for n, (sample, head) in enumerate(self.systems(times) if times > 0 else (), 1):
             going = [i for i, count in enumerate(counts) if n < count]
             if len(going) == len(counts):
-                with self.oracle.lower_system(Sample(self.oracle.g.loss, (batch,))) as system:
+                with self.problem.lower_system(sample) as system:
                     yield system.hvp
                 continue
-            some = self._oracle(Vector(t.detach()[going].requires_grad_() for t in self.y))
-            with some.lower_system(Sample(some.g.loss, (select(batch, torch.tensor(going)),))) as system:
+            some = stacked(self.oracle, Vector(t[going] for t in self.problem.y), alike=True)
+            with some.lower_system(Sample(some.g.loss, (select(head, self.rows[going]),))) as system:
 
-                def embedded(v: Vector, system: Any = system, going: list[int] = going) -> Vector:
+                def embedded(v: Vector, system: LowerSystem = system, going: list[int] = going) -> Vector:
                     result = v.zeros_like()
                     for t, part in zip(result, system.hvp(Vector(t[going] for t in v)), strict=True):
                         t[going] = part
@@ -241,18 +229,19 @@ def smoothness(oracle: Oracle, contexts: Contexts, start: Vector, iterations: in
     r"""The largest eigenvalue of the sample Hessians of g over the contexts at ``start``, by power iteration.
 
     Args:
-        oracle: of the live tensors; costs ``iterations`` Hessian-vector products for each context.
+        oracle: of one problem; costs ``iterations`` Hessian-vector products for each context.
         contexts: the contexts; one lower batch of each.
         start: stacked lower points.
         iterations: number of products.
     """
-    slots = list(range(contexts.count))
-    lanes = _Lanes(slots, [1.0] * len(slots), [2] * len(slots))
-    y = Vector(t.detach().clone().requires_grad_() for t in start)
-    points = _Points(oracle, contexts, lanes, slots, slots, y)
-    v = Vector(torch.randn(t.shape, generator=contexts.counters.generator(POWER, i)).to(t) for i, t in enumerate(y))
+    problem = stacked(oracle, start, alike=True)
+    v = Vector(
+        torch.randn(t.shape, generator=contexts.counters.generator(POWER, i), device="cpu").to(t)
+        for i, t in enumerate(start)
+    )
     norm = v.lane_norm()
-    with points.oracle.lower_system(points.sample(POWER)) as system:
+    (head,) = contexts.heads(oracle, range(contexts.count), POWER)
+    with problem.lower_system(Sample(problem.g.loss, (head,))) as system:
         for _ in range(iterations):
             v = system.hvp(v * (1 / norm.clamp_min(1e-300)))
             norm = v.lane_norm()

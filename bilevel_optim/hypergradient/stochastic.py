@@ -56,12 +56,12 @@ def stochastic_implicit(
     remaining = iter(samples.products)
 
     def product(v: Vector) -> Vector:
-        with oracle.lower_products(next(remaining)) as system:
+        with oracle.lower_system(next(remaining), gradient=False) as system:
             return system.hvp(v)
 
     result = solve(product, grad_y, start, **({} if oracle.lanes is None else {"lanes": True}))
-    oracle.checks.finite("hvp", result.solution)
-    with oracle.lower_products(samples.cross) as system:
+    oracle.checks.finite("hvp", [*result.solution, result.residual])
+    with oracle.lower_system(samples.cross, gradient=False) as system:
         gradient = grad_x - system.cross(result.solution)
     diagnostics = {"linear_residual": result.residual, "linear_iterations": result.iterations}
     return Estimate(loss, gradient, diagnostics, {"linear_solution": result.solution})

@@ -2,16 +2,14 @@
 
 import types
 
-# from ..optimizer.minimax import GDA as GDA
 from .aid import AID as AID
 from .ba import BA as BA
-
-# from .contextual.rtmlmc import DLSGD as DLSGD
-# from .contextual.rtmlmc import RTMLMC as RTMLMC
+from .contextual.rtmlmc import DLSGD as DLSGD
+from .contextual.rtmlmc import RTMLMC as RTMLMC
 from .f2sa import F2SA as F2SA
 from .first_order import FirstOrder as FirstOrder
-
-# from .imcn import iMCN as iMCN
+from .gda import GDA as GDA
+from .imcn import iMCN as iMCN
 from .itd import ITD as ITD
 from .meta.esmaml import ESMAML as ESMAML
 from .meta.maml import ANIL as ANIL
@@ -19,12 +17,11 @@ from .meta.maml import FOMAML as FOMAML
 from .meta.maml import MAML as MAML
 from .meta.maml import iMAML as iMAML
 from .paid import PAID as PAID
-
-# from .restarted.pragda import PRAGDA as PRAGDA
-# from .restarted.pragda import RAGDA as RAGDA
-# from .restarted.rahgd import PRAHGD as PRAHGD
-# from .restarted.rahgd import RAHGD as RAHGD
-# from .restarted.restarted_agd import RestartedAGD as RestartedAGD
+from .restarted.pragda import PRAGDA as PRAGDA
+from .restarted.pragda import RAGDA as RAGDA
+from .restarted.rahgd import PRAHGD as PRAHGD
+from .restarted.rahgd import RAHGD as RAHGD
+from .restarted.restarted_agd import RestartedAGD as RestartedAGD
 from .stochastic.bsa import BSA as BSA
 from .stochastic.bsa import TTSA as TTSA
 from .stochastic.mrbo import MRBO as MRBO

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
@@ -12,7 +11,7 @@ from ..errors import BilevelWarning
 from ..hypergradient import Estimate, implicit
 from ..optimizer.base import BilevelOptimizer, CommonOptions
 from ..optimizer.declaration import Method, counts
-from ..optimizer.step import Given
+from ..optimizer.step import Given, changed
 from ..oracle.oracle import Oracle
 from ..problem.parameters import Params, is_count, is_number, require
 from ..solvers import linear
@@ -148,7 +147,7 @@ class AID(BilevelOptimizer):
         """The hypergradient at the oracle's point, from the last solution of the linear system if it is to be kept."""
         warm = self.warm_start and self.linear_solver != "neumann"
         estimate = implicit(oracle, self.linear_solve(given), given.memory.get("linear_solution") if warm else None)
-        return estimate if warm else replace(estimate, memory={})
+        return estimate if warm else changed(estimate, memory={})
 
     def linear_solve(self, given: Given) -> Callable[..., LinearSolution]:
         """The linear solver with its arguments."""

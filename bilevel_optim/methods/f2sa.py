@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
@@ -15,7 +14,7 @@ from ..hypergradient.finite_difference import KINDS, Stencil
 from ..hypergradient.finite_difference import stencil as stencil_of
 from ..optimizer.base import BilevelOptimizer, CommonOptions
 from ..optimizer.declaration import Method, counts
-from ..optimizer.step import Given, Update
+from ..optimizer.step import Given, Update, changed
 from ..oracle.copies import evaluate_copies
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
@@ -166,7 +165,7 @@ class F2SA(BilevelOptimizer):
         formula = self._formula(given)
         n, interpolation = len(formula.nodes), [float(w) for w in formula.interpolation]
         copies, kept = self._copies(oracle, given, n, interpolation)
-        rule, memory = given.solver_for(copies) if kept else replace(given, solver=None).solver_for(copies)
+        rule, memory = given.solver_for(copies) if kept else changed(given, solver=None).solver_for(copies)
         solved = rule.run(copies, memory, self.lower_steps, partial(self._perturbed, oracle, formula))
         copies = solved.y
         oracle.checks.finite(
@@ -178,7 +177,7 @@ class F2SA(BilevelOptimizer):
         oracle.at(lower=y).advance_buffers(zeta)
         residual = None if solved.gradient is None else solved.gradient.lane_norm()
         spread = self._watched_spread(oracle, y, copies, formula, given)
-        return replace(
+        return changed(
             estimate.noting(lower_residual=residual, spread=spread),
             lower=y,
             memory={"copies": copies},
@@ -244,7 +243,7 @@ class F2SA(BilevelOptimizer):
             return None
         nodes = self._formula(given).nodes
         sound = estimate.memory["copies"].lane(nodes.index(min(j for j in nodes if j > 0)))
-        return oracle.at(lower=sound), replace(given.anew(), numbers={**given.numbers, "stencil": "forward"})
+        return oracle.at(lower=sound), changed(given.anew(), numbers={**given.numbers, "stencil": "forward"})
 
     def update(self, x: Vector, gradient: Vector, given: Given) -> Update:
         """The step, of length lr if ``normalize``."""

@@ -48,13 +48,6 @@ class FirstOrder(BilevelOptimizer):
     Source: the control of the experiments of arXiv:2110.07004.
     """
 
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
-        """Lower steps, then the direct gradient."""
-        here = given.descended(oracle, self.lower_steps)
-        estimate = direct(here.oracle)
-        oracle.session.note_reached(estimate.gradient)  # a zero direct gradient is what this method is there to show
-        return here.kept(estimate)
-
     declared = Method(
         paper="arXiv:2110.07004",
         family="control",
@@ -67,9 +60,9 @@ class FirstOrder(BilevelOptimizer):
         settings={"quadratic": {}, "compare": {}, "stochastic": {"lower_steps": 10}},
     )
 
-    def _estimate(self, oracle: Oracle) -> Estimate:
-        diagnostics = self._descend(oracle)
-        estimate = direct(oracle)
-        oracle.note_reached(estimate.gradient)  # a zero direct gradient is what this method is there to show
-        estimate.diagnostics.update(diagnostics)
-        return estimate
+    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+        """Lower steps, then the direct gradient."""
+        here = given.descended(oracle, self.lower_steps)
+        estimate = direct(here.oracle)
+        oracle.session.note_reached(estimate.gradient)  # a zero direct gradient is what this method is there to show
+        return here.kept(estimate)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import partial
+from collections.abc import Sequence
 from typing import NamedTuple, Unpack
 
 import torch
@@ -13,12 +13,14 @@ from ..hypergradient import Estimate
 from ..optimizer.base import CommonOptions
 from ..optimizer.declaration import Method, counts
 from ..optimizer.minimax import MinimaxOptimizer
-from ..oracle.oracle import Oracle, UpperSystem
+from ..optimizer.step import Given, Update, changed
+from ..oracle.oracle import Oracle
+from ..oracle.second_order import UpperSystem
 from ..problem.parameters import Params, is_count, is_number, require
+from ..problem.random import uniform_ball
 from ..problem.vector import Vector
 from ..solvers import linear
-from ..solvers.lower import AGD
-from .restarted.restart import uniform_ball
+from ..solvers.agd import agd_or
 
 __all__ = ["iMCN"]
 
@@ -104,8 +106,6 @@ class iMCN(MinimaxOptimizer):
         elsewhere=dict.fromkeys(("compare", "stochastic"), "minimax, one loss (recipes.saddle_escape)"),
     )
 
-    _saved = ("converged", "_ending", "_last_loss")
-
     def __init__(
         self,
         upper: Params,
@@ -122,7 +122,6 @@ class iMCN(MinimaxOptimizer):
         tol: float = 0.0,
         **common: Unpack[CommonOptions],
     ) -> None:
-        require("lower_momentum", lower_momentum, is_number(lower_momentum) and 0 <= lower_momentum < 1)
         require("cubic", cubic, is_number(cubic) and 0 < cubic < math.inf)
         require("cubic_steps", cubic_steps, is_count(cubic_steps))
         require("linear_steps", linear_steps, is_count(linear_steps))
@@ -131,59 +130,75 @@ class iMCN(MinimaxOptimizer):
         if common.get("hvp", "exact") == "finite-difference":
             raise ValueError("Invalid hvp value: finite-difference (iMCN needs exact Hessian-vector products)")
         self._own_solver = common.get("lower_optimizer") is None
-        if self._own_solver:
-            common["lower_optimizer"] = partial(AGD, momentum=lower_momentum)
+        common["lower_optimizer"] = agd_or(common.get("lower_optimizer"), lower_momentum)
         self.cubic, self.cubic_steps, self.linear_steps = cubic, cubic_steps, linear_steps
         self.perturbation, self.tol = perturbation, tol
-        self.converged = self._ending = False
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
 
-    def _finished(self) -> bool:
+    @property
+    def converged(self) -> bool:
+        """Whether the run has ended."""
+        return bool(self.numbers.get("converged", False))
+
+    def finished(self) -> bool:
+        """Whether ``step`` has nothing left to do, and returns the last loss."""
         return self.converged
 
-    def _update(self) -> None:
-        super()._update()
-        self.converged = self._ending
-
-    def _estimate(self, oracle: Oracle) -> Estimate:
-        if self._own_solver:
-            self._ready_solver(oracle).reset()
-        diagnostics = self._descend(oracle)
-        rates = [float(group["lr"]) for group in self._groups("upper") for _ in group["params"]]
-        with oracle.upper_system(oracle.f.draw()) as system:
-            s = self._cauchy_point(oracle, system)
-            for _ in range(self.cubic_steps):
-                s = s - self._model(oracle, system, s).gradient * rates
-            decrease = self._model(oracle, system, s).decrease
-            if self.tol > 0 and decrease < self.tol:
-                self._ending = True
-                for _ in range(10 * self.cubic_steps):
-                    s = s - self._model(oracle, system, s).gradient * rates
+    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+        """The ascent steps, and the gradient whose step minimises the cubic model there."""
+        given = changed(given, solver=None) if self._own_solver else given
+        here = given.descended(oracle, self.lower_steps)
+        point, rates = here.oracle, given.upper_rates
+        with point.upper_system(point.f.draw()) as system:
+            model = _CubicModel(point, system, self.cubic, self.linear_steps)
+            s = model.cauchy_point()
+            if self.perturbation > 0:
+                s = s + given.ranks.same(uniform_ball(oracle.x, self.perturbation, given.generator))
+            s = model.descended(s, rates, self.cubic_steps)
+            decrease = model.at(s).decrease
+            ending = self.tol > 0 and bool(decrease < self.tol)
+            if ending:
+                s = model.descended(s, rates, 10 * self.cubic_steps)
         oracle.checks.finite("hvp", s)
         gradient = s * [-1 / rate if rate > 0 else 0.0 for rate in rates]
-        return Estimate(system.loss, gradient, {**diagnostics, "model_decrease": decrease})
+        estimate = here.kept(Estimate(system.loss, gradient, {"model_decrease": decrease}, numbers={"ending": ending}))
+        return changed(estimate, solver=None if self._own_solver else estimate.solver)
 
-    def _cauchy_point(self, oracle: Oracle, system: UpperSystem) -> Vector:
-        """Minimiser of the model along the gradient, perturbed."""
-        gradient = Vector(system.gradient[: len(oracle.x)])
-        norm = gradient.norm()
+    def update(self, x: Vector, gradient: Vector, given: Given) -> Update:
+        """The step, which may be the last one."""
+        return changed(super().update(x, gradient, given), numbers={"converged": given.numbers.get("ending", False)})
+
+
+class _CubicModel:
+    """m(s) around the oracle's point, whose inverse is replaced by conjugate gradients."""
+
+    def __init__(self, oracle: Oracle, system: UpperSystem, cubic: float, linear_steps: int) -> None:
+        self.oracle, self.system, self.cubic, self.linear_steps = oracle, system, cubic, linear_steps
+        self.gradient = Vector(system.gradient[: len(oracle.x)])
+
+    def cauchy_point(self) -> Vector:
+        """The minimiser along the gradient."""
+        norm = self.gradient.norm()
         safe = torch.where(norm > 0, norm, 1.0)
-        slope = gradient.dot(self._hessian(oracle, system, gradient)) / (self.cubic * safe**2)
+        slope = self.gradient.dot(self.hessian(self.gradient)) / (self.cubic * safe**2)
         length = (slope**2 + 2 * norm / self.cubic).sqrt() - slope
-        start = gradient * torch.where(norm > 0, -length / safe, 0.0)
-        if self.perturbation > 0:
-            start = start + uniform_ball(oracle.x, self.perturbation, self.generator, self._session.process_group)
-        return start
+        return self.gradient * torch.where(norm > 0, -length / safe, 0.0)
 
-    def _model(self, oracle: Oracle, system: UpperSystem, s: Vector) -> Model:
-        gradient = Vector(system.gradient[: len(oracle.x)])
-        bent, norm = self._hessian(oracle, system, s), s.norm()
-        decrease = -(gradient.dot(s) + bent.dot(s) / 2 + self.cubic / 6 * norm**3)
-        return Model(decrease, gradient + bent + s * (self.cubic / 2 * norm))
+    def descended(self, s: Vector, rates: Sequence[float], steps: int) -> Vector:
+        """After gradient steps from s."""
+        for _ in range(steps):
+            s = s.descended(self.at(s).gradient, rates)
+        return s
 
-    def _hessian(self, oracle: Oracle, system: UpperSystem, s: Vector) -> Vector:
-        """H s, where the inverse is that of -d2f/dy2, which is positive definite."""
-        split, nothing_x, nothing_y = len(oracle.x), oracle.x.zeros_like(), oracle.y.zeros_like()
+    def at(self, s: Vector) -> Model:
+        bent, norm = self.hessian(s), s.norm()
+        decrease = -(self.gradient.dot(s) + bent.dot(s) / 2 + self.cubic / 6 * norm**3)
+        return Model(decrease, self.gradient + bent + s * (self.cubic / 2 * norm))
+
+    def hessian(self, s: Vector) -> Vector:
+        """H s; what is inverted is -d2f/dy2, which is positive definite."""
+        system, split = self.system, len(self.oracle.x)
+        nothing_x, nothing_y = self.oracle.x.zeros_like(), self.oracle.y.zeros_like()
         product = system.product(Vector((*s, *nothing_y)))
         v = linear.cg(
             lambda p: -Vector(system.product(Vector((*nothing_x, *p)))[split:]),

@@ -81,8 +81,6 @@ class PAID(AID):
         },
     )
 
-    _saved = ("_since",)
-
     def __init__(
         self,
         upper: Params,

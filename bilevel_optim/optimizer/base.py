@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, SGD, Optimizer
-from torch.utils._pytree import tree_map
+from torch.optim import SGD, Optimizer
 
 from ..distributed.ranks import Ranks
 from ..hypergradient import Estimate
 from ..oracle.buffers import Buffers
-from ..oracle.checks import Checks
-from ..oracle.lanes import stacked
 from ..oracle.oracle import Oracle
 from ..oracle.session import COUNTERS, Findings, Options, Session
 from ..problem import tasks as task_layer
-from ..problem.objective import Objective
 from ..problem.parameters import (
     LEVELS,
     Params,
@@ -29,44 +23,33 @@ from ..problem.parameters import (
     consistently_named,
     is_count,
     is_number,
+    level_groups,
+    names_of,
     require,
     require_one_level,
+    tensors_of,
 )
-from ..problem.vector import Vector, is_sharded
-from ..solvers.agd import AGD
-from ..solvers.lower import NOT_ELEMENTWISE, LowerRule, Memory
-from .declaration import Method, register
-from .step import Given, Update
+from ..problem.vector import Vector
+from ..solvers.lower import LowerRule
+from .declaration import register
+from .memory import (
+    copied,
+    load_exactly,
+    place_of,
+    recalled,
+    remember,
+    remember_solver,
+    remember_tables,
+    remembered_solver,
+    tables_of,
+)
+from .method import ColdOptions, CommonOptions, Loss, StepFunctions, as_objective
+from .step import Given, Update, changed
 
-__all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "as_objective"]
-
-Loss = Objective | Callable[..., Tensor]
-SOLVER = "lower_optimizer."  # prefix of the lower optimizer's entries in state[p]
-TABLE = "rows."  # prefix of tables whose rows mix all lower parameters; they are in the state of the first of these
-
-
-class ColdOptions(TypedDict, total=False):
-    """Keyword arguments that every method takes, but for ``warm_start``; see `BilevelOptimizer`."""
-
-    lower_optimizer: Callable[[Any], Optimizer] | None
-    check_finite: bool
-    generator: torch.Generator | None
-    vectorize: bool | int
-    hvp: str
-    process_group: Any
-    tasks_per_step: int | None
-    lower_batch: int | None
-    upper_batch: int | None
-    lower_init: task_layer.LowerInit | None
+__all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "Loss", "as_objective"]
 
 
-class CommonOptions(ColdOptions, total=False):
-    """Keyword arguments that every method takes, see `BilevelOptimizer`."""
-
-    warm_start: bool
-
-
-class BilevelOptimizer(Optimizer, ABC):
+class BilevelOptimizer(StepFunctions, Optimizer):
     r"""Base class of the methods for :math:`\min_x f(x, y^*(x))`, :math:`y^*(x) = \arg\min_y g(x, y)`.
 
     A real ``torch.optim.Optimizer``: ``param_groups`` holds the groups of the upper parameters x, then those of the
@@ -105,8 +88,6 @@ class BilevelOptimizer(Optimizer, ABC):
         diagnostics: tensors of the last step: ``hypergradient_norm``, and what the method adds.
         numbers: the plain numbers of the method that change from step to step (restart counters and the like).
     """
-
-    declared: ClassVar[Method]  # what tables, recipes and tests need to know of a method
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -150,17 +131,15 @@ class BilevelOptimizer(Optimizer, ABC):
         self.generator = generator
         self.diagnostics: dict[str, Any] = {}
         self.numbers: dict[str, Any] = {}
-        self._factory: Callable[[Any], Optimizer] = lower_optimizer or SGD
-        self._options = Options(vectorize, hvp, Ranks(process_group))
+        self.lower_factory = lower_optimizer or SGD
+        self._options = Options(vectorize, hvp, Ranks(process_group), one_loss=self.one_loss)
         self._found, self._buffers, self._warned = Findings(), Buffers(), set[str]()
         self._counts = dict.fromkeys(COUNTERS, 0)
         self._steps_done = 0
         self._last_loss: Tensor | None = None
         self._rules: list[LowerRule] = []
-        self._default_lr = {"upper": lr, "lower": lower_lr}
+        self.default_lr = {"upper": lr, "lower": lower_lr}
         super().__init__(consistently_named([*as_groups(upper, "upper"), *as_groups(lower, "lower")]), {"lr": lr})
-
-    saved_options: tuple[str, ...] = ()  # names of hyper-parameters that a user may change during a run
 
     # ------------------------------------------------------------------------------------------------ verbs
 
@@ -175,9 +154,9 @@ class BilevelOptimizer(Optimizer, ABC):
         """One outer iteration: improve y, estimate the hypergradient, update x.
 
         Args:
-            upper: f, a callable or an `Objective`. Left out together with ``lower``: only the update of x is made, from
-                the ``.grad`` that :meth:`backward` has set.
-            lower: g, likewise.
+            upper: f, a callable or an `Objective`. Without any loss only the update of x is made, from the ``.grad``
+                that :meth:`backward` has set.
+            lower: g, likewise; left out for a method that takes one loss.
             tasks: a sampler of tasks, such as `TensorTasks`: there is one lower problem for each task, the losses are
                 bare callables that take one task's batch, and the hypergradient is the mean over the tasks drawn. Each
                 task starts from the live y (or from ``lower_init``); afterwards the live y holds the mean of the tasks'
@@ -200,18 +179,18 @@ class BilevelOptimizer(Optimizer, ABC):
                 raise TypeError("step takes a closure or losses, not both")
             with torch.enable_grad():
                 result = closure()
-            self._commit_update(*self._updated(self._gradients()))
+            self._update()
             return result
         if upper is None and lower is None:
             if tasks is not None:
                 raise TypeError("step takes tasks only together with both losses")
-            self._commit_update(*self._updated(self._gradients()))
+            self._update()
             return None
-        proposal = self._proposed(upper, lower, tasks)
-        x, estimate = proposal[0].live_x, proposal[1]
-        update = self._updated(list(zip(x, estimate.gradient, strict=True)), estimate)
-        loss = self._commit(*proposal)
-        self._commit_update(*update)
+        oracle, estimate, given = self._proposed(upper, lower, tasks)
+        with torch.no_grad():
+            update = self.update(oracle.x, estimate.gradient, given.after(estimate))
+            loss = self._commit(oracle, estimate)
+            self._commit_update(oracle.live_x, update)
         return loss
 
     def backward(self, upper: Loss, lower: Loss | None = None, *, tasks: Any = None) -> Tensor:
@@ -220,7 +199,9 @@ class BilevelOptimizer(Optimizer, ABC):
         Follow it with gradient clipping, with ``step()``, or with a step of any ``torch.optim`` optimizer over x.
         Arguments, result and errors as for :meth:`step`.
         """
-        return self._commit(*self._proposed(upper, lower, tasks))
+        oracle, estimate, _ = self._proposed(upper, lower, tasks)
+        with torch.no_grad():
+            return self._commit(oracle, estimate)
 
     def propose(self, upper: Loss, lower: Loss | None = None, *, tasks: Any = None, still: bool = False) -> Estimate:
         """What a step would do, without doing it: the estimate, with the improved y.
@@ -235,128 +216,25 @@ class BilevelOptimizer(Optimizer, ABC):
         """Cumulative oracle calls, per sample batch."""
         return dict(self._counts)
 
-    # ------------------------------------------------------------------------------------------------ for the methods
-
-    @abstractmethod
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
-        """The improved y and the hypergradient, from the oracle's point; writes nothing."""
-
-    def update(self, x: Vector, gradient: Vector, given: Given) -> Update:
-        """The new x; writes nothing. ``given`` holds the groups and the memory of these tensors."""
-        rates = given.upper_rates
-        if len(set(rates)) == 1:
-            return Update(Vector(torch._foreach_add(x, gradient, alpha=-rates[0])))
-        return Update(Vector(torch.add(t, g, alpha=-r) for t, g, r in zip(x, gradient, rates, strict=True)))
-
-    def estimate_tasks(self, oracle: Oracle, given: Given, sampler: Any) -> Estimate:
-        """The mean of the estimates for the tasks of one draw, made as one problem with stacked y."""
-        self.require_elementwise("tasks")
-        count = task_layer.task_count(sampler, self.tasks_per_step)
-        drawn = task_layer.sample(sampler, count, given.generator)
-        tasks, share = given.ranks.share(drawn, count)
-        sizes = {"lower": self.lower_batch, "upper": self.upper_batch}
-        loss, gradient, mean = torch.zeros((), device=oracle.device), oracle.x.zeros_like(), oracle.y.zeros_like()
-        estimates: list[Estimate] = []
-        for part in self.together(share):
-            some, n = task_layer.select(tasks, part), len(range(share)[part])
-            draws = task_layer.TaskDraws(sampler, some, n, sizes, given.generator)
-            start = task_layer.starting_points(oracle.y, oracle.lower_names, some, n, self.lower_init)
-            estimate = self.checked(stacked(oracle, start, draws.batch), given.anew(), self.estimate)
-            loss, gradient = loss + estimate.loss / count, gradient + estimate.gradient * (1 / count)
-            y = start if estimate.lower is None else estimate.lower
-            mean = mean + Vector(t.sum(0) / count for t in y)
-            estimates.append(estimate)
-        loss, gradient, mean = given.ranks.total(loss, gradient, mean)
-        # What belongs to x stays; what belongs to the tasks' y goes with them.
-        kept = estimates[-1] if estimates else Estimate(loss, gradient)
-        return Estimate(
-            loss,
-            gradient,
-            {**_over_parts([estimate.diagnostics for estimate in estimates]), "tasks": drawn},
-            upper_memory=kept.upper_memory,
-            numbers=kept.numbers,
-            lower=mean if self.warm_start else None,
-        )
-
-    def checked(self, oracle: Oracle, given: Given, make: Callable[[Oracle, Given], Estimate]) -> Estimate:
-        """An estimate whose flags have been read; made again where the method reacts to them."""
-        while True:
-            estimate, session = make(oracle, given), oracle.session
-            session.conclude()
-            alerts = session.checks.verify(given.steps, self._warned) if self.check_finite else set()
-            again = self.react(alerts, oracle, given, estimate) if alerts else None
-            if again is None:
-                return estimate
-            oracle, given = again
-            session.checks = Checks()
-
-    def react(self, alerts: set[str], oracle: Oracle, given: Given, estimate: Estimate) -> tuple[Oracle, Given] | None:
-        """Where and with what the estimate is to be made again after alerts; None if it stands."""
-        return None
-
-    def together(self, tasks: int) -> list[slice]:
-        """Which of the drawn tasks make one stacked problem: all of them."""
-        return [slice(0, tasks)] if tasks else []
-
-    def finished(self) -> bool:
-        """Whether ``step`` has nothing left to do, and returns the last loss."""
-        return False
-
-    def standing_still(self, given: Given) -> Given:
-        """What makes the next estimate one at x itself, for a method that would look ahead of it."""
-        return given
-
-    def lower_step_count(self, given: Given) -> int:
-        """Lower steps of the present outer step."""
-        return self.lower_steps
-
-    def objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
-        """The two objectives of a step."""
-        if upper is None or lower is None:
-            raise TypeError("step takes both losses, upper and lower, or none of them (after backward)")
-        return as_objective(upper, "upper"), as_objective(lower, "lower")
-
-    def probe(self) -> Optimizer:
-        """The lower optimizer made for a dummy parameter, to see what it is."""
-        return self._factory([{"params": [torch.zeros(1, 1, requires_grad=True)], "lr": self._default_lr["lower"]}])
-
-    def require_elementwise(self, what: str = "copies of y") -> None:
-        """Raise if the lower optimizer would mix what is stacked."""
-        kind = type(self.probe())
-        if issubclass(kind, NOT_ELEMENTWISE):
-            raise ValueError(
-                f"Invalid lower_optimizer value: {kind.__name__} does not treat every entry alone, so it would mix the "
-                f"{what}; use SGD, Adam or the like"
-            )
-
-    def require_given_gradient(self) -> None:
-        """Raise if the lower optimizer asks for gradients at points of its own, where the method has one to give."""
-        kind = type(self.probe())
-        if issubclass(kind, (LBFGS, AGD)):
-            raise ValueError(
-                f"Invalid lower_optimizer value: {kind.__name__} evaluates gradients at points of its own, but the "
-                "lower step takes an estimate made before; use SGD, Adam or the like"
-            )
-
     # ------------------------------------------------------------------------------------------------ the transaction
 
     def _proposed(
         self, upper: Loss | None, lower: Loss | None, tasks: Any, *, still: bool = False
-    ) -> tuple[Oracle, Estimate]:
+    ) -> tuple[Oracle, Estimate, Given]:
         """Everything that a step computes, checked; nothing is written, so nothing has to be undone."""
         f, g = self.objectives(upper, lower)
-        groups = {level: self._groups(level) for level in LEVELS}
-        x, y = (_tensors(groups[level], level) for level in LEVELS)
-        session = Session.begun(self._options, self._found, self._buffers)
-        oracle = Oracle(x, y, f, g, names=self._names(), session=session)
+        groups = {level: level_groups(self.param_groups, level) for level in LEVELS}
+        x, y = (tensors_of(groups[level], level) for level in LEVELS)
+        session = Session.begun(self._options, self._found, self._buffers, self._warned)
+        oracle = Oracle(x, y, f, g, names=lambda: names_of(self.param_groups), session=session)
         given = self._given(groups, x, y)
         if still:
             given = self.standing_still(given)
         here = oracle
         if not self.warm_start:
             here = oracle.at(lower=given.memory.get("initial", oracle.y.clone()))
-            given = replace(given, solver=None)
-        warned, random = set(self._warned), None if self.generator is None else self.generator.get_state()
+            given = changed(given, solver=None)
+        random = None if self.generator is None else self.generator.get_state()
         try:
             with self._buffers.kept_on_failure():
                 if tasks is None:
@@ -364,46 +242,30 @@ class BilevelOptimizer(Optimizer, ABC):
                 else:
                     estimate = self.estimate_tasks(here, given, tasks)
         except BaseException:
-            self._warned = warned
             if self.generator is not None and random is not None:
                 self.generator.set_state(random)
             raise
         if not self.warm_start and tasks is None and "initial" not in given.memory:
-            estimate = replace(estimate, memory={**estimate.memory, "initial": here.y})
-        return oracle, estimate
+            estimate = changed(estimate, memory={**estimate.memory, "initial": here.y})
+        return oracle, estimate, given
 
     def _given(self, groups: dict[str, list[dict[str, Any]]], x: Sequence[Tensor], y: Sequence[Tensor]) -> Given:
         """What a step is given, read from the state."""
         return Given(
-            groups["upper"],
-            groups["lower"],
-            self._memory(y),
-            self._memory(x),
-            {k[len(TABLE) :]: v for k, v in self.state.get(y[0], {}).items() if k.startswith(TABLE)},
-            Vector(y).detach(),
-            self._solver_memory(y),
-            dict(self.numbers),
-            self._steps_done,
-            lambda like: self._rule(groups["lower"], like),
-            self.generator,
-            self._options.ranks,
+            upper_groups=groups["upper"],
+            lower_groups=groups["lower"],
+            memory=recalled(self.state, y),
+            upper_memory=recalled(self.state, x),
+            tables=tables_of(self.state, y),
+            solver=remembered_solver(self.state, y),
+            lower=Vector(y).detach(),
+            numbers=dict(self.numbers),
+            steps=self._steps_done,
+            rule=lambda like: self._rule(groups["lower"], like),
+            generator=self.generator,
+            ranks=self._options.ranks,
+            lower_init=self.lower_init,
         )
-
-    def _memory(self, parameters: Sequence[Tensor]) -> dict[str, Vector]:
-        """What is remembered of all these parameters, by name."""
-        first = self.state.get(parameters[0], {}) if parameters else {}
-        return {
-            name: Vector(self.state[p][name] for p in parameters)
-            for name in first
-            if not name.startswith((SOLVER, TABLE)) and all(name in self.state[p] for p in parameters)
-        }
-
-    def _solver_memory(self, parameters: Sequence[Tensor]) -> Memory | None:
-        """The lower optimizer's state."""
-        kept = [
-            {k[len(SOLVER) :]: v for k, v in self.state.get(p, {}).items() if k.startswith(SOLVER)} for p in parameters
-        ]
-        return kept if any(kept) else None
 
     def _rule(self, groups: Sequence[dict[str, Any]], like: Vector) -> LowerRule:
         """The lower optimizer's update for tensors like these; made once for each shape."""
@@ -411,11 +273,11 @@ class BilevelOptimizer(Optimizer, ABC):
             if rule.fits(groups, like):
                 rule.follow(groups)
                 return rule
-        rule = LowerRule(self._factory, groups, like)
-        self._rules = [*self._rules[-7:], rule]
+        rule = LowerRule(self.lower_factory, groups, like)
+        del self._rules[:-7]  # a cache, not state
+        self._rules.append(rule)
         return rule
 
-    @torch.no_grad()
     def _commit(self, oracle: Oracle, estimate: Estimate) -> Tensor:
         """Write what a step has computed; ``.grad`` of x is the estimate."""
         session, x, y = oracle.session, oracle.live_x, oracle.live_y
@@ -423,21 +285,16 @@ class BilevelOptimizer(Optimizer, ABC):
         for write in estimate.writes:
             write.table[write.rows] = write.values
         for parameters, memory in ((y, estimate.memory), (x, estimate.upper_memory)):
-            self._remember(parameters, memory)
-        for name, table in estimate.tables.items():
-            self.state[y[0]][TABLE + name] = table.detach()
+            remember(self.state, parameters, memory)
+        remember_tables(self.state, y, estimate.tables)
         if estimate.solver is not None:
-            for parameter, memory in zip(y, estimate.solver, strict=True):
-                kept = self.state[parameter]
-                for name in [name for name in kept if name.startswith(SOLVER)]:
-                    del kept[name]
-                kept.update({SOLVER + name: _owned(value, parameter) for name, value in memory.items()})
+            remember_solver(self.state, y, estimate.solver)
         if estimate.lower is not None:
             y.copy_(estimate.lower)  # last, because what is remembered may be what y was
         for parameter, gradient in zip(x, estimate.gradient, strict=True):
-            parameter.grad = gradient.detach()
+            parameter.grad = gradient.detach().clone()  # nobody else's, because gradients are clipped in place
         self.numbers = {**self.numbers, **estimate.numbers}
-        self._found, self._buffers.complete = session.found, True
+        self._found, self._buffers.complete, self._warned = session.found, True, session.warned
         for name, count in session.counts.items():
             self._counts[name] += count
         self.diagnostics = {"hypergradient_norm": norm, **estimate.diagnostics}
@@ -447,52 +304,24 @@ class BilevelOptimizer(Optimizer, ABC):
         self._last_loss = estimate.loss.detach()
         return self._last_loss
 
-    def _remember(self, parameters: Sequence[Tensor], memory: dict[str, Any]) -> None:
-        for name, vector in memory.items():
-            if vector is None:
-                for parameter in parameters:
-                    self.state[parameter].pop(name, None)
-            else:
-                for parameter, value in zip(parameters, vector, strict=True):
-                    self.state[parameter][name] = _owned(value.detach(), parameter)
-
-    def _gradients(self) -> list[tuple[Tensor, Tensor]]:
-        """The upper parameters that have a ``.grad``, and that."""
-        return [(p, p.grad) for p in self._parameters("upper") if p.grad is not None]
-
     @torch.no_grad()
-    def _updated(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], estimate: Estimate | None = None
-    ) -> tuple[list[Tensor], Update | None]:
-        """The upper parameters that move, and the update of them; ``estimate``: as if that had been committed."""
-        if not pairs:
-            return [], None
-        moved = [p for p, _ in pairs]
-        known = {id(p) for p in moved}
-        groups = {level: self._groups(level) for level in LEVELS}
-        upper = [{**g, "params": [p for p in g["params"] if id(p) in known]} for g in groups["upper"]]
-        given = self._given({**groups, "upper": upper}, moved, _tensors(groups["lower"], "lower"))
-        if estimate is not None:
-            given = replace(
-                given,
-                memory={**given.memory, **estimate.memory},
-                upper_memory={**given.upper_memory, **estimate.upper_memory},
-                tables={**given.tables, **estimate.tables},
-                lower=given.lower if estimate.lower is None else estimate.lower,
-                numbers={**given.numbers, **estimate.numbers},
-                steps=given.steps + 1,
-            )
-        update = self.update(Vector(p.detach() for p in moved), Vector(g for _, g in pairs), given)
-        return moved, update
-
-    @torch.no_grad()
-    def _commit_update(self, moved: list[Tensor], update: Update | None) -> None:
-        """Write an update of x."""
-        if update is None:
+    def _update(self) -> None:
+        """Update the upper parameters that have a ``.grad``."""
+        groups = {level: level_groups(self.param_groups, level) for level in LEVELS}
+        for group in groups["upper"]:
+            group["params"] = [p for p in group["params"] if p.grad is not None]
+        moved = [p for group in groups["upper"] for p in group["params"]]
+        if not moved:
             return
+        given = self._given(groups, moved, tensors_of(groups["lower"], "lower"))
+        gradient = Vector(p.grad for p in moved)
+        self._commit_update(moved, self.update(Vector(p.detach() for p in moved), gradient, given))
+
+    def _commit_update(self, moved: Sequence[Tensor], update: Update) -> None:
+        """Write an update of x."""
         for write in update.writes:
             write.table[write.rows] = write.values
-        self._remember(moved, update.upper_memory)
+        remember(self.state, moved, update.upper_memory)
         if update.lower is not None:
             Vector(self._parameters("lower")).copy_(update.lower)
         Vector(moved).copy_(update.x)
@@ -505,7 +334,7 @@ class BilevelOptimizer(Optimizer, ABC):
         level = param_group.get("level") if isinstance(param_group, dict) else None
         if isinstance(param_group, dict) and level not in LEVELS:
             raise ValueError(f"Invalid level value: {level} (a group of a BilevelOptimizer is 'upper' or 'lower')")
-        param_group.setdefault("lr", self._default_lr.get(level))
+        param_group.setdefault("lr", self.default_lr.get(str(level)))
         require_one_level(param_group, self.param_groups)
         super().add_param_group(param_group)
 
@@ -516,7 +345,7 @@ class BilevelOptimizer(Optimizer, ABC):
         torch's random state where the losses use them, it continues a run bit for bit.
         """
         state: dict[str, Any] = super().state_dict()
-        state["state"] = _copied(state["state"])  # later steps write into tables
+        state["state"] = copied(state["state"])  # later steps write into tables
         state["bilevel"] = {
             "method": type(self).__name__,
             "steps_done": self._steps_done,
@@ -536,116 +365,30 @@ class BilevelOptimizer(Optimizer, ABC):
             raise ValueError("the state dict is not that of a BilevelOptimizer: it has no 'bilevel' entry")
         if own["method"] != type(self).__name__:
             raise ValueError(f"the state dict is that of {own['method']}, but this optimizer is {type(self).__name__}")
-        self._load_exactly(state_dict)
+        load_exactly(self, super().load_state_dict, state_dict, self.place_of)
         self._rules = []
         self._steps_done, self._last_loss = own["steps_done"], own["last_loss"]
         self._counts.update(own["oracle_counts"])
-        self._found = replace(self._found, fallback=own["fallback"])
+        self._found = changed(self._found, fallback=own["fallback"])
         if own["generator"] is not None and self.generator is not None:
             self.generator.set_state(own["generator"].cpu())
         self.numbers = copy.deepcopy(own["numbers"])
         for name in self.saved_options:
             setattr(self, name, own["options"][name])
 
-    def _load_exactly(self, state_dict: dict[str, Any]) -> None:
-        """Torch's loading, but for its cast of all that is kept to the precision of the parameters."""
-        loaded: dict[str, Any] = {}
-
-        def withhold(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            loaded.update(given)
-            return {**given, "state": {}}
-
-        def fill(_: Optimizer) -> None:
-            keys = [key for group in loaded["param_groups"] for key in group["params"]]
-            own = dict(zip(keys, (p for group in self.param_groups for p in group["params"]), strict=True))
-            for key, entries in loaded["state"].items():
-                self.state[own.get(key, key)] = {
-                    name: _copied(value, self.place_of(name, own[key]) if key in own else None)
-                    for name, value in entries.items()
-                }
-
-        # Hooks see what they would see with torch's loading.
-        handles = (
-            self.register_load_state_dict_pre_hook(withhold),
-            self.register_load_state_dict_post_hook(fill, prepend=True),
-        )
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            for handle in handles:
-                handle.remove()
-
     def place_of(self, name: str, parameter: Tensor) -> torch.device | None:
-        """The device of an entry of ``state[parameter]``: that of the parameter; None for where it was saved."""
-        return None if name == SOLVER + "step" else parameter.device
+        """The device of an entry of ``state[parameter]`` that is loaded; None for where it was saved."""
+        return place_of(name, parameter)
 
     def __getstate__(self) -> dict[str, Any]:
         # torch keeps three entries and makes the others again; ours must be kept too, the rules excepted.
         own = {k: v for k, v in self.__dict__.items() if k not in REMADE and not k.startswith("_optimizer_")}
         return {**super().__getstate__(), **own, "_rules": []}
 
-    # ------------------------------------------------------------------------------------------------ parameters
-
-    def _groups(self, level: str) -> list[dict[str, Any]]:
-        """The groups of one level, with the parameters that require a gradient."""
-        return [
-            {**group, "params": [p for p in group["params"] if p.requires_grad]}
-            for group in self.param_groups
-            if group["level"] == level
-        ]
-
     def _parameters(self, level: str) -> list[Tensor]:
         """The parameters of one level that require a gradient."""
-        return _tensors(self._groups(level), level)
-
-    def _names(self) -> list[str]:
-        names = []
-        for level in LEVELS:
-            index = 0
-            for group in (group for group in self.param_groups if group["level"] == level):
-                for i, p in enumerate(group["params"]):
-                    if p.requires_grad:
-                        names.append(repr(group["param_names"][i]) if "param_names" in group else str(index))
-                    index += 1
-        return names
+        return tensors_of(level_groups(self.param_groups, level), level)
 
 
 # What torch's Optimizer makes again when it is unpickled, or a scheduler has attached.
 REMADE = ("step", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured", "_opt_called")
-
-
-def as_objective(loss: Loss, level: str) -> Objective:
-    """The objective that a loss stands for."""
-    if isinstance(loss, Objective):
-        return loss
-    if not callable(loss):
-        raise TypeError(f"the {level} loss must be a callable or an Objective, but is {type(loss).__name__}")
-    return Objective(loss)
-
-
-def _tensors(groups: Sequence[dict[str, Any]], level: str) -> list[Tensor]:
-    tensors = [p for group in groups for p in group["params"]]
-    if not tensors:
-        raise ValueError(f"no {level} parameter requires a gradient")
-    return tensors
-
-
-def _owned(value: Any, parameter: Tensor) -> Any:
-    """A value to be kept: a copy if it is what the live parameter holds, which will change."""
-    alias = isinstance(value, Tensor) and (is_sharded(value) or value.data_ptr() == parameter.data_ptr())
-    return value.clone() if alias else value
-
-
-def _copied(value: Any, device: torch.device | None = None) -> Any:
-    """A copy that shares no tensor, with its tensors on a device."""
-    return tree_map(lambda t: t.to(device or t.device, copy=True) if isinstance(t, Tensor) else copy.copy(t), value)
-
-
-def _over_parts(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Diagnostics of several parts of a step: stacked, unless there is only one."""
-    if len(parts) <= 1:
-        return dict(parts[0]) if parts else {}
-    return {
-        name: torch.stack([part[name] for part in parts]) if all(isinstance(p[name], Tensor) for p in parts) else value
-        for name, value in parts[-1].items()
-    }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BilevelWarning, NonFiniteError
-from ..problem.vector import Vector
+from ..problem.vector import Vector, is_sharded
 
 __all__ = ["Checks"]
 
@@ -37,20 +37,27 @@ class Checks:
 
         A key is added to ``warned`` with its warning.
         """
-        # A sum is cheap and not finite if an entry is not; that a sum of finite entries overflows is seen afterwards.
-        read = _read([vector.sum() for *_, vector in self._finite], torch.isfinite)
-        read += _read([on for *_, on in self._alerts], None)
-        for (oracle, hint, vector), finite in zip(self._finite, read, strict=False):
-            if not finite and not bool(vector.max_abs().isfinite()):
-                raise NonFiniteError(oracle, step, hint)
+        # A norm is cheap, and not finite if an entry is not; that one of finite entries overflows is seen afterwards.
+        tensors = [t for *_, vector in self._finite for t in vector if t.numel()]
+        norms = _norms(tensors)
+        if not all(_read(norms, torch.isfinite)):
+            for oracle, hint, vector in self._finite:
+                if not bool(vector.max_abs().isfinite()):
+                    raise NonFiniteError(oracle, step, hint)
         on = set()
-        for (key, message, _), raised in zip(self._alerts, read[len(self._finite) :], strict=True):
+        for (key, message, _), raised in zip(self._alerts, _read([on for *_, on in self._alerts], None), strict=True):
             if raised:
                 on.add(key)
                 if key not in warned:
                     warned.add(key)
                     warnings.warn(message, BilevelWarning, stacklevel=5)
         return on
+
+
+def _norms(tensors: list[Tensor]) -> list[Tensor]:
+    if any(map(is_sharded, tensors)):
+        return [Vector([t]).norm() for t in tensors]
+    return list(torch._foreach_norm(tensors)) if tensors else []
 
 
 def _read(flags: list[Tensor], test: Callable[[Tensor], Tensor] | None) -> list[bool]:

@@ -57,7 +57,7 @@ def require_free_of_lower(oracle: Oracle, level: str, part: Any) -> None:
     parts = [t for t in tree_leaves(part) if isinstance(t, Tensor) and t.requires_grad]
     if parts:
         reached = torch.autograd.grad([t.sum() for t in parts], oracle.live_y, allow_unused=True)
-        for gradient, name in zip(reached, oracle.lower_names, strict=True):
+        for gradient, name in zip(reached, oracle.lower_names(), strict=True):
             if gradient is not None:
                 raise ValueError(
                     f"the features of the {level} objective depend on lower parameter {name}; they are the part of "

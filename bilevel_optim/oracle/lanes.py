@@ -6,8 +6,10 @@ problem what it would do for that one alone.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,17 +23,17 @@ from ..problem.vector import Vector
 from . import batched
 from .evaluation import placed
 from .features import require_free_of_lower
-from .oracle import Oracle
+from .oracle import Oracle, filled
 from .session import as_scalar
 from .substitution import Substitution
 
-__all__ = ["LaneLoss", "stacked"]
+__all__ = ["LaneFeatures", "LaneLoss", "one_of_many", "stacked", "weighted_upper"]
 
 
 def stacked(
     oracle: Oracle,
     y: Vector,
-    draw: Callable[[str], Any],
+    draw: Callable[[str], Any] | None = None,
     *,
     x: Vector | None = None,
     weights: Tensor | None = None,
@@ -42,7 +44,8 @@ def stacked(
     Args:
         oracle: of one problem, at the x of all of them.
         y: stacked lower points, shape (n, ...).
-        draw: gives the next batch of every problem, for ``"upper"`` and for ``"lower"``.
+        draw: gives the next batch of every problem, for ``"upper"`` and for ``"lower"``. Default: none, samples are
+            made of given batches.
         x: stacked upper points, if each problem has its own. Default: that of the oracle, for all.
         weights: factors of the problems in the sums. Default: 1.
         alike: whether the problems share their random numbers (dropout) instead of each having its own.
@@ -63,31 +66,78 @@ def stacked(
         features: Callable[..., Any] | None = None
         if source.features is not None:
             if own_x is None:
-                features = _LaneFeatures(oracle, level, source.features)
+                features = LaneFeatures(oracle, level, source.features, alike=alike)
             else:  # each problem has features of its own x, which are not shared by anything
                 loss.loss = _whole(source.loss, source.features)
-        return _Drawn(loss, lambda: draw(level), features)
+        return _Drawn(loss, None if draw is None else partial(draw, level), features)
 
     result = Oracle(
         oracle.live_x if own_x is None else own_x,
         own_y,
         objective("upper"),
         objective("lower"),
-        names=oracle.names,
+        names=lambda: oracle.names,
         session=oracle.session,
         lanes=len(own_y[0]),
     )
-    return result if own_x is not None else result.at(upper=oracle.x)
+    return result.at(upper=oracle.x) if own_x is None and oracle.moved[0] else result
+
+
+def one_of_many(oracle: Oracle) -> Oracle:
+    """The same losses as those of a single problem of this process, while the other ranks have others."""
+    other = copy.copy(oracle)
+    other.shared = False
+    return other
+
+
+def weighted_upper(
+    oracle: Oracle, sample: Sample, weights: Tensor, others: Sequence[Tensor] = ()
+) -> tuple[Tensor, Vector, Vector, list[Vector]]:
+    """Weighted sums of the upper losses of stacked problems, all from one evaluation of each.
+
+    Args:
+        oracle: from `stacked`, without weights of its own.
+        sample: of f.
+        weights: factors of the problems.
+        others: other factors, each of which costs another backward pass.
+
+    Returns:
+        The value of f in every lane; the gradients of the weighted sum in x and in y; and for each of the other sums
+        the gradient in x.
+    """
+    session, split, losses = oracle.session, len(oracle.x), sample.loss
+    assert isinstance(losses, LaneLoss)
+    each = Sample(losses.values, sample.arguments)
+    each.features = sample.features
+    with session.buffers_kept(), oracle.placed() as (x, y):
+        part = () if each.features is None else (oracle.call(each.features),)
+        values = session.dependent("upper", oracle.call(each, *part), y)
+        kept = bool(others)
+        gradients = torch.autograd.grad(values, [*x, *y], weights.to(values), allow_unused=True, retain_graph=kept)
+        session.note_reached(gradients[:split])
+        more = [oracle.x.zeros_like() for _ in others]
+        if any(gradient is not None for gradient in gradients[:split]):
+            for i, other in enumerate(others):
+                found = torch.autograd.grad(
+                    values, list(x), other.to(values), allow_unused=True, retain_graph=i < len(others) - 1
+                )
+                more[i] = filled(found, oracle.x)
+    oracle.count("upper_grad")
+    grad_x, grad_y = filled(gradients[:split], oracle.x), filled(gradients[split:], oracle.y)
+    oracle.checks.finite("loss", [values.detach()])
+    oracle.checks.finite("upper_grad", [*grad_x, *grad_y])
+    return values.detach(), grad_x, grad_y, more
 
 
 class _Drawn(Objective):
     """A sum of losses over lanes, whose batches are drawn by a function."""
 
-    def __init__(self, loss: LaneLoss, batch: Callable[[], Any], features: Callable[..., Any] | None) -> None:
+    def __init__(self, loss: LaneLoss, batch: Callable[[], Any] | None, features: Callable[..., Any] | None) -> None:
         super().__init__(loss, features=features)
         self._batch = batch
 
     def draw(self, *, once: bool = False) -> Sample:
+        assert self._batch is not None, "samples are made of given batches"
         return self.sample(self._batch(), once=once)
 
 
@@ -133,57 +183,26 @@ class LaneLoss:
         """The losses of all lanes, shape (n,)."""
         # Passing the leaves through torch lets an outer substitution or vmap see them.
         lanes = [t.view_as(t) for t in self.leaves]
-        session, n = self.oracle.session, len(lanes[0])
-        random = Sample(self.loss)  # keeps the random state that alike lanes share
+        session = self.oracle.session
         with session.buffers.kept():
             if self.level not in session.found.redirected:
                 self._require_redirection(batch)
                 session.found.redirected |= {self.level}
-            parts = batched.run(
-                session,
-                n,
-                lambda part: self._together(select(batch, part), [t[part] for t in lanes], random, n),
-                lambda i: self._alone(select(batch, i), [t[i] for t in lanes], random, n).reshape(1),
-            )
-        session.found.vmapped_tasks |= session.found.fallback is None and session.options.at_once(n) > 1
+            parts = _each(self.oracle, self._at, batch, lanes, len(lanes[0]), alike=self.alike)
+        session.found.vmapped_tasks |= session.found.fallback is None and session.options.at_once(len(lanes[0])) > 1
         return torch.cat(parts)
 
-    def _together(self, batch: Any, lanes: list[Tensor], random: Sample, n: int) -> Tensor:
-        leaves, structure = tree_flatten(batch)
-        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-
-        def one(own: list[Tensor], *values: Tensor) -> Tensor:
-            mine = list(leaves)
-            for i, leaf in zip(tensors, own, strict=True):
-                mine[i] = leaf
-            return self._at(tree_unflatten(mine, structure), values)
-
-        shared = self.alike and len(lanes[0]) < n
-        with (
-            batched.no_slow_batching(look=not self.oracle.session.found.vmapped_tasks),
-            random.replayed(self.oracle.device) if shared else nullcontext(),
-        ):
-            result: Tensor = vmap(one, randomness="same" if self.alike else "different")(
-                [leaves[i] for i in tensors], *lanes
-            )
-        return result
-
-    def _alone(self, batch: Any, lanes: list[Tensor], random: Sample, n: int) -> Tensor:
-        with random.replayed(self.oracle.device) if self.alike and n > 1 else nullcontext():
-            return self._at(batch, lanes)
-
-    def _at(self, batch: Any, values: Sequence[Tensor]) -> Tensor:
+    def _at(self, batch: Any, *values: Tensor) -> Tensor:
         with Substitution(self.live, values):
             return as_scalar(self.level, self.loss(batch))
 
     def _require_redirection(self, batch: Any) -> None:
         """Raise if the result depends on what the live tensors hold: then the loss reads them out of torch's sight."""
-        oracle, results = self.oracle, []
-        devices = [oracle.device] if oracle.device.type == "cuda" else []
+        results = []
         with torch.no_grad():
             for values in (self._first, [t * 1.1 + 0.1 for t in self._first]):
-                with placed(self.live, values), torch.random.fork_rng(devices=devices):
-                    results.append(self._at(select(batch, 0), self._first))
+                with placed(self.live, values), _random_kept(self.oracle):
+                    results.append(self._at(select(batch, 0), *self._first))
         try:
             same = torch.allclose(results[0], results[1], rtol=1e-5, equal_nan=True)
         except RuntimeError:  # the batches are stacked for an outer vmap, which has looked itself
@@ -195,21 +214,59 @@ class LaneLoss:
             )
 
 
-class _LaneFeatures:
-    """The features of an objective for a batch of each problem, stacked; they read x alone."""
+class LaneFeatures:
+    """The features of an objective for a batch of each problem, stacked; they read x alone.
 
-    def __init__(self, oracle: Oracle, level: str, features: Callable[..., Any]) -> None:
-        self.oracle, self.level, self.features = oracle, level, features
+    Args:
+        oracle: of one problem.
+        level: ``"upper"`` or ``"lower"``.
+        features: those of the objective of one problem.
+        alike: whether the problems share their random numbers.
+    """
+
+    def __init__(self, oracle: Oracle, level: str, features: Callable[..., Any], *, alike: bool = False) -> None:
+        self.oracle, self.level, self.features, self.alike = oracle, level, features, alike
 
     def __call__(self, batch: Any) -> Any:
-        session, n = self.oracle.session, len(tree_leaves(batch)[0])
-        if self.level not in session.found.features_checked:
-            with torch.enable_grad():
+        if self.level not in self.oracle.session.found.features_checked:
+            with torch.enable_grad(), _random_kept(self.oracle):
                 require_free_of_lower(self.oracle, self.level, self.features(select(batch, 0)))
-        parts = batched.run(
-            session,
-            n,
-            lambda part: vmap(self.features, randomness="different")(select(batch, part)),
-            lambda i: tree_map(lambda t: t.unsqueeze(0), self.features(select(batch, i))),
-        )
+        parts = _each(self.oracle, self.features, batch, [], len(tree_leaves(batch)[0]), alike=self.alike)
         return parts[0] if len(parts) == 1 else tree_map(lambda *ts: torch.cat(ts), *parts)
+
+
+def _each(
+    oracle: Oracle, function: Callable[..., Any], batch: Any, values: Sequence[Tensor], n: int, *, alike: bool
+) -> list[Any]:
+    """Parts of the stack of what ``function`` returns for the batch and the values of each of n lanes."""
+    session = oracle.session
+    random = Sample(function)  # keeps the random state that alike lanes share
+
+    def replayed(part: int) -> AbstractContextManager[None]:
+        return random.replayed(oracle.device) if alike and part < n else nullcontext()
+
+    def together(part: slice) -> Any:
+        whole = part.stop - part.start == n  # a slice would cost a copy of the gradient
+        leaves, structure = tree_flatten(batch if whole else select(batch, part))
+        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+        def one(own: list[Tensor], *values: Tensor) -> Any:
+            mine = list(leaves)
+            for i, leaf in zip(tensors, own, strict=True):
+                mine[i] = leaf
+            return function(tree_unflatten(mine, structure), *values)
+
+        mapped = vmap(one, randomness="same" if alike else "different")
+        with batched.no_slow_batching(look=not session.found.vmapped_tasks), replayed(part.stop - part.start):
+            return mapped([leaves[i] for i in tensors], *(values if whole else [t[part] for t in values]))
+
+    def alone(i: int) -> Any:
+        with replayed(1):
+            return tree_map(lambda t: t.unsqueeze(0), function(select(batch, i), *(t[i] for t in values)))
+
+    return batched.run(session, n, together, alone)
+
+
+def _random_kept(oracle: Oracle) -> AbstractContextManager[None]:
+    """Leave torch's random numbers as they are."""
+    return torch.random.fork_rng(devices=[oracle.device] if oracle.device.type == "cuda" else [])

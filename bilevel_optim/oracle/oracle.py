@@ -15,7 +15,7 @@ from . import second_order
 from .checks import Checks
 from .features import Features
 from .second_order import LowerSystem, UpperSystem
-from .session import INDEPENDENT, Session, as_scalar, forget_casts
+from .session import Session, as_scalar, forget_casts
 
 __all__ = ["Oracle", "filled"]
 
@@ -31,7 +31,7 @@ class Oracle:
         lower: the live lower tensors y.
         upper_loss: f, a callable or an `Objective`.
         lower_loss: g, a callable or an `Objective`.
-        names: names of the upper, then of the lower tensors, for error messages. Default: their indices.
+        names: gives names of the upper, then of the lower tensors, for error messages. Default: their indices.
         session: the bookkeeping of the step. Default: a fresh one.
         lanes: number of separate lower problems if ``lower`` are stacked tensors, one lane for each, and the losses are
             sums over the lanes; an evaluation counts that many times, and is not averaged over ranks, whose tasks
@@ -39,7 +39,9 @@ class Oracle:
 
     Attributes:
         x, y: the point; by default what the live tensors hold.
+        moved: whether x, and whether y, are other values than those of the live tensors.
         f, g: the objectives.
+        shared: whether all ranks evaluate the same problem, each on data of its own, and results are their means.
 
     Example:
         >>> import torch
@@ -60,14 +62,14 @@ class Oracle:
         upper_loss: Objective | Callable[..., Tensor],
         lower_loss: Objective | Callable[..., Tensor],
         *,
-        names: Sequence[str] | None = None,
+        names: Callable[[], Sequence[str]] | None = None,
         session: Session | None = None,
         lanes: int | None = None,
     ) -> None:
-        self.lanes = lanes
+        self.lanes, self.shared = lanes, lanes is None
         self.live_x, self.live_y = Vector(upper), Vector(lower)
         self.x, self.y = self.live_x.detach(), self.live_y.detach()
-        self._moved = (False, False)  # whether x and y are other values than those of the live tensors
+        self.moved = (False, False)
         self.f = upper_loss if isinstance(upper_loss, Objective) else Objective(upper_loss)
         self.g = lower_loss if isinstance(lower_loss, Objective) else Objective(lower_loss)
         self.session = session or Session()
@@ -76,17 +78,13 @@ class Oracle:
         self.features = Features()
         self.f.begin()
         self.g.begin()
-        self.names = names or [
-            f"{level} {i}"
-            for level, ts in zip(("upper", "lower"), (self.x, self.y), strict=True)
-            for i in range(len(ts))
-        ]
+        self._names = names
         if not self.session.found.reaches_upper:
             for tensor, name in zip((*self.x, *self.y), self.names, strict=True):
                 if tensor.device != self.device:
                     raise ValueError(
                         f"all parameters must be on one device, but parameter {name} is on {tensor.device} and "
-                        f"parameter {self.lower_names[0]} is on {self.device}"
+                        f"parameter {self.lower_names()[0]} is on {self.device}"
                     )
 
     def at(self, upper: Sequence[Tensor] | None = None, lower: Sequence[Tensor] | None = None) -> Oracle:
@@ -97,12 +95,12 @@ class Oracle:
             other.x = Vector(upper).detach()
         if lower is not None:
             other.y = Vector(lower).detach()
-        other._moved = (self._moved[0] or upper is not None, self._moved[1] or lower is not None)
+        other.moved = (self.moved[0] or upper is not None, self.moved[1] or lower is not None)
         return other
 
     def placed(self) -> AbstractContextManager[Sequence[Vector]]:
         """Evaluate at this point inside the block; gives the variables x and y to differentiate in."""
-        x_moved, y_moved = self._moved
+        x_moved, y_moved = self.moved
         return self.session.options.evaluation(
             (self.live_x, self.live_y), (self.x if x_moved else None, self.y if y_moved else None)
         )
@@ -113,6 +111,13 @@ class Oracle:
         return self.session.checks
 
     @property
+    def names(self) -> Sequence[str]:
+        """Names of the upper, then of the lower tensors."""
+        if self._names is not None:
+            return self._names()
+        levels = zip(("upper", "lower"), (self.x, self.y), strict=True)
+        return [f"{level} {i}" for level, ts in levels for i in range(len(ts))]
+
     def lower_names(self) -> Sequence[str]:
         """Names of the lower tensors."""
         return self.names[len(self.x) :]
@@ -136,9 +141,9 @@ class Oracle:
             loss = self.session.dependent(level, self.value(level, sample), y)
             gradients = self.differentiate(loss, (*x, *y))
         if all(gradient is None for gradient in gradients):
-            raise ValueError(INDEPENDENT.format(level=level))
+            raise ValueError(self.session.independent(level))
         split = len(x)
-        if level == "lower":
+        if level == "lower" or self.session.options.one_loss:
             self.session.require_reached(gradients[split:], self.lower_names)
         self.session.note_reached(gradients[:split])
         self.count(f"{level}_grad")
@@ -167,13 +172,12 @@ class Oracle:
         """
         return second_order.upper_system(self, sample)
 
-    def lower_system(self, sample: Sample) -> AbstractContextManager[LowerSystem]:
-        """Second derivatives of g: a graph kept inside the block, or finite differences."""
-        return second_order.lower_system(self, sample)
+    def lower_system(self, sample: Sample, *, gradient: bool = True) -> AbstractContextManager[LowerSystem]:
+        """Second derivatives of g: a graph kept inside the block, or finite differences.
 
-    def lower_products(self, sample: Sample) -> AbstractContextManager[LowerSystem]:
-        """The same for the products alone: ``gradient`` is empty, and no lower gradient is counted."""
-        return second_order.lower_system(self, sample, gradient=False)
+        For products alone: without ``gradient`` that is empty, and no lower gradient is counted.
+        """
+        return second_order.lower_system(self, sample, gradient=gradient)
 
     def kept_system(self, sample: Sample) -> LowerSystem:
         """Second derivatives of g from a graph that lasts as long as the result; module buffers advance."""
@@ -198,7 +202,7 @@ class Oracle:
         else:
             part = self.call(sample.features, graph=graph) if features is None else features
             loss = self.call(sample, part, graph=graph)
-        return as_scalar(level, loss)
+        return as_scalar(level, loss, self.session.called(level))
 
     def call(self, sample: Sample, *arguments: Any, graph: bool = True) -> Any:
         """What a sample's function returns on its arguments, or on others, with the random numbers of that sample."""
@@ -220,8 +224,8 @@ class Oracle:
             self.count("loss")
 
     def averaged(self, *results: Any) -> tuple[Any, ...]:
-        """Mean over the ranks, whose data differ; with lanes their tasks do, and nothing is averaged."""
-        return results if self.lanes is not None else self.session.averaged(*results)
+        """Mean over the ranks if these share the problem; otherwise nothing is averaged."""
+        return self.session.averaged(*results) if self.shared else results
 
 
 def filled(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Vector:

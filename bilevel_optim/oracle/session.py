@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+import copy
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from .buffers import Buffers
 from .checks import Checks
 from .evaluation import Evaluation, in_place
 
-__all__ = ["COUNTERS", "INDEPENDENT", "Findings", "Options", "Session", "as_scalar", "forget_casts"]
+__all__ = ["COUNTERS", "Findings", "Options", "Session", "as_scalar", "forget_casts"]
 
 COUNTERS = ("upper_grad", "lower_grad", "hvp", "jvp", "loss")
 
@@ -29,12 +30,14 @@ class Options:
         hvp: ``"exact"`` or ``"finite-difference"`` second derivatives.
         ranks: over which results are averaged.
         evaluation: how a loss is evaluated at given values: `in_place` or `substituted`.
+        one_loss: whether the user gave one loss for both levels, so that messages say "the loss".
     """
 
     vectorize: bool | int = True
     hvp: str = "exact"
     ranks: Ranks = field(default_factory=Ranks)
     evaluation: Evaluation = in_place
+    one_loss: bool = False
 
     def at_once(self, n: int) -> int:
         """How many of n evaluations may run together."""
@@ -65,6 +68,7 @@ class Session:
         buffers: module buffers that evaluations change.
         counts: oracle calls of this step.
         checks: flags to be read at its end.
+        warned: keys of the warnings that were given before.
         buffers_skipped: some module would have updated buffers at a point that is not the one to be kept.
     """
 
@@ -74,11 +78,12 @@ class Session:
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
     checks: Checks = field(default_factory=Checks)
     buffers_skipped: bool = False
+    warned: set[str] = field(default_factory=set)
 
     @classmethod
-    def begun(cls, options: Options, found: Findings, buffers: Buffers) -> Session:
+    def begun(cls, options: Options, found: Findings, buffers: Buffers, warned: set[str]) -> Session:
         """The session of a new step."""
-        return cls(options, replace(found), buffers)
+        return cls(options, copy.copy(found), buffers, warned=set(warned))
 
     def buffers_kept(self) -> AbstractContextManager[None]:
         """Leave module buffers (running statistics) as they are, whatever the block evaluates."""
@@ -92,14 +97,14 @@ class Session:
 
     # ------------------------------------------------------------------------------------------------ first looks
 
-    def require_reached(self, gradients: Sequence[Tensor | None], names: Iterable[str]) -> None:
+    def require_reached(self, gradients: Sequence[Tensor | None], names: Callable[[], Iterable[str]]) -> None:
         """At the first step, raise if the lower loss does not depend on some lower parameter."""
         if not self.found.reaches_lower:
-            for gradient, name in zip(gradients, names, strict=True):
+            for gradient, name in zip(gradients, names(), strict=True):
                 if gradient is None:
                     raise ValueError(
-                        f"the lower loss does not depend on lower parameter {name}; leave it out of the lower "
-                        "parameters, or check that the loss reads the live tensor and not a detached or old one"
+                        f"the {self.called('lower')} does not depend on lower parameter {name}; leave it out of the "
+                        "lower parameters, or check that the loss reads the live tensor and not a detached or old one"
                     )
             self.found.reaches_lower = True
 
@@ -112,32 +117,39 @@ class Session:
         """At the first step, raise if neither loss depended on any upper parameter: the hypergradient would be zero."""
         if not self.found.reaches_upper:
             raise ValueError(
-                "neither loss depends on any upper parameter, so the hypergradient would be silently zero; check that "
-                "the losses read the live upper tensors and not detached or old ones"
+                f"{'the loss does not depend' if self.options.one_loss else 'neither loss depends'} on any upper "
+                "parameter, so the hypergradient would be silently zero; check that the live upper tensors are read "
+                "and not detached or old ones"
             )
 
     def dependent(self, level: str, loss: Tensor, variables: Sequence[Tensor]) -> Tensor:
         """The loss, checked to depend on something where ``variables`` are."""
         if not loss.requires_grad and any(t.requires_grad for t in variables):
-            raise ValueError(INDEPENDENT.format(level=level))
+            raise ValueError(self.independent(level))
         return loss
+
+    def independent(self, level: str) -> str:
+        """The message about a loss that depends on nothing."""
+        return (
+            f"the {self.called(level)} depends on no parameter of this optimizer; check that it reads the live tensors,"
+            " and that it does not detach, call .item() or run under torch.no_grad()"
+        )
+
+    def called(self, level: str) -> str:
+        """What messages call the loss of a level."""
+        return "loss" if self.options.one_loss else f"{level} loss"
 
     def averaged(self, *results: Any) -> tuple[Any, ...]:
         """Mean over the ranks."""
         return self.options.ranks.mean(*results)
 
 
-INDEPENDENT = (
-    "the {level} loss depends on no parameter of this optimizer; check that it reads the live tensors, and that it "
-    "does not detach, call .item() or run under torch.no_grad()"
-)
-
-
-def as_scalar(level: str, loss: Any) -> Tensor:
-    """What a loss returned, checked to be a scalar."""
+def as_scalar(level: str, loss: Any, called: str | None = None) -> Tensor:
+    """What a loss returned, checked to be a scalar; messages may call it otherwise than by its level."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"the {level} loss must return a scalar tensor, but returned {found}; reduce it (mean, sum)")
+        called = called or f"{level} loss"
+        raise ValueError(f"the {called} must return a scalar tensor, but returned {found}; reduce it (mean, sum)")
     return loss if loss.dim() == 0 else loss.reshape(())
 
 

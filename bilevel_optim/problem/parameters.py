@@ -15,8 +15,11 @@ __all__ = [
     "consistently_named",
     "is_count",
     "is_number",
+    "level_groups",
+    "names_of",
     "require",
     "require_one_level",
+    "tensors_of",
     "unnamed",
 ]
 
@@ -86,3 +89,33 @@ def require_one_level(group: dict[str, Any], others: list[dict[str, Any]]) -> No
                 f"{group['level']} parameter {name!r} of shape {tuple(parameter.shape)} is also an "
                 f"{elsewhere[id(parameter)]} parameter; a parameter belongs to one level, so leave it out of the other"
             )
+
+
+def level_groups(groups: Iterable[dict[str, Any]], level: str) -> list[dict[str, Any]]:
+    """The groups of one level, with the parameters that require a gradient."""
+    return [
+        {**group, "params": [p for p in group["params"] if p.requires_grad]}
+        for group in groups
+        if group["level"] == level
+    ]
+
+
+def tensors_of(groups: Iterable[dict[str, Any]], level: str) -> list[Tensor]:
+    """The parameters of these groups; raises if there are none."""
+    tensors = [p for group in groups for p in group["params"]]
+    if not tensors:
+        raise ValueError(f"no {level} parameter requires a gradient")
+    return tensors
+
+
+def names_of(groups: Iterable[dict[str, Any]]) -> list[str]:
+    """Names, or indices, of the upper and then of the lower parameters that require a gradient."""
+    names, groups = [], list(groups)
+    for level in LEVELS:
+        index = 0
+        for group in (group for group in groups if group["level"] == level):
+            for i, p in enumerate(group["params"]):
+                if p.requires_grad:
+                    names.append(repr(group["param_names"][i]) if "param_names" in group else str(index))
+                index += 1
+    return names

@@ -158,6 +158,8 @@ def task_count(sampler: Any, asked: int | None) -> int:
 
 def select(batch: Any, index: Any) -> Any:
     """The same entries of the leading dimension of every tensor of a pytree."""
+    if type(batch) is tuple:  # the commonest, for every lower step: a third of what the general form takes
+        return tuple(t[index] if isinstance(t, Tensor) else select(t, index) for t in batch)
     return tree_map(lambda t: t[index] if isinstance(t, Tensor) else t, batch)
 
 

@@ -49,6 +49,12 @@ class Vector(tuple[Tensor, ...]):
     def __neg__(self) -> Vector:
         return Vector(torch._foreach_neg(self))
 
+    def descended(self, direction: Sequence[Tensor], rates: Sequence[float]) -> Vector:
+        """This less the direction, with a learning rate for each tensor."""
+        if len(set(rates)) == 1:
+            return Vector(torch._foreach_add(self, tuple(direction), alpha=-float(rates[0])))
+        return Vector(torch.add(t, d, alpha=-float(rate)) for t, d, rate in zip(self, direction, rates, strict=True))
+
     def dot(self, other: Sequence[Tensor]) -> Tensor:
         """Inner product over all tensors, accumulated in float64 where the device has it."""
         return _total([_sum(product) for product in torch._foreach_mul(self, tuple(other))])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["AGD"]
+from ..problem.parameters import is_number, require
+
+__all__ = ["AGD", "agd_or"]
 
 
 class AGD(Optimizer):
@@ -73,3 +76,15 @@ class AGD(Optimizer):
                 if p.grad is not None:
                     p.add_(p.grad, alpha=-group["lr"])
         return result
+
+
+def agd_or(lower_optimizer: Callable[[Any], Optimizer] | None, lower_momentum: float) -> Callable[[Any], Optimizer]:
+    """What makes the lower optimizer: `AGD` with this momentum, unless the user gave another, which has its own."""
+    require("lower_momentum", lower_momentum, is_number(lower_momentum) and 0 <= lower_momentum < 1)
+    if lower_optimizer is None:
+        return partial(AGD, momentum=lower_momentum)
+    if lower_momentum:
+        raise ValueError(
+            f"Invalid lower_momentum value: {lower_momentum} (the lower_optimizer has its own; leave one out)"
+        )
+    return lower_optimizer

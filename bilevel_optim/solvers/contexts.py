@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..oracle.oracle import Oracle, as_scalar, filled
-from ..oracle.tasks import LaneLoss, draw, select
+from ..oracle.lanes import LaneFeatures, one_of_many, stacked
+from ..oracle.oracle import Oracle
+from ..problem.objective import Sample
 from ..problem.random import Counters
+from ..problem.tasks import draw, sample, select
 from ..problem.vector import Vector
+from .epoch_sgd import epoch_sgd
 
-__all__ = ["Contexts", "Path", "coupled_path", "draw_levels", "level_probabilities"]
+__all__ = ["Contexts", "CoupledPath", "coupled_path", "draw_levels", "level_probabilities"]
 
 TASKS, LEVEL, ORDER, TRUNCATION, PATH, CROSS, UPPER, NEUMANN, POWER = range(9)  # what a random number is for
 BLOCK = 128  # steps of an epoch whose batches are drawn at once
 
 
 def level_probabilities(levels: int, base: int = 0) -> Tensor:
-    r""":math:`p_k = 2^{-(k - b)} / (1 - 2^{-(K - b)})` for k = b + 1, ..., K."""
-    k = torch.arange(1, levels - base + 1, dtype=torch.float64)
+    r""":math:`p_k = 2^{-(k - b)} / (1 - 2^{-(K - b)})` for k = b + 1, ..., K.
+
+    Args:
+        levels: K.
+        base: b. Default: 0.
+    """
+    k = torch.arange(1, levels - base + 1, dtype=torch.float64, device="cpu")
     return 2**-k / (1 - 2.0 ** -(levels - base))
 
 
@@ -33,22 +41,47 @@ def draw_levels(count: int, levels: int, base: int, counters: Counters, *, syste
     Systematic: with evenly spaced uniforms that share one random shift, in random order: each level has the right
     distribution, and the numbers of them hardly vary.
     """
+    options: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
     if systematic:
-        shift = torch.rand((), dtype=torch.float64, generator=counters.generator(LEVEL))
-        uniform = (torch.arange(count, dtype=torch.float64) + shift) / count
-        uniform = uniform[torch.randperm(count, generator=counters.generator(ORDER))]
+        shift = torch.rand((), generator=counters.generator(LEVEL), **options)
+        uniform = (torch.arange(count, **options) + shift) / count
+        uniform = uniform[torch.randperm(count, generator=counters.generator(ORDER), device="cpu")]
     else:
-        uniform = torch.rand(count, dtype=torch.float64, generator=counters.generator(LEVEL))
+        uniform = torch.rand(count, generator=counters.generator(LEVEL), **options)
     depth = 1 + (-torch.log2(1 - uniform * (1 - 2.0 ** -(levels - base)))).floor().long()
     return [base + min(k, levels - base) for k in depth.tolist()]
 
 
 class Contexts:
-    """The contexts of one step, and their conditional draws: each from the counters of its slot and purpose."""
+    """Contexts drawn from a sampler, and their conditional draws: each from the counters of its slot and purpose.
 
-    def __init__(self, sampler: Any, tasks: Any, count: int, sizes: dict[str, int | None], counters: Counters) -> None:
-        self.sampler, self.tasks, self.count, self.sizes, self.counters = sampler, tasks, count, sizes, counters
+    Args:
+        sampler: where they come from, a `TaskSampler`.
+        count: how many; their slots are 0, ..., count - 1.
+        seed: decides all the draws: equal seeds give equal contexts and equal batches, in whatever order they are made.
+        lower_batch, upper_batch: rows per batch of a context; None, all of them. Default: 1.
+        purpose: what the contexts are for. Default: the estimate of a step.
+
+    Attributes:
+        tasks: what the sampler has drawn.
+        counters: give the random numbers.
+    """
+
+    def __init__(
+        self,
+        sampler: Any,
+        count: int,
+        seed: int,
+        *,
+        lower_batch: int | None = 1,
+        upper_batch: int | None = 1,
+        purpose: int = TASKS,
+    ) -> None:
+        self.sampler, self.count, self.counters = sampler, count, Counters(seed)
+        self.sizes = {"lower": lower_batch, "upper": upper_batch}
+        self.tasks = sample(sampler, count, self.counters.generator(purpose))
         self._all: dict[str, Any] = {}
+        self._features: tuple[Vector, Sequence[int], Any] | None = None  # of all the lower data, at one x
 
     @property
     def deterministic(self) -> bool:
@@ -85,10 +118,45 @@ class Contexts:
                 steps.append((leaves[0],) * times)
         return [tree_unflatten(list(leaves), parts[0][1]) for leaves in zip(*steps, strict=True)]
 
+    def heads(self, oracle: Oracle, slots: Sequence[int], *counter: int, times: int = 1) -> Iterator[Any]:
+        """Lower batches as the loss takes them where derivatives in y alone are wanted: their features, as constants.
 
-class Path(NamedTuple):
-    """Lower points of every context, stacked: after the base level, before the last epoch, and after it."""
+        Without features these are the batches themselves. Those of all the data are evaluated once for each x.
+        """
+        features = oracle.g.features
+        batches = self.batches("lower", slots, *counter, times=times)
+        if features is None:
+            yield from batches
+            return
+        evaluate = LaneFeatures(oracle, "lower", features, alike=True)
+        for batch in batches:
+            kept = self._features if self.deterministic else None
+            if kept is None or kept[0] is not oracle.x or not {*slots} <= {*kept[1]}:
+                with oracle.session.buffers_kept(), oracle.placed():
+                    part = oracle.call(Sample(evaluate, (batch,), once=True), graph=False)
+                kept = (oracle.x, list(slots), part)
+                self._features = kept if self.deterministic else None
+            yield kept[2] if kept[1] == [*slots] else select(kept[2], torch.tensor([*map(kept[1].index, slots)]))
 
+
+@dataclass(frozen=True)
+class CoupledPath:
+    """Lower points of contexts, stacked: those of the lower solve of each that an estimate needs.
+
+    Attributes:
+        contexts: the contexts.
+        slots: those that have a lane here.
+        depths: the number of epochs k of each.
+        base_level: b.
+        base: :math:`Y_b`.
+        previous: :math:`Y_{k-1}`.
+        last: :math:`Y_k`.
+    """
+
+    contexts: Contexts
+    slots: Sequence[int]
+    depths: Sequence[int]
+    base_level: int
     base: Vector
     previous: Vector
     last: Vector
@@ -99,11 +167,11 @@ def coupled_path(
     contexts: Contexts,
     start: Vector,
     depths: Sequence[int],
-    rates: Callable[[int], list[float]],
+    rates: Callable[[int], Sequence[float]],
     *,
     slots: Sequence[int] | None = None,
-    base: int = 0,
-) -> Path:
+    base_level: int = 0,
+) -> CoupledPath:
     r"""EpochSGD for every context, once, as deep as each needs; epoch e has :math:`2^e` steps and restarts from a mean.
 
     .. math:: z_{j+1} = z_j - \beta_e \nabla_y g(x, z_j; \eta_{e,j}), \qquad Y_e = 2^{-e} \sum_{j < 2^e} z_j .
@@ -112,73 +180,51 @@ def coupled_path(
     together; the last step of an epoch, whose result would not be used, is not made.
 
     Args:
-        oracle: of the live tensors; costs :math:`2^{k+1} - 2 - k` lower gradients for a context of depth k.
+        oracle: of one problem; costs :math:`2^{k+1} - 2 - k` lower gradients for a context of depth k.
         contexts: the contexts and their data.
         start: :math:`Y_0`, stacked, one lane for each of ``depths``.
         depths: number of epochs of each context.
         rates: epoch -> :math:`\beta_e`, one for each lower tensor.
         slots: the contexts that the lanes belong to. Default: the first ones.
-        base: the level that is kept as ``base``.
+        base_level: the level b whose mean is kept too. Default: 0.
     """
-    own = list(range(len(depths))) if slots is None else list(slots)
+    own = [*range(len(depths))] if slots is None else [*slots]
     order = sorted(range(len(depths)), key=lambda lane: -depths[lane])
     first, previous, last = (Vector(t[order] for t in start) for _ in range(3))
-    for e in range(1, max(depths, default=0) + 1):
-        going = [own[lane] for lane in order if depths[lane] >= e]
-        active = slice(len(going))
-        Vector(t[active] for t in previous).copy_(Vector(t[active] for t in last))
-        mean = _epoch(oracle, contexts, going, Vector(t[active].clone() for t in last), e, rates(e))
-        Vector(t[active] for t in last).copy_(mean)
-        if e == base:
-            first = last.clone()
+    with oracle.session.buffers_kept():
+        for e in range(1, max(depths, default=0) + 1):
+            going = [own[lane] for lane in order if depths[lane] >= e]
+            active = slice(len(going))
+            before = Vector(t[active].clone() for t in last)
+            Vector(t[active] for t in previous).copy_(before)
+            Vector(t[active] for t in last).copy_(_epoch(oracle, contexts, going, before, e, rates))
+            if e == base_level:
+                first = last.clone()
     back = torch.tensor(order).argsort().tolist()
     oracle.checks.finite("lower_grad", last, "A smaller lower_lr, or a larger smoothness, is the usual remedy")
-    return Path(*(Vector(t[back] for t in points) for points in (first, previous, last)))
+    points = (Vector(t[back] for t in part) for part in (first, previous, last))
+    return CoupledPath(contexts, own, [*depths], base_level, *points)
 
 
-def _epoch(oracle: Oracle, contexts: Contexts, slots: list[int], z: Vector, e: int, rates: list[float]) -> Vector:
-    steps, total = 2**e, z.zeros_like()
-    with _moving(oracle, z) as (variables, gradient):
-        sums = total if variables is z else total.lane(0)
-        for start in range(0, steps, BLOCK):
-            size = min(BLOCK, steps - start)
-            batches = contexts.batches("lower", slots, PATH, e, start, times=size)
-            for j, batch in enumerate(batches, start):
-                with torch.no_grad():
-                    torch._foreach_add_(sums, variables)
-                if j < steps - 1:
-                    step = gradient(batch)
-                    with torch.no_grad():
-                        torch._foreach_sub_(variables, step * rates)
-    oracle.count("lower_grad", (steps - 1) * len(slots))
-    return Vector(t / steps for t in total)
+def _epoch(
+    oracle: Oracle,
+    contexts: Contexts,
+    slots: list[int],
+    start: Vector,
+    e: int,
+    rates: Callable[[int], Sequence[float]],
+) -> Vector:
+    """The mean of one epoch of these contexts together."""
+    blocks = ((done, min(BLOCK, 2**e - done)) for done in range(0, 2**e, BLOCK))
+    heads = (head for done, size in blocks for head in contexts.heads(oracle, slots, PATH, e, done, times=size))
+    if len(slots) == 1:  # no stack, which would make a step slower
+        alone = one_of_many(oracle)
 
+        def own() -> Sample:
+            return Sample(oracle.g.loss, (select(next(heads), 0),), once=True)
 
-@contextmanager
-def _moving(oracle: Oracle, z: Vector) -> Generator[tuple[Vector, Callable[[Any], Vector]]]:
-    """The tensors to move and the gradient of g at them: the live y if there is one context, else the stack."""
-    if len(z[0]) == 1:
-
-        def alone(batch: Any) -> Vector:
-            oracle.forget_casts()
-            loss = oracle.dependent("lower", as_scalar("lower", oracle.g.loss(select(batch, 0))), oracle.y)
-            gradients = torch.autograd.grad(loss, list(oracle.y), allow_unused=True)
-            oracle.require_reached(gradients)
-            return filled(gradients, oracle.y)
-
-        with oracle.at(lower=z.lane(0)), oracle.buffers_kept(), torch.enable_grad():
-            yield oracle.y, alone
-        return
-    for tensor in z:
-        tensor.requires_grad_()
-    loss = LaneLoss(oracle, "lower", z, alike=True)
-
-    def together(batch: Any) -> Vector:
-        oracle.forget_casts()
-        total = oracle.dependent("lower", loss(batch), z)
-        gradients = torch.autograd.grad(total, list(z), allow_unused=True)
-        oracle.require_reached(gradients)
-        return filled(gradients, z)
-
-    with torch.enable_grad():
-        yield z, together
+        (mean,) = epoch_sgd(alone, start.lane(0), 1, rates, own, first=e)
+        return Vector(t.unsqueeze(0) for t in mean)
+    problem = stacked(oracle, start, alike=True)
+    (mean,) = epoch_sgd(problem, start, 1, rates, lambda: Sample(problem.g.loss, (next(heads),), once=True), first=e)
+    return mean

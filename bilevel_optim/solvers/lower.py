@@ -66,8 +66,11 @@ class LowerRule:
 
     def fits(self, groups: Sequence[dict[str, Any]], like: Vector) -> bool:
         """Whether these groups and tensors have the sizes, types and devices that the rule was made for."""
-        sizes = [[len(group["params"]) for group in some] for some in (groups, self.optimizer.param_groups)]
-        return sizes[0] == sizes[1] and all(
+        own = self.optimizer.param_groups
+        same = len(groups) == len(own) and all(
+            len(a["params"]) == len(b["params"]) for a, b in zip(groups, own, strict=True)
+        )
+        return same and all(
             s.shape == t.shape and s.dtype == t.dtype and s.device == t.device
             for s, t in zip(self._scratch, like, strict=True)
         )
@@ -95,7 +98,7 @@ class LowerRule:
             return Solved(Vector(value for value, _ in pairs), [state for _, state in pairs], slope)
         if kind is AGD:
             ahead = [
-                v + group["momentum"] * (v - state["previous"]) if "previous" in state else v
+                torch.add(v, v - state["previous"], alpha=group["momentum"]) if "previous" in state else v
                 for group, v, state in zip(each, y, memory, strict=True)
             ]
             _, slope = gradient(Vector(ahead))
@@ -166,10 +169,7 @@ def sgd(group: dict[str, Any], y: Tensor, memory: dict[str, Any], gradient: Tens
 
 def _descended(groups: Sequence[dict[str, Any]], y: Vector, gradient: Vector) -> Vector:
     """A plain gradient step, with each group's learning rate."""
-    if len(groups) == 1:
-        return Vector(torch._foreach_add(y, gradient, alpha=-float(groups[0]["lr"])))
-    rates = [-float(group["lr"]) for group in groups for _ in group["params"]]
-    return Vector(torch.add(v, g, alpha=rate) for v, g, rate in zip(y, gradient, rates, strict=True))
+    return y.descended(gradient, [rate for group in groups for rate in [float(group["lr"])] * len(group["params"])])
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -9,21 +9,18 @@ Problems and the numbers beside ours: arXiv:2310.18535.
 
 from __future__ import annotations
 
-import argparse
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 import bilevel_optim as bo
-from bilevel_optim.solvers.contexts import level_probabilities
 
-from ..report import environment, save_json, table
+from ..common import Parser, progress, save, table, timed
+from ..problems.problem import Part
+from ..problems.tasks import CLASSES, FEATURES, Centre
 
 __all__ = ["P1", "main"]
 
@@ -115,7 +112,7 @@ def end_to_end(levels: list[int], neumann: list[str], seeds: int, budget: int) -
                         generator=torch.Generator().manual_seed(seed),
                     )  # fmt: skip
                     used, first, norms = 0, None, [(0, float(problem.gradient().norm()))]
-                    with tqdm(total=budget, desc=f"{series} K={K} {name} seed {seed}", unit="step") as bar:
+                    with progress(total=budget, label=f"{series} K={K} {name} seed {seed}") as bar:
                         while used < budget if budget > 1 else first is None and used < 2_000_000:
                             optimizer.step(problem.f, problem.g, tasks=problem)
                             made = int(optimizer.diagnostics["lower_steps"])
@@ -143,69 +140,63 @@ def end_to_end(levels: list[int], neumann: list[str], seeds: int, budget: int) -
     return numbers
 
 
-class Softmax:
-    """Linear classifiers near a common centre: 20 tasks of 10 classes, 512 features, lambda = 2."""
-
-    def __init__(self, tasks: int = 20, rows: int = 100, features: int = 512, classes: int = 10) -> None:
-        generator = torch.Generator().manual_seed(0)
-        inputs = F.normalize(torch.randn(tasks, rows, features, generator=generator), dim=-1)
-        self.tasks = bo.TensorTasks((inputs, torch.randint(0, classes, (tasks, rows), generator=generator)))
-        self.x = torch.zeros(features, classes, requires_grad=True)
-        self.y = torch.zeros(features, classes, requires_grad=True)
-
-    def f(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """The query loss."""
-        return F.cross_entropy(batch[0] @ self.y, batch[1])
-
-    def g(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """The support loss with the proximal term."""
-        return self.f(batch) + (self.y - self.x).square().sum()
-
-    def optimizer(self, cls: type[bo.RTMLMC], levels: int, count: int) -> bo.RTMLMC:
-        """With lambda = 2 and rows of norm 1 the curvature is between 2 and 2.5."""
-        return cls(
-            [self.x], [self.y], lr=0.0, lower_lr=0.5, levels=levels, neumann_steps=10, smoothness=2.5,
-            tasks_per_step=count, generator=torch.Generator().manual_seed(1),
-            lower_init=lambda ids: self.x.detach().expand(len(ids), *self.x.shape),
-        )  # fmt: skip
-
-    def seconds(self, optimizer: bo.RTMLMC, repeats: int) -> list[float]:
-        """Of each of several estimates, after one to warm up."""
-        times = []
-        for k in range(repeats + 1):
-            start = time.perf_counter()
-            optimizer.backward(self.f, self.g, tasks=self.tasks)
-            if k:
-                times.append(time.perf_counter() - start)
-        return times
+def classifiers(tasks: int = 20, rows: int = 100, features: int = FEATURES) -> Centre:
+    """Linear classifiers near a common centre, lambda = 2, on random data."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = F.normalize(torch.randn(tasks, rows, features, generator=generator), dim=-1)
+    return Centre(Part(inputs, torch.randint(0, CLASSES, (tasks, rows), generator=generator)))
 
 
-def _at_level(optimizer: bo.RTMLMC, level: int) -> bo.RTMLMC:
-    def fixed(contexts: Any) -> list[int]:
-        return [level] * contexts.count
+def method(problem: Centre, cls: type[bo.RTMLMC], levels: int, count: int) -> bo.RTMLMC:
+    """With lambda = 2 and rows of norm 1 the curvature is between 2 and 2.5."""
+    return cls(
+        [problem.x], [problem.y], lr=0.0, lower_lr=0.5, levels=levels, neumann_steps=10, smoothness=2.5,
+        tasks_per_step=count, generator=torch.Generator().manual_seed(1), lower_init=problem.starts,
+    )  # fmt: skip
 
-    optimizer._depths = fixed  # type: ignore[method-assign]
-    return optimizer
+
+def seconds(problem: Centre, optimizer: bo.RTMLMC, repeats: int, state: Tensor | None = None) -> list[float]:
+    """Of each of several estimates, after one to warm up; all from one state of the generator, if it is given."""
+    times = []
+    for _ in range(repeats + 1):
+        if state is not None and optimizer.generator is not None:
+            optimizer.generator.set_state(state)
+        times.append(timed(lambda: optimizer.backward(problem.upper, problem.lower, tasks=problem.tasks))[1])
+    return times[1:]
+
+
+def states_by_level(levels: int) -> dict[int, Tensor]:
+    """States of the generator from which RT-MLMC draws each level, found on a problem of one number."""
+    x, y = (torch.zeros(1, requires_grad=True) for _ in range(2))
+    generator, found = torch.Generator().manual_seed(1), dict[int, Tensor]()
+    optimizer = bo.RTMLMC(
+        [x], [y], lr=0.0, lower_lr=0.5, levels=levels, neumann_steps=1, smoothness=1.0, generator=generator
+    )
+    tasks = bo.TensorTasks(torch.zeros(1, 1, 1))
+    while len(found) < levels:
+        state = generator.get_state()
+        optimizer.backward(lambda t: (x + y + t).sum(), lambda t: (y - t).square().sum(), tasks=tasks)
+        found.setdefault(int(optimizer.diagnostics["level_counts"].argmax()), state)
+    return found
 
 
 def timing(levels: list[int], counts: list[int], repeats: int) -> dict[str, Any]:
     """Seconds per estimate, means; for one task per step least times, of RT-MLMC for every level, weighted."""
-    problem, rows, numbers = Softmax(), [], {}
+    problem, rows, numbers = classifiers(), [], {}
     for K in levels:
         for count in counts:
-            deep = problem.seconds(problem.optimizer(bo.DLSGD, K, count), max(1, repeats // 2 ** max(K - 4, 0)))
+            optimizer = method(problem, bo.DLSGD, K, count)
+            deep = seconds(problem, optimizer, max(1, repeats // 2 ** max(K - 4, 0)))
             deep_time = sum(deep) / len(deep)
+            optimizer = method(problem, bo.RTMLMC, K, count)
             if count == 1:
-                deep_time = min(deep)
-                each = [
-                    min(problem.seconds(_at_level(problem.optimizer(bo.RTMLMC, K, 1), k), max(1, repeats // 2**k)))
-                    for k in range(1, K + 1)
-                ]
-                p = level_probabilities(K).tolist()
-                mean = sum(w * t for w, t in zip(p, each, strict=True))
-                std = max(sum(w * t * t for w, t in zip(p, each, strict=True)) - mean**2, 0.0) ** 0.5
+                deep_time, states = min(deep), states_by_level(K)
+                each = [min(seconds(problem, optimizer, max(1, repeats >> k), states[k])) for k in range(1, K + 1)]
+                chances = [2.0**-k / (1 - 2.0**-K) for k in range(1, K + 1)]
+                mean, square = (sum(p * t**n for p, t in zip(chances, each, strict=True)) for n in (1, 2))
+                std = max(square - mean**2, 0.0) ** 0.5
             else:
-                several = problem.seconds(problem.optimizer(bo.RTMLMC, K, count), repeats)
+                several = seconds(problem, optimizer, repeats)
                 mean = sum(several) / len(several)
                 std = (sum((t - mean) ** 2 for t in several) / len(several)) ** 0.5
             paper = [PAPER[name][K][0] if count == counts[0] and K in PAPER[name] else None for name in METHODS]
@@ -222,8 +213,8 @@ def many_tasks(sizes: list[int], repeats: int) -> dict[str, Any]:
     """Seconds per step against the number of tasks that there are."""
     rows, numbers = [], {}
     for m in sizes:
-        problem = Softmax(tasks=m, rows=8, features=64)
-        times = sorted(problem.seconds(problem.optimizer(bo.RTMLMC, 6, 4), repeats))
+        problem = classifiers(tasks=m, rows=8, features=64)
+        times = sorted(seconds(problem, method(problem, bo.RTMLMC, 6, 4), repeats))
         numbers[str(m)] = {"median": times[len(times) // 2], "mean": sum(times) / len(times)}
         rows.append([m, times[len(times) // 2], sum(times) / len(times)])
     print(table(["tasks", "median s per step", "mean s per step"], rows))
@@ -232,27 +223,22 @@ def many_tasks(sizes: list[int], repeats: int) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Run the parts asked for; returns the numbers that are written."""
-    parser = argparse.ArgumentParser(description="RT-MLMC against DL-SGD.")
+    parser = Parser(__doc__)
     parser.add_argument("--part", nargs="+", choices=["end-to-end", "time", "tasks"], default=["end-to-end"])
-    parser.add_argument("--levels", type=int, nargs="+", help="K; default: 6 (end-to-end), 6 8 10 12 (time)")
+    parser.option("levels", [6], "K", shown="6 (end-to-end), 6 8 10 12 (time)")
     parser.add_argument("--neumann", nargs="+", choices=["sum", "product"], default=["sum"])
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--budget", type=int, default=600_000, help="lower steps; 1: stop at a gradient norm of 0.1")
-    parser.add_argument("--tasks", type=int, nargs="+", default=[1, 4, 20], help="tasks per step (time)")
-    parser.add_argument("--repeats", type=int, default=32, help="estimates that a time is the mean of")
-    parser.add_argument("--out", type=Path, default=Path("results"))
-    args = parser.parse_args(arguments)
+    parser.option("seeds", 5, "runs of each method (end-to-end)")
+    parser.option("budget", 600_000, "lower steps; 1: stop at a gradient norm of 0.1")
+    parser.option("tasks", [1, 4, 20], "tasks per step (time)")
+    parser.option("repeats", 32, "estimates that a time is the mean of")
+    parser.set_defaults(levels=None)
+    args = parser.parse(arguments)
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "end-to-end": lambda: end_to_end(args.levels or [6], args.neumann, args.seeds, args.budget),
         "time": lambda: timing(args.levels or [6, 8, 10, 12], args.tasks, args.repeats),
         "tasks": lambda: many_tasks([10, 1000, 100_000], args.repeats),
     }
-    numbers: dict[str, Any] = {"environment": environment()}
-    print(numbers["environment"])
-    for part in args.part:
-        numbers[part] = parts[part]()
-    save_json(args.out / "contextual.json", numbers)
-    return numbers
+    return save(args, args.out / "contextual", {part: parts[part]() for part in args.part})
 
 
 if __name__ == "__main__":

@@ -14,20 +14,17 @@ given relative error. The law is
 
 from __future__ import annotations
 
-import argparse
-import resource
-import time
-from pathlib import Path
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
+from torch.utils._pytree import tree_leaves
 
 import bilevel_optim as bo
 
-from ..report import environment, save_json, table
+from ..common import Parser, peak, progress, save, show, timed
 
 UPPER, LOWER, BATCH = 10, 3, 10
 COUNT, DRAWN, BETA = 20, 2, 0.1
@@ -69,15 +66,10 @@ def cost(numbers: list[int], steps: int) -> list[dict[str, Any]]:
                 [problem.x], [problem.y], lr=1e-3, lower_lr=0.1 * min(1.0, BATCH / m), task_batch=BATCH, lazy=True,
                 probabilities=chances, variant=variant, generator=torch.Generator().manual_seed(0),
             )  # fmt: skip
-            start = time.perf_counter()
-            optimizer.step(problem.upper, problem.lower, tasks=problem.tasks)
-            first, seconds = time.perf_counter() - start, []
-            for _ in tqdm(range(steps), desc=f"{m} {kind} {variant}"):
-                start = time.perf_counter()
-                optimizer.step(problem.upper, problem.lower, tasks=problem.tasks)
-                seconds.append(time.perf_counter() - start)
-            state = optimizer.state_dict()["bilevel"]["recursion"]["rows"]
-            size = sum(t.numel() * t.element_size() for t in (*state["values"].values(), state["log"], state["drift"]))
+            step = partial(optimizer.step, problem.upper, problem.lower, tasks=problem.tasks)
+            _, first = timed(step)
+            seconds = [timed(step)[1] for _ in progress(range(steps), f"{m} {kind} {variant}")]
+            state = [t for t in tree_leaves(optimizer.state_dict()) if isinstance(t, Tensor) and t.shape[:1] == (m,)]
             found.append(
                 {
                     "tasks": m,
@@ -85,11 +77,10 @@ def cost(numbers: list[int], steps: int) -> list[dict[str, Any]]:
                     "variant": variant,
                     "first": first,
                     "step": median(seconds),
-                    "rows": size / 2**20,
-                    "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10,
+                    "rows": sum(t.numel() * t.element_size() for t in state) / 2**20,
+                    "peak": peak(),
                 }
             )
-            del optimizer, problem, state
     return found
 
 
@@ -130,29 +121,27 @@ def complexity(accuracy: float, steps: int) -> list[dict[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Run the benchmark; returns the numbers that it writes."""
-    parser = argparse.ArgumentParser(description="RSVRB: cost per step and samples against the number of tasks.")
+    parser = Parser(__doc__)
     parser.add_argument("--part", choices=("cost", "complexity", "both"), default="both", help="default: both")
-    parser.add_argument("--tasks", type=int, nargs="+", default=[100, 10_000, 1_000_000], help="default: 1e2 1e4 1e6")
-    parser.add_argument("--steps", type=int, default=100, help="timed steps; default: 100")
-    parser.add_argument("--accuracy", type=float, default=0.05, help="relative error of d; default: 0.05")
-    parser.add_argument("--held", type=int, default=2000, help="steps at a point that is held; default: 2,000")
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the JSON; default: results")
-    args = parser.parse_args(arguments)
-    result: dict[str, Any] = {"environment": environment()}
+    parser.option("tasks", [100, 10_000, 1_000_000], "numbers of tasks")
+    parser.option("steps", 100, "timed steps")
+    parser.option("accuracy", 0.05, "relative error of d")
+    parser.option("held", 2000, "steps at a point that is held")
+    args = parser.parse(arguments)
+    result: dict[str, Any] = {}
     if args.part in ("cost", "both"):
         result["cost"] = found = cost(args.tasks, args.steps)
         rows = [
             [e["tasks"], e["sampling"], e["variant"], e["step"] * 1e3, e["first"], e["rows"], e["peak"]] for e in found
         ]
         header = ("tasks", "sampling", "variant", "ms per step", "first step, s", "rows, MiB", "peak so far, MiB")
-        print("\n" + table(header, rows), flush=True)
+        show("Cost of a step", header, rows)
     if args.part in ("complexity", "both"):
         result["complexity"] = found = complexity(args.accuracy, args.held)
         rows = [[e["spread"], e["sampling"], e["factor"], e["error"], e["law"], e["samples"]] for e in found]
         names = ("spread of sizes", "sampling", "C(p)/m, relative", "squared error of d", "law", "samples")
-        print("\n" + table(names, rows), flush=True)
-    save_json(args.out / "many_tasks.json", result)
-    return result
+        show("Noise of the direction, and samples to an accuracy", names, rows)
+    return save(args, args.out / "many_tasks", result)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ from ...hypergradient.multilevel import multilevel
 from ...hypergradient.multilevel import smoothness as largest_eigenvalue
 from ...optimizer.base import BilevelOptimizer, CommonOptions
 from ...optimizer.declaration import Method
-from ...oracle import tasks as task_layer
+from ...optimizer.step import Given
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, is_count, is_number, require
-from ...problem.random import Counters
+from ...problem.random import draw_seed
+from ...problem.tasks import starting_points, task_count
 from ...problem.vector import Vector
 from ...solvers.contexts import POWER, TASKS, Contexts, coupled_path, draw_levels, level_probabilities
 
@@ -27,6 +28,32 @@ NEUMANN = ("sum", "product", "cg")
 SAMPLING = ("systematic", "independent")
 CURVATURE_SAMPLES, CURVATURE_MARGIN = 16, 1.2
 SEEN = 30  # corrections of a level that its running mean square takes to be looked at
+
+GROWING_SERIES = (
+    "a term of the Neumann series was larger than the one before (diagnostics['neumann_ratio']): smoothness is less "
+    "than an eigenvalue of a sample Hessian, or the lower loss is not convex on a sample, so the hypergradient is not "
+    "reliable. Give a larger smoothness, normalise the data, or regularise"
+)
+GROWING_LEVELS = (
+    "the corrections between levels do not fall like 2^-k (diagnostics['level_variance'] grows with k), so the "
+    "variance grows geometrically with levels: lower_lr is too small (lower_lr * mu < 0.75, with mu the strong "
+    "convexity of the lower loss), or the noise of the lower gradients does not average out"
+)
+EXPLODING_LEVELS = (
+    "the first corrections between levels explode (diagnostics['level_variance']): the lower steps are too large for "
+    "the curvature, because cap=False, or because smoothness is less than the largest eigenvalue of the lower Hessians"
+)
+
+
+class ContextualOptions(CommonOptions, total=False):
+    """Optional keyword arguments of `RTMLMC`, but for those of its levels' distribution."""
+
+    levels: int
+    neumann_steps: int
+    neumann: str
+    implicit_term: bool
+    smoothness: float | None
+    cap: bool
 
 
 class RTMLMC(BilevelOptimizer):
@@ -170,110 +197,108 @@ class RTMLMC(BilevelOptimizer):
         self.levels, self.neumann_steps, self.neumann = levels, neumann_steps, neumann
         self.level_sampling, self.base_level, self.implicit_term = level_sampling, base_level, implicit_term
         self.smoothness, self.cap = smoothness, cap
-        self._curvature = 0.0
-        self._moments = torch.zeros(2, levels + 1, dtype=torch.float64)  # number and sum of squared corrections
 
-    _saved = ("_curvature", "_moments")
-
-    def _estimate(self, oracle: Oracle) -> Estimate:
+    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+        """There is no single lower problem."""
         raise ValueError(
             f"{type(self).__name__} has a lower problem for each context: step(upper, lower, tasks=sampler)"
         )
 
-    def _estimate_tasks(self, oracle: Oracle, sampler: Any) -> Estimate:
-        count = task_layer.task_count(sampler, self.tasks_per_step)
-        device = "cpu" if self.generator is None else self.generator.device
-        counters = Counters(oracle.agreed(int(torch.randint(2**62, (), generator=self.generator, device=device))))
-        contexts = self._contexts(sampler, count, counters, TASKS)
-        return self._checked_estimate(oracle, partial(self._estimate_contexts, contexts))
+    def estimate_tasks(self, oracle: Oracle, given: Given, sampler: Any) -> Estimate:
+        """The mean over the contexts of one draw; the ranks share them."""
+        count, seed = (
+            task_count(sampler, self.tasks_per_step),
+            given.ranks.agreed(draw_seed(given.generator), oracle.device),
+        )
+        contexts = self._contexts(sampler, count, seed)
+        depths = self.depths(contexts)
+        mine = _share(depths, given.ranks.rank, given.ranks.world)
+        make = partial(self._estimate_contexts, contexts, depths, mine)
+        return self.checked(oracle, given, make) if mine else make(oracle, given)
 
-    def _contexts(self, sampler: Any, count: int, counters: Counters, purpose: int) -> Contexts:
-        tasks = task_layer.sample(sampler, count, counters.generator(purpose))
-        return Contexts(sampler, tasks, count, {"lower": self.lower_batch, "upper": self.upper_batch}, counters)
-
-    def _starts(self, oracle: Oracle, contexts: Contexts) -> Vector:
-        names = oracle.names[len(oracle.x) :]
-        return task_layer.starting_points(oracle.y, names, contexts.tasks, contexts.count, self.lower_init)
-
-    def _estimate_contexts(self, contexts: Contexts, oracle: Oracle) -> Estimate:
-        bound = self._bound(oracle, contexts)
-        base, chances = self._base(), level_probabilities(self.levels, self.base_level)
-        depths = self._depths(contexts)
-        mine = _share(depths, *oracle.ranks())
-        measured = 0 if base is not None and len(chances) > 1 and 0 in mine else None
-        loss, gradient, mean = torch.zeros((), device=oracle.device), oracle.x.zeros_like(), oracle.y.zeros_like()
-        diagnostics: dict[str, Tensor] = {}
-        if mine:
-            starts = Vector(t[mine] for t in self._starts(oracle, contexts))
-            path = coupled_path(
-                oracle, contexts, starts, [depths[slot] for slot in mine], partial(self._rates, bound),
-                slots=mine, base=self.base_level,
-            )  # fmt: skip
-            estimate = multilevel(
-                oracle, contexts, path, depths, mine,
-                base=base, chances=chances, steps=self.neumann_steps, rate=1 / bound, neumann=self.neumann,
-                implicit_term=self.implicit_term, measured=measured,
-            )  # fmt: skip
-            loss, gradient, diagnostics = estimate.loss, estimate.gradient, estimate.diagnostics
-            mean = Vector(t.sum(0) / contexts.count for t in path.last)
-            if "neumann_ratio" in diagnostics:
-                self._watch_series(oracle, diagnostics["neumann_ratio"])
-        correction = diagnostics.get("correction", torch.zeros((), dtype=torch.float64, device=oracle.device))
-        loss, gradient, mean, correction = oracle.totalled(loss, gradient, mean, correction)
-        if base is not None and len(chances) > 1:
-            diagnostics["correction"] = correction
-            diagnostics["level_variance"] = self._watch_levels(oracle, depths[0], correction)
-        if self.warm_start:
-            oracle.y.copy_(mean)
-        diagnostics["level_counts"] = torch.tensor(depths).bincount(minlength=self.levels + 1)
-        diagnostics["lower_steps"] = torch.tensor(sum(2 ** (k + 1) - 2 - k for k in depths))
-        diagnostics["smoothness"] = torch.tensor(bound)
-        return Estimate(loss, gradient, {**diagnostics, "tasks": contexts.tasks})
-
-    def _base(self) -> int | None:
-        return self.base_level
-
-    def _depths(self, contexts: Contexts) -> list[int]:
+    def depths(self, contexts: Contexts) -> list[int]:
         """The level of each context."""
         systematic = self.level_sampling == "systematic"
         return draw_levels(contexts.count, self.levels, self.base_level, contexts.counters, systematic=systematic)
 
-    def _rates(self, bound: float, epoch: int) -> list[float]:
-        """Steps of an epoch, one for each lower tensor."""
-        largest = 1 / bound if self.cap else math.inf
-        return [
-            min(float(group["lr"]) * 2.0**-epoch, largest) for group in self._groups("lower") for _ in group["params"]
-        ]
+    def chances(self) -> Tensor | None:
+        """The probabilities of the levels; None for an estimate that is that of one level."""
+        return level_probabilities(self.levels, self.base_level)
 
-    def _bound(self, oracle: Oracle, contexts: Contexts) -> float:
-        """L, as given or as estimated so far."""
-        if self.smoothness is not None:
-            return float(self.smoothness)
-        step = self._steps_done + 1
-        if step & (step - 1) == 0 and (self.cap or (self.implicit_term and self.neumann != "cg")):
-            some = self._contexts(contexts.sampler, CURVATURE_SAMPLES, contexts.counters, POWER)
-            found = CURVATURE_MARGIN * float(largest_eigenvalue(oracle, some, self._starts(oracle, some)))
-            if math.isfinite(found):
-                self._curvature = max(self._curvature, found)
-        return self._curvature or 1.0
-
-    # ------------------------------------------------------------------------------------------------ warnings
-
-    def _watch_series(self, oracle: Oracle, ratio: Tensor) -> None:
-        oracle.checks.alert(
-            "growing series",
-            "a term of the Neumann series was larger than the one before (diagnostics['neumann_ratio']): smoothness is "
-            "less than an eigenvalue of a sample Hessian, or the lower loss is not convex on a sample, so the "
-            "hypergradient is not reliable. Give a larger smoothness, normalise the data, or regularise",
-            ratio > 1 + 1e-4,
+    def _contexts(self, sampler: Any, count: int, seed: int, purpose: int = TASKS) -> Contexts:
+        return Contexts(
+            sampler, count, seed, lower_batch=self.lower_batch, upper_batch=self.upper_batch, purpose=purpose
         )
 
-    def _watch_levels(self, oracle: Oracle, level: int, correction: Tensor) -> Tensor:
-        """Add a squared correction to the running mean squares; warn if these do not fall as they must."""
-        one_hot = torch.zeros(self.levels + 1, dtype=torch.float64, device=oracle.device)
+    def _starts(self, oracle: Oracle, given: Given, contexts: Contexts) -> Vector:
+        return starting_points(oracle.y, oracle.lower_names(), contexts.tasks, contexts.count, given.lower_init)
+
+    def _estimate_contexts(
+        self, contexts: Contexts, depths: list[int], mine: list[int], oracle: Oracle, given: Given
+    ) -> Estimate:
+        curvature = self._curvature(oracle, given, contexts)
+        bound, chances = float(self.smoothness or curvature or 1.0), self.chances()
+        several = chances is not None and len(chances) > 1
+        loss, gradient, mean = torch.zeros((), device=oracle.device), oracle.x.zeros_like(), oracle.y.zeros_like()
+        correction = torch.zeros((), dtype=torch.float64, device=oracle.device)
+        diagnostics: dict[str, Any] = {}
+        numbers: dict[str, Any] = {"curvature": curvature} if curvature else {}
+        if mine:
+            starts = Vector(t[mine] for t in self._starts(oracle, given, contexts))
+            largest = 1 / bound if self.cap else math.inf
+            path = coupled_path(
+                oracle, contexts, starts, [depths[slot] for slot in mine],
+                lambda epoch: [min(rate * 2.0**-epoch, largest) for rate in given.lower_rates],
+                slots=mine, base_level=self.base_level,
+            )  # fmt: skip
+            estimate = multilevel(
+                oracle, path, chances=chances, steps=self.neumann_steps, rate=1 / bound, neumann=self.neumann,
+                implicit_term=self.implicit_term, measured=0 if several and mine[0] == 0 else None,
+            )  # fmt: skip
+            loss, gradient, diagnostics = estimate.loss, estimate.gradient, dict(estimate.diagnostics)
+            mean = Vector(t.sum(0) / contexts.count for t in path.last)
+            correction = diagnostics.get("correction", correction)
+            if "neumann_ratio" in diagnostics:
+                oracle.checks.alert("growing series", GROWING_SERIES, diagnostics["neumann_ratio"] > 1 + 1e-4)
+        loss, gradient, mean, correction = given.ranks.total(loss, gradient, mean, correction)
+        if several:
+            moments = self._moments(given, depths[0], correction)
+            numbers["moments"], diagnostics["correction"] = moments, correction
+            diagnostics["level_variance"] = self._watched(oracle, moments)
+        diagnostics["level_counts"] = torch.tensor(depths).bincount(minlength=self.levels + 1)
+        diagnostics["lower_steps"] = torch.tensor(sum(2 ** (k + 1) - 2 - k for k in depths))
+        diagnostics["smoothness"] = torch.tensor(bound)
+        return Estimate(
+            loss,
+            gradient,
+            {**diagnostics, "tasks": contexts.tasks},
+            lower=mean if self.warm_start else None,
+            numbers=numbers,
+        )
+
+    def _curvature(self, oracle: Oracle, given: Given, contexts: Contexts) -> float:
+        """L as estimated so far, from time to time anew; 0 before."""
+        known, step = float(given.numbers.get("curvature", 0.0)), given.steps + 1
+        needed = self.cap or (self.implicit_term and self.neumann != "cg")
+        if self.smoothness is not None or step & (step - 1) or not needed:
+            return known
+        some = self._contexts(contexts.sampler, CURVATURE_SAMPLES, contexts.counters.seed, POWER)
+        found = CURVATURE_MARGIN * float(largest_eigenvalue(oracle, some, self._starts(oracle, given, some)))
+        return max(known, found) if math.isfinite(found) else known
+
+    # ------------------------------------------------------------------------------------------------ the levels
+
+    def _moments(self, given: Given, level: int, correction: Tensor) -> Tensor:
+        """Number and sum of the squared corrections of every level, with one more."""
+        one_hot = torch.zeros(self.levels + 1, dtype=torch.float64, device=correction.device)
         one_hot[level] = 1.0
-        self._moments = self._moments.to(oracle.device) + torch.stack([one_hot, one_hot * correction])
-        count, total = self._moments
+        new = torch.stack([one_hot, one_hot * correction])
+        known = given.numbers.get("moments")
+        return new if known is None else known.to(new.device) + new
+
+    def _watched(self, oracle: Oracle, moments: Tensor) -> Tensor:
+        """The mean squares of the corrections, times 2^k; warns if these do not fall as they must."""
+        count, total = moments
         variance = torch.where(count > 0, total / count, torch.nan)
         k = torch.arange(self.levels + 1, device=oracle.device)
         scaled = variance * 2.0**k
@@ -282,20 +307,9 @@ class RTMLMC(BilevelOptimizer):
         mean_k = (weight * k).sum() / weight.sum()
         spread = (weight * (k - mean_k) ** 2).sum()
         slope = (weight * (k - mean_k) * log).sum() / spread
-        oracle.checks.alert(
-            "growing levels",
-            "the corrections between levels do not fall like 2^-k (diagnostics['level_variance'] grows with k), so the "
-            "variance grows geometrically with levels: lower_lr is too small (lower_lr * mu < 0.75, with mu the strong "
-            "convexity of the lower loss), or the noise of the lower gradients does not average out",
-            (seen.sum() >= 3) & (slope > 0.25),
-        )
-        oracle.checks.alert(
-            "exploding levels",
-            "the first corrections between levels explode (diagnostics['level_variance']): the lower steps are too "
-            "large for the curvature, because cap=False, or because smoothness is less than the largest eigenvalue "
-            "of the lower Hessians",
-            ((count[:-1] >= SEEN) & (count[1:] >= SEEN / 3) & (variance[1:] > 64 * variance[:-1])).any(),
-        )
+        explodes = (count[:-1] >= SEEN) & (count[1:] >= SEEN / 3) & (variance[1:] > 64 * variance[:-1])
+        oracle.checks.alert("growing levels", GROWING_LEVELS, (seen.sum() >= 3) & (slope > 0.25))
+        oracle.checks.alert("exploding levels", EXPLODING_LEVELS, explodes.any())
         return scaled
 
 
@@ -313,7 +327,7 @@ class DLSGD(RTMLMC):
 
     Args:
         upper, lower, lr, lower_lr, levels, neumann_steps, neumann, implicit_term, smoothness, cap: see `RTMLMC`.
-        level_sampling, base_level: without effect.
+        level_sampling, base_level: the defaults; others, which would have no effect, are refused.
         tasks_per_step, lower_batch, upper_batch, warm_start, lower_init: see `RTMLMC`.
         check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
 
@@ -355,11 +369,29 @@ class DLSGD(RTMLMC):
         },
     )
 
-    def _base(self) -> int | None:
-        return None
+    def __init__(
+        self,
+        upper: Params,
+        lower: Params,
+        *,
+        lr: float,
+        lower_lr: float,
+        level_sampling: str = "systematic",
+        base_level: int = 0,
+        **options: Unpack[ContextualOptions],
+    ) -> None:
+        wording = "Invalid {name} value: {value} (DL-SGD solves to the last level for every context)"
+        require("level_sampling", level_sampling, level_sampling == "systematic", wording)
+        require("base_level", base_level, base_level == 0, wording)
+        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, **options)
 
-    def _depths(self, contexts: Contexts) -> list[int]:
+    def depths(self, contexts: Contexts) -> list[int]:
+        """The last level, for all of them."""
         return [self.levels] * contexts.count
+
+    def chances(self) -> Tensor | None:
+        """None: the estimate is that of the last level."""
+        return None
 
 
 def _share(depths: list[int], rank: int, world: int) -> list[int]:

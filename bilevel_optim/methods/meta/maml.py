@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Unpack
 
 from torch import Tensor
@@ -10,7 +9,7 @@ from torch import Tensor
 from ...hypergradient import Estimate
 from ...optimizer.base import BilevelOptimizer, CommonOptions, Loss
 from ...optimizer.declaration import Method, counts
-from ...optimizer.step import Given
+from ...optimizer.step import Given, changed
 from ...oracle.oracle import Oracle
 from ...problem.objective import Objective
 from ...problem.parameters import Params, is_number, require
@@ -41,7 +40,7 @@ class Initialised(BilevelOptimizer):
     def begun(self, oracle: Oracle, given: Given) -> tuple[Oracle, Given]:
         """Where adaptation starts, with a lower optimizer that begins anew."""
         start = Vector(s.expand_as(t).clone() for s, t in zip(self.initial(oracle), oracle.y, strict=True))
-        return oracle.at(lower=start), replace(given, solver=None)
+        return oracle.at(lower=start), changed(given, solver=None)
 
     def through_start(self, oracle: Oracle, estimate: Estimate, derivative: Vector) -> Estimate:
         """The estimate with the derivative in the initial point added."""
@@ -49,7 +48,7 @@ class Initialised(BilevelOptimizer):
         head = len(oracle.x) - len(extra)
         oracle.session.note_reached(extra)
         gradient = Vector([*estimate.gradient[:head], *Vector(estimate.gradient[head:]) + extra])
-        return replace(estimate, gradient=gradient)
+        return changed(estimate, gradient=gradient)
 
 
 class MAML(Initialised, ITD):
@@ -104,12 +103,6 @@ class MAML(Initialised, ITD):
     Source: Finn, Abbeel, Levine (2017), arXiv:1703.03400; as compared in arXiv:2310.18535.
     """
 
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
-        """Backpropagation through adaptation, from the initial point."""
-        oracle, given = self.begun(oracle, given)
-        estimate = super().estimate(oracle, given)
-        return estimate if estimate.start is None else self.through_start(oracle, estimate, estimate.start)
-
     declared = Method(
         paper="arXiv:1703.03400",
         family="meta",
@@ -123,10 +116,11 @@ class MAML(Initialised, ITD):
         elsewhere={"compare": "x is an initial point of y", "stochastic": "x is an initial point of y"},
     )
 
-    def _estimate(self, oracle: Oracle) -> Estimate:
-        solver = self._ready_solver(oracle, Vector(parameter.data for parameter in oracle.y))
-        estimate = unrolled(oracle, solver, self.lower_steps, truncate=self.truncate, checkpoint=self.checkpoint)
-        return estimate if estimate.start is None else self._through_start(oracle, estimate, estimate.start)
+    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+        """Backpropagation through adaptation, from the initial point."""
+        oracle, given = self.begun(oracle, given)
+        estimate = super().estimate(oracle, given)
+        return estimate if estimate.start is None else self.through_start(oracle, estimate, estimate.start)
 
 
 class ANIL(MAML):
@@ -165,9 +159,6 @@ class ANIL(MAML):
     Source: Raghu, Raghu, Bengio, Vinyals (2020), arXiv:1909.09157.
     """
 
-    def initial(self, oracle: Oracle) -> Vector:
-        """As for `MAML`, after the body."""
-
     declared = Method(
         paper="arXiv:1909.09157",
         family="meta",
@@ -180,7 +171,8 @@ class ANIL(MAML):
         elsewhere={"compare": "x is an initial point of y", "stochastic": "x is an initial point of y"},
     )
 
-    def _initial(self, oracle: Oracle) -> Vector:
+    def initial(self, oracle: Oracle) -> Vector:
+        """As for `MAML`, after the body."""
         if len(oracle.x) == len(oracle.y):
             raise ValueError(
                 "ANIL needs upper parameters beside the initial values of the lower ones: those of the body that the "
@@ -221,13 +213,6 @@ class FOMAML(Initialised):
     Source: Finn, Abbeel, Levine (2017), arXiv:1703.03400, section 5.2.
     """
 
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
-        """The gradient after adaptation, as if that were the identity in the initial point."""
-        oracle, given = self.begun(oracle, given)
-        here = given.descended(oracle, self.lower_steps)
-        loss, grad_x, grad_y = here.oracle.upper(oracle.f.draw())
-        return self.through_start(oracle, here.kept(Estimate(loss, grad_x)), grad_y)
-
     declared = Method(
         paper="arXiv:1703.03400",
         family="meta",
@@ -241,10 +226,12 @@ class FOMAML(Initialised):
         elsewhere={"compare": "x is an initial point of y", "stochastic": "x is an initial point of y"},
     )
 
-    def _estimate(self, oracle: Oracle) -> Estimate:
-        diagnostics = self._descend(oracle)
-        loss, grad_x, grad_y = oracle.upper(oracle.f.draw())
-        return self._through_start(oracle, Estimate(loss, grad_x, diagnostics), grad_y)
+    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+        """The gradient after adaptation, as if that were the identity in the initial point."""
+        oracle, given = self.begun(oracle, given)
+        here = given.descended(oracle, self.lower_steps)
+        loss, grad_x, grad_y = here.oracle.upper(oracle.f.draw())
+        return self.through_start(oracle, here.kept(Estimate(loss, grad_x)), grad_y)
 
 
 class iMAML(Initialised, AID):

@@ -1,20 +1,24 @@
-"""What RAHGD and PRAGDA share: the restarted iteration of x over Nesterov's method on y."""
+"""What RAHGD and RAGDA share: the restarted iteration of x over Nesterov's method on y."""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, Unpack
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar, Self, Unpack
 
 import torch
-from torch import Tensor
 
+from ...hypergradient import Estimate
 from ...optimizer.base import BilevelOptimizer, CommonOptions
+from ...optimizer.step import Descent, Given, Update, changed
 from ...oracle.oracle import Oracle
-from ...problem.parameters import Params, is_count, is_number, require
-from ...solvers.lower import AGD
-from .restart import Restarting
+from ...problem.parameters import Params, as_groups, is_count, is_number, require, unnamed
+from ...problem.vector import Vector
+from ...solvers.agd import agd_or
+from .restart import Momentum, Point, Restarted
+from .theory import Constants
 
-__all__ = ["Accelerated", "AcceleratedOptions"]
+__all__ = ["Accelerated", "AcceleratedOptions", "Perturbed"]
 
 
 class AcceleratedOptions(CommonOptions, total=False):
@@ -30,10 +34,11 @@ class AcceleratedOptions(CommonOptions, total=False):
     on_converged: str
 
 
-class Accelerated(Restarting, BilevelOptimizer):
-    """Base class of the methods that move x by `Restarting` and y by `AGD`; the arguments are those of `RAHGD`."""
+class Accelerated(Restarted, BilevelOptimizer):
+    """Base class of the methods that move x by `Momentum` and y by `AGD`; the arguments are those of `RAHGD`."""
 
-    _saved = ("_progress", "_last_loss")
+    constants: ClassVar[Callable[..., Constants]]  # those of the problems that the method is for
+    theorem: ClassVar[Callable[..., dict[str, Any]]] = Constants.first_order
 
     def __init__(
         self,
@@ -43,65 +48,159 @@ class Accelerated(Restarting, BilevelOptimizer):
         lr: float,
         lower_lr: float,
         lower_steps: int,
-        momentum: float,
-        restart_radius: float | None,
-        restart_period: int,
-        lower_momentum: float,
-        lower_restart: str,
-        restart_steps: int | None,
-        lower_tol: float,
-        on_converged: str,
+        momentum: float = 0.9,
+        restart_radius: float | None = None,
+        restart_period: int = 100,
+        lower_momentum: float = 0.0,
+        lower_restart: str = "keep",
+        restart_steps: int | None = None,
+        lower_tol: float = 0.0,
+        on_converged: str = "stop",
         **common: Unpack[CommonOptions],
     ) -> None:
-        self._configure(momentum, restart_radius, restart_period, on_converged)
-        require("lower_momentum", lower_momentum, is_number(lower_momentum) and 0 <= lower_momentum < 1)
+        self.iteration = Momentum(momentum, restart_radius, restart_period, on_converged)
         require("lower_restart", lower_restart, lower_restart in ("keep", "zero"))
         require("restart_steps", restart_steps, restart_steps is None or is_count(restart_steps))
         require("lower_tol", lower_tol, is_number(lower_tol) and lower_tol >= 0)
         self._own_solver = common.get("lower_optimizer") is None
-        if self._own_solver:
-            common["lower_optimizer"] = partial(AGD, momentum=lower_momentum)
-        elif lower_momentum:
-            raise ValueError(
-                f"Invalid lower_momentum value: {lower_momentum} (the lower_optimizer has its own; leave one out)"
-            )
+        common["lower_optimizer"] = agd_or(common.get("lower_optimizer"), lower_momentum)
         self.lower_momentum, self.lower_restart, self.lower_tol = lower_momentum, lower_restart, lower_tol
         self.restart_steps = restart_steps
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
 
-    def _solve_lower(self, oracle: Oracle) -> None:
-        """Improve the live y at the live x, which is the look-ahead point; momentum does not last across solves."""
-        solver = self._ready_solver(oracle)
-        steps, fresh = self.lower_steps, self._run.step == 0
-        extra = (
-            self.restart_steps if self.restart_steps is not None else self.lower_steps * (self.lower_restart == "zero")
+    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+        """The lower steps and the hypergradient, both at the look-ahead point."""
+        ahead = self.iteration.look_ahead(_point(oracle.x, given))
+        now = ahead.progress
+        here = self._solved(oracle.at(upper=ahead.point), given, now.step == 0)
+        estimate = here.kept(self.hypergradient(here.oracle, given))
+        return changed(
+            estimate.noting(restarts=torch.tensor(now.restarts), epoch_step=torch.tensor(now.step)),
+            solver=None if self._own_solver else estimate.solver,
+            upper_memory=ahead.memory,
+            numbers=now.numbers,
         )
-        if fresh and self.lower_restart == "zero":
-            oracle.y.copy_(oracle.y.zeros_like())
-        for count in (extra, steps) if fresh else (steps,):
-            if self._own_solver:
-                solver.reset()
-            solver.run(
-                count, lambda: partial(oracle.lower, oracle.g.draw(once=solver.evaluates_once)), tol=self.lower_tol
-            )
-        if steps:
-            oracle.checks.finite("lower_grad", oracle.y)
 
-    def _status(self) -> dict[str, Tensor]:
-        """Where in the run the estimate is made, for ``diagnostics``."""
-        return {"restarts": torch.tensor(self.restarts), "epoch_step": torch.tensor(self.epoch_step)}
+    @abstractmethod
+    def hypergradient(self, oracle: Oracle, given: Given) -> Estimate:
+        """The estimate where the lower steps have led to."""
 
-    def _update(self) -> None:
-        self._advance(self._groups("upper"))
+    def _solved(self, oracle: Oracle, given: Given, fresh: bool) -> Descent:
+        """Where the lower steps lead to; the momentum of `AGD` does not last from one solve to the next."""
+        zero, steps = fresh and self.lower_restart == "zero", [self.lower_steps]
+        if fresh:
+            steps.insert(0, self.lower_steps * zero if self.restart_steps is None else self.restart_steps)
+        here = Descent(oracle.at(lower=oracle.y.zeros_like()) if zero else oracle, [], None)
+        for count in steps:
+            given = changed(given, solver=None) if self._own_solver else given
+            here = given.descended(here.oracle, count, tol=self.lower_tol)
+            given = changed(given, solver=here.solver)
+        return here
 
-    def _all_upper_groups(self) -> list[dict[str, Any]]:
-        return [group for group in self.param_groups if group["level"] == "upper"]
+    def update(self, x: Vector, gradient: Vector, given: Given) -> Update:
+        """One step of the iteration of x."""
+        return self.iteration.update(_point(x, given), gradient)
 
-    def _ranks(self) -> Any:
-        return self._session.process_group
+    def standing_still(self, given: Given) -> Given:
+        """The look-ahead point of swapped parameters is where they are."""
+        return changed(given, numbers={**given.numbers, "swapped": True})
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in `BilevelOptimizer`; a new upper group starts a new epoch, without momentum."""
-        super().add_param_group(param_group)
-        if param_group["level"] == "upper":
-            self._begin_epoch()
+    @classmethod
+    def from_theory(
+        cls,
+        upper: Params,
+        lower: Params,
+        *,
+        ell: float,
+        mu: float,
+        rho: float,
+        M: float | None = None,
+        nu: float | None = None,
+        eps: float | None = None,
+        restart_period: int | None = None,
+        failure: float | None = None,
+        gradient_bound: float | None = None,
+        **options: Any,
+    ) -> Self:
+        r"""The method with the constants of its theorem: after it has converged, the gradient is of the order of eps.
+
+        ``lr`` = :math:`1/(4 \tilde L)`, :math:`\theta = \min(4 (\tilde\rho\, \epsilon\, \text{lr}^2)^{1/4}, 1)`,
+        :math:`B = \sqrt{\epsilon/\tilde\rho}`, :math:`K = 1/\theta` rounded, ``lower_lr`` = :math:`1/\ell`,
+        ``lower_momentum`` = :math:`(\sqrt\kappa - 1)/(\sqrt\kappa + 1)`. The numbers of lower and of CG steps are the
+        sufficient ones, with the tolerances that imply the accuracy :math:`\sigma = \min(\epsilon^2, \epsilon/2)` to
+        stop earlier; an epoch may begin with up to 100 times as many lower steps.
+
+        The perturbed methods, whose theorem promises second-order stationary points, have the corrected
+        :math:`\theta = (\tilde\rho\, \epsilon\, \text{lr}^2)^{1/4}` (half of that, as printed, contradicts the proof),
+        :math:`K = 2\chi/\theta`, :math:`B = \sqrt{\epsilon/\tilde\rho}/(288 \chi^2)`,
+        :math:`r = \min(\theta B/(20 K), \tilde L B^2/(4 C))` and
+        :math:`\chi = \log(800\, \chi \sqrt{d}/(\zeta \theta^3))`, d the number of upper variables. Constants of proof
+        quality: very small steps and very long epochs.
+
+        Args:
+            upper: upper parameters.
+            lower: lower parameters.
+            ell: Lipschitz constant of the gradients of f and g.
+            mu: strong convexity of g in y (strong concavity of f, for minimax methods).
+            rho: Lipschitz constant of their second derivatives.
+            M: Lipschitz constant of f; for bilevel methods, and needed there.
+            nu: Lipschitz constant of the third derivatives of g; likewise.
+            eps: target of the gradient norm.
+            restart_period: K. In the place of ``eps``: :math:`\theta = 1/K` exactly and
+                :math:`\epsilon = \tilde L^2/(16 K^4 \tilde\rho)`. For a perturbed method, which needs ``eps``,
+                another K than that of the theorem.
+            failure: for perturbed methods, allowed probability :math:`\zeta` of failure. Default: 0.1.
+            gradient_bound: for perturbed methods, C, a bound of the gradient of f(x, y*(x)). Default: None, leave out
+                its term.
+            options: any other argument of the constructor, or the same ones to override a constant.
+
+        Raises:
+            TypeError: for a constant that the theorem of this method does not have, or needs.
+            ValueError: for constants out of range, or unless one of ``eps`` and ``restart_period`` is given.
+
+        Example:
+            >>> import torch, bilevel_optim as bo
+            >>> x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+            >>> optimizer = bo.RAHGD.from_theory([x], [y], ell=1.0, mu=0.5, rho=1.0, M=1.0, nu=1.0, eps=1e-2)
+            >>> round(optimizer.param_groups[0]["lr"] * 4 * 27, 12), optimizer.lower_steps, optimizer.linear_steps
+            (1.0, 28, 15)
+        """
+        groups = as_groups(upper, "upper")
+        size = sum(t.numel() for group in groups for t in map(unnamed, group["params"]) if t.requires_grad)
+        constants = cls.constants(ell=ell, mu=mu, rho=rho, **_given(M=M, nu=nu))
+        accuracy = _given(eps=eps, restart_period=restart_period, failure=failure, gradient_bound=gradient_bound)
+        return cls(groups, lower, **{**cls.theorem(constants, size, **accuracy), **options})
+
+
+class Perturbed(Accelerated):
+    """Base class of the perturbed variants.
+
+    Args:
+        upper, lower, lr, lower_lr, lower_steps, options: those of the method that is perturbed.
+        perturbation, perturb_initial: see `PRAHGD`.
+    """
+
+    theorem = Constants.second_order
+
+    def __init__(
+        self,
+        upper: Params,
+        lower: Params,
+        *,
+        lr: float,
+        lower_lr: float,
+        lower_steps: int,
+        perturbation: float = 1e-3,
+        perturb_initial: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **options)
+        self.perturbation, self.perturb_initial = perturbation, perturb_initial
+
+
+def _point(x: Vector, given: Given) -> Point:
+    return Point(x, given.upper_memory, given.numbers, given.upper_groups, given.generator, given.ranks)
+
+
+def _given(**arguments: Any) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if value is not None}

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, Self, Unpack
+from operator import neg
+from typing import Unpack
 
 from ...hypergradient import Estimate, implicit
-from ...optimizer.base import CommonOptions
 from ...optimizer.declaration import Method, counts
-from ...optimizer.minimax import MinimaxOptimizer, danskin, negated
+from ...optimizer.minimax import MinimaxOptimizer, danskin
+from ...optimizer.step import Given, changed
 from ...oracle.oracle import Oracle
-from ...problem.parameters import Params, as_groups, is_count, require, unnamed
+from ...problem.parameters import Params, is_count, require
 from ...solvers import linear
-from .accelerated import Accelerated, AcceleratedOptions
+from .accelerated import Accelerated, AcceleratedOptions, Perturbed
 from .theory import Constants
 
 __all__ = ["PRAGDA", "RAGDA"]
-
-
-class Options(AcceleratedOptions, total=False):
-    """Optional keyword arguments of `RAGDA`."""
-
-    newton_correction: bool
-    linear_steps: int
 
 
 class RAGDA(Accelerated, MinimaxOptimizer):
@@ -101,6 +95,8 @@ class RAGDA(Accelerated, MinimaxOptimizer):
         elsewhere=dict.fromkeys(("compare", "stochastic"), "minimax, one loss (recipes.saddle_escape)"),
     )
 
+    constants = Constants.minimax
+
     def __init__(
         self,
         upper: Params,
@@ -109,87 +105,25 @@ class RAGDA(Accelerated, MinimaxOptimizer):
         lr: float,
         lower_lr: float,
         lower_steps: int,
-        momentum: float = 0.9,
-        restart_radius: float | None = None,
-        restart_period: int = 100,
-        lower_momentum: float = 0.0,
-        lower_restart: str = "keep",
-        restart_steps: int | None = None,
-        lower_tol: float = 0.0,
         newton_correction: bool = False,
         linear_steps: int = 10,
-        on_converged: str = "stop",
-        **common: Unpack[CommonOptions],
+        **options: Unpack[AcceleratedOptions],
     ) -> None:
         require("newton_correction", newton_correction, isinstance(newton_correction, bool))
         require("linear_steps", linear_steps, is_count(linear_steps))
         self.newton_correction, self.linear_steps = newton_correction, linear_steps
-        super().__init__(
-            upper,
-            lower,
-            lr=lr,
-            lower_lr=lower_lr,
-            lower_steps=lower_steps,
-            momentum=momentum,
-            restart_radius=restart_radius,
-            restart_period=restart_period,
-            lower_momentum=lower_momentum,
-            lower_restart=lower_restart,
-            restart_steps=restart_steps,
-            lower_tol=lower_tol,
-            on_converged=on_converged,
-            **common,
-        )
+        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **options)
 
-    def _estimate(self, oracle: Oracle) -> Estimate:
-        with oracle.at(upper=self._look_ahead(self._groups("upper"))):
-            self._solve_lower(oracle)
-            estimate = self._corrected(oracle) if self.newton_correction else danskin(oracle)
-        estimate.diagnostics.update(self._status())
-        return estimate
-
-    def _corrected(self, oracle: Oracle) -> Estimate:
-        sample = oracle.f.draw()
-        solve = partial(linear.cg, steps=self.linear_steps)
+    def hypergradient(self, oracle: Oracle, given: Given) -> Estimate:
+        """The gradient in x, with the adjoint term if that is asked for."""
+        if not self.newton_correction:
+            return danskin(oracle)
+        sample, solve = oracle.f.draw(), partial(linear.cg, steps=self.linear_steps)
         # The right-hand side is the error of y and no smooth function of x, so that the last solution is no start.
-        estimate = implicit(oracle, solve, upper_sample=sample, lower_sample=negated(sample))
-        estimate.memory.clear()
-        return estimate
-
-    @classmethod
-    def from_theory(
-        cls,
-        upper: Params,
-        lower: Params,
-        *,
-        ell: float,
-        mu: float,
-        rho: float,
-        eps: float | None = None,
-        restart_period: int | None = None,
-        **options: Any,
-    ) -> Self:
-        r"""The method with the constants of its theorem, see :meth:`RAHGD.from_theory`.
-
-        Args:
-            upper: upper parameters.
-            lower: lower parameters.
-            ell: Lipschitz constant of the gradient of f.
-            mu: strong concavity of f in y.
-            rho: Lipschitz constant of the second derivatives of f.
-            eps: target of the gradient norm.
-            restart_period: K, in the place of ``eps``.
-            options: any other argument of the constructor, or the same ones to override a constant.
-
-        Raises:
-            ValueError: for constants out of range, or unless one of ``eps`` and ``restart_period`` is given.
-        """
-        arguments = Constants.minimax(ell=ell, mu=mu, rho=rho).first_order(eps, restart_period)
-        del arguments["sigma"]
-        return cls(upper, lower, **{**arguments, **options})
+        return changed(implicit(oracle, solve, upper_sample=sample, lower_sample=sample.mapped(neg)), memory={})
 
 
-class PRAGDA(RAGDA):
+class PRAGDA(Perturbed, RAGDA):
     r"""Perturbed RAGDA: finds second-order stationary points of :math:`\max_y f(x, y)` with gradients only.
 
     As `RAGDA`; in addition, whenever an epoch begins, :math:`x \leftarrow x + \xi` with :math:`\xi` uniform on the ball
@@ -237,54 +171,3 @@ class PRAGDA(RAGDA):
         settings={"quadratic": {"perturbation": 1e-13, "restart_radius": 0.5}},
         elsewhere=dict.fromkeys(("compare", "stochastic"), "minimax, one loss (recipes.saddle_escape)"),
     )
-
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float,
-        lower_lr: float,
-        lower_steps: int,
-        perturbation: float = 1e-3,
-        perturb_initial: bool = True,
-        **options: Unpack[Options],
-    ) -> None:
-        self._configure_noise(perturbation, perturb_initial)
-        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **options)
-
-    @classmethod
-    def from_theory(  # type: ignore[override]
-        cls,
-        upper: Params,
-        lower: Params,
-        *,
-        ell: float,
-        mu: float,
-        rho: float,
-        eps: float,
-        failure: float = 0.1,
-        gradient_bound: float | None = None,
-        **options: Any,
-    ) -> Self:
-        r"""The method with the constants of its theorem, see :meth:`PRAHGD.from_theory` and :meth:`RAGDA.from_theory`.
-
-        Args:
-            upper: upper parameters.
-            lower: lower parameters.
-            ell: Lipschitz constant of the gradient of f.
-            mu: strong concavity of f in y.
-            rho: Lipschitz constant of the second derivatives of f.
-            eps: target of the gradient norm.
-            failure: allowed probability of failure. Default: 0.1.
-            gradient_bound: bound of the gradient of :math:`\max_y f`. Default: None, leave out its term.
-            options: any other argument of the constructor, or the same ones to override a constant.
-
-        Raises:
-            ValueError: for constants out of range.
-        """
-        groups = as_groups(upper, "upper")
-        size = sum(t.numel() for group in groups for t in map(unnamed, group["params"]) if t.requires_grad)
-        arguments = Constants.minimax(ell=ell, mu=mu, rho=rho).second_order(eps, size, failure, gradient_bound)
-        del arguments["sigma"]
-        return cls(groups, lower, **{**arguments, **options})

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
-from typing import Any, Self, Unpack
+from typing import Unpack
 
 from ...hypergradient import Estimate, implicit
-from ...optimizer.base import CommonOptions
 from ...optimizer.declaration import Method, counts
+from ...optimizer.step import Given, changed
 from ...oracle.oracle import Oracle
-from ...problem.parameters import Params, as_groups, is_count, is_number, require, unnamed
+from ...problem.parameters import Params, is_count, is_number, require
 from ...solvers import linear
-from ...solvers.linear import LinearSolution
-from .accelerated import Accelerated, AcceleratedOptions
+from .accelerated import Accelerated, AcceleratedOptions, Perturbed
 from .theory import Constants
 
 __all__ = ["PRAHGD", "RAHGD"]
-
-
-class Options(AcceleratedOptions, total=False):
-    """Optional keyword arguments of `RAHGD`."""
-
-    linear_steps: int
-    linear_tol: float
-    linear_atol: float
-    damping: float
 
 
 class RAHGD(Accelerated):
@@ -127,6 +116,8 @@ class RAHGD(Accelerated):
         elsewhere={"stochastic": "restarts need exact gradients (recipes.learn_to_regularize)"},
     )
 
+    constants = Constants.bilevel
+
     def __init__(
         self,
         upper: Params,
@@ -135,112 +126,29 @@ class RAHGD(Accelerated):
         lr: float,
         lower_lr: float,
         lower_steps: int,
-        momentum: float = 0.9,
-        restart_radius: float | None = None,
-        restart_period: int = 100,
-        lower_momentum: float = 0.0,
         linear_steps: int = 10,
-        lower_restart: str = "keep",
-        restart_steps: int | None = None,
-        lower_tol: float = 0.0,
         linear_tol: float = 0.0,
         linear_atol: float = 0.0,
         damping: float = 0.0,
-        on_converged: str = "stop",
-        **common: Unpack[CommonOptions],
+        **options: Unpack[AcceleratedOptions],
     ) -> None:
-        self._set_linear(linear_steps, linear_tol, linear_atol, damping)
-        super().__init__(
-            upper,
-            lower,
-            lr=lr,
-            lower_lr=lower_lr,
-            lower_steps=lower_steps,
-            momentum=momentum,
-            restart_radius=restart_radius,
-            restart_period=restart_period,
-            lower_momentum=lower_momentum,
-            lower_restart=lower_restart,
-            restart_steps=restart_steps,
-            lower_tol=lower_tol,
-            on_converged=on_converged,
-            **common,
-        )
+        require("linear_steps", linear_steps, is_count(linear_steps))
+        for name, value in (("linear_tol", linear_tol), ("linear_atol", linear_atol), ("damping", damping)):
+            require(name, value, is_number(value) and value >= 0)
+        self.linear_steps, self.linear_tol, self.linear_atol = linear_steps, linear_tol, linear_atol
+        self.damping = damping
+        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **options)
 
-    def _set_linear(self, steps: int, tol: float, atol: float, damping: float) -> None:
-        require("linear_steps", steps, is_count(steps))
-        require("linear_tol", tol, is_number(tol) and tol >= 0)
-        require("linear_atol", atol, is_number(atol) and atol >= 0)
-        require("damping", damping, is_number(damping) and damping >= 0)
-        self.linear_steps, self.linear_tol, self.linear_atol, self.damping = steps, tol, atol, damping
-
-    def _estimate(self, oracle: Oracle) -> Estimate:
-        with oracle.at(upper=self._look_ahead(self._groups("upper"))):
-            self._solve_lower(oracle)
-            start = self._remembered(oracle, "linear_solution") if self.warm_start else None
-            estimate = implicit(oracle, self._linear(), start)
-        if not self.warm_start:
-            estimate.memory.clear()
-        estimate.diagnostics.update(self._status())
-        return estimate
-
-    def _linear(self) -> Callable[..., LinearSolution]:
-        return partial(
-            linear.cg, steps=self.linear_steps, tol=self.linear_tol, atol=self.linear_atol, damping=self.damping
-        )
-
-    @classmethod
-    def from_theory(
-        cls,
-        upper: Params,
-        lower: Params,
-        *,
-        ell: float,
-        mu: float,
-        rho: float,
-        M: float,
-        nu: float,
-        eps: float | None = None,
-        restart_period: int | None = None,
-        **options: Any,
-    ) -> Self:
-        r"""The method with the constants of its theorem: after it has converged, the gradient is of the order of eps.
-
-        ``lr`` = :math:`1/(4 \tilde L)`, :math:`\theta = \min(4 (\tilde\rho\, \epsilon\, \text{lr}^2)^{1/4}, 1)`,
-        :math:`B = \sqrt{\epsilon/\tilde\rho}`, :math:`K = 1/\theta` rounded, ``lower_lr`` = :math:`1/\ell`,
-        ``lower_momentum`` = :math:`(\sqrt\kappa - 1)/(\sqrt\kappa + 1)`. The numbers of lower and of CG steps are the
-        sufficient ones, with the tolerances that imply the accuracy :math:`\sigma = \min(\epsilon^2, \epsilon/2)` to
-        stop earlier; an epoch may begin with up to 100 times as many lower steps.
-
-        Args:
-            upper: upper parameters.
-            lower: lower parameters.
-            ell: Lipschitz constant of the gradients of f and g.
-            mu: strong convexity of g in y.
-            rho: Lipschitz constant of their second derivatives.
-            M: Lipschitz constant of f.
-            nu: Lipschitz constant of the third derivatives of g.
-            eps: target of the gradient norm.
-            restart_period: K, in the place of ``eps``: then :math:`\theta = 1/K` exactly and
-                :math:`\epsilon = \tilde L^2/(16 K^4 \tilde\rho)`.
-            options: any other argument of the constructor, or the same ones to override a constant.
-
-        Raises:
-            ValueError: for constants out of range, or unless one of ``eps`` and ``restart_period`` is given.
-
-        Example:
-            >>> import torch
-            >>> x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
-            >>> optimizer = RAHGD.from_theory([x], [y], ell=1.0, mu=0.5, rho=1.0, M=1.0, nu=1.0, eps=1e-2)
-            >>> round(optimizer.param_groups[0]["lr"] * 4 * 27, 12), optimizer.lower_steps, optimizer.linear_steps
-            (1.0, 28, 15)
-        """
-        constants = Constants.bilevel(ell=ell, mu=mu, rho=rho, M=M, nu=nu)
-        arguments = constants.first_order(eps, restart_period)
-        return cls(upper, lower, **{**constants.linear(arguments.pop("sigma")), **arguments, **options})
+    def hypergradient(self, oracle: Oracle, given: Given) -> Estimate:
+        """Implicit differentiation by conjugate gradients, from the last solution."""
+        tol, atol = self.linear_tol, self.linear_atol
+        solve = partial(linear.cg, steps=self.linear_steps, tol=tol, atol=atol, damping=self.damping)
+        if self.warm_start:
+            return implicit(oracle, solve, given.memory.get("linear_solution"))
+        return changed(implicit(oracle, solve), memory={})
 
 
-class PRAHGD(RAHGD):
+class PRAHGD(Perturbed, RAHGD):
     r"""Perturbed RAHGD: finds second-order stationary points, escaping strict saddle points.
 
     As `RAHGD`; in addition, whenever an epoch begins, :math:`x \leftarrow x + \xi` with :math:`\xi` uniform on the ball
@@ -291,64 +199,3 @@ class PRAHGD(RAHGD):
         settings={"quadratic": {"linear_steps": 30, "perturbation": 1e-13, "restart_radius": 0.5}, "compare": {}},
         elsewhere={"stochastic": "restarts need exact gradients (recipes.learn_to_regularize)"},
     )
-
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float,
-        lower_lr: float,
-        lower_steps: int,
-        perturbation: float = 1e-3,
-        perturb_initial: bool = True,
-        **options: Unpack[Options],
-    ) -> None:
-        self._configure_noise(perturbation, perturb_initial)
-        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **options)
-
-    @classmethod
-    def from_theory(  # type: ignore[override]
-        cls,
-        upper: Params,
-        lower: Params,
-        *,
-        ell: float,
-        mu: float,
-        rho: float,
-        M: float,
-        nu: float,
-        eps: float,
-        failure: float = 0.1,
-        gradient_bound: float | None = None,
-        **options: Any,
-    ) -> Self:
-        r"""The method with the constants of its theorem, which promises second-order stationary points.
-
-        As :meth:`RAHGD.from_theory`, with the corrected :math:`\theta = (\tilde\rho\, \epsilon\, \text{lr}^2)^{1/4}`
-        (half of that, as printed, contradicts the proof), :math:`K = 2\chi/\theta`,
-        :math:`B = \sqrt{\epsilon/\tilde\rho}/(288 \chi^2)`, :math:`r = \min(\theta B/(20 K), \tilde L B^2/(4 C))` and
-        :math:`\chi = \log(800\, \chi \sqrt{d}/(\zeta \theta^3))`, d the number of upper variables. Constants of proof
-        quality: very small steps and very long epochs.
-
-        Args:
-            upper: upper parameters.
-            lower: lower parameters.
-            ell: Lipschitz constant of the gradients of f and g.
-            mu: strong convexity of g in y.
-            rho: Lipschitz constant of their second derivatives.
-            M: Lipschitz constant of f.
-            nu: Lipschitz constant of the third derivatives of g.
-            eps: target of the gradient norm.
-            failure: allowed probability :math:`\zeta` of failure. Default: 0.1.
-            gradient_bound: C, a bound of the gradient of f(x, y*(x)). Default: None, leave out its term.
-            options: any other argument of the constructor, or the same ones to override a constant.
-
-        Raises:
-            ValueError: for constants out of range.
-        """
-        groups = as_groups(upper, "upper")
-        size = sum(t.numel() for group in groups for t in map(unnamed, group["params"]) if t.requires_grad)
-        constants = Constants.bilevel(ell=ell, mu=mu, rho=rho, M=M, nu=nu)
-        arguments = constants.second_order(eps, size, failure, gradient_bound)
-        return cls(groups, lower, **{**constants.linear(arguments.pop("sigma")), **arguments, **options})

@@ -8,28 +8,29 @@ restarted from :math:`x_{k+1}` without momentum once :math:`(k + 1) \sum_{i \le 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
+from ...distributed.ranks import Ranks
+from ...optimizer.step import Update
 from ...problem.parameters import is_count, is_number, require
+from ...problem.random import uniform_ball
 from ...problem.vector import Vector
 
-__all__ = ["Restarting", "uniform_ball"]
+__all__ = ["Ahead", "Momentum", "Point", "Progress", "Restarted"]
 
 AUTOMATIC_RADIUS = 5.0  # restart radius in lengths of the first step
 LARGEST_PERTURBATION = 0.02  # in restart radii: more than that keeps triggering restarts at a minimum
 
-Group = dict[str, Any]
 
-
-@dataclass
+@dataclass(frozen=True)
 class Progress:
-    """Where a run stands, in plain numbers."""
+    """Where a run stands, in plain numbers, as an optimizer keeps them in ``numbers``."""
 
     step: int = 0  # k, steps made in the present epoch
     restarts: int = 0
@@ -42,18 +43,67 @@ class Progress:
     output: float = math.inf  # squared step at which the output was taken
     perturbed: bool = False  # the initial point has had its perturbation
     converged: bool = False
-    swapped: bool = False
+    swapped: bool = False  # the parameters hold the output, and "average" holds x
+
+    @classmethod
+    def of(cls, numbers: Mapping[str, Any]) -> Self:
+        """Read from plain numbers; those of a run that has not begun are missing."""
+        return cls(**{field.name: numbers[field.name] for field in fields(cls) if field.name in numbers})
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The same as plain numbers."""
+        return dict(vars(self))
+
+    def afresh(self) -> Self:
+        """At the beginning of another epoch, without momentum."""
+        return replace(self, step=0, travelled=0.0, shortest=math.inf, rates=None)
 
 
-class Restarting:
-    """What an optimizer needs for that iteration, except the gradient; a mixin.
+class Point(NamedTuple):
+    """A point, and all else that a step from it depends on.
 
-    Between two steps the parameters hold x. ``state[p]`` holds ``previous`` (the last x), ``sum`` (of the look-ahead
-    points of the epoch), ``candidate`` (their average up to the shortest step) and ``average`` (the output).
+    Attributes:
+        x: the point.
+        memory: what is remembered of it.
+        numbers: where the run stands, see `Progress`.
+        groups: the parameter groups of x, with their learning rates.
+        generator: source of the perturbations.
+        ranks: processes that must have the same perturbation.
     """
 
-    state: Any
+    x: Vector
+    memory: Mapping[str, Vector]
+    numbers: Mapping[str, Any]
+    groups: Sequence[Mapping[str, Any]]
     generator: torch.Generator | None
+    ranks: Ranks
+
+    def rates(self, now: Progress) -> list[float]:
+        """The learning rate of each group in this epoch."""
+        return now.rates or [float(group["lr"]) for group in self.groups]
+
+    def each(self, values: Sequence[float]) -> list[float]:
+        """The values of the groups for each of their tensors."""
+        return [v for group, v in zip(self.groups, values, strict=True) for _ in group["params"]]
+
+
+class Ahead(NamedTuple):
+    """Where a gradient is wanted, what is to be remembered until the update, and where the run stands."""
+
+    point: Vector
+    memory: dict[str, Vector]
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """The iteration of x, except the gradient, as functions of values; the arguments are those of `PRAHGD`.
+
+    What it remembers of x is ``previous`` (the last x), ``sum`` (of the look-ahead points of the epoch), ``candidate``
+    (their average up to the shortest step), ``average`` (the output) and, until the first update, ``perturbation``.
+    """
+
     momentum: float
     restart_radius: float | None
     restart_period: int
@@ -61,45 +111,132 @@ class Restarting:
     perturbation: float = 0.0
     perturb_initial: bool = True
 
-    def _configure(
-        self,
-        momentum: float,
-        restart_radius: float | None,
-        restart_period: int,
-        on_converged: str,
-    ) -> None:
-        """Validate and keep the arguments."""
-        require("momentum", momentum, is_number(momentum) and 0 <= momentum < 1)
-        positive = restart_radius is None or (is_number(restart_radius) and restart_radius > 0)
-        require("restart_radius", restart_radius, positive)
-        require("restart_period", restart_period, is_count(restart_period) and restart_period > 0)
-        require("on_converged", on_converged, on_converged in ("stop", "continue"))
-        self.momentum, self.restart_radius, self.restart_period = momentum, restart_radius, restart_period
-        self.on_converged = on_converged
-        self._run = Progress()
+    def __post_init__(self) -> None:
+        """Refuse arguments out of their range."""
+        radius, period, noise = self.restart_radius, self.restart_period, self.perturbation
+        require("momentum", self.momentum, is_number(self.momentum) and 0 <= self.momentum < 1)
+        require("restart_radius", radius, radius is None or (is_number(radius) and radius > 0))
+        require("restart_period", period, is_count(period) and period > 0)
+        require("on_converged", self.on_converged, self.on_converged in ("stop", "continue"))
+        require("perturbation", noise, is_number(noise) and 0 <= noise < math.inf)
+        require("perturb_initial", self.perturb_initial, isinstance(self.perturb_initial, bool))
 
-    def _configure_noise(self, perturbation: float, perturb_initial: bool) -> None:
-        """Validate and keep the arguments of a perturbed variant."""
-        require("perturbation", perturbation, is_number(perturbation) and 0 <= perturbation < math.inf)
-        require("perturb_initial", perturb_initial, isinstance(perturb_initial, bool))
-        self.perturbation, self.perturb_initial = perturbation, perturb_initial
+    def look_ahead(self, point: Point) -> Ahead:
+        """Where the next gradient is to be evaluated."""
+        now, new = _now(point), dict[str, Vector]()
+        if now.swapped:
+            return Ahead(point.x, new, now)
+        if now.step == 0 and self.perturb_initial and self.perturbation > 0 and not now.perturbed:
+            # x itself must not move before the update, so the perturbation waits in the memory.
+            new["perturbation"], now = self._shift(point, now), replace(now, perturbed=True)
+        return Ahead(self._ahead(point.x, {**point.memory, **new}, now)[1], new, now)
 
-    # ------------------------------------------------------------------------------------------------ for users
+    def update(self, point: Point, gradient: Vector) -> Update:
+        """One step along a gradient that was evaluated at the look-ahead point; then the restart test.
+
+        Costs one host synchronisation, and nothing else of the step depends on the host.
+        """
+        now = _now(point)
+        now = replace(now, rates=point.rates(now))
+        rates, largest = point.each(point.rates(now)), max(point.rates(now), default=0.0)
+        start, w = self._ahead(point.x, point.memory, now)
+        x = w.descended(gradient, rates)
+        step = x - start
+        # With its own rate each group is preconditioned; in the rescaled coordinates the rule is the plain one.
+        weighted = step * [largest / rate if rate > 0 else 0.0 for rate in rates]
+        squared, slope = torch.stack([weighted.dot(step), gradient.dot(gradient)]).tolist()
+
+        total = point.memory["sum"] + w if now.step else w.clone()
+        memory: dict[str, Vector | None] = {"previous": start, "sum": total, "perturbation": None}
+        if not now.converged and slope < now.smallest:
+            memory["average"], now = w.clone(), replace(now, smallest=slope)
+        if now.step >= self.restart_period // 2 and squared < now.shortest:
+            memory["candidate"] = total * (1 / (now.step + 1))
+            now = replace(now, shortest=squared, selected=now.step)
+        if now.radius is None and squared > 0:
+            automatic = max(AUTOMATIC_RADIUS * math.sqrt(squared), self.perturbation / LARGEST_PERTURBATION)
+            now = replace(now, radius=automatic)
+        now = replace(now, step=now.step + 1, travelled=now.travelled + squared)
+
+        radius, anew = now.radius if self.restart_radius is None else self.restart_radius, False
+        if radius is not None and now.step * now.travelled > radius * radius:
+            now, anew = replace(now, restarts=now.restarts + 1), True
+        elif now.step == self.restart_period:
+            candidate = memory.get("candidate") or point.memory.get("candidate")
+            if now.shortest < now.output and candidate is not None:
+                memory["average"], memory["candidate"] = candidate, None
+                now = replace(now, output=now.shortest)
+            now, anew = replace(now, converged=True), self.on_converged == "continue"
+        if anew:
+            x = x + self._shift(point, now) if self.perturbation > 0 else x
+            now = now.afresh()
+        return Update(x, upper_memory=memory, numbers=now.numbers)
+
+    def finished(self, numbers: Mapping[str, Any]) -> bool:
+        """Whether a step has nothing left to do."""
+        now = Progress.of(numbers)
+        if now.swapped:
+            raise RuntimeError("the parameters hold the averaged point; call swap_averaged() again before step")
+        return now.converged and self.on_converged == "stop"
+
+    def _ahead(self, x: Vector, memory: Mapping[str, Vector], now: Progress) -> tuple[Vector, Vector]:
+        """The x of this step, and the look-ahead point."""
+        if "perturbation" in memory:
+            x = x + memory["perturbation"]
+        return x, x + (x - memory["previous"]) * self.momentum if now.step else x
+
+    def _shift(self, point: Point, now: Progress) -> Vector:
+        """A point of the ball, in the metric of the groups' learning rates."""
+        rates = point.rates(now)
+        largest = max(rates, default=0.0) or 1.0
+        shift = point.ranks.same(uniform_ball(point.x, self.perturbation, point.generator))
+        return shift * point.each([math.sqrt(rate / largest) for rate in rates])
+
+
+def _now(point: Point) -> Progress:
+    """Where the run stands; a new epoch begins where there is a parameter of which nothing is remembered."""
+    now = Progress.of(point.numbers)
+    known = "previous" in point.memory and "sum" in point.memory
+    return now if known or now.swapped or now.step == 0 else now.afresh()
+
+
+def _held(name: str) -> Any:
+    """A hyper-parameter of the iteration, as an attribute of the optimizer that holds it."""
+
+    def assign(optimizer: Restarted, value: Any) -> None:
+        optimizer.iteration = replace(optimizer.iteration, **{name: value})
+
+    return property(lambda optimizer: getattr(optimizer.iteration, name), assign)
+
+
+class Restarted(Optimizer):
+    """What users see of an optimizer that moves x by `Momentum`.
+
+    Attributes:
+        iteration: the iteration of x, with its hyper-parameters.
+        numbers: plain numbers that change from step to step, see `Progress`.
+    """
+
+    iteration: Momentum
+    numbers: dict[str, Any]
+
+    momentum, restart_radius, restart_period = _held("momentum"), _held("restart_radius"), _held("restart_period")
+    on_converged, perturbation, perturb_initial = _held("on_converged"), _held("perturbation"), _held("perturb_initial")
 
     @property
     def converged(self) -> bool:
         """Whether an epoch has lasted ``restart_period`` steps without a restart."""
-        return self._run.converged
+        return Progress.of(self.numbers).converged
 
     @property
     def restarts(self) -> int:
         """Restarts so far."""
-        return self._run.restarts
+        return Progress.of(self.numbers).restarts
 
     @property
     def epoch_step(self) -> int:
         """Steps made since the last restart."""
-        return self._run.step
+        return Progress.of(self.numbers).step
 
     def averaged_parameters(self) -> list[Tensor]:
         """The method's output, one tensor for each upper parameter.
@@ -107,12 +244,8 @@ class Restarting:
         Once ``converged``: the average of the look-ahead points of the last epoch up to its shortest late step. Before
         that, the look-ahead point with the smallest gradient estimate so far (the parameters themselves at first).
         """
-        swapped = self._run.swapped
-        return [
-            (p if swapped else self.state[p].get("average", p)).detach().clone()
-            for group in self._all_upper_groups()
-            for p in group["params"]
-        ]
+        swapped = Progress.of(self.numbers).swapped
+        return [(p if swapped else self.state[p].get("average", p)).detach().clone() for p in upper_tensors(self)]
 
     @torch.no_grad()
     def swap_averaged(self) -> None:
@@ -121,188 +254,25 @@ class Restarting:
         The lower parameters still belong to the last x: ``backward`` improves them at the swapped point (and sets
         ``.grad`` to the hypergradient there). ``step`` raises RuntimeError until they are swapped back.
         """
-        for group in self._all_upper_groups():
-            for p in group["params"]:
-                if "average" in self.state[p]:
-                    kept = p.detach().clone()
-                    p.copy_(self.state[p]["average"])
-                    self.state[p]["average"].copy_(kept)
-        self._run.swapped = not self._run.swapped
+        for p in upper_tensors(self):
+            if "average" in self.state[p]:
+                average, self.state[p]["average"] = self.state[p]["average"], p.detach().clone()
+                p.copy_(average)
+        now = Progress.of(self.numbers)
+        self.numbers = {**self.numbers, "swapped": not now.swapped}
 
-    # ------------------------------------------------------------------------------------------------ the iteration
+    def finished(self) -> bool:
+        """Whether ``step`` has nothing left to do, and returns the last loss."""
+        return self.iteration.finished(self.numbers)
 
-    def _all_upper_groups(self) -> list[Group]:
-        """The groups of x, frozen parameters included."""
-        raise NotImplementedError
-
-    def _ranks(self) -> Any:
-        """Process group whose ranks must draw the same perturbation."""
-        return None
-
-    @property
-    def _progress(self) -> dict[str, Any]:
-        return asdict(self._run)
-
-    @_progress.setter
-    def _progress(self, values: dict[str, Any]) -> None:
-        self._run = Progress(**values)
-
-    def _finished(self) -> bool:
-        """Whether ``step`` has nothing left to do."""
-        if self._run.swapped:
-            raise RuntimeError("the parameters hold the averaged point; call swap_averaged() again before step")
-        return self._run.converged and self.on_converged == "stop"
-
-    def _stand_still(self) -> None:
-        """Let the next look-ahead point be x itself."""
-        for group in self._all_upper_groups():
-            for p in group["params"]:
-                self.state[p].pop("previous", None)
-                self.state[p].pop("perturbation", None)
-        self._run.perturbed = True
-
-    def _begin_epoch(self) -> None:
-        """Forget the momentum and what belongs to the epoch."""
-        run = self._run
-        run.step, run.travelled, run.shortest, run.rates = 0, 0.0, math.inf, None
-        for group in self._all_upper_groups():
-            for p in group["params"]:
-                if p in self.state:
-                    self.state[p].pop("previous", None)
-
-    @torch.no_grad()
-    def _look_ahead(self, groups: Sequence[Group]) -> Vector:
-        """The points w where the gradient is to be evaluated."""
-        run = self._run
-        if run.step == 0 and self.perturb_initial and self.perturbation > 0 and not run.perturbed:
-            # x itself must not move before the update, so the perturbation waits in the state.
-            run.perturbed = True
-            for p, shift in self._perturbations(groups):
-                self.state[p]["perturbation"] = shift
-        return Vector(point for group in groups for point in self._points(group["params"]))
-
-    def _points(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        points = []
-        for p in parameters:
-            kept = self.state[p]
-            if self._run.swapped:
-                points.append(p.detach())
-            elif "perturbation" in kept:
-                points.append(p + kept["perturbation"])
-            elif "previous" in kept:
-                points.append(p + self.momentum * (p - kept["previous"]))
-            else:
-                points.append(p.detach().clone())
-        return points
-
-    @torch.no_grad()
-    def _advance(self, groups: Sequence[Group]) -> None:
-        """One step of x from ``.grad``, which was evaluated at the look-ahead points; then the restart test."""
-        run = self._run
-        if run.rates is None:
-            run.rates = [float(group["lr"]) for group in groups]
-        reference, scalars = max(run.rates, default=0.0), []
-        for group, rate in zip(groups, run.rates, strict=True):
-            moved = [p for p in group["params"] if p.grad is not None]
-            if moved:
-                scalars.append(self._move(moved, rate, reference))
-        if not scalars:
-            return
-        # The one host synchronisation: all that the restart test and the output need.
-        squared, gradient = torch.stack(scalars).sum(0).tolist()
-        if run.radius is None and squared > 0:
-            run.radius = max(AUTOMATIC_RADIUS * math.sqrt(squared), self.perturbation / LARGEST_PERTURBATION)
-        radius = self.restart_radius if self.restart_radius is not None else run.radius
-        self._keep_output(groups, squared, gradient)
-        run.travelled += squared
-        run.step += 1
-        if radius is not None and run.step * run.travelled > radius * radius:
-            run.restarts += 1
-            self._perturb(groups)
-            self._begin_epoch()
-        elif run.step == self.restart_period:
-            self._conclude(groups)
-
-    def _move(self, moved: list[Tensor], rate: float, reference: float) -> Tensor:
-        """Move x; returns the squared step in the metric of the rates, and the squared gradient."""
-        gradients = Vector(p.grad for p in moved if p.grad is not None)
-        points = self._points(moved)
-        targets = Vector(torch._foreach_add(points, list(gradients), alpha=-rate))
-        for p, w in zip(moved, points, strict=True):
-            kept = self.state[p]
-            kept["previous"] = p + kept.pop("perturbation") if "perturbation" in kept else p.detach().clone()
-            kept["sum"] = w.clone() if self._run.step == 0 or "sum" not in kept else kept["sum"] + w
-            kept["last_point"] = w
-        step = targets - Vector(self.state[p]["previous"] for p in moved)
-        Vector(moved).copy_(targets)
-        # With its own rate each group is preconditioned; in the rescaled coordinates the rule is the plain one.
-        weight = reference / rate if rate > 0 else 0.0
-        return torch.stack([step.dot(step) * weight, gradients.dot(gradients)])
-
-    def _keep_output(self, groups: Sequence[Group], squared: float, gradient: float) -> None:
-        """Update the running averages and, as long as there is no output, the best point."""
-        run = self._run
-        late = run.step >= self.restart_period // 2 and squared < run.shortest
-        best = not run.converged and gradient < run.smallest
-        for p in (p for group in groups for p in group["params"] if "last_point" in self.state[p]):
-            kept = self.state[p]
-            point = kept.pop("last_point")
-            if late:
-                kept["candidate"] = kept["sum"] / (run.step + 1)
-            if best:
-                kept["average"] = point.clone()
-        if late:
-            run.shortest, run.selected = squared, run.step
-        run.smallest = gradient if best else run.smallest
-
-    def _conclude(self, groups: Sequence[Group]) -> None:
-        """An epoch that was never restarted ends the run, or makes room for the next one."""
-        run = self._run
-        if run.shortest < run.output:
-            run.output = run.shortest
-            for p in (p for group in groups for p in group["params"] if "candidate" in self.state[p]):
-                self.state[p]["average"] = self.state[p].pop("candidate")
-        run.converged = True
-        if self.on_converged == "continue":
-            self._perturb(groups)
-            self._begin_epoch()
-
-    def _perturb(self, groups: Sequence[Group]) -> None:
-        if self.perturbation > 0:
-            for p, shift in self._perturbations(groups):
-                p.add_(shift)
-
-    def _perturbations(self, groups: Sequence[Group]) -> list[tuple[Tensor, Tensor]]:
-        """A point of the ball for each parameter, in the metric of the groups' learning rates."""
-        rates = self._run.rates or [float(group["lr"]) for group in groups]
-        reference = max(rates, default=0.0) or 1.0
-        parameters = [p for group in groups for p in group["params"]]
-        scales = [
-            math.sqrt(rate / reference) for group, rate in zip(groups, rates, strict=True) for _ in group["params"]
-        ]
-        shifts = uniform_ball(parameters, self.perturbation, self.generator, self._ranks())
-        return list(zip(parameters, shifts * scales, strict=True))
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; a new group of x starts a new epoch, without momentum."""
+        super().add_param_group(param_group)
+        if param_group.get("level", "upper") == "upper":
+            self.numbers = {**self.numbers, **Progress.of(self.numbers).afresh().numbers}
 
 
-def uniform_ball(
-    like: Sequence[Tensor], radius: float, generator: torch.Generator | None = None, process_group: Any = None
-) -> Vector:
-    r"""A uniform random point of the ball of given radius in the space of all these tensors together.
-
-    :math:`\xi = r\, U^{1/d}\, n / \|n\|` with n normal, U uniform on (0, 1), d the number of all entries.
-
-    Args:
-        like: tensors that give shape, dtype and device.
-        radius: r.
-        generator: source of the random numbers. Default: torch's default one.
-        process_group: ranks that must have the same point; it is drawn by the first of them. Default: None.
-    """
-    device = like[0].device
-    normal = Vector(torch.randn(t.shape, generator=generator, dtype=t.dtype, device=device) for t in like)
-    uniform = torch.rand((), generator=generator, dtype=torch.float32, device=device)
-    length = radius * uniform.double() ** (1 / max(sum(t.numel() for t in like), 1))
-    point = normal * (length / normal.norm())
-    if process_group is not None:
-        for t in point:
-            dist.broadcast(t, group_src=0, group=process_group)
-    return point
+def upper_tensors(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of x, frozen ones included."""
+    groups = [group for group in optimizer.param_groups if group.get("level", "upper") == "upper"]
+    return [p for group in groups for p in group["params"]]

@@ -7,17 +7,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
+from ...distributed.ranks import Ranks
 from ...optimizer.base import REMADE
-from ...oracle.substitution import placed
+from ...optimizer.memory import recalled, remember
+from ...oracle.evaluation import placed
+from ...oracle.oracle import filled
 from ...problem.parameters import is_number, require
-from .restart import Restarting
+from ...problem.vector import Vector
+from .restart import Momentum, Point, Restarted
 
 __all__ = ["RestartedAGD"]
 
 
-class RestartedAGD(Restarting, Optimizer):
+class RestartedAGD(Restarted):
     r"""Restarted accelerated gradient descent: an ordinary ``torch.optim`` optimizer, the upper part of `RAHGD`.
 
     .. math:: w = x + (1 - \theta)(x - x_{\text{prev}}), \qquad
@@ -80,9 +83,8 @@ class RestartedAGD(Restarting, Optimizer):
     ) -> None:
         require("learning rate", lr, is_number(lr) and lr >= 0, wording="Invalid learning rate: {value}")
         require("generator", generator, generator is None or isinstance(generator, torch.Generator))
-        self._configure(momentum, restart_radius, restart_period, on_converged)
-        self._configure_noise(perturbation, perturb_initial)
-        self.generator = generator
+        self.iteration = Momentum(momentum, restart_radius, restart_period, on_converged, perturbation, perturb_initial)
+        self.generator, self.numbers = generator, dict[str, Any]()
         self._last_loss: Tensor | None = None
         super().__init__(params, {"lr": lr})
 
@@ -99,34 +101,35 @@ class RestartedAGD(Restarting, Optimizer):
             raise RuntimeError(
                 "RestartedAGD needs a closure, because it evaluates the gradient at the look-ahead point"
             )
-        if self._finished():
+        if self.finished():
             return self._last_loss
         groups = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in self.param_groups]
-        live = [p for group in groups for p in group["params"]]
-        before = self._progress
+        live = Vector(p for group in groups for p in group["params"])
+        random = None if self.generator is None else self.generator.get_state()
+        here = Point(live.detach(), recalled(self.state, live), self.numbers, groups, self.generator, Ranks())
+        ahead = self.iteration.look_ahead(here)
         try:
-            with placed(live, self._look_ahead(groups)), torch.enable_grad():
+            with placed(live, ahead.point), torch.enable_grad():
                 loss = closure()
         except BaseException:
-            self._progress = before
+            if self.generator is not None and random is not None:
+                self.generator.set_state(random)
             raise
         self._last_loss = loss.detach() if isinstance(loss, Tensor) else loss
-        self._advance(groups)
+        if any(p.grad is not None for p in live):
+            there = here._replace(memory={**here.memory, **ahead.memory}, numbers=ahead.progress.numbers)
+            gradient = filled([None if p.grad is None else p.grad.detach() for p in live], live.detach())
+            update = self.iteration.update(there, gradient)
+            remember(self.state, live, update.upper_memory)
+            live.copy_(update.x)
+            self.numbers = update.numbers
         return loss
-
-    def _all_upper_groups(self) -> list[dict[str, Any]]:
-        return self.param_groups
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; a new group starts a new epoch, without momentum."""
-        super().add_param_group(param_group)
-        self._begin_epoch()
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch, with the key ``"restarts"`` for what does not belong to one parameter."""
         state: dict[str, Any] = super().state_dict()
         generator = None if self.generator is None else self.generator.get_state()
-        state["restarts"] = {"progress": self._progress, "loss": self._last_loss, "generator": generator}
+        state["restarts"] = {"numbers": dict(self.numbers), "loss": self._last_loss, "generator": generator}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -135,7 +138,7 @@ class RestartedAGD(Restarting, Optimizer):
             raise ValueError("the state dict is not that of a RestartedAGD: it has no 'restarts' entry")
         super().load_state_dict(state_dict)
         own = state_dict["restarts"]
-        self._progress, self._last_loss = own["progress"], own["loss"]
+        self.numbers, self._last_loss = dict(own["numbers"]), own["loss"]
         if own["generator"] is not None and self.generator is not None:
             self.generator.set_state(own["generator"].cpu())
 

@@ -18,14 +18,14 @@ class Constants:
     Attributes:
         ell: Lipschitz constant of the gradients.
         mu: strong convexity of g in y.
-        M: Lipschitz constant of f.
+        M: Lipschitz constant of f. None: there is no linear system to be solved.
         smoothness: :math:`\tilde L`, Lipschitz constant of the gradient of Phi.
         curvature: :math:`\tilde\rho`, Lipschitz constant of its Hessian.
     """
 
     ell: float
     mu: float
-    M: float
+    M: float | None
     smoothness: float
     curvature: float
 
@@ -51,26 +51,37 @@ class Constants:
         _positive(ell=ell, mu=mu, rho=rho)
         require("mu", mu, mu <= ell)
         kappa = ell / mu
-        return cls(ell, mu, math.nan, (kappa + 1) * ell, 4 * math.sqrt(2) * kappa**3 * rho)
+        return cls(ell, mu, None, (kappa + 1) * ell, 4 * math.sqrt(2) * kappa**3 * rho)
 
-    def first_order(self, eps: float | None, period: int | None) -> dict[str, Any]:
-        """Arguments of the method without perturbations, for an accuracy or for an epoch length."""
-        if (eps is None) == (period is None):
+    def first_order(self, size: int, *, eps: float | None = None, restart_period: int | None = None) -> dict[str, Any]:
+        """Arguments of the method without perturbations, for an accuracy or for an epoch length.
+
+        ``size`` is the number of upper variables, on which they do not depend.
+        """
+        if (eps is None) == (restart_period is None):
             raise ValueError("give one of eps and restart_period, the other follows")
         lr, L, rho = 1 / (4 * self.smoothness), self.smoothness, self.curvature
-        if period is None:
+        if restart_period is None:
             assert eps is not None
             self._require_accuracy(eps)
             theta = min(4 * (rho * eps * lr**2) ** 0.25, 1.0)
             # Rounding up leaves the bound of the final gradient intact, but spoils the descent if it adds much.
             up = math.ceil(1 / theta - 1e-9)
-            period = up if theta * up <= 1.15 else up - 1
+            restart_period = up if theta * up <= 1.15 else up - 1
         else:
-            require("restart_period", period, is_count(period) and period > 0)
-            theta, eps = 1 / period, L**2 / (16 * period**4 * rho)
-        return self._arguments(lr, theta, period, math.sqrt(eps / rho), min(eps**2, eps / 2))
+            require("restart_period", restart_period, is_count(restart_period) and restart_period > 0)
+            theta, eps = 1 / restart_period, L**2 / (16 * restart_period**4 * rho)
+        return self._arguments(theta, restart_period, math.sqrt(eps / rho), min(eps**2, eps / 2))
 
-    def second_order(self, eps: float, size: int, failure: float, gradient_bound: float | None) -> dict[str, Any]:
+    def second_order(
+        self,
+        size: int,
+        *,
+        eps: float,
+        failure: float = 0.1,
+        gradient_bound: float | None = None,
+        restart_period: int | None = None,
+    ) -> dict[str, Any]:
         """Arguments of the perturbed method for ``size`` upper variables, success with probability 1 - ``failure``."""
         self._require_accuracy(eps)
         require("failure", failure, is_number(failure) and 0 < failure < 1)
@@ -87,21 +98,17 @@ class Constants:
         if gradient_bound is not None:
             perturbation = min(perturbation, self.smoothness * radius**2 / (4 * gradient_bound))
         sigma = min(rho * radius * failure * perturbation * theta / (2 * math.sqrt(size)), eps**2, eps / 2)
-        return {**self._arguments(lr, theta, period, radius, sigma), "perturbation": perturbation}
+        period = period if restart_period is None else restart_period
+        return {**self._arguments(theta, period, radius, sigma), "perturbation": perturbation}
 
-    def linear(self, sigma: float) -> dict[str, Any]:
-        """Arguments of the linear solver for the accuracy ``sigma`` of the hypergradient."""
-        root = math.sqrt(self.ell / self.mu)
-        count = (root + 1) / 2 * math.log(4 * self.ell * root / sigma * (sigma / (2 * self.ell) + 2 * self.M / self.mu))
-        return {"linear_steps": max(math.ceil(count), 1), "linear_atol": self.mu * sigma / (2 * self.ell)}
-
-    def _arguments(self, lr: float, theta: float, period: int, radius: float, sigma: float) -> dict[str, Any]:
+    def _arguments(self, theta: float, period: int, radius: float, sigma: float) -> dict[str, Any]:
+        """Those that follow for the accuracy ``sigma`` of the hypergradient."""
         kappa, L = self.ell / self.mu, self.smoothness
         root = math.sqrt(kappa)
         drift = sigma / (2 * L) + 2 * kappa * radius
         steps = max(math.ceil(2 * root * math.log(2 * L * math.sqrt(kappa + 1) / sigma * drift)), 1)
-        return {
-            "lr": lr,
+        arguments = {
+            "lr": 1 / (4 * L),
             "momentum": 1 - theta,
             "restart_period": period,
             "restart_radius": radius,
@@ -111,8 +118,12 @@ class Constants:
             "lower_tol": self.mu * sigma / (2 * L),
             # The sufficient number from a cold start depends on y*, which nobody knows: the tolerance decides.
             "restart_steps": 100 * steps,
-            "sigma": sigma,
         }
+        if self.M is None:
+            return arguments
+        size = 4 * self.ell * root / sigma * (sigma / (2 * self.ell) + 2 * self.M / self.mu)
+        count = max(math.ceil((root + 1) / 2 * math.log(size)), 1)
+        return {**arguments, "linear_steps": count, "linear_atol": self.mu * sigma / (2 * self.ell)}
 
     def _require_accuracy(self, eps: float) -> None:
         require("eps", eps, is_number(eps) and eps > 0)

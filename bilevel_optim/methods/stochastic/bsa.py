@@ -64,7 +64,6 @@ class BSA(NeumannMethod):
     Source: Ghadimi, Wang (2018), arXiv:1802.02246.
     """
 
-    randomised = True
     declared = Method(
         paper="arXiv:1802.02246",
         family="stochastic",
@@ -81,7 +80,7 @@ class BSA(NeumannMethod):
         elsewhere={"compare": "made for stochastic losses; here the batches are full"},
     )
 
-    _randomised = True
+    randomised = True
 
     def __init__(
         self,
@@ -161,7 +160,6 @@ class TTSA(NeumannMethod):
     Source: Hong, Wai, Wang, Yang (2020), arXiv:2007.05170.
     """
 
-    randomised = True
     declared = Method(
         paper="arXiv:2007.05170",
         family="stochastic",
@@ -176,7 +174,7 @@ class TTSA(NeumannMethod):
         elsewhere={"compare": "made for stochastic losses; here the batches are full"},
     )
 
-    _randomised = True
+    randomised = True
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ class Recursion(NamedTuple):
         """The estimate that h is, which remembers all of this."""
         return Estimate(
             loss,
-            self.h.clone(),  # a gradient may be clipped in place
+            self.h,
             {**diagnostics, "lower_residual": self.u.norm()},
             memory={"previous": self.y, "direction": self.u},
             upper_memory={"previous": self.x, "direction": self.h},
@@ -97,7 +97,6 @@ class MRBO(NeumannMethod):
     Source: Yang, Ji, Liang (2021), arXiv:2106.04692.
     """
 
-    saved_options = ("beta", "lower_beta")
     declared = Method(
         paper="arXiv:2106.04692",
         family="stochastic",
@@ -113,7 +112,7 @@ class MRBO(NeumannMethod):
         elsewhere={"compare": "made for stochastic losses; here the batches are full"},
     )
 
-    _saved = ("beta", "lower_beta")
+    saved_options = ("beta", "lower_beta")
 
     def __init__(
         self,
@@ -204,7 +203,6 @@ class SUSTAIN(MRBO):
     Source: Khanduri, Zeng, Hong, Wai, Wang, Yang (2021), arXiv:2102.07367.
     """
 
-    randomised = True
     declared = Method(
         paper="arXiv:2102.07367",
         family="stochastic",
@@ -221,4 +219,4 @@ class SUSTAIN(MRBO):
         elsewhere={"compare": "made for stochastic losses; here the batches are full"},
     )
 
-    _randomised = True
+    randomised = True

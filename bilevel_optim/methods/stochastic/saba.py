@@ -91,14 +91,6 @@ class SABA(SingleLoop):
     arXiv:1407.0202 (SAGA).
     """
 
-    def estimate_tasks(self, oracle: Oracle, given: Given, sampler: Any) -> Estimate:
-        """There is no memory of tasks."""
-        raise ValueError("SABA remembers every term of its losses and takes no tasks; SOBA does")
-
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
-        """The step of `SOBA` along SAGA's directions."""
-        rates = given.linear_rates(self.linear_lr)
-
     declared = Method(
         paper="arXiv:2201.13409",
         family="stochastic",
@@ -113,22 +105,13 @@ class SABA(SingleLoop):
         elsewhere={"compare": "made for stochastic losses; here the batches are full"},
     )
 
-    _rows: list[tuple[Vector, int, Vector]]  # tables, indices and values that a step renews
+    def estimate_tasks(self, oracle: Oracle, given: Given, sampler: Any) -> Estimate:
+        """There is no memory of tasks."""
+        raise ValueError("SABA remembers every term of its losses and takes no tasks; SOBA does")
 
-    def backward(self, upper: Loss, lower: Loss, *, tasks: Any = None) -> Tensor:
-        """As for every method; takes no tasks, and objectives that know the indices of their draws."""
-        if tasks is not None:
-            raise ValueError("SABA remembers every term of its losses and takes no tasks; SOBA does")
-        loss = super().backward(upper, lower)
-        for table, index, row in self._rows:  # only now, because a step that fails changes nothing
-            table.lane(index).copy_(row)
-        self._rows = []
-        return loss
-
-    def _estimate(self, oracle: Oracle) -> Estimate:
-        solver, rates = self._ready_solver(oracle), self._linear_rates(self.linear_lr)
-        estimate = Estimate(oracle.x[0].new_zeros(()), oracle.x.zeros_like())
-        self._rows = []
+    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+        """The step of `SOBA` along SAGA's directions."""
+        rates = given.linear_rates(self.linear_lr)
         losses: list[Tensor] = []
         samples: list[Sample] = []
 

@@ -90,10 +90,6 @@ class SOBA(SingleLoop):
     Source: Dagréou, Ablin, Vaiter, Moreau (2022), arXiv:2201.13409.
     """
 
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
-        """One step of y and of v, and the hypergradient with the present v."""
-        rates = given.linear_rates(self.linear_lr)
-
     declared = Method(
         paper="arXiv:2201.13409",
         family="stochastic",
@@ -106,8 +102,9 @@ class SOBA(SingleLoop):
         elsewhere={"compare": "made for stochastic losses; here the batches are full"},
     )
 
-    def _estimate(self, oracle: Oracle) -> Estimate:
-        solver, rates = self._ready_solver(oracle), self._linear_rates(self.linear_lr)
+    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+        """One step of y and of v, and the hypergradient with the present v."""
+        rates = given.linear_rates(self.linear_lr)
         zeta, xi = oracle.g.draw(), oracle.f.draw()
         loss, grad_x, grad_y = oracle.upper(xi)
         v = self.solution(given)
@@ -169,7 +166,6 @@ class FSLA(SingleLoop):
     Source: Li, Gu, Huang (2021), arXiv:2112.04660.
     """
 
-    saved_options = ("beta",)
     declared = Method(
         paper="arXiv:2112.04660",
         family="stochastic",
@@ -182,7 +178,7 @@ class FSLA(SingleLoop):
         elsewhere={"compare": "made for stochastic losses; here the batches are full"},
     )
 
-    _saved = ("beta",)
+    saved_options = ("beta",)
 
     def __init__(
         self,
@@ -215,7 +211,7 @@ class FSLA(SingleLoop):
             h,
             {"linear_residual": residual},
             memory={"linear_solution": v, "previous": point.y},
-            upper_memory={"direction": h.clone(), "previous": oracle.x},
+            upper_memory={"direction": h, "previous": oracle.x},
         )
         return here.kept(estimate)
 
@@ -226,7 +222,7 @@ class FSLA(SingleLoop):
         v = self.solution(given)
         if v is None:
             return grad_y * rates, grad_y.norm()
-        with oracle.lower_products(zeta) as system:
+        with oracle.lower_system(zeta, gradient=False) as system:
             residual = system.hvp(v) - grad_y
         oracle.checks.finite("hvp", residual)
         return v - residual * rates, residual.norm()
@@ -235,5 +231,5 @@ class FSLA(SingleLoop):
 def _direct(oracle: Oracle, xi: Sample, zeta: Sample, v: Vector) -> tuple[Tensor, Vector]:
     """The loss, and the hypergradient with a given v."""
     loss, grad_x, _ = oracle.upper(xi)
-    with oracle.lower_products(zeta) as system:
+    with oracle.lower_system(zeta, gradient=False) as system:
         return loss, grad_x - system.cross(v)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
 from ...hypergradient import Estimate, ImplicitSamples, stochastic_implicit
 from ...optimizer.base import BilevelOptimizer, CommonOptions
 from ...optimizer.declaration import Method, counts
-from ...optimizer.step import Given
+from ...optimizer.step import Given, changed
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, is_count, is_number, require
 from ...problem.random import draw_index
@@ -59,7 +58,7 @@ class NeumannMethod(BilevelOptimizer):
         solve = partial(linear.neumann, steps=len(samples.products), lr=given.linear_rates(self.linear_lr))
         if self.randomised:
             solve = partial(linear.neumann_term, terms=self.linear_steps, **solve.keywords)
-        return replace(stochastic_implicit(oracle, samples, solve), memory={})
+        return changed(stochastic_implicit(oracle, samples, solve), memory={})
 
     def estimate(self, oracle: Oracle, given: Given) -> Estimate:
         """Lower steps, then the series at their end."""
@@ -202,4 +201,4 @@ class AmIGO(BilevelOptimizer):
         samples = ImplicitSamples.draw(oracle, self.linear_steps - (start is None))
         solve = partial(linear.fixed_point, steps=self.linear_steps, lr=given.linear_rates(self.linear_lr))
         estimate = stochastic_implicit(here.oracle, samples, solve, start)
-        return here.kept(estimate if self.warm_start else replace(estimate, memory={}))
+        return here.kept(estimate if self.warm_start else changed(estimate, memory={}))

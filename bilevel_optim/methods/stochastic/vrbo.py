@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from ...hypergradient import Estimate
 from ...optimizer.base import CommonOptions
 from ...optimizer.declaration import Method, counts
-from ...optimizer.step import Given
+from ...optimizer.step import Given, changed
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, is_count, require
 from ...problem.vector import Vector
@@ -154,7 +153,7 @@ class VRBO(NeumannMethod):
             u, estimate = self._lower_anchor(point), self._anchor(point, given)
             last = Recursion(point.x, point.y, estimate.gradient, u)
         assert estimate is not None
-        return replace(last.estimate(estimate.loss, estimate.diagnostics), lower=point.y, solver=memory)
+        return changed(last.estimate(estimate.loss, estimate.diagnostics), lower=point.y, solver=memory)
 
     def _moved(
         self, oracle: Oracle, last: Recursion, given: Given, *, with_upper: bool

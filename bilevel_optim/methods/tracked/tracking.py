@@ -14,10 +14,11 @@ from ...hypergradient import Estimate
 from ...hypergradient.estimate import Write
 from ...hypergradient.recursive import Points, flat, shaped
 from ...hypergradient.storm import ball
-from ...optimizer.base import TABLE, BilevelOptimizer, CommonOptions
+from ...optimizer.base import BilevelOptimizer, CommonOptions
+from ...optimizer.memory import TABLE
 from ...optimizer.step import Given, Update
 from ...oracle.oracle import Oracle
-from ...problem.parameters import LEVELS, Params, is_count, is_number, require
+from ...problem.parameters import LEVELS, Params, is_count, is_number, level_groups, require
 from ...problem.tasks import TaskDraws, task_count
 from ...problem.vector import Vector
 from .drawing import CHANCES, Drawing
@@ -127,7 +128,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         sizes = {t.shape[0] if t.dim() else None for t in oracle.y}
         if len(sizes) > 1 or None in sizes or (hasattr(sampler, "__len__") and sizes != {len(sampler)}):
             number = f" of the {len(sampler)}" if hasattr(sampler, "__len__") else ""
-            shapes = ", ".join(f"{n} {tuple(t.shape)}" for n, t in zip(oracle.lower_names, oracle.y, strict=True))
+            shapes = ", ".join(f"{n} {tuple(t.shape)}" for n, t in zip(oracle.lower_names(), oracle.y, strict=True))
             raise ValueError(
                 f"{type(self).__name__} keeps y of every task: the lower parameters need a leading dimension with one "
                 f"row for each{number} tasks, but have shapes {shapes}"
@@ -310,7 +311,9 @@ class RecursiveOptimizer(BilevelOptimizer):
         not grow with their number: they move by a known rule, and catch up when they are next looked at, or here. Until
         then the live tensors hold their older values. Results do not depend on it.
         """
-        given = self._given({level: self._groups(level) for level in LEVELS}, *map(self._parameters, LEVELS))
+        given = self._given(
+            {level: level_groups(self.param_groups, level) for level in LEVELS}, *map(self._parameters, LEVELS)
+        )
         if len(given.tables.get("age", ())) < 2:  # a single row is looked at in every step
             return
         table, clock = self._table(given, given.lower), Clock(*given.numbers["clock"])

@@ -55,10 +55,6 @@ class HOZOG(ZerothOrder):
     Source: Gu et al. (2021), arXiv:2102.09026; as compared with in arXiv:2110.07004.
     """
 
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
-        """Differences of the paths from perturbed x."""
-        return self.followed(oracle, given, full_zeroth_order)
-
     declared = Method(
         paper="arXiv:2102.09026",
         family="zeroth-order",
@@ -81,8 +77,6 @@ class HOZOG(ZerothOrder):
         },
     )
 
-    def _estimate(self, oracle: Oracle) -> Estimate:
-        directions, paths = self._directions(oracle), self._paths(oracle, self._start(oracle))
-        estimate = full_zeroth_order(oracle, paths, directions, central=self.difference == "central")
-        self._finish(oracle, paths)
-        return estimate
+    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+        """Differences of the paths from perturbed x."""
+        return self.followed(oracle, given, full_zeroth_order)

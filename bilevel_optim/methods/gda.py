@@ -1,0 +1,106 @@
+"""GDA: gradient descent ascent."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+from torch import Tensor
+
+from ..hypergradient import Estimate
+from ..optimizer.base import CommonOptions
+from ..optimizer.declaration import Method, counts
+from ..optimizer.minimax import MinimaxOptimizer, danskin
+from ..optimizer.step import Descent, Given
+from ..oracle.oracle import Oracle
+from ..problem.parameters import Params, require
+from ..problem.vector import Vector
+
+__all__ = ["GDA"]
+
+
+class GDA(MinimaxOptimizer):
+    r"""Gradient descent ascent, the baseline for minimax problems.
+
+    .. math:: x \leftarrow x - \text{lr}\, \nabla_x f(x, y), \qquad y \leftarrow y + \alpha \nabla_y f(x, y),
+
+    both from the same evaluation. More ``lower_steps`` make the others before it, at the old x;
+    ``simultaneous=False`` evaluates the gradient in x after all of them (multi-step GDA, GDmax for many).
+
+    *When.* As the simplest method. *Needs* ``lr`` much smaller than ``lower_lr`` (about :math:`\kappa^2` times).
+
+    *Cost per step*: 1 upper gradient, which has both partial derivatives, and ``lower_steps`` - 1 lower gradients (all
+    ``lower_steps`` if not simultaneous). *Draws*: one batch for each lower step but the last, then one for the last
+    lower step and x (one more if not simultaneous).
+
+    Args:
+        upper: upper parameters x, which descend.
+        lower: lower parameters y, which ascend.
+        lr: learning rate of x.
+        lower_lr: learning rate of y.
+        lower_steps: ascent steps per step of x. Default: 1.
+        simultaneous: the last ascent step and the step of x share one evaluation. Default: True.
+        warm_start, lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+
+    State: the lower optimizer's state, and ``initial`` y without warm starts.
+
+    Raises:
+        ValueError: for an argument out of its range.
+
+    Example:
+        >>> import torch
+        >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> optimizer = GDA([x], [y], lr=0.1, lower_lr=0.5)
+        >>> for _ in range(100):  # f = x y - y^2/2 + x^2/2, saddle point (0, 0)
+        ...     loss = optimizer.step(lambda: (x * y - y**2 / 2 + x**2 / 2).sum())
+        >>> bool(x.abs() < 1e-3), bool(y.abs() < 1e-3)
+        (True, True)
+
+    Source: Lin, Jin, Jordan (2020), arXiv:1906.00331.
+    """
+
+    declared = Method(
+        paper="arXiv:1906.00331",
+        family="minimax",
+        when="the simplest method, with lr much smaller than lower_lr: the baseline",
+        cost="T - 1 lower, 1 upper; T lower if not simultaneous",
+        calls=lambda o, k: counts(upper=1, lower=max(o.lower_steps - o.simultaneous, 0)),
+        second_order=False,
+        losses=1,
+        tasks="none",
+        variants={"alternating": {"simultaneous": False}},
+        settings={"quadratic": {}, "quadratic/alternating": {}},
+        elsewhere=dict.fromkeys(("compare", "stochastic"), "minimax, one loss (recipes.saddle_escape)"),
+    )
+
+    def __init__(
+        self,
+        upper: Params,
+        lower: Params,
+        *,
+        lr: float,
+        lower_lr: float,
+        lower_steps: int = 1,
+        simultaneous: bool = True,
+        **common: Unpack[CommonOptions],
+    ) -> None:
+        require("simultaneous", simultaneous, isinstance(simultaneous, bool))
+        self.simultaneous = simultaneous
+        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
+
+    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+        """The ascent steps, and the gradient in x at the last of them or after it."""
+        together = self.simultaneous and self.lower_steps > 0
+        here = given.descended(oracle, self.lower_steps - together)
+        if not together:
+            return here.kept(danskin(here.oracle))
+        rule, _ = given.solver_for(oracle.y)
+        sample, found = oracle.f.draw(once=rule.evaluates_once), list[Estimate]()
+
+        def ascent(y: Vector) -> tuple[Tensor, Vector]:
+            loss, grad_x, grad_y = oracle.at(lower=y).upper(sample)
+            found.append(Estimate(loss, grad_x, {"lower_residual": grad_y.norm()}))
+            return -loss, -grad_y
+
+        solved = rule.step(here.oracle.y, here.solver, ascent)
+        oracle.checks.finite("lower_grad", solved.y)
+        return Descent(oracle.at(lower=solved.y), solved.memory, None).kept(found[0])

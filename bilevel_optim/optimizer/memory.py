@@ -1,0 +1,133 @@
+"""What is remembered of parameters, in the ``state`` of a ``torch.optim`` optimizer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from ..problem.vector import Vector, is_sharded
+from ..solvers.lower import Memory
+
+__all__ = [
+    "TABLE",
+    "copied",
+    "load_exactly",
+    "owned",
+    "place_of",
+    "recalled",
+    "remember",
+    "remember_solver",
+    "remember_tables",
+    "remembered_solver",
+    "tables_of",
+]
+
+SOLVER = "lower_optimizer."  # prefix of the lower optimizer's entries
+TABLE = "rows."  # prefix of tables whose rows mix all lower parameters; they are with the first of these
+
+State = MutableMapping[Tensor, dict[str, Any]]
+
+
+def recalled(state: State, parameters: Sequence[Tensor]) -> dict[str, Vector]:
+    """What is remembered of all these parameters, by name."""
+    first = state.get(parameters[0], {}) if parameters else {}
+    return {
+        name: Vector(state[p][name] for p in parameters)
+        for name in first
+        if not name.startswith((SOLVER, TABLE)) and all(name in state[p] for p in parameters)
+    }
+
+
+def remember(state: State, parameters: Sequence[Tensor], memory: Mapping[str, Vector | None]) -> None:
+    """Write what is to be remembered; None forgets."""
+    for name, vector in memory.items():
+        if vector is None:
+            for parameter in parameters:
+                state[parameter].pop(name, None)
+        else:
+            for parameter, value in zip(parameters, vector, strict=True):
+                state[parameter][name] = owned(value.detach(), parameter)
+
+
+def owned(value: Any, parameter: Tensor) -> Any:
+    """A value to be kept: a copy if it is what the live parameter holds, which will change."""
+    alias = isinstance(value, Tensor) and (is_sharded(value) or value.data_ptr() == parameter.data_ptr())
+    return value.clone() if alias else value
+
+
+def remembered_solver(state: State, parameters: Sequence[Tensor]) -> Memory | None:
+    """The lower optimizer's state."""
+    kept = [{k[len(SOLVER) :]: v for k, v in state.get(p, {}).items() if k.startswith(SOLVER)} for p in parameters]
+    return kept if any(kept) else None
+
+
+def remember_solver(state: State, parameters: Sequence[Tensor], memory: Memory) -> None:
+    """Write the lower optimizer's state in place of what it was."""
+    for parameter, entries in zip(parameters, memory, strict=True):
+        kept = state[parameter]
+        for name in [name for name in kept if name.startswith(SOLVER)]:
+            del kept[name]
+        kept.update({SOLVER + name: owned(value, parameter) for name, value in entries.items()})
+
+
+def tables_of(state: State, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Tables whose rows mix these parameters."""
+    return {k[len(TABLE) :]: v for k, v in state.get(parameters[0], {}).items() if k.startswith(TABLE)}
+
+
+def remember_tables(state: State, parameters: Sequence[Tensor], tables: Mapping[str, Tensor]) -> None:
+    """Write new tables."""
+    for name, table in tables.items():
+        state[parameters[0]][TABLE + name] = table.detach()
+
+
+def load_exactly(
+    optimizer: Optimizer,
+    load: Callable[[dict[str, Any]], None],
+    state_dict: dict[str, Any],
+    place_of: Callable[[str, Tensor], torch.device | None],
+) -> None:
+    """``load`` as torch does it, but for its cast of all that is kept to the precision of the parameters.
+
+    ``place_of`` gives the device of an entry of a parameter's state; None for where it was saved.
+    """
+    loaded: dict[str, Any] = {}
+
+    def withhold(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+        loaded.update(given)
+        return {**given, "state": {}}
+
+    def fill(_: Optimizer) -> None:
+        keys = [key for group in loaded["param_groups"] for key in group["params"]]
+        own = dict(zip(keys, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
+        for key, entries in loaded["state"].items():
+            optimizer.state[own.get(key, key)] = {
+                name: copied(value, place_of(name, own[key]) if key in own else None) for name, value in entries.items()
+            }
+
+    # Hooks see what they would see with torch's loading.
+    handles = (
+        optimizer.register_load_state_dict_pre_hook(withhold),
+        optimizer.register_load_state_dict_post_hook(fill, prepend=True),
+    )
+    try:
+        load(state_dict)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def place_of(name: str, parameter: Tensor) -> torch.device | None:
+    """The device of an entry of ``state[parameter]``: that of the parameter; None for where it was saved."""
+    return None if name == SOLVER + "step" else parameter.device
+
+
+def copied(value: Any, device: torch.device | None = None) -> Any:
+    """A copy that shares no tensor, with its tensors on a device."""
+    return tree_map(lambda t: t.to(device or t.device, copy=True) if isinstance(t, Tensor) else copy.copy(t), value)

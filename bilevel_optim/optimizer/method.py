@@ -1,0 +1,184 @@
+"""What a method is: pure functions of values, and what goes with them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypedDict
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from ..hypergradient import Estimate
+from ..oracle.checks import Checks
+from ..oracle.lanes import stacked
+from ..oracle.oracle import Oracle
+from ..problem import tasks as task_layer
+from ..problem.objective import Objective
+from ..problem.vector import Vector
+from ..solvers.agd import AGD
+from ..solvers.lower import NOT_ELEMENTWISE
+from .declaration import Method
+from .step import Given, Update
+
+__all__ = ["ColdOptions", "CommonOptions", "Loss", "StepFunctions", "as_objective"]
+
+Loss = Objective | Callable[..., Tensor]
+
+
+class ColdOptions(TypedDict, total=False):
+    """Keyword arguments that every method takes, but for ``warm_start``; see `BilevelOptimizer`."""
+
+    lower_optimizer: Callable[[Any], Optimizer] | None
+    check_finite: bool
+    generator: torch.Generator | None
+    vectorize: bool | int
+    hvp: str
+    process_group: Any
+    tasks_per_step: int | None
+    lower_batch: int | None
+    upper_batch: int | None
+    lower_init: task_layer.LowerInit | None
+
+
+class CommonOptions(ColdOptions, total=False):
+    """Keyword arguments that every method takes, see `BilevelOptimizer`."""
+
+    warm_start: bool
+
+
+class StepFunctions(ABC):
+    """The functions that a step is made of; of ``self`` they read hyper-parameters only, and they write nothing."""
+
+    declared: ClassVar[Method]  # what tables, recipes and tests need to know of a method
+    saved_options: tuple[str, ...] = ()  # names of hyper-parameters that a user may change during a run
+    one_loss = False  # whether step takes one loss, from which `objectives` makes the two
+
+    lower_steps: int
+    warm_start: bool
+    check_finite: bool
+    tasks_per_step: int | None
+    lower_batch: int | None
+    upper_batch: int | None
+    lower_factory: Callable[[Any], Optimizer]
+    default_lr: dict[str, float]
+
+    @abstractmethod
+    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+        """The improved y and the hypergradient, from the oracle's point; writes nothing."""
+
+    def update(self, x: Vector, gradient: Vector, given: Given) -> Update:
+        """The new x; writes nothing. ``given`` holds the groups and the memory of these tensors."""
+        return Update(x.descended(gradient, given.upper_rates))
+
+    def estimate_tasks(self, oracle: Oracle, given: Given, sampler: Any) -> Estimate:
+        """The mean of the estimates for the tasks of one draw, made as one problem with stacked y."""
+        self.require_elementwise("tasks")
+        count = task_layer.task_count(sampler, self.tasks_per_step)
+        drawn = task_layer.sample(sampler, count, given.generator)
+        tasks, share = given.ranks.share(drawn, count)
+        sizes = {"lower": self.lower_batch, "upper": self.upper_batch}
+        loss, gradient, mean = torch.zeros((), device=oracle.device), oracle.x.zeros_like(), oracle.y.zeros_like()
+        estimates: list[Estimate] = []
+        for part in self.together(share):
+            some, n = task_layer.select(tasks, part), len(range(share)[part])
+            draws = task_layer.TaskDraws(sampler, some, n, sizes, given.generator)
+            start = task_layer.starting_points(oracle.y, oracle.lower_names(), some, n, given.lower_init)
+            estimate = self.checked(stacked(oracle, start, draws.batch), given.anew(), self.estimate)
+            loss, gradient = loss + estimate.loss / count, gradient + estimate.gradient * (1 / count)
+            y = start if estimate.lower is None else estimate.lower
+            mean = mean + Vector(t.sum(0) / count for t in y)
+            estimates.append(estimate)
+        loss, gradient, mean = given.ranks.total(loss, gradient, mean)
+        # What belongs to x stays; what belongs to the tasks' y goes with them.
+        kept = estimates[-1] if estimates else Estimate(loss, gradient)
+        return Estimate(
+            loss,
+            gradient,
+            {**_over_parts([estimate.diagnostics for estimate in estimates]), "tasks": drawn},
+            upper_memory=kept.upper_memory,
+            numbers=kept.numbers,
+            lower=mean if self.warm_start else None,
+        )
+
+    def checked(self, oracle: Oracle, given: Given, make: Callable[[Oracle, Given], Estimate]) -> Estimate:
+        """An estimate whose flags have been read; made again where the method reacts to them."""
+        while True:
+            estimate, session = make(oracle, given), oracle.session
+            session.conclude()
+            alerts = session.checks.verify(given.steps, oracle.session.warned) if self.check_finite else set()
+            again = self.react(alerts, oracle, given, estimate) if alerts else None
+            if again is None:
+                return estimate
+            oracle, given = again
+            session.checks = Checks()
+
+    def react(self, alerts: set[str], oracle: Oracle, given: Given, estimate: Estimate) -> tuple[Oracle, Given] | None:
+        """Where and with what the estimate is to be made again after alerts; None if it stands."""
+        return None
+
+    def together(self, tasks: int) -> list[slice]:
+        """Which of the drawn tasks make one stacked problem: all of them."""
+        return [slice(0, tasks)] if tasks else []
+
+    def finished(self) -> bool:
+        """Whether ``step`` has nothing left to do, and returns the last loss."""
+        return False
+
+    def standing_still(self, given: Given) -> Given:
+        """What makes the next estimate one at x itself, for a method that would look ahead of it."""
+        return given
+
+    def lower_step_count(self, given: Given) -> int:
+        """Lower steps of the present outer step."""
+        return self.lower_steps
+
+    def objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
+        """The two objectives of a step."""
+        if upper is None or lower is None:
+            raise TypeError(
+                f"{type(self).__name__} takes both losses, upper and lower (and step none of them, after backward)"
+            )
+        return as_objective(upper, "upper"), as_objective(lower, "lower")
+
+    def probe(self) -> Optimizer:
+        """The lower optimizer made for a dummy parameter, to see what it is."""
+        return self.lower_factory([{"params": [torch.zeros(1, 1, requires_grad=True)], "lr": self.default_lr["lower"]}])
+
+    def require_elementwise(self, what: str = "copies of y") -> None:
+        """Raise if the lower optimizer would mix what is stacked."""
+        kind = type(self.probe())
+        if issubclass(kind, NOT_ELEMENTWISE):
+            raise ValueError(
+                f"Invalid lower_optimizer value: {kind.__name__} does not treat every entry alone, so it would mix the "
+                f"{what}; use SGD, Adam or the like"
+            )
+
+    def require_given_gradient(self) -> None:
+        """Raise if the lower optimizer asks for gradients at points of its own, where the method has one to give."""
+        kind = type(self.probe())
+        if issubclass(kind, (LBFGS, AGD)):
+            raise ValueError(
+                f"Invalid lower_optimizer value: {kind.__name__} evaluates gradients at points of its own, but the "
+                "lower step takes an estimate made before; use SGD, Adam or the like"
+            )
+
+
+def as_objective(loss: Loss, level: str) -> Objective:
+    """The objective that a loss stands for."""
+    if isinstance(loss, Objective):
+        return loss
+    if not callable(loss):
+        raise TypeError(f"the {level} loss must be a callable or an Objective, but is {type(loss).__name__}")
+    return Objective(loss)
+
+
+def _over_parts(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Diagnostics of several parts of a step: stacked, unless there is only one."""
+    if len(parts) <= 1:
+        return dict(parts[0]) if parts else {}
+    return {
+        name: torch.stack([part[name] for part in parts]) if all(isinstance(p[name], Tensor) for p in parts) else value
+        for name, value in parts[-1].items()
+    }

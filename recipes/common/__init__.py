@@ -1,0 +1,32 @@
+"""What the programs share: the command line, the loops that time and tune, the methods by name, and what is written."""
+
+from .arguments import Parser, share
+from .processes import alone, peak
+from .report import CALLS, draw, environment, figure, plot, rows, save, save_json, show, table
+from .running import gradients, median_curve, progress, spend, summary, synchronize, timed, train, tuned
+
+__all__ = [
+    "CALLS",
+    "Parser",
+    "alone",
+    "draw",
+    "environment",
+    "figure",
+    "gradients",
+    "median_curve",
+    "peak",
+    "plot",
+    "progress",
+    "rows",
+    "save",
+    "save_json",
+    "share",
+    "show",
+    "spend",
+    "summary",
+    "synchronize",
+    "table",
+    "timed",
+    "train",
+    "tuned",
+]

@@ -1,0 +1,30 @@
+"""Measurements in a process of their own, for their peak memory."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from typing import Any
+
+import torch
+
+__all__ = ["alone", "peak"]
+
+
+def alone(module: str, *arguments: object) -> dict[str, Any] | str:
+    """What ``python -m module`` prints last, as JSON; the last line of its error, if it fails."""
+    command = [sys.executable, "-W", "ignore", "-m", module, *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        return result.stderr.strip().splitlines()[-1][:80]
+    figures: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return figures
+
+
+def peak(device: str = "cpu") -> float:
+    """Most memory in MiB so far: of this process, or of the accelerator since its count was reset."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -1,0 +1,168 @@
+"""What lasts from step to step: checkpoints, copies, starting points, and that a failing step leaves it alone."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+import bilevel_optim as bo
+
+from ..problems import assign, same, seeded, values
+from ..registry import ALIKE, ROWS, each
+
+
+def written(*parts):
+    """As after a run that was stopped: what torch.save wrote."""
+    file = io.BytesIO()
+    torch.save(parts, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize(
+    ("row", "how"),
+    [
+        pytest.param(row, how, id=f"{row.name}-{how}")
+        for row in ROWS
+        for how in ("warm", "cold", "tasks")
+        if row.declared.tasks != {"tasks": "none"}.get(how, "required" if how == "cold" else "")
+    ],
+)
+def test_resumes_bit_for_bit(row, how):
+    """Stopped in the middle of a run on drawn data and continued by fresh objects."""
+
+    def make():
+        problem = row.cleaning("tasks" if how == "tasks" else "batches")
+        options = {"warm_start": how != "cold"} if row.declared.tasks != "required" else {}
+        if how != "cold":
+            options |= {"lower_optimizer": torch.optim.Adam, "lower_lr": 0.01}
+        if problem.form == "tasks":
+            options |= {"generator": seeded(7), "lower_batch": 4, "upper_batch": 5}
+            options |= {"tasks_per_step": 2} if row.declared.tasks != "rows" else {}
+        return problem, row(problem.x, problem.y, short=True, **options)
+
+    problem, optimizer = make()
+    objectives = [o for o in problem.objectives if isinstance(o, bo.Objective)]
+    torch.manual_seed(5)
+    stops = {}
+    for k in range(5):
+        if k in (1, 3):
+            data = [o.state_dict() for o in objectives]
+            stops[k] = written(optimizer.state_dict(), values(problem.parameters), data, torch.get_rng_state())
+        problem.run(optimizer)
+    end = values(problem.parameters, (p.grad for p in problem.x))
+    assert len(optimizer.state) <= len(problem.parameters)  # nothing of what was stacked stays
+    for k, (state, parameters, data, random) in stops.items():
+        again, resumed = make()
+        resumed.load_state_dict(state)
+        assign(again.parameters, parameters)
+        for objective, position in zip((o for o in again.objectives if isinstance(o, bo.Objective)), data, strict=True):
+            objective.load_state_dict(position)
+        torch.set_rng_state(random)
+        again.run(resumed, 5 - k)
+        assert same(end, values(again.parameters, (p.grad for p in again.x)))
+        assert resumed.oracle_counts == optimizer.oracle_counts
+
+
+@each()
+def test_deepcopy_and_pickle_continue(row):
+    problem = row.quadratic(n=4, m=2)
+    optimizer = row(problem.x, problem.y, short=True, lower_optimizer=torch.optim.Adam, lower_lr=0.01)
+    torch.manual_seed(0)
+    problem.run(optimizer)
+    state = torch.get_rng_state()
+    clones = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+    problem.run(optimizer, 2)
+    for clone in clones:
+        twin = row.quadratic(n=4, m=2)
+        twin.x = [p for g in clone.param_groups if g["level"] == "upper" for p in g["params"]]
+        twin.y = clone.param_groups[-1]["params"]
+        torch.set_rng_state(state)
+        twin.run(clone, 2)
+        assert same(values(problem.x, problem.y), values(twin.x, twin.y))
+
+
+# ---------------------------------------------------------------------------------------------------- starting points
+
+
+@each(lambda row: not row.declared.initial and row.declared.tasks != "required" and not row.variant)
+def test_starts_of_the_lower_steps(row):
+    """Warm: the live value, whoever wrote it. Cold: the value at the first step, and all else as then."""
+    problem = row.quadratic(n=5)
+    optimizer = row(problem.x, problem.y, lr=0.0, lower_lr=problem.lr, lower_steps=1, warm_start=True)
+    problem.apply(optimizer.backward)
+    problem.solve()
+    with torch.no_grad():
+        problem.y[0].add_(1e-3)
+    problem.apply(optimizer.backward)
+    assert (problem.y[0] - problem.solution()[0]).norm() < 4e-3
+    for factory in (torch.optim.SGD, torch.optim.Adam):
+        problem = row.quadratic(n=5)
+        options = {"lr": 0.0, "warm_start": False, "lower_optimizer": factory, **ALIKE.get(row.name, {})}
+        optimizer = row(problem.x, problem.y, **{**options, "generator": seeded()})
+        first = []
+        for _ in range(2):
+            optimizer.generator.manual_seed(0)
+            problem.apply(optimizer.backward)
+            first.append(values(problem.y, (p.grad for p in problem.x)))
+        assert same(*first)
+
+
+# ---------------------------------------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("how", ["raise", "nan"])
+@pytest.mark.parametrize(
+    ("row", "form"),
+    [pytest.param(row, "whole", id=row.name) for row in ROWS if row.declared.tasks != "required"]
+    + [pytest.param(row, "tasks", id=f"{row.name}-tasks") for row in ROWS if row.takes_tasks and not row.variant],
+)
+def test_a_failing_loss_changes_nothing(row, form, how):
+    problem = row.cleaning(form)
+    draws = {"lower_batch": 4, "generator": seeded(5)} if form == "tasks" else {}
+    optimizer = row(problem.x, problem.y, short=True, lower_optimizer=torch.optim.Adam, vectorize=False, **draws)
+    problem.run(optimizer)
+    for parameter in problem.x:
+        parameter.grad = None
+
+    def everything():
+        gradients = [p.grad for p in problem.parameters]
+        return str([optimizer.state_dict(), gradients, optimizer.diagnostics]), values(problem.parameters)
+
+    step = 1
+    for level in ("upper",) if problem.single else ("upper", "lower"):
+        for k in (1, 2, 5, 13) if form == "whole" else (1, 6):
+            before, problem.fails = everything(), [[level, k, how]]
+            try:
+                problem.run(optimizer)
+            except KeyError:
+                assert how == "raise"
+            except bo.NonFiniteError as error:
+                assert how == "nan"
+                assert error.step == step
+                assert error.oracle in ("upper_grad", "lower_grad", "hvp", "jvp", "loss")
+            except bo.BilevelWarning as warning:  # of many perturbed paths a diverging one is left out
+                assert "left out" in str(warning)
+                assert k > 1
+            else:
+                assert problem.fails[0][1] > 0  # it has not evaluated the loss that often
+                step += 1
+                break
+            after = everything()
+            assert before[0] == after[0]
+            assert same(before[1], after[1])
+        assert k > 1
+    problem.fails = []
+    problem.run(optimizer)
+
+
+@each(("AID", "F2SA", "PZOBO", "SOBA", "RAGDA", "SVRB"))
+def test_check_finite_can_be_turned_off(row):
+    problem = row.cleaning()
+    optimizer = row(problem.x, problem.y, check_finite=False)
+    upper, *lower = problem.objectives
+    problem.objectives = [lambda: upper() + problem.x[0].sum() * float("inf"), *lower]
+    assert not problem.run(optimizer).isfinite()
+    assert not problem.x[0].isfinite().any()

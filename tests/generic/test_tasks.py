@@ -1,0 +1,244 @@
+"""Many lower problems at once: what the base class does with them, and samplers that are not as they must be."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import bilevel_optim as bo
+
+from ..problems import Cleaning, Tasks, flat, seeded, values
+from ..registry import ARGUMENTS, each
+
+
+def test_stochastic_batches_and_subsets_are_unbiased():
+    """g is quadratic with random e and D only, so that y* and the hypergradient are linear in the drawn rows."""
+    problem, drawn = Tasks(), []
+    A = problem.A.mean((0, 1))
+    problem.A.copy_(A.expand_as(problem.A))
+    optimizer = bo.AID(
+        problem.x, problem.y, lr=0.0, lower_lr=problem.lr, lower_steps=1, linear_steps=5, warm_start=False,
+        tasks_per_step=2, lower_batch=2, upper_batch=1, generator=seeded(3),
+    )  # fmt: skip
+    for _ in range(300):
+        problem.apply(optimizer.backward)
+        drawn.append(problem.x[0].grad.clone())
+    drawn, x = torch.stack(drawn), problem.x[0].detach()
+    solutions = problem.lr * (problem.D.mean(1) @ x + problem.e.mean(1))  # one step from zero
+    v = torch.linalg.solve(A, (solutions - problem.t.mean(1)).T).T
+    # The rows of the last batch (in the cross product) are independent of those of the lower step.
+    truth = (problem.D.mean(1).mT @ v.unsqueeze(-1)).squeeze(-1).mean(0) + x
+    z = (drawn.mean(0) - truth) / (drawn.std(0) / 300**0.5)
+    assert z.abs().max() < 4.5
+    assert drawn.std(0).min() > 0.01
+
+
+@each(("AID", "ITD", "F2SA", "PZOBO", "StocBiO", "RAHGD"))
+def test_starts(row):
+    """All tasks start at the live y, or where lower_init says; warm starts write the mean back, cold ones leave y."""
+    problem = Tasks()
+    problem.y[0].data.copy_(torch.randn(5))
+    start, solutions = problem.y[0].detach().clone(), problem.solutions()
+    no_steps = {"lr": 0.0, "lower_steps": 0, "warm_start": True}
+    problem.apply(row(problem.x, problem.y, **no_steps).backward)
+    torch.testing.assert_close(problem.y[0].detach(), start, rtol=1e-12, atol=1e-12)
+    start = problem.y[0].detach().clone()
+    problem.apply(row(problem.x, problem.y, short=True, warm_start=False).backward)
+    assert torch.equal(problem.y[0].detach(), start)
+    problem.apply(row(problem.x, problem.y, short=True, warm_start=True).backward)
+    assert not torch.equal(problem.y[0].detach(), start)
+    problem.apply(row(problem.x, problem.y, **no_steps, lower_init=lambda ids: solutions[ids]).backward)
+    torch.testing.assert_close(problem.y[0].detach(), solutions.mean(0), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("init", "message"),
+    [
+        (
+            lambda ids: torch.zeros(5),
+            r"tensor of shape \(2, 5\) for lower parameter 0, but returned one of shape \(5,\)",
+        ),
+        (lambda ids: [torch.zeros(2, 5)] * 2, "must return 1 tensors, one per lower parameter, but returned 2"),
+    ],
+)
+def test_bad_starting_points(init, message):
+    problem = Tasks()
+    with pytest.raises(ValueError, match=message):
+        problem.run(bo.AID(problem.x, problem.y, **ARGUMENTS, lower_init=init, tasks_per_step=2))
+
+
+class Contexts:
+    """Infinitely many contexts: a pytree of them, and conditional draws."""
+
+    def sample(self, n, generator):
+        return {"shift": torch.randn(n, 5, generator=generator)}
+
+    def lower(self, tasks, n, generator):
+        shift = tasks["shift"]
+        return shift.unsqueeze(1) + 0.1 * torch.randn(len(shift), n, 5, generator=generator), {"label": 3}
+
+    def upper(self, tasks, n, generator):
+        return torch.randn(len(tasks["shift"]), n, 5, generator=generator)
+
+
+def test_infinite_contexts_and_constants_in_batches():
+    x, y = torch.randn(5, requires_grad=True), torch.zeros(5, requires_grad=True)
+
+    def lower(batch):
+        target, constant = batch
+        assert constant == {"label": 3}
+        return (y - x - target).square().sum(-1).mean() / 2
+
+    def upper(batch):
+        return (y - batch).square().sum(-1).mean() / 2
+
+    generator, sampler = seeded(7), Contexts()
+    tasks = sampler.sample(4, generator)
+    target, _ = sampler.lower(tasks, 3, generator)
+    truth = (x.detach() + target.mean(1) - sampler.upper(tasks, 2, generator).mean(1)).mean(0)
+    for vectorize in (True, False):
+        optimizer = bo.AID(
+            [x], [y], lr=0.0, lower_lr=1.0, lower_steps=1, tasks_per_step=4, lower_batch=3, upper_batch=2,
+            generator=seeded(7), vectorize=vectorize, warm_start=False,
+        )  # fmt: skip
+        optimizer.backward(upper, lower, tasks=Contexts())
+        torch.testing.assert_close(x.grad, truth, rtol=1e-12, atol=1e-12)
+        assert optimizer.diagnostics["tasks"]["shift"].shape == (4, 5)
+    optimizer = bo.AID([x], [y], **ARGUMENTS, lower_batch=1, upper_batch=1)
+    optimizer.step(upper, lower, tasks=Contexts())
+    assert len(optimizer.diagnostics["tasks"]["shift"]) == 1  # a sampler without a length
+
+
+class Wrong:
+    """A sampler whose one answer has another shape than it must have."""
+
+    def __init__(self, tasks, what):
+        self.tasks, self.what = tasks, what
+
+    def __len__(self):
+        return len(self.tasks)
+
+    def sample(self, n, generator):
+        return self.tasks.sample(n + (self.what == "sample"), generator)
+
+    def lower(self, tasks, n, generator):
+        batch = self.tasks.lower(tasks, n, generator)
+        if self.what == "rows":
+            batch = {**batch, "A": batch["A"][:, :1]}
+        return 3 if self.what == "nothing" else batch
+
+    def upper(self, tasks, n, generator):
+        batch = self.tasks.upper(tasks, n, generator)
+        return batch[0] if self.what == "upper" else batch
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("sample", r"tasks.sample\((\d), generator\) must return tensors with leading dimensions \((\d),\)"),
+        ("rows", r"tasks.lower\(tasks, \d+, generator\).*leading dimensions \(\d, \d+\).*\(\d, 1, 5, 5\) at \['A'\]"),
+        ("upper", r"tasks.upper\(tasks, .*, generator\).*leading dimensions \(\d,.*\).*of shape \(\d, 5\)"),
+        ("nothing", r"tasks.lower\(tasks, \d+, generator\) must return a tensor or a pytree of tensors.*returned int"),
+    ],
+)
+@each(("AID", "F2SA", "PZOBO", "MAML", "RTMLMC", "SVRB"))
+def test_samplers_of_the_wrong_shape(row, what, message):
+    if what == "sample" and row.name == "SVRB":
+        pytest.skip("looks at all tasks without asking which")
+    problem = row.quadratic(tasks=True)
+    problem.tasks, before = Wrong(problem.tasks, what), values(problem.x, problem.y)
+    options = {} if row.declared.tasks == "rows" else {"tasks_per_step": 3}
+    optimizer = row(problem.x, problem.y, lower_batch=2, **options)
+    with pytest.raises(ValueError, match=message):
+        problem.run(optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(before, values(problem.x, problem.y), strict=True))
+
+
+def test_misuse():
+    problem = Tasks()
+    optimizer, x, y = bo.AID(problem.x, problem.y, **ARGUMENTS), problem.x[0], problem.y[0]
+    step = partial(optimizer.step, tasks=problem.tasks)
+    with pytest.raises(TypeError, match="Tensor has no sample"):
+        optimizer.step(*problem.losses, tasks=problem.A)
+    with pytest.raises(TypeError, match="tasks only together with both losses"):
+        step()
+    with pytest.raises(ValueError, match="Invalid lower_optimizer value: LBFGS does not treat every entry alone"):
+        problem.run(bo.AID(problem.x, problem.y, **ARGUMENTS, lower_optimizer=torch.optim.LBFGS))
+    for upper, lower, message in (
+        (bo.Objective(problem.upper, [1]), problem.lower, "the upper loss takes its batches from the sampler"),
+        (lambda b: y * 2, problem.lower, "upper loss must return a scalar tensor, but returned a tensor of shape"),
+        (problem.upper, lambda b: b["A"].sum(), "lower loss depends on no parameter"),
+        (problem.upper, lambda b: x.sum(), "lower loss does not depend on lower parameter 0"),
+        (lambda b: y.square().sum(), lambda b: (y - b["A"].sum()).square().sum(),
+         "neither loss depends on any upper parameter"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            step(upper, lower)
+
+
+def test_dropout_masks_differ_between_tasks():
+    x, y = torch.zeros(1, requires_grad=True), torch.zeros(50, requires_grad=True)
+    optimizer = bo.AID([x], [y], lr=0.0, lower_lr=1.0, lower_steps=1, lower_init=lambda ids: torch.zeros(3, 50))
+
+    def lower(batch):
+        return (y - F.dropout(torch.ones(50), 0.5) * batch.mean() - x).square().sum() / 2
+
+    optimizer.backward(lambda batch: y.square().sum() / 2, lower, tasks=bo.TensorTasks(torch.ones(3, 1)))
+    # The mean of three independent masks of 0 and 2 takes values between as well.
+    assert {round(v, 3) for v in y.tolist()} > {0.667, 1.333}
+
+
+def few_shot(body, cls=bo.AID, vectorize=True, head=None):
+    """Two steps on five tasks with a body that they share; returns its optimizer, and the values."""
+    torch.manual_seed(1)
+    body, head = body(), (head or nn.Linear)(6, 3)
+    tasks = bo.TensorTasks(*[(torch.randn(5, 8, 4), torch.randint(0, 3, (5, 8))) for _ in range(2)])
+
+    def loss(batch):
+        hidden = body(batch[0])
+        return F.cross_entropy(head(hidden[0] if isinstance(hidden, tuple) else hidden), batch[1])
+
+    def lower(batch):
+        return loss(batch) + 0.1 * sum(p.square().sum() for p in head.parameters())
+
+    optimizer = cls(body.parameters(), head.parameters(), **ARGUMENTS, vectorize=vectorize)
+    for _ in range(2):
+        optimizer.step(loss, lower, tasks=tasks)
+    return optimizer, flat([*body.parameters(), *head.parameters()]), body
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_buffers_stay(vectorize):
+    norm = nn.BatchNorm1d(6)
+    optimizer, _, _ = few_shot(lambda: nn.Sequential(nn.Linear(4, 6), norm, nn.Tanh()), vectorize=vectorize)
+    assert "vectorize_fallback" not in optimizer.diagnostics
+    assert torch.equal(norm.running_mean, torch.zeros(6))
+    assert norm.num_batches_tracked == 0
+
+
+@pytest.mark.parametrize("cls", [bo.AID, bo.ITD, bo.F2SA])
+def test_what_vmap_cannot_do_is_looped_over(cls):
+    (optimizer, values, _), (_, looped, _) = (few_shot(lambda: nn.LSTM(4, 6), cls, v) for v in (True, False))
+    assert optimizer.diagnostics["vectorize_fallback"]
+    torch.testing.assert_close(values, looped, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script.*:FutureWarning", "ignore:.*torch.jit.script.*:DeprecationWarning"
+)
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_a_loss_that_hides_its_parameters_is_an_error_not_a_wrong_number(vectorize):
+    with pytest.raises(RuntimeError, match="the lower loss reads lower parameters in a way that cannot be redirected"):
+        few_shot(lambda: nn.Linear(4, 6), vectorize=vectorize, head=lambda *n: torch.jit.script(nn.Linear(*n)))
+
+
+def test_features_of_tasks_are_evaluated_once():
+    """PZOBO: one batched call for all paths and tasks, and one in the upper loss."""
+    problem = Cleaning(form="tasks", features=True)
+    optimizer = bo.PZOBO(problem.x, problem.y, lr=0.1, lower_lr=0.2, lower_steps=6, directions=2, generator=seeded())
+    for _ in range(2):
+        problem.evaluations["features"] = 0
+        problem.run(optimizer)
+    assert problem.evaluations["features"] == 2

@@ -1,0 +1,174 @@
+"""What the user hands over: objectives, finite sums, samplers of tasks."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import bilevel_optim as bo
+from bilevel_optim import Objective
+
+from ..problems import seeded
+
+
+def batches(objective, n):
+    return [objective.draw().batch for _ in range(n)]
+
+
+def chi_squared(counts, expected=None):
+    """Over its degrees of freedom, in standard deviations."""
+    expected = counts.sum() / len(counts) if expected is None else expected
+    freedom = len(counts) - 1
+    return float((((counts - expected) ** 2 / expected).sum() - freedom) / (2 * freedom) ** 0.5)
+
+
+# ---------------------------------------------------------------------------------------------------- objectives
+
+
+def test_data_is_cycled_and_shuffled_anew():
+    data = DataLoader(TensorDataset(torch.arange(12)), batch_size=4, shuffle=True)
+    drawn = [b[0] for b in batches(Objective(torch.sum, data), 9)]
+    passes = [torch.cat(drawn[i : i + 3]) for i in (0, 3, 6)]
+    assert all(torch.equal(p.sort().values, torch.arange(12)) for p in passes)
+    assert not torch.equal(passes[0], passes[1])
+
+
+@pytest.mark.parametrize("own_generator", [True, False])
+@pytest.mark.parametrize("stop", [0, 1, 3, 4, 5, 8])
+def test_resumes_at_its_position(own_generator, stop):
+    def make():
+        generator = seeded(1) if own_generator else None
+        return Objective(torch.sum, DataLoader(torch.arange(12), batch_size=3, shuffle=True, generator=generator))
+
+    objective = make()
+    batches(objective, stop)
+    state, random = objective.state_dict(), torch.get_rng_state()
+    expected = torch.stack(batches(objective, 9))
+    torch.rand(5)
+    again = make()
+    torch.set_rng_state(random)
+    again.load_state_dict(state)
+    assert torch.equal(expected, torch.stack(batches(again, 9)))
+
+
+def test_empty_and_exhausted_data_are_errors():
+    with pytest.raises(ValueError, match="empty"):
+        Objective(torch.sum, []).draw()
+    once = Objective(torch.sum, (i for i in range(2)))
+    batches(once, 2)
+    with pytest.raises(ValueError, match="exhausted"):
+        once.draw()
+    with pytest.raises(TypeError, match="must be iterable"):
+        Objective(torch.sum, 3)
+    with pytest.raises(TypeError, match="must be callable"):
+        Objective(torch.zeros(2))
+    with pytest.raises(TypeError, match="features must be callable"):
+        Objective(torch.sum, features=3)
+    assert repr(Objective(torch.sum, [1])) == "Objective(sum, data=list)"
+
+
+def test_evaluations_of_one_sample_share_random_numbers():
+    """Those that the first one drew; replaying them does not disturb the stream."""
+    sample, device = Objective(lambda: torch.rand(3)).draw(), torch.device("cpu")
+    with sample.replayed(device):
+        first = sample()
+    after = torch.rand(1)
+    state = torch.get_rng_state()
+    with sample.replayed(device):
+        assert torch.equal(first, sample())
+    assert torch.equal(state, torch.get_rng_state())
+    torch.manual_seed(0)
+    torch.rand(3)
+    assert torch.equal(after, torch.rand(1))
+    other = Objective(lambda: torch.rand(3)).draw()
+    with other.replayed(device):
+        assert not torch.equal(first, other())
+
+
+# ---------------------------------------------------------------------------------------------------- finite sums
+
+
+def test_finite_sum():
+    data = {"a": torch.arange(7.0), "b": (-torch.arange(7.0),)}
+    objective = bo.FiniteSum(lambda batch: batch["a"].mean(), data, 3, generator=seeded())
+    assert len(objective) == 3
+    terms = [objective.term(i) for i in range(3)]
+    assert [term.batch["a"].tolist() for term in terms] == [[0, 1], [2, 3], [4, 5, 6]]
+    assert all(torch.equal(term.batch["a"], -term.batch["b"][0]) for term in terms)
+    assert float(sum(term() for term in terms) / 3) == pytest.approx(3.0)  # the mean over the rows
+    assert chi_squared(torch.tensor([objective.draw().index for _ in range(3000)]).bincount(minlength=3)) < 5
+    state = objective.state_dict()
+    expected = [objective.draw().index for _ in range(20)]
+    objective.load_state_dict(state)
+    assert [objective.draw().index for _ in range(20)] == expected
+    listed = bo.FiniteSum(lambda batch: torch.tensor(float(batch)), [3, 4])
+    assert (len(listed), listed.term(1).batch, listed.state_dict()) == (2, 4, {})
+    assert repr(objective).endswith("3 terms)")
+    assert Objective(lambda: None).draw().index is None
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        ((torch.zeros(3), torch.zeros(4)), {}, r"same number of rows in every tensor, but have \[3, 4\]"),
+        ((torch.zeros(3), "text"), {}, "must be tensors with a leading dimension, or a list"),
+        (torch.zeros(0, 2), {}, "are empty"),
+        ([], {}, "are empty"),
+        (torch.zeros(3), {"batch_size": 0}, "Invalid batch_size value: 0"),
+        ([1, 2], {"batch_size": 2}, "Invalid batch_size value: 2"),
+        (torch.zeros(3), {"generator": 3}, "Invalid generator value: 3"),
+    ],
+)
+def test_finite_sum_refuses(data, options, message):
+    with pytest.raises(ValueError, match=message):
+        bo.FiniteSum(lambda batch: None, data, **options)
+
+
+# ---------------------------------------------------------------------------------------------------- tasks
+
+
+def test_task_ids_are_different_and_equally_likely():
+    tasks = bo.TensorTasks(torch.zeros(7, 2))
+    assert len(tasks) == 7
+    for n in range(1, 8):
+        ids = tasks.sample(n, seeded(n))
+        assert ids.dtype == torch.int64
+        assert len(set(ids.tolist())) == n
+    assert sorted(tasks.sample(17, seeded()).bincount().tolist()) == [2, 2, 2, 2, 3, 3, 3]
+    large, generator = bo.TensorTasks(torch.zeros(64, 1)), seeded(1)
+    drawn = torch.stack([large.sample(5, generator) for _ in range(4000)])  # by rejection
+    assert all(len(set(ids)) == 5 for ids in drawn.tolist())
+    assert chi_squared(drawn.flatten().bincount()) < 5
+    positions = torch.stack([tasks.sample(3, generator) for _ in range(3000)])
+    assert all(chi_squared(column.bincount(minlength=7)) < 5 for column in positions.T)
+
+
+def test_rows_are_drawn_with_replacement_and_together():
+    inputs = torch.arange(4 * 5.0).view(4, 5)
+    tasks = bo.TensorTasks({"a": inputs, "b": -inputs}, inputs.unsqueeze(-1) * 2)
+    ids = torch.tensor([2, 0, 2])
+    batch = tasks.lower(ids, 400, seeded())
+    assert batch["a"].shape == (3, 400)
+    assert torch.equal(batch["a"], -batch["b"])
+    for row, i in zip(batch["a"], ids, strict=True):
+        assert set(row.tolist()) == set(inputs[i].tolist())
+    assert not torch.equal(batch["a"][0], batch["a"][2])  # the same task twice has independent rows
+    assert torch.equal(tasks.upper(ids, None, None), inputs[ids].unsqueeze(-1) * 2)
+    assert torch.equal(tasks.lower(ids, 400, seeded())["a"], batch["a"])
+    assert isinstance(tasks, bo.TaskSampler)
+    assert repr(tasks) == "TensorTasks(4 tasks, rows: 5 lower, 5 upper)"
+
+
+@pytest.mark.parametrize(
+    ("lower", "upper", "message"),
+    [
+        (torch.zeros(3), None, r"lower data must be tensors of shape \(tasks, rows, ...\), but got \[\(3,\)\]"),
+        ((torch.zeros(3, 2), torch.zeros(3, 4)), None, r"same number of tasks and of rows.*\(3, 2\), \(3, 4\)"),
+        (torch.zeros(3, 2), torch.zeros(4, 2), "lower data are of 3 tasks, but the upper data of 4"),
+        (torch.zeros(3, 2), torch.zeros(3, 0), "upper data are empty: 3 tasks with 0 rows"),
+        ({"a": "text"}, None, r"lower data must be tensors.*\['str'\]"),
+        ({}, None, "lower data must be tensors"),
+    ],
+)
+def test_tensor_tasks_refuses(lower, upper, message):
+    with pytest.raises(ValueError, match=message):
+        bo.TensorTasks(lower, upper)

@@ -1,0 +1,170 @@
+"""Closed forms and error laws of the linear solvers (section 6.2 of the RAHGD specification)."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from bilevel_optim import Vector
+from bilevel_optim.solvers.linear import cg, fixed_point, neumann, neumann_term
+
+
+def spd(spectrum, seed=0, dtype=torch.float64):
+    spectrum = torch.as_tensor(spectrum, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    Q = torch.linalg.qr(torch.randn(len(spectrum), len(spectrum), generator=generator, dtype=torch.float64))[0]
+    return (Q @ torch.diag(spectrum) @ Q.T).to(dtype)
+
+
+class Product:
+    """v -> Hv on a vector of two tensors, counting its calls."""
+
+    def __init__(self, H):
+        self.H, self.calls = H, 0
+
+    def __call__(self, v):
+        self.calls += 1
+        return split(self.H @ torch.cat(v))
+
+
+def split(v):
+    return Vector([v[: len(v) // 3], v[len(v) // 3 :]])
+
+
+def relative(solution, H, b):
+    exact = torch.linalg.solve(H.double(), b.double())
+    return float((torch.cat(solution).double() - exact).norm() / exact.norm())
+
+
+def test_cg_iterates_in_closed_form():
+    H, b = Product(torch.diag(torch.tensor([1.0, 2.0]))), Vector([torch.ones(1), torch.ones(1)])
+    one, two = (torch.cat(cg(H, b, steps=k).solution) for k in (1, 2))
+    torch.testing.assert_close(one, torch.tensor([2 / 3, 2 / 3]), rtol=1e-15, atol=0)
+    torch.testing.assert_close(two, torch.tensor([1.0, 0.5]), rtol=1e-15, atol=0)
+
+
+def test_cg_is_exact_after_as_many_steps_as_distinct_eigenvalues():
+    H, b = spd([1.0, 2.0, 5.0, 10.0] * 10), torch.randn(40)
+    errors = [relative(cg(Product(H), split(b), steps=k).solution, H, b) for k in (3, 4)]
+    assert errors[0] > 1e-2
+    assert errors[1] < 1e-13
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("steps", [24, 200, 2000])
+def test_cg_stays_accurate_when_given_far_too_many_iterations(dtype, tolerance, steps):
+    H, b = spd(torch.linspace(1, 10, 24), dtype=dtype), torch.randn(24).to(dtype)
+    product = Product(H)
+    result = cg(product, split(b), steps=steps)
+    assert relative(result.solution, H, b) < tolerance
+    assert product.calls <= 30
+    assert not result.indefinite
+
+
+@pytest.mark.parametrize("H", [torch.eye(3) * 2, torch.diag(torch.tensor([1.0, 2.0, 2.0]))], ids=["2I", "two"])
+@pytest.mark.parametrize("warm", [False, True])
+def test_cg_survives_exact_convergence(H, warm):
+    """The cases in which an unguarded fixed number of iterations divides 0 by 0."""
+    H, b = H.double(), torch.ones(3)
+    start = split(torch.linalg.solve(H, b)) if warm else None
+    result = cg(Product(H), split(b), start, steps=50)
+    assert relative(result.solution, H, b) < 1e-15
+    assert result.iterations <= (0 if warm else 2)
+    zero = cg(Product(H), split(torch.zeros(3)), steps=5)
+    assert torch.cat(zero.solution).abs().max() == 0
+
+
+def test_cg_follows_its_bound():
+    kappa = 100.0
+    H, b = spd(torch.logspace(0, 2, 30)), torch.randn(30)
+    exact = torch.linalg.solve(H, b)
+    rate = (kappa**0.5 - 1) / (kappa**0.5 + 1)
+    for steps in (5, 10, 20):
+        error = (torch.cat(cg(Product(H), split(b), steps=steps).solution) - exact).norm()
+        assert error <= 2 * kappa**0.5 * rate**steps * exact.norm()
+
+
+def test_cg_tolerance_warm_start_and_damping():
+    H, b = spd(torch.linspace(1, 100, 24)), torch.randn(24)
+    loose = cg(Product(H), split(b), steps=100, tol=1e-3)
+    assert loose.residual <= 1e-3 * b.norm()
+    assert 1 < loose.iterations < 24
+    assert (b - H @ torch.cat(loose.solution)).norm() == pytest.approx(float(loose.residual), rel=1e-6)
+    near = split(torch.linalg.solve(H, b) * (1 + 1e-6))
+    assert cg(Product(H), split(b), near, steps=100, tol=1e-3).iterations == 0
+    damped = cg(Product(H), split(b), steps=100, damping=5.0)
+    assert relative(damped.solution, H + 5 * torch.eye(24), b) < 1e-12
+
+
+def test_cg_reports_indefinite_systems_and_keeps_the_last_iterate():
+    H = torch.diag(torch.tensor([4.0, 3.0, -1.0]))
+    result = cg(Product(H), split(torch.tensor([1.0, 2.0, 0.5])), steps=20)
+    assert result.indefinite
+    assert torch.cat(result.solution).isfinite().all()
+    first = cg(Product(-torch.eye(3)), split(torch.ones(3)), steps=20)
+    assert first.indefinite
+    assert first.iterations == 0
+    assert torch.cat(first.solution).abs().max() == 0
+
+
+@pytest.mark.parametrize("terms", [1, 2, 5, 50])
+def test_neumann_is_its_series(terms):
+    H, b, lr = spd(torch.linspace(0.5, 4, 12)), torch.randn(12), 0.3
+    expected = lr * sum(torch.linalg.matrix_power(torch.eye(12) - lr * H, i) @ b for i in range(terms))
+    for solver, steps in ((neumann, terms - 1), (fixed_point, terms)):
+        product = Product(H)
+        result = solver(product, split(b), steps=steps, lr=lr)
+        torch.testing.assert_close(torch.cat(result.solution), expected, rtol=1e-12, atol=1e-12)
+        assert product.calls == terms - 1
+
+
+@pytest.mark.parametrize("solver", [neumann, fixed_point])
+def test_error_law_of_the_series(solver):
+    """The error contracts by exactly 1 - lr mu per step in the slowest direction."""
+    H, lr = spd(torch.linspace(0.5, 4, 12)), 0.25
+    slow = torch.linalg.eigh(H)[1][:, 0]
+    errors = [
+        1 - 0.5 * float(slow @ torch.cat(solver(Product(H), split(slow), steps=k, lr=lr).solution)) for k in (10, 30)
+    ]
+    terms = 1 if solver is neumann else 0
+    assert errors[0] == pytest.approx((1 - lr * 0.5) ** (10 + terms), rel=1e-10)
+    assert errors[1] / errors[0] == pytest.approx((1 - lr * 0.5) ** 20, rel=1e-10)
+
+
+def test_series_take_one_rate_per_tensor_tolerance_damping_and_warm_start():
+    H, b = spd(torch.linspace(1, 3, 12)), torch.randn(12)
+    for solver in (neumann, fixed_point):
+        result = solver(Product(H), split(b), steps=400, lr=[0.2, 0.3])
+        assert relative(result.solution, H, b) < 1e-12
+        assert solver(Product(H), split(b), steps=400, lr=0.3, tol=1e-3).iterations < 30
+        damped = solver(Product(H), split(b), steps=400, lr=0.3, damping=1.0)
+        assert relative(damped.solution, H + torch.eye(12), b) < 1e-12
+    exact = split(torch.linalg.solve(H, b))
+    assert relative(fixed_point(Product(H), split(b), exact, steps=1, lr=0.3).solution, H, b) < 1e-14
+    for series in (neumann, partial(neumann_term, terms=2)):
+        with pytest.raises(ValueError, match="starts from zero"):
+            series(Product(H), split(b), exact, steps=1, lr=0.3)
+
+
+@pytest.mark.parametrize(
+    ("solve", "spectra", "iterations"),
+    [
+        (partial(cg, steps=4, tol=1e-6), [torch.ones(6), torch.logspace(0, 3, 6), -torch.ones(6)], [1, 4, 0]),
+        (partial(neumann, steps=60, lr=0.9, tol=1e-3), [torch.full((6,), s) for s in (1.0, 0.2, 0.7)], None),
+        (partial(fixed_point, steps=60, lr=0.9, tol=1e-3), [torch.full((6,), s) for s in (1.0, 0.2, 0.7)], None),
+    ],
+    ids=["cg", "neumann", "fixed_point"],
+)
+def test_each_lane_stops_at_its_own_tolerance(solve, spectra, iterations):
+    """Easy, hard and indefinite systems side by side."""
+    H, b = torch.stack(spectra), torch.randn(3, 6)
+    result = solve(lambda v: Vector([H * v[0]]), [b], lanes=True)
+    for i in range(3):
+        one = solve(lambda v, i=i: Vector([H[i] * v[0]]), [b[i]])
+        torch.testing.assert_close(result.solution[0][i], one.solution[0], rtol=1e-12, atol=1e-12)
+        assert result.iterations[i] == one.iterations
+        torch.testing.assert_close(result.residual[i], one.residual)
+        if iterations:
+            assert result.indefinite[i] == one.indefinite == (i == 2)
+    assert len(set(result.iterations.tolist())) == 3
+    assert iterations is None or result.iterations.tolist() == iterations

@@ -1,0 +1,363 @@
+"""AID, ITD, FirstOrder, BA, PAID: closed forms and error laws (6.3 of the RAHGD, 6 of the PZOBO specification)."""
+
+import itertools
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import jacrev
+
+import bilevel_optim as bo
+
+from ..problems import Cleaning, PenaltyQuadratic, Quadratic, Scalar, flat
+
+
+def hypergradient(cls, problem, steps=200, **options):
+    """Relative error of one estimate, and the optimizer that made it."""
+    optimizer = cls(problem.x, problem.y, **{"lr": 0.1, "lower_lr": problem.lr, "lower_steps": steps, **options})
+    optimizer.backward(problem.upper, problem.lower)
+    return problem.error(), optimizer
+
+
+@pytest.mark.parametrize("linear_steps", [24, 200])
+def test_cg_reaches_the_closed_form_and_stays_there(linear_steps):
+    error, optimizer = hypergradient(bo.AID, Quadratic(), 140, linear_steps=linear_steps)
+    assert error < 1e-10
+    assert optimizer.diagnostics["lower_residual"] < 1e-10
+    assert optimizer.diagnostics["linear_residual"] < 1e-10
+    assert optimizer.diagnostics["linear_iterations"] <= 30
+    error, _ = hypergradient(bo.AID, Quadratic(dtype=torch.float32), 80, linear_steps=linear_steps)
+    assert error < 1e-6
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint": True}, {"truncate": 120}])
+def test_unrolling_reaches_the_closed_form(options):
+    assert hypergradient(bo.ITD, Quadratic(), 160, **options)[0] < 1e-10
+    assert hypergradient(bo.ITD, Quadratic(dtype=torch.float32), 100, **options)[0] < 1e-6
+
+
+def test_exact_error_identity():
+    """u - grad Phi = (R + D'A^-1 P)(y - y*) + D'(v - v*(y)) for any (y, v): every sign and transpose."""
+    problem = Quadratic()
+    y, v = torch.randn(24), torch.randn(24)
+    problem.y[0].data.copy_(y)
+    oracle = bo.Oracle(problem.x, problem.y, problem.upper, problem.lower)
+    solution = bo.linear.LinearSolution(bo.Vector([v]), torch.tensor(0.0), torch.tensor(0), torch.tensor(False))
+    estimate = bo.hypergradient.implicit(oracle, lambda product, b, start: solution)
+    DA = torch.linalg.solve(problem.A, problem.D).T
+    predicted = (problem.R + DA @ problem.P) @ (y - problem.solution()[0]) + problem.D.T @ (v - problem.adjoint(y))
+    error = estimate.gradient[0] - problem.hypergradient()[0]
+    torch.testing.assert_close(error, predicted, rtol=1e-12, atol=1e-12)
+
+
+def test_hand_numbers():
+    """T1: y^2 = 0.375, direct 0.1, ITD = AID-FP(2) = -0.134375, AID-CG(1) = -0.2125, exact -0.15."""
+
+    def gradient(cls, steps=2, **options):
+        problem = Scalar()
+        optimizer = cls(problem.x, problem.y, lr=0.1, lower_lr=0.25, lower_steps=steps, **options)
+        optimizer.backward(problem.upper, problem.lower)
+        return float(problem.x[0].grad), float(problem.y[0].detach())
+
+    assert gradient(bo.FirstOrder) == pytest.approx((0.1, 0.375), abs=1e-12)
+    assert gradient(bo.ITD) == pytest.approx((-0.134375, 0.375), abs=1e-12)
+    assert gradient(bo.AID, linear_solver="fixed_point", linear_steps=2)[0] == pytest.approx(-0.134375, abs=1e-12)
+    assert gradient(bo.AID, linear_solver="neumann", linear_steps=1)[0] == pytest.approx(-0.134375, abs=1e-12)
+    assert gradient(bo.AID, linear_steps=1)[0] == pytest.approx(-0.2125, abs=1e-12)
+    assert gradient(bo.AID, steps=100, linear_steps=1)[0] == pytest.approx(-0.15, abs=1e-12)
+    assert gradient(bo.ITD, steps=100)[0] == pytest.approx(-0.15, abs=1e-12)
+
+
+@pytest.mark.parametrize("steps", [1, 7, 20])
+def test_fixed_point_of_as_many_steps_equals_unrolling(steps):
+    """T8, T9: on a constant Hessian, with the same lr, AID-FP(K = N) and ITD are the same number; CG is exact at y_N."""
+    a, b, c = Quadratic(n=8), Quadratic(n=8), Quadratic(n=8)
+    hypergradient(bo.AID, a, steps, linear_solver="fixed_point", linear_steps=steps)
+    hypergradient(bo.ITD, b, steps)
+    torch.testing.assert_close(a.x[0].grad, b.x[0].grad, rtol=1e-12, atol=1e-12)
+    hypergradient(bo.AID, c, steps, linear_steps=8)
+    y = c.y[0].detach()
+    torch.testing.assert_close(c.x[0].grad, c.direct(y) + c.D.T @ c.adjoint(y), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("solver", ["neumann", "fixed_point"])
+def test_error_law_of_the_series(solver):
+    """With y exact, the error is D' (I - lr A)^k v* and nothing else."""
+    for steps in (3, 10, 30):
+        problem = Quadratic()
+        problem.solve()
+        hypergradient(bo.AID, problem, 0, linear_solver=solver, linear_steps=steps)
+        power = torch.linalg.matrix_power(torch.eye(24) - problem.lr * problem.A, steps + (solver == "neumann"))
+        predicted = -problem.D.T @ power @ problem.adjoint(problem.solution()[0])
+        error = problem.x[0].grad - problem.hypergradient()[0]
+        torch.testing.assert_close(error, predicted, rtol=1e-8, atol=1e-12)
+
+
+def test_error_law_of_unrolling():
+    """The error contracts by 1 - lr mu per step once the fast directions are gone."""
+    errors = [hypergradient(bo.ITD, Quadratic(kappa=20.0), steps)[0] for steps in (60, 80)]
+    rate = 1 - Quadratic(kappa=20.0).lr * 1.0
+    # A Jordan-like factor T (1 - lr mu)^T: the derivative of the iteration and the iterate contract together.
+    assert (errors[1] / errors[0]) ** (1 / 20) == pytest.approx(rate, rel=2e-2)
+
+
+def test_truncation_leaves_out_the_first_steps():
+    """Differentiating the last k of T steps equals k steps of unrolling from where the first T - k ended."""
+    a, b = Quadratic(), Quadratic()
+    hypergradient(bo.ITD, a, 10, truncate=4)
+    hypergradient(bo.FirstOrder, b, 6)
+    hypergradient(bo.ITD, b, 4)
+    torch.testing.assert_close(a.x[0].grad, b.x[0].grad, rtol=1e-12, atol=1e-12)
+    _, optimizer = hypergradient(bo.ITD, Quadratic(), 10, truncate=0)
+    assert optimizer.oracle_counts == {"upper_grad": 1, "lower_grad": 10, "hvp": 0, "jvp": 0, "loss": 0}
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [partial(torch.optim.SGD, momentum=0.8), partial(torch.optim.SGD, momentum=0.8, nesterov=True), torch.optim.Adam],
+    ids=["momentum", "nesterov", "adam"],
+)
+def test_unrolling_through_momentum(factory):
+    """Against central differences of f(x, y_T(x)) run with torch's own optimizer; second step too (state lasts)."""
+
+    def run(x):
+        problem = Quadratic(n=6, m=3)
+        problem.x[0].data.copy_(x)
+        inner = factory([problem.y[0]], lr=0.05)
+        for _ in range(2 * 5):
+            inner.zero_grad()
+            problem.lower().backward(inputs=problem.y)
+            inner.step()
+        return problem.upper().item()
+
+    def itd(problem, **options):
+        return bo.ITD(problem.x, problem.y, lr=0.0, lower_lr=0.05, lower_optimizer=factory, **options)
+
+    problem, whole, last = (Quadratic(n=6, m=3) for _ in range(3))
+    optimizer, gradients = itd(problem, lower_steps=5), []
+    for _ in range(2):
+        optimizer.backward(problem.upper, problem.lower)
+        gradients.append(problem.x[0].grad.clone())
+    itd(whole, lower_steps=10).backward(whole.upper, whole.lower)
+    for i in range(3):
+        shift = 1e-6 * torch.eye(3)[i]
+        difference = (run(problem.x[0].detach() + shift) - run(problem.x[0].detach() - shift)) / 2e-6
+        assert float(whole.x[0].grad[i]) == pytest.approx(difference, rel=1e-5, abs=1e-8)
+    # The last 5 of 10 steps, from the state that the first 5 left: what truncation computes in one go.
+    itd(last, lower_steps=10, truncate=5).backward(last.upper, last.lower)
+    torch.testing.assert_close(last.x[0].grad, gradients[1], rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(*gradients)
+
+
+def test_no_indirect_term_without_cause():
+    """f independent of y, no lower step, or g without x (of which f depends): the direct gradient exactly."""
+    problem = PenaltyQuadratic()
+    x, y = torch.randn(3).requires_grad_(), torch.ones(2, requires_grad=True)
+    for cls, options in ((bo.AID, {}), (bo.ITD, {}), (bo.FirstOrder, {}), (bo.F2SA, {"nu": 0.05})):
+        optimizer = cls(problem.x, problem.y, lr=0.1, lower_lr=problem.lr, lower_steps=3, **options)
+        optimizer.backward(lambda: (problem.x[0] ** 3).sum(), problem.lower)
+        torch.testing.assert_close(problem.x[0].grad, 3 * problem.x[0].detach() ** 2, rtol=1e-12, atol=1e-12)
+        optimizer = cls([x], [y], lr=0.1, lower_lr=0.5, lower_steps=3, **options)
+        optimizer.backward(lambda: (x**4).sum() + 0 * y.sum(), lambda: y.square().sum() / 2)
+        torch.testing.assert_close(x.grad, 4 * x.detach() ** 3, rtol=1e-12, atol=1e-12)
+
+
+def dense(problem):
+    """Implicit differentiation of `Cleaning` by torch.func, at the minimiser found by Newton's method."""
+    shapes = [p.shape for p in (*problem.x, *problem.y)]
+    sizes = [s.numel() for s in shapes]
+    split = sum(sizes[: len(problem.x)])
+
+    def scores(x, y, inputs):
+        parts = torch.cat([x, y]).split(sizes)
+        w, A, a, B, b = (part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+        return w, (inputs @ A.T + a).tanh() @ B.T + b
+
+    def g(x, y):
+        w, logits = scores(x, y, problem.X)
+        return (w.sigmoid() * F.cross_entropy(logits, problem.t, reduction="none")).mean() + 0.05 * (y**2).sum()
+
+    def f(x, y):
+        return F.cross_entropy(scores(x, y, problem.Xv)[1], problem.tv)
+
+    x, y = flat(problem.parameters)[:split], flat(problem.parameters)[split:]
+    for _ in range(12):
+        y = y - torch.linalg.solve(jacrev(jacrev(g, 1), 1)(x, y), jacrev(g, 1)(x, y))
+    v = torch.linalg.solve(jacrev(jacrev(g, 1), 1)(x, y), jacrev(f, 1)(x, y))
+    return jacrev(f, 0)(x, y) - jacrev(jacrev(g, 1), 0)(x, y).T @ v
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"), [(bo.AID, {"linear_steps": 40}), (bo.ITD, {}), (bo.F2SA, {"order": 4, "nu": 5e-3})]
+)
+def test_data_cleaning_against_torch_func(cls, options):
+    """Modules on both levels, against dense implicit differentiation by torch.func."""
+    problem = Cleaning()
+    truth = dense(problem)
+    optimizer = cls(problem.x, problem.y, lr=0.1, lower_lr=1.5, lower_steps=200, **options)
+    optimizer.backward(*problem.losses)
+    error = (flat(p.grad for p in problem.x) - truth).norm() / truth.norm()
+    assert error < (1e-6 if cls is bo.F2SA else 1e-9)
+
+
+def test_finite_difference_products_in_both_precisions():
+    for dtype, tolerance in ((torch.float64, 1e-7), (torch.float32, 2e-2)):
+        gradients = []
+        for hvp in ("exact", "finite-difference"):
+            problem = Cleaning(dtype=dtype)
+            optimizer = bo.AID(problem.x, problem.y, lr=0.0, lower_lr=1.0, lower_steps=0, linear_steps=20, hvp=hvp)
+            optimizer.backward(*problem.losses)
+            gradients.append(flat(p.grad for p in problem.x))
+        assert (gradients[1] - gradients[0]).norm() < tolerance * gradients[0].norm()
+
+
+def test_damping_shifts_the_hessian():
+    problem = Quadratic()
+    problem.solve()
+    hypergradient(bo.AID, problem, 0, linear_steps=50, damping=2.0)
+    y = problem.y[0].detach()
+    v = torch.linalg.solve(problem.A + 2 * torch.eye(24), problem.A @ problem.adjoint(y))
+    torch.testing.assert_close(problem.x[0].grad, problem.direct(y) + problem.D.T @ v, rtol=1e-10, atol=1e-10)
+
+
+def test_warm_start_of_the_linear_solver_pays():
+    """With y and v warm, one CG step per outer step goes on where the last one ended."""
+    problem, errors = Quadratic(kappa=100.0), []
+    problem.solve()
+    optimizer = bo.AID(problem.x, problem.y, lr=0.0, lower_lr=0.0, lower_steps=0, linear_steps=5)
+    for _ in range(6):
+        optimizer.backward(problem.upper, problem.lower)
+        errors.append(problem.error())
+    assert errors[-1] < 0.1 * errors[0]
+    assert optimizer.oracle_counts == {"upper_grad": 6, "lower_grad": 6, "hvp": 5 + 5 * 6, "jvp": 6, "loss": 0}
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "counts"),  # upper_grad, lower_grad, hvp, jvp, loss
+    [
+        (bo.AID, {"linear_steps": 5}, (1, 8, 5, 1, 0)),
+        (bo.AID, {"linear_steps": 5, "linear_solver": "neumann"}, (1, 8, 5, 1, 0)),
+        (bo.AID, {"linear_steps": 5, "linear_solver": "fixed_point"}, (1, 8, 4, 1, 0)),
+        (bo.ITD, {}, (1, 7, 7, 7, 0)),
+        (bo.ITD, {"checkpoint": True}, (1, 14, 7, 7, 0)),
+        (bo.ITD, {"truncate": 3}, (1, 7, 3, 3, 0)),
+        (bo.FirstOrder, {}, (1, 7, 0, 0, 0)),
+        (bo.F2SA, {"order": 2}, (16, 16, 0, 0, 0)),
+        (bo.F2SA, {"order": 1}, (8, 16, 0, 0, 1)),
+        (bo.F2SA, {"order": 3, "stencil": "centred"}, (24, 32, 0, 0, 1)),
+    ],
+)
+def test_oracle_counts_of_the_first_step(cls, options, counts):
+    _, optimizer = hypergradient(cls, Quadratic(), 7, lower_lr=0.01, **options)
+    assert tuple(optimizer.oracle_counts.values()) == counts
+
+
+def test_indefinite_lower_hessian_is_reported_once():
+    x, y = torch.ones(2, requires_grad=True), torch.full((2,), 0.1, requires_grad=True)
+    optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.01, lower_steps=1)
+
+    def lower():
+        return (x * y**2).sum() - (y**2).sum() * 3
+
+    with pytest.warns(bo.BilevelWarning, match="not positive definite"):
+        optimizer.step(lambda: ((y - 1) ** 2).sum(), lower)
+    optimizer.step(lambda: ((y - 1) ** 2).sum(), lower)
+    assert x.isfinite().all()
+
+
+def test_batches_are_drawn_as_documented():
+    """lower_steps lower batches, one upper batch, one lower batch for the products."""
+    x, y = torch.ones(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+
+    def drawn(cls, **options):
+        log = []
+
+        def upper(batch):
+            log.append(("f", batch))
+            return ((y - batch) ** 2).sum() + 0 * x.sum()
+
+        def lower(batch):
+            log.append(("g", batch))
+            return ((y - x * batch) ** 2).sum()
+
+        f, g = bo.Objective(upper, range(100)), bo.Objective(lower, range(100))
+        cls([x], [y], lr=0.0, lower_lr=0.01, lower_steps=3, **options).backward(f, g)
+        return log
+
+    steps = [("g", 0), ("g", 1), ("g", 2)]
+    assert drawn(bo.AID) == [*steps, ("f", 0), ("g", 3)]
+    assert drawn(bo.FirstOrder) == [*steps, ("f", 0)]
+    assert drawn(bo.ITD) == [*steps, ("f", 0)]
+    assert drawn(bo.ITD, checkpoint=True) == [*steps, ("f", 0), *steps[::-1]]
+    pair = [[("g", k), ("f", k)] for k in range(4)]
+    assert drawn(bo.F2SA, vectorize=False) == [entry for k in range(4) for entry in 2 * pair[k]]
+    independent = drawn(bo.F2SA, vectorize=False, samples="independent")
+    assert independent[:4] == [("g", 0), ("f", 0), ("g", 1), ("f", 1)]
+    assert independent[-4:] == 2 * [("g", 6), ("f", 6)]
+
+
+# ---------------------------------------------------------------------------------------------------- BA, PAID
+
+BASELINE = {"lr": 0.02, "lower_lr": 0.1, "linear_steps": 5}
+
+
+@pytest.mark.parametrize(("scale", "growth"), [(0.5, 0.25), (2, 0.25), (4, 0.25), (3, 1.0)])
+def test_ba_makes_more_and_more_steps(scale, growth):
+    problem, total = Quadratic(n=5, m=3, kappa=4.0), 0
+    optimizer = bo.BA(problem.x, problem.y, **BASELINE, lower_steps=scale, growth=growth)
+    for k in range(12):
+        problem.run(optimizer)
+        total += math.ceil(scale * (k + 1) ** growth) + 1
+        assert optimizer.oracle_counts["lower_grad"] == total
+
+
+def test_ba_solves_from_its_first_value():
+    """Each step is AID from a fixed y and from zero; the number of steps so far survives a checkpoint."""
+    problem = Quadratic(n=5, m=3, kappa=4.0)
+    start = torch.randn(5)
+    problem.y[0].data.copy_(start)
+    optimizer = bo.BA(problem.x, problem.y, **BASELINE, lower_steps=2)
+    for k in range(6):
+        x, y = problem.x[0].detach().clone(), start.clone()
+        for _ in range(math.ceil(2 * (k + 1) ** 0.25)):
+            y = y - 0.1 * (problem.A @ y - problem.D @ x - problem.e)
+        truth = problem.direct(y) + problem.D.T @ problem.adjoint(y)  # exact in 5 steps
+        if k == 3:
+            state = optimizer.state_dict()
+            optimizer = bo.BA(problem.x, problem.y, **BASELINE, lower_steps=2)
+            optimizer.load_state_dict(state)
+        problem.run(optimizer)
+        torch.testing.assert_close(problem.y[0].detach(), y)
+        torch.testing.assert_close(problem.x[0].detach(), x - 0.02 * truth)
+
+
+def test_paid_perturbs_after_small_gradients_only():
+    """A saddle point of f(x, y*(x)) = x1^4/4 - x1^2/2 + x2^2/2: kicks are at least the period apart, and rare."""
+    x, y = torch.tensor([0.0, 1.0], requires_grad=True), torch.zeros(2, requires_grad=True)
+    optimizer = bo.PAID(
+        [x], [y], lr=0.1, lower_lr=1.0, lower_steps=1, gradient_threshold=1e-2, perturbation=1e-3,
+        perturbation_period=30, generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    kicks = []
+    for k in range(220):
+        before, slope = x.detach().clone(), torch.stack([x[0] ** 3 - x[0], x[1]]).detach()
+        optimizer.step(lambda: y[0] ** 4 / 4 - y[0] ** 2 / 2 + y[1] ** 2 / 2, lambda: (y - x).square().sum() / 2)
+        moved = x.detach() - before + 0.1 * slope
+        if moved.norm() > 1e-12:
+            kicks.append(k)
+            assert moved.norm() <= 1e-3
+            assert slope.norm() <= 1e-2
+    assert kicks[0] == 44  # 0.9^44 <= 1e-2 is the first small gradient
+    assert min(b - a for a, b in itertools.pairwise(kicks)) >= 31
+    assert abs(abs(x[0].item()) - 1) < 1e-2
+
+
+def test_paid_without_perturbation_is_aid():
+    paths = []
+    for cls, options in ((bo.AID, {}), (bo.PAID, {"perturbation": 0.0, "gradient_threshold": 1e9})):
+        problem = Quadratic()
+        problem.run(cls(problem.x, problem.y, **BASELINE, lower_steps=3, **options), 10)
+        paths.append(problem.x[0].detach())
+    assert torch.equal(*paths)

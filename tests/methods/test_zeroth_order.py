@@ -1,0 +1,628 @@
+"""PZOBO, HOZOG and ESMAML: the properties T1 to T24 and T26 of the PZOBO specification (T25 is in test_recipes)."""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import bilevel_optim as bo
+
+from ..problems import Given, Problem, Scalar, Tasks, flat, seeded
+
+matrix_power = torch.linalg.matrix_power
+many = pytest.mark.filterwarnings("ignore:the estimate of the hypergradient is mostly noise")
+
+
+class QB(Problem):
+    """g = y'Ay/2 - y'Bx, f = |y - c|^2/2 + lam |x|^2/2, whose N-step response is linear: y_N = y_0 + J_N x."""
+
+    def __init__(self, d=5, p=4, lam=0.3, x=None):
+        random = partial(torch.randn, generator=seeded())
+        A = random(d, d)
+        self.A, self.B, self.c, self.lam = A @ A.T / d + 0.5 * torch.eye(d), random(d, p), random(d), lam
+        self.x, self.y = [(random(p) if x is None else x).requires_grad_()], [torch.zeros(d, requires_grad=True)]
+        self.lr = 1 / float(torch.linalg.eigvalsh(self.A)[-1])
+
+    def upper(self):
+        return (self.y[0] - self.c).square().sum() / 2 + self.lam * self.x[0].square().sum() / 2
+
+    def lower(self):
+        return self.y[0] @ self.A @ self.y[0] / 2 - self.y[0] @ self.B @ self.x[0]
+
+    def jacobian(self, steps):
+        E = torch.eye(len(self.A)) - self.lr * self.A
+        return (torch.eye(len(self.A)) - matrix_power(E, steps)) @ torch.linalg.solve(self.A, self.B)
+
+    def direct(self):
+        return self.lam * self.x[0].detach()
+
+    def indirect(self, steps):
+        """J_N' (y_N - c) for the start y_0 = 0."""
+        J = self.jacobian(steps)
+        return J.T @ (J @ self.x[0].detach() - self.c)
+
+    def solution(self):
+        return [torch.linalg.solve(self.A, self.B @ self.x[0].detach())]
+
+    def hypergradient(self):
+        return [self.direct() + torch.linalg.solve(self.A, self.B).T @ (self.solution()[0] - self.c)]
+
+
+def estimate(cls, problem, count, seed=0, steps=6, vectorize=False, **options):
+    """One estimate; returns the optimizer, the gradient, its coefficients c_j, and the directions as a matrix.
+
+    The directions are seen by the lower loss: after those of the base path come the evaluations at each other x.
+    """
+    seen, x, mu = [], flat(problem.x), options.get("smoothing", 1e-2)
+
+    def lower():
+        seen.append(flat(problem.x) if vectorize is False else x)
+        return problem.lower()
+
+    options = {"lower_lr": problem.lr, "generator": seeded(seed), "vectorize": vectorize, **options}
+    optimizer = cls(problem.x, problem.y, lr=0.1, lower_steps=steps, directions=count, **options)
+    optimizer.backward(problem.upper, lower)
+    paths = seen[steps :: steps * (2 if options.get("difference") == "central" else 1)] if steps else []
+    U = torch.stack([(at - x) / mu for at in paths]) if paths else None
+    return optimizer, flat(t.grad for t in problem.x), optimizer.diagnostics["coefficients"], U
+
+
+# ------------------------------------------------------------------------------------------ exact identities
+
+
+def test_hand_numbers():
+    """T1: A=2, B=1, alpha=1/4, N=2, x=1, c=1, lambda=0.1."""
+    problem, mu = Scalar(), 1e-3
+    _, h, _, U = estimate(bo.PZOBO, problem, 1, steps=2, smoothing=mu)
+    assert problem.y[0].item() == pytest.approx(0.375, abs=1e-12)
+    assert h.item() == pytest.approx(float(0.1 - 0.234375 * U[0, 0] ** 2), abs=1e-9)
+    _, h, _, U = estimate(bo.HOZOG, Scalar(), 1, steps=2, smoothing=mu)
+    assert h.item() == pytest.approx(float(-0.134375 * U[0, 0] ** 2 + mu / 2 * 0.240625 * U[0, 0] ** 3), abs=1e-9)
+
+
+@many
+@pytest.mark.parametrize(("mu", "tolerance"), [(1.0, 1e-13), (0.1, 1e-12), (1e-3, 1e-10), (1e-6, 1e-7)])
+def test_linear_response_is_exact_at_every_smoothing(mu, tolerance):
+    """T2 and T23: delta = J_N u whatever mu, with rounding that grows as 1/mu; forward equals central."""
+    problem = QB()
+    _, h, c, U = estimate(bo.PZOBO, problem, 3, smoothing=mu)
+    w = problem.indirect(6)
+    torch.testing.assert_close(c, U @ w, rtol=tolerance, atol=tolerance * w.norm())
+    expected = problem.direct() + (U @ w) @ U / 3
+    torch.testing.assert_close(h, expected, rtol=tolerance, atol=10 * tolerance * w.norm())
+    _, central, _, _ = estimate(bo.PZOBO, QB(), 3, smoothing=mu, difference="central")
+    torch.testing.assert_close(h, central, rtol=tolerance, atol=10 * tolerance * w.norm())
+
+
+def test_lower_solve_contracts_and_the_error_follows():
+    """T10, T26: the error against the exact hypergradient falls like (1 - alpha mu_g)^N down to rounding."""
+    errors = []
+    for steps in (0, 10, 20, 40, 80):
+        problem = QB()
+        estimate(bo.PZOBO, problem, 4, steps=steps, direction="orthogonal")
+        slowest = (1 - problem.lr * float(torch.linalg.eigvalsh(problem.A)[0])) ** steps
+        y = problem.solution()[0]
+        assert (problem.y[0] - y).norm() <= slowest * y.norm() + 1e-12
+        J = torch.linalg.solve(problem.A, problem.B)
+        assert torch.linalg.matrix_norm(problem.jacobian(steps) - J, 2) <= slowest * torch.linalg.matrix_norm(J, 2)
+        errors.append(problem.error())
+        assert errors[-1] <= 3 * slowest + 1e-10
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 1e-3
+
+
+def test_hozog_minus_pzobo_is_the_curvature_term():
+    """T14: with the same u and f = |y - c|^2/2 the difference is (mu/2) |delta|^2 u."""
+    problem, mu = QB(lam=0.0), 0.3
+    _, pzobo, _, _ = estimate(bo.PZOBO, QB(lam=0.0), 1, smoothing=mu)
+    _, hozog, _, U = estimate(bo.HOZOG, problem, 1, smoothing=mu)
+    delta = problem.jacobian(6) @ U[0]
+    torch.testing.assert_close(hozog - pzobo, mu / 2 * delta.dot(delta) * U[0], rtol=1e-10, atol=1e-12)
+
+
+def test_identities_that_cost_nothing():
+    """T22, and T18: x is restored exactly."""
+    problem = QB()
+    before, storage = problem.x[0].detach().clone(), problem.x[0].data_ptr()
+    _, h, _, _ = estimate(bo.PZOBO, problem, 4, steps=0)
+    assert torch.equal(h, problem.direct())
+    for vectorize in (True, 2, False):
+        estimate(bo.PZOBO, problem, 5, smoothing=0.123, vectorize=vectorize)
+        assert torch.equal(problem.x[0], before)
+        assert problem.x[0].data_ptr() == storage
+    problem.upper = lambda: problem.x[0].square().sum()
+    _, h, _, _ = estimate(bo.PZOBO, problem, 4)
+    assert torch.equal(h, 2 * problem.x[0].detach())
+    _, h, _, U = estimate(bo.PZOBO, QB(d=5, p=8, lam=0.0), 3)
+    residual = torch.linalg.lstsq(U.T, h).solution @ U - h
+    assert residual.norm() < 1e-12 * h.norm()
+
+
+# ------------------------------------------------------------------------------------------ error laws
+
+
+@many
+def test_reference_code_mode_damps_every_tensor_by_its_size():
+    """T16: unit directions per tensor without a factor have mean w_l / p_l; with the factor they are unbiased."""
+    random = partial(torch.randn, generator=seeded())
+    M, N, problem, count = random(5, 2), random(5, 8), QB(), 800
+    problem.x = [torch.ones(2, requires_grad=True), torch.ones(8, requires_grad=True)]
+    problem.upper = lambda: (problem.y[0] - problem.c).square().sum() / 2
+    problem.lower = lambda: (problem.y[0] - M @ problem.x[0] - N @ problem.x[1]).square().sum() / 2
+    problem.lr = 1.0
+    w = torch.cat([M, N], 1).T @ (M.sum(1) + N.sum(1) - problem.c)
+    sizes = torch.tensor([2.0] * 2 + [8.0] * 8)
+    for scale, factor in (("none", 1.0), ("unbiased", sizes), (0.5, 0.5 * sizes)):
+        _, h, c, U = estimate(bo.PZOBO, problem, count, steps=1, direction="block_sphere", scale=scale)
+        samples = c[:, None] * U * factor
+        assert ((h - factor * w / sizes).abs() < 4.5 * samples.std(0) / count**0.5).all()
+
+
+def sine(x, phi=torch.sin, lr=0.3):
+    """g = (y - phi(x))^2 / 2, f = y: Phi_N = (1 - (1 - alpha)^N) phi."""
+    x, y = torch.as_tensor(x, dtype=torch.float64).requires_grad_(), torch.zeros((), requires_grad=True)
+    return Given([x], [y], lambda: y * 1, lambda: (y - phi(x)).square() / 2, lr)
+
+
+@many
+@pytest.mark.parametrize(("mu", "predicted"), [(1.0, 0.4257), (0.5, 0.6194), (0.1, 0.6984)])
+@pytest.mark.parametrize("count", [4000, pytest.param(400_000, marks=pytest.mark.slow)])
+def test_bias_is_quadratic_in_the_smoothing(mu, predicted, count):
+    """T5: Gaussian smoothing of the sine: mean (1 - (1 - alpha)^N) exp(-mu^2/2) cos x, here for N = 7."""
+    _, h, _, _ = estimate(bo.PZOBO, sine(0.7), count, steps=7, smoothing=mu, vectorize=True)
+    assert abs(h.item() - predicted) < 4.5 * (3 / count) ** 0.5  # |c u| <= u^2, whose second moment is 3
+
+
+@many
+@pytest.mark.parametrize("count", [2000, pytest.param(200_000, marks=pytest.mark.slow)])
+def test_quadratic_response(count):
+    """T6: phi = x'Gx has no bias, and variance (p + 1)|2Gx|^2 + mu^2 (p + 4)(tr(G)^2 + 2 tr(G^2))."""
+    p, mu, G, x = 4, 0.5, torch.randn(4, 4), torch.randn(4)
+    G = G + G.T
+    _, h, c, U = estimate(bo.PZOBO, sine(x, lambda x: x @ G @ x, lr=1.0), count, steps=1, smoothing=mu)
+    w = 2 * G @ x.detach()
+    variance = (p + 1) * w.dot(w) + mu**2 * (p + 4) * (G.trace() ** 2 + 2 * (G @ G).trace())
+    measured = (c[:, None] * U - w).square().sum(1)
+    assert (h - w).norm() < 4 * (variance / count) ** 0.5
+    assert abs(measured.mean() - variance) < 4.5 * measured.std() / count**0.5
+
+
+@many
+def test_noise_does_not_vanish_at_a_stationary_point():
+    """T15: E|h|^2 = (p + 1)|J'v|^2 where the hypergradient is zero; HOZOG keeps only its curvature term."""
+    steps, mu, count, problem = 2, 1e-2, 800, QB(lam=0.5)
+    J = problem.jacobian(steps)
+    hessian = 0.5 * torch.eye(4) + J.T @ J
+    problem.x[0].data = torch.linalg.solve(hessian, J.T @ problem.c)
+    w = problem.indirect(steps)
+    _, _, c, U = estimate(bo.PZOBO, problem, count, steps=steps, smoothing=mu)
+    norms = (problem.direct() + c[:, None] * U).square().sum(1)
+    assert abs(norms.mean() - 5 * w.dot(w)) < 4.5 * norms.std() / count**0.5
+    problem.y[0].data.zero_()
+    _, _, c, U = estimate(bo.HOZOG, problem, count, steps=steps, smoothing=mu)
+    norms = (c[:, None] * U).square().sum(1)
+    expected = mu**2 / 4 * 8 * (hessian.trace() ** 2 + 2 * (hessian @ hessian).trace())
+    assert abs(norms.mean() - expected) < 5 * norms.std() / count**0.5
+
+
+class Features(Problem):
+    """Softmax regression on learned features: x are the features' weights, y a regularised head."""
+
+    lr = 0.2
+
+    def __init__(self, activation=nn.Tanh, dropout=0.0):
+        generator = seeded(1)
+        self.X, self.t = torch.randn(24, 4, generator=generator), torch.randint(0, 3, (24,), generator=generator)
+        self.net, self.dropout, self.calls = nn.Sequential(nn.Linear(4, 5), activation(), nn.Linear(5, 3)), dropout, 0
+        for q in self.net.parameters():
+            q.data = torch.randn(q.shape, generator=generator) * 0.5
+        self.x, self.y = [*self.net[0].parameters()], [*self.net[2].parameters()]
+
+    def upper(self, part=slice(0, None, 2)):
+        return F.cross_entropy(self.net(self.X[part]), self.t[part])
+
+    def features(self):
+        self.calls += 1
+        return F.dropout(self.net[:2](self.X[1::2]), self.dropout)
+
+    def head(self, features):
+        return F.cross_entropy(self.net[2](features), self.t[1::2]) + 0.05 * sum(q.square().sum() for q in self.y)
+
+    def lower(self):
+        return self.head(self.features())
+
+
+def unrolled(problem, steps, **options):
+    """The exact derivative of the lower solve, and its indirect part."""
+    itd = bo.ITD(problem.x, problem.y, lr=0.1, lower_lr=problem.lr, lower_steps=steps, **options)
+    itd.backward(problem.upper, problem.lower)
+    total = flat(t.grad for t in problem.x)
+    return total, total - flat(torch.autograd.grad(problem.upper(), problem.x))
+
+
+@many
+@pytest.mark.parametrize("count", [2000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_agrees_with_unrolling_in_the_mean(count):
+    """T11: a smooth problem that is not quadratic."""
+    total, w = unrolled(Features(), 10)
+    _, h, _, _ = estimate(bo.PZOBO, Features(), count, steps=10, smoothing=1e-3, vectorize=True)
+    assert (h - total).norm() < 3 * ((len(h) + 1) / count) ** 0.5 * w.norm() + 1e-5
+
+
+def test_difference_converges_to_the_directional_derivative():
+    """T11, T12: first order in mu for a smooth network, second if central; small at a tiny mu for one with kinks."""
+    for difference, mus, order in (("forward", (1e-1, 1e-2, 1e-3), 1.0), ("central", (1e-1, 1e-2), 2.0)):
+        errors, (_, w) = [], unrolled(Features(), 10)
+        for mu in mus:
+            _, _, c, U = estimate(bo.PZOBO, Features(), 1, steps=10, smoothing=mu, difference=difference)
+            errors.append((c[0] - U[0] @ w).abs())
+        slopes = [float(torch.log10(a / b)) for a, b in itertools.pairwise(errors)]
+        assert slopes == pytest.approx([order] * len(slopes), abs=0.15)
+    _, w = unrolled(Features(nn.ReLU), 10)
+    for seed in range(3):
+        _, _, c, U = estimate(bo.PZOBO, Features(nn.ReLU), 1, seed=seed, steps=10, smoothing=1e-5)
+        assert (c[0] - U[0] @ w).abs() < 1e-3 * (U[0] @ w).abs() + 1e-5
+
+
+@many
+def test_float32_noise_is_predicted():
+    """T13: the relative error of a difference grows as 1/mu, and is what the diagnostic says within a factor of 4."""
+    d, p, random = 50, 200, partial(torch.randn, generator=seeded())
+    A, B = random(d, d), (random(d, p) / p**0.5).float()
+    A = (A @ A.T / d + torch.eye(d)).float()
+    J = torch.linalg.solve(A.double(), B.double())
+    J = J - matrix_power(torch.eye(d) - 0.2 * A.double(), 20) @ J
+    products = []
+    for mu in (1e-1, 1e-2, 1e-3, 1e-4, 1e-6):
+        x, y = torch.ones(p).float().requires_grad_(), torch.zeros(d).float().requires_grad_()
+        problem = Given([x], [y], lambda y=y: y.sum(), lambda x=x, y=y: y @ A @ y / 2 - y @ B @ x, lr=0.2)
+        if mu == 1e-6:
+            with pytest.warns(bo.BilevelWarning, match="mostly rounding"):
+                estimate(bo.PZOBO, problem, 1, steps=20, smoothing=mu)
+            continue
+        errors, predicted = [], []
+        for seed in range(4):
+            y.data.zero_()
+            optimizer, h, c, _ = estimate(bo.PZOBO, problem, 1, seed=seed, steps=20, smoothing=mu)
+            exact = J @ (h / c).double()  # h is c times the direction, as f does not depend on x
+            # The adjoint is a vector of ones: the error of the coefficient is about the norm of that of the difference.
+            errors.append(float((c[0] - exact.sum()).abs() / exact.norm()))
+            predicted.append(float(optimizer.diagnostics["difference_error"]))
+        assert 0.1 < sum(errors) / sum(predicted) < 4
+        products.append(sum(errors) * mu)
+    assert max(products) < 8 * min(products)
+
+
+def test_warns_of_noise_once():
+    x, y = torch.zeros(2000, requires_grad=True), torch.zeros(1, requires_grad=True)
+    upper, lower = (lambda: (y - 1).square().sum()), (lambda: (y - x.mean()).square().sum())
+    optimizer, other = (bo.PZOBO([x], [y], lr=0.1, lower_lr=0.5, lower_steps=3, directions=1) for _ in range(2))
+    with pytest.warns(bo.BilevelWarning, match=r"mostly noise.*2,000 dimensions.*44.7 times"):
+        optimizer.step(upper, lower)
+    assert float(optimizer.diagnostics["noise_to_signal"]) == pytest.approx(2001**0.5)
+    optimizer.step(upper, lower)
+    # Where the direct term dominates, the noise of the indirect one is no reason to warn.
+    other.step(lambda: (x - 1).square().sum() * 10 + upper(), lower)
+
+
+# ------------------------------------------------------------------------------------------ paths
+
+
+@pytest.mark.parametrize("vectorize", [True, 2, False])
+def test_shared_batches_cancel(vectorize):
+    """T7, first half: with one noise for all paths of a step the difference is exact."""
+    problem, noise = QB(), 3.0 * torch.randn(100, 5)
+    problem.y[0].data = torch.randn(5)
+    optimizer = bo.PZOBO(problem.x, problem.y, lr=0.1, lower_lr=problem.lr, lower_steps=6, directions=4,
+                         direction="orthogonal", vectorize=vectorize)  # fmt: skip
+    optimizer.backward(problem.upper, bo.Objective(lambda n: problem.lower() + n @ problem.y[0], noise))
+    exact = problem.direct() + problem.jacobian(6).T @ (problem.y[0].detach() - problem.c)
+    torch.testing.assert_close(problem.x[0].grad, exact, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("cls", [bo.PZOBO, bo.HOZOG])
+def test_every_path_sees_one_batch_per_step_in_order(cls):
+    """2.2: batches S_0 to S_{N-1} for the base path and each perturbed one; then one outer batch."""
+    x, y, seen = torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True), []
+
+    def loss(level):
+        def at(batch):
+            seen.append((level, batch))
+            return (y - x - batch).square().sum()
+
+        return at
+
+    optimizer = cls([x], [y], lr=0.0, lower_lr=0.1, lower_steps=3, directions=2, vectorize=False)
+    upper, lower = bo.Objective(loss("f"), [10, 20]), bo.Objective(loss("g"), range(5))
+    for path, between in (([0, 1, 2], 10), ([3, 4, 0], 20)):
+        seen.clear()
+        optimizer.step(upper, lower)
+        path, between = [("g", k) for k in path], [("f", between)]
+        perturbed = [*path, *(between if cls is bo.HOZOG else [])]
+        assert seen == [*path, *between, *perturbed, *perturbed]
+
+
+def test_independent_noise_is_amplified():
+    """T7, second half: noise of its own for every evaluation adds (2/mu^2) v' S v to the variance of a coefficient."""
+    problem, sigma, steps, count, own = QB(), 0.05, 2, 1000, seeded(1)
+    plain, variances = problem.lower, []
+    problem.lower = lambda: plain() + sigma * torch.randn(5, generator=own) @ problem.y[0]
+    for mu in (1e-1, 1e-2):
+        problem.y[0].data.zero_()
+        _, _, c, U = estimate(bo.PZOBO, problem, count, steps=steps, smoothing=mu)
+        v, E = problem.y[0].detach() - problem.c, torch.eye(5) - problem.lr * problem.A
+        S = sum(matrix_power(E, m) @ matrix_power(E, m).T for m in range(steps)) * (problem.lr * sigma) ** 2
+        # The base path is one draw for all directions: half of the variance is common to them, so it is left out here.
+        errors = c - U @ (problem.jacobian(steps).T @ v)
+        variances.append(float(errors.var()))
+        assert variances[-1] == pytest.approx(float(v @ S @ v) / mu**2, rel=0.15)
+    assert variances[1] == pytest.approx(100 * variances[0], rel=0.25)
+
+
+@pytest.mark.parametrize("difference", ["forward", "central"])
+@pytest.mark.parametrize("cls", [bo.PZOBO, bo.HOZOG])
+@pytest.mark.parametrize("count", [1, 6])
+def test_stacked_chunked_and_looped_paths_agree(cls, difference, count):
+    """T17: with dropout, batch statistics, momentum, and data; chunks that do and do not divide the number of paths."""
+
+    def run(vectorize):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.4), nn.Linear(6, 3))
+        X, t, batches = torch.randn(24, 4), torch.randint(0, 3, (24,)), torch.arange(24).split(6)
+        upper, lower = (bo.Objective(lambda i: F.cross_entropy(net(X[i]), t[i]), batches) for _ in range(2))
+        optimizer = cls(
+            net[:2].parameters(), net[4].parameters(), lr=0.1, lower_lr=0.3, lower_steps=3, directions=count,
+            difference=difference, vectorize=vectorize, lower_optimizer=partial(torch.optim.SGD, momentum=0.9),
+        )  # fmt: skip
+        for _ in range(2):
+            optimizer.step(upper, lower)
+        assert "vectorize_fallback" not in optimizer.diagnostics
+        assert int(net[1].num_batches_tracked) == 2
+        return flat([*net.parameters(), *net.buffers(), optimizer.diagnostics["coefficients"]])
+
+    reference = run(False)
+    for vectorize in (True, 1, 3, 4):
+        torch.testing.assert_close(reference, run(vectorize), rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        *(partial(torch.optim.SGD, momentum=0.9, nesterov=n) for n in (False, True)),
+        *(torch.optim.Adam, torch.optim.Adagrad),
+    ],
+)
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_every_path_has_its_own_optimizer_state(factory, vectorize):
+    """T20: the difference is the derivative of the whole optimizer map, in the first step and in later ones."""
+    truth, _ = unrolled(Features(), 4, lower_optimizer=factory, warm_start=False)
+    problem = Features()
+    optimizer = bo.PZOBO(
+        problem.x, problem.y, lr=0.0, lower_lr=problem.lr, lower_steps=4, directions=25, direction="orthogonal",
+        smoothing=1e-4, difference="central", lower_optimizer=factory, vectorize=vectorize,
+    )  # fmt: skip
+    for _ in range(2):
+        problem.run(optimizer)
+        assert (flat(t.grad for t in problem.x) - truth).norm() < 1e-6 * truth.norm()
+
+
+def test_outer_batches_average_to_the_full_batch():
+    """T21: linear in the outer batch, for fixed inner batches and directions."""
+    results = []
+    for index in [range(6), *itertools.combinations(range(6), 2)]:
+        problem = Features()
+        optimizer = bo.PZOBO(problem.x, problem.y, lr=0.1, lower_lr=0.2, lower_steps=4, directions=3,
+                             generator=seeded(3))  # fmt: skip
+        optimizer.backward(bo.Objective(problem.upper, [list(index)]), problem.lower)
+        results.append(flat(t.grad for t in problem.x))
+    torch.testing.assert_close(torch.stack(results[1:]).mean(0), results[0], rtol=1e-12, atol=1e-12)
+
+
+def test_a_diverging_path_is_left_out():
+    """A direction whose path is not finite is dropped, the others count fully, and a warning says so."""
+    problem = QB()
+    lower, start = problem.lower, problem.x[0].detach().clone()
+    limit = float(start[0]) + 1e-6
+
+    def unless(good):
+        return lambda: lower() + torch.where(good(), 0.0, torch.nan) * problem.y[0].sum()
+
+    problem.lower = unless(lambda: problem.x[0][0] <= limit)
+    with pytest.warns(bo.BilevelWarning, match="left out"):
+        optimizer, h, c, U = estimate(bo.PZOBO, problem, 8)
+    kept = U[:, 0] < 0
+    assert 0 < kept.sum() < 8
+    assert torch.equal(c.isfinite(), kept)
+    assert int(optimizer.diagnostics["dropped_directions"]) == int((~kept).sum())
+    expected = problem.direct() + (U[kept] @ problem.indirect(6)) @ U[kept] / kept.sum()
+    torch.testing.assert_close(h, expected, rtol=1e-11, atol=1e-11)
+    problem.lower = unless(lambda: (problem.x[0] == start).all())
+    with pytest.raises(bo.NonFiniteError, match="smaller smoothing"):
+        estimate(bo.PZOBO, problem, 4)
+
+
+def test_what_vmap_cannot_do_is_looped():
+    problem = QB()
+    dense, sparse = problem.lower, problem.B.to_sparse()
+    problem.lower = lambda: dense() + 0.0 * torch.sparse.mm(sparse, problem.x[0][:, None]).sum() * problem.y[0].sum()
+    optimizer, h, _, _ = estimate(bo.PZOBO, problem, 4, direction="orthogonal", vectorize=True)
+    assert optimizer.diagnostics["vectorize_fallback"]
+    torch.testing.assert_close(h, problem.direct() + problem.indirect(6), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_directions_of_their_own_have_less_variance(shared):
+    """Shared: variance (p + 1) |mean w_i|^2; one set per task: (p + 1) mean |w_i|^2 / m. Both have the same mean."""
+    problem = Tasks(m=4)
+    arguments = {"lr": 0.1, "lower_lr": problem.lr, "lower_steps": 2, "warm_start": False}
+    optimizer = bo.PZOBO(
+        problem.x, problem.y, **arguments, directions=1, share_directions_across_tasks=shared, generator=seeded()
+    )
+    draws, singles = [], []
+    for i in range(4):
+        one = Tasks(m=4, tasks=slice(i, i + 1))
+        one.apply(bo.ITD(one.x, one.y, **arguments).backward)
+        singles.append(one.x[0].grad)
+    for _ in range(100):
+        problem.apply(optimizer.backward)
+        draws.append(problem.x[0].grad.clone())
+    draws, w, p = torch.stack(draws), torch.stack(singles) - problem.x[0].detach(), 4  # f depends on x via |x|^2/2
+    exact = torch.stack(singles).mean(0)
+    predicted = (p + 1) * (w.mean(0).square().sum() if shared else w.square().sum() / 4**2)
+    squares = (draws - exact).square().sum(1)
+    assert abs(squares.mean() - predicted) < 4.5 * squares.std() / 100**0.5
+    assert (draws.mean(0) - exact).norm() < 4.5 * (predicted / 100) ** 0.5
+
+
+# ------------------------------------------------------------------------------------------ the golden problem
+
+
+class Golden(QB):
+    """T24: the data of the specification."""
+
+    def __init__(self):
+        super().__init__(d=4, p=6, x=torch.ones(6))
+        i, j = torch.arange(4)[:, None], torch.arange(6)[None]
+        self.A = torch.diag(torch.tensor([1.0, 2.0, 3.0, 4.0])) + 0.1
+        self.B = (((i + 1) * (j + 2)) % 5 - 2) / 2
+        self.c, self.lam = torch.tensor([1.0, -1.0, 0.5, 2.0]), 0.1
+        self.lr = 1 / float(torch.linalg.eigvalsh(self.A)[-1])
+
+    def objective(self):
+        y = self.jacobian(20) @ self.x[0].detach()
+        return float((y - self.c).square().sum() / 2 + self.lam * self.x[0].detach().square().sum() / 2)
+
+
+def test_golden_values():
+    problem = Golden()
+    assert torch.linalg.eigvalsh(problem.A)[[0, -1]].tolist() == pytest.approx([1.0836401, 4.1202613], abs=5e-8)
+    total, _ = unrolled(problem, 20)
+    expected = torch.tensor([-0.03776012, 0.48101855, -0.17931777, 0.11551235])
+    torch.testing.assert_close(problem.y[0].detach(), expected, rtol=0, atol=6e-9)
+    gradient = torch.tensor([0.75571548, -0.96643274, -0.23717176, 0.92143453, 0.0264545, 0.75571548])
+    torch.testing.assert_close(total, gradient, rtol=0, atol=6e-9)
+    problem.y[0].data.zero_()
+    _, h, _, _ = estimate(bo.PZOBO, problem, 6, steps=20, direction="orthogonal", smoothing=0.1)
+    torch.testing.assert_close(h, gradient, rtol=0, atol=6e-9)
+    assert problem.objective() == pytest.approx(3.94156416, abs=6e-9)
+    J = problem.jacobian(20)
+    assert float(torch.linalg.eigvalsh(0.1 * torch.eye(6) + J.T @ J)[-1]) == pytest.approx(2.18027592, abs=6e-9)
+
+
+def gap(count, steps, seeds=1, factor=0.5):
+    """Mean gap to the minimum of Phi_N at the end of SGD with the step size of the specification."""
+    gaps = []
+    for seed in range(seeds):
+        problem = Golden()
+        lr = factor / (2.18027592 * (1 + 7 / count))
+        optimizer = bo.PZOBO(problem.x, problem.y, lr=lr, lower_lr=problem.lr, lower_steps=20, directions=count,
+                             smoothing=0.1, generator=seeded(seed))  # fmt: skip
+        problem.run(optimizer, steps)
+        gaps.append(problem.objective() - 1.84242032)
+    return sum(gaps) / seeds
+
+
+def test_sgd_descends_on_the_golden_problem():
+    assert gap(16, 40) < 0.3 < gap(1, 40) < 2.0991
+
+
+@pytest.mark.slow
+def test_plateaus_of_the_golden_problem():
+    """T24: mean gaps after 4000 steps over 8 seeds, ordered in Q; a smaller step size lowers the plateau."""
+    gaps = [gap(count, 4000, 8) for count in (1, 4, 16)]
+    assert gaps == sorted(gaps, reverse=True)
+    assert all(g < limit for g, limit in zip(gaps, (6e-3, 3.5e-3, 2e-3), strict=True))
+    assert gap(16, 8000, 8, factor=0.25) < gaps[2]
+
+
+# ------------------------------------------------------------------------------------------ full zeroth order
+
+
+def test_hozog_needs_values_only():
+    """An error count, which has no derivative, is smoothed by the directions."""
+    x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+    targets = torch.linspace(-2, 2, 400)
+    optimizer = bo.HOZOG([x], [y], lr=0.5, lower_lr=1.0, lower_steps=1, directions=32, smoothing=0.5,
+                         difference="central")  # fmt: skip
+    for _ in range(30):
+        optimizer.step(lambda: (targets > y).float().mean(), lambda: (y - x).square().sum() / 2)
+    assert y.item() > 1.8
+    assert tuple(optimizer.oracle_counts.values()) == (0, 30 * 65, 0, 0, 30 * 65)
+
+
+@pytest.mark.parametrize("vectorize", [True, 3, False])
+def test_esmaml_differentiates_the_adaptation(vectorize):
+    """f(U_N(x)) for quadratics: gradient E^N' (U_N(x) - b) with E = I - alpha A."""
+    A, a, b = torch.randn(4, 4), torch.randn(4), torch.randn(4)
+    A = A @ A.T / 4 + torch.eye(4)
+    x, y = torch.randn(4, requires_grad=True), torch.zeros(4, requires_grad=True)
+    optimizer = bo.ESMAML([x], [y], lr=0.1, lower_lr=0.1, lower_steps=3, directions=4, direction="orthogonal",
+                          vectorize=vectorize)  # fmt: skip
+    optimizer.backward(lambda: (y - b).square().sum() / 2, lambda: (y - a) @ A @ (y - a) / 2)
+    E = matrix_power(torch.eye(4) - 0.1 * A, 3)
+    end = a + E @ (x.detach() - a)
+    torch.testing.assert_close(y.detach(), end, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(x.grad, E.T @ (end - b), rtol=1e-10, atol=1e-10)
+    assert optimizer.oracle_counts["lower_grad"] == 3 * 9
+
+
+def test_esmaml_with_a_body_and_tasks_agrees_with_maml():
+    """All directions at a small smoothing: the exact derivative, in the initial point and in the body before it."""
+    generator = seeded()
+    tasks = bo.TensorTasks(
+        (torch.randn(3, 8, 2, generator=generator), torch.randint(0, 2, (3, 8), generator=generator))
+    )
+    grads = []
+    for cls, options in ((bo.MAML, {}), (bo.ESMAML, {"directions": 12, "direction": "orthogonal", "smoothing": 1e-3})):
+        torch.manual_seed(0)
+        body, head = nn.Linear(2, 2), nn.Linear(2, 2)
+        x = [*body.parameters(), *(q.detach().clone().requires_grad_() for q in head.parameters())]
+
+        def loss(batch, body=body, head=head):
+            return F.cross_entropy(head(body(batch[0]).tanh()), batch[1])
+
+        cls(x, head.parameters(), lr=0.1, lower_lr=0.5, lower_steps=2, **options).backward(loss, loss, tasks=tasks)
+        grads.append(flat(q.grad for q in x))
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-5, atol=1e-7)
+    wrong = bo.ESMAML(x[:1], head.parameters(), lr=0.1, lower_lr=0.1, lower_steps=1)
+    with pytest.raises(ValueError, match=r"ESMAML starts the lower parameters.*"):
+        wrong.step(lambda: loss((torch.zeros(1, 2), torch.zeros(1, dtype=torch.long))), lambda: loss(None))
+
+
+# ------------------------------------------------------------------------------------------ features
+
+
+@pytest.mark.parametrize("vectorize", [True, 2, False])
+@pytest.mark.parametrize(
+    ("cls", "options", "calls"),
+    [
+        (bo.AID, {}, 2),  # once for the lower steps, once with a graph for the system
+        (bo.FirstOrder, {}, 1),
+        (bo.PZOBO, {"directions": 3}, {True: 1, 2: 2, False: 4}),  # once per chunk of paths
+    ],
+)
+def test_features_are_evaluated_once_for_each_x(cls, options, calls, vectorize):
+    problem = Features(dropout=0.5)
+    optimizer = cls(problem.x, problem.y, lr=0.1, lower_lr=0.2, lower_steps=5, vectorize=vectorize, **options)
+    for _ in range(2):
+        problem.calls = 0
+        optimizer.step(problem.upper, bo.Objective(problem.head, features=problem.features))
+    assert problem.calls == (calls[vectorize] if isinstance(calls, dict) else calls)
+    assert "vectorize_fallback" not in optimizer.diagnostics
+
+
+@pytest.mark.parametrize("cls", [bo.PZOBO, bo.AID, bo.F2SA])
+def test_features_that_depend_on_y_are_an_error(cls):
+    problem = Features()
+    labels = problem.t
+    optimizer = cls(problem.x, problem.y, lr=0.1, lower_lr=0.2, lower_steps=3)
+    wrong = bo.Objective(lambda logits: F.cross_entropy(logits, labels), features=lambda: problem.net(problem.X))
+    with pytest.raises(ValueError, match="features of the lower objective depend on lower parameter 0"):
+        optimizer.step(problem.upper, wrong)
+    wrong = bo.Objective(lambda part: part.square().mean(), features=lambda batch: problem.net(batch[0]))
+    optimizer = cls(problem.x, problem.y, lr=0.1, lower_lr=0.2, lower_steps=3)
+    with pytest.raises(ValueError, match="features of the lower objective depend on lower parameter 0"):
+        optimizer.step(lambda batch: problem.upper(), wrong, tasks=bo.TensorTasks((torch.randn(2, 3, 4),)))
