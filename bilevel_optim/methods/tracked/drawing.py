@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +17,11 @@ from .rows import Rows
 __all__ = ["CHANCES", "Drawing", "Drawn", "Weighted", "importance_probabilities"]
 
 UNIFORM_PART = 0.2  # of adaptive probabilities, so that 1/p stays bounded
-CHANCES = ("probability", "cumulative")  # tables with adapted probabilities and their sums
+CHANCES = ("probability", "cumulative")  # tables of adapted probabilities, and of their sums
 
 
 class Drawn(NamedTuple):
-    """Different tasks in increasing order, their scales, and tables to be remembered."""
+    """Different tasks in increasing order, 1/m over the share of the draws that were each, tables to be remembered."""
 
     ids: Tensor
     scale: Tensor
@@ -33,7 +32,7 @@ class Drawn(NamedTuple):
 class Drawing:
     """What the sampler draws, taken to be uniform.
 
-    Args:
+    Attributes:
         task_batch: tasks in a step; None: all of them, without a draw.
         probes: further rows that are drawn for the direction.
     """
@@ -45,6 +44,10 @@ class Drawing:
         """Tasks with data in a step."""
         return m if self.task_batch is None else min(self.task_batch, m)
 
+    def share(self, m: int) -> float:
+        """The part q of the tasks that a step looks at."""
+        return self.batch(m) / m
+
     def draw(self, sampler: Any, m: int, given: Given) -> Drawn:
         """The tasks of a step; without a sampler the one problem."""
         if sampler is None or self.task_batch is None:
@@ -52,68 +55,56 @@ class Drawing:
         return self.some(sampler, m, given)
 
     def some(self, sampler: Any, m: int, given: Given) -> Drawn:
-        """A draw of a few."""
-        n = self.batch(m)
-        drawn = sample(sampler, n, given.generator)
+        """A few tasks."""
+        drawn = sample(sampler, self.batch(m), given.generator)
         if not isinstance(drawn, Tensor) or drawn.is_floating_point() or drawn.dim() != 1:
             raise ValueError("a few rows need a sampler of task ids: sample(n, generator) must return n row numbers")
         ids, counts = torch.unique(drawn.cpu().long(), return_counts=True)
         if len(ids) and not (int(ids[0]) >= 0 and int(ids[-1]) < m):
             raise ValueError(f"tasks.sample returned ids from {int(ids[0])} to {int(ids[-1])} for {m} rows")
-        return Drawn(ids, counts * (m / n), {})
+        return Drawn(ids, counts.double() / self.share(m), {})
 
     def probe(self, m: int, generator: torch.Generator | None) -> Tensor:
         """Rows for the direction, independent of those that see data."""
         return torch.randint(m, (self.probes,), generator=generator, device=device_of(generator)).cpu()
 
-    def noted(self, derivatives: Rows, before: Rows | None) -> Rows:
+    def noted(self, derivatives: Rows, before: Rows) -> Rows:
         """What rows remember of what was seen of them, for later draws."""
         return {}
 
 
 @dataclass(frozen=True, eq=False)
 class Weighted(Drawing):
-    """Drawn with given probabilities, with replacement.
+    """Tasks drawn with given probabilities, with replacement.
 
-    Args:
-        chances: the probabilities; None: from the sizes of the derivatives last seen, once for each m / task_batch
-            steps.
+    Attributes:
+        chances: the probabilities, and their sums; None: from the sizes of the derivatives last seen, once for each
+            m / task_batch steps.
     """
 
-    chances: Tensor | None = None
-
-    @cached_property
-    def _sums(self) -> Tensor:
-        assert self.chances is not None
-        return self.chances.cumsum(0)
+    chances: tuple[Tensor, Tensor] | None = None
 
     def some(self, sampler: Any, m: int, given: Given) -> Drawn:
-        n, tables = self.batch(m), {}
-        if self.chances is not None:
-            chances, sums = self.chances, self._sums
-            if len(chances) != m:
-                raise ValueError(f"there are {len(chances)} probabilities for {m} tasks")
-        else:
-            period = math.ceil(m / n)
-            if given.steps % period == 1 % period or CHANCES[0] not in given.tables:
-                tables = _adapted(given.tables["size"].double().cpu())
-            chances, sums = (({**given.tables, **tables})[name] for name in CHANCES)
+        n = self.batch(m)
+        period, known, tables = math.ceil(m / n), {**given.tables}, dict[str, Tensor]()
+        if self.chances is None and (given.steps % period == 1 % period or CHANCES[0] not in known):
+            best = importance_probabilities(known["size"].cpu())
+            chances = (1 - UNIFORM_PART) * best + UNIFORM_PART / m
+            tables = dict(zip(CHANCES, (chances, chances.cumsum(0)), strict=True))
+        chances, sums = self.chances or ({**known, **tables}[name] for name in CHANCES)
+        if len(chances) != m:
+            raise ValueError(f"there are {len(chances)} probabilities for {m} tasks")
         device = device_of(given.generator)
         uniform = torch.rand(n, generator=given.generator, dtype=torch.float64, device=device).cpu()
         drawn = torch.searchsorted(sums, uniform * sums[-1], right=True).clamp_max(m - 1)
         ids, counts = torch.unique(drawn, return_counts=True)
         return Drawn(ids, counts / (n * chances[ids]), tables)
 
-    def noted(self, derivatives: Rows, before: Rows | None) -> Rows:
+    def noted(self, derivatives: Rows, before: Rows) -> Rows:
         if self.chances is not None:
             return {}
         size = torch.stack([t.flatten(1).square().sum(1) for t in derivatives.values()]).sum(0)
-        return {"size": size if before is None else (before["size"] + size) / 2}
-
-
-def _adapted(sizes: Tensor) -> Rows:
-    chances = (1 - UNIFORM_PART) * importance_probabilities(sizes) + UNIFORM_PART / len(sizes)
-    return dict(zip(CHANCES, (chances, chances.cumsum(0)), strict=True))
+        return {"size": (before["size"] + size) / 2 if "size" in before else size}
 
 
 def importance_probabilities(sizes: Tensor) -> Tensor:

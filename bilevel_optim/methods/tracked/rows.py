@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,43 +18,36 @@ from ...problem.vector import Vector
 __all__ = ["CHUNK", "STAMPS", "Clock", "Rows", "Table", "table_of"]
 
 REBASE = -16.0  # below that, exp(sum of logarithms) leaves too few digits in the differences of prefix sums
+HISTORY = 1 << 14  # steps that are remembered one by one if there is a radius
 CHUNK = 1 << 22  # entries handled at a time when all rows are gone through
-BLOCK = 1024  # steps of the history that are kept together, so that adding one copies few
-
 STAMPS = ("log", "drift", "age")  # tables that say at what time a row is valid
+
 Rows = dict[str, Tensor]  # some rows as they are at one time, by name
-Passed = tuple[float, float, float]  # of a step: mixing weight of the first velocity, part of a step, learning rate
+Sums = tuple[tuple[float, ...], ...]
 
 
 class Clock(NamedTuple):
-    r"""The time, and the prefix sums over the steps that rows have rested through, as plain numbers.
+    r"""The time, and prefix sums over the steps that rows have rested through.
 
     Attributes:
         time: number of steps.
         log: :math:`\Lambda`, for each tracker.
-        drift: G, for each position and learning rate.
-        last: G at the last step.
-        history: what passed since the last rebase, in blocks; kept only if there is a radius.
+        drift, last: G now and at the last step, for each position and learning rate.
+        history: what passed since the last rebase: mixing weight of the first velocity, part of a step, learning rate.
+            Kept only if there is a radius.
     """
 
     time: int
     log: tuple[float, ...]
-    drift: tuple[tuple[float, ...], ...]
-    last: tuple[tuple[float, ...], ...]
-    history: tuple[tuple[Passed, ...], ...] = ()
+    drift: Sums
+    last: Sums
+    history: tuple[tuple[float, float, float], ...] = ()
 
     @classmethod
-    def started(cls, trackers: int, positions: int, rates: int) -> Clock:
+    def started(cls, trackers: int, positions: int, rates: int, time: int = 0) -> Clock:
         """The clock of rows that are all current."""
         zeros = ((0.0,) * rates,) * positions
-        return cls(0, (0.0,) * trackers, zeros, zeros)
-
-    @classmethod
-    def read(cls, numbers: Mapping[str, Any]) -> Clock:
-        return cls(**numbers["clock"])
-
-    def numbers(self) -> dict[str, Any]:
-        return {"clock": self._asdict()}
+        return cls(time, (0.0,) * trackers, zeros, zeros)
 
     @property
     def still(self) -> bool:
@@ -63,46 +56,28 @@ class Clock(NamedTuple):
 
     @property
     def exhausted(self) -> bool:
-        """Whether the prefix sums lose digits."""
-        return min(self.log, default=0.0) < REBASE
+        """Whether it is time to bring all rows up to date, and to begin the sums anew."""
+        return min(self.log) < REBASE or len(self.history) >= HISTORY
 
     def waited(self) -> Clock:
         """One step later, if no row moves that is not looked at."""
-        return self._replace(time=self.time + 1, last=self.drift)
+        return self._replace(time=self.time + 1)
 
     def ticked(
         self, betas: Sequence[float], velocities: Sequence[int], rates: Sequence[float], tau: float, keep: bool
     ) -> Clock:
-        """One step later.
-
-        Args:
-            betas: mixing weights of the trackers.
-            velocities: which trackers the positions move along.
-            rates: learning rates.
-            tau: part of a step that is made.
-            keep: whether the history is wanted.
-        """
+        """One step later, with mixing weights of the trackers, which of them the positions move along, and how far."""
         log = tuple(old + math.log(max(1 - beta, 1e-16)) for old, beta in zip(self.log, betas, strict=True))
-        levels = [math.exp(log[column]) for column in velocities]
         drift = tuple(
-            tuple(old + rate * tau * level for old, rate in zip(sums, rates, strict=True))
-            for sums, level in zip(self.drift, levels, strict=True)
+            tuple(old + rate * tau * math.exp(log[column]) for old, rate in zip(sums, rates, strict=False))
+            for sums, column in zip(self.drift, velocities, strict=True)
         )
-        history = self.history
-        if keep:
-            full = not history or len(history[-1]) == BLOCK
-            *blocks, block = (*history, ()) if full else history
-            history = (*blocks, (*block, (betas[velocities[0]], tau, rates[0])))
-        return Clock(self.time + 1, log, drift, self.drift, history)
+        passed = ((betas[velocities[0]], tau, rates[0]),) if keep else ()
+        return Clock(self.time + 1, log, drift, self.drift, self.history + passed)
 
     def rebased(self) -> Clock:
         """The clock as it is when all rows are current."""
-        return Clock.started(len(self.log), len(self.drift), len(self.drift[0]))._replace(time=self.time)
-
-    def lately(self, steps: int) -> list[Passed]:
-        """What passed in the last steps."""
-        blocks = self.history[-(steps // BLOCK + 2) :]
-        return [passed for block in blocks for passed in block][-steps:] if steps else []
+        return Clock.started(len(self.log), len(self.drift), len(self.drift[0]), self.time)
 
 
 @dataclass(frozen=True)
@@ -118,14 +93,14 @@ class Table:
         X_t = e^{\Lambda_t - \Lambda_a} X_a, \qquad y_t = y_a - e^{-\Lambda_a} (G_t - G_a)\, w_a,
         \qquad \Lambda_t = \sum_{s<t} \log(1 - \beta_s), \quad G_t = \sum_{s<t} \tau_s \text{lr}_s e^{\Lambda_{s+1}}.
 
-    A row keeps :math:`\Lambda_a` and :math:`G_a` of the time at which it is valid; nothing is kept per step, unless
-    there is a radius. Nothing here writes: `gather` computes rows, `writes` says where they belong.
+    A row keeps :math:`\Lambda_a` and :math:`G_a` of the time at which it is valid. Nothing here writes: `gather` makes
+    rows, `writes` says where they belong.
 
     Attributes:
         positions: tensors of the first position y, each (m, ...).
-        tables: everything else by name, each (m, ...): the trackers, positions and their values ``NAME_last`` at the
-            last step, whatever else a method keeps; and ``log``, ``drift``, ``age`` of the rows.
-        trackers: names of what shrinks, in the order of ``log``.
+        tables: everything else by name, each (m, ...): trackers, positions, their values ``NAME_last`` at the last
+            step, whatever else a method keeps, and `STAMPS`.
+        trackers: names of what shrinks.
         moving: (position, velocity) names.
         groups: for each entry of a row of y, the index of its learning rate.
         least: lowest eigenvalue of ``H``, which is kept above it also when the row is not looked at; None: not.
@@ -161,42 +136,37 @@ class Table:
 
     def gather(self, ids: Tensor, clock: Clock) -> Rows:
         """Rows as they are at a time, on the device of y, with the positions' last values as ``NAME_last``."""
-        ids = ids.to(self.device)
+        ids, home = ids.to(self.device), self.positions[0].device
         rows = {name: t[ids] for name, t in self.tables.items()}
         log, drift, age = (rows.pop(name) for name in STAMPS)
-        rows["y"] = flat([t[ids.to(t.device)] for t in self.positions], len(ids)).to(self.device)
-        fresh = (age == clock.time).unsqueeze(-1)
-        device = self.positions[0].device
-        if clock.still:
-            for name, _ in self.moving:
-                rows[f"{name}_last"] = torch.where(fresh, rows[f"{name}_last"], rows[name])
-            return {name: t.to(device) for name, t in rows.items()}
-        sums = {"far": _double(clock.drift, log), "near": _double(clock.last, log)}
-        groups = self.groups.to(self.device)
-        for p, ((name, velocity), column) in enumerate(zip(self.moving, self.velocities, strict=True)):
-            unit = torch.exp(-log[:, column]).unsqueeze(-1)
-            far, near = (unit * (sums[key][p] - drift[:, p]) for key in ("far", "near"))
-            at, along, before = rows[name], rows[velocity], rows[f"{name}_last"]
-            last = at - near[:, groups].to(at.dtype) * along
-            rows[name] = at - far[:, groups].to(at.dtype) * along
-            if name == "y" and math.isfinite(self.radius):
-                self._confine(rows, at, along, far[:, 0], last, clock, age)
-            rows[f"{name}_last"] = torch.where(fresh, before, last)
-        shrunk = torch.exp(_double(clock.log, log) - log)
-        for name, factor in zip(self.trackers, shrunk.unbind(1), strict=True):
-            rows[name] = rows[name] * factor.to(rows[name].dtype).view(-1, *[1] * (rows[name].dim() - 1))
-        if self.least is not None:
-            # Once is enough: shrinking and flooring again and again is shrinking by all factors and flooring once.
-            rows["H"] = floor(rows["H"], self.least).value
-        return {name: t.to(device) for name, t in rows.items()}
+        rows["y"] = flat([t[ids.to(home)] for t in self.positions], len(ids)).to(self.device)
+        now = {} if clock.still else _stamps(clock, self.device)
+        for p, (name, velocity) in enumerate(self.moving):
+            at, last = rows[name], rows[name]
+            if now:
+                unit, along = torch.exp(-log[:, self.trackers.index(velocity)]).unsqueeze(-1), rows[velocity]
+                far, near = (unit * (now[key][p] - drift[:, p]) for key in ("drift", "last"))
+                groups = self.groups.to(self.device)
+                rows[name], last = (at - step[:, groups].to(at.dtype) * along for step in (far, near))
+                if name == "y" and math.isfinite(self.radius):
+                    self._confine(rows, at, along, far[:, 0], last, clock, age)
+            fresh = (age == clock.time).unsqueeze(-1)
+            rows[f"{name}_last"] = torch.where(fresh, rows[f"{name}_last"], last)
+        if now:
+            for name, factor in zip(self.trackers, torch.exp(now["log"] - log).unbind(1), strict=True):
+                rows[name] = rows[name] * factor.to(rows[name].dtype).view(-1, *[1] * (rows[name].dim() - 1))
+            if self.least is not None:
+                # Once is enough: shrinking and flooring again and again is shrinking by all factors and flooring once.
+                rows["H"] = floor(rows["H"], self.least).value
+        return {name: t.to(home) for name, t in rows.items()}
 
     def writes(self, ids: Tensor, rows: Rows, clock: Clock) -> list[Write]:
         """What puts rows that are valid at a time into the tables."""
         there, live = ids.to(self.device), self.positions
         valid = {**rows, **_stamps(clock, self.device)}
-        y = shaped(rows["y"], live.lane(0))
+        y = zip(live, shaped(rows["y"], live.lane(0)), strict=True)
         return [Write(t, there, valid[name].to(t)) for name, t in self.tables.items()] + [
-            Write(t, ids.to(t.device), values) for t, values in zip(live, y, strict=True)
+            Write(t, ids.to(t.device), values) for t, values in y
         ]
 
     def chunks(self, ids: Tensor) -> Iterator[Tensor]:
@@ -204,24 +174,18 @@ class Table:
         size = max(CHUNK // max(self.width + sum(t[0].numel() for t in self.positions), 1), 1)
         yield from torch.split(ids, size) if len(ids) else ()
 
-    def late(self, clock: Clock) -> Tensor:
-        """Numbers of the rows that are behind."""
-        return (self.tables["age"] != clock.time).nonzero().flatten()
-
     def _confine(
         self, rows: Rows, at: Tensor, along: Tensor, far: Tensor, last: Tensor, clock: Clock, age: Tensor
     ) -> None:
         """Put y, and ``last``, where it may have touched the sphere, by a recursion in two scalars per step passed."""
-        y, w = at.double(), along.double()
-        gaps = [clock.time - a for a in age.tolist()]
-        history = clock.lately(max(gaps))
+        y, w, history = at.double(), along.double(), clock.history
         largest = max((lr for *_, lr in history), default=0.0)
         touched = torch.linalg.vector_norm(y - (far + largest).unsqueeze(-1) * w, dim=-1) > self.radius
         for i in touched.nonzero().flatten().tolist():
             yy, yw, ww = (float(a @ b) for a, b in ((y[i], y[i]), (y[i], w[i]), (w[i], w[i])))
             a, b, c = 1.0, 0.0, 1.0
             before = (a, b)
-            for beta, tau, lr in history[len(history) - gaps[i] :]:
+            for beta, tau, lr in history[len(history) - (clock.time - int(age[i])) :]:
                 before = (a, b)
                 c *= 1 - beta
                 moved = b - lr * c
@@ -234,17 +198,17 @@ class Table:
 
 def table_of(rows: Rows, clock: Clock, device: torch.device) -> Rows:
     """Tables that consist of these rows, but for y, which are all valid at a time."""
-    tables = {name: t.to(device) for name, t in rows.items() if name != "y"}
-    m = len(rows["y"])
-    return tables | {name: t.expand(m, *t.shape).clone() for name, t in _stamps(clock, device).items()}
+    stamps, m = _stamps(clock, device), len(rows["y"])
+    return {name: t.to(device) for name, t in rows.items() if name != "y"} | {
+        name: stamps[name].expand(m, *stamps[name].shape).clone() for name in STAMPS
+    }
 
 
 def _stamps(clock: Clock, device: torch.device) -> Rows:
-    """What a row keeps of the time at which it is valid."""
-    like = torch.empty((), dtype=torch.float64, device=device)
+    """A clock as tensors, of which a row keeps `STAMPS`."""
+
+    def double(sums: Any) -> Tensor:
+        return torch.tensor(sums, dtype=torch.float64, device=device)
+
     age = torch.tensor(clock.time, device=device)
-    return {"log": _double(clock.log, like), "drift": _double(clock.drift, like), "age": age}
-
-
-def _double(sums: Sequence[Any], like: Tensor) -> Tensor:
-    return torch.tensor(sums, dtype=torch.float64, device=like.device)
+    return {"log": double(clock.log), "drift": double(clock.drift), "last": double(clock.last), "age": age}

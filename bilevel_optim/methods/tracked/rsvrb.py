@@ -159,10 +159,11 @@ class RSVRB(RecursiveOptimizer):
         if probabilities is None:
             drawing = Drawing(task_batch, self.probes)
         else:
-            chances = None if isinstance(probabilities, str) else torch.as_tensor(probabilities).double()
-            valid = probabilities == "adaptive" if chances is None else _are_chances(chances)
+            given = None if isinstance(probabilities, str) else torch.as_tensor(probabilities).double()
+            valid = probabilities == "adaptive" if given is None else _are_chances(given)
             require("probabilities", probabilities, valid)
-            drawing = Weighted(task_batch, self.probes, None if chances is None else chances / chances.sum())
+            chances = None if given is None else (given / given.sum(), (given / given.sum()).cumsum(0))
+            drawing = Weighted(task_batch, self.probes, chances)
         rule = self.VARIANTS[variant]
         super().__init__(upper, lower, rule, drawing, lr=lr, lower_lr=lower_lr, beta=beta, floor=floor, **recursive)
         require(

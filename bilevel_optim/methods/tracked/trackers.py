@@ -14,10 +14,11 @@ from ...hypergradient.recursive import Points, matrices, products
 from ...hypergradient.storm import ball, ceiling, corrected, floor
 from .rows import Rows
 
-__all__ = ["Blocks", "Matrices", "Measured", "Mix", "Normalised", "Products", "Tracked", "Trackers"]
+__all__ = ["Blocks", "Matrices", "Measured", "Mix", "Normalised", "Products", "Trackers"]
 
 Names = tuple[str, ...]
 Mix = Callable[[str, Tensor, Tensor, Tensor], Tensor]  # name, tracker, new, old
+Projected = tuple[Rows, Rows]  # rows in their sets, and as projected_NAME how many projections changed something
 
 
 class Measured(NamedTuple):
@@ -29,22 +30,13 @@ class Measured(NamedTuple):
     sums: Tensor  # (2, d), at the new and the old point
 
 
-class Tracked(NamedTuple):
-    """Rows in their sets, and how many projections changed something, by name."""
-
-    rows: Rows
-    active: dict[str, Tensor]
-
-
 @dataclass(frozen=True)
 class Trackers(ABC):
     """A choice of what is tracked.
 
-    Args:
+    Attributes:
         floor: least eigenvalue of H.
         ceilings: radii of the trackers' sets, by name.
-
-    Attributes:
         weighted: the names that have a mixing weight of their own.
         names: the trackers.
         moving: (position, velocity) names.
@@ -62,30 +54,35 @@ class Trackers(ABC):
     apart: ClassVar[bool]
 
     @abstractmethod
-    def first(self, points: Points, x: Tensor, y: Tensor, rates: Tensor) -> tuple[Tensor, Tensor, Tracked]:
-        """Loss, weighted sum of hypergradients and rows of tasks that are seen for the first time."""
-
-    @abstractmethod
-    def measure(self, points: Points, rows: Rows, x: Tensor, x_last: Tensor) -> Measured:
-        """Derivatives at (x, rows) and at the last point, on the same samples."""
+    def derivatives(self, points: Points, x: Tensor, rows: Rows, at: str = "") -> tuple[Tensor, Tensor, Rows]:
+        """Loss, sum of hypergradients if it is one, and what each task has; at the rows or (``"_last"``) the last."""
 
     @abstractmethod
     def shapes(self, d: int, p: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of one row of everything that is measured."""
+        """Shapes of one row of what is made of each task."""
 
-    def track(self, rows: Rows, measured: Measured, mix: Mix) -> Tracked:
-        """Trackers after the step that ``mix`` makes of each."""
-        return self.projected(
-            {name: mix(name, rows[name], measured.new[name], measured.old[name]) for name in self.names}
-        )
-
-    def projected(self, rows: Rows) -> Tracked:
-        """Trackers in their sets."""
-        return Tracked(rows, {})
-
+    @abstractmethod
     def hypergradients(self, rows: Rows) -> Tensor:
         """Values of z, shape (n, d), where the rows have them."""
-        raise NotImplementedError
+
+    def opened(self, points: Points, x: Tensor, y: Tensor, rates: Tensor) -> Rows:
+        """Positions of tasks that are seen for the first time."""
+        return {"y": y}
+
+    def measure(self, points: Points, rows: Rows, x: Tensor, x_last: Tensor) -> Measured:
+        """Derivatives at (x, rows) and at the last point, on the same samples."""
+        loss, total, new = self.derivatives(points, x, rows)
+        _, total_last, old = self.derivatives(points, x_last, rows, "_last")
+        return Measured(loss, new, old, torch.stack([total, total_last]))
+
+    def track(self, rows: Rows, measured: Measured, mix: Mix) -> Projected:
+        """Trackers after the step that ``mix`` makes of each."""
+        new, old = measured.new, measured.old
+        return self.projected({name: mix(name, rows[name], new[name], old[name]) for name in self.names})
+
+    def projected(self, rows: Rows) -> Projected:
+        """Trackers in their sets."""
+        return rows, {}
 
     def weights(self, betas: dict[str, float]) -> dict[str, float]:
         """Mixing weights of all trackers."""
@@ -104,19 +101,9 @@ class Matrices(Trackers):
     limits: ClassVar[Names] = ("u", "v", "V")
     apart = True
 
-    def first(self, points: Points, x: Tensor, y: Tensor, rates: Tensor) -> tuple[Tensor, Tensor, Tracked]:
-        loss, found = self.derivatives(points, x, y)
-        tracked = self.projected({name: found[name] for name in self.names})
-        return loss, self.hypergradients({**found, **tracked.rows}).sum(0), tracked
-
-    def measure(self, points: Points, rows: Rows, x: Tensor, x_last: Tensor) -> Measured:
-        loss, new = self.derivatives(points, x, rows["y"])
-        _, old = self.derivatives(points, x_last, rows["y_last"])
-        return Measured(loss, new, old, x.new_zeros(2, 0))
-
-    def derivatives(self, points: Points, x: Tensor, y: Tensor) -> tuple[Tensor, Rows]:
-        """Loss, and for each task everything that z is made of."""
-        return matrices(points, x, y)
+    def derivatives(self, points: Points, x: Tensor, rows: Rows, at: str = "") -> tuple[Tensor, Tensor, Rows]:
+        loss, found = matrices(points, x, rows[f"y{at}"])
+        return loss, x.new_zeros(0), found
 
     def shapes(self, d: int, p: int) -> dict[str, tuple[int, ...]]:
         return {"u": (d,), "v": (p,), "w": (p,), "V": (d, p), "H": (p, p)}
@@ -124,14 +111,12 @@ class Matrices(Trackers):
     def hypergradients(self, rows: Rows) -> Tensor:
         return corrected(rows["u"], rows["V"], rows["H"], rows["v"])
 
-    def projected(self, rows: Rows) -> Tracked:
+    def projected(self, rows: Rows) -> Projected:
         found = {"H": floor(rows["H"], self.least(rows))}
         for name, most in self.ceilings.items():
             found[name] = (ceiling if name == "V" else ball)(rows[name], most)
-        return Tracked(
-            {**rows, **{name: one.value for name, one in found.items()}},
-            {name: one.active for name, one in found.items()},
-        )
+        inside = {name: one.value for name, one in found.items()}
+        return {**rows, **inside}, {f"projected_{name}": one.active for name, one in found.items()}
 
     def least(self, rows: Rows) -> Tensor | float:
         """Lowest eigenvalue that H may have."""
@@ -141,14 +126,14 @@ class Matrices(Trackers):
 class Normalised(Matrices):
     """The same, known up to a factor: the scale that the drawing of tasks has given the trackers is tracked too.
 
-    It follows the constant 1, so that z is free of the factor when divided by it, and does not shrink.
+    It follows the constant 1, so that z divided by it is free of the factor, and does not shrink.
     """
 
     names = (*Matrices.names, "scale")
 
-    def derivatives(self, points: Points, x: Tensor, y: Tensor) -> tuple[Tensor, Rows]:
-        loss, rows = super().derivatives(points, x, y)
-        return loss, {**rows, "scale": y.new_ones(len(y))}
+    def derivatives(self, points: Points, x: Tensor, rows: Rows, at: str = "") -> tuple[Tensor, Tensor, Rows]:
+        loss, total, found = super().derivatives(points, x, rows, at)
+        return loss, total, {**found, "scale": x.new_ones(len(rows["y"]))}
 
     def shapes(self, d: int, p: int) -> dict[str, tuple[int, ...]]:
         return {**super().shapes(d, p), "scale": ()}
@@ -184,15 +169,15 @@ class Products(Trackers):
     moving = (("y", "w"), ("r", "s"))
     apart = False
 
-    def first(self, points: Points, x: Tensor, y: Tensor, rates: Tensor) -> tuple[Tensor, Tensor, Tracked]:
-        r = -rates.to(y) * products(points, x, y, torch.zeros_like(y))[2]["s"]  # the first step from zero
-        loss, direction, rows = products(points, x, y, r)
-        return loss, direction, Tracked({**rows, "r": r, "r_last": r.clone()}, {})
+    def opened(self, points: Points, x: Tensor, y: Tensor, rates: Tensor) -> Rows:
+        first = products(points, x, y, torch.zeros_like(y))[2]["s"]
+        return {"y": y, "r": -rates.to(y) * first}  # the first step from zero
 
-    def measure(self, points: Points, rows: Rows, x: Tensor, x_last: Tensor) -> Measured:
-        loss, q, new = products(points, x, rows["y"], rows["r"])
-        _, q_last, old = products(points, x_last, rows["y_last"], rows["r_last"])
-        return Measured(loss, new, old, torch.stack([q, q_last]))
+    def derivatives(self, points: Points, x: Tensor, rows: Rows, at: str = "") -> tuple[Tensor, Tensor, Rows]:
+        return products(points, x, rows[f"y{at}"], rows[f"r{at}"])
 
     def shapes(self, d: int, p: int) -> dict[str, tuple[int, ...]]:
         return {"w": (p,), "s": (p,)}
+
+    def hypergradients(self, rows: Rows) -> Tensor:
+        raise NotImplementedError

@@ -13,36 +13,32 @@ from .drawing import Drawing
 from .rows import Clock, Rows, Table
 from .trackers import Measured, Trackers
 
-__all__ = ["Look", "Rule", "Variant", "blockwise", "exact", "probed", "summed"]
+__all__ = ["Look", "Variant", "blockwise", "exact", "probed", "summed"]
 
 
 @dataclass(frozen=True)
 class Look:
-    """What a step looks at: some rows as they are now, and what is done with them.
+    """What a step looks at: some rows as they are now, and what is to be done with them.
 
     Attributes:
         table: all rows.
-        ids: numbers of the rows looked at, in increasing order.
-        now: these rows.
+        ids, now: numbers of those looked at, in increasing order, and these rows.
         scale: 1/m over the share of the draws that were this task, 1 in expectation over the draws.
-        share: q, the part of the tasks that a step looks at.
         betas: mixing weights, by name.
         clocks: now and after the step.
-        trackers: what is tracked.
         direction: d as it was.
-        drawing: draws probes.
-        generator: source of their numbers.
+        trackers, drawing: of the method.
+        generator: source of random numbers.
     """
 
     table: Table
     ids: Tensor
     now: Rows
     scale: Tensor
-    share: float
     betas: dict[str, float]
     clocks: tuple[Clock, Clock]
-    trackers: Trackers
     direction: Tensor
+    trackers: Trackers
     drawing: Drawing
     generator: torch.Generator | None
 
@@ -57,10 +53,7 @@ class Look:
 
     def msvr(self, name: str, tracker: Tensor, new: Tensor, old: Tensor) -> Tensor:
         """The step of a tracker that rests where nobody looks."""
-        return msvr(tracker, new, old, self.betas[name], self.share)
-
-
-Rule = Callable[[Look, Rows, Measured], Tensor]  # what is looked at, trackers after the step, measurements -> d
+        return msvr(tracker, new, old, self.betas[name], self.drawing.share(self.table.count))
 
 
 @dataclass(frozen=True)
@@ -69,14 +62,14 @@ class Variant:
 
     Attributes:
         trackers: what is tracked.
-        direction: how d follows from it.
+        direction: d after a step, from the look, the trackers after the step, and what was measured.
         mean: d is the mean of all z at all times: it can be made anew from the rows, and needs equal weights.
         floored: H is kept above its floor also in rows that are not looked at.
         rests: rows that are not looked at stay as they are.
     """
 
     trackers: type[Trackers]
-    direction: Rule
+    direction: Callable[[Look, Rows, Measured], Tensor]
     mean: bool = False
     floored: bool = False
     rests: bool = False
