@@ -203,13 +203,33 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         with torch.no_grad():
             return self._commit(oracle, estimate)
 
-    def propose(self, upper: Loss, lower: Loss | None = None, *, tasks: Any = None, still: bool = False) -> Estimate:
+    def propose(
+        self,
+        upper: Loss,
+        lower: Loss | None = None,
+        *,
+        tasks: Any = None,
+        still: bool = False,
+        start: Sequence[Tensor] | task_layer.LowerInit | None = None,
+    ) -> Estimate:
         """What a step would do, without doing it: the estimate, with the improved y.
 
         Random numbers are drawn, and data too. The losses and tasks are as for :meth:`step`; ``still`` asks for the
-        estimate at x itself of a method that would look ahead of it.
+        estimate at x itself of a method that would look ahead of it; ``start`` gives other lower values to begin at
+        than the present ones, with tasks as a function like ``lower_init``.
         """
-        return self._proposed(upper, lower, tasks, still=still)[1]
+        with self._buffers.kept():
+            return self._proposed(upper, lower, tasks, still=still, start=start)[1]
+
+    def oracle(
+        self, upper: Loss | None, lower: Loss | None = None, *, groups: dict[str, list[dict[str, Any]]] | None = None
+    ) -> Oracle:
+        """The two losses at the present point, as a step sees them; ``groups`` are the parameters', if at hand."""
+        f, g = self.objectives(upper, lower)
+        groups = groups or {level: level_groups(self.param_groups, level) for level in LEVELS}
+        x, y = (tensors_of(groups[level], level) for level in LEVELS)
+        session = Session.begun(self._options, self._found, self._buffers, self._warned)
+        return Oracle(x, y, f, g, names=lambda: names_of(self.param_groups), session=session)
 
     @property
     def oracle_counts(self) -> dict[str, int]:
@@ -219,21 +239,27 @@ class BilevelOptimizer(StepFunctions, Optimizer):
     # ------------------------------------------------------------------------------------------------ the transaction
 
     def _proposed(
-        self, upper: Loss | None, lower: Loss | None, tasks: Any, *, still: bool = False
+        self,
+        upper: Loss | None,
+        lower: Loss | None,
+        tasks: Any,
+        *,
+        still: bool = False,
+        start: Sequence[Tensor] | task_layer.LowerInit | None = None,
     ) -> tuple[Oracle, Estimate, Given]:
         """Everything that a step computes, checked; nothing is written, so nothing has to be undone."""
-        f, g = self.objectives(upper, lower)
         groups = {level: level_groups(self.param_groups, level) for level in LEVELS}
-        x, y = (tensors_of(groups[level], level) for level in LEVELS)
-        session = Session.begun(self._options, self._found, self._buffers, self._warned)
-        oracle = Oracle(x, y, f, g, names=lambda: names_of(self.param_groups), session=session)
-        given = self._given(groups, x, y)
+        here = oracle = self.oracle(upper, lower, groups=groups)
+        given = self._given(groups, oracle.live_x, oracle.live_y)
         if still:
             given = self.standing_still(given)
-        here = oracle
         if not self.warm_start:
             here = oracle.at(lower=given.memory.get("initial", oracle.y.clone()))
             given = changed(given, solver=None)
+        if callable(start):
+            given = changed(given, lower_init=start)
+        elif start is not None:
+            here = oracle.at(lower=start)
         random = None if self.generator is None else self.generator.get_state()
         try:
             with self._buffers.kept_on_failure():
