@@ -22,7 +22,7 @@ from bilevel_optim.solvers.contexts import (
     level_probabilities,
 )
 
-from ..problems import P0, P1, Given, seeded, z_scores
+from ..problems import P0, P1, Given, z_scores
 
 
 def contexts_of(problem, count, seed=0, rows=1):
