@@ -111,7 +111,7 @@ def test_stochastic_estimates_are_judged_by_their_mean():
     ids=str,
 )
 def test_changes_nothing(cls, options):
-    """Neither parameters, gradients, state and counts, nor random numbers; the next step is as it would have been."""
+    """Neither parameters, gradients, state, counts, nor random numbers; the next step is as it would have been."""
 
     def made():
         generator, tasks = seeded(1), cls is bo.RTMLMC or "tasks_per_step" in options
@@ -153,11 +153,11 @@ def test_what_cannot_be_checked_says_so():
         with pytest.raises(ValueError, match=f"Invalid {name} value: {value}"):
             bo.check_hypergradient(optimizer, lambda: (y**2).sum(), lambda: (x * y**2).sum(), **{name: value})
     problem, rows = Tasks(), Tasks(rows=True)
+    recursive = bo.SVRB(rows.x, rows.y, lr=0.1, lower_lr=0.1)
     with pytest.raises(ValueError, match="SVRB keeps y of every task: it is checked on one problem, without tasks"):
-        recursive = bo.SVRB(rows.x, rows.y, lr=0.1, lower_lr=0.1)
         bo.check_hypergradient(recursive, *rows.losses, tasks=rows.tasks)
+    minimax = bo.GDA(problem.x, problem.y, lr=0.1, lower_lr=0.1)
     with pytest.raises(ValueError, match="GDA has one loss"):
-        minimax = bo.GDA(problem.x, problem.y, lr=0.1, lower_lr=0.1)
         bo.check_hypergradient(minimax, problem.upper, tasks=problem.tasks)
     with pytest.raises(TypeError, match="tasks must be a sampler"):
         bo.check_hypergradient(optimizer, *problem.losses, tasks=[1, 2])
@@ -177,7 +177,7 @@ def test_large_lower_problems_are_checked_by_differences():
         return F.cross_entropy(model(-X) @ head, t)
 
     good, hasty = (
-        bo.AID([x], model.parameters(), lr=0.1, lower_lr=0.3, lower_steps=160, linear_steps=n) for n in (40, 1)
+        bo.AID([x], model.parameters(), lr=0.1, lower_lr=0.15, lower_steps=200, linear_steps=n) for n in (40, 1)
     )
     assert bo.check_hypergradient(good, upper, lower, rtol=5e-2, directions=2).reference == "differences"
     with pytest.raises(bo.GradcheckError, match=SETTINGS):

@@ -147,10 +147,10 @@ def test_added_groups_take_part(row):
 def test_named_frozen_and_tied_parameters(row):
     problem = row.cleaning(tied=True)
     frozen, before = torch.zeros(2), values(problem.x)
-    optimizer = row(
-        [*((f"upper{i}", p) for i, p in enumerate([frozen, *problem.x]))], [(f"y{i}", p) for i, p in enumerate(problem.y)],
-        short=True,
-    )  # fmt: skip
+    upper, lower = (
+        [(f"{z}{i}", p) for i, p in enumerate(ps)] for z, ps in (("x", [frozen, *problem.x]), ("y", problem.y))
+    )
+    optimizer = row(upper, lower, short=True)
     assert optimizer.param_groups[1]["param_names"] == [f"y{i}" for i in range(len(problem.y))]
     problem.run(optimizer)
     assert frozen.grad is None

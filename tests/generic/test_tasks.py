@@ -58,7 +58,7 @@ def test_starts(row):
     [
         (
             lambda ids: torch.zeros(5),
-            r"tensor of shape \(2, 5\) for lower parameter 0, but returned one of shape \(5,\)",
+            r"shape \(2, 5\) for lower parameter 0, but returned one of shape \(5,\)",
         ),
         (lambda ids: [torch.zeros(2, 5)] * 2, "must return 1 tensors, one per lower parameter, but returned 2"),
     ],

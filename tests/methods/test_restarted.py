@@ -1,4 +1,4 @@
-"""The restarted iteration of x in closed form, on `RestartedAGD`, and RAHGD and PRAHGD (sections 3 and 6)."""
+"""The restarted iteration of x in closed form, on `RestartedAGD`, and RAHGD and PRAHGD (sections 3, 6 of RAHGD's)."""
 
 import copy
 import io
@@ -183,7 +183,7 @@ def test_learning_rate_is_that_of_the_epochs_start():
         if first:
             lrs.append(before - x.item())
         scheduler.step()
-    # The first epoch keeps 0.1 and so ends at k = 5; the second begins with 0.05 and ends at 7 if it keeps it.
+    # The first epoch keeps 0.1 and so ends at k = 5; the second begins with 0.05, and ends at 7 if it keeps it.
     assert lrs == pytest.approx([0.1, 0.05])
     n = optimizer.epoch_step or 7
     moved = [sum((1 - (1 - theta) ** (i + 1)) / theta for i in range(k)) for k in (5, n)]
@@ -447,8 +447,9 @@ def test_theory_reaches_its_accuracy():
     """The theorem's constants, run to the end on the problem they are made for."""
     problem, eps, smooth, curvature = Quartic(), 1.2e-5, 6.0, 9.0  # on the region of the run
     theta = 4 * (curvature * eps / (4 * smooth) ** 2) ** 0.25
-    optimizer, _ = problem.finish(lower_steps=60, lr=1 / (4 * smooth), momentum=1 - theta,
-                                  restart_period=math.ceil(1 / theta), restart_radius=math.sqrt(eps / curvature))  # fmt: skip
+    radius, period = math.sqrt(eps / curvature), math.ceil(1 / theta)
+    arguments = {"momentum": 1 - theta, "restart_period": period, "restart_radius": radius}
+    optimizer, _ = problem.finish(lower_steps=60, lr=1 / (4 * smooth), **arguments)
     assert optimizer.converged
     assert problem.gradient(optimizer.averaged_parameters()[0]).norm() <= 83 * eps
 
