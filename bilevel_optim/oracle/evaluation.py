@@ -89,10 +89,14 @@ class in_place:
 
 @contextmanager
 def substituted(live: Sequence[Vector], values: Values) -> Generator[Sequence[Vector]]:
-    """Evaluate inside the block with other tensors in place of the live ones: these are the variables."""
+    """Evaluate inside the block with other tensors in place of the live ones: these are the variables.
+
+    Not for losses that read the live tensors out of torch's sight: in a ``torch.autograd.Function``, in what a
+    checkpoint evaluates again, in TorchScript.
+    """
     variables = [
         Vector(v.detach().requires_grad_(t.requires_grad) for v, t in zip(own or ts, ts, strict=True))
         for ts, own in zip(live, values, strict=True)
     ]
-    with Substitution((t for ts in live for t in ts), (v for vs in variables for v in vs)):
+    with Substitution((t for ts in live for t in ts), (v for vs in variables for v in vs), stacked=False):
         yield variables

@@ -14,11 +14,19 @@ __all__ = ["Substitution"]
 
 
 class Substitution(TorchFunctionMode):
-    """Replace each of the tensors ``live`` (by identity) by the value beside it in every torch call of the block."""
+    """Replace each of the tensors ``live`` (by identity) by the value beside it in every torch call of the block.
 
-    def __init__(self, live: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    Args:
+        live: tensors.
+        values: what is read in their place.
+        stacked: whether the values are lanes of a stack under ``vmap``: linear layers are then laid out for it, and
+            running statistics, which cannot be those of every lane, do not advance.
+    """
+
+    def __init__(self, live: Iterable[Tensor], values: Iterable[Tensor], *, stacked: bool = True) -> None:
         super().__init__()
         self._value_of = {id(t): value for t, value in zip(live, values, strict=True)}
+        self._stacked = stacked
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -31,9 +39,9 @@ class Substitution(TorchFunctionMode):
             }
         else:
             kwargs = {}
-        if func is F.linear and len(new) > 1 and new[1] is not args[1]:
+        if self._stacked and func is F.linear and len(new) > 1 and new[1] is not args[1]:
             return _linear(*new, **kwargs)
-        if func is F.batch_norm:
+        if self._stacked and func is F.batch_norm:
             return _batch_norm_without_update(*new, **kwargs)
         return func(*new, **kwargs)
 

@@ -84,6 +84,59 @@ def test_evaluations_of_one_sample_share_random_numbers():
         assert not torch.equal(first, other())
 
 
+@pytest.mark.parametrize("kind", ["plain", "batches", "terms", "features"])
+def test_mapped_objectives_share_batch_and_random_numbers(kind):
+    """A function of the loss on the draws of the same stream; the source draws on where it is."""
+    y = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+
+    def loss(batch=1.0):
+        return (torch.rand(3) * y * batch).sum()
+
+    data = torch.arange(1.0, 5.0)
+    source = {
+        "plain": lambda: Objective(loss),
+        "batches": lambda: Objective(loss, list(data)),
+        "terms": lambda: bo.FiniteSum(loss, data, generator=seeded()),
+        "features": lambda: Objective(lambda part: (part * y).sum(), list(data), features=lambda b: torch.rand(3) * b),
+    }[kind]()
+    mapped, device = source.mapped(lambda value: y.square().sum() - value), torch.device("cpu")
+
+    def value(sample, own=None):
+        """With the random numbers of the sample, and of its features."""
+        part = ()
+        if own is not None:
+            with own.replayed(device):
+                part = (own(),)
+        with sample.replayed(device):
+            return sample(*part)
+
+    for _ in range(2):
+        sample = source.draw()
+        opposite = sample.mapped(lambda value: y.square().sum() - value)
+        torch.rand(7)
+        first = value(sample, sample.features)
+        torch.rand(7)
+        torch.testing.assert_close(value(opposite, opposite.features), 14.0 - first)
+        (gradient,) = torch.autograd.grad(value(opposite, opposite.features), y)
+        (own,) = torch.autograd.grad(value(sample, sample.features), y)
+        torch.testing.assert_close(gradient, 2 * y.detach() - own)
+        assert (opposite.batch, opposite.index, opposite.features) == (sample.batch, sample.index, sample.features)
+    later = source.mapped(lambda value: -value).draw()  # the mapped one first: its random numbers are the source's too
+    again = later.mapped(lambda value: -2 * value)
+    torch.testing.assert_close(value(again, again.features), -2 * value(later, later.features))
+    if kind in ("batches", "features"):  # one stream, of which 1, 2 and 3 are drawn above
+        assert [float(o.draw().batch) for o in (mapped, source, mapped.mapped(lambda value: value))] == [4.0, 1.0, 2.0]
+        assert mapped.sample(2.0).batch == 2.0
+
+
+def test_mapped_losses_that_are_no_tensors_are_reported_as_they_are():
+    """The message about what a loss returned is about the loss, not about a function of it."""
+    x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    oracle = bo.Oracle([x], [y], lambda: y.sum(), Objective(lambda: 3.0).mapped(lambda value: -value))
+    with pytest.raises(ValueError, match="the lower loss must return a scalar tensor, but returned float"):
+        oracle.lower(oracle.g.draw())
+
+
 # ---------------------------------------------------------------------------------------------------- finite sums
 
 

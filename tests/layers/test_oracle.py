@@ -1,0 +1,332 @@
+"""Oracles are at a point and never change; many problems as one; vmap, chunks or a loop; ranks without a group."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import bilevel_optim as bo
+from bilevel_optim import Vector
+from bilevel_optim.distributed.ranks import Ranks
+from bilevel_optim.oracle import batched
+from bilevel_optim.oracle.lanes import stacked
+from bilevel_optim.oracle.session import Options, Session
+from bilevel_optim.problem.objective import Sample
+
+# ---------------------------------------------------------------------------------------------------- at a point
+
+
+def scalars():
+    """g = x y^3 + y, f = x^2 y: everything is known at any point."""
+    x, y = torch.tensor([2.0], requires_grad=True), torch.tensor([3.0], requires_grad=True)
+    return x, y, bo.Oracle([x], [y], lambda: (x**2 * y).sum(), lambda: (x * y**3 + y).sum())
+
+
+def figures(oracle, x, y):
+    """Value, gradients and products in v = 5 at a point, and what they have to be."""
+    f, g, v = oracle.f.draw(), oracle.g.draw(), Vector([torch.tensor([5.0])])
+    loss, in_x, in_y = oracle.upper(f)
+    value, slope = oracle.lower(g)
+    with oracle.lower_system(g) as system:
+        cross, hvp = system.both(v)
+    _, hessian, mixed = oracle.lower_matrices(g)
+    found = [loss, *in_x, *in_y, value, *slope, *cross, *hvp, hessian, mixed]
+    expected = [x * x * y, 2 * x * y, x * x, x * y**3 + y, 3 * x * y**2 + 1]
+    expected += [15 * y**2, 30 * x * y, 6 * x * y, 3 * y**2]
+    return [float(t) for t in found], pytest.approx(expected, rel=1e-13)
+
+
+def contents(*tensors):
+    return [(t.data_ptr(), t.detach().clone(), t.grad, t.requires_grad, t.is_leaf) for t in tensors]
+
+
+def unchanged(before, *tensors):
+    pairs = zip(before, contents(*tensors), strict=True)
+    return all(a[0] == b[0] and torch.equal(a[1], b[1]) and a[2:] == b[2:] for a, b in pairs)
+
+
+def test_an_oracle_is_at_its_point_and_changes_nothing_live():
+    x, y, oracle = scalars()
+    before, elsewhere = contents(x, y), [torch.tensor([-1.0])]
+    values = Vector([torch.tensor([0.5], requires_grad=True)])
+    oracles = {
+        (2.0, 3.0): oracle,
+        (0.5, 3.0): oracle.at(upper=values),
+        (2.0, -1.0): oracle.at(lower=elsewhere),
+        (0.5, -1.0): oracle.at(values, elsewhere),
+        (-1.0, 0.5): oracle.at(values, elsewhere).at(elsewhere, values),
+    }
+    for _ in range(2):  # in any order, and again
+        for point, one in oracles.items():
+            found, expected = figures(one, *point)
+            assert found == expected
+            assert (float(one.x[0]), float(one.y[0])) == point
+            assert not one.x[0].requires_grad
+            assert unchanged(before, x, y)
+    assert [one.moved for one in oracles.values()] == [(a, b) for a, b in ((0, 0), (1, 0), (0, 1), (1, 1), (1, 1))]
+    assert all(one.session is oracle.session for one in oracles.values())
+    assert oracle.session.counts == {"upper_grad": 10, "lower_grad": 30, "hvp": 20, "jvp": 20, "loss": 0}
+    assert values[0].grad is None
+
+
+def test_live_tensors_are_as_they_were_after_a_loss_that_fails():
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+
+    def fails():
+        raise KeyError("no such sample")
+
+    oracle, before = bo.Oracle([x], [y], fails, fails), contents(x, y)
+    away = oracle.at([torch.zeros(2)], [torch.zeros(2)])
+    for evaluate in (away.upper, away.lower, away.lower_jointly, away.lower_matrices, away.kept_system):
+        with pytest.raises(KeyError):
+            evaluate(Sample(fails))
+        assert unchanged(before, x, y)
+    with pytest.raises(KeyError), away.lower_system(Sample(fails)):
+        pass
+    assert unchanged(before, x, y)
+
+
+@pytest.mark.parametrize("hvp", ["exact", "finite-difference"])
+def test_the_upper_system_has_the_hessian_of_both_variables(hvp):
+    x, y, oracle = scalars()
+    oracle = bo.Oracle([x], [y], oracle.f, oracle.g, session=Session(Options(hvp=hvp))).at([torch.tensor([0.5])])
+    with oracle.upper_system(oracle.f.draw()) as system:
+        product = system.product(Vector([torch.tensor([5.0]), torch.tensor([7.0])]))
+    assert [float(t) for t in (system.loss, *system.gradient)] == [0.75, 3.0, 0.25]
+    assert [float(t) for t in product] == [6 * 5 + 1 * 7, 1 * 5]  # [[2y, 2x], [2x, 0]]
+
+
+def test_kept_products_stay_right_while_everything_moves():
+    """Several are kept at once, as in unrolling; live tensors and other oracles move in between."""
+    net, x = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)), torch.zeros(6, requires_grad=True)
+    X, t, y = torch.randn(6, 5), torch.arange(6) % 3, list(net.parameters())
+
+    def lower():
+        return (x.sigmoid() * F.cross_entropy(net(X), t, reduction="none")).mean()
+
+    oracle = bo.Oracle([x], y, lambda: F.cross_entropy(net(X), t), lower)
+    start, sample = oracle.y.clone(), oracle.g.draw()
+    points = [Vector(v + 0.1 * torch.randn_like(v) for v in start) for _ in range(3)]
+    uppers = [torch.randn(6) for _ in range(3)]
+    v = Vector(torch.randn_like(p) for p in start)
+    expected = []
+    for upper, point in zip(uppers, points, strict=True):
+        with oracle.at([upper], point).lower_system(sample) as system:
+            expected.append((system.gradient, system.hvp(v), system.cross(v), *system.both(v)))
+    kept = [oracle.at([upper], point).kept_system(sample) for upper, point in zip(uppers, points, strict=True)]
+
+    def check():
+        before = contents(x, *y)
+        for system, truth in zip(reversed(kept), reversed(expected), strict=True):
+            found = (system.gradient, system.hvp(v), system.cross(v), *system.both(v))
+            for a, b in zip(found, truth, strict=True):
+                for one, other in zip(a, b, strict=True):
+                    torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-15)
+        assert unchanged(before, x, *y)
+
+    check()
+    away = oracle.at([torch.ones(6)], start * 0.5)
+    away.upper(away.f.draw())
+    away.lower(sample)
+    check()
+    with away.placed(), away.lower_system(sample):
+        check()
+    for tensor in (x, *y):
+        tensor.data = tensor.data + 1.0
+    check()
+    Vector(y).copy_(start)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # torch notices, in no other case
+        kept[0].hvp(v)
+
+
+# ---------------------------------------------------------------------------------------------------- lanes
+
+
+def many(vectorize=True, dropout=0.0, **options):
+    """g_i = sum cosh(y_i) c_i + (y_i a_i).x, f_i = |y_i - c_i|^2 + x.x: three problems as one, and each alone."""
+    x, y = torch.randn(2).requires_grad_(), torch.randn(2).requires_grad_()
+    batch = (torch.rand(3, 2) + 0.5, torch.randn(3, 2))
+
+    def lower(one):
+        return (F.dropout(y, dropout).cosh() * one[0]).sum() + (y * one[1]) @ x
+
+    def upper(one):
+        return (y - one[0]).square().sum() + x @ x + (x * y).sum()
+
+    oracle = bo.Oracle([x], [y], upper, lower, session=Session(Options(vectorize=vectorize)))
+    points = Vector([torch.randn(3, 2)])
+    return oracle, points, batch, stacked(oracle, points, lambda level: batch, **options)
+
+
+def each_alone(oracle, points, batch, x=None):
+    """For each problem the oracle at its point, with its samples."""
+    for i in range(3):
+        own = tuple(t[i] for t in batch)
+        one = oracle.at(None if x is None else [x[i]], [points[0][i]])
+        yield one, oracle.f.sample(own), oracle.g.sample(own)
+
+
+@pytest.mark.parametrize("vectorize", [True, 2, False])
+@pytest.mark.parametrize("own_x", [False, True])
+def test_many_problems_as_one_are_each_alone(vectorize, own_x):
+    upper, weights = torch.randn(3, 2), torch.tensor([0.5, 2.0, -1.0])
+    oracle, points, batch, problem = many(vectorize, x=Vector([upper]) if own_x else None, weights=weights)
+    before, v = contents(*oracle.live_x, *oracle.live_y), torch.randn(3, 2)
+    loss, in_x, in_y = problem.upper(problem.f.draw())
+    value, slope = problem.lower(problem.g.draw())
+    with problem.lower_system(problem.g.draw()) as system:
+        cross, hvp = system.both(Vector([v]))
+    assert problem.session.counts == {"upper_grad": 3, "lower_grad": 6, "hvp": 3, "jvp": 3, "loss": 0}
+    totals = [torch.zeros(()), torch.zeros(3, 2), torch.zeros(()), torch.zeros(3, 2)]
+    for i, (one, xi, zeta) in enumerate(each_alone(oracle, points, batch, upper if own_x else None)):
+        f, g_x, g_y = one.upper(xi)
+        totals[0] += weights[i] * f
+        totals[1][i] += weights[i] * g_x[0]
+        totals[2] += weights[i] * one.lower(zeta)[0]
+        torch.testing.assert_close(in_y[0][i], weights[i] * g_y[0])
+        torch.testing.assert_close(slope[0][i], weights[i] * one.lower(zeta)[1][0])
+        with one.lower_system(zeta) as alone:
+            totals[3][i] += weights[i] * alone.cross(Vector([v[i]]))[0]
+            torch.testing.assert_close(hvp[0][i], weights[i] * alone.hvp(Vector([v[i]]))[0])
+    torch.testing.assert_close(loss, totals[0])
+    torch.testing.assert_close(value, totals[2])
+    torch.testing.assert_close(in_x[0], totals[1] if own_x else totals[1].sum(0))
+    torch.testing.assert_close(cross[0], totals[3] if own_x else totals[3].sum(0))
+    assert problem.session.found.fallback is None
+    assert unchanged(before, *oracle.live_x, *oracle.live_y)
+
+
+def test_matrices_of_many_problems():
+    oracle, points, batch, _ = many()
+    problem = stacked(oracle, points, lambda level: batch, x=Vector([torch.stack([*oracle.x] * 3)]))
+    _, hessian, cross = problem.lower_matrices(problem.g.draw())
+    for i, (one, _, zeta) in enumerate(each_alone(oracle, points, batch)):
+        _, h, c = one.lower_matrices(zeta)
+        torch.testing.assert_close(hessian[i], h[0])
+        torch.testing.assert_close(cross[i], c[0])
+
+
+def test_a_stack_is_at_the_x_of_its_oracle():
+    oracle, points, batch, _ = many()
+    away = oracle.at([oracle.x[0] + 1])
+    problem = stacked(away, points, lambda level: batch)
+    expected = sum(one.at([away.x[0]]).upper(xi)[0] for one, xi, _ in each_alone(oracle, points, batch))
+    torch.testing.assert_close(problem.upper(problem.f.draw())[0], expected)
+
+
+@pytest.mark.parametrize("vectorize", [True, 2, False])
+def test_alike_problems_share_their_random_numbers(vectorize):
+    for alike in (True, False):
+        oracle, _, batch, _ = many(vectorize, dropout=0.5)
+        same = Vector([torch.ones(16, 2)]), tuple(t[:1].expand(16, 2) for t in batch)
+        problem = stacked(oracle, same[0], lambda level, batch=same[1]: batch, alike=alike)
+        sample = problem.g.draw()
+        slopes = problem.lower(sample)[1][0]
+        assert (slopes == slopes[0]).all() == alike
+        assert torch.equal(problem.lower(sample)[1][0], slopes)  # those of a sample stay
+
+
+def test_many_problems_draw_from_their_sampler_alone():
+    x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    oracle = bo.Oracle([x], [y], bo.Objective(lambda b: y.sum(), [1.0]), lambda b: (x * y).sum())
+    with pytest.raises(ValueError, match="with tasks, the upper loss takes its batches from the sampler"):
+        stacked(oracle, Vector([torch.ones(2, 1)]))
+
+
+# ---------------------------------------------------------------------------------------------------- vmap or loop
+
+
+def run(n, vectorize=True, session=None, fails=None, alone_fails=None, **options):
+    """What was evaluated, in which parts."""
+    session = session or Session(Options(vectorize=vectorize))
+
+    def together(part):
+        if fails is not None:
+            raise fails
+        return [*range(n)[part]]
+
+    def alone(i):
+        if alone_fails is not None:
+            raise alone_fails
+        return i
+
+    return batched.run(session, n, together, alone, **options), session
+
+
+@pytest.mark.parametrize(
+    ("vectorize", "parts"),
+    [
+        (True, [[0, 1, 2, 3, 4]]),
+        (2, [[0, 1], [2, 3], [4]]),
+        (5, [[0, 1, 2, 3, 4]]),
+        (9, [[0, 1, 2, 3, 4]]),
+        (1, [0, 1, 2, 3, 4]),
+        (False, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_together_in_chunks_or_in_a_loop(vectorize, parts):
+    found, session = run(5, vectorize)
+    assert found == parts
+    assert session.found.fallback is None
+    assert run(1, vectorize)[0] == [0]
+    assert run(0, vectorize)[0] == []
+
+
+def test_what_cannot_be_batched_this_time_is_looped_over_this_time():
+    found, session = run(3, possible=False)
+    assert (found, session.found.fallback) == ([0, 1, 2], None)
+    assert run(3, session=session)[0] == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("where", ["fails", "first"])
+def test_the_loop_takes_over_for_good_and_says_why(where):
+    error = RuntimeError("vmap: no rule for this\nand a long explanation")
+    looks = []
+
+    def first():
+        looks.append(None)
+        raise error
+
+    found, session = run(3, **({"fails": error} if where == "fails" else {"first": first}))
+    assert found == [0, 1, 2]
+    assert session.found.fallback == "RuntimeError: vmap: no rule for this"
+    assert run(3, session=session, first=first)[0] == [0, 1, 2]
+    assert len(looks) == (where == "first")
+
+
+def test_an_exception_of_the_loss_is_raised_again():
+    """What is wrong with the loss is wrong in the loop too, and is no reason to give up vmap."""
+    session = Session()
+    for error in (KeyError("no such sample"), torch.OutOfMemoryError("too large")):
+        with pytest.raises(type(error)) as raised:
+            run(3, session=session, fails=error, alone_fails=error)
+        assert raised.value is error
+    assert session.found.fallback is None
+    assert run(3, session=session)[0] == [[0, 1, 2]]
+    with pytest.raises(KeyboardInterrupt):
+        run(3, fails=KeyboardInterrupt())
+
+
+def test_what_a_step_finds_out_is_its_own_until_it_is_committed():
+    known = Session().found
+    session = Session.begun(Options(), known, Session().buffers, {"a"})
+    run(3, session=session, fails=ValueError("no"))
+    session.warned.add("b")
+    assert (session.found.fallback, known.fallback) == ("ValueError: no", None)
+
+
+# ---------------------------------------------------------------------------------------------------- ranks
+
+
+def test_one_process_exchanges_nothing():
+    ranks, vector = Ranks(), Vector([torch.ones(2), torch.zeros(())])
+    tasks = {"ids": torch.arange(3), "name": "sine"}
+    assert (ranks.rank, ranks.world, ranks.group) == (0, 1, None)
+    for exchange in (ranks.mean, ranks.total):
+        found = exchange(vector, vector[0])
+        assert found[0] is vector
+        assert found[1] is vector[0]
+    assert ranks.mean() == ()
+    assert ranks.agreed(7) == 7
+    assert ranks.same(vector) is vector
+    assert ranks.share(tasks, 3) == (tasks, 3)
