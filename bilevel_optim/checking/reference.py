@@ -85,7 +85,9 @@ class _Truth:
     def __init__(self, oracle: Oracle) -> None:
         session = oracle.session
         # Products are exact here, whatever the method takes.
-        oracle.session = Session.begun(replace(session.options, hvp="exact"), session.found, session.buffers)
+        oracle.session = Session.begun(
+            replace(session.options, hvp="exact"), session.found, session.buffers, session.warned
+        )
         self.oracle = oracle
         self._upper, self._lower = oracle.f.samples(MAX_BATCHES), oracle.g.samples(MAX_BATCHES)
         self._unit = torch.finfo(oracle.y[0].dtype).eps
@@ -166,7 +168,7 @@ class _Truth:
         v = _unflat(torch.linalg.solve(hessian, _flat(gradient[split:])), y)
         point, cross = self.oracle.at(lower=y), self.oracle.x.zeros_like()
         for sample in self._lower:
-            with point.lower_products(sample) as system:
+            with point.lower_system(sample, gradient=False) as system:
                 cross = cross + system.cross(v)
         return Vector(gradient[:split]) - cross * (1 / len(self._lower)), y
 
@@ -174,7 +176,7 @@ class _Truth:
         point, size = self.oracle.at(lower=y), sum(t.numel() for t in y)
         rows = torch.zeros(size, size, dtype=torch.float64)
         for sample in self._lower:
-            with point.lower_products(sample) as system:
+            with point.lower_system(sample, gradient=False) as system:
                 for i, unit in enumerate(torch.eye(size, dtype=torch.float64)):
                     rows[i] += _flat(system.hvp(_unflat(unit, y)))
         rows /= len(self._lower)

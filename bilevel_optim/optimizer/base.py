@@ -42,9 +42,10 @@ from .memory import (
     remember_tables,
     remembered_solver,
     tables_of,
+    write_rows,
 )
 from .method import ColdOptions, CommonOptions, Loss, StepFunctions, as_objective
-from .step import Given, Update, changed
+from .step import Given, Groups, Start, Update, changed
 
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "Loss", "as_objective"]
 
@@ -126,19 +127,16 @@ class BilevelOptimizer(StepFunctions, Optimizer):
             require(name, size, size is None or (is_count(size) and size > 0))
         require("lower_init", lower_init, lower_init is None or callable(lower_init))
         self.tasks_per_step, self.lower_batch, self.upper_batch = tasks_per_step, lower_batch, upper_batch
-        self.lower_init = lower_init
         self.lower_steps, self.warm_start, self.check_finite = lower_steps, bool(warm_start), bool(check_finite)
-        self.generator = generator
+        self.generator, self.lower_init = generator, lower_init
         self.diagnostics: dict[str, Any] = {}
         self.numbers: dict[str, Any] = {}
-        self.lower_factory = lower_optimizer or SGD
+        self.lower_factory, self.default_lr = lower_optimizer or SGD, {"upper": lr, "lower": lower_lr}
         self._options = Options(vectorize, hvp, Ranks(process_group), one_loss=self.one_loss)
         self._found, self._buffers, self._warned = Findings(), Buffers(), set[str]()
-        self._counts = dict.fromkeys(COUNTERS, 0)
-        self._steps_done = 0
+        self._counts, self._steps_done = dict.fromkeys(COUNTERS, 0), 0
         self._last_loss: Tensor | None = None
         self._rules: list[LowerRule] = []
-        self.default_lr = {"upper": lr, "lower": lower_lr}
         super().__init__(consistently_named([*as_groups(upper, "upper"), *as_groups(lower, "lower")]), {"lr": lr})
 
     # ------------------------------------------------------------------------------------------------ verbs
@@ -204,26 +202,17 @@ class BilevelOptimizer(StepFunctions, Optimizer):
             return self._commit(oracle, estimate)
 
     def propose(
-        self,
-        upper: Loss,
-        lower: Loss | None = None,
-        *,
-        tasks: Any = None,
-        still: bool = False,
-        start: Sequence[Tensor] | task_layer.LowerInit | None = None,
+        self, upper: Loss, lower: Loss | None = None, *, tasks: Any = None, still: bool = False, start: Start = None
     ) -> Estimate:
         """What a step would do, without doing it: the estimate, with the improved y.
 
-        Random numbers are drawn, and data too. The losses and tasks are as for :meth:`step`; ``still`` asks for the
-        estimate at x itself of a method that would look ahead of it; ``start`` gives other lower values to begin at
-        than the present ones, with tasks as a function like ``lower_init``.
+        Random numbers and data are drawn. ``still`` asks for the estimate at x itself of a method that looks ahead;
+        ``start`` has lower values to begin at in place of the present ones: with tasks, a function like ``lower_init``.
         """
         with self._buffers.kept():
             return self._proposed(upper, lower, tasks, still=still, start=start)[1]
 
-    def oracle(
-        self, upper: Loss | None, lower: Loss | None = None, *, groups: dict[str, list[dict[str, Any]]] | None = None
-    ) -> Oracle:
+    def oracle(self, upper: Loss | None, lower: Loss | None = None, *, groups: Groups | None = None) -> Oracle:
         """The two losses at the present point, as a step sees them; ``groups`` are the parameters', if at hand."""
         f, g = self.objectives(upper, lower)
         groups = groups or {level: level_groups(self.param_groups, level) for level in LEVELS}
@@ -239,13 +228,7 @@ class BilevelOptimizer(StepFunctions, Optimizer):
     # ------------------------------------------------------------------------------------------------ the transaction
 
     def _proposed(
-        self,
-        upper: Loss | None,
-        lower: Loss | None,
-        tasks: Any,
-        *,
-        still: bool = False,
-        start: Sequence[Tensor] | task_layer.LowerInit | None = None,
+        self, upper: Loss | None, lower: Loss | None, tasks: Any, *, still: bool = False, start: Start = None
     ) -> tuple[Oracle, Estimate, Given]:
         """Everything that a step computes, checked; nothing is written, so nothing has to be undone."""
         groups = {level: level_groups(self.param_groups, level) for level in LEVELS}
@@ -307,9 +290,7 @@ class BilevelOptimizer(StepFunctions, Optimizer):
     def _commit(self, oracle: Oracle, estimate: Estimate) -> Tensor:
         """Write what a step has computed; ``.grad`` of x is the estimate."""
         session, x, y = oracle.session, oracle.live_x, oracle.live_y
-        norm = estimate.gradient.norm()
-        for write in estimate.writes:
-            write.table[write.rows] = write.values
+        write_rows(estimate.writes)
         for parameters, memory in ((y, estimate.memory), (x, estimate.upper_memory)):
             remember(self.state, parameters, memory)
         remember_tables(self.state, y, estimate.tables)
@@ -323,7 +304,7 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         self._found, self._buffers.complete, self._warned = session.found, True, session.warned
         for name, count in session.counts.items():
             self._counts[name] += count
-        self.diagnostics = {"hypergradient_norm": norm, **estimate.diagnostics}
+        self.diagnostics = {"hypergradient_norm": estimate.gradient.norm(), **estimate.diagnostics}
         if session.found.fallback is not None:
             self.diagnostics["vectorize_fallback"] = session.found.fallback
         self._steps_done += 1
@@ -345,8 +326,7 @@ class BilevelOptimizer(StepFunctions, Optimizer):
 
     def _commit_update(self, moved: Sequence[Tensor], update: Update) -> None:
         """Write an update of x."""
-        for write in update.writes:
-            write.table[write.rows] = write.values
+        write_rows(update.writes)
         remember(self.state, moved, update.upper_memory)
         if update.lower is not None:
             Vector(self._parameters("lower")).copy_(update.lower)
