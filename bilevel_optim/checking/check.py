@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..errors import GradcheckError
-from ..optimizer.base import BilevelOptimizer, Loss, as_objective
+from ..optimizer.base import BilevelOptimizer
+from ..optimizer.method import Loss, as_objective
 from ..oracle.buffers import Buffers
 from ..oracle.oracle import Oracle
 from ..problem.finite_sum import FiniteSum
@@ -222,9 +223,9 @@ def _one_problem(optimizer: BilevelOptimizer, upper: Loss, lower: Loss | None) -
 
 def _tasks(optimizer: BilevelOptimizer, upper: Loss, lower: Loss | None, sampler: Any) -> _Case:
     """The lower problems of one draw of tasks."""
-    declared = getattr(optimizer, "declared", None)  # a method of the user need not declare anything
     kinds = {"rows": "keeps y of every task", "none": "takes no tasks"}
-    why = "has one loss" if getattr(declared, "losses", 2) == 1 else kinds.get(getattr(declared, "tasks", ""))
+    declared = getattr(optimizer, "declared", None)  # which a method of the user need not have
+    why = "has one loss" if optimizer.one_loss else kinds.get(getattr(declared, "tasks", "stacked"))
     if why is not None:
         raise ValueError(f"{type(optimizer).__name__} {why}: it is checked on one problem, without tasks")
     n = task_count(sampler, optimizer.tasks_per_step)
