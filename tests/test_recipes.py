@@ -18,7 +18,7 @@ import recipes
 import recipes.benchmarks
 from recipes import hyper_cleaning, hyper_representation, learn_to_regularize, meta_classification, saddle_escape
 from recipes.benchmarks import conditioning, contextual, many_tasks, overhead
-from recipes.common import Parser, progress, spend, summary, table, train, tuned
+from recipes.common import Parser, progress, rows, spend, summary, table, train, tuned
 from recipes.problems.newsgroups import SparseFeatures, load_newsgroups
 from recipes.problems.tasks import SUPERCLASSES, load_tasks
 
@@ -551,6 +551,11 @@ def test_the_best_of_a_grid_gets_the_other_seeds():
     assert [*medians] == ["a", "b"]
     assert medians["a"] == {"score": 1, "count": 1, "range": 2}
     assert medians["b"]["range"] is None
+
+
+def test_rows_tell_losses_from_evaluations_of_losses():
+    results = {"a": {"loss": 0.5, "oracle_calls": {"upper_grad": 1, "loss": 7}}, "b": {"loss": 2.0}}
+    assert rows(results, "loss", calls=5) == [["a", 0.5, 1, None, None, None, 7], ["b", 2.0, *[None] * 5]]
 
 
 def test_table():

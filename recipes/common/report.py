@@ -51,10 +51,13 @@ def show(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) ->
     print(f"\n{title}\n\n{table(header, rows)}\n", flush=True)
 
 
-def rows(results: Mapping[str, Mapping[str, Any]], *keys: str) -> list[list[object]]:
-    """A row for each method: its name, and those of its numbers and oracle calls that are asked for."""
-    found = {name: {**r, **(r.get("oracle_calls") or {})} for name, r in results.items()}
-    return [[name, *map(figures.get, keys)] for name, figures in found.items()]
+def rows(results: Mapping[str, Mapping[str, Any]], *keys: str, calls: int = 0) -> list[list[object]]:
+    """A row for each method: its name, those of its numbers that are asked for, and its first so many `CALLS`."""
+    found = []
+    for name, r in results.items():
+        counts = r.get("oracle_calls") or {}
+        found.append([name, *map(r.get, keys), *map(counts.get, [*CALLS][:calls])])
+    return found
 
 
 def save_json(path: Path, numbers: Mapping[str, Any]) -> None:
