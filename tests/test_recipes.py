@@ -559,8 +559,8 @@ def test_rows_tell_losses_from_evaluations_of_losses():
 
 
 def test_table():
-    text = table(["a", "bb"], [["x", 1.23456], ["long", None]])
-    assert text.splitlines() == ["a        bb", "----  -----", "x     1.235", "long      -"]
+    text = table(["a", "bb"], [["x", 1.23456], ["long", None], ["n", 12345.6]])
+    assert text.splitlines() == ["a        bb", "----  -----", "x     1.235", "long      -", "n     12346"]
 
 
 def test_a_process_of_its_own(tmp_path, monkeypatch):

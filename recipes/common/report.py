@@ -115,4 +115,6 @@ def plot(stem: Path, title: str, curves: Mapping[str, Points], panels: Panels, r
 def _text(cell: object) -> str:
     if cell is None:
         return "-"
-    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+    if isinstance(cell, float):
+        return f"{cell:.0f}" if 1e4 <= abs(cell) < 1e7 else f"{cell:.4g}"
+    return str(cell)
