@@ -95,9 +95,10 @@ def draw(axis: Any, curves: Mapping[str, Points], x: str, y: str, **options: Any
     """The curves of several methods, y against x, at the points that have y."""
     from matplotlib import colormaps
 
+    colours = colormaps["tab10" if len(curves) <= 10 else "tab20"]
     for i, (name, points) in enumerate(curves.items()):
         known = [p for p in points if y in p]
-        style = {"color": colormaps["tab20"](i % 20), "linestyle": ("-", "--", ":")[i // 20 % 3]}
+        style = {"color": colours(i % 20), "linestyle": ("-", "--", ":")[i // 20 % 3]}
         axis.plot([p[x] for p in known], [p[y] for p in known], label=name, **style)
     axis.set(**{"xlabel": x, "ylabel": y, **options})
 
