@@ -102,9 +102,12 @@ def run(problem: Problem, name: str, lr: float, seed: int, budget: float, evalua
         held, value = (float(problem.upper(x, at).detach()) - minimum for at in (y, solution))
         return {"calls": gradients(optimizer), "value": value, "held": held}
 
+    def spent(_: float) -> float:  # a method that has ended spends no more
+        return math.inf if getattr(optimizer, "converged", False) else gradients(optimizer)
+
     found = spend(
         lambda: optimizer.step(lambda: problem.upper(x, y), lambda: problem.lower(x, y)), measure, budget=budget,
-        spent=lambda _: gradients(optimizer), evaluations=evaluations, judged=("value", "held"),
+        spent=spent, evaluations=evaluations, judged=("value", "held"),
     )  # fmt: skip
     accuracy = problem.accuracy(solution) if isinstance(problem, Softmax) and not found["diverged"] else None
     return {**found, "lr": lr, "accuracy": accuracy, "oracle_calls": optimizer.oracle_counts}

@@ -125,7 +125,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
     known = [[name, value, *[None] * 7] for name, value in baselines.items()]
     cleaned = {f"cleaned by {name}": r for name, r in results.items()}
-    found = rows(cleaned, "accuracy", "precision", "recall", "seconds", *[*CALLS][:4])
+    found = rows(cleaned, "accuracy", "precision", "recall", "seconds", calls=4)
     title = f"Data hyper-cleaning, {args.data}, {args.corruption:.0%} of {len(labels):,} labels corrupted"
     show(
         title,

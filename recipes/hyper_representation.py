@@ -230,7 +230,7 @@ def report(args: Any, title: str, results: dict[str, Any]) -> None:
     if args.data not in CHOSEN:
         last = {name: {**r, **r["curve"][-1]} for name, r in results.items()}
         header = ("", "held-out accuracy", "upper loss", "seconds", *CALLS.values())
-        show(title, header, rows(last, "accuracy", "loss", "seconds", *CALLS))
+        show(title, header, rows(last, "accuracy", "loss", "seconds", calls=5))
         return
     found: list[list[object]] = []
     for name, r in results.items():

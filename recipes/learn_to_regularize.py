@@ -116,8 +116,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     results = {name: regularize(problem, name, args) for name in args.optimizer}
 
     figures = {"accuracy": "test accuracy", "loss": "test loss", "validation_loss": "val loss", "seconds": "seconds"}
-    columns = {**figures, **dict([*CALLS.items()][:4]), "calls": "all calls"}
-    show(title, ("", *columns.values()), rows(results, *columns))
+    figures["calls"] = "all calls"
+    show(title, ("", *figures.values(), *[*CALLS.values()][:4]), rows(results, *figures, calls=4))
     stem = args.out / f"learn_to_regularize_{args.data}"
     labels = {"ylabel": "test accuracy"}, {"ylabel": "test loss"}
     panels = [

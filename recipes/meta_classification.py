@@ -117,12 +117,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     start = evaluate(problem, test)
     results = {name: learn(problem, test, name, args) for name in args.optimizer}
 
-    figures = ("loss", "accuracy", "exact_loss", "exact_accuracy", "milliseconds_per_step", *[*CALLS][:4])
+    figures = ("loss", "accuracy", "exact_loss", "exact_accuracy", "milliseconds_per_step")
     zero: list[object] = ["centre zero", None, None, *start, *[None] * 5]
     size = f"{args.tasks} tasks of {CLASSES} classes, {support.labels.shape[1]} support rows"
     title = f"Meta-learning a centre, {args.data}, {size}, {args.steps} updates"
     header = ("", "test loss", "accuracy", "loss, exact", "accuracy", "ms/step", *[*CALLS.values()][:4])
-    show(f"{title}\nadapted as the method does, and exactly", header, [zero, *rows(results, *figures)])
+    show(f"{title}\nadapted as the method does, and exactly", header, [zero, *rows(results, *figures, calls=4)])
     stem = args.out / f"meta_classification_{args.data}"
     axis = {"ylabel": "test loss after adaptation", "yscale": "log"}
     panels = [("step", "loss", {**axis, "xlabel": "updates"}), ("seconds", "loss", {**axis, "xscale": "log"})]

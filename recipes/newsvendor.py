@@ -202,7 +202,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "true demand known": float(cost(mean + noise, problem.test_eta).mean()),
     }
     known = [[name, value, *[None] * 6] for name, value in references.items()]
-    found = rows(results, "cost", "price", "milliseconds_per_step", *[*CALLS][:3])
+    found = rows(results, "cost", "price", "milliseconds_per_step", calls=3)
     others = [", ".join(f"{p}: {c:.3f}" for p, c in r["all"].items()) for r in results.values()]
     found = [[*row, by_price] for row, by_price in zip(found, others, strict=True)]
     title = f"Newsvendor, {args.contexts} contexts of {args.demands} demands, {args.steps} updates"

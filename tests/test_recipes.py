@@ -18,7 +18,7 @@ import recipes
 import recipes.benchmarks
 from recipes import hyper_cleaning, hyper_representation, learn_to_regularize, meta_classification, saddle_escape
 from recipes.benchmarks import conditioning, contextual, many_tasks, overhead
-from recipes.common import Parser, progress, spend, summary, table, train, tuned
+from recipes.common import Parser, progress, rows, spend, summary, table, train, tuned
 from recipes.problems.newsgroups import SparseFeatures, load_newsgroups
 from recipes.problems.tasks import SUPERCLASSES, load_tasks
 
@@ -553,9 +553,14 @@ def test_the_best_of_a_grid_gets_the_other_seeds():
     assert medians["b"]["range"] is None
 
 
+def test_rows_tell_losses_from_evaluations_of_losses():
+    results = {"a": {"loss": 0.5, "oracle_calls": {"upper_grad": 1, "loss": 7}}, "b": {"loss": 2.0}}
+    assert rows(results, "loss", calls=5) == [["a", 0.5, 1, None, None, None, 7], ["b", 2.0, *[None] * 5]]
+
+
 def test_table():
-    text = table(["a", "bb"], [["x", 1.23456], ["long", None]])
-    assert text.splitlines() == ["a        bb", "----  -----", "x     1.235", "long      -"]
+    text = table(["a", "bb"], [["x", 1.23456], ["long", None], ["n", 12345.6]])
+    assert text.splitlines() == ["a        bb", "----  -----", "x     1.235", "long      -", "n     12346"]
 
 
 def test_a_process_of_its_own(tmp_path, monkeypatch):

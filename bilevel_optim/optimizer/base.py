@@ -35,7 +35,7 @@ from ..solvers.lower import LowerRules
 from . import memory, method
 from .declaration import register
 from .method import ColdOptions, CommonOptions, Loss, StepFunctions, as_objective
-from .step import Given, Update, changed
+from .step import Given, Groups, Start, Update, changed
 
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "Loss", "as_objective"]
 
@@ -197,7 +197,7 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         *,
         tasks: Any = None,
         still: bool = False,
-        start: Sequence[Tensor] | task_layer.LowerInit | None = None,
+        start: Start = None,
     ) -> Estimate:
         """What a step would do, without doing it: the estimate, with the improved y.
 
@@ -208,9 +208,7 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         with self._buffers.kept():
             return self._proposed(upper, lower, tasks, still=still, start=start)[1]
 
-    def oracle(
-        self, upper: Loss | None, lower: Loss | None = None, *, groups: dict[str, list[dict[str, Any]]] | None = None
-    ) -> Oracle:
+    def oracle(self, upper: Loss | None, lower: Loss | None = None, *, groups: Groups | None = None) -> Oracle:
         """The two losses at the present point, as a step sees them; ``groups`` are the parameters', if at hand."""
         f, g = self.objectives(upper, lower)
         groups = groups or {level: level_groups(self.param_groups, level) for level in LEVELS}
@@ -232,7 +230,7 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         tasks: Any,
         *,
         still: bool = False,
-        start: Sequence[Tensor] | task_layer.LowerInit | None = None,
+        start: Start = None,
     ) -> tuple[Oracle, Estimate, Given]:
         """Everything that a step computes, checked; nothing is written, so nothing has to be undone."""
         groups = {level: level_groups(self.param_groups, level) for level in LEVELS}
@@ -262,7 +260,7 @@ class BilevelOptimizer(StepFunctions, Optimizer):
             estimate = changed(estimate, memory={**estimate.memory, "initial": here.y})
         return oracle, estimate, given
 
-    def _given(self, groups: dict[str, list[dict[str, Any]]], x: Sequence[Tensor], y: Sequence[Tensor]) -> Given:
+    def _given(self, groups: Groups, x: Sequence[Tensor], y: Sequence[Tensor]) -> Given:
         """What a step is given, read from the state."""
         return Given(
             upper_groups=groups["upper"],
@@ -284,8 +282,7 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         """Write what a step has computed; ``.grad`` of x is the estimate."""
         session, x, y = oracle.session, oracle.live_x, oracle.live_y
         norm = estimate.gradient.norm()
-        for write in estimate.writes:
-            write.table[write.rows] = write.values
+        memory.write_rows(estimate.writes)
         memory.remember(self.state, y, estimate.memory)
         memory.remember(self.state, x, estimate.upper_memory)
         memory.remember_tables(self.state, y, estimate.tables)
@@ -321,8 +318,7 @@ class BilevelOptimizer(StepFunctions, Optimizer):
 
     def _commit_update(self, moved: Sequence[Tensor], update: Update) -> None:
         """Write an update of x."""
-        for write in update.writes:
-            write.table[write.rows] = write.values
+        memory.write_rows(update.writes)
         memory.remember(self.state, moved, update.upper_memory)
         if update.lower is not None:
             Vector(self._parameters("lower")).copy_(update.lower)

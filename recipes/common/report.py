@@ -51,10 +51,13 @@ def show(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) ->
     print(f"\n{title}\n\n{table(header, rows)}\n", flush=True)
 
 
-def rows(results: Mapping[str, Mapping[str, Any]], *keys: str) -> list[list[object]]:
-    """A row for each method: its name, and those of its numbers and oracle calls that are asked for."""
-    found = {name: {**r, **(r.get("oracle_calls") or {})} for name, r in results.items()}
-    return [[name, *map(figures.get, keys)] for name, figures in found.items()]
+def rows(results: Mapping[str, Mapping[str, Any]], *keys: str, calls: int = 0) -> list[list[object]]:
+    """A row for each method: its name, those of its numbers that are asked for, and its first so many `CALLS`."""
+    found = []
+    for name, r in results.items():
+        counts = r.get("oracle_calls") or {}
+        found.append([name, *map(r.get, keys), *map(counts.get, [*CALLS][:calls])])
+    return found
 
 
 def save_json(path: Path, numbers: Mapping[str, Any]) -> None:
@@ -92,9 +95,10 @@ def draw(axis: Any, curves: Mapping[str, Points], x: str, y: str, **options: Any
     """The curves of several methods, y against x, at the points that have y."""
     from matplotlib import colormaps
 
+    colours = colormaps["tab10" if len(curves) <= 10 else "tab20"]
     for i, (name, points) in enumerate(curves.items()):
         known = [p for p in points if y in p]
-        style = {"color": colormaps["tab20"](i % 20), "linestyle": ("-", "--", ":")[i // 20 % 3]}
+        style = {"color": colours(i % 20), "linestyle": ("-", "--", ":")[i // 20 % 3]}
         axis.plot([p[x] for p in known], [p[y] for p in known], label=name, **style)
     axis.set(**{"xlabel": x, "ylabel": y, **options})
 
@@ -112,4 +116,6 @@ def plot(stem: Path, title: str, curves: Mapping[str, Points], panels: Panels, r
 def _text(cell: object) -> str:
     if cell is None:
         return "-"
-    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+    if isinstance(cell, float):
+        return f"{cell:.0f}" if 1e4 <= abs(cell) < 1e7 else f"{cell:.4g}"
+    return str(cell)
