@@ -57,6 +57,7 @@ class Method:
         lower_optimizer: what ``lower_optimizer`` may be: ``"any"``; ``"elementwise"``, one that treats every entry
             alone; ``"differentiable"``; ``"given gradient"``, one that asks for one gradient per step; ``"none"``.
         converges: its estimate tends to the hypergradient as y and all else settles.
+        solves: y tends to y*(x) where x is held.
         variants: other configurations worth testing and listing: arguments by name.
         settings: arguments that suit a standard problem, by its name; ``"problem/variant"`` for a variant, whose own
             arguments need not be repeated. Problems: ``"quadratic"``, closed form, where an estimate can be accurate;
@@ -82,6 +83,7 @@ class Method:
     lower_steps: bool = True
     lower_optimizer: str = "any"
     converges: bool = True
+    solves: bool = True
     variants: Mapping[str, Arguments] = field(default_factory=dict)
     settings: Mapping[str, Arguments] = field(default_factory=dict)
     elsewhere: Mapping[str, str] = field(default_factory=dict)

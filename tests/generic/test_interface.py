@@ -101,7 +101,7 @@ def test_step_is_backward_then_step(row):
 
 
 # The others have steps of many sizes, or one for all contexts.
-@each(lambda row: not row.declared.initial and row.declared.tasks != "required" and not row.variant)
+@each(lambda row: row.declared.solves and not (row.declared.initial or row.declared.tasks == "required" or row.variant))
 def test_schedulers_move_both_levels(row):
     problem = row.quadratic(n=5)
     options = {"warm_start": True, **ALIKE.get(row.name, {})}

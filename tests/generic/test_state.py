@@ -87,7 +87,7 @@ def test_deepcopy_and_pickle_continue(row):
 # ---------------------------------------------------------------------------------------------------- starting points
 
 
-@each(lambda row: not row.declared.initial and row.declared.tasks != "required" and not row.variant)
+@each(lambda row: row.declared.solves and not (row.declared.initial or row.declared.tasks == "required" or row.variant))
 def test_starts_of_the_lower_steps(row):
     """Warm: the live value, whoever wrote it. Cold: the value at the first step, and all else as then."""
     problem = row.quadratic(n=5)
