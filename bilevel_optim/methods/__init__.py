@@ -4,6 +4,7 @@ import types
 
 from .aid import AID as AID
 from .ba import BA as BA
+from .bome import BOME as BOME
 from .contextual.rtmlmc import DLSGD as DLSGD
 from .contextual.rtmlmc import RTMLMC as RTMLMC
 from .f2sa import F2SA as F2SA

@@ -1,0 +1,128 @@
+"""BOME: first-order descent along the value function's barrier."""
+
+from __future__ import annotations
+
+import math
+from typing import Unpack
+
+import torch
+
+from ..hypergradient import Estimate
+from ..optimizer.base import BilevelOptimizer, CommonOptions
+from ..optimizer.declaration import Method, counts
+from ..optimizer.step import Given
+from ..oracle.oracle import Oracle
+from ..problem.parameters import Params, is_number, require
+from ..problem.vector import Vector
+
+__all__ = ["BOME"]
+
+
+class BOME(BilevelOptimizer):
+    r"""Bilevel optimisation made easy (BOME): both variables descend f, kept to the lower solution by a barrier.
+
+    With the value gap :math:`q(x, y) = g(x, y) - g(x, y_T)`, :math:`y_T` the end of ``lower_steps`` steps from y, taken
+    as a constant,
+
+    .. math::
+        \lambda = \max(\phi - \langle \nabla f, \nabla q\rangle,\, 0) / \|\nabla q\|^2, \qquad
+        (x, y) \leftarrow (x, y) - (\text{lr}, \xi)\,(\nabla f + \lambda \nabla q),
+
+    gradients, products and norms over (x, y) together; :math:`\phi = \eta \|\nabla q\|^2` or :math:`\phi = \eta\, q`.
+    So :math:`\langle \nabla f + \lambda \nabla q, \nabla q\rangle \ge \phi`: q falls along every step.
+
+    *When.* First derivatives only, one copy of y, one step for both variables; no penalty to choose. *Needs* a smooth
+    g whose gap has no stationary points but the solutions (Polyak-Lojasiewicz), and deterministic losses, or large
+    batches. Leaving out that :math:`y_T` follows x changes :math:`\nabla_x q` by terms of the size of
+    :math:`\nabla_y g(x, y_T)`, which vanish as T grows. The direction is the hypergradient at a solution only:
+    elsewhere y lags behind by an amount proportional to it.
+
+    *Cost per step*: ``lower_steps`` + 2 lower gradients, 1 upper gradient. *Draws*: one lower batch for each lower
+    step, then one upper batch and one lower batch, shared by both gradients of q. With tasks each has a multiplier of
+    its own.
+
+    Args:
+        upper: upper parameters x.
+        lower: lower parameters y.
+        lr: learning rate of x.
+        lower_lr: learning rate of the steps to :math:`y_T`.
+        lower_steps: T. Default: 10.
+        joint_lr: :math:`\xi`, the step of y along the common direction. Default: the learning rate of its group.
+        eta: :math:`\eta > 0`, how fast the barrier falls. Default: 0.5.
+        barrier: ``"grad_norm"``, :math:`\phi = \eta \|\nabla q\|^2`, or ``"value"``, :math:`\phi = \eta\, q`. Default:
+            ``"grad_norm"``.
+        warm_start, lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`. The
+            lower optimizer makes the steps to :math:`y_T`; each outer step begins it anew.
+
+    State: ``initial`` y without warm starts.
+
+    Raises:
+        ValueError: for an argument out of its range.
+
+    Example:
+        >>> import torch
+        >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> optimizer = BOME([x], [y], lr=0.1, lower_lr=0.1)
+        >>> for _ in range(500):  # y*(x) = x, so the minimiser of f(x, y*(x)) is 1
+        ...     loss = optimizer.step(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
+        >>> round(x.item(), 3)
+        1.0
+
+    Source: Ye, Liu, Wright, Stone, Liu (2022), arXiv:2209.08709.
+    """
+
+    declared = Method(
+        paper="arXiv:2209.08709",
+        family="penalty",
+        when="first derivatives only and no penalty to choose; deterministic losses",
+        cost="T + 2 lower, 1 upper",
+        calls=lambda o, k: counts(upper=1, lower=o.lower_steps + 2),
+        second_order=False,
+        converges=False,
+        solves=False,
+        variants={"value": {"barrier": "value"}},
+        settings={"quadratic": {}, "quadratic/value": {}, "compare": {}, "stochastic": {"lower_steps": 10}},
+    )
+
+    def __init__(
+        self,
+        upper: Params,
+        lower: Params,
+        *,
+        lr: float,
+        lower_lr: float,
+        lower_steps: int = 10,
+        joint_lr: float | None = None,
+        eta: float = 0.5,
+        barrier: str = "grad_norm",
+        **common: Unpack[CommonOptions],
+    ) -> None:
+        require("joint_lr", joint_lr, joint_lr is None or (is_number(joint_lr) and joint_lr > 0))
+        require("eta", eta, is_number(eta) and 0 < eta < math.inf)
+        require("barrier", barrier, barrier in ("grad_norm", "value"))
+        self.joint_lr, self.eta, self.barrier = joint_lr, eta, barrier
+        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
+
+    def together(self, tasks: int) -> list[slice]:
+        """Every task by itself, because each has a multiplier of its own."""
+        return [slice(i, i + 1) for i in range(tasks)]
+
+    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+        """The common direction: its part in x is the estimate, that in y is followed at once."""
+        ends = given.anew().descended(oracle, self.lower_steps).oracle
+        loss, f_x, f_y = oracle.upper(oracle.f.draw())
+        sample = oracle.g.draw()
+        value, g_x, g_y = oracle.lower_jointly(sample)
+        least, end_x, _ = ends.lower_jointly(sample)
+        f, q, gap = Vector((*f_x, *f_y)), Vector((*(g_x - end_x), *g_y)), value - least
+        square = q.dot(q)
+        bound = self.eta * (square if self.barrier == "grad_norm" else gap.to(square))
+        # At a stationary point of q the multiplier is 0/0, and the direction that of f.
+        safe = torch.where(square > 0, square, 1.0)
+        multiplier = torch.where(square > 0, (bound - f.dot(q)).clamp_min(0) / safe, 0.0)
+        direction = f + q * multiplier
+        split = len(f_x)
+        y = oracle.y - Vector(direction[split:]) * given.linear_rates(self.joint_lr)
+        oracle.checks.finite("lower_grad", y)
+        diagnostics = {"lower_residual": g_y.norm(), "gap": gap, "multiplier": multiplier}
+        return Estimate(loss, Vector(direction[:split]), diagnostics, lower=y)
