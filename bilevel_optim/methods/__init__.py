@@ -30,6 +30,7 @@ from .stochastic.mrbo import SUSTAIN as SUSTAIN
 from .stochastic.saba import SABA as SABA
 from .stochastic.soba import FSLA as FSLA
 from .stochastic.soba import SOBA as SOBA
+from .stochastic.srba import SRBA as SRBA
 from .stochastic.stocbio import AmIGO as AmIGO
 from .stochastic.stocbio import StocBiO as StocBiO
 from .stochastic.vrbo import VRBO as VRBO
