@@ -162,7 +162,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         trackers, m, kinds, p = self.trackers, table.count, int(table.groups.max()) + 1, len(table.groups)
         if math.isfinite(self.radius) and kinds > 1:
             raise ValueError("a radius needs all lower parameters in one group, as they make one step of one length")
-        x, rates = flat(oracle.x)[0], _rates(given, table)
+        x, rates = flat(oracle.x)[0], table.spread(_rates(given))
         loss, direction = torch.zeros((), device=oracle.device), torch.zeros_like(x)
         size = max(CHUNK // (p * (len(x) if trackers.apart else p)), self.drawing.batch(m), 1)
         found: list[Rows] = []
@@ -194,8 +194,8 @@ class RecursiveOptimizer(BilevelOptimizer):
         drawn, betas = self.drawing.draw(sampler, m, given), self._betas(given, m)
         n, after = len(drawn.ids), clock.waited()
         if n < m and not self.rule.rests:
-            weights, keep = [betas[name] for name in trackers.names], math.isfinite(self.radius)
-            after = clock.ticked(weights, table.velocities, _group_rates(given), self._tau(given), keep)
+            keep = math.isfinite(self.radius)
+            after = clock.ticked(table, betas, _rates(given).tolist(), self._tau(given), keep)
         look = Look(
             table, drawn.ids, table.gather(drawn.ids, clock), drawn.scale.to(oracle.device), betas, (clock, after),
             flat(given.upper_memory["direction"])[0], trackers, self.drawing, given.generator,
@@ -205,7 +205,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         measured = self._measured(look, oracle, given, sampler)
         tracked, active = trackers.track(look.now, measured, look.msvr if self.rule.rests else look.storm)
         direction = self.rule.direction(look, tracked, measured)
-        rows, active = self._followed({**look.now, **tracked}, measured.new, active, given, _rates(given, table))
+        rows, active = self._followed({**look.now, **tracked}, measured.new, active, given, table.spread(_rates(given)))
         loss = measured.loss / n if trackers.apart else measured.loss
         residual = rows["w"].norm() / n**0.5
         diagnostics = {**active, "lower_residual": residual, "rows_touched": torch.tensor(n)}
@@ -376,11 +376,6 @@ def is_weight(value: object) -> bool:
     return is_number(value) and 0 <= float(value) < math.inf  # type: ignore[arg-type]
 
 
-def _group_rates(given: Given) -> list[float]:
-    return [float(group["lr"]) for group in given.lower_groups]
-
-
-def _rates(given: Given, table: Table) -> Tensor:
-    """Learning rate of each entry of a row of y."""
-    rates = torch.tensor(_group_rates(given), dtype=torch.float64)
-    return rates[table.groups].to(table.positions[0].device)
+def _rates(given: Given) -> Tensor:
+    """Learning rates of the lower groups."""
+    return torch.tensor([float(group["lr"]) for group in given.lower_groups], dtype=torch.float64)
