@@ -148,8 +148,9 @@ class RecursiveOptimizer(BilevelOptimizer):
         """Whether there are rows of these parameters, which may have become more."""
         if not self.warm_start or not {"direction", "previous"} <= given.upper_memory.keys() or not table.tables:
             return False
-        if missing := {*self.trackers.names, "y_last", *STAMPS} - table.tables.keys():
-            raise ValueError(f"the state is that of another variant: it has no {', '.join(sorted(missing))}")
+        moving = {f"{name}{at}" for name, _ in table.moving for at in ("", "_last")} - {"y"}
+        if other := {*self.trackers.names, *moving, *self.drawing.notes, *STAMPS} ^ table.tables.keys():
+            raise ValueError(f"the state is that of another variant: they differ in {', '.join(sorted(other))}")
         if table.tables["w"].shape[1] != len(table.groups):
             return False
         if (known := len(table.tables["age"])) != table.count:
@@ -185,7 +186,7 @@ class RecursiveOptimizer(BilevelOptimizer):
             counts.append(active)
         whole = {name: torch.cat([part[name] for part in found]) for name in found[0]}
         diagnostics = {name: torch.stack([part[name] for part in counts]).sum() for name in counts[0]}
-        clock = Clock.started(len(trackers.names), len(trackers.moving), kinds)
+        clock = Clock.started(len(trackers.shrinking), len(trackers.moving), kinds)
         return self._kept(oracle, loss, direction, {**diagnostics, "rows_touched": torch.tensor(m)}, clock, whole)
 
     def _on(self, oracle: Oracle, given: Given, table: Table, sampler: Any) -> Estimate:
@@ -335,7 +336,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         groups = group.repeat_interleave(torch.tensor([t[0].numel() for t in y]))
         tables = {name: t for name, t in given.tables.items() if name not in CHANCES}
         least = self.floor if self.rule.floored else None
-        return Table(y, tables, self.trackers.names, self.trackers.moving, groups, least, self.radius)
+        return Table(y, tables, self.trackers.shrinking, self.trackers.moving, groups, least, self.radius)
 
     def _draws(self, sampler: Any, ids: Tensor, given: Given) -> TaskDraws | None:
         """The data of tasks; None for a single problem, which has its own."""
@@ -361,8 +362,9 @@ class RecursiveOptimizer(BilevelOptimizer):
         return self.trackers.weights({name: min(beta * factor, 1.0) for name, beta in self.beta.items()})
 
     def _warn_if_loud(self, oracle: Oracle, given: Given) -> None:
-        beta, steady = max(self.beta.values()), self.schedule == "constant" and self.restarts is None
-        if self.beta_unit == "q" and steady and given.steps > PATIENCE and beta > LOUD_BETA:
+        beta = self.trackers.resting(max(self.beta.values()))
+        steady = self.beta_unit == "q" and self.schedule == "constant" and self.restarts is None
+        if steady and given.steps > PATIENCE and beta > LOUD_BETA:
             oracle.checks.alert(
                 "loud beta",
                 f"beta = {beta:g} in units of the part of the tasks in a step makes the drawing of tasks the largest "
