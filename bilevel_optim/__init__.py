@@ -7,9 +7,8 @@ import types
 
 from . import hypergradient as hypergradient
 from ._version import __version__ as __version__
-
-# from .checking.check import HypergradientReport as HypergradientReport
-# from .checking.check import check_hypergradient as check_hypergradient
+from .checking.check import HypergradientReport as HypergradientReport
+from .checking.check import check_hypergradient as check_hypergradient
 from .errors import BilevelWarning as BilevelWarning
 from .errors import GradcheckError as GradcheckError
 from .errors import NonFiniteError as NonFiniteError

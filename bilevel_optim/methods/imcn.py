@@ -69,7 +69,7 @@ class iMCN(MinimaxOptimizer):
             ``converged``, ``step`` does nothing. Costs a host synchronisation. Default: 0, never.
         warm_start, lower_optimizer, check_finite, generator, vectorize, process_group: see `BilevelOptimizer`.
 
-    State: the lower optimizer's state, and ``initial`` y without warm starts.
+    State: that of a ``lower_optimizer``, and ``initial`` y without warm starts. Attribute ``converged``.
 
     Raises:
         ValueError: for an argument out of its range, or ``hvp="finite-difference"``.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,19 +31,9 @@ from ..problem.parameters import (
     tensors_of,
 )
 from ..problem.vector import Vector
-from ..solvers.lower import LowerRule
+from ..solvers.lower import LowerRules
+from . import memory, method
 from .declaration import register
-from .memory import (
-    copied,
-    load_exactly,
-    place_of,
-    recalled,
-    remember,
-    remember_solver,
-    remember_tables,
-    remembered_solver,
-    tables_of,
-)
 from .method import ColdOptions, CommonOptions, Loss, StepFunctions, as_objective
 from .step import Given, Update, changed
 
@@ -117,14 +108,10 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         require("learning rate", lr, is_number(lr) and lr >= 0, wording="Invalid learning rate: {value}")
         require("lower_lr", lower_lr, is_number(lower_lr) and lower_lr >= 0)
         require("lower_steps", lower_steps, is_count(lower_steps))
-        require("vectorize", vectorize, isinstance(vectorize, bool) or (is_count(vectorize) and vectorize > 0))
-        require("hvp", hvp, hvp in ("exact", "finite-difference"))
-        require("lower_optimizer", lower_optimizer, lower_optimizer is None or callable(lower_optimizer))
-        require("generator", generator, generator is None or isinstance(generator, torch.Generator))
-        sizes = {"tasks_per_step": tasks_per_step, "lower_batch": lower_batch, "upper_batch": upper_batch}
-        for name, size in sizes.items():
-            require(name, size, size is None or (is_count(size) and size > 0))
-        require("lower_init", lower_init, lower_init is None or callable(lower_init))
+        method.require_common(
+            lower_optimizer=lower_optimizer, generator=generator, vectorize=vectorize, hvp=hvp, lower_init=lower_init
+        )
+        method.require_sizes(tasks_per_step=tasks_per_step, lower_batch=lower_batch, upper_batch=upper_batch)
         self.tasks_per_step, self.lower_batch, self.upper_batch = tasks_per_step, lower_batch, upper_batch
         self.lower_init = lower_init
         self.lower_steps, self.warm_start, self.check_finite = lower_steps, bool(warm_start), bool(check_finite)
@@ -137,7 +124,7 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         self._counts = dict.fromkeys(COUNTERS, 0)
         self._steps_done = 0
         self._last_loss: Tensor | None = None
-        self._rules: list[LowerRule] = []
+        self._rules = LowerRules(self.lower_factory)
         self.default_lr = {"upper": lr, "lower": lower_lr}
         super().__init__(consistently_named([*as_groups(upper, "upper"), *as_groups(lower, "lower")]), {"lr": lr})
 
@@ -203,13 +190,33 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         with torch.no_grad():
             return self._commit(oracle, estimate)
 
-    def propose(self, upper: Loss, lower: Loss | None = None, *, tasks: Any = None, still: bool = False) -> Estimate:
+    def propose(
+        self,
+        upper: Loss,
+        lower: Loss | None = None,
+        *,
+        tasks: Any = None,
+        still: bool = False,
+        start: Sequence[Tensor] | task_layer.LowerInit | None = None,
+    ) -> Estimate:
         """What a step would do, without doing it: the estimate, with the improved y.
 
         Random numbers are drawn, and data too. The losses and tasks are as for :meth:`step`; ``still`` asks for the
-        estimate at x itself of a method that would look ahead of it.
+        estimate at x itself of a method that would look ahead of it; ``start`` gives other lower values to begin at
+        than the present ones, with tasks as a function like ``lower_init``.
         """
-        return self._proposed(upper, lower, tasks, still=still)[1]
+        with self._buffers.kept():
+            return self._proposed(upper, lower, tasks, still=still, start=start)[1]
+
+    def oracle(
+        self, upper: Loss | None, lower: Loss | None = None, *, groups: dict[str, list[dict[str, Any]]] | None = None
+    ) -> Oracle:
+        """The two losses at the present point, as a step sees them; ``groups`` are the parameters', if at hand."""
+        f, g = self.objectives(upper, lower)
+        groups = groups or {level: level_groups(self.param_groups, level) for level in LEVELS}
+        x, y = (tensors_of(groups[level], level) for level in LEVELS)
+        session = Session.begun(self._options, self._found, self._buffers, self._warned)
+        return Oracle(x, y, f, g, names=lambda: names_of(self.param_groups), session=session)
 
     @property
     def oracle_counts(self) -> dict[str, int]:
@@ -219,21 +226,27 @@ class BilevelOptimizer(StepFunctions, Optimizer):
     # ------------------------------------------------------------------------------------------------ the transaction
 
     def _proposed(
-        self, upper: Loss | None, lower: Loss | None, tasks: Any, *, still: bool = False
+        self,
+        upper: Loss | None,
+        lower: Loss | None,
+        tasks: Any,
+        *,
+        still: bool = False,
+        start: Sequence[Tensor] | task_layer.LowerInit | None = None,
     ) -> tuple[Oracle, Estimate, Given]:
         """Everything that a step computes, checked; nothing is written, so nothing has to be undone."""
-        f, g = self.objectives(upper, lower)
         groups = {level: level_groups(self.param_groups, level) for level in LEVELS}
-        x, y = (tensors_of(groups[level], level) for level in LEVELS)
-        session = Session.begun(self._options, self._found, self._buffers, self._warned)
-        oracle = Oracle(x, y, f, g, names=lambda: names_of(self.param_groups), session=session)
-        given = self._given(groups, x, y)
+        here = oracle = self.oracle(upper, lower, groups=groups)
+        given = self._given(groups, oracle.live_x, oracle.live_y)
         if still:
             given = self.standing_still(given)
-        here = oracle
         if not self.warm_start:
             here = oracle.at(lower=given.memory.get("initial", oracle.y.clone()))
             given = changed(given, solver=None)
+        if callable(start):
+            given = changed(given, lower_init=start)
+        elif start is not None:
+            here = oracle.at(lower=start)
         random = None if self.generator is None else self.generator.get_state()
         try:
             with self._buffers.kept_on_failure():
@@ -254,29 +267,18 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         return Given(
             upper_groups=groups["upper"],
             lower_groups=groups["lower"],
-            memory=recalled(self.state, y),
-            upper_memory=recalled(self.state, x),
-            tables=tables_of(self.state, y),
-            solver=remembered_solver(self.state, y),
+            memory=memory.recalled(self.state, y),
+            upper_memory=memory.recalled(self.state, x),
+            tables=memory.tables_of(self.state, y),
+            solver=memory.remembered_solver(self.state, y),
             lower=Vector(y).detach(),
             numbers=dict(self.numbers),
             steps=self._steps_done,
-            rule=lambda like: self._rule(groups["lower"], like),
+            rule=partial(self._rules, groups["lower"]),
             generator=self.generator,
             ranks=self._options.ranks,
             lower_init=self.lower_init,
         )
-
-    def _rule(self, groups: Sequence[dict[str, Any]], like: Vector) -> LowerRule:
-        """The lower optimizer's update for tensors like these; made once for each shape."""
-        for rule in self._rules:
-            if rule.fits(groups, like):
-                rule.follow(groups)
-                return rule
-        rule = LowerRule(self.lower_factory, groups, like)
-        del self._rules[:-7]  # a cache, not state
-        self._rules.append(rule)
-        return rule
 
     def _commit(self, oracle: Oracle, estimate: Estimate) -> Tensor:
         """Write what a step has computed; ``.grad`` of x is the estimate."""
@@ -284,11 +286,11 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         norm = estimate.gradient.norm()
         for write in estimate.writes:
             write.table[write.rows] = write.values
-        for parameters, memory in ((y, estimate.memory), (x, estimate.upper_memory)):
-            remember(self.state, parameters, memory)
-        remember_tables(self.state, y, estimate.tables)
+        memory.remember(self.state, y, estimate.memory)
+        memory.remember(self.state, x, estimate.upper_memory)
+        memory.remember_tables(self.state, y, estimate.tables)
         if estimate.solver is not None:
-            remember_solver(self.state, y, estimate.solver)
+            memory.remember_solver(self.state, y, estimate.solver)
         if estimate.lower is not None:
             y.copy_(estimate.lower)  # last, because what is remembered may be what y was
         for parameter, gradient in zip(x, estimate.gradient, strict=True):
@@ -321,7 +323,7 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         """Write an update of x."""
         for write in update.writes:
             write.table[write.rows] = write.values
-        remember(self.state, moved, update.upper_memory)
+        memory.remember(self.state, moved, update.upper_memory)
         if update.lower is not None:
             Vector(self._parameters("lower")).copy_(update.lower)
         Vector(moved).copy_(update.x)
@@ -345,7 +347,7 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         torch's random state where the losses use them, it continues a run bit for bit.
         """
         state: dict[str, Any] = super().state_dict()
-        state["state"] = copied(state["state"])  # later steps write into tables
+        state["state"] = memory.copied(state["state"])  # later steps write into tables
         state["bilevel"] = {
             "method": type(self).__name__,
             "steps_done": self._steps_done,
@@ -365,8 +367,8 @@ class BilevelOptimizer(StepFunctions, Optimizer):
             raise ValueError("the state dict is not that of a BilevelOptimizer: it has no 'bilevel' entry")
         if own["method"] != type(self).__name__:
             raise ValueError(f"the state dict is that of {own['method']}, but this optimizer is {type(self).__name__}")
-        load_exactly(self, super().load_state_dict, state_dict, self.place_of)
-        self._rules = []
+        memory.load_exactly(self, super().load_state_dict, state_dict, self.place_of)
+        self._rules = LowerRules(self.lower_factory)
         self._steps_done, self._last_loss = own["steps_done"], own["last_loss"]
         self._counts.update(own["oracle_counts"])
         self._found = changed(self._found, fallback=own["fallback"])
@@ -378,12 +380,12 @@ class BilevelOptimizer(StepFunctions, Optimizer):
 
     def place_of(self, name: str, parameter: Tensor) -> torch.device | None:
         """The device of an entry of ``state[parameter]`` that is loaded; None for where it was saved."""
-        return place_of(name, parameter)
+        return memory.place_of(name, parameter)
 
     def __getstate__(self) -> dict[str, Any]:
         # torch keeps three entries and makes the others again; ours must be kept too, the rules excepted.
         own = {k: v for k, v in self.__dict__.items() if k not in REMADE and not k.startswith("_optimizer_")}
-        return {**super().__getstate__(), **own, "_rules": []}
+        return {**super().__getstate__(), **own, "_rules": LowerRules(self.lower_factory)}
 
     def _parameters(self, level: str) -> list[Tensor]:
         """The parameters of one level that require a gradient."""

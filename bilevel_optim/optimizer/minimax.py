@@ -25,7 +25,7 @@ class MinimaxOptimizer(BilevelOptimizer):
     def objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
         """The loss, and its negative on the same draws."""
         if upper is None or lower is not None:
-            raise TypeError(f"{type(self).__name__} takes one loss, which x descends and y ascends, as first argument")
+            raise TypeError(f"{type(self).__name__} takes one loss, which x descends and y ascends: step(loss)")
         loss = as_objective(upper, "minimax")
         return loss, loss.mapped(neg)
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .objective import Objective, Sample
 from .parameters import is_count, require
 
-__all__ = ["FiniteSum", "all_terms", "random_term", "term_count"]
+__all__ = ["FiniteSum", "random_term", "term_count"]
 
 
 class FiniteSum(Objective):
@@ -98,6 +98,10 @@ class FiniteSum(Objective):
         sample.index = index
         return sample
 
+    def samples(self, most: int | None = None) -> list[Sample]:
+        """The samples of all terms, however many there are."""
+        return [self.term(i) for i in range(len(self))]
+
     def state_dict(self) -> dict[str, Any]:
         """State of the generator, if there is one."""
         return {} if self.generator is None else {"generator": self.generator.get_state()}
@@ -122,13 +126,6 @@ def term_count(objective: Objective, level: str) -> int:
         f"the {level} loss must know which of its terms it draws: pass bo.FiniteSum(loss, data, batch_size) instead of "
         f"an Objective whose data are a {type(objective.data).__name__}"
     )
-
-
-def all_terms(objective: Objective) -> list[Sample]:
-    """The samples of all terms."""
-    if isinstance(objective, FiniteSum):
-        return [objective.term(i) for i in range(len(objective))]
-    return [objective.draw()]
 
 
 def random_term(objective: Objective, agreed: Callable[[int], int]) -> tuple[int, Sample]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
@@ -78,6 +79,19 @@ class Objective:
             self._features = sample.features
         return sample
 
+    def samples(self, most: int | None = None) -> list[Sample]:
+        """Samples of the (first) batches of a pass; the position in the data and what decides their order stay."""
+        if self.data is None:
+            return [self.sample()]
+        random = _random_state(self.data)
+        try:
+            batches = list(islice(self.data, most))
+        finally:
+            _set_random_state(self.data, random)
+        if not batches:
+            raise ValueError("the data of an Objective gave no batch")
+        return [self.sample(batch) for batch in batches]
+
     def mapped(self, function: Callable[[Any], Any]) -> Objective:
         """An objective whose value is ``function`` of this one's, on the samples of this one's stream.
 
@@ -150,6 +164,9 @@ class _Mapped(Objective):
 
     def sample(self, *arguments: Any, once: bool = False) -> Sample:
         return self._source.sample(*arguments, once=once).mapped(self._function)
+
+    def samples(self, most: int | None = None) -> list[Sample]:
+        return [sample.mapped(self._function) for sample in self._source.samples(most)]
 
     def begin(self) -> None:
         self._source.begin()

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bilevel_optim as bo
 from bilevel_optim.oracle.copies import evaluate_copies
-from bilevel_optim.oracle.oracle import Session
+from bilevel_optim.oracle.session import Options, Session
 from bilevel_optim.problem.vector import Vector, stack
 
 
@@ -258,7 +258,7 @@ def test_products_are_differences_of_gradients(name):
         cross, hvp = system.both(v)
         close(hvp, system.hvp(v), 1e-12)
         close(cross, system.cross(v), 1e-12)
-    difference = bo.Oracle([x], y, upper, lower, session=Session(hvp="finite-difference"))
+    difference = bo.Oracle([x], y, upper, lower, session=Session(Options(hvp="finite-difference")))
     torch.manual_seed(3)
     with difference.lower_system(difference.g.draw()) as system:
         close(system.hvp(v), hvp, tolerance)
@@ -275,14 +275,14 @@ def test_stacked_copies_are_plain_gradients(name, vectorize):
 def check_stacked_copies(name, vectorize, wrt):
     """Gradients of a_j f + b_j g at three copies, against plain torch at one after the other."""
     case, (x, y, upper, lower) = CASES[name], built(name)
-    oracle = bo.Oracle([x], y, upper, lower, session=Session(vectorize=vectorize))
+    oracle = bo.Oracle([x], y, upper, lower, session=Session(Options(vectorize=vectorize)))
     points = [Vector(t.detach() + 0.1 * torch.randn_like(t) for t in y) for _ in range(3)]
     a, b = [0.3, 0.0, -0.2], [1.0, 0.5, -1.0]
     before = Vector(y).detach().clone()
     torch.manual_seed(3)
     xi, zeta = oracle.f.draw(), oracle.g.draw()
     result = evaluate_copies(oracle, stack(points), a, b, xi, zeta, wrt=wrt)
-    fell_back = oracle.session.fallback is not None
+    fell_back = oracle.session.found.fallback is not None
     assert fell_back == (vectorize is not False and not case.vmap)
     close(y, before, 0.0)
     if case.random and name != "dropout" and vectorize is not False:

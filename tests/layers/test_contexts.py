@@ -13,7 +13,6 @@ from bilevel_optim.solvers.contexts import (
     CROSS,
     NEUMANN,
     PATH,
-    TASKS,
     TRUNCATION,
     UPPER,
     Contexts,
@@ -21,19 +20,18 @@ from bilevel_optim.solvers.contexts import (
     draw_levels,
     level_probabilities,
 )
+from bilevel_optim.solvers.epoch_sgd import epoch_sgd
 
-from ..problems import P0, P1, Given, seeded, z_scores
+from ..problems import P0, P1, Given, z_scores
 
 
 def contexts_of(problem, count, seed=0, rows=1):
-    counters = Counters(seed)
-    tasks = problem.tasks.sample(count, counters.generator(TASKS))
-    return Contexts(problem.tasks, tasks, count, {"lower": rows, "upper": rows}, counters)
+    return Contexts(problem.tasks, count, seed, lower_batch=rows, upper_batch=rows)
 
 
-def path_of(problem, contexts, depths, beta=1.0, cap=1.0):
+def path_of(problem, contexts, depths, beta=1.0, cap=1.0, **options):
     start = bo.Vector([torch.zeros(len(depths), *problem.y[0].shape)])
-    return coupled_path(oracle_of(problem), contexts, start, depths, lambda e: [min(beta * 2.0**-e, cap)])
+    return coupled_path(oracle_of(problem), contexts, start, depths, lambda e: [min(beta * 2.0**-e, cap)], **options)
 
 
 def oracle_of(problem):
@@ -93,6 +91,11 @@ def test_shallow_runs_are_prefixes_of_deep_ones():
         torch.testing.assert_close(path.last[0][lane], deep[k].last[0][lane], rtol=0, atol=1e-12)
         torch.testing.assert_close(path.previous[0][lane], deep[k].previous[0][lane], rtol=0, atol=1e-12)
     assert not path.last[0].requires_grad
+    some = path_of(problem, contexts_of(problem, 5), [3, 2], slots=[3, 0], base_level=1)
+    torch.testing.assert_close(some.last[0], path.last[0][[3, 0]], rtol=0, atol=1e-12)
+    for lane, slot in enumerate([3, 0]):
+        torch.testing.assert_close(some.base[0][lane], deep[1].last[0][slot], rtol=0, atol=1e-12)
+    assert path.base[0].eq(0).all()
 
 
 def test_the_path_is_epoch_sgd():
@@ -112,6 +115,21 @@ def test_the_path_is_epoch_sgd():
             Y.append(torch.stack(visited).mean(0))
         torch.testing.assert_close(path.last[0][slot], Y[-1], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(path.previous[0][slot], Y[-2], rtol=1e-12, atol=1e-12)
+
+
+def test_epochs_of_one_problem_are_means_of_gradient_steps():
+    """y -> y - beta (y - x) from 4 with x = 1: means of geometric sums; a run can be continued at any epoch."""
+    x, y = torch.ones(1, requires_grad=True), torch.full((1,), 4.0, requires_grad=True)
+    oracle = bo.Oracle([x], [y], lambda: y.sum(), lambda: (y - x).square().sum() / 2)
+    means, expected = epoch_sgd(oracle, oracle.y, 4, lambda e: [0.9 * 2.0**-e]), 3.0
+    assert oracle.session.counts["lower_grad"] == 2**5 - 2 - 4
+    for e, mean in enumerate(means, 1):
+        contraction = 1 - 0.9 * 2.0**-e
+        expected *= (1 - contraction ** (2**e)) / (2**e * (1 - contraction))
+        assert float(mean[0]) == pytest.approx(1 + expected, rel=1e-14)
+    rest = epoch_sgd(oracle, means[1], 2, lambda e: [0.9 * 2.0**-e], first=3)
+    assert [float(mean[0]) for mean in rest] == [float(mean[0]) for mean in means[2:]]
+    assert float(y.detach()) == 4.0
 
 
 def test_golden_values_of_p0():
@@ -182,10 +200,7 @@ def test_batched_equals_dense_formulas_context_by_context(neumann, steps):
     start, oracle = bo.Vector([x.detach().expand(B, 5, 3).clone()]), oracle_of(problem)
     path = coupled_path(oracle, contexts, start, depths, lambda e: [min(0.5 * 2.0**-e, c)])
     p, xd, hessian = level_probabilities(levels), x.detach(), torch.func.jacrev(torch.func.grad(g, 1), 1)
-    found = multilevel(
-        oracle, contexts, path._replace(base=start), depths, range(B), base=0, chances=p, steps=steps, rate=c,
-        neumann=neumann,
-    )  # fmt: skip
+    found = multilevel(oracle, path, chances=p, steps=steps, rate=c, neumann=neumann)
     for b in range(B):
         one = lambda role, times=1, b=b: [  # noqa: E731
             tuple(t[0] for t in batch)
@@ -224,6 +239,6 @@ def test_warns_if_beta_is_too_small():
     ):
         problem = P0()
         optimizer = bo.RTMLMC(problem.x, problem.y, lr=0.0, lower_lr=lower_lr, levels=6, neumann="cg", smoothness=1.0)
-        optimizer._moments = torch.stack([count, count * torch.tensor(variance)])
+        optimizer.numbers["moments"] = torch.stack([count, count * torch.tensor(variance)])
         with pytest.warns(bo.BilevelWarning, match="lower_lr is too small") if growing else warnings.catch_warnings():
             problem.apply(optimizer.backward)

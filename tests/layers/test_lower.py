@@ -1,4 +1,4 @@
-"""Nesterov's method in closed form (RAHGD specification, section 6.1), and derivatives of torch's update rules."""
+"""Nesterov's method in closed form (RAHGD specification, section 6.1); torch's update rules and their derivatives."""
 
 import copy
 from functools import partial
@@ -9,7 +9,8 @@ import torch
 
 from bilevel_optim import AGD
 from bilevel_optim.problem.vector import Vector
-from bilevel_optim.solvers.lower import LowerSolver, can_be_unrolled, update_vjp
+from bilevel_optim.solvers.lower import LowerRule
+from bilevel_optim.solvers.unrolling import can_be_unrolled, update_vjp
 
 
 def agd(spectrum, steps, lr, momentum, start=1.0):
@@ -69,27 +70,7 @@ def test_agd_refuses_bad_arguments():
         AGD([z]).step()
 
 
-def test_solver_follows_groups_and_leaves_grad_alone():
-    a, b = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
-    a.grad = torch.full((2,), 7.0)
-    groups = [
-        {"params": [a], "lr": 0.1, "level": "lower"},
-        {"params": [b], "lr": 0.2, "momentum": 0.5, "level": "lower"},
-    ]
-    solver = LowerSolver(partial(torch.optim.SGD, momentum=0.0), groups, [a, b], [{}, {}])
-    ones = Vector([torch.ones(2), torch.ones(3)])
-    for _ in range(2):
-        solver.step(lambda: (torch.zeros(()), ones))
-    torch.testing.assert_close(a.detach(), torch.full((2,), 0.8))
-    torch.testing.assert_close(b.detach(), torch.full((3,), 1 - 0.2 - 0.3))
-    assert a.grad.eq(7.0).all()
-    assert b.grad is None
-    groups[0]["lr"] = 0.0
-    solver.follow(groups)
-    solver.step(lambda: (torch.zeros(()), ones))
-    torch.testing.assert_close(a.detach(), torch.full((2,), 0.8))
-    with pytest.raises(TypeError, match=r"must return a torch\.optim\.Optimizer"):
-        LowerSolver(lambda groups: None, groups, [a, b], [{}, {}])
+# ---------------------------------------------------------------------------------------------------- lower steps
 
 
 OPTIMIZERS = {
@@ -112,34 +93,194 @@ OPTIMIZERS = {
 }
 
 
+class ExtraGradient(torch.optim.Optimizer):
+    """Not torch's own: it evaluates the gradient twice, the second time elsewhere."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure):
+        each = [(p, group["lr"]) for group in self.param_groups for p in group["params"]]
+        start = [p.clone() for p, _ in each]
+        for _ in range(2):
+            with torch.enable_grad():
+                loss = closure()
+            for (p, lr), before in zip(each, start, strict=True):
+                p.copy_(before - lr * p.grad)
+        return loss
+
+
+WHOLE = {  # those that need the loss, or look at all the tensors together
+    "AGD": partial(AGD, momentum=0.6),
+    "LBFGS": partial(torch.optim.LBFGS, max_iter=3),
+    "LBFGS-wolfe": partial(torch.optim.LBFGS, max_iter=4, history_size=3, line_search_fn="strong_wolfe"),
+    "extragradient": ExtraGradient,
+}
+ones = Vector([torch.ones(2), torch.ones(3)])
+
+
+def loss_of(y):
+    """Neither quadratic nor separable."""
+    a, b = y
+    return a.cosh().sum() + (b.square().sum() + 1).sqrt() + (a.sum() - b[0]).square()
+
+
+def same_memory(a, b):
+    def same(s, t):
+        if isinstance(s, (list, tuple)):
+            return len(s) == len(t) and all(map(same, s, t))
+        return torch.equal(s, t) if isinstance(s, torch.Tensor) else s == t
+
+    return all(s.keys() == t.keys() and all(same(s[k], t[k]) for k in s) for s, t in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *WHOLE])
+def test_a_rule_is_the_optimizer_step_for_step(name):
+    """Also with a learning rate that changes; and what it is given is left as it was."""
+    factory = {**OPTIMIZERS, **WHOLE}[name]
+    start = Vector([torch.tensor([0.5, -0.7]), torch.tensor([0.9, 0.1, -1.3])])
+    live = [t.clone().requires_grad_() for t in start]
+    if name.startswith("LBFGS"):  # takes one group alone
+        groups = [{"params": live, "lr": 0.3}]
+    else:
+        groups = [{"params": [live[0]], "lr": 0.05}, {"params": [live[1]], "lr": 0.02}]
+    optimizer = factory([dict(group) for group in groups])
+    rule = LowerRule(factory, [{**group, "level": "lower", "initial_lr": 1.0} for group in groups], Vector(live))
+    y, memory, sign = start, rule.fresh(), -1.0 if name == "maximize" else 1.0
+
+    def closure():
+        optimizer.zero_grad()
+        loss = sign * loss_of(live)
+        loss.backward()
+        return loss
+
+    def evaluated(y):
+        y = Vector(t.detach().clone().requires_grad_() for t in y)
+        loss = sign * loss_of(y)
+        return loss.detach(), Vector(torch.autograd.grad(loss, list(y)))
+
+    for step in range(12):
+        if step == 7:
+            for theirs, ours in zip(optimizer.param_groups, groups, strict=True):
+                theirs["lr"] = ours["lr"] = ours["lr"] / 2
+            rule.follow(groups)
+        optimizer.step(closure)
+        before = y.clone(), copy.deepcopy(memory)
+        solved = rule.step(y, memory, evaluated)
+        assert all(map(torch.equal, y, before[0]))
+        assert same_memory(memory, before[1])
+        again = rule.step(y, memory, evaluated)  # a function: the same once more
+        assert all(map(torch.equal, again.y, solved.y))
+        assert same_memory(again.memory, solved.memory)
+        y, memory = solved.y, solved.memory
+        for ours, theirs in zip(y, live, strict=True):
+            torch.testing.assert_close(ours, theirs.detach(), rtol=1e-11, atol=1e-13)
+        assert not any(t.requires_grad for t in y)
+    assert float((y - start).norm()) > 1e-3
+    assert rule.evaluates_once == (name not in ("LBFGS", "LBFGS-wolfe", "extragradient"))
+
+
+def test_a_rule_works_on_stacked_copies_as_on_each():
+    rules = [LowerRule(torch.optim.Adam, [{"params": [0], "lr": 0.1}], Vector([torch.zeros(s)])) for s in ((3, 2), 2)]
+    start, slope = torch.randn(3, 2), lambda y: (torch.zeros(()), Vector([y[0] ** 3 - 1]))
+    stacked = rules[0].run(Vector([start]), rules[0].fresh(), 5, lambda: slope).y[0]
+    for lane in range(3):
+        alone = rules[1].run(Vector([start[lane]]), rules[1].fresh(), 5, lambda: slope).y[0]
+        torch.testing.assert_close(stacked[lane], alone)
+    groups = [{"params": [0], "lr": 0.1}]
+    assert rules[0].fits(groups, Vector([torch.ones(3, 2)]))
+    for other in (torch.ones(2), torch.ones(3, 2).float()):
+        assert not rules[0].fits(groups, Vector([other]))
+    assert not rules[0].fits(groups * 2, Vector([torch.ones(3, 2)]))
+
+
+def test_a_rule_takes_groups_and_touches_no_parameter():
+    a, b = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
+    a.grad = torch.full((2,), 7.0)
+    groups = [
+        {"params": [a], "lr": 0.1, "level": "lower"},
+        {"params": [b], "lr": 0.2, "momentum": 0.5, "level": "lower"},
+    ]
+    rule = LowerRule(partial(torch.optim.SGD, momentum=0.0), groups, Vector([a, b]))
+    draw = lambda: lambda y: (torch.zeros(()), ones)  # noqa: E731
+    y, memory, _ = rule.run(Vector([a, b]).detach(), rule.fresh(), 2, draw)
+    torch.testing.assert_close(y[0], torch.full((2,), 0.8))
+    torch.testing.assert_close(y[1], torch.full((3,), 1 - 0.2 - 0.3))
+    assert a.grad.eq(7.0).all()
+    assert b.grad is None
+    assert a.eq(1).all()
+    assert b.eq(1).all()
+    groups[0]["lr"] = 0.0
+    rule.follow(groups)
+    torch.testing.assert_close(rule.step(y, memory, draw()).y[0], torch.full((2,), 0.8))
+    with pytest.raises(TypeError, match=r"must return a torch\.optim\.Optimizer"):
+        LowerRule(lambda groups: None, groups, Vector([a, b]))
+
+
+def test_a_run_ends_with_the_step_that_found_a_small_gradient():
+    """From 1 with lr 1/2 on y^2/2 the gradients are 1, 1/2, 1/4, ...; each step asks for a gradient of its own."""
+    rule = LowerRule(torch.optim.SGD, [{"params": [0], "lr": 0.5}], Vector([torch.ones(1)]))
+    drawn = []
+
+    def draw():
+        drawn.append(None)
+        return lambda y: (y.dot(y) / 2, y)
+
+    start = Vector([torch.ones(1)])
+    y, _, gradient = rule.run(start, rule.fresh(), 10, draw, tol=0.25)
+    assert (float(y[0]), float(gradient[0]), len(drawn)) == (1 / 8, 1 / 4, 3)
+    y, _, gradient = rule.run(start, rule.fresh(), 10, draw)
+    assert (float(y[0]), float(gradient[0]), len(drawn)) == (2.0**-10, 2.0**-9, 13)
+    assert rule.run(start, rule.fresh(), 0, draw) == (start, [{}], None)
+
+
+@pytest.mark.parametrize("factory", [torch.optim.SGD, torch.optim.Adam, torch.optim.LBFGS, AGD])
+def test_a_rule_is_unharmed_by_a_loss_that_fails(factory):
+    rule = LowerRule(factory, [{"params": [0], "lr": 0.1}], Vector([torch.ones(2)]))
+    start, memory = Vector([torch.ones(2)]), rule.fresh()
+    slope = lambda y: (y.dot(y), y * 2.0)  # noqa: E731
+    expected = rule.run(start, memory, 3, lambda: slope).y
+
+    def fails(y):
+        raise RuntimeError("out of data")
+
+    once = rule.step(start, memory, slope)
+    with pytest.raises(RuntimeError, match="out of data"):
+        rule.step(once.y, once.memory, fails)
+    assert torch.equal(rule.run(once.y, once.memory, 2, lambda: slope).y[0], expected[0])
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_derivative_of_an_unrolled_solve(name):
     """update_vjp, chained over real steps, against central differences of the real steps."""
     factory, steps, lr = OPTIMIZERS[name], 4, 0.05
     H, b, seed = torch.diag(torch.tensor([1.0, 2.0, 3.0])).double(), torch.randn(3), torch.randn(3)
-    start = torch.tensor([0.5, -0.7, 0.9]).double()
+    start = Vector([torch.tensor([0.5, -0.7, 0.9]).double()])
+    rule = LowerRule(factory, [{"params": [0], "lr": lr}], start)
 
-    def run(b, record=None):
-        y = start.clone()
-        solver = LowerSolver(factory, [{"params": [y], "lr": lr}], [y], [{}])
+    def run(b, record):
+        y, memory = start, rule.fresh()
         for _ in range(steps):
-            gradient = Vector([H @ y - b])
-            if record is not None:
-                record.append((Vector([y.clone()]), solver.memory(), gradient))
-            solver.step(lambda gradient=gradient: (torch.zeros(()), gradient))
-        return y, solver
+            gradient = Vector([H @ y[0] - b])
+            record.append((y, memory, gradient))
+            y, memory, _ = rule.step(y, memory, lambda y, gradient=gradient: (torch.zeros(()), gradient))
+        return y[0]
 
     record = []
-    _, solver = run(b, record)
+    run(b, record)
     adjoint, memory_adjoint, total = Vector([seed]), [{}], torch.zeros(3)
     for y, memory, gradient in reversed(record):
-        adjoint, memory_adjoint, g = update_vjp(solver.optimizer, y, memory, gradient, adjoint, memory_adjoint)
+        before = y.clone(), copy.deepcopy(memory)
+        adjoint, memory_adjoint, g = update_vjp(rule.optimizer, y, memory, gradient, adjoint, memory_adjoint)
+        assert torch.equal(y[0], before[0][0])
+        assert same_memory(memory, before[1])
         total = total - g[0]  # d(Hy - b)/db = -1
         adjoint = adjoint + Vector([H @ g[0]])
     epsilon = 1e-6
     for i in range(3):
         shift = epsilon * torch.eye(3)[i]
-        difference = (run(b + shift)[0] - run(b - shift)[0]) @ seed / (2 * epsilon)
+        difference = (run(b + shift, []) - run(b - shift, [])) @ seed / (2 * epsilon)
         assert float(total[i]) == pytest.approx(float(difference), rel=2e-5, abs=1e-8)
 
 
@@ -148,16 +289,3 @@ def test_which_optimizers_can_be_unrolled():
     assert all(can_be_unrolled(factory([{"params": z, "lr": 0.1}])) for factory in OPTIMIZERS.values())
     assert not can_be_unrolled(torch.optim.LBFGS(z))
     assert not can_be_unrolled(AGD(z))
-
-
-def test_solver_memory_is_a_copy():
-    y, state = torch.ones(2), {}
-    solver = LowerSolver(torch.optim.Adam, [{"params": [y], "lr": 0.1}], [y], [state])
-    solver.step(lambda: (torch.zeros(()), Vector([torch.ones(2)])))
-    memory = solver.memory()
-    before = copy.deepcopy(memory)
-    solver.step(lambda: (torch.zeros(()), Vector([torch.ones(2)])))
-    assert torch.equal(memory[0]["exp_avg"], before[0]["exp_avg"])
-    assert not torch.equal(state["exp_avg"], before[0]["exp_avg"])
-    solver.reset()
-    assert state == {}

@@ -82,8 +82,8 @@ class RAHGD(Accelerated):
         lower_optimizer: another optimizer for the lower steps, which keeps its own state. Default: `AGD`.
         check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
 
-    State: of x ``previous``, ``sum``, ``candidate``, ``average``; of y ``linear_solution`` (v), the lower optimizer's
-    state, and ``initial`` y without warm starts. Attributes ``converged``, ``restarts``, ``epoch_step``.
+    State: of x ``previous``, ``sum``, ``candidate``, ``average``; of y ``linear_solution`` (v), the state of a
+    ``lower_optimizer``, and ``initial`` y without warm starts. Attributes ``converged``, ``restarts``, ``epoch_step``.
 
     Raises:
         ValueError: for an argument out of its range.

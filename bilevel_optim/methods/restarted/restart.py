@@ -60,7 +60,8 @@ class Progress:
         return replace(self, step=0, travelled=0.0, shortest=math.inf, rates=None)
 
 
-class Point(NamedTuple):
+@dataclass(frozen=True)
+class Point:
     """A point, and all else that a step from it depends on.
 
     Attributes:
@@ -172,13 +173,6 @@ class Momentum:
             now = now.afresh()
         return Update(x, upper_memory=memory, numbers=now.numbers)
 
-    def finished(self, numbers: Mapping[str, Any]) -> bool:
-        """Whether a step has nothing left to do."""
-        now = Progress.of(numbers)
-        if now.swapped:
-            raise RuntimeError("the parameters hold the averaged point; call swap_averaged() again before step")
-        return now.converged and self.on_converged == "stop"
-
     def _ahead(self, x: Vector, memory: Mapping[str, Vector], now: Progress) -> tuple[Vector, Vector]:
         """The x of this step, and the look-ahead point."""
         if "perturbation" in memory:
@@ -224,19 +218,24 @@ class Restarted(Optimizer):
     on_converged, perturbation, perturb_initial = _held("on_converged"), _held("perturbation"), _held("perturb_initial")
 
     @property
+    def progress(self) -> Progress:
+        """Where the run stands."""
+        return Progress.of(self.numbers)
+
+    @property
     def converged(self) -> bool:
         """Whether an epoch has lasted ``restart_period`` steps without a restart."""
-        return Progress.of(self.numbers).converged
+        return self.progress.converged
 
     @property
     def restarts(self) -> int:
         """Restarts so far."""
-        return Progress.of(self.numbers).restarts
+        return self.progress.restarts
 
     @property
     def epoch_step(self) -> int:
         """Steps made since the last restart."""
-        return Progress.of(self.numbers).step
+        return self.progress.step
 
     def averaged_parameters(self) -> list[Tensor]:
         """The method's output, one tensor for each upper parameter.
@@ -244,7 +243,7 @@ class Restarted(Optimizer):
         Once ``converged``: the average of the look-ahead points of the last epoch up to its shortest late step. Before
         that, the look-ahead point with the smallest gradient estimate so far (the parameters themselves at first).
         """
-        swapped = Progress.of(self.numbers).swapped
+        swapped = self.progress.swapped
         return [(p if swapped else self.state[p].get("average", p)).detach().clone() for p in upper_tensors(self)]
 
     @torch.no_grad()
@@ -258,18 +257,19 @@ class Restarted(Optimizer):
             if "average" in self.state[p]:
                 average, self.state[p]["average"] = self.state[p]["average"], p.detach().clone()
                 p.copy_(average)
-        now = Progress.of(self.numbers)
-        self.numbers = {**self.numbers, "swapped": not now.swapped}
+        self.numbers = {**self.numbers, "swapped": not self.progress.swapped}
 
     def finished(self) -> bool:
         """Whether ``step`` has nothing left to do, and returns the last loss."""
-        return self.iteration.finished(self.numbers)
+        if self.progress.swapped:
+            raise RuntimeError("the parameters hold the averaged point; call swap_averaged() again before step")
+        return self.progress.converged and self.iteration.on_converged == "stop"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; a new group of x starts a new epoch, without momentum."""
         super().add_param_group(param_group)
         if param_group.get("level", "upper") == "upper":
-            self.numbers = {**self.numbers, **Progress.of(self.numbers).afresh().numbers}
+            self.numbers = {**self.numbers, **self.progress.afresh().numbers}
 
 
 def upper_tensors(optimizer: Optimizer) -> list[Tensor]:

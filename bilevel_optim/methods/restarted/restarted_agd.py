@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -117,7 +118,7 @@ class RestartedAGD(Restarted):
             raise
         self._last_loss = loss.detach() if isinstance(loss, Tensor) else loss
         if any(p.grad is not None for p in live):
-            there = here._replace(memory={**here.memory, **ahead.memory}, numbers=ahead.progress.numbers)
+            there = replace(here, memory={**here.memory, **ahead.memory}, numbers=ahead.progress.numbers)
             gradient = filled([None if p.grad is None else p.grad.detach() for p in live], live.detach())
             update = self.iteration.update(there, gradient)
             remember(self.state, live, update.upper_memory)

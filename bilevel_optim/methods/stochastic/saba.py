@@ -13,7 +13,7 @@ from ...hypergradient.estimate import Write
 from ...optimizer.declaration import Method
 from ...optimizer.step import Given
 from ...oracle.oracle import Oracle
-from ...problem.finite_sum import all_terms, random_term, term_count
+from ...problem.finite_sum import random_term, term_count
 from ...problem.objective import Sample
 from ...problem.vector import Vector, stack
 from .soba import SOBA, SingleLoop
@@ -164,7 +164,7 @@ def _averaged(oracle: Oracle, given: Given, level: str, evaluate: Callable[[Samp
     result = _Averaged({}, {}, {}, [])
     memories = {True: result.upper_memory, False: result.memory}
     if kept is None:
-        terms = [evaluate(sample) for sample in all_terms(objective)]
+        terms = [evaluate(sample) for sample in objective.samples()]
         for name, is_upper in _QUANTITIES[level].items():
             table = stack([term[name] for term in terms])
             result.directions[name] = Vector(t.mean(0) for t in table)
