@@ -76,8 +76,8 @@ class RSVRB(RecursiveOptimizer):
             step; each has all rows.
 
     State: as with every method of this kind (`RecursiveOptimizer`); ``rows.scale``, :math:`s_i`, by which ``rows.u``,
-    ``v``, ``V`` and ``H`` are divided (``"self_normalised"``); for adaptive probabilities ``rows.size``, ``rows.probability`` and ``rows.cumulative``. ``diagnostics``: as `SVRB`, and
-    ``rows_touched``.
+    ``v``, ``V`` and ``H`` are divided (``"self_normalised"``); for adaptive probabilities ``rows.size``,
+    ``rows.probability`` and ``rows.cumulative``. ``diagnostics``: as `SVRB`, and ``rows_touched``.
 
     Raises:
         ValueError: for an argument out of its range; without ``tasks`` if the parameters have no row for each task.
