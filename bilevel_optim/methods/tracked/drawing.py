@@ -68,8 +68,13 @@ class Drawing:
         """Rows for the direction, independent of those that see data."""
         return torch.randint(m, (self.probes,), generator=generator, device=device_of(generator)).cpu()
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What rows remember for later draws."""
+        return ()
+
     def noted(self, derivatives: Rows, before: Rows) -> Rows:
-        """What rows remember of what was seen of them, for later draws."""
+        """That, after something was seen of them."""
         return {}
 
 
@@ -99,6 +104,10 @@ class Weighted(Drawing):
         drawn = torch.searchsorted(sums, uniform * sums[-1], right=True).clamp_max(m - 1)
         ids, counts = torch.unique(drawn, return_counts=True)
         return Drawn(ids, counts / (n * chances[ids]), tables)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return ("size",) if self.chances is None else ()
 
     def noted(self, derivatives: Rows, before: Rows) -> Rows:
         if self.chances is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -63,17 +63,18 @@ class Clock(NamedTuple):
         """One step later, if no row moves that is not looked at."""
         return self._replace(time=self.time + 1)
 
-    def ticked(
-        self, betas: Sequence[float], velocities: Sequence[int], rates: Sequence[float], tau: float, keep: bool
-    ) -> Clock:
-        """One step later, with mixing weights of the trackers, which of them the positions move along, and how far."""
-        log = tuple(old + math.log(max(1 - beta, 1e-16)) for old, beta in zip(self.log, betas, strict=True))
+    def ticked(self, table: Table, betas: Mapping[str, float], rates: Sequence[float], tau: float, keep: bool) -> Clock:
+        """One step later, with these mixing weights, learning rates and part of a step."""
+        levels = {
+            name: old + math.log(max(1 - betas[name], 1e-16))
+            for name, old in zip(table.trackers, self.log, strict=True)
+        }
         drift = tuple(
-            tuple(old + rate * tau * math.exp(log[column]) for old, rate in zip(sums, rates, strict=False))
-            for sums, column in zip(self.drift, velocities, strict=True)
+            tuple(old + rate * tau * math.exp(levels[velocity]) for old, rate in zip(sums, rates, strict=False))
+            for sums, (_, velocity) in zip(self.drift, table.moving, strict=True)
         )
-        passed = ((betas[velocities[0]], tau, rates[0]),) if keep else ()
-        return Clock(self.time + 1, log, drift, self.drift, self.history + passed)
+        passed = ((betas[table.moving[0][1]], tau, rates[0]),) if keep else ()
+        return Clock(self.time + 1, tuple(levels.values()), drift, self.drift, self.history + passed)
 
     def rebased(self) -> Clock:
         """The clock as it is when all rows are current."""
@@ -129,10 +130,9 @@ class Table:
         """Entries of a row without y."""
         return sum(t[0].numel() for name, t in self.tables.items() if name not in STAMPS)
 
-    @property
-    def velocities(self) -> list[int]:
-        """Which trackers the positions move along."""
-        return [self.trackers.index(velocity) for _, velocity in self.moving]
+    def spread(self, rates: Tensor) -> Tensor:
+        """Learning rate of each entry of a row of y."""
+        return rates[self.groups].to(self.positions[0].device)
 
     def gather(self, ids: Tensor, clock: Clock) -> Rows:
         """Rows as they are at a time, on the device of y, with the positions' last values as ``NAME_last``."""

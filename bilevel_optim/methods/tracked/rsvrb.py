@@ -69,14 +69,15 @@ class RSVRB(RecursiveOptimizer):
         state_device: where the rows are kept, such as ``"cpu"`` when they do not fit beside the model. Default: with y.
         lazy: True leaves rows that a step does not look at behind until they are looked at, or until
             :meth:`catch_up`; False brings all of them up to date in every step, at a cost that grows with m. The
-            results are the same. Default: None, False only for small states.
+            results are the same. Default: None, False only for small states. After so many steps that a row left
+            behind has shrunk by :math:`e^{-16}`, one step brings all up to date, and needs room for a second copy.
         lower_batch, upper_batch: rows per batch of a task. Default: all.
         check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`. Processes share the tasks of a
             step; each has all rows.
 
-    State: as with every method of this kind (`RecursiveOptimizer`); ``rows.scale``, :math:`s_i`; for adaptive
-    probabilities ``rows.size``, ``rows.probability`` and ``rows.cumulative``. ``diagnostics``: as `SVRB`, and
-    ``rows_touched``.
+    State: as with every method of this kind (`RecursiveOptimizer`); ``rows.scale``, :math:`s_i`, by which ``rows.u``,
+    ``v``, ``V`` and ``H`` are divided (``"self_normalised"``); for adaptive probabilities ``rows.size``,
+    ``rows.probability`` and ``rows.cumulative``. ``diagnostics``: as `SVRB`, and ``rows_touched``.
 
     Raises:
         ValueError: for an argument out of its range; without ``tasks`` if the parameters have no row for each task.

@@ -65,6 +65,11 @@ class Trackers(ABC):
     def hypergradients(self, rows: Rows) -> Tensor:
         """Values of z, shape (n, d), where the rows have them."""
 
+    @property
+    def shrinking(self) -> Names:
+        """Trackers of a row that shrink if it is not looked at."""
+        return self.names
+
     def opened(self, points: Points, x: Tensor, y: Tensor, rates: Tensor) -> Rows:
         """Positions of tasks that are seen for the first time."""
         return {"y": y}
@@ -112,24 +117,22 @@ class Matrices(Trackers):
         return corrected(rows["u"], rows["V"], rows["H"], rows["v"])
 
     def projected(self, rows: Rows) -> Projected:
-        found = {"H": floor(rows["H"], self.least(rows))}
+        found = {"H": floor(rows["H"], self.floor)}
         for name, most in self.ceilings.items():
             found[name] = (ceiling if name == "V" else ball)(rows[name], most)
         inside = {name: one.value for name, one in found.items()}
         return {**rows, **inside}, {f"projected_{name}": one.active for name, one in found.items()}
 
-    def least(self, rows: Rows) -> Tensor | float:
-        """Lowest eigenvalue that H may have."""
-        return self.floor
-
 
 class Normalised(Matrices):
-    """The same, known up to a factor: the scale that the drawing of tasks has given the trackers is tracked too.
+    """The same, divided by the scale that the drawing of tasks gives all trackers: that of the constant 1.
 
-    It follows the constant 1, so that z divided by it is free of the factor, and does not shrink.
+    A row that is not looked at keeps u, v, V and H, because its trackers and their scale shrink alike. Only w, along
+    which y moves, is not divided.
     """
 
     names = (*Matrices.names, "scale")
+    shrinking = ("w", "scale")
 
     def derivatives(self, points: Points, x: Tensor, rows: Rows, at: str = "") -> tuple[Tensor, Tensor, Rows]:
         loss, total, found = super().derivatives(points, x, rows, at)
@@ -138,11 +141,13 @@ class Normalised(Matrices):
     def shapes(self, d: int, p: int) -> dict[str, tuple[int, ...]]:
         return {**super().shapes(d, p), "scale": ()}
 
-    def hypergradients(self, rows: Rows) -> Tensor:
-        return super().hypergradients(rows) / rows["scale"].unsqueeze(1)
-
-    def least(self, rows: Rows) -> Tensor:
-        return self.floor * rows["scale"]
+    def track(self, rows: Rows, measured: Measured, mix: Mix) -> Projected:
+        new, old, scale = measured.new, measured.old, rows["scale"]
+        mixed = {"w": mix("w", rows["w"], new["w"], old["w"]), "scale": mix("scale", scale, new["scale"], old["scale"])}
+        for name in ("u", "v", "V", "H"):
+            before, after = (s.view(-1, *[1] * (rows[name].dim() - 1)) for s in (scale, mixed["scale"]))
+            mixed[name] = mix(name, rows[name] * before, new[name], old[name]) / after
+        return self.projected(mixed)
 
     def weights(self, betas: dict[str, float]) -> dict[str, float]:
         return {**betas, "scale": betas["u"]}

@@ -148,8 +148,9 @@ class RecursiveOptimizer(BilevelOptimizer):
         """Whether there are rows of these parameters, which may have become more."""
         if not self.warm_start or not {"direction", "previous"} <= given.upper_memory.keys() or not table.tables:
             return False
-        if missing := {*self.trackers.names, "y_last", *STAMPS} - table.tables.keys():
-            raise ValueError(f"the state is that of another variant: it has no {', '.join(sorted(missing))}")
+        moving = {f"{name}{at}" for name, _ in table.moving for at in ("", "_last")} - {"y"}
+        if other := {*self.trackers.names, *moving, *self.drawing.notes, *STAMPS} ^ table.tables.keys():
+            raise ValueError(f"the state is that of another variant: they differ in {', '.join(sorted(other))}")
         if table.tables["w"].shape[1] != len(table.groups):
             return False
         if (known := len(table.tables["age"])) != table.count:
@@ -162,7 +163,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         trackers, m, kinds, p = self.trackers, table.count, int(table.groups.max()) + 1, len(table.groups)
         if math.isfinite(self.radius) and kinds > 1:
             raise ValueError("a radius needs all lower parameters in one group, as they make one step of one length")
-        x, rates = flat(oracle.x)[0], _rates(given, table)
+        x, rates = flat(oracle.x)[0], table.spread(_rates(given))
         loss, direction = torch.zeros((), device=oracle.device), torch.zeros_like(x)
         size = max(CHUNK // (p * (len(x) if trackers.apart else p)), self.drawing.batch(m), 1)
         found: list[Rows] = []
@@ -185,7 +186,7 @@ class RecursiveOptimizer(BilevelOptimizer):
             counts.append(active)
         whole = {name: torch.cat([part[name] for part in found]) for name in found[0]}
         diagnostics = {name: torch.stack([part[name] for part in counts]).sum() for name in counts[0]}
-        clock = Clock.started(len(trackers.names), len(trackers.moving), kinds)
+        clock = Clock.started(len(trackers.shrinking), len(trackers.moving), kinds)
         return self._kept(oracle, loss, direction, {**diagnostics, "rows_touched": torch.tensor(m)}, clock, whole)
 
     def _on(self, oracle: Oracle, given: Given, table: Table, sampler: Any) -> Estimate:
@@ -194,8 +195,8 @@ class RecursiveOptimizer(BilevelOptimizer):
         drawn, betas = self.drawing.draw(sampler, m, given), self._betas(given, m)
         n, after = len(drawn.ids), clock.waited()
         if n < m and not self.rule.rests:
-            weights, keep = [betas[name] for name in trackers.names], math.isfinite(self.radius)
-            after = clock.ticked(weights, table.velocities, _group_rates(given), self._tau(given), keep)
+            keep = math.isfinite(self.radius)
+            after = clock.ticked(table, betas, _rates(given).tolist(), self._tau(given), keep)
         look = Look(
             table, drawn.ids, table.gather(drawn.ids, clock), drawn.scale.to(oracle.device), betas, (clock, after),
             flat(given.upper_memory["direction"])[0], trackers, self.drawing, given.generator,
@@ -205,7 +206,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         measured = self._measured(look, oracle, given, sampler)
         tracked, active = trackers.track(look.now, measured, look.msvr if self.rule.rests else look.storm)
         direction = self.rule.direction(look, tracked, measured)
-        rows, active = self._followed({**look.now, **tracked}, measured.new, active, given, _rates(given, table))
+        rows, active = self._followed({**look.now, **tracked}, measured.new, active, given, table.spread(_rates(given)))
         loss = measured.loss / n if trackers.apart else measured.loss
         residual = rows["w"].norm() / n**0.5
         diagnostics = {**active, "lower_residual": residual, "rows_touched": torch.tensor(n)}
@@ -335,7 +336,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         groups = group.repeat_interleave(torch.tensor([t[0].numel() for t in y]))
         tables = {name: t for name, t in given.tables.items() if name not in CHANCES}
         least = self.floor if self.rule.floored else None
-        return Table(y, tables, self.trackers.names, self.trackers.moving, groups, least, self.radius)
+        return Table(y, tables, self.trackers.shrinking, self.trackers.moving, groups, least, self.radius)
 
     def _draws(self, sampler: Any, ids: Tensor, given: Given) -> TaskDraws | None:
         """The data of tasks; None for a single problem, which has its own."""
@@ -361,8 +362,9 @@ class RecursiveOptimizer(BilevelOptimizer):
         return self.trackers.weights({name: min(beta * factor, 1.0) for name, beta in self.beta.items()})
 
     def _warn_if_loud(self, oracle: Oracle, given: Given) -> None:
-        beta, steady = max(self.beta.values()), self.schedule == "constant" and self.restarts is None
-        if self.beta_unit == "q" and steady and given.steps > PATIENCE and beta > LOUD_BETA:
+        beta = self.trackers.resting(max(self.beta.values()))
+        steady = self.beta_unit == "q" and self.schedule == "constant" and self.restarts is None
+        if steady and given.steps > PATIENCE and beta > LOUD_BETA:
             oracle.checks.alert(
                 "loud beta",
                 f"beta = {beta:g} in units of the part of the tasks in a step makes the drawing of tasks the largest "
@@ -376,11 +378,6 @@ def is_weight(value: object) -> bool:
     return is_number(value) and 0 <= float(value) < math.inf  # type: ignore[arg-type]
 
 
-def _group_rates(given: Given) -> list[float]:
-    return [float(group["lr"]) for group in given.lower_groups]
-
-
-def _rates(given: Given, table: Table) -> Tensor:
-    """Learning rate of each entry of a row of y."""
-    rates = torch.tensor(_group_rates(given), dtype=torch.float64)
-    return rates[table.groups].to(table.positions[0].device)
+def _rates(given: Given) -> Tensor:
+    """Learning rates of the lower groups."""
+    return torch.tensor([float(group["lr"]) for group in given.lower_groups], dtype=torch.float64)
