@@ -22,8 +22,6 @@ from ..common import Parser, progress, save, table, timed
 from ..problems.problem import Part
 from ..problems.tasks import CLASSES, FEATURES, Centre
 
-__all__ = ["P1", "main"]
-
 
 class P1:
     r"""A quadratic contextual problem with noise in every oracle, whose gradient is known.
@@ -35,7 +33,7 @@ class P1:
     A = torch.tensor([[1.0, 0.5, -0.3], [0.2, -1.0, 0.8]], dtype=torch.float64)
     B = torch.tensor([[0.5, 0.0], [0.3, 0.7]], dtype=torch.float64)
     C = torch.tensor([[0.2, 0.1], [-0.4, 0.3]], dtype=torch.float64)
-    d, rho, mu, L = torch.tensor([1.0, -0.5], dtype=torch.float64), 0.1, 0.9, 4.4
+    d, rho, L = torch.tensor([1.0, -0.5], dtype=torch.float64), 0.1, 4.4
 
     def __init__(self, x: tuple[float, float, float] = (0.7, -0.2, 0.4)) -> None:
         self.x = torch.tensor(x, dtype=torch.float64, requires_grad=True)
@@ -74,19 +72,6 @@ class P1:
     def gradient(self) -> Tensor:
         """Of the true objective, with the lower problems solved exactly."""
         return self.rho * self.x.detach() + self.A.T @ (self.A @ self.x.detach() - self.d)
-
-    def mean(
-        self, level: int, *, beta: float = 1.0, cap: float = 1 / 4.4, c: float = 1 / 4.4, steps: int | None = 12
-    ) -> Tensor:
-        """Mean of the estimate after ``level`` epochs, with ``steps`` terms of the series (None: exact inverse)."""
-        one = R = torch.eye(2, dtype=torch.float64)
-        for e in range(1, level + 1):
-            step = one - min(beta * 2.0**-e, cap) * self.H
-            powers = [torch.linalg.matrix_power(step, j) for j in range(2**e)]
-            R = torch.stack(powers).mean(0) @ R
-        neumann = one if steps is None else one - torch.linalg.matrix_power(one - c * self.H, steps)
-        x = self.x.detach()
-        return self.rho * x + self.A.T @ neumann @ ((one - R) @ self.A @ x - self.d)
 
 
 METHODS: dict[str, type[bo.RTMLMC]] = {"DL-SGD": bo.DLSGD, "RT-MLMC": bo.RTMLMC}
