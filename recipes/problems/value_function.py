@@ -8,8 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.autograd import grad
 
-from bilevel_optim import Vector
-from bilevel_optim.solvers.linear import cg
+import bilevel_optim as bo
 
 __all__ = ["Value", "lower_solution", "value_and_gradient"]
 
@@ -41,7 +40,7 @@ def lower_solution(lower: Loss, x: Tensor, start: Tensor, *, tol: float, steps: 
         if norm <= tol:
             break
         right, loose = gradient.detach(), min(0.1, norm**0.5)
-        direction = cg(_product(gradient, y), [right], steps=2 * y.numel(), tol=loose).solution[0]
+        direction = bo.linear.cg(_product(gradient, y), [right], steps=2 * y.numel(), tol=loose).solution[0]
         slope, rate = float((direction * right).sum()), 1.0
         while rate > 1e-6:
             point = (y.detach() - rate * direction).requires_grad_()
@@ -71,13 +70,13 @@ def value_and_gradient(upper: Loss, lower: Loss, x: Tensor, start: Tensor, *, to
     f = upper(x, y)
     direct, right = grad(f, (x, y), materialize_grads=True)
     gradient = grad(lower(x, y), y, create_graph=True)[0]
-    v = cg(_product(gradient, y), [right], steps=2 * y.numel(), tol=tol).solution[0]
+    v = bo.linear.cg(_product(gradient, y), [right], steps=2 * y.numel(), tol=tol).solution[0]
     cross = grad(gradient, x, v, materialize_grads=True)[0]
     return Value(float(f.detach()), direct - cross, y.detach())
 
 
-def _product(gradient: Tensor, y: Tensor) -> Callable[[Vector], Vector]:
-    def product(v: Vector) -> Vector:
-        return Vector(grad(gradient, y, v[0], retain_graph=True))
+def _product(gradient: Tensor, y: Tensor) -> Callable[[bo.Vector], bo.Vector]:
+    def product(v: bo.Vector) -> bo.Vector:
+        return bo.Vector(grad(gradient, y, v[0], retain_graph=True))
 
     return product
