@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import bilevel_optim as bo
 from bilevel_optim import Vector
@@ -230,6 +231,20 @@ def test_many_problems_draw_from_their_sampler_alone():
     oracle = bo.Oracle([x], [y], bo.Objective(lambda b: y.sum(), [1.0]), lambda b: (x * y).sum())
     with pytest.raises(ValueError, match="with tasks, the upper loss takes its batches from the sampler"):
         stacked(oracle, Vector([torch.ones(2, 1)]))
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_checkpointing_many_problems_is_an_error_not_a_wrong_number(vectorize):
+    """The second evaluation, in the backward pass, would be at what the live tensors hold."""
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+
+    def lower(one):
+        return checkpoint(lambda one: (y * one).tanh(), one, use_reentrant=False).sum() + x @ y
+
+    oracle = bo.Oracle([x], [y], lower, lower, session=Session(Options(vectorize=vectorize)))
+    problem = stacked(oracle, Vector([torch.randn(3, 2)]), lambda level: torch.randn(3, 2))
+    with pytest.raises(RuntimeError, match=r"cannot be redirected to the tasks' own values, as .* checkpointing"):
+        problem.lower(problem.g.draw())
 
 
 # ---------------------------------------------------------------------------------------------------- vmap or loop
