@@ -173,7 +173,7 @@ class LaneLoss:
     ) -> None:
         self.oracle, self.level, self.loss = oracle, level, loss
         self.live, self.leaves, self.alike, self.weights = live, leaves, alike, weights
-        self._first = [t.detach()[0].clone() for t in leaves]  # not known to any substitution
+        self._first = [t.detach()[0].clone().requires_grad_() for t in leaves]  # not known to any substitution
 
     def __call__(self, batch: Any) -> Tensor:
         values = self.values(batch)
@@ -199,18 +199,20 @@ class LaneLoss:
     def _require_redirection(self, batch: Any) -> None:
         """Raise if the result depends on what the live tensors hold: then the loss reads them out of torch's sight."""
         results = []
-        with torch.no_grad():
-            for values in (self._first, [t * 1.1 + 0.1 for t in self._first]):
-                with placed(self.live, values), _random_kept(self.oracle):
-                    results.append(self._at(select(batch, 0), *self._first))
+        for values in (self._first, [t * 1.1 + 0.1 for t in self._first]):
+            # Gradients too: what a checkpoint evaluates again in the backward pass is not substituted.
+            with torch.enable_grad(), placed(self.live, values), _random_kept(self.oracle):
+                loss = self._at(select(batch, 0), *self._first)
+                reached = torch.autograd.grad(loss, self._first, allow_unused=True) if loss.requires_grad else ()
+            results.append([loss.detach(), *(t for t in reached if t is not None)])
         try:
-            same = torch.allclose(results[0], results[1], rtol=1e-5, equal_nan=True)
+            same = all(torch.allclose(a, b, rtol=1e-5, equal_nan=True) for a, b in zip(*results, strict=True))
         except RuntimeError:  # the batches are stacked for an outer vmap, which has looked itself
             return
         if not same:
             raise RuntimeError(
                 f"the {self.level} loss reads lower parameters in a way that cannot be redirected to the tasks' own "
-                "values, as TorchScript modules or numpy do; pass the plain module"
+                "values, as TorchScript modules, checkpointing or numpy do; pass the plain module"
             )
 
 

@@ -248,6 +248,9 @@ def test_a_rule_is_unharmed_by_a_loss_that_fails(factory):
     once = rule.step(start, memory, slope)
     with pytest.raises(RuntimeError, match="out of data"):
         rule.step(once.y, once.memory, fails)
+    own = [t for group in rule.optimizer.param_groups for t in group["params"]]
+    assert not rule.optimizer.state  # it holds nothing between steps
+    assert all(t.grad is None and t.untyped_storage().nbytes() == t.element_size() for t in own)
     assert torch.equal(rule.run(once.y, once.memory, 2, lambda: slope).y[0], expected[0])
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import bilevel_optim as bo
 from bilevel_optim import Vector
@@ -98,13 +98,13 @@ def test_the_upper_system_has_the_hessian_of_both_variables(hvp):
 
 def test_kept_products_stay_right_while_everything_moves():
     """Several are kept at once, as in unrolling; live tensors and other oracles move in between."""
-    net, x = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)), torch.zeros(6, requires_grad=True)
-    X, t, y = torch.randn(6, 5), torch.arange(6) % 3, list(net.parameters())
+    X, t, x = torch.randn(6, 5), torch.arange(6) % 3, torch.ones(6, requires_grad=True)
+    w, u = y = [torch.randn(5, 4, requires_grad=True), torch.randn(4, 3, requires_grad=True)]
 
-    def lower():
-        return (x.sigmoid() * F.cross_entropy(net(X), t, reduction="none")).mean()
+    def losses():  # products of leaves, which graphs save themselves
+        return F.cross_entropy((X @ w).tanh() @ u, t, reduction="none")
 
-    oracle = bo.Oracle([x], y, lambda: F.cross_entropy(net(X), t), lower)
+    oracle = bo.Oracle([x], y, lambda: losses().mean(), lambda: (x * losses()).mean() + w.pow(4).sum())
     start, sample = oracle.y.clone(), oracle.g.draw()
     points = [Vector(v + 0.1 * torch.randn_like(v) for v in start) for _ in range(3)]
     uppers = [torch.randn(6) for _ in range(3)]
@@ -231,6 +231,20 @@ def test_many_problems_draw_from_their_sampler_alone():
     oracle = bo.Oracle([x], [y], bo.Objective(lambda b: y.sum(), [1.0]), lambda b: (x * y).sum())
     with pytest.raises(ValueError, match="with tasks, the upper loss takes its batches from the sampler"):
         stacked(oracle, Vector([torch.ones(2, 1)]))
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_checkpointing_many_problems_is_an_error_not_a_wrong_number(vectorize):
+    """The second evaluation, in the backward pass, would be at what the live tensors hold."""
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+
+    def lower(one):
+        return checkpoint(lambda one: (y * one).tanh(), one, use_reentrant=False).sum() + x @ y
+
+    oracle = bo.Oracle([x], [y], lower, lower, session=Session(Options(vectorize=vectorize)))
+    problem = stacked(oracle, Vector([torch.randn(3, 2)]), lambda level: torch.randn(3, 2))
+    with pytest.raises(RuntimeError, match=r"cannot be redirected to the tasks' own values, as .* checkpointing"):
+        problem.lower(problem.g.draw())
 
 
 # ---------------------------------------------------------------------------------------------------- vmap or loop
