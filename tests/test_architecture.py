@@ -63,7 +63,7 @@ def test_torch_distributed_is_named_in_one_folder():
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_private_attributes_stay_at_home(path):
-    """No attribute that begins with one underscore is used but through self, cls, super() or in the module that has it."""
+    """No attribute that begins with an underscore is used, but through self or in the module that has it."""
     tree = TREES[path]
     own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     own |= {

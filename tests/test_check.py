@@ -111,7 +111,7 @@ def test_stochastic_estimates_are_judged_by_their_mean():
     ids=str,
 )
 def test_changes_nothing(cls, options):
-    """Neither parameters, gradients, state and counts, nor any random numbers; the next step is as it would have been."""
+    """Neither parameters, gradients, state and counts, nor random numbers; the next step is as it would have been."""
 
     def made():
         generator, tasks = seeded(1), cls is bo.RTMLMC or "tasks_per_step" in options

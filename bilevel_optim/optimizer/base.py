@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,22 +31,11 @@ from ..problem.parameters import (
     tensors_of,
 )
 from ..problem.vector import Vector
-from ..solvers.lower import LowerRule
+from ..solvers.lower import LowerRules
+from . import memory, method
 from .declaration import register
-from .memory import (
-    copied,
-    load_exactly,
-    place_of,
-    recalled,
-    remember,
-    remember_solver,
-    remember_tables,
-    remembered_solver,
-    tables_of,
-    write_rows,
-)
 from .method import ColdOptions, CommonOptions, Loss, StepFunctions, as_objective
-from .step import Given, Groups, Start, Update, changed
+from .step import Given, Update, changed
 
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "Loss", "as_objective"]
 
@@ -118,25 +108,24 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         require("learning rate", lr, is_number(lr) and lr >= 0, wording="Invalid learning rate: {value}")
         require("lower_lr", lower_lr, is_number(lower_lr) and lower_lr >= 0)
         require("lower_steps", lower_steps, is_count(lower_steps))
-        require("vectorize", vectorize, isinstance(vectorize, bool) or (is_count(vectorize) and vectorize > 0))
-        require("hvp", hvp, hvp in ("exact", "finite-difference"))
-        require("lower_optimizer", lower_optimizer, lower_optimizer is None or callable(lower_optimizer))
-        require("generator", generator, generator is None or isinstance(generator, torch.Generator))
-        sizes = {"tasks_per_step": tasks_per_step, "lower_batch": lower_batch, "upper_batch": upper_batch}
-        for name, size in sizes.items():
-            require(name, size, size is None or (is_count(size) and size > 0))
-        require("lower_init", lower_init, lower_init is None or callable(lower_init))
+        method.require_common(
+            lower_optimizer=lower_optimizer, generator=generator, vectorize=vectorize, hvp=hvp, lower_init=lower_init
+        )
+        method.require_sizes(tasks_per_step=tasks_per_step, lower_batch=lower_batch, upper_batch=upper_batch)
         self.tasks_per_step, self.lower_batch, self.upper_batch = tasks_per_step, lower_batch, upper_batch
+        self.lower_init = lower_init
         self.lower_steps, self.warm_start, self.check_finite = lower_steps, bool(warm_start), bool(check_finite)
-        self.generator, self.lower_init = generator, lower_init
+        self.generator = generator
         self.diagnostics: dict[str, Any] = {}
         self.numbers: dict[str, Any] = {}
-        self.lower_factory, self.default_lr = lower_optimizer or SGD, {"upper": lr, "lower": lower_lr}
+        self.lower_factory = lower_optimizer or SGD
         self._options = Options(vectorize, hvp, Ranks(process_group), one_loss=self.one_loss)
         self._found, self._buffers, self._warned = Findings(), Buffers(), set[str]()
-        self._counts, self._steps_done = dict.fromkeys(COUNTERS, 0), 0
+        self._counts = dict.fromkeys(COUNTERS, 0)
+        self._steps_done = 0
         self._last_loss: Tensor | None = None
-        self._rules: list[LowerRule] = []
+        self._rules = LowerRules(self.lower_factory)
+        self.default_lr = {"upper": lr, "lower": lower_lr}
         super().__init__(consistently_named([*as_groups(upper, "upper"), *as_groups(lower, "lower")]), {"lr": lr})
 
     # ------------------------------------------------------------------------------------------------ verbs
@@ -202,17 +191,26 @@ class BilevelOptimizer(StepFunctions, Optimizer):
             return self._commit(oracle, estimate)
 
     def propose(
-        self, upper: Loss, lower: Loss | None = None, *, tasks: Any = None, still: bool = False, start: Start = None
+        self,
+        upper: Loss,
+        lower: Loss | None = None,
+        *,
+        tasks: Any = None,
+        still: bool = False,
+        start: Sequence[Tensor] | task_layer.LowerInit | None = None,
     ) -> Estimate:
         """What a step would do, without doing it: the estimate, with the improved y.
 
-        Random numbers and data are drawn. ``still`` asks for the estimate at x itself of a method that looks ahead;
-        ``start`` has lower values to begin at in place of the present ones: with tasks, a function like ``lower_init``.
+        Random numbers are drawn, and data too. The losses and tasks are as for :meth:`step`; ``still`` asks for the
+        estimate at x itself of a method that would look ahead of it; ``start`` gives other lower values to begin at
+        than the present ones, with tasks as a function like ``lower_init``.
         """
         with self._buffers.kept():
             return self._proposed(upper, lower, tasks, still=still, start=start)[1]
 
-    def oracle(self, upper: Loss | None, lower: Loss | None = None, *, groups: Groups | None = None) -> Oracle:
+    def oracle(
+        self, upper: Loss | None, lower: Loss | None = None, *, groups: dict[str, list[dict[str, Any]]] | None = None
+    ) -> Oracle:
         """The two losses at the present point, as a step sees them; ``groups`` are the parameters', if at hand."""
         f, g = self.objectives(upper, lower)
         groups = groups or {level: level_groups(self.param_groups, level) for level in LEVELS}
@@ -228,7 +226,13 @@ class BilevelOptimizer(StepFunctions, Optimizer):
     # ------------------------------------------------------------------------------------------------ the transaction
 
     def _proposed(
-        self, upper: Loss | None, lower: Loss | None, tasks: Any, *, still: bool = False, start: Start = None
+        self,
+        upper: Loss | None,
+        lower: Loss | None,
+        tasks: Any,
+        *,
+        still: bool = False,
+        start: Sequence[Tensor] | task_layer.LowerInit | None = None,
     ) -> tuple[Oracle, Estimate, Given]:
         """Everything that a step computes, checked; nothing is written, so nothing has to be undone."""
         groups = {level: level_groups(self.param_groups, level) for level in LEVELS}
@@ -263,39 +267,30 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         return Given(
             upper_groups=groups["upper"],
             lower_groups=groups["lower"],
-            memory=recalled(self.state, y),
-            upper_memory=recalled(self.state, x),
-            tables=tables_of(self.state, y),
-            solver=remembered_solver(self.state, y),
+            memory=memory.recalled(self.state, y),
+            upper_memory=memory.recalled(self.state, x),
+            tables=memory.tables_of(self.state, y),
+            solver=memory.remembered_solver(self.state, y),
             lower=Vector(y).detach(),
             numbers=dict(self.numbers),
             steps=self._steps_done,
-            rule=lambda like: self._rule(groups["lower"], like),
+            rule=partial(self._rules, groups["lower"]),
             generator=self.generator,
             ranks=self._options.ranks,
             lower_init=self.lower_init,
         )
 
-    def _rule(self, groups: Sequence[dict[str, Any]], like: Vector) -> LowerRule:
-        """The lower optimizer's update for tensors like these; made once for each shape."""
-        for rule in self._rules:
-            if rule.fits(groups, like):
-                rule.follow(groups)
-                return rule
-        rule = LowerRule(self.lower_factory, groups, like)
-        del self._rules[:-7]  # a cache, not state
-        self._rules.append(rule)
-        return rule
-
     def _commit(self, oracle: Oracle, estimate: Estimate) -> Tensor:
         """Write what a step has computed; ``.grad`` of x is the estimate."""
         session, x, y = oracle.session, oracle.live_x, oracle.live_y
-        write_rows(estimate.writes)
-        for parameters, memory in ((y, estimate.memory), (x, estimate.upper_memory)):
-            remember(self.state, parameters, memory)
-        remember_tables(self.state, y, estimate.tables)
+        norm = estimate.gradient.norm()
+        for write in estimate.writes:
+            write.table[write.rows] = write.values
+        memory.remember(self.state, y, estimate.memory)
+        memory.remember(self.state, x, estimate.upper_memory)
+        memory.remember_tables(self.state, y, estimate.tables)
         if estimate.solver is not None:
-            remember_solver(self.state, y, estimate.solver)
+            memory.remember_solver(self.state, y, estimate.solver)
         if estimate.lower is not None:
             y.copy_(estimate.lower)  # last, because what is remembered may be what y was
         for parameter, gradient in zip(x, estimate.gradient, strict=True):
@@ -304,7 +299,7 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         self._found, self._buffers.complete, self._warned = session.found, True, session.warned
         for name, count in session.counts.items():
             self._counts[name] += count
-        self.diagnostics = {"hypergradient_norm": estimate.gradient.norm(), **estimate.diagnostics}
+        self.diagnostics = {"hypergradient_norm": norm, **estimate.diagnostics}
         if session.found.fallback is not None:
             self.diagnostics["vectorize_fallback"] = session.found.fallback
         self._steps_done += 1
@@ -326,8 +321,9 @@ class BilevelOptimizer(StepFunctions, Optimizer):
 
     def _commit_update(self, moved: Sequence[Tensor], update: Update) -> None:
         """Write an update of x."""
-        write_rows(update.writes)
-        remember(self.state, moved, update.upper_memory)
+        for write in update.writes:
+            write.table[write.rows] = write.values
+        memory.remember(self.state, moved, update.upper_memory)
         if update.lower is not None:
             Vector(self._parameters("lower")).copy_(update.lower)
         Vector(moved).copy_(update.x)
@@ -351,7 +347,7 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         torch's random state where the losses use them, it continues a run bit for bit.
         """
         state: dict[str, Any] = super().state_dict()
-        state["state"] = copied(state["state"])  # later steps write into tables
+        state["state"] = memory.copied(state["state"])  # later steps write into tables
         state["bilevel"] = {
             "method": type(self).__name__,
             "steps_done": self._steps_done,
@@ -371,8 +367,8 @@ class BilevelOptimizer(StepFunctions, Optimizer):
             raise ValueError("the state dict is not that of a BilevelOptimizer: it has no 'bilevel' entry")
         if own["method"] != type(self).__name__:
             raise ValueError(f"the state dict is that of {own['method']}, but this optimizer is {type(self).__name__}")
-        load_exactly(self, super().load_state_dict, state_dict, self.place_of)
-        self._rules = []
+        memory.load_exactly(self, super().load_state_dict, state_dict, self.place_of)
+        self._rules = LowerRules(self.lower_factory)
         self._steps_done, self._last_loss = own["steps_done"], own["last_loss"]
         self._counts.update(own["oracle_counts"])
         self._found = changed(self._found, fallback=own["fallback"])
@@ -384,12 +380,12 @@ class BilevelOptimizer(StepFunctions, Optimizer):
 
     def place_of(self, name: str, parameter: Tensor) -> torch.device | None:
         """The device of an entry of ``state[parameter]`` that is loaded; None for where it was saved."""
-        return place_of(name, parameter)
+        return memory.place_of(name, parameter)
 
     def __getstate__(self) -> dict[str, Any]:
         # torch keeps three entries and makes the others again; ours must be kept too, the rules excepted.
         own = {k: v for k, v in self.__dict__.items() if k not in REMADE and not k.startswith("_optimizer_")}
-        return {**super().__getstate__(), **own, "_rules": []}
+        return {**super().__getstate__(), **own, "_rules": LowerRules(self.lower_factory)}
 
     def _parameters(self, level: str) -> list[Tensor]:
         """The parameters of one level that require a gradient."""

@@ -16,13 +16,22 @@ from ..oracle.lanes import stacked
 from ..oracle.oracle import Oracle
 from ..problem import tasks as task_layer
 from ..problem.objective import Objective
+from ..problem.parameters import is_count, require
 from ..problem.vector import Vector
 from ..solvers.agd import AGD
 from ..solvers.lower import NOT_ELEMENTWISE
 from .declaration import Method
 from .step import Given, Update
 
-__all__ = ["ColdOptions", "CommonOptions", "Loss", "StepFunctions", "as_objective"]
+__all__ = [
+    "ColdOptions",
+    "CommonOptions",
+    "Loss",
+    "StepFunctions",
+    "as_objective",
+    "require_common",
+    "require_sizes",
+]
 
 Loss = Objective | Callable[..., Tensor]
 
@@ -182,3 +191,18 @@ def _over_parts(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         name: torch.stack([part[name] for part in parts]) if all(isinstance(p[name], Tensor) for p in parts) else value
         for name, value in parts[-1].items()
     }
+
+
+def require_common(*, lower_optimizer: Any, generator: Any, vectorize: Any, hvp: Any, lower_init: Any) -> None:
+    """Raise unless these arguments of every method are what they should be."""
+    require("vectorize", vectorize, isinstance(vectorize, bool) or (is_count(vectorize) and vectorize > 0))
+    require("hvp", hvp, hvp in ("exact", "finite-difference"))
+    require("lower_optimizer", lower_optimizer, lower_optimizer is None or callable(lower_optimizer))
+    require("generator", generator, generator is None or isinstance(generator, torch.Generator))
+    require("lower_init", lower_init, lower_init is None or callable(lower_init))
+
+
+def require_sizes(**sizes: Any) -> None:
+    """Raise unless these are positive counts, or None."""
+    for name, size in sizes.items():
+        require(name, size, size is None or (is_count(size) and size > 0))

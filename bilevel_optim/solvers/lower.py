@@ -13,7 +13,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 from ..problem.vector import Vector, is_sharded
 from .agd import AGD
 
-__all__ = ["NOT_ELEMENTWISE", "LowerRule", "Memory", "Solved", "sgd"]
+__all__ = ["NOT_ELEMENTWISE", "LowerRule", "LowerRules", "Memory", "Solved", "sgd"]
 
 Factory = Callable[[Any], Optimizer]
 Memory = list[dict[str, Any]]  # the optimizer's state (momentum and the like), one dict per tensor
@@ -148,6 +148,28 @@ class LowerRule:
             if tol > 0 and solved.gradient is not None and solved.gradient.norm() <= tol:
                 break
         return solved
+
+
+class LowerRules:
+    """The rules of one optimizer, made once for the shapes of y and of each stack of copies; a cache.
+
+    Args:
+        factory: as of `LowerRule`.
+    """
+
+    def __init__(self, factory: Factory) -> None:
+        self._factory = factory
+        self._made: list[LowerRule] = []
+
+    def __call__(self, groups: Sequence[dict[str, Any]], like: Vector) -> LowerRule:
+        """The rule for these groups, with their present options, and tensors."""
+        for rule in self._made:
+            if rule.fits(groups, like):
+                rule.follow(groups)
+                return rule
+        del self._made[:-7]
+        self._made.append(LowerRule(self._factory, groups, like))
+        return self._made[-1]
 
 
 def sgd(group: dict[str, Any], y: Tensor, memory: dict[str, Any], gradient: Tensor) -> tuple[Tensor, dict[str, Any]]:

@@ -253,9 +253,9 @@ def measure(only: list[str] | None, rounds: int) -> None:
             if entry in found
         }
         middle = {entry: round(median(values)) for entry, values in found.items()}
-        columns = [middle["step"]]
-        for entry in ("oracles", "torch"):
-            columns += [middle.get(entry), ratios.get(entry)]
+        columns: list[object] = [middle["step"]]
+        for other in ("oracles", "torch"):
+            columns += [middle.get(other), ratios.get(other)]
         rows.append([name, *columns])
     print(", ".join(f"{k} {v}" for k, v in environment("cpu").items()))
     title = f"Microseconds of processor time per step, 22 weights, batches of 64, {T} lower steps where there are any"

@@ -72,7 +72,7 @@ def test_hand_numbers():
 
 @pytest.mark.parametrize("steps", [1, 7, 20])
 def test_fixed_point_of_as_many_steps_equals_unrolling(steps):
-    """T8, T9: on a constant Hessian, with the same lr, AID-FP(K = N) and ITD are the same number; CG is exact at y_N."""
+    """T8, T9: on a constant Hessian, with one lr, AID-FP(K = N) and ITD are the same number; CG is exact at y_N."""
     a, b, c = Quadratic(n=8), Quadratic(n=8), Quadratic(n=8)
     hypergradient(bo.AID, a, steps, linear_solver="fixed_point", linear_steps=steps)
     hypergradient(bo.ITD, b, steps)

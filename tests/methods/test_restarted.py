@@ -1,4 +1,4 @@
-"""The restarted iteration of x in closed form, on `RestartedAGD`, and RAHGD and PRAHGD (sections 3 and 6 of RAHGD's)."""
+"""The restarted iteration of x in closed form, on `RestartedAGD`, and RAHGD and PRAHGD (sections 3 and 6)."""
 
 import copy
 import io
@@ -183,7 +183,7 @@ def test_learning_rate_is_that_of_the_epochs_start():
         if first:
             lrs.append(before - x.item())
         scheduler.step()
-    # The first epoch keeps 0.1 and so ends at k = 5; the second begins with 0.05 and would still end at 7 if it keeps it.
+    # The first epoch keeps 0.1 and so ends at k = 5; the second begins with 0.05 and ends at 7 if it keeps it.
     assert lrs == pytest.approx([0.1, 0.05])
     n = optimizer.epoch_step or 7
     moved = [sum((1 - (1 - theta) ** (i + 1)) / theta for i in range(k)) for k in (5, n)]
@@ -363,7 +363,7 @@ def test_perturbations_are_uniform_in_the_ball():
 def test_bad_arguments_are_refused(name, value):
     with pytest.raises(ValueError, match=f"Invalid {name} value: {value}"):
         bo.RestartedAGD([torch.zeros(1, requires_grad=True)], **{name: value})
-    with pytest.raises(ValueError, match="Invalid learning rate: -1.0"):
+    with pytest.raises(ValueError, match=r"Invalid learning rate: -1\.0"):
         bo.RestartedAGD([torch.zeros(1, requires_grad=True)], lr=-1.0)
 
 

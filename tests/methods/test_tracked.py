@@ -329,7 +329,7 @@ def test_t1_without_noise_every_beta_gives_the_deterministic_method(beta, m):
 
 @pytest.mark.parametrize("schedule", [{}, {"restarts": 5}, {"schedule": "cube_root", "schedule_offset": 2.0}], ids=str)
 def test_svrb_is_the_listing_with_noise_projections_and_unequal_weights(schedule):
-    """Restarts halve the squares of steps and weights after 5, 15, 35, ... steps; T4: a schedule falls like t^(-1/3)."""
+    """Restarts halve squares of steps and weights after 5, 15, 35, ... steps; T4: a schedule falls like t^(-1/3)."""
     stream = noises(0, 40, 0.7)
     family = Family(0, noises=stream)
     betas, ceilings = {"u": 0.3, "v": 0.2, "V": 0.4, "H": 0.5, "w": 0.6}, {"u": 1.5, "v": 2.0, "V": 1.2}

@@ -206,10 +206,8 @@ class RTMLMC(BilevelOptimizer):
 
     def estimate_tasks(self, oracle: Oracle, given: Given, sampler: Any) -> Estimate:
         """The mean over the contexts of one draw; the ranks share them."""
-        count, seed = (
-            task_count(sampler, self.tasks_per_step),
-            given.ranks.agreed(draw_seed(given.generator), oracle.device),
-        )
+        count = task_count(sampler, self.tasks_per_step)
+        seed = given.ranks.agreed(draw_seed(given.generator), oracle.device)
         contexts = self._contexts(sampler, count, seed)
         depths = self.depths(contexts)
         mine = _share(depths, given.ranks.rank, given.ranks.world)
@@ -218,17 +216,16 @@ class RTMLMC(BilevelOptimizer):
 
     def depths(self, contexts: Contexts) -> list[int]:
         """The level of each context."""
-        systematic = self.level_sampling == "systematic"
-        return draw_levels(contexts.count, self.levels, self.base_level, contexts.counters, systematic=systematic)
+        even = self.level_sampling == "systematic"
+        return draw_levels(contexts.count, self.levels, self.base_level, contexts.counters, systematic=even)
 
     def chances(self) -> Tensor | None:
         """The probabilities of the levels; None for an estimate that is that of one level."""
         return level_probabilities(self.levels, self.base_level)
 
     def _contexts(self, sampler: Any, count: int, seed: int, purpose: int = TASKS) -> Contexts:
-        return Contexts(
-            sampler, count, seed, lower_batch=self.lower_batch, upper_batch=self.upper_batch, purpose=purpose
-        )
+        rows = {"lower_batch": self.lower_batch, "upper_batch": self.upper_batch}
+        return Contexts(sampler, count, seed, purpose=purpose, **rows)
 
     def _starts(self, oracle: Oracle, given: Given, contexts: Contexts) -> Vector:
         return starting_points(oracle.y, oracle.lower_names(), contexts.tasks, contexts.count, given.lower_init)

@@ -15,7 +15,7 @@ from ...problem.parameters import Params, is_number, require
 from ...problem.vector import Vector
 from .stocbio import NeumannMethod
 
-__all__ = ["MRBO", "SUSTAIN", "Recursion", "recursive_memory"]
+__all__ = ["MRBO", "SUSTAIN", "Recursion"]
 
 
 class Recursion(NamedTuple):
