@@ -90,6 +90,9 @@ def multilevel(
         measured: lane of the path whose :math:`u_k - u_{k-1}` is computed by itself; its squared norm is the diagnostic
             ``"correction"``. Costs one more backward pass.
 
+    Returns:
+        Estimate whose ``lower`` is the mean of :math:`Y_k`.
+
     Example:
         >>> import torch, bilevel_optim as bo
         >>> x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
@@ -99,11 +102,11 @@ def multilevel(
         >>> tasks = bo.TensorTasks(torch.tensor([[[3.0]], [[5.0]]]))
         >>> contexts = bo.hypergradient.Contexts(tasks, 2, seed=0)
         >>> start = bo.Vector([torch.zeros(2, 1)])
-        >>> path = bo.hypergradient.coupled_path(oracle, contexts, start, [3, 3], lambda e: [2.0 * 2.0**-e])
-        >>> [float(t.mean()) for t in (*path.base, *path.previous, *path.last)]
-        [0.0, 3.375, 3.91...]
+        >>> path = bo.hypergradient.coupled_path(oracle, contexts, start, [3, 3], lambda e: [1.0])
+        >>> [float(t.mean()) for t in (*path.base, *path.previous, *path.last)]  # 0, 7/8 and 63/64 of y*
+        [0.0, 3.5, 3.9375]
         >>> bo.hypergradient.multilevel(oracle, path, chances=None, steps=1, rate=1.0).gradient  # their mean, less 1
-        (tensor([2.91...]),)
+        (tensor([2.9375]),)
     """
     lanes = _Lanes.of(path, chances)
     ends = (path.base, path.previous, path.last)
@@ -130,7 +133,9 @@ def multilevel(
         diagnostics["lower_residual"] = (system.gradient.lane_norm()[deepest] ** 2).mean().sqrt()
     for change in changes:
         diagnostics["correction"] = change.dot(change)
-    return Estimate(values[deepest].sum() / path.contexts.count, gradient, diagnostics)
+    count = path.contexts.count
+    mean = Vector(t.sum(0) / count for t in path.last)
+    return Estimate(values[deepest].sum() / count, gradient, diagnostics, lower=mean)
 
 
 @dataclass(frozen=True)

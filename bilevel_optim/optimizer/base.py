@@ -35,7 +35,7 @@ from ..solvers.lower import LowerRules
 from . import memory, method
 from .declaration import register
 from .method import ColdOptions, CommonOptions, Loss, StepFunctions, as_objective
-from .step import Given, Groups, Start, Update, changed
+from .step import Given, Update, changed
 
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "Loss", "as_objective"]
 
@@ -208,7 +208,9 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         with self._buffers.kept():
             return self._proposed(upper, lower, tasks, still=still, start=start)[1]
 
-    def oracle(self, upper: Loss | None, lower: Loss | None = None, *, groups: Groups | None = None) -> Oracle:
+    def oracle(
+        self, upper: Loss | None, lower: Loss | None = None, *, groups: dict[str, list[dict[str, Any]]] | None = None
+    ) -> Oracle:
         """The two losses at the present point, as a step sees them; ``groups`` are the parameters', if at hand."""
         f, g = self.objectives(upper, lower)
         groups = groups or {level: level_groups(self.param_groups, level) for level in LEVELS}

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor
 
 from ...hypergradient import Estimate
 from ...hypergradient.multilevel import multilevel
@@ -21,39 +20,19 @@ from ...problem.random import draw_seed
 from ...problem.tasks import starting_points, task_count
 from ...problem.vector import Vector
 from ...solvers.contexts import POWER, TASKS, Contexts, coupled_path, draw_levels, level_probabilities
+from . import levels as level_layer
 
 __all__ = ["DLSGD", "RTMLMC"]
 
 NEUMANN = ("sum", "product", "cg")
 SAMPLING = ("systematic", "independent")
 CURVATURE_SAMPLES, CURVATURE_MARGIN = 16, 1.2
-SEEN = 30  # corrections of a level that its running mean square takes to be looked at
 
 GROWING_SERIES = (
     "a term of the Neumann series was larger than the one before (diagnostics['neumann_ratio']): smoothness is less "
     "than an eigenvalue of a sample Hessian, or the lower loss is not convex on a sample, so the hypergradient is not "
     "reliable. Give a larger smoothness, normalise the data, or regularise"
 )
-GROWING_LEVELS = (
-    "the corrections between levels do not fall like 2^-k (diagnostics['level_variance'] grows with k), so the "
-    "variance grows geometrically with levels: lower_lr is too small (lower_lr * mu < 0.75, with mu the strong "
-    "convexity of the lower loss), or the noise of the lower gradients does not average out"
-)
-EXPLODING_LEVELS = (
-    "the first corrections between levels explode (diagnostics['level_variance']): the lower steps are too large for "
-    "the curvature, because cap=False, or because smoothness is less than the largest eigenvalue of the lower Hessians"
-)
-
-
-class ContextualOptions(CommonOptions, total=False):
-    """Optional keyword arguments of `RTMLMC`, but for those of its levels' distribution."""
-
-    levels: int
-    neumann_steps: int
-    neumann: str
-    implicit_term: bool
-    smoothness: float | None
-    cap: bool
 
 
 class RTMLMC(BilevelOptimizer):
@@ -164,6 +143,8 @@ class RTMLMC(BilevelOptimizer):
         },
     )
 
+    one_level = False  # whether all contexts go to the last level, and none is drawn
+
     def __init__(
         self,
         upper: Params,
@@ -184,8 +165,8 @@ class RTMLMC(BilevelOptimizer):
         require("levels", levels, is_count(levels) and levels >= 1)
         require("neumann_steps", neumann_steps, is_count(neumann_steps) and neumann_steps >= 1)
         require("neumann", neumann, neumann in NEUMANN)
-        require("level_sampling", level_sampling, level_sampling in SAMPLING)
-        require("base_level", base_level, is_count(base_level) and base_level < levels)
+        require("level_sampling", level_sampling, level_sampling in (SAMPLING[:1] if self.one_level else SAMPLING))
+        require("base_level", base_level, is_count(base_level) and base_level < (1 if self.one_level else levels))
         require("implicit_term", implicit_term, isinstance(implicit_term, bool))
         require("smoothness", smoothness, smoothness is None or (is_number(smoothness) and smoothness > 0))
         require("cap", cap, isinstance(cap, bool))
@@ -219,10 +200,6 @@ class RTMLMC(BilevelOptimizer):
         even = self.level_sampling == "systematic"
         return draw_levels(contexts.count, self.levels, self.base_level, contexts.counters, systematic=even)
 
-    def chances(self) -> Tensor | None:
-        """The probabilities of the levels; None for an estimate that is that of one level."""
-        return level_probabilities(self.levels, self.base_level)
-
     def _contexts(self, sampler: Any, count: int, seed: int, purpose: int = TASKS) -> Contexts:
         rows = {"lower_batch": self.lower_batch, "upper_batch": self.upper_batch}
         return Contexts(sampler, count, seed, purpose=purpose, **rows)
@@ -234,12 +211,11 @@ class RTMLMC(BilevelOptimizer):
         self, contexts: Contexts, depths: list[int], mine: list[int], oracle: Oracle, given: Given
     ) -> Estimate:
         curvature = self._curvature(oracle, given, contexts)
-        bound, chances = float(self.smoothness or curvature or 1.0), self.chances()
+        bound = float(self.smoothness or curvature or 1.0)
+        chances = None if self.one_level else level_probabilities(self.levels, self.base_level)
         several = chances is not None and len(chances) > 1
-        loss, gradient, mean = torch.zeros((), device=oracle.device), oracle.x.zeros_like(), oracle.y.zeros_like()
-        correction = torch.zeros((), dtype=torch.float64, device=oracle.device)
-        diagnostics: dict[str, Any] = {}
-        numbers: dict[str, Any] = {"curvature": curvature} if curvature else {}
+        nothing = torch.zeros((), device=oracle.device)
+        part = Estimate(nothing, oracle.x.zeros_like(), lower=oracle.y.zeros_like())
         if mine:
             starts = Vector(t[mine] for t in self._starts(oracle, given, contexts))
             largest = 1 / bound if self.cap else math.inf
@@ -248,30 +224,26 @@ class RTMLMC(BilevelOptimizer):
                 lambda epoch: [min(rate * 2.0**-epoch, largest) for rate in given.lower_rates],
                 slots=mine, base_level=self.base_level,
             )  # fmt: skip
-            estimate = multilevel(
+            part = multilevel(
                 oracle, path, chances=chances, steps=self.neumann_steps, rate=1 / bound, neumann=self.neumann,
                 implicit_term=self.implicit_term, measured=0 if several and mine[0] == 0 else None,
             )  # fmt: skip
-            loss, gradient, diagnostics = estimate.loss, estimate.gradient, dict(estimate.diagnostics)
-            mean = Vector(t.sum(0) / contexts.count for t in path.last)
-            correction = diagnostics.get("correction", correction)
-            if "neumann_ratio" in diagnostics:
-                oracle.checks.alert("growing series", GROWING_SERIES, diagnostics["neumann_ratio"] > 1 + 1e-4)
-        loss, gradient, mean, correction = given.ranks.total(loss, gradient, mean, correction)
+            if "neumann_ratio" in part.diagnostics:
+                oracle.checks.alert("growing series", GROWING_SERIES, part.diagnostics["neumann_ratio"] > 1 + 1e-4)
+        loss, gradient, mean, correction = given.ranks.total(
+            part.loss, part.gradient, part.lower, part.diagnostics.get("correction", nothing.double())
+        )
+        diagnostics, numbers = dict(part.diagnostics), dict[str, Any]()
+        if curvature:
+            numbers["curvature"] = curvature
         if several:
-            moments = self._moments(given, depths[0], correction)
+            moments = level_layer.added(given.numbers.get("moments"), self.levels, depths[0], correction)
             numbers["moments"], diagnostics["correction"] = moments, correction
-            diagnostics["level_variance"] = self._watched(oracle, moments)
+            diagnostics["level_variance"] = level_layer.watched(oracle.checks, moments, self.base_level)
         diagnostics["level_counts"] = torch.tensor(depths).bincount(minlength=self.levels + 1)
         diagnostics["lower_steps"] = torch.tensor(sum(2 ** (k + 1) - 2 - k for k in depths))
-        diagnostics["smoothness"] = torch.tensor(bound)
-        return Estimate(
-            loss,
-            gradient,
-            {**diagnostics, "tasks": contexts.tasks},
-            lower=mean if self.warm_start else None,
-            numbers=numbers,
-        )
+        diagnostics["smoothness"], diagnostics["tasks"] = torch.tensor(bound), contexts.tasks
+        return Estimate(loss, gradient, diagnostics, lower=mean if self.warm_start else None, numbers=numbers)
 
     def _curvature(self, oracle: Oracle, given: Given, contexts: Contexts) -> float:
         """L as estimated so far, from time to time anew; 0 before."""
@@ -282,32 +254,6 @@ class RTMLMC(BilevelOptimizer):
         some = self._contexts(contexts.sampler, CURVATURE_SAMPLES, contexts.counters.seed, POWER)
         found = CURVATURE_MARGIN * float(largest_eigenvalue(oracle, some, self._starts(oracle, given, some)))
         return max(known, found) if math.isfinite(found) else known
-
-    # ------------------------------------------------------------------------------------------------ the levels
-
-    def _moments(self, given: Given, level: int, correction: Tensor) -> Tensor:
-        """Number and sum of the squared corrections of every level, with one more."""
-        one_hot = torch.zeros(self.levels + 1, dtype=torch.float64, device=correction.device)
-        one_hot[level] = 1.0
-        new = torch.stack([one_hot, one_hot * correction])
-        known = given.numbers.get("moments")
-        return new if known is None else known.to(new.device) + new
-
-    def _watched(self, oracle: Oracle, moments: Tensor) -> Tensor:
-        """The mean squares of the corrections, times 2^k; warns if these do not fall as they must."""
-        count, total = moments
-        variance = torch.where(count > 0, total / count, torch.nan)
-        k = torch.arange(self.levels + 1, device=oracle.device)
-        scaled = variance * 2.0**k
-        seen = (k >= self.base_level + 3) & (count >= SEEN) & (variance > 0)
-        weight, log = torch.where(seen, count, 0.0), torch.where(seen, scaled, 1.0).log2()
-        mean_k = (weight * k).sum() / weight.sum()
-        spread = (weight * (k - mean_k) ** 2).sum()
-        slope = (weight * (k - mean_k) * log).sum() / spread
-        explodes = (count[:-1] >= SEEN) & (count[1:] >= SEEN / 3) & (variance[1:] > 64 * variance[:-1])
-        oracle.checks.alert("growing levels", GROWING_LEVELS, (seen.sum() >= 3) & (slope > 0.25))
-        oracle.checks.alert("exploding levels", EXPLODING_LEVELS, explodes.any())
-        return scaled
 
 
 class DLSGD(RTMLMC):
@@ -366,29 +312,11 @@ class DLSGD(RTMLMC):
         },
     )
 
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float,
-        lower_lr: float,
-        level_sampling: str = "systematic",
-        base_level: int = 0,
-        **options: Unpack[ContextualOptions],
-    ) -> None:
-        wording = "Invalid {name} value: {value} (DL-SGD solves to the last level for every context)"
-        require("level_sampling", level_sampling, level_sampling == "systematic", wording)
-        require("base_level", base_level, base_level == 0, wording)
-        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, **options)
+    one_level = True
 
     def depths(self, contexts: Contexts) -> list[int]:
         """The last level, for all of them."""
         return [self.levels] * contexts.count
-
-    def chances(self) -> Tensor | None:
-        """None: the estimate is that of the last level."""
-        return None
 
 
 def _share(depths: list[int], rank: int, world: int) -> list[int]:
