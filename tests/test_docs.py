@@ -11,8 +11,11 @@ import bilevel_optim as bo
 from bilevel_optim.optimizer.declaration import methods
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
+PAGES = {path: path.read_text() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/*.md"))}
+README = PAGES[ROOT / "README.md"]
+BLOCKS = {
+    path.relative_to(ROOT).as_posix(): re.findall(r"```python\n(.*?)```", text, re.S) for path, text in PAGES.items()
+}
 
 
 @pytest.fixture
@@ -34,7 +37,7 @@ def namespace():
 
 
 def test_readme_example_runs_and_cleans(namespace):
-    example, adam, check = BLOCKS[0], BLOCKS[1], BLOCKS[2]
+    example, adam, check = BLOCKS["README.md"]
     assert "for _ in range(1000):" in example
     exec(example.replace("range(1000)", "range(40)"), namespace)
     weights, wrong = namespace["weights"].detach().clone(), namespace["wrong"]
@@ -44,10 +47,10 @@ def test_readme_example_runs_and_cleans(namespace):
     assert "check_hypergradient(optimizer, upper_loss, lower_loss)" in check
 
 
-def test_readme_resume_runs(namespace, tmp_path):
-    exec(BLOCKS[0].replace("range(1000)", "range(3)"), namespace)
+def test_resume_runs(namespace, tmp_path):
+    exec(BLOCKS["README.md"][0].replace("range(1000)", "range(3)"), namespace)
     namespace["path"] = tmp_path / "run.pt"
-    resume = BLOCKS[3]
+    (resume,) = BLOCKS["docs/torch.md"]
     save, load = resume.split("\n\n")
     exec(save, namespace)
 
@@ -61,18 +64,29 @@ def test_readme_resume_runs(namespace, tmp_path):
     assert torch.equal(expected, go_on())
 
 
-def test_readme_tasks_run(namespace):
-    (block,) = [block for block in BLOCKS if "bo.TensorTasks" in block]
-    exec(BLOCKS[0].split("\n\n")[0], namespace)
-    exec(block.replace("range(100)", "range(20)"), namespace)
-    assert float(namespace["loss"]) < 1.2
+def test_tasks_run(namespace):
+    for block in BLOCKS["docs/tasks.md"]:  # the second goes on from the first
+        exec(block.replace("range(100)", "range(20)"), namespace)
+        assert float(namespace["loss"]) < 1.2
+
+
+def test_check_runs(capsys):
+    (check,) = BLOCKS["docs/checking.md"]
+    exec(check, {})
+    assert "relative_error" in capsys.readouterr().out
 
 
 def test_readme_names_every_method_and_links_exist():
     for name in methods():
         assert f"| `{name}`" in README
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert target.startswith("http") or (ROOT / target).exists()
+    for path, text in PAGES.items():
+        for target in re.findall(r"\]\(([^)#]+)\)", text):
+            assert target.startswith("http") or (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_readme_is_short():
+    assert len(README.splitlines()) <= 200
+    assert len(README.split()) <= 1500
 
 
 def test_public_names_are_documented():

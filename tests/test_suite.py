@@ -11,7 +11,6 @@ import torch
 import bilevel_optim as bo
 from recipes import hyper_regularization
 from recipes.benchmarks import bilevel_suite, many_tasks
-from recipes.common import methods
 from recipes.common.sampling import IndexBatches, IndexTerms
 from recipes.problems import libsvm
 from recipes.problems.problem import Part, Problem
@@ -87,14 +86,6 @@ def test_index_terms():
     batch = terms.draw().batch
     assert terms.drawn == 40 + 4 * len(batch)
     assert torch.stack([terms.term(k)() for k in range(len(terms))]).mean() == pytest.approx(4.5)
-
-
-@pytest.mark.parametrize("table", ["compare", "stochastic"])
-def test_every_public_method_has_its_place(table):
-    public = {c for c in vars(bo).values() if isinstance(c, type) and issubclass(c, bo.BilevelOptimizer)}
-    made = {"compare": methods.EXACT.values(), "stochastic": [m.make for m in methods.STOCHASTIC.values()]}[table]
-    elsewhere = {getattr(bo, name) for name in methods.ELSEWHERE[table]}
-    assert public - {bo.BilevelOptimizer} == {make.func for make in made} | elsewhere
 
 
 def test_value_function_of_ridge_regression():

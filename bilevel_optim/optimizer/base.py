@@ -35,7 +35,7 @@ from ..solvers.lower import LowerRules
 from . import memory, method
 from .declaration import register
 from .method import ColdOptions, CommonOptions, Loss, StepFunctions, as_objective
-from .step import Given, Update, changed
+from .step import Given, Groups, Start, Update, changed
 
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "Loss", "as_objective"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from ..hypergradient.estimate import Write
 from ..problem.vector import Vector, is_sharded
 from ..solvers.lower import Memory
 
@@ -26,6 +27,7 @@ __all__ = [
     "remember_tables",
     "remembered_solver",
     "tables_of",
+    "write_rows",
 ]
 
 SOLVER = "lower_optimizer."  # prefix of the lower optimizer's entries
@@ -53,6 +55,12 @@ def remember(state: State, parameters: Sequence[Tensor], memory: Mapping[str, Ve
         else:
             for parameter, value in zip(parameters, vector, strict=True):
                 state[parameter][name] = owned(value.detach(), parameter)
+
+
+def write_rows(writes: Iterable[Write]) -> None:
+    """Change rows of large tables."""
+    for write in writes:
+        write.table[write.rows] = write.values
 
 
 def owned(value: Any, parameter: Tensor) -> Any:

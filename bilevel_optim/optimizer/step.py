@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,9 +17,11 @@ from ..problem.tasks import LowerInit
 from ..problem.vector import Vector
 from ..solvers.lower import LowerRule, Memory
 
-__all__ = ["Descent", "Given", "Update", "changed"]
+__all__ = ["Descent", "Given", "Groups", "Start", "Update", "changed"]
 
 
+Groups = dict[str, list[dict[str, Any]]]  # the parameter groups of each level
+Start = Sequence[Tensor] | LowerInit | None  # where lower solves begin, if not where they would
 Values = TypeVar("Values")
 
 
