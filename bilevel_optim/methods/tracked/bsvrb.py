@@ -39,7 +39,7 @@ class BSVRB(RecursiveOptimizer):
     shrink with q; they lag behind x between visits. *Needs* what `RSVRB` needs; memory per task :math:`p^2 + 3p`
     (version 2: :math:`6p`).
 
-    *Cost per step* and *draws*: as `RSVRB` with matrices, and (version 2) with ``"matrix_free"``.
+    *Cost per step*: as `RSVRB` with matrices, and (version 2) with ``"matrix_free"``. *Draws*: as `RSVRB`.
 
     Args:
         upper: upper parameters x.
