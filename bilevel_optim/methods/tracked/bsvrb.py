@@ -7,7 +7,7 @@ from typing import ClassVar, Unpack
 from ...optimizer.declaration import Method
 from ...problem.parameters import Params, is_count, require
 from .drawing import Drawing
-from .svrb import SVRB
+from .rsvrb import RSVRB
 from .trackers import Blocks, Products
 from .tracking import RecursiveOptimizer, RecursiveOptions
 from .variants import Variant, blockwise, summed
@@ -39,7 +39,7 @@ class BSVRB(RecursiveOptimizer):
     shrink with q; they lag behind x between visits. *Needs* what `RSVRB` needs; memory per task :math:`p^2 + 3p`
     (version 2: :math:`6p`).
 
-    *Cost per step* and *draws*: as `RSVRB` with matrices, and (version 2) with ``"matrix_free"``.
+    *Cost per step*: as `RSVRB` with matrices, and (version 2) with ``"matrix_free"``. *Draws*: as `RSVRB`.
 
     Args:
         upper: upper parameters x.
@@ -85,7 +85,7 @@ class BSVRB(RecursiveOptimizer):
         family="tracked",
         when="as RSVRB, its predecessor; rows rest between visits",
         cost="as RSVRB; version 2: 2 of each",
-        calls=SVRB.declared.calls,
+        calls=RSVRB.declared.calls,
         tasks="rows",
         random=True,
         lower_steps=False,

@@ -49,6 +49,11 @@ class Clock(NamedTuple):
         zeros = ((0.0,) * rates,) * positions
         return cls(time, (0.0,) * trackers, zeros, zeros)
 
+    @classmethod
+    def read(cls, numbers: Mapping[str, Any]) -> Clock:
+        """The clock among the numbers of an optimizer."""
+        return cls(*numbers["clock"])
+
     @property
     def still(self) -> bool:
         """Whether no row has moved since the last rebase without being looked at."""

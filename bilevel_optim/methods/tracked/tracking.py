@@ -191,7 +191,7 @@ class RecursiveOptimizer(BilevelOptimizer):
 
     def _on(self, oracle: Oracle, given: Given, table: Table, sampler: Any) -> Estimate:
         """A later step looks at the rows of some tasks; all others follow their rule."""
-        trackers, clock, m = self.trackers, Clock(*given.numbers["clock"]), table.count
+        trackers, clock, m = self.trackers, Clock.read(given.numbers), table.count
         drawn, betas = self.drawing.draw(sampler, m, given), self._betas(given, m)
         n, after = len(drawn.ids), clock.waited()
         if n < m and not self.rule.rests:
@@ -317,7 +317,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         )
         if len(given.tables.get("age", ())) < 2:  # a single row is looked at in every step
             return
-        table, clock = self._table(given, given.lower), Clock(*given.numbers["clock"])
+        table, clock = self._table(given, given.lower), Clock.read(given.numbers)
         late = (table.tables["age"] != clock.time).nonzero().flatten()
         with torch.no_grad():
             for ids in table.chunks(late):
