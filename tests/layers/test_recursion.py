@@ -9,7 +9,7 @@ from bilevel_optim.hypergradient.recursive import Points, matrices
 from bilevel_optim.methods.tracked import rows
 
 from ..methods.test_tracked import Family
-from ..problems import seeded
+from ..problems import close, seeded
 
 # ---------------------------------------------------------------------------------------------------- projections
 
@@ -29,7 +29,7 @@ def test_t11_flooring_after_each_shrinking_is_flooring_once():
     factors = torch.rand(30, generator=seeded(1)) * 0.2 + 0.8
     for c in factors:
         often = storm.floor(c * often, 0.1).value
-    torch.testing.assert_close(often, storm.floor(factors.prod() * H, 0.1).value, rtol=0, atol=1e-12)
+    close(often, storm.floor(factors.prod() * H, 0.1).value, 1e-12)
 
 
 @pytest.mark.parametrize("shape", [(5, 7, 3), (5, 3, 7)])
@@ -38,7 +38,7 @@ def test_t15_ceiling_is_the_clamp_of_singular_values(shape):
     V[0] *= 0.01
     left, values, right = torch.linalg.svd(V, full_matrices=False)
     result, active = storm.ceiling(V, 1.5)
-    torch.testing.assert_close(result, left @ torch.diag_embed(values.clamp_max(1.5)) @ right, rtol=0, atol=1e-10)
+    close(result, left @ torch.diag_embed(values.clamp_max(1.5)) @ right, 1e-10)
     assert int(active) == int((values.amax(-1) > 1.5).sum())
     assert torch.equal(result[0], V[0])
 
@@ -55,7 +55,7 @@ def test_ball_leaves_the_inside_alone():
 def test_t2_random_rows_take_a_storm_step_in_expectation():
     (X, new, old), p = torch.randn(3, 4, 3, generator=seeded()), torch.tensor([0.1, 0.2, 0.3, 0.4])
     mean = sum(p[i] * storm.storm(X, new, old, 0.3, torch.eye(4)[i] / p) for i in range(4))
-    torch.testing.assert_close(mean, 0.7 * (X - old) + new, rtol=0, atol=1e-12)
+    close(mean, 0.7 * (X - old) + new, 1e-12)
 
 
 @pytest.mark.parametrize(("p", "beta"), [(0.01, 0.05), (0.05, 0.05), (0.01, 0.005), (0.9, 0.1)])
@@ -130,7 +130,7 @@ def test_points_give_every_derivative_of_every_task(options):
         _, found = matrices(points)
     for k, i in enumerate(ids.tolist()):
         for name, truth in family.derivatives(i, x, y[k], batch[1][k]).items():
-            torch.testing.assert_close(found[name][k], truth, rtol=0, atol=1e-8 if "hvp" in options else 1e-12)
+            close(found[name][k], truth, 1e-8 if "hvp" in options else 1e-12)
     assert tuple(optimizer.oracle_counts.values()) == (3, 3, 12, 12, 0)
 
 
@@ -146,7 +146,7 @@ def test_rebasing_changes_nothing(monkeypatch):
             rebased += float(optimizer._rows.now["log"].min()) == 0.0
         results.append(family.x[0].detach().clone())
         assert (rebased > 3) == (limit > -1)
-    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-10)
+    close(results[0], results[1], 1e-10)
 
 
 def test_rows_of_half_precision_are_kept_in_single():
