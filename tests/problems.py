@@ -38,6 +38,10 @@ def flat(tensors):
     return torch.cat([t.detach().reshape(-1) for t in tensors])
 
 
+def close(a, b, atol, rtol=0.0):
+    torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
+
+
 def z_scores(sample, mean):
     """Of a sample's mean, in units of its standard error."""
     return (sample.mean(0) - mean) / (sample.std(0) / len(sample) ** 0.5)

@@ -9,7 +9,7 @@ from torch import nn
 
 import bilevel_optim as bo
 
-from ..problems import Cleaning, Tasks, flat, seeded, values
+from ..problems import Cleaning, Tasks, close, flat, seeded, values
 from ..registry import ARGUMENTS, each
 
 
@@ -43,14 +43,14 @@ def test_starts(row):
     start, solutions = problem.y[0].detach().clone(), problem.solutions()
     no_steps = {"lr": 0.0, "lower_steps": 0, "warm_start": True}
     problem.apply(row(problem.x, problem.y, **no_steps).backward)
-    torch.testing.assert_close(problem.y[0].detach(), start, rtol=1e-12, atol=1e-12)
+    close(problem.y[0].detach(), start, 1e-12, 1e-12)
     start = problem.y[0].detach().clone()
     problem.apply(row(problem.x, problem.y, short=True, warm_start=False).backward)
     assert torch.equal(problem.y[0].detach(), start)
     problem.apply(row(problem.x, problem.y, short=True, warm_start=True).backward)
     assert not torch.equal(problem.y[0].detach(), start)
     problem.apply(row(problem.x, problem.y, **no_steps, lower_init=lambda ids: solutions[ids]).backward)
-    torch.testing.assert_close(problem.y[0].detach(), solutions.mean(0), rtol=1e-9, atol=1e-9)
+    close(problem.y[0].detach(), solutions.mean(0), 1e-9, 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_infinite_contexts_and_constants_in_batches():
             generator=seeded(7), vectorize=vectorize, warm_start=False,
         )  # fmt: skip
         optimizer.backward(upper, lower, tasks=Contexts())
-        torch.testing.assert_close(x.grad, truth, rtol=1e-12, atol=1e-12)
+        close(x.grad, truth, 1e-12, 1e-12)
         assert optimizer.diagnostics["tasks"]["shift"].shape == (4, 5)
     optimizer = bo.AID([x], [y], **ARGUMENTS, lower_batch=1, upper_batch=1)
     optimizer.step(upper, lower, tasks=Contexts())
@@ -222,7 +222,7 @@ def test_buffers_stay(vectorize):
 def test_what_vmap_cannot_do_is_looped_over(cls):
     (optimizer, values, _), (_, looped, _) = (few_shot(lambda: nn.LSTM(4, 6), cls, v) for v in (True, False))
     assert optimizer.diagnostics["vectorize_fallback"]
-    torch.testing.assert_close(values, looped, rtol=1e-12, atol=1e-12)
+    close(values, looped, 1e-12, 1e-12)
 
 
 @pytest.mark.filterwarnings(

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..problems import flat
+from ..problems import close, flat
 from ..registry import MOMENTUM, SINGLE, each
 
 
@@ -33,7 +33,7 @@ def test_quadratic(row):
     assert (problem.y[0] - solution).norm() < 1e-4 * solution.norm()
     assert loss.shape == ()
     assert not loss.requires_grad
-    torch.testing.assert_close(loss, problem.upper().detach(), rtol=1e-4, atol=1e-5)
+    close(loss, problem.upper().detach(), 1e-5, 1e-4)
 
 
 # What a single loop carries starts anew with stacked tasks, so that it has not settled after one step.
@@ -43,9 +43,9 @@ def test_quadratic_tasks(row):
     optimizer, loss = settled(row, problem, lower_steps=40)
     assert relative_error(problem) < 10 * row.tolerance
     if row.name != "ESMAML":  # whose y stays, as without warm starts
-        torch.testing.assert_close(problem.y[0].detach(), problem.solution()[0], rtol=1e-4, atol=1e-4)
+        close(problem.y[0].detach(), problem.solution()[0], 1e-4, 1e-4)
     values = ((problem.solutions().unsqueeze(1) - problem.t) ** 2).sum(-1).mean(1) / 2
-    torch.testing.assert_close(loss, values.mean() + problem.x[0].detach().square().sum() / 2, rtol=1e-4, atol=1e-4)
+    close(loss, values.mean() + problem.x[0].detach().square().sum() / 2, 1e-4, 1e-4)
     assert "vectorize_fallback" not in optimizer.diagnostics
 
 
@@ -67,9 +67,9 @@ def test_converges_as_gradient_descent_does(row):
     # A step that gradient descent just about stands is too large for momentum.
     momentum = row.name in MOMENTUM
     lr = 1 / float(eigenvalues[-1]) if momentum else 2 / float(eigenvalues[0] + eigenvalues[-1])
-    problem.run(row(problem.x, problem.y, lr=lr, lower_lr=problem.lr, lower_steps=15), 15)
+    problem.run(row(problem.x, problem.y, lr=lr, lower_lr=problem.lr, lower_steps=15), 10)
     if momentum:
-        assert (problem.x[0] - target).norm() < 0.3 * (start - target).norm()
+        assert (problem.x[0] - target).norm() < 0.5 * (start - target).norm()
     else:
-        exact = target + torch.linalg.matrix_power(torch.eye(2) - lr * hessian, 15) @ (start - target)
-        torch.testing.assert_close(problem.x[0].detach(), exact, rtol=1e-4, atol=1e-4)
+        exact = target + torch.linalg.matrix_power(torch.eye(2) - lr * hessian, 10) @ (start - target)
+        close(problem.x[0].detach(), exact, 1e-4, 1e-4)

@@ -22,7 +22,7 @@ from bilevel_optim.solvers.contexts import (
 )
 from bilevel_optim.solvers.epoch_sgd import epoch_sgd
 
-from ..problems import P0, P1, Given, z_scores
+from ..problems import P0, P1, Given, close, z_scores
 
 
 def contexts_of(problem, count, seed=0, rows=1):
@@ -47,7 +47,7 @@ def test_level_probabilities(levels, base):
     p = level_probabilities(levels, base)
     assert len(p) == levels - base
     assert abs(float(p.sum()) - 1) < 1e-12
-    torch.testing.assert_close(p[:-1] / p[1:], torch.full((len(p) - 1,), 2.0), rtol=1e-12, atol=0)
+    close(p[:-1] / p[1:], torch.full((len(p) - 1,), 2.0), 0, 1e-12)
 
 
 @pytest.mark.parametrize("systematic", [True, False])
@@ -85,11 +85,11 @@ def test_shallow_runs_are_prefixes_of_deep_ones():
     problem, mixed = P1(), [2, 5, 1, 3, 2]
     deep = {k: path_of(problem, contexts_of(problem, 5), [k] * 5) for k in range(1, 6)}
     for k in range(2, 6):
-        torch.testing.assert_close(deep[k].previous[0], deep[k - 1].last[0], rtol=0, atol=1e-12)
+        close(deep[k].previous[0], deep[k - 1].last[0], 1e-12)
     path = path_of(problem, contexts_of(problem, 5), mixed)
     for lane, k in enumerate(mixed):
-        torch.testing.assert_close(path.last[0][lane], deep[k].last[0][lane], rtol=0, atol=1e-12)
-        torch.testing.assert_close(path.previous[0][lane], deep[k].previous[0][lane], rtol=0, atol=1e-12)
+        close(path.last[0][lane], deep[k].last[0][lane], 1e-12)
+        close(path.previous[0][lane], deep[k].previous[0][lane], 1e-12)
     assert not path.last[0].requires_grad
     some = path_of(problem, contexts_of(problem, 5), [3, 2], slots=[3, 0], base_level=1)
     torch.testing.assert_close(some.last[0], path.last[0][[3, 0]], rtol=0, atol=1e-12)
@@ -113,8 +113,8 @@ def test_the_path_is_epoch_sgd():
                 r = problem.H @ (z - problem.A @ problem.x[0].detach() - problem.B @ xi[0])
                 z = z - min(2.0**-e, 0.4) * ((1 + 0.1 * sign.mean()) * r + 0.5 * noise.mean(0))
             Y.append(torch.stack(visited).mean(0))
-        torch.testing.assert_close(path.last[0][slot], Y[-1], rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(path.previous[0][slot], Y[-2], rtol=1e-12, atol=1e-12)
+        close(path.last[0][slot], Y[-1], 1e-12, 1e-12)
+        close(path.previous[0][slot], Y[-2], 1e-12, 1e-12)
 
 
 def test_epochs_of_one_problem_are_means_of_gradient_steps():
@@ -140,7 +140,7 @@ def test_golden_values_of_p0():
                [0, 0.185, 0.531398, 0.910899, 1.232706, 1.472980, 1.640620],
                [0.345, 0.297553, 0.167763, 0.081181, 0.036943, 0.016436])  # fmt: skip
     for ours, theirs in zip((mean, variance, V), printed, strict=True):
-        torch.testing.assert_close(ours, torch.tensor(theirs), rtol=0, atol=1e-6)
+        close(ours, torch.tensor(theirs), 1e-6)
     contexts, Y = contexts_of(problem, n, seed=3), [torch.zeros(n)]
     for k in (2, 4, 6):
         path = path_of(problem, contexts, [k] * n)
@@ -221,7 +221,7 @@ def test_batched_equals_dense_formulas_context_by_context(neumann, steps):
             return direct - torch.einsum("i,iab->ab", q, cross)
 
         total += (u(xd) + (u(path.last[0][b]) - u(path.previous[0][b])) / p[depths[b] - 1]) / B
-    torch.testing.assert_close(found.gradient[0], total, rtol=1e-9, atol=1e-11)
+    close(found.gradient[0], total, 1e-11, 1e-9)
 
 
 def test_smoothness_is_estimated_on_samples():

@@ -12,6 +12,8 @@ from bilevel_optim.problem.vector import Vector
 from bilevel_optim.solvers.lower import LowerRule
 from bilevel_optim.solvers.unrolling import can_be_unrolled, update_vjp
 
+from ..problems import close
+
 
 def agd(spectrum, steps, lr, momentum, start=1.0):
     spectrum = torch.as_tensor(spectrum, dtype=torch.float64)
@@ -30,7 +32,7 @@ def agd(spectrum, steps, lr, momentum, start=1.0):
 def test_agd_iterates_of_the_specification():
     path = agd([1.0, 0.25], 3, lr=1.0, momentum=1 / 3)
     expected = torch.tensor([[0.0, 0.75], [0.0, 0.5], [0.0, 0.3125]])
-    torch.testing.assert_close(path, expected, rtol=1e-15, atol=1e-15)
+    close(path, expected, 1e-15, 1e-15)
 
 
 @pytest.mark.parametrize("kappa", [4.0, 100.0, 1e4])
@@ -41,7 +43,7 @@ def test_agd_closed_form(kappa):
     steps = torch.arange(1, 201, dtype=torch.float64)
     exact = (1 - 1 / root) ** steps * (1 + steps / root)
     assert path[:, 0].abs().max() == 0
-    torch.testing.assert_close(path[:, 1], exact, rtol=0, atol=1e-13)
+    close(path[:, 1], exact, 1e-13)
 
 
 def test_agd_without_momentum_is_gradient_descent_and_kappa_one_needs_one_step():

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import bilevel_optim as bo
 
-from ..problems import P0, P1, seeded, z_scores
+from ..problems import P0, P1, close, seeded, z_scores
 
 
 def made(cls, problem, **options):
@@ -55,7 +55,7 @@ def test_telescoping_path_by_path(neumann, base):
         k = level(optimizer)
         correction = u(k, seed) - u(k - 1, seed)
         expected = u(base, seed) + correction / probabilities(levels, base)[k - base - 1]
-        torch.testing.assert_close(v, expected, rtol=0, atol=1e-10)
+        close(v, expected, 1e-10)
         assert correction.norm() > 1e-4
         seen.add(k)
     assert seen == {base + 1, base + 2, base + 3}
@@ -131,9 +131,9 @@ def test_mean_on_p1(K, sampling, n):
 def test_exact_means_of_p1_are_those_of_the_specification():
     problem = P1()
     (gradient,) = problem.hypergradient()
-    torch.testing.assert_close(gradient, torch.tensor([-0.218, -1.44, 1.124]), rtol=0, atol=1e-12)
-    torch.testing.assert_close(problem.mean(6), torch.tensor([-0.3015, -1.4263, 1.1057]), rtol=0, atol=5e-5)
-    torch.testing.assert_close(problem.mean(14, steps=400), gradient, rtol=0, atol=2e-3)
+    close(gradient, torch.tensor([-0.218, -1.44, 1.124]), 1e-12)
+    close(problem.mean(6), torch.tensor([-0.3015, -1.4263, 1.1057]), 5e-5)
+    close(problem.mean(14, steps=400), gradient, 2e-3)
 
 
 def test_sum_and_product_have_one_mean_and_very_different_noise():
@@ -164,9 +164,9 @@ def test_bias_of_the_series_and_of_the_path_are_exact_without_noise(steps, rows)
     problem = Noiseless()
     for K in (1, 4):
         optimizer = made(bo.DLSGD, problem, levels=K, neumann_steps=steps, lower_batch=rows, upper_batch=rows)
-        torch.testing.assert_close(gradients(optimizer, problem)[0], problem.mean(K, steps), rtol=0, atol=1e-12)
+        close(gradients(optimizer, problem)[0], problem.mean(K, steps), 1e-12)
     exact = gradients(made(bo.DLSGD, problem, levels=4, neumann="cg", neumann_steps=2), problem)[0]
-    torch.testing.assert_close(exact, problem.mean(4, steps=None), rtol=0, atol=1e-12)
+    close(exact, problem.mean(4, steps=None), 1e-12)
 
 
 # ---------------------------------------------------------------------------------------------------- special cases
@@ -212,7 +212,7 @@ def test_conditional_stochastic_optimisation(neumann):
             # u_k - u_{k-1} vanishes beyond the first level, where v = u_0 + (u_1 - u_0)/p_1.
             correction = (exact - slope) / probabilities(3)[0] if k == 1 else 0 * slope
             expected = exact if cls is bo.DLSGD else slope + correction
-            torch.testing.assert_close(x.grad, expected, rtol=0, atol=1e-12)
+            close(x.grad, expected, 1e-12)
     assert len(seen) >= 3
 
 

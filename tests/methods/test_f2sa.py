@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import bilevel_optim as bo
 
-from ..problems import Cosh, PenaltyQuadratic, Problem, Quadratic, seeded
+from ..problems import Cosh, PenaltyQuadratic, Problem, Quadratic, close, seeded
 
 stencil = bo.finite_difference.stencil
 STENCILS = [
@@ -120,7 +120,7 @@ def test_error_on_a_quadratic_pair_is_the_predicted_one(p, kind):
         a1 = sum(abs(float(c)) for c in formula.weights)
         tolerance = max(1e-12, 20 * a1 / nu * torch.finfo(torch.float64).eps)
         expected = problem.predicted(formula.nodes, nu)
-        torch.testing.assert_close(exact_phi(problem, formula, nu), expected, rtol=tolerance, atol=tolerance)
+        close(exact_phi(problem, formula, nu), expected, tolerance, tolerance)
 
 
 @pytest.mark.parametrize("rho", [0.1, 0.4, 0.6, 0.9])
@@ -163,7 +163,7 @@ def test_linear_upper_loss():
         formula = stencil(p, kind)
         error = phi(problem, [(b - j * nu * a) / scale for j in formula.nodes], formula, nu) + b * a / scale
         expected = nu / 2 * a**2 / scale if p == 1 else torch.zeros(3)
-        torch.testing.assert_close(error, expected, rtol=1e-12, atol=1e-12)
+        close(error, expected, 1e-12, 1e-12)
 
 
 @pytest.mark.parametrize(("p", "kind"), [s for s in STENCILS if s[0] <= 8])
@@ -180,7 +180,7 @@ def test_polynomial_ladder(p, kind):
             assert error.abs().max() < 1e-10
         elif p == k:
             expected = float(error_constant(formula, p)) * factorial(p + 1) * (-b) ** p * nu**p
-            torch.testing.assert_close(error, expected, rtol=1e-9, atol=1e-11)
+            close(error, expected, 1e-11, 1e-9)
         else:
             assert error.abs().max() > 1e-6
 
@@ -364,7 +364,7 @@ def test_additive_noise_in_the_difference():
     plain, (noise_f, noise_g) = exact_phi(problem, formula, nu), torch.randn(2, 4)
     upper, lower = problem.losses
     problem.upper, problem.lower = lambda: upper() + noise_f @ problem.x[0], lambda: lower() + noise_g @ problem.x[0]
-    torch.testing.assert_close(exact_phi(problem, formula, nu) - plain, noise_f, rtol=1e-8, atol=1e-10)
+    close(exact_phi(problem, formula, nu) - plain, noise_f, 1e-10, 1e-8)
 
 
 def test_a_common_start_has_no_one_over_nu():
@@ -421,9 +421,9 @@ def test_orders_one_and_two_are_the_papers_algorithms(p, vectorize):
         zeta = next(zs)
         total = sum(c * hand.gradient(hand.lower, copies[j], hand.x, zeta) for j, c in weights.items()) / nu
         hand.x[0].data.sub_(lr * total / (total.norm() if p == 2 else 1))
-    torch.testing.assert_close(problem.x[0].detach(), hand.x[0].detach(), rtol=1e-10, atol=1e-12)
+    close(problem.x[0].detach(), hand.x[0].detach(), 1e-12, 1e-10)
     live = copies[0] if p == 1 else (copies[1] + copies[-1]) / 2
-    torch.testing.assert_close(problem.y[0].detach(), live, rtol=1e-10, atol=1e-12)
+    close(problem.y[0].detach(), live, 1e-12, 1e-10)
 
 
 def test_scaling_the_lower_loss():
@@ -442,7 +442,7 @@ def test_richardson_identity():
     """Phi_4(nu) = (4 Phi_2(nu) - Phi_2(2 nu)) / 3 on the same copies."""
     problem, nu = Cosh(x=[0.5, -0.3], b=[1.0, 2.0]), 0.05
     two, wide = (exact_phi(problem, stencil(2), step) for step in (nu, 2 * nu))
-    torch.testing.assert_close(exact_phi(problem, stencil(4), nu), (4 * two - wide) / 3, rtol=1e-12, atol=1e-12)
+    close(exact_phi(problem, stencil(4), nu), (4 * two - wide) / 3, 1e-12, 1e-12)
 
 
 def test_symmetric_weights_would_blow_up():
@@ -499,7 +499,7 @@ def test_automatic_stencil_changes_to_forward():
         problem.run(optimizer, 60)
     assert optimizer.stencil == "forward"
     predicted = problem.predicted(stencil(4, "forward").nodes, 0.2)
-    torch.testing.assert_close(problem.x[0].grad, predicted, rtol=1e-6, atol=1e-6)
+    close(problem.x[0].grad, predicted, 1e-6, 1e-6)
     assert problem.error() < 0.2
     resumed = bo.F2SA(problem.x, problem.y, **arguments)
     resumed.load_state_dict(optimizer.state_dict())
@@ -549,7 +549,7 @@ def test_lower_optimizers_act_on_each_copy_alone(factory):
             (hand.lower() + j * nu * hand.upper()).backward(inputs=hand.y)
             inner.step()
         copy = optimizer.state[problem.y[0]]["copies"][lane]
-        torch.testing.assert_close(copy, hand.y[0].detach(), rtol=1e-12, atol=1e-12)
+        close(copy, hand.y[0].detach(), 1e-12, 1e-12)
 
 
 def test_normalised_step_has_length_lr_and_survives_a_zero_gradient():

@@ -11,7 +11,7 @@ import torch
 
 import bilevel_optim as bo
 
-from ..problems import Cleaning, Problem, Quadratic, flat, same, seeded, values
+from ..problems import Cleaning, Problem, Quadratic, close, flat, same, seeded, values
 
 
 def closure_of(optimizer, phi, *tensors):
@@ -76,9 +76,7 @@ def test_steps_of_a_linear_objective():
     theta, lr = 0.1, 0.1
     _, _, path = run(lambda x: 3 * x, 0.0, 30, lr=lr, momentum=1 - theta, restart_radius=math.inf)
     exact = [-lr * 3 * (1 - (1 - theta) ** (i + 1)) / theta for i in range(30)]
-    torch.testing.assert_close(
-        torch.stack([torch.zeros(()), *path]).diff(), torch.tensor(exact), rtol=1e-12, atol=1e-13
-    )
+    close(torch.stack([torch.zeros(()), *path]).diff(), torch.tensor(exact), 1e-13, 1e-12)
 
 
 @pytest.mark.parametrize("curvature", [1.0, -0.3])
@@ -89,7 +87,7 @@ def test_quadratic_objective_is_a_power_of_the_matrix(curvature):
     A = torch.tensor([[(2 - theta) * a, -(1 - theta) * a], [1.0, 0.0]])
     for k, x in enumerate(path, 1):
         exact = (torch.linalg.matrix_power(A, k) @ torch.tensor([1.5, 1.5]))[0]
-        torch.testing.assert_close(x, exact, rtol=1e-11, atol=1e-13)
+        close(x, exact, 1e-13, 1e-11)
 
 
 @pytest.mark.parametrize(("theta", "growth"), [(0.1, 1.0674), (0.01, 1.00624)])
@@ -120,8 +118,8 @@ def test_iterates_restarts_and_output_of_the_plain_algorithm(radius, period):
     assert optimizer.converged
     assert optimizer.restarts == len(epochs)
     assert len(epochs) > 0 or radius == 5.0
-    torch.testing.assert_close(torch.stack(seen), torch.stack(path), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(optimizer.averaged_parameters()[0], output, rtol=1e-10, atol=1e-12)
+    close(torch.stack(seen), torch.stack(path), 1e-12, 1e-12)
+    close(optimizer.averaged_parameters()[0], output, 1e-12, 1e-10)
 
 
 def test_averaging_identity_of_a_quadratic():
@@ -132,7 +130,7 @@ def test_averaging_identity_of_a_quadratic():
     path = [x0, *path]
     k0 = min(range(30, 60), key=lambda k: float((path[k + 1] - path[k]).norm()))
     expected = -(path[k0 + 1] - path[k0] + theta * (path[k0] - x0)) / (lr * (k0 + 1))
-    torch.testing.assert_close(spectrum * optimizer.averaged_parameters()[0], expected, rtol=0, atol=1e-14)
+    close(spectrum * optimizer.averaged_parameters()[0], expected, 1e-14)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +141,7 @@ def test_no_momentum_or_a_small_radius_is_gradient_descent(options):
     optimizer, _, path = run(valley, x, 30, lr=0.05, **options)
     for point in path:
         x = x - 0.05 * slope(x)
-        torch.testing.assert_close(point, x, rtol=1e-12, atol=0)
+        close(point, x, 0, 1e-12)
     assert optimizer.restarts == (30 if options["momentum"] else 0)
 
 
@@ -165,8 +163,8 @@ def test_groups_are_the_plain_rule_in_rescaled_coordinates():
 
     (grouped, output), (plain, plain_output) = make((1.0, 1.0), rates), make((1.0, 0.5), (0.08, 0.08))
     assert grouped[-1][0] > 2
-    torch.testing.assert_close(grouped, plain, rtol=0, atol=1e-13)
-    torch.testing.assert_close(output, plain_output, rtol=0, atol=1e-13)
+    close(grouped, plain, 1e-13)
+    close(output, plain_output, 1e-13)
 
 
 # ---------------------------------------------------------------------------------------------------- details
@@ -214,7 +212,7 @@ def test_what_happens_after_the_last_epoch():
     assert further.epoch_step == 40 % 12
     assert slope(y.detach()).norm() < 0.5 * slope(live).norm()
     # The step after the end has no momentum.
-    torch.testing.assert_close(more[len(seen)], live - 0.05 * slope(live), rtol=1e-14, atol=0)
+    close(more[len(seen)], live - 0.05 * slope(live), 0, 1e-14)
 
 
 def test_before_the_end_the_output_is_the_best_point():
@@ -350,7 +348,7 @@ def test_perturbations_are_uniform_in_the_ball():
     assert float(norms.max()) <= r * (1 + 1e-12)
     assert float(norms.mean()) == pytest.approx(r * d / (d + 1), abs=4 * r * math.sqrt(3 / 80 / n))
     assert float((norms < 0.5 ** (1 / d) * r).double().mean()) == pytest.approx(0.5, abs=4 * 0.5 / math.sqrt(n))
-    torch.testing.assert_close(points.T @ points / n, torch.eye(3) * r**2 / (d + 2), rtol=0, atol=0.03 * r**2)
+    close(points.T @ points / n, torch.eye(3) * r**2 / (d + 2), 0.03 * r**2)
 
 
 @pytest.mark.parametrize(
@@ -426,7 +424,7 @@ def test_table_of_the_quartic_problem(lower_restart, period, steps, restarts, se
     )  # fmt: skip
     assert (done, optimizer.restarts) == (steps, restarts)
     average, last = optimizer.averaged_parameters()[0], torch.stack(problem.points[-period:])
-    torch.testing.assert_close(average, last[: selected + 1].mean(0), rtol=1e-10, atol=1e-12)  # K0
+    close(average, last[: selected + 1].mean(0), 1e-12, 1e-10)  # K0
     assert float(problem.gradient(average).norm()) == pytest.approx(norm, rel=0.03)
     counts = optimizer.oracle_counts
     assert counts["upper_grad"] == counts["jvp"] == steps
@@ -527,11 +525,11 @@ def test_trivial_lower_problem_is_restarted_agd():
     while not single.converged:
         bilevel.step(lambda: phi(y), lambda: ((y - x) ** 2).sum() / 2)
         single.step(closure_of(single, phi, z))
-        torch.testing.assert_close(x.detach(), z.detach(), rtol=0, atol=1e-13)
+        close(x.detach(), z.detach(), 1e-13)
         assert bilevel.restarts == single.restarts
     assert single.restarts > 3
     assert bilevel.converged
-    torch.testing.assert_close(bilevel.averaged_parameters(), single.averaged_parameters(), rtol=0, atol=1e-13)
+    close(bilevel.averaged_parameters(), single.averaged_parameters(), 1e-13)
 
 
 def test_the_lower_solver_is_nesterovs_from_the_last_solution():
@@ -548,7 +546,7 @@ def test_the_lower_solver_is_nesterovs_from_the_last_solution():
             new = zt - 0.1 * (problem.A @ zt - problem.D @ w - problem.e)
             z, zt = new, new + 0.5 * (new - z)
         problem.run(optimizer)
-        torch.testing.assert_close(problem.y[0].detach(), z, rtol=0, atol=1e-14)
+        close(problem.y[0].detach(), z, 1e-14)
         previous = before
 
 
@@ -569,7 +567,7 @@ def test_error_of_the_estimate_is_that_of_the_closed_form():
     error = problem.x[0].grad - problem.hypergradient()[0]
     sensitivity = problem.R + problem.D.T @ torch.linalg.solve(problem.A, problem.P)
     exact = sensitivity @ (y - problem.solution()[0]) + problem.D.T @ (v - problem.adjoint(y))
-    torch.testing.assert_close(error, exact, rtol=0, atol=1e-13)
+    close(error, exact, 1e-13)
     assert exact.norm() > 1e-3
 
 
@@ -595,7 +593,7 @@ def test_fixed_counts_go_on_after_exact_convergence():
             optimizer.step(lambda: (y**2).sum() / 2, lambda c=curvature: (c * (y - x) ** 2).sum() / 2)
             # f is |y|^2/2, so that the gradient is y, which is x once it is solved for.
             assert x.grad.isfinite().all()
-        torch.testing.assert_close(x.grad, y.detach(), rtol=1e-9, atol=1e-12)
+        close(x.grad, y.detach(), 1e-12, 1e-9)
 
 
 def test_tolerances_stop_the_solvers():

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import bilevel_optim as bo
 
-from ..problems import Problem, Quadratic, same, seeded, values, z_scores
+from ..problems import Problem, Quadratic, close, same, seeded, values, z_scores
 
 
 class Logged(bo.FiniteSum):
@@ -234,7 +234,7 @@ def test_equals_the_literal_loop(cls, noise):
     for k, at in enumerate(path):
         s["k"] = k
         LOOPS[cls][0](p, s, g, f)
-        torch.testing.assert_close(at, [s["x"], s["y"]], rtol=1e-12, atol=1e-12)
+        close(at, [s["x"], s["y"]], 1e-12, 1e-12)
     assert next(g, None) is None
     assert next(f, None) is None
 
@@ -302,7 +302,7 @@ def test_the_series_with_fresh_samples_is_unbiased():
 
     series = partial(bo.linear.neumann, steps=steps, lr=eta)
     mean = torch.stack(list(estimates(steps, series))).mean(0)
-    torch.testing.assert_close(mean, p.truncated(steps + 1, eta), rtol=1e-12, atol=1e-12)
+    close(mean, p.truncated(steps + 1, eta), 1e-12, 1e-12)
     # A scale that is seen in public code, eta on the last term only.
     direct = p.mean.direct(p.y[0].detach())
     wrong = direct + (p.truncated(steps, eta) - direct) / eta + p.truncated(steps + 1, eta) - p.truncated(steps, eta)
@@ -311,7 +311,7 @@ def test_the_series_with_fresh_samples_is_unbiased():
     for n in range(steps):
         one = partial(bo.linear.neumann_term, steps=n, terms=steps, lr=eta)
         total = total + torch.stack(list(estimates(n, one))).mean(0) / steps
-    torch.testing.assert_close(total, p.truncated(steps, eta), rtol=1e-12, atol=1e-12)
+    close(total, p.truncated(steps, eta), 1e-12, 1e-12)
 
 
 @pytest.mark.parametrize("cls", [bo.TTSA, bo.StocBiO])
@@ -411,7 +411,7 @@ def test_random_numbers_of_a_sample_are_those_at_both_points(cls):
     for _ in range(3):
         optimizer.backward(upper, lower)
         gradients.append(x.grad)
-    torch.testing.assert_close(gradients[1:], gradients[:1] * 2, rtol=1e-12, atol=1e-12)
+    close(gradients[1:], gradients[:1] * 2, 1e-12, 1e-12)
     bo.StocBiO([x], [y], **arguments, lower_steps=0).backward(upper, lower)
     assert (x.grad - gradients[0]).norm() > 1e-3
 

@@ -10,7 +10,7 @@ import torch
 
 import bilevel_optim as bo
 
-from ..problems import Problem, seeded, values
+from ..problems import Problem, close, seeded, values
 
 
 class Family(Problem):
@@ -293,10 +293,10 @@ class LiteralBlocks(LiteralFree):
 
 
 def agree(family, literal, y=True, atol=1e-10):
-    torch.testing.assert_close(family.x[0].detach(), literal.x, rtol=0, atol=atol)
+    close(family.x[0].detach(), literal.x, atol)
     if y:
         expected = literal.y[0] if family.y[0].dim() == 1 else torch.stack(literal.y)
-        torch.testing.assert_close(family.y[0].detach(), expected, rtol=0, atol=atol)
+        close(family.y[0].detach(), expected, atol)
 
 
 # ---------------------------------------------------------------------------------------------------- SVRB
@@ -308,7 +308,7 @@ def test_t23_orientation_of_the_cross_derivative():
     jacobian = -torch.linalg.solve(parts["H"], parts["V"].T)
     for k, e in enumerate(1e-5 * torch.eye(5, dtype=torch.float64)):
         slope = (family.lower_solutions(x + e) - family.lower_solutions(x - e))[0] / 2e-5
-        torch.testing.assert_close(jacobian[:, k], slope, rtol=0, atol=1e-6)
+        close(jacobian[:, k], slope, 1e-6)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.37, 1.0])
@@ -322,8 +322,8 @@ def test_t1_without_noise_every_beta_gives_the_deterministic_method(beta, m):
         parts = [family.derivatives(i, x, y[i]) for i in range(family.m)]
         x = x - 0.2 * sum(map(hypergradient, parts)) / family.m
         y = y - 0.08 * torch.stack([t["w"] for t in parts])
-    torch.testing.assert_close(family.x[0].detach(), x, rtol=0, atol=1e-12)
-    torch.testing.assert_close(family.y[0].detach().view(-1, 4), y, rtol=0, atol=1e-12)
+    close(family.x[0].detach(), x, 1e-12)
+    close(family.y[0].detach().view(-1, 4), y, 1e-12)
     assert float(family.gradient(x).norm()) < 0.8 * float(family.gradient(x * 0).norm())
 
 
@@ -366,7 +366,7 @@ def test_t5_t6_rsvrb_that_looks_at_all_tasks_is_svrb(m):
         family.run(cls(family.x, family.y, lr=0.1, lower_lr=0.1, beta=0.2, generator=seeded(), **options), 20)
         results.append(family.x[0].detach())
     for other in results[1:]:
-        torch.testing.assert_close(other, results[0], rtol=0, atol=1e-12)
+        close(other, results[0], 1e-12)
     assert float(results[0].norm()) > 0.1
 
 
@@ -613,7 +613,7 @@ def test_special_cases(case):
     y = solution(x).detach().requires_grad_()
     bo.SVRB([x], [y], lr=0.1, lower_lr=0.1, floor=0.5).backward(lambda: f(x, y), lambda: g(x, y))
     (truth,) = torch.autograd.grad(f(x, solution(x)), x)
-    torch.testing.assert_close(x.grad, truth, rtol=0, atol=1e-12)
+    close(x.grad, truth, 1e-12)
 
 
 # ---------------------------------------------------------------------------------------------------- matrix-free, kin
@@ -682,7 +682,7 @@ def test_t21_stable_is_svrb_with_plain_first_derivatives_and_lower_steps_that_fo
         H, last = floored(H, 0.3), (x, y)
         x = x - 0.05 * hypergradient({**new, "V": V, "H": H})
         y = y - 0.1 * new["w"] - torch.linalg.solve(H, V.T @ (x - last[0]))
-        torch.testing.assert_close(values(family.x, family.y), [x, y], rtol=0, atol=1e-11)
+        close(values(family.x, family.y), [x, y], 1e-11)
 
 
 def test_stable_keeps_y_at_the_solution_that_moves():
@@ -692,7 +692,7 @@ def test_stable_keeps_y_at_the_solution_that_moves():
     optimizer = bo.STABLE(family.x, family.y, lr=0.3, lower_lr=0.0, floor=0.1)
     for _ in range(60):
         family.run(optimizer)
-        torch.testing.assert_close(family.y[0].detach(), family.lower_solutions(), rtol=0, atol=1e-10)
+        close(family.y[0].detach(), family.lower_solutions(), 1e-10)
     assert float(family.gradient().norm()) < 1e-2
 
 
