@@ -44,6 +44,7 @@ class Features:
             return None
         if level not in oracle.session.found.features_checked:
             require_free_of_lower(oracle, level, oracle.call(sample.features))
+            oracle.session.found.features_checked |= {level}
         point = oracle.x if point is None else point
         kept, at, part = self._kept.get(level, (None, None, None))
         if at is not point or kept is not sample.features:
@@ -63,4 +64,3 @@ def require_free_of_lower(oracle: Oracle, level: str, part: Any) -> None:
                     f"the features of the {level} objective depend on lower parameter {name}; they are the part of "
                     "the loss that does not depend on y, so move what reads it into the loss itself"
                 )
-    oracle.session.found.features_checked |= {level}

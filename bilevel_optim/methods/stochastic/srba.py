@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...hypergradient import Estimate
 from ...optimizer.base import CommonOptions
-from ...optimizer.declaration import Method
+from ...optimizer.declaration import Method, counts
 from ...optimizer.step import Given, changed
 from ...oracle.oracle import Oracle
 from ...problem.finite_sum import random_term, term_count
@@ -83,7 +83,7 @@ class SRBA(SingleLoop):
         family="stochastic",
         when="finite sums: nearly optimal, linear convergence without tables",
         cost="2 upper, 2 lower, 2 hvp, 2 cross; every period steps m, n, n, n",
-        calls=None,
+        calls=lambda o, k: counts(**dict.fromkeys(("upper", "lower", "hvp", "cross"), 1 + (k % (o.period or 1) > 0))),
         data="finite_sum",
         tasks="none",
         lower_steps=False,

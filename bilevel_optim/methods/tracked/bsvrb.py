@@ -55,7 +55,7 @@ class BSVRB(RecursiveOptimizer):
         schedule, schedule_offset, restarts, initial_steps, state_device: see `SVRB`.
         lower_batch, upper_batch, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
 
-    State, diagnostics: as `RSVRB`.
+    State: as `RSVRB`, and so are the diagnostics.
 
     Raises:
         ValueError: for an argument out of its range.
