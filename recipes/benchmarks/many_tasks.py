@@ -89,7 +89,8 @@ def noise(problem: Quadratics, chances: Tensor, steps: int, seed: int) -> tuple[
     m = len(chances)
     optimizer = bo.RSVRB(
         [problem.x], [problem.y], lr=0.0, lower_lr=0.0, beta=BETA, beta_unit="absolute", task_batch=DRAWN,
-        probabilities=chances, floor=0.5, lazy=True, generator=torch.Generator().manual_seed(seed),
+        probabilities=chances, floor=0.5, lazy=True, variant="exact_mean",
+        generator=torch.Generator().manual_seed(seed),
     )  # fmt: skip
     z, total, warm = problem.hypergradients(), 0.0, int(5 / BETA)
     for step in range(warm + steps):

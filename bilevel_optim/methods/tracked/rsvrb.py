@@ -29,7 +29,8 @@ class RSVRB(RecursiveOptimizer):
     .. math::
         X_i &\leftarrow \Pi\,[(1-\beta) X_i + a_i\,(h_i(x_t, y_{i,t}; \zeta) - (1-\beta)\, h_i(x_{t-1}, y_{i,t-1};
         \zeta))], \qquad z_i = u_i - V_i H_i^{-1} v_i,\\
-        d &\leftarrow (1-\beta)\, d + \tfrac1m \textstyle\sum_{i \in S} (z_i^{new} - (1-\beta)\, z_i^{old}),\\
+        s_i &\leftarrow (1-\beta)\, s_i + \beta a_i, \qquad
+        d \leftarrow d + \tfrac1m \textstyle\sum_{i \in S} (z_i^{new} / s_i^{new} - z_i^{old} / s_i^{old}),\\
         x &\leftarrow x - \text{lr}\; d, \qquad
         y_i \leftarrow (1-\tau)\, y_i + \tau\, \Pi_R(y_i - \text{lower\_lr}\; w_i) \quad \text{for all } i.
 
@@ -38,11 +39,12 @@ class RSVRB(RecursiveOptimizer):
     needs, ``tasks=`` with a sampler of ids, and lower parameters with a leading dimension m. Memory: m rows of
     :math:`dp + p^2 + d + 4p` numbers (``"matrix_free"``: :math:`6p`).
 
-    The randomness of *which* tasks are looked at is noise too, of relative size :math:`\sqrt{\beta/q}/\sqrt2` in every
-    tracker, :math:`q` the part of the tasks in a step: that is why beta is in units of q. Its effect cancels in
-    :math:`V H^{-1} v` if the weights are equal, so prefer one number. A warning tells of a large one. Tasks that are
-    not looked at go on along their old :math:`w_i`, for 1/q steps on average: lower_lr times averaging has to be below
-    about q over the smoothness of g (with probabilities, task_batch times the least of them).
+    The randomness of *which* tasks are looked at multiplies all trackers of a task by about one known number
+    :math:`s_i`. Divided by it (as :math:`\Pi` acts on u, v, V and H), d converges where the data are exact; without
+    (the other variants) noise of relative size :math:`\sqrt{\beta/q}/\sqrt2` is left, however exact they are,
+    :math:`q` the part of the tasks in a step. That is why beta is in units of q, and why the weights should be equal.
+    Tasks that are not looked at go on along their old :math:`w_i`, for 1/q steps on average: lower_lr times averaging
+    has to be below about q over the smoothness of g (with probabilities, task_batch times the least of them).
 
     *Cost per step*: that of `SVRB` for ``task_batch`` tasks; the first step looks at all of them. *Draws*: the tasks,
     then one upper and one lower batch for each, used at two points.
@@ -52,19 +54,21 @@ class RSVRB(RecursiveOptimizer):
         lower: lower parameters, each with a leading dimension m.
         lr, lower_lr, averaging, ceilings, radius, schedule, schedule_offset, restarts, initial_steps: see `SVRB`;
             ``restarts`` makes it RE-RSVRB.
-        beta: see `SVRB`; also ``d``. Default: 0.1.
+        beta: see `SVRB`; also ``d``. Small for noisy data, up to 1 for exact data, about 1 with
+            ``schedule="cube_root"``. Default: 0.1.
         beta_unit: ``"q"``, beta is multiplied by q = task_batch/m (the theory's scale); ``"absolute"``. Default: "q".
         floor: see `SVRB`.
         task_batch: tasks in a step. Default: 10.
         probabilities: None, what the sampler draws, taken to be uniform; a tensor of shape (m,), tasks are drawn with
             these probabilities, with replacement (`importance_probabilities` makes good ones from the sizes of the
             tasks' derivatives); ``"adaptive"``, likewise from the sizes seen so far, mixed with 20 % uniform.
-        variant: how d is made. ``"exact_mean"``, as above: the mean of all :math:`z_i` exactly, if the floor only acts
-            on sampled rows, as it then does; needs equal weights. ``"faithful"``, the paper's:
-            :math:`d \leftarrow (1-\beta)(d - \bar z^{old}_J) + \bar z^{new}_J` over probes J, uniformly drawn and
-            independent of S. ``"self_normalised"``: z is divided by the known scale
-            :math:`s_i \leftarrow (1-\beta) s_i + \beta a_i` that the drawing has given its trackers; least noise, and a
-            lag of the rows between visits. ``"matrix_free"``: see `SVRB`, for large y. Default: "exact_mean".
+        variant: how d is made. ``"self_normalised"``, as above, for nearly everything: it converges if the data are
+            exact, and is no worse than the next two if they are noisy; needs equal weights. ``"exact_mean"``: the mean
+            of all :math:`z_i` without :math:`s_i`, to see what the division does; needs equal weights. ``"faithful"``:
+            the paper's, for reproduction: :math:`d \leftarrow (1-\beta)(d - \bar z^{old}_J) + \bar z^{new}_J` over
+            probes J, uniformly drawn and independent of S. ``"matrix_free"``: see `SVRB`, for y too large for
+            matrices, or noisy data of which more samples cost less than p products with second derivatives for each.
+            Default: "self_normalised".
         probes: number of probes. Default: 4 task_batch.
         state_device: where the rows are kept, such as ``"cpu"`` when they do not fit beside the model. Default: with y.
         lazy: True leaves rows that a step does not look at behind until they are looked at, or until
@@ -114,27 +118,27 @@ class RSVRB(RecursiveOptimizer):
         lower_steps=False,
         lower_optimizer="none",
         variants={
+            "exact": {"variant": "exact_mean"},
             "faithful": {"variant": "faithful"},
-            "normalised": {"variant": "self_normalised"},
             "free": {"variant": "matrix_free"},
         },
         settings={
             "quadratic": {},
+            "quadratic/exact": {},
             "quadratic/faithful": {},
-            "quadratic/normalised": {},
             "quadratic/free": {},
             "stochastic": {"decay": (1 / 3, 1 / 3), "tasks": True},
+            "stochastic/exact": {"decay": (1 / 3, 1 / 3), "tasks": True},
             "stochastic/faithful": {"decay": (1 / 3, 1 / 3), "tasks": True},
-            "stochastic/normalised": {"decay": (1 / 3, 1 / 3), "tasks": True},
             "stochastic/free": {"decay": (1 / 3, 1 / 3), "tasks": True},
         },
         elsewhere={"compare": "made for stochastic losses (recipes.hyper_regularization)"},
     )
 
     VARIANTS: ClassVar = {
+        "self_normalised": Variant(Normalised, exact, mean=True),
         "exact_mean": Variant(Matrices, exact, mean=True),
         "faithful": Variant(Matrices, probed, floored=True),
-        "self_normalised": Variant(Normalised, exact, mean=True),
         "matrix_free": Variant(Products, summed),
     }
 
@@ -150,7 +154,7 @@ class RSVRB(RecursiveOptimizer):
         task_batch: int = 10,
         probes: int | None = None,
         probabilities: Tensor | Sequence[float] | str | None = None,
-        variant: str = "exact_mean",
+        variant: str = "self_normalised",
         **recursive: Unpack[RecursiveOptions],
     ) -> None:
         require("variant", variant, variant in self.VARIANTS)
