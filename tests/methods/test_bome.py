@@ -96,6 +96,21 @@ def test_converges_to_the_optimum(direct):
     assert errors[-1] < 0.5 * errors[2] < 0.4 * errors[0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("direct", [True, False])
+def test_converges_closely(direct):
+    """The same with many small steps."""
+    problem = Quadratic(direct)
+    optimizer = bo.BOME([problem.x], [problem.y], lr=0.02, lower_lr=0.2, lower_steps=20, joint_lr=0.02)
+    for _ in range(3):
+        for _ in range(2000):
+            optimizer.step(problem.upper, problem.lower)
+        optimizer.param_groups[0]["lr"] /= 5
+        optimizer.joint_lr /= 5
+    for live, best in zip((problem.x, problem.y), problem.optimum(), strict=True):
+        assert float((live.detach() - best).norm()) < 1e-2 * (1 + float(best.norm()))
+
+
 @pytest.mark.parametrize("T", [1, 3, 50])
 def test_gap_in_closed_form(T):
     """For g = mu/2 |y - Ax|^2 the gap is mu/2 (1 - (1 - alpha mu)^(2T)) |y - Ax|^2."""
