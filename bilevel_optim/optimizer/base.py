@@ -35,12 +35,13 @@ from ..solvers.lower import LowerRules
 from . import memory, method
 from .declaration import register
 from .method import ColdOptions, CommonOptions, Loss, StepFunctions, as_objective
+from .results import Results
 from .step import Given, Groups, Start, Update, changed
 
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "Loss", "as_objective"]
 
 
-class BilevelOptimizer(StepFunctions, Optimizer):
+class BilevelOptimizer(StepFunctions, Results, Optimizer):
     r"""Base class of the methods for :math:`\min_x f(x, y^*(x))`, :math:`y^*(x) = \arg\min_y g(x, y)`.
 
     A real ``torch.optim.Optimizer``: ``param_groups`` holds the groups of the upper parameters x, then those of the
