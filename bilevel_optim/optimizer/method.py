@@ -17,6 +17,7 @@ from ..oracle.oracle import Oracle
 from ..problem import tasks as task_layer
 from ..problem.objective import Objective
 from ..problem.parameters import is_count, require
+from ..problem.tracing import traced
 from ..problem.vector import Vector
 from ..solvers.agd import AGD
 from ..solvers.lower import NOT_ELEMENTWISE
@@ -113,6 +114,8 @@ class StepFunctions(ABC):
 
     def checked(self, oracle: Oracle, given: Given, make: Callable[[Oracle, Given], Estimate]) -> Estimate:
         """An estimate whose flags have been read; made again where the method reacts to them."""
+        if traced():
+            return make(oracle, given)
         while True:
             estimate, session = make(oracle, given), oracle.session
             session.conclude()
@@ -130,6 +133,10 @@ class StepFunctions(ABC):
     def together(self, tasks: int) -> list[slice]:
         """Which of the drawn tasks make one stacked problem: all of them."""
         return [slice(0, tasks)] if tasks else []
+
+    def chances(self, given: Given) -> dict[str, Any]:
+        """What the method draws at random for its next estimate beside its samples, by name."""
+        return {}
 
     def finished(self) -> bool:
         """Whether ``step`` has nothing left to do, and returns the last loss."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,7 +15,7 @@ from ..hypergradient.estimate import Write
 from ..oracle.oracle import Oracle
 from ..problem.tasks import LowerInit
 from ..problem.vector import Vector
-from ..solvers.lower import LowerRule, Memory
+from ..solvers.lower import LowerRule, Memory, Rate, rates_of
 
 __all__ = ["Descent", "Given", "Groups", "Start", "Update", "changed"]
 
@@ -47,6 +47,7 @@ class Given:
         steps: steps made so far.
         rule: gives the lower optimizer's update for tensors like these.
         generator: source of the method's own random numbers.
+        chances: what the method drew at random for this step, by name.
         lower_init: where the lower solves of tasks start, if not at the live y.
         ranks: the processes that share the run.
     """
@@ -64,20 +65,21 @@ class Given:
     generator: torch.Generator | None
     lower_init: LowerInit | None
     ranks: Ranks
+    chances: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def upper_rates(self) -> list[float]:
+    def upper_rates(self) -> list[Rate]:
         """Learning rate of each upper tensor."""
-        return [float(group["lr"]) for group in self.upper_groups for _ in group["params"]]
+        return rates_of(self.upper_groups)
 
     @property
-    def lower_rates(self) -> list[float]:
+    def lower_rates(self) -> list[Rate]:
         """Learning rate of each lower tensor."""
-        return [float(group["lr"]) for group in self.lower_groups for _ in group["params"]]
+        return rates_of(self.lower_groups)
 
-    def linear_rates(self, linear_lr: float | None) -> list[float]:
+    def linear_rates(self, linear_lr: float | None) -> list[Rate]:
         """Step size of a linear solver for each lower tensor: this one, or the learning rate of its group."""
-        return self.lower_rates if linear_lr is None else [float(linear_lr)] * len(self.lower_rates)
+        return self.lower_rates if linear_lr is None else [linear_lr] * len(self.lower_rates)
 
     def anew(self) -> Given:
         """The same without what was remembered of y: for the lower problems of tasks."""

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .objective import Objective, Sample
 from .parameters import is_count, require
+from .tracing import traced
 
 __all__ = ["FiniteSum", "random_term", "term_count"]
 
@@ -80,6 +81,10 @@ class FiniteSum(Objective):
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def terms(self) -> int:
+        return self._count
+
     def draw(self, *, once: bool = False) -> Sample:
         """A random term."""
         device = "cpu" if self.generator is None else self.generator.device
@@ -94,7 +99,7 @@ class FiniteSum(Objective):
             sample = self.sample(tree_map(lambda t: t[start:stop], self.data), once=once)
             if self._rows % self._count:
                 weight, loss = (stop - start) * self._count / self._rows, self.loss
-                sample.loss = lambda *arguments: loss(*arguments) * weight
+                sample.loss, sample.weight = lambda *arguments: loss(*arguments) * weight, weight
         sample.index = index
         return sample
 
@@ -118,20 +123,22 @@ class FiniteSum(Objective):
 
 def term_count(objective: Objective, level: str) -> int:
     """The number of terms of a finite sum; a loss without data is a sum of one."""
-    if isinstance(objective, FiniteSum):
-        return len(objective)
-    if objective.data is None:
-        return 1
+    if objective.terms is not None:
+        return objective.terms
     raise ValueError(
         f"the {level} loss must know which of its terms it draws: pass bo.FiniteSum(loss, data, batch_size) instead of "
         f"an Objective whose data are a {type(objective.data).__name__}"
     )
 
 
-def random_term(objective: Objective, agreed: Callable[[int], int]) -> tuple[int, Sample]:
-    """Index and sample of a random term, the same on all ranks: ``agreed`` gives the index of the first of them."""
+def random_term(objective: Objective, agreed: Callable[[int], int]) -> tuple[int | Tensor, Sample]:
+    """Index and sample of a random term, the same on all ranks: ``agreed`` gives the index of the first of them.
+
+    In a trace the index is a tensor.
+    """
     sample = objective.draw()
-    index = agreed(sample.index or 0)
-    if isinstance(objective, FiniteSum) and index != sample.index:
-        sample = objective.term(index)
-    return index, sample
+    if traced():
+        return 0 if sample.index is None else sample.index, sample
+    own = 0 if sample.index is None else int(sample.index)
+    index = agreed(own)
+    return index, sample if index == own else objective.term(index)

@@ -92,6 +92,16 @@ class Objective:
             raise ValueError("the data of an Objective gave no batch")
         return [self.sample(batch) for batch in batches]
 
+    @property
+    def terms(self) -> int | None:
+        """How many terms the loss is the mean of, if these can be told apart: one without data."""
+        return 1 if self.data is None else None
+
+    def term(self, index: int, *, once: bool = False) -> Sample:
+        """The sample of one term of a finite sum."""
+        assert self.terms == 1, "only a FiniteSum knows its terms"
+        return self.sample(once=once)
+
     def mapped(self, function: Callable[[Any], Any]) -> Objective:
         """An objective whose value is ``function`` of this one's, on the samples of this one's stream.
 
@@ -190,7 +200,7 @@ class Sample:
     numbers, wherever the parameters stand. Samples of a `FiniteSum` know their ``index`` in it; it is None for others.
     """
 
-    __slots__ = ("_random", "arguments", "features", "index", "loss", "once")
+    __slots__ = ("_random", "arguments", "features", "index", "loss", "once", "weight")
 
     def __init__(
         self,
@@ -202,7 +212,8 @@ class Sample:
     ) -> None:
         self.loss, self.arguments, self.once = loss, arguments, once
         self.features = None if features is None else Sample(features, arguments)
-        self.index: int | None = None
+        self.index: int | Tensor | None = None
+        self.weight: float | Tensor | None = None  # of a term of an unequal sum; the loss has it already
         self._random: list[tuple[Tensor, ...]] = []  # at most one, which the samples mapped from this one share
 
     def mapped(self, function: Callable[[Any], Any]) -> Sample:

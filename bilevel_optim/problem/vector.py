@@ -36,21 +36,25 @@ class Vector(tuple[Tensor, ...]):
     def __sub__(self, other: Sequence[Tensor]) -> Vector:
         return Vector(torch._foreach_sub(self, tuple(other)))
 
-    def __mul__(self, factor: Scalar | Sequence[float]) -> Vector:  # type: ignore[override]
+    def __mul__(self, factor: Scalar | Sequence[Scalar]) -> Vector:  # type: ignore[override]
         if isinstance(factor, Tensor) and factor.dim() == 1:
             return Vector(t * factor.to(t.dtype).view(-1, *[1] * (t.dim() - 1)) for t in self)
         if isinstance(factor, Tensor) and any(t.dim() == 0 for t in self):
             # Zero-dimensional tensors are equals in type promotion: a wider factor would widen them.
             return Vector(t * factor.to(t.dtype) for t in self)
-        return Vector(torch._foreach_mul(self, factor))
+        if isinstance(factor, list) and any(isinstance(f, Tensor) for f in factor):
+            return Vector(t * torch.as_tensor(f).to(t) for t, f in zip(self, factor, strict=True))
+        return Vector(torch._foreach_mul(self, factor))  # type: ignore[arg-type]
 
     __rmul__ = __mul__  # type: ignore[assignment]
 
     def __neg__(self) -> Vector:
         return Vector(torch._foreach_neg(self))
 
-    def descended(self, direction: Sequence[Tensor], rates: Sequence[float]) -> Vector:
+    def descended(self, direction: Sequence[Tensor], rates: Sequence[Scalar]) -> Vector:
         """This less the direction, with a learning rate for each tensor."""
+        if any(isinstance(rate, Tensor) for rate in rates):
+            return self - Vector(direction) * list(rates)
         if len(set(rates)) == 1:
             return Vector(torch._foreach_add(self, tuple(direction), alpha=-float(rates[0])))
         return Vector(torch.add(t, d, alpha=-float(rate)) for t, d, rate in zip(self, direction, rates, strict=True))

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..problem.tracing import traced
 from ..problem.vector import Vector
 
 __all__ = ["LinearSolution", "cg", "fixed_point", "neumann", "neumann_term"]
@@ -92,7 +93,7 @@ def cg(
     on_host = b_norm.device.type == "cpu"
     for k in range(steps):
         active = (rr > floor) & ~indefinite
-        if (on_host or (max(tol, atol) > 0 and k % 10 == 0)) and not active.any():
+        if not traced() and (on_host or (max(tol, atol) > 0 and k % 10 == 0)) and not active.any():
             break
         hp = apply(p)
         curvature = dot(p, hp)
@@ -149,7 +150,7 @@ def fixed_point(
         if k:
             r = b - _damped(product, v, damping)
         move, active = _unfinished(r, b, norm, tol)
-        if active is not None and not active.any():
+        if active is not None and not traced() and not active.any():
             break
         v, done = v + move * lr, done + (1 if active is None else active)
     return _finished(v, norm(r), done)
@@ -191,7 +192,7 @@ def neumann(
     done = torch.zeros_like(residual, dtype=torch.int64)
     for _ in range(steps):
         term, active = _unfinished(term, b, norm, tol)
-        if active is not None and not active.any():
+        if active is not None and not traced() and not active.any():
             break
         term = term - _damped(product, term * lr, damping)
         residual = norm(term) if active is None else torch.where(active, norm(term), residual)
@@ -244,7 +245,7 @@ def _unfinished(r: Vector, b: Vector, norm: Callable[[Vector], Tensor], tol: flo
     if tol <= 0:
         return r, None
     active = norm(r) > tol * norm(b)
-    return (r if active.all() else r * active.to(r[0].dtype)), active
+    return (r if not traced() and active.all() else r * active.to(r[0].dtype)), active
 
 
 def _finished(v: Vector, residual: Tensor, iterations: Tensor) -> LinearSolution:

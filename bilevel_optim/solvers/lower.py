@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
+from ..problem.tracing import traced
 from ..problem.vector import Vector, is_sharded
 from .agd import AGD
+from .functional import Memory, Rate, descended, rates_of, sgd, updated
 
-__all__ = ["NOT_ELEMENTWISE", "LowerRule", "LowerRules", "Memory", "Solved", "sgd"]
+__all__ = ["NOT_ELEMENTWISE", "LowerRule", "LowerRules", "Memory", "Rate", "Solved", "rates_of", "sgd"]
 
 Factory = Callable[[Any], Optimizer]
-Memory = list[dict[str, Any]]  # the optimizer's state (momentum and the like), one dict per tensor
 Gradient = Callable[[Vector], tuple[Tensor, Vector]]  # y -> g, its gradient
 
 # Optimizers that do not treat every entry alone, and so would mix stacked copies.
@@ -90,7 +91,7 @@ class LowerRule:
         groups, kind = self.optimizer.param_groups, self._kind
         if kind is SGD and not any(g["momentum"] or g["weight_decay"] or g["maximize"] for g in groups):
             _, slope = gradient(y)
-            return Solved(_descended(groups, y, slope), memory, slope)
+            return Solved(descended(groups, y, slope), memory, slope)
         each = [group for group in groups for _ in group["params"]]
         if kind is SGD:
             _, slope = gradient(y)
@@ -102,11 +103,15 @@ class LowerRule:
                 for group, v, state in zip(each, y, memory, strict=True)
             ]
             _, slope = gradient(Vector(ahead))
-            return Solved(_descended(groups, Vector(ahead), slope), [{"previous": v} for v in y], slope)
+            return Solved(descended(groups, Vector(ahead), slope), [{"previous": v} for v in y], slope)
         return self._by_torch(y, memory, gradient)
 
     def _by_torch(self, y: Vector, memory: Memory, gradient: Gradient) -> Solved:
-        """One step of the optimizer itself, on copies."""
+        """One step of the optimizer itself, on copies; in a trace its differentiable form."""
+        if traced():
+            _, slope = gradient(y)
+            values, kept = updated(self.optimizer, y, memory, slope)
+            return Solved(Vector(values).detach(), kept, slope)
         for scratch, value, state in zip(self._scratch, y, memory, strict=True):
             scratch.data = value.detach().clone()
             self.optimizer.state[scratch] = copy.deepcopy(state)
@@ -121,13 +126,13 @@ class LowerRule:
 
         try:
             self.optimizer.step(closure)
-            values = self._scratch.detach()
-            kept = [dict(self.optimizer.state[scratch]) for scratch in self._scratch]
+            new = self._scratch.detach()
+            states = [dict(self.optimizer.state[scratch]) for scratch in self._scratch]
         finally:
             for scratch, empty in zip(self._scratch, self._empty, strict=True):
                 scratch.grad, scratch.data = None, empty
             self.optimizer.state.clear()
-        return Solved(values, kept, last[0])
+        return Solved(new, states, last[0])
 
     def run(
         self,
@@ -170,28 +175,6 @@ class LowerRules:
         del self._made[:-7]
         self._made.append(LowerRule(self._factory, groups, like))
         return self._made[-1]
-
-
-def sgd(group: dict[str, Any], y: Tensor, memory: dict[str, Any], gradient: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """One step of ``torch.optim.SGD`` as a function, which can be differentiated.
-
-    torch's own ``differentiable=True`` cuts the graph at the first momentum buffer.
-    """
-    direction = -gradient if group["maximize"] else gradient
-    if group["weight_decay"]:
-        direction = direction + group["weight_decay"] * y
-    if group["momentum"]:
-        buffer = memory.get("momentum_buffer")
-        kept = 1 - group["dampening"]
-        buffer = direction if buffer is None else group["momentum"] * buffer + kept * direction
-        memory = {"momentum_buffer": buffer}
-        direction = direction + group["momentum"] * buffer if group["nesterov"] else buffer
-    return y - group["lr"] * direction, memory
-
-
-def _descended(groups: Sequence[dict[str, Any]], y: Vector, gradient: Vector) -> Vector:
-    """A plain gradient step, with each group's learning rate."""
-    return y.descended(gradient, [rate for group in groups for rate in [float(group["lr"])] * len(group["params"])])
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from ..problem.vector import Vector
-from .lower import Memory, sgd
+from .functional import Memory, can_be_unrolled, updated
 
 __all__ = ["can_be_unrolled", "update_vjp"]
-
-
-def can_be_unrolled(optimizer: Optimizer) -> bool:
-    """Whether `update_vjp` knows how to differentiate the optimizer's update."""
-    return "differentiable" in optimizer.defaults
 
 
 def update_vjp(
@@ -46,7 +39,7 @@ def update_vjp(
     g = Vector(v.detach().clone().requires_grad_() for v in gradient)
     with torch.enable_grad():
         m = [{key: _leaf(value, v) for key, value in state.items()} for state, v in zip(memory, y, strict=True)]
-        new_y, new_m = _updated(optimizer, y, m, g)
+        new_y, new_m = updated(optimizer, y, m, g)
     outputs, seeds = list(new_y), list(adjoint)
     for state, seed in zip(new_m, memory_adjoint, strict=True):
         outputs += [state[key] for key in seed]
@@ -61,30 +54,6 @@ def update_vjp(
     for (i, key), value in zip(smooth, zero[2 * count :], strict=True):
         pulled[i][key] = value
     return Vector(zero[:count]), pulled, Vector(zero[count : 2 * count])
-
-
-def _updated(optimizer: Optimizer, y: Vector, memory: Memory, gradient: Vector) -> tuple[list[Tensor], Memory]:
-    """The update as a differentiable function."""
-    groups = [group for group in optimizer.param_groups for _ in group["params"]]
-    if type(optimizer) is SGD:
-        pairs = [sgd(*one) for one in zip(groups, y, memory, gradient, strict=True)]
-        return [value for value, _ in pairs], [state for _, state in pairs]
-    twin = copy.copy(optimizer)
-    twin.defaults = {**optimizer.defaults, "differentiable": True}
-    values = [v.clone() for v in y]
-    remaining = iter(values)
-    twin.param_groups = [
-        {**group, "params": [next(remaining) for _ in group["params"]], "differentiable": True, "foreach": False}
-        for group in optimizer.param_groups
-    ]
-    twin.state = defaultdict(dict)
-    for value, state, grad in zip(values, memory, gradient, strict=True):
-        value.retain_grad()  # lets torch read .grad of a tensor that is not a leaf without a warning
-        value.grad = grad
-        if state:
-            twin.state[value] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
-    twin.step()
-    return values, [twin.state[value] for value in values]
 
 
 def _is_smooth(value: Any, like: Tensor) -> bool:

@@ -27,13 +27,17 @@ class _Memory(NamedTuple):
     table: Vector
     mean: Vector
 
-    def direction(self, index: int, value: Vector) -> Vector:
+    def direction(self, index: int | Tensor, value: Vector) -> Vector:
         """The mean with one term renewed n times over: unbiased for the mean of the present values."""
-        return self.mean + (value - self.table.lane(index))
+        return self.mean + (value - Vector(_row(t, index) for t in self.table))
 
-    def renewed(self, index: int, value: Vector) -> Vector:
+    def renewed(self, index: int | Tensor, value: Vector) -> Vector:
         """The mean with one term renewed."""
-        return self.mean + (value - self.table.lane(index)) * (1 / len(self.table[0]))
+        return self.mean + (value - Vector(_row(t, index) for t in self.table)) * (1 / len(self.table[0]))
+
+
+def _row(table: Tensor, index: int | Tensor) -> Tensor:
+    return table.index_select(0, index.reshape(1))[0] if isinstance(index, Tensor) else table[index]
 
 
 class SABA(SingleLoop):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Unpack
+from typing import Any, Unpack
 
 from ...hypergradient import Estimate, ImplicitSamples, stochastic_implicit
 from ...optimizer.base import BilevelOptimizer, CommonOptions
@@ -46,12 +46,15 @@ class NeumannMethod(BilevelOptimizer):
         self.linear_steps, self.linear_lr = linear_steps, linear_lr
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
 
+    def chances(self, given: Given) -> dict[str, Any]:
+        """Which term of a randomised series it is."""
+        if not self.randomised:
+            return {}
+        return {"products": given.ranks.agreed(draw_index(self.linear_steps, given.generator), given.lower[0].device)}
+
     def samples(self, oracle: Oracle, given: Given) -> ImplicitSamples:
         """Samples for one estimate; their number decides which term of a randomised series it is."""
-        products = self.linear_steps
-        if self.randomised:
-            products = given.ranks.agreed(draw_index(self.linear_steps, given.generator), oracle.device)
-        return ImplicitSamples.draw(oracle, products)
+        return ImplicitSamples.draw(oracle, given.chances["products"] if self.randomised else self.linear_steps)
 
     def hypergradient(self, oracle: Oracle, samples: ImplicitSamples, given: Given) -> Estimate:
         """The estimate on these samples at the oracle's point; nothing of it is remembered."""

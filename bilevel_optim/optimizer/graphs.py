@@ -1,0 +1,160 @@
+"""Functions of tensors as compiled graphs: traced once through all derivatives, then replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from ..problem.tracing import Untraceable, tracing
+
+__all__ = ["Backend", "Graph", "Signature", "backend_of", "signature"]
+
+Backend = Callable[[GraphModule, list[Tensor]], Callable[..., Any]]
+
+
+class Signature(NamedTuple):
+    """What a graph is made for: all of its arguments but the tensors' values."""
+
+    structure: TreeSpec
+    constants: tuple[Any, ...]  # leaves that are not tensors; None where there is one
+    tensors: tuple[Any, ...]  # shape, dtype and device of each tensor
+
+
+def signature(arguments: Any) -> tuple[Signature, list[Tensor]]:
+    """The signature of arguments, and their tensors."""
+    leaves, structure = tree_flatten(arguments)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    kinds = tuple((t.shape, t.dtype, t.device) for t in tensors)
+    return Signature(structure, tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves), kinds), tensors
+
+
+class Graph:
+    """A function as a graph, for arguments of one signature.
+
+    Args:
+        function: takes one pytree and returns one; it may differentiate, but not read a value.
+        arguments: for which it is traced.
+        backend: compiles the graph.
+
+    Attributes:
+        nodes: operations in the graph.
+        shared: outputs that share memory with another or with an argument, known after the first call.
+    """
+
+    def __init__(self, function: Callable[[Any], Any], arguments: Any, backend: Backend) -> None:
+        self.signature, tensors = signature(arguments)
+        structure, constants, _ = self.signature
+        leaves = tree_flatten(arguments)[0]
+        results: list[Any] = []
+
+        def flat(*values: Tensor) -> list[Tensor]:
+            remaining = iter(values)
+            own = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            result = function(tree_unflatten(own, structure))
+            results[:] = tree_flatten(result)
+            return [leaf for leaf in results[0] if isinstance(leaf, Tensor)]
+
+        try:
+            with tracing():
+                module = make_fx(flat)(*(t.detach() for t in tensors))
+        except Untraceable:
+            raise
+        except Exception as error:
+            raise Untraceable(_reason(error)) from error
+        found, self._structure = results
+        self._constants = [None if isinstance(leaf, Tensor) else leaf for leaf in found]
+        self._is_tensor = [isinstance(leaf, Tensor) for leaf in found]
+        self._captured = _lifted(module)
+        self.nodes = len(module.graph.nodes)
+        self.shared: frozenset[int] | None = None
+        with torch.no_grad():
+            self._run = backend(module, [*(t.detach() for t in tensors), *self._captured])
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The tensors of the result."""
+        outputs: Sequence[Tensor] = self._run(*tensors, *self._captured)
+        if self.shared is None:
+            known = {t.data_ptr() for t in (*tensors, *self._captured) if t.numel()}
+            shared = set()
+            for i, output in enumerate(outputs):
+                if output.numel():
+                    if output.data_ptr() in known:
+                        shared.add(i)
+                    known.add(output.data_ptr())
+            self.shared = frozenset(shared)
+        return outputs
+
+    def structured(self, outputs: Sequence[Any]) -> Any:
+        """The result as the function gave it, with these in place of the tensors."""
+        remaining = iter(outputs)
+        leaves = [
+            next(remaining) if is_tensor else constant
+            for is_tensor, constant in zip(self._is_tensor, self._constants, strict=True)
+        ]
+        return tree_unflatten(leaves, self._structure)
+
+
+def _lifted(module: GraphModule) -> list[Tensor]:
+    """Make what the graph holds as constants arguments of it; raises for what a graph must not do."""
+    graph, captured = module.graph, []
+    place = [node for node in graph.nodes if node.op == "placeholder"]
+    for node in list(graph.nodes):
+        if node.op == "get_attr":
+            value = getattr(module, node.target)
+            if not isinstance(value, Tensor):
+                continue
+            if value.requires_grad and not value.is_leaf:
+                raise Untraceable("the loss uses a tensor with a graph of its own")
+            with graph.inserting_after(place[-1]) if place else graph.inserting_before(None):
+                new = graph.placeholder(f"captured_{len(captured)}")
+            place.append(new)
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
+            captured.append(value.detach())
+        elif node.op == "call_function" and "profiler" in str(node.target):
+            node.replace_all_uses_with(None)
+            graph.erase_node(node)
+    outside = set(place)
+    for node in graph.nodes:
+        tags = getattr(node.target, "tags", ())
+        if torch.Tag.nondeterministic_seeded in tags:
+            raise Untraceable(f"a loss draws random numbers ({node.target})")
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            for argument, value in zip(schema.arguments, node.args, strict=False):
+                if argument.is_write and value in outside:
+                    raise Untraceable(f"a loss writes into a tensor that is not its own ({node.target})")
+    graph.eliminate_dead_code()
+    graph.lint()
+    module.recompile()
+    return captured
+
+
+def _reason(error: Exception) -> str:
+    text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    if "data-dependent" in text.lower() or "get value out of" in text or "_local_scalar_dense" in text:
+        return "a value is read on the host (a branch on it, or .item())"
+    return text
+
+
+def backend_of(backend: str | Callable[..., Any], mode: str | None, options: dict[str, Any] | None) -> Backend:
+    """What ``torch.compile`` takes as its backend, without the look at Python code that a graph does not need."""
+    if backend == "inductor":
+        import torch._inductor as inductor
+
+        settings = {**(inductor.list_mode_options(mode) if mode and mode != "default" else {}), **(options or {})}
+        return lambda module, example: inductor.compile(module, example, options=settings or None)
+    if backend == "eager":
+        return lambda module, example: module.forward
+    if callable(backend):
+        return backend
+    from torch._dynamo.backends.registry import lookup_backend
+
+    found: Backend = lookup_backend(backend)
+    return found

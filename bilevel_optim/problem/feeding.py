@@ -1,0 +1,205 @@
+"""What a step draws, noted, drawn ahead, and given to a step that is made from it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from .objective import Objective, Sample
+
+__all__ = ["Draw", "Drawn", "Fed", "FedTasks", "Log", "Noted", "NotedTasks", "drawn"]
+
+
+class Draw(NamedTuple):
+    """One draw: from which source, and how.
+
+    Attributes:
+        source: ``"upper"`` or ``"lower"``, of the two objectives; ``"tasks"``; ``"tasks.upper"`` or ``"tasks.lower"``,
+            for the tasks drawn before.
+        how: whether an objective's sample is evaluated once; or how many are drawn.
+    """
+
+    source: str
+    how: Any
+
+
+class Drawn(NamedTuple):
+    """What a draw gave, as a pytree.
+
+    Attributes:
+        data: the arguments of the loss, or what the sampler gave.
+        term: index of of a finite sum.
+        weight: of that term, if the terms are unequal.
+    """
+
+    data: Any
+    term: Tensor | None = None
+    weight: Tensor | None = None
+
+
+@dataclass
+class Log:
+    """The draws of a step in their order, and why they cannot be made ahead, if they cannot."""
+
+    draws: list[Draw]
+    drawn: list[Drawn]
+    reason: str | None = None
+
+    def note(self, source: str, how: Any, result: Drawn) -> None:
+        self.draws.append(Draw(source, how))
+        self.drawn.append(result)
+
+
+class _Standing(Objective):
+    """An objective in place of another."""
+
+    def __init__(self, source: Objective, level: str) -> None:
+        super().__init__(source.loss, features=source.features)
+        self.data, self.source, self.level = source.data, source, level
+
+    @property
+    def terms(self) -> int | None:
+        return self.source.terms
+
+    def sample(self, *arguments: Any, once: bool = False) -> Sample:
+        return self.source.sample(*arguments, once=once)
+
+    def begin(self) -> None:
+        self.source.begin()
+
+
+class Noted(_Standing):
+    """An objective whose draws are noted."""
+
+    def __init__(self, source: Objective, level: str, log: Log) -> None:
+        super().__init__(source, level)
+        self.log = log
+
+    def draw(self, *, once: bool = False) -> Sample:
+        sample = self.source.draw(once=once)
+        self.log.note(self.level, once, _drawn(sample))
+        return sample
+
+    def term(self, index: int, *, once: bool = False) -> Sample:
+        self.log.reason = "a term of a finite sum is asked for by its number"
+        return self.source.term(index, once=once)
+
+    def samples(self, most: int | None = None) -> list[Sample]:
+        if self.source.data is not None:
+            self.log.reason = "a step goes over all the data"
+        return self.source.samples(most)
+
+
+class Fed(_Standing):
+    """An objective whose samples were drawn before; when they are used up, it draws on."""
+
+    def __init__(self, source: Objective, level: str, results: Iterable[Drawn]) -> None:
+        super().__init__(source, level)
+        self.results = deque(results)
+
+    def draw(self, *, once: bool = False) -> Sample:
+        if not self.results:
+            return self.source.draw(once=once)
+        result = self.results.popleft()
+        sample = self.source.sample(*result.data, once=once)
+        sample.index = result.term
+        if result.weight is not None:
+            sample.loss, sample.weight = _weighted(sample.loss, result.weight), result.weight
+        return sample
+
+    def samples(self, most: int | None = None) -> list[Sample]:
+        return self.source.samples(most)
+
+
+class NotedTasks:
+    """A sampler of tasks whose draws are noted."""
+
+    def __init__(self, source: Any, log: Log) -> None:
+        self.source, self.log = source, log
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self.source) if hasattr(self.source, "__len__") else 1
+
+    def sample(self, n: int, generator: torch.Generator | None) -> Any:
+        if self._count:
+            self.log.reason = "a step draws tasks more than once"
+        self._count = n
+        tasks = self.source.sample(n, generator)
+        self.log.note("tasks", n, Drawn(tasks))
+        return tasks
+
+    def lower(self, tasks: Any, n: int | None, generator: torch.Generator | None) -> Any:
+        return self._batch("lower", tasks, n, generator)
+
+    def upper(self, tasks: Any, n: int | None, generator: torch.Generator | None) -> Any:
+        return self._batch("upper", tasks, n, generator)
+
+    def _batch(self, level: str, tasks: Any, n: int | None, generator: torch.Generator | None) -> Any:
+        if len(tree_leaves(tasks)[0]) != self._count:
+            self.log.reason = "the tasks of a step are solved in several parts"
+        batch = getattr(self.source, level)(tasks, n, generator)
+        self.log.note(f"tasks.{level}", n, Drawn(batch))
+        return batch
+
+
+class FedTasks:
+    """A sampler of tasks that gives what was drawn before."""
+
+    def __init__(self, source: Any, results: dict[str, deque[Drawn]]) -> None:
+        self.source, self.results = source, results
+
+    def __len__(self) -> int:
+        return len(self.source) if hasattr(self.source, "__len__") else 1
+
+    def sample(self, n: int, generator: torch.Generator | None) -> Any:
+        kept = self.results["tasks"]
+        return kept.popleft().data if kept else self.source.sample(n, generator)
+
+    def lower(self, tasks: Any, n: int | None, generator: torch.Generator | None) -> Any:
+        kept = self.results["tasks.lower"]
+        return kept.popleft().data if kept else self.source.lower(tasks, n, generator)
+
+    def upper(self, tasks: Any, n: int | None, generator: torch.Generator | None) -> Any:
+        kept = self.results["tasks.upper"]
+        return kept.popleft().data if kept else self.source.upper(tasks, n, generator)
+
+
+def drawn(
+    draws: Sequence[Draw], upper: Objective, lower: Objective, tasks: Any, generator: torch.Generator | None
+) -> list[Drawn]:
+    """Make these draws."""
+    found: list[Drawn] = []
+    sampled: Any = None
+    for source, how in draws:
+        if source == "upper":
+            found.append(_drawn(upper.draw(once=how)))
+        elif source == "lower":
+            found.append(_drawn(lower.draw(once=how)))
+        elif source == "tasks":
+            sampled = tasks.sample(how, generator)
+            found.append(Drawn(sampled))
+        else:
+            found.append(Drawn(getattr(tasks, source[6:])(sampled, how, generator)))
+    return found
+
+
+def _drawn(sample: Sample) -> Drawn:
+    if sample.index is None:
+        return Drawn(sample.arguments)
+    weight = None if sample.weight is None else torch.tensor(sample.weight)
+    return Drawn(sample.arguments, torch.tensor(sample.index), weight)
+
+
+def _weighted(loss: Any, weight: Tensor) -> Any:
+    def weighted(*arguments: Any) -> Tensor:
+        value: Tensor = loss(*arguments)
+        return value * weight.to(value.dtype)
+
+    return weighted

@@ -1,0 +1,79 @@
+"""The updates of ``torch.optim`` optimizers in operations that can be differentiated and traced."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from ..problem.tracing import Untraceable, traced
+from ..problem.vector import Vector
+
+__all__ = ["Memory", "Rate", "can_be_unrolled", "descended", "rates_of", "sgd", "updated"]
+
+Memory = list[dict[str, Any]]  # an optimizer's state (momentum and the like), one dict per tensor
+Rate = Any  # a learning rate: a number, or in a trace a tensor
+
+
+def rates_of(groups: Sequence[dict[str, Any]]) -> list[Rate]:
+    """The learning rate of each tensor of these groups."""
+    return [group["lr"] if traced() else float(group["lr"]) for group in groups for _ in group["params"]]
+
+
+def descended(groups: Sequence[dict[str, Any]], y: Vector, gradient: Vector) -> Vector:
+    """A plain gradient step, with each group's learning rate."""
+    return y.descended(gradient, rates_of(groups))
+
+
+def sgd(group: dict[str, Any], y: Tensor, memory: dict[str, Any], gradient: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """One step of ``torch.optim.SGD`` as a function, which can be differentiated.
+
+    torch's own ``differentiable=True`` cuts the graph at the first momentum buffer.
+    """
+    direction = -gradient if group["maximize"] else gradient
+    if group["weight_decay"]:
+        direction = direction + group["weight_decay"] * y
+    if group["momentum"]:
+        buffer = memory.get("momentum_buffer")
+        kept = 1 - group["dampening"]
+        buffer = direction if buffer is None else group["momentum"] * buffer + kept * direction
+        memory = {"momentum_buffer": buffer}
+        direction = direction + group["momentum"] * buffer if group["nesterov"] else buffer
+    rate = group["lr"].to(y.dtype) if traced() else group["lr"]
+    return y - rate * direction, memory
+
+
+def can_be_unrolled(optimizer: Optimizer) -> bool:
+    """Whether `updated` knows the optimizer's update."""
+    return "differentiable" in optimizer.defaults
+
+
+def updated(optimizer: Optimizer, y: Vector, memory: Memory, gradient: Vector) -> tuple[list[Tensor], Memory]:
+    """The optimizer's update as a function, which can be differentiated."""
+    groups = [group for group in optimizer.param_groups for _ in group["params"]]
+    if type(optimizer) is SGD:
+        pairs = [sgd(*one) for one in zip(groups, y, memory, gradient, strict=True)]
+        return [value for value, _ in pairs], [state for _, state in pairs]
+    if not can_be_unrolled(optimizer):
+        raise Untraceable(f"{type(optimizer).__name__} has no differentiable form")
+    twin = copy.copy(optimizer)
+    twin.defaults = {**optimizer.defaults, "differentiable": True}
+    values = [v.clone() for v in y]
+    remaining = iter(values)
+    twin.param_groups = [
+        {**group, "params": [next(remaining) for _ in group["params"]], "differentiable": True, "foreach": False}
+        for group in optimizer.param_groups
+    ]
+    twin.state = defaultdict(dict)
+    for value, state, grad in zip(values, memory, gradient, strict=True):
+        if value.requires_grad:
+            value.retain_grad()  # lets torch read .grad of a tensor that is not a leaf without a warning
+        value.grad = grad
+        if state:
+            twin.state[value] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+    twin.step()
+    return values, [twin.state[value] for value in values]
