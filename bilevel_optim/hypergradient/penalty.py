@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
 import torch
@@ -64,8 +65,16 @@ def penalty(
 def _summing_to_zero(weights: Sequence[float], dtype: torch.dtype) -> list[float]:
     """The weights rounded to the working precision such that they still cancel on a constant, as far as it allows."""
     dtype = torch.promote_types(dtype, torch.float32)
-    rounded = torch.tensor(weights, dtype=dtype).double()
-    largest, excess = rounded.abs().argmax(), rounded.sum()
-    if excess.abs() <= len(weights) * torch.finfo(dtype).eps * rounded[largest].abs():
-        rounded[largest] -= excess
-    return rounded.to(dtype).tolist()
+    code = {torch.float32: "f", torch.float64: "d"}[dtype]
+    rounded = [_rounded(weight, code) for weight in weights]
+    excess = sum(rounded)
+    largest = max(range(len(rounded)), key=lambda i: abs(rounded[i]))
+    if abs(excess) <= len(weights) * torch.finfo(dtype).eps * abs(rounded[largest]):
+        rounded[largest] = _rounded(rounded[largest] - excess, code)
+    return rounded
+
+
+def _rounded(value: float, code: str) -> float:
+    """A number to the precision of a format of ``struct`` (without tensors, which a trace would follow)."""
+    number: float = struct.unpack(code, struct.pack(code, value))[0]
+    return number

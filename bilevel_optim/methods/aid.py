@@ -146,7 +146,7 @@ class AID(BilevelOptimizer):
 
     def estimate(self, oracle: Oracle, given: Given) -> Estimate:
         """Lower steps, then the linear system at their end."""
-        here = given.descended(oracle, self.lower_step_count(given))
+        here = given.descended(oracle, self.lower_step_count(given.steps))
         estimate = here.kept(self.implicit_estimate(here.oracle, given))
         chosen = {name: given.numbers[name] for name in ("linear_solver",) if name in given.numbers}
         return changed(estimate, numbers=chosen) if chosen else estimate

@@ -34,14 +34,15 @@ from ..solvers.lower import LowerRules
 from . import memory, method
 from .declaration import register
 from .ledger import Ledger
-from .method import ColdOptions, CommonOptions, Loss, StepFunctions, as_objective
+from .method import ColdOptions, CommonOptions, Loss, as_objective
 from .results import Results
+from .running import Running
 from .step import Given, Groups, Start, Update, changed
 
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "Loss", "as_objective"]
 
 
-class BilevelOptimizer(StepFunctions, Results, Optimizer):
+class BilevelOptimizer(Running, Results, Optimizer):
     r"""Base class of the methods for :math:`\min_x f(x, y^*(x))`, :math:`y^*(x) = \arg\min_y g(x, y)`.
 
     A real ``torch.optim.Optimizer``: ``param_groups`` holds the groups of the upper parameters x, then those of the
@@ -171,12 +172,10 @@ class BilevelOptimizer(StepFunctions, Results, Optimizer):
                 raise TypeError("step takes tasks only together with both losses")
             self._update()
             return None
+        if self._capture is not None:
+            return self._captured(self._capture, upper, lower, tasks, update=True)
         oracle, estimate, given = self._proposed(upper, lower, tasks)
-        with torch.no_grad():
-            update = self.update(oracle.x, estimate.gradient, given.after(estimate))
-            loss = self._commit(oracle, estimate)
-            self._commit_update(oracle.live_x, update)
-        return loss
+        return self._accepted(oracle, estimate, self._following(oracle, estimate, given))
 
     def backward(self, upper: Loss, lower: Loss | None = None, *, tasks: Any = None) -> Tensor:
         """Improve y, and set ``.grad`` of the upper parameters to the estimate of the hypergradient.
@@ -184,9 +183,10 @@ class BilevelOptimizer(StepFunctions, Results, Optimizer):
         Follow it with gradient clipping, with ``step()``, or with a step of any ``torch.optim`` optimizer over x.
         Arguments, result and errors as for :meth:`step`.
         """
+        if self._capture is not None:
+            return self._captured(self._capture, upper, lower, tasks, update=False)
         oracle, estimate, _ = self._proposed(upper, lower, tasks)
-        with torch.no_grad():
-            return self._commit(oracle, estimate)
+        return self._accepted(oracle, estimate)
 
     def propose(
         self,
@@ -231,6 +231,7 @@ class BilevelOptimizer(StepFunctions, Results, Optimizer):
         *,
         still: bool = False,
         start: Start = None,
+        chances: dict[str, Any] | None = None,
     ) -> tuple[Oracle, Estimate, Given]:
         """Everything that a step computes, checked; nothing is written, so nothing has to be undone."""
         groups = {level: level_groups(self.param_groups, level) for level in LEVELS}
@@ -239,8 +240,7 @@ class BilevelOptimizer(StepFunctions, Results, Optimizer):
         if still:
             given = self.standing_still(given)
         if not self.warm_start:
-            here = oracle.at(lower=given.memory.get("initial", oracle.y.clone()))
-            given = changed(given, solver=None)
+            here, given = self.begun_again(oracle, given)
         if callable(start):
             given = changed(given, lower_init=start)
         elif start is not None:
@@ -248,6 +248,12 @@ class BilevelOptimizer(StepFunctions, Results, Optimizer):
         random = None if self.generator is None else self.generator.get_state()
         try:
             with self._ledger.buffers.kept_on_failure():
+                drawn = (
+                    self.chances(self.generator, partial(given.ranks.agreed, device=oracle.device))
+                    if chances is None
+                    else chances
+                )
+                given = changed(given, chances=drawn) if drawn else given
                 if tasks is None:
                     estimate = self.checked(here, given, self.estimate)
                 else:
@@ -277,6 +283,19 @@ class BilevelOptimizer(StepFunctions, Results, Optimizer):
             ranks=self._options.ranks,
             lower_init=self.lower_init,
         )
+
+    @torch.no_grad()
+    def _following(self, oracle: Oracle, estimate: Estimate, given: Given) -> Update:
+        """The update of x that follows an estimate."""
+        return self.update(oracle.x, estimate.gradient, given.after(estimate))
+
+    @torch.no_grad()
+    def _accepted(self, oracle: Oracle, estimate: Estimate, update: Update | None = None) -> Tensor:
+        """Write a step."""
+        loss = self._commit(oracle, estimate)
+        if update is not None:
+            self._commit_update(oracle.live_x, update)
+        return loss
 
     def _commit(self, oracle: Oracle, estimate: Estimate) -> Tensor:
         """Write what a step has computed; ``.grad`` of x is the estimate."""

@@ -57,6 +57,7 @@ class Method:
         lower_optimizer: what ``lower_optimizer`` may be: ``"any"``; ``"elementwise"``, one that treats every entry
             alone; ``"differentiable"``; ``"given gradient"``, one that asks for one gradient per step; ``"none"``.
         converges: its estimate tends to the hypergradient as y and all else settles.
+        uncaptured: why ``compile`` does not capture its steps as a whole, if it does not.
         solves: y tends to y*(x) where x is held.
         variants: other configurations worth testing and listing: arguments by name.
         settings: arguments that suit a standard problem, by its name; ``"problem/variant"`` for a variant, whose own
@@ -84,6 +85,7 @@ class Method:
     lower_optimizer: str = "any"
     converges: bool = True
     solves: bool = True
+    uncaptured: str = ""
     variants: Mapping[str, Arguments] = field(default_factory=dict)
     settings: Mapping[str, Arguments] = field(default_factory=dict)
     elsewhere: Mapping[str, str] = field(default_factory=dict)

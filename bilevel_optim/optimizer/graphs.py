@@ -49,7 +49,7 @@ class Graph:
 
     def __init__(self, function: Callable[[Any], Any], arguments: Any, backend: Backend) -> None:
         self.signature, tensors = signature(arguments)
-        structure, constants, _ = self.signature
+        structure = self.signature.structure
         leaves = tree_flatten(arguments)[0]
         results: list[Any] = []
 
@@ -70,6 +70,7 @@ class Graph:
         found, self._structure = results
         self._constants = [None if isinstance(leaf, Tensor) else leaf for leaf in found]
         self._is_tensor = [isinstance(leaf, Tensor) for leaf in found]
+        self.outputs = sum(self._is_tensor)
         self._captured = _lifted(module)
         self.nodes = len(module.graph.nodes)
         self.shared: frozenset[int] | None = None
@@ -80,13 +81,13 @@ class Graph:
         """The tensors of the result."""
         outputs: Sequence[Tensor] = self._run(*tensors, *self._captured)
         if self.shared is None:
-            known = {t.data_ptr() for t in (*tensors, *self._captured) if t.numel()}
+            known = {_storage(t) for t in (*tensors, *self._captured) if t.numel()}
             shared = set()
             for i, output in enumerate(outputs):
                 if output.numel():
-                    if output.data_ptr() in known:
+                    if _storage(output) in known:
                         shared.add(i)
-                    known.add(output.data_ptr())
+                    known.add(_storage(output))
             self.shared = frozenset(shared)
         return outputs
 
@@ -100,9 +101,14 @@ class Graph:
         return tree_unflatten(leaves, self._structure)
 
 
+def _storage(t: Tensor) -> int:
+    return t.untyped_storage().data_ptr()
+
+
 def _lifted(module: GraphModule) -> list[Tensor]:
     """Make what the graph holds as constants arguments of it; raises for what a graph must not do."""
-    graph, captured = module.graph, []
+    graph = module.graph
+    captured: list[Tensor] = []
     place = [node for node in graph.nodes if node.op == "placeholder"]
     for node in list(graph.nodes):
         if node.op == "get_attr":
@@ -149,7 +155,7 @@ def backend_of(backend: str | Callable[..., Any], mode: str | None, options: dic
         import torch._inductor as inductor
 
         settings = {**(inductor.list_mode_options(mode) if mode and mode != "default" else {}), **(options or {})}
-        return lambda module, example: inductor.compile(module, example, options=settings or None)
+        return lambda module, example: inductor.compile(module, [*example], options=settings or None)
     if backend == "eager":
         return lambda module, example: module.forward
     if callable(backend):

@@ -22,7 +22,7 @@ from ..problem.vector import Vector
 from ..solvers.agd import AGD
 from ..solvers.lower import NOT_ELEMENTWISE
 from .declaration import Method
-from .step import Given, Update
+from .step import Given, Update, changed
 
 __all__ = [
     "ColdOptions",
@@ -134,9 +134,17 @@ class StepFunctions(ABC):
         """Which of the drawn tasks make one stacked problem: all of them."""
         return [slice(0, tasks)] if tasks else []
 
-    def chances(self, given: Given) -> dict[str, Any]:
-        """What the method draws at random for its next estimate beside its samples, by name."""
+    def chances(self, generator: torch.Generator | None, agreed: Callable[[int], int]) -> dict[str, Any]:
+        """What the method draws at random for its next estimate beside its samples, by name.
+
+        ``agreed`` gives the number that the first rank has.
+        """
         return {}
+
+    def begun_again(self, oracle: Oracle, given: Given) -> tuple[Oracle, Given]:
+        """Where every lower solve begins without warm starts."""
+        initial = given.memory.get("initial")
+        return oracle.at(lower=oracle.y.clone() if initial is None else initial), changed(given, solver=None)
 
     def finished(self) -> bool:
         """Whether ``step`` has nothing left to do, and returns the last loss."""
@@ -146,9 +154,13 @@ class StepFunctions(ABC):
         """What makes the next estimate one at x itself, for a method that would look ahead of it."""
         return given
 
-    def lower_step_count(self, given: Given) -> int:
-        """Lower steps of the present outer step."""
+    def lower_step_count(self, steps: int) -> int:
+        """Lower steps of the next outer step, after so many."""
         return self.lower_steps
+
+    def kind_of_step(self, steps: int) -> Any:
+        """What decides, of the number of steps made, which operations the next one is made of."""
+        return self.lower_step_count(steps)
 
     def objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
         """The two objectives of a step."""

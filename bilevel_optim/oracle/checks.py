@@ -32,6 +32,16 @@ class Checks:
         """Warn with ``message`` if the boolean scalar ``on`` is true, once in an optimizer's life for each ``key``."""
         self._alerts.append((key, message, on))
 
+    def flags(self) -> tuple[list[tuple[str, str]], list[str], Tensor]:
+        """For a graph: what has to be finite and the keys of the alerts, and in this order whether something is amiss.
+
+        In place of `verify`; nothing is read.
+        """
+        amiss = [~torch.stack([t.isfinite().all() for t in vector if t.numel()]).all() for *_, vector in self._finite]
+        raised = [on.reshape(()) for *_, on in self._alerts]
+        named = [(oracle, hint) for oracle, hint, _ in self._finite]
+        return named, [key for key, *_ in self._alerts], torch.stack([*amiss, *raised])
+
     def verify(self, step: int, warned: set[str]) -> set[str]:
         """Raise `NonFiniteError` for the first oracle that failed; warn; return the keys of the alerts that were on.
 

@@ -172,16 +172,20 @@ class FedTasks:
 
 
 def drawn(
-    draws: Sequence[Draw], upper: Objective, lower: Objective, tasks: Any, generator: torch.Generator | None
+    draws: Sequence[Draw],
+    upper: Objective | None,
+    lower: Objective | None,
+    tasks: Any,
+    generator: torch.Generator | None,
 ) -> list[Drawn]:
     """Make these draws."""
     found: list[Drawn] = []
     sampled: Any = None
+    objectives = {"upper": upper, "lower": lower}
     for source, how in draws:
-        if source == "upper":
-            found.append(_drawn(upper.draw(once=how)))
-        elif source == "lower":
-            found.append(_drawn(lower.draw(once=how)))
+        objective = objectives.get(source)
+        if objective is not None:
+            found.append(_drawn(objective.draw(once=how)))
         elif source == "tasks":
             sampled = tasks.sample(how, generator)
             found.append(Drawn(sampled))

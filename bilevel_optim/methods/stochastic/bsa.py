@@ -7,7 +7,6 @@ from typing import Unpack
 
 from ...optimizer.base import CommonOptions
 from ...optimizer.declaration import Method, counts
-from ...optimizer.step import Given
 from ...problem.parameters import Params, is_number, require
 from .stocbio import NeumannMethod
 
@@ -109,9 +108,9 @@ class BSA(NeumannMethod):
         )
         self.scale, self.growth = lower_steps, growth
 
-    def lower_step_count(self, given: Given) -> int:
+    def lower_step_count(self, steps: int) -> int:
         """More and more."""
-        return math.ceil(self.scale * math.pow(given.steps + 1, self.growth))
+        return math.ceil(self.scale * math.pow(steps + 1, self.growth))
 
 
 class TTSA(NeumannMethod):

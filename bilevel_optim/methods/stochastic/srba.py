@@ -113,6 +113,10 @@ class SRBA(SingleLoop):
         """There is no memory of tasks."""
         raise ValueError("SRBA goes on from its last step and takes no tasks; SOBA does")
 
+    def kind_of_step(self, steps: int) -> int | bool:
+        """Whether it begins anew; without a period, which the data give, its place in it."""
+        return steps if self.period is None else steps % self.period == 0
+
     def estimate(self, oracle: Oracle, given: Given) -> Estimate:
         """One step along the recursive directions."""
         n, rates = len(oracle.y), given.linear_rates(self.linear_lr)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Unpack
+
+import torch
 
 from ...hypergradient import Estimate, ImplicitSamples, stochastic_implicit
 from ...optimizer.base import BilevelOptimizer, CommonOptions
@@ -46,11 +49,9 @@ class NeumannMethod(BilevelOptimizer):
         self.linear_steps, self.linear_lr = linear_steps, linear_lr
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
 
-    def chances(self, given: Given) -> dict[str, Any]:
+    def chances(self, generator: torch.Generator | None, agreed: Callable[[int], int]) -> dict[str, Any]:
         """Which term of a randomised series it is."""
-        if not self.randomised:
-            return {}
-        return {"products": given.ranks.agreed(draw_index(self.linear_steps, given.generator), given.lower[0].device)}
+        return {"products": agreed(draw_index(self.linear_steps, generator))} if self.randomised else {}
 
     def samples(self, oracle: Oracle, given: Given) -> ImplicitSamples:
         """Samples for one estimate; their number decides which term of a randomised series it is."""
@@ -65,7 +66,7 @@ class NeumannMethod(BilevelOptimizer):
 
     def estimate(self, oracle: Oracle, given: Given) -> Estimate:
         """Lower steps, then the series at their end."""
-        here = given.descended(oracle, self.lower_step_count(given))
+        here = given.descended(oracle, self.lower_step_count(given.steps))
         return here.kept(self.hypergradient(here.oracle, self.samples(oracle, given), given))
 
 

@@ -132,12 +132,16 @@ class VRBO(NeumannMethod):
         )
         self.require_given_gradient()
 
+    def kind_of_step(self, steps: int) -> bool:
+        """Whether it begins anew."""
+        return steps % self.period == 0
+
     def estimate(self, oracle: Oracle, given: Given) -> Estimate:
         """Lower steps along a recursion, which begins anew with large batches every ``period`` steps."""
         rule, memory = given.solver_for(oracle.y)
         last = Recursion.remembered(given) if self.warm_start else None
         begins = last is None
-        anchor = begins or given.steps % self.period == 0
+        anchor = begins or self.kind_of_step(given.steps)
         if last is None:
             last = Recursion(oracle.x, oracle.y, oracle.x.zeros_like(), self._lower_anchor(oracle))
         point, estimate = oracle, None

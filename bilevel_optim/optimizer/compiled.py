@@ -1,0 +1,283 @@
+"""`compile`: steps as compiled graphs, compared with eager ones before they are trusted, and now and then after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import NonFiniteError
+from ..hypergradient import Estimate
+from ..oracle.oracle import Oracle
+from ..oracle.session import Options
+from ..problem.feeding import Drawn, Log, Noted, NotedTasks, drawn
+from ..problem.parameters import require
+from ..problem.tracing import Untraceable
+from .capture import Capture, Kind
+from .ledger import Ledger
+from .method import Loss, StepFunctions, as_objective
+from .replay import Binding, Flat, Slot, Sources, StepGraph, difference, fed, flattened, values_of
+from .step import Given, Update
+from .watch import undisturbed
+
+__all__ = ["Compiled"]
+
+
+NOT_GUARDED = ("params", "lr", "param_names", "initial_lr")  # of a parameter group; the rates are arguments
+
+
+class Call(NamedTuple):
+    """A step to be made.
+
+    Attributes:
+        sources: where it draws.
+        update: whether it moves x too.
+        chances: what the method has drawn for it.
+        kind: what is known of steps like it; None if all steps run eagerly.
+    """
+
+    sources: Sources
+    update: bool
+    chances: dict[str, Any]
+    kind: Kind | None
+
+
+class Compiled(StepFunctions):
+    """The part of an optimizer that runs captured steps."""
+
+    _capture: Capture | None = None
+    _ledger: Ledger
+    _options: Options
+    param_groups: list[dict[str, Any]]
+    state: Any
+    numbers: dict[str, Any]
+    diagnostics: dict[str, Any]
+    generator: torch.Generator | None
+
+    def compile(
+        self,
+        *,
+        fullgraph: bool = False,
+        dynamic: bool | None = None,
+        backend: str | Callable[..., Any] = "inductor",
+        mode: str | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        """From now on run steps captured: each kind of step is traced, compiled, and replayed.
+
+        Named and used as ``torch.nn.Module.compile``. The first steps run eagerly; then ``step(upper, lower)`` and
+        ``backward(upper, lower)``, with tasks or without, are traced through all derivatives to one graph, whose
+        arguments are x, y, what is remembered, the batch, and the learning rates. Flags of the checks leave the graph
+        and are read once. A graph is compared with an eager step on another batch before it is used, and again after 2,
+        4, 8, ..., and then every 1024 uses. Where a capture would not be right (a loss that draws random numbers or
+        data itself, reads a counter, branches on values, changes module buffers; a method that decides on the host),
+        steps run eagerly, with a warning, once, and the reason in ``diagnostics["compile_fallback"]``. Data of other
+        shapes, other options or other losses make other graphs, at most 16.
+
+        A captured CG makes all its iterations (frozen where it has converged), which ``oracle_counts`` counts.
+
+        Args:
+            fullgraph: raise where a step cannot be captured. Default: False.
+            dynamic: must not be True: shapes are those of the data.
+            backend: as ``torch.compile`` takes it; ``"inductor"``, or ``"eager"`` for the traced graph itself.
+                Default: ``"inductor"``.
+            mode: as ``torch.compile`` takes it, such as ``"reduce-overhead"`` (CUDA graphs). Default: None.
+            options: of the backend. Default: None.
+
+        Raises:
+            ValueError: for an argument out of its range.
+            RuntimeError: at a step that cannot be captured, with ``fullgraph``.
+
+        Example:
+            >>> import torch, bilevel_optim as bo
+            >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+            >>> optimizer = bo.SOBA([x], [y], lr=0.1, lower_lr=0.5)
+            >>> optimizer.compile(backend="eager")
+            >>> for _ in range(100):
+            ...     loss = optimizer.step(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
+            >>> round(x.item(), 4), optimizer.diagnostics.get("compile_fallback")
+            (1.0, None)
+        """
+        require("fullgraph", fullgraph, isinstance(fullgraph, bool))
+        require("dynamic", dynamic, dynamic is None or dynamic is False)
+        require("backend", backend, isinstance(backend, str) or callable(backend))
+        self._capture = Capture(fullgraph, backend, mode, options)
+
+    # What the optimizer gives: a step's estimate, the update of x, and the writing of both.
+    step: Callable[..., Any]
+    _proposed: Callable[..., tuple[Oracle, Estimate, Given]]
+    _following: Callable[[Oracle, Estimate, Given], Update]
+    _accepted: Callable[[Oracle, Estimate, Update | None], Tensor]
+
+    def _captured(self, capture: Capture, upper: Loss | None, lower: Loss | None, tasks: Any, update: bool) -> Tensor:
+        """A step, captured if it can be."""
+        with self._generator_kept():
+            return self._single(capture, self._call(capture, self._sources(upper, lower, tasks), update))
+
+    def _sources(self, upper: Loss | None, lower: Loss | None, tasks: Any) -> Sources:
+        f = None if upper is None else as_objective(upper, "upper")
+        return Sources(f, None if lower is None else as_objective(lower, "lower"), tasks)
+
+    @contextmanager
+    def _generator_kept(self) -> Generator[None]:
+        """Put the generator back if the block raises."""
+        state = None if self.generator is None else self.generator.get_state()
+        try:
+            yield
+        except BaseException:
+            if self.generator is not None and state is not None:
+                self.generator.set_state(state)
+            raise
+
+    def _call(self, capture: Capture, sources: Sources, update: bool, ahead: int = 0) -> Call:
+        """The next step but so many, with what the method draws for it."""
+        device = self.param_groups[-1]["params"][0].device
+        chances = self.chances(self.generator, partial(self._options.ranks.agreed, device=device))
+        if capture.reason is not None:
+            return Call(sources, update, chances, None)
+        own = self.__dict__
+        guard: list[Any] = [
+            update,
+            sources.tasks is None,
+            self.kind_of_step(self._ledger.steps + ahead),
+            torch.is_autocast_enabled(device.type),
+            self.numbers,
+            [value for value in chances.values() if not isinstance(value, Tensor)],
+            [own[name] for name in capture.hyperparameters(own)],
+        ]
+        for group in self.param_groups:
+            guard += [value for name, value in group.items() if name not in NOT_GUARDED]
+            guard += [p.requires_grad for p in group["params"]]
+        return Call(sources, update, chances, capture.kind(guard, sources))
+
+    def _single(self, capture: Capture, call: Call) -> Tensor:
+        """One step."""
+        kind = call.kind
+        if kind is None or kind.reason is not None:
+            loss = self._eagerly(call)
+        elif kind.draws is None:
+            kind.seen += 1
+            loss = self._eagerly(call) if kind.seen == 1 else self._learnt(capture, kind, call)
+        else:
+            results = drawn(kind.draws, *call.sources, self.generator)
+            loss = self._replayed(capture, kind, call, results)
+        reason = capture.reason or (None if kind is None else kind.reason)
+        if reason is not None:
+            self.diagnostics["compile_fallback"] = reason
+        return loss
+
+    def _eagerly(self, call: Call) -> Tensor:
+        """The step as it would be without a capture."""
+        oracle, estimate, given = self._proposed(*call.sources, chances=call.chances)
+        return self._accepted(oracle, estimate, self._following(oracle, estimate, given) if call.update else None)
+
+    def _learnt(self, capture: Capture, kind: Kind, call: Call, results: Sequence[Drawn] | None = None) -> Tensor:
+        """An eager step, from which a graph is made."""
+        if results is None:
+            log = Log([], [])
+            f, g, tasks = call.sources
+            sources = Sources(
+                None if f is None else Noted(f, "upper", log),
+                None if g is None else Noted(g, "lower", log),
+                None if tasks is None else NotedTasks(tasks, log),
+            )
+        else:
+            assert kind.draws is not None
+            log, sources = Log(kind.draws, list(results)), fed(call.sources, kind.draws, results)
+        oracle, estimate, given = self._proposed(*sources, chances=call.chances)
+        update = self._following(oracle, estimate, given) if call.update else None
+        try:
+            if log.reason is not None:
+                raise Untraceable(log.reason)
+            self._require_capturable(oracle)
+            arguments = {
+                **values_of(given, oracle.x, oracle.y, capture.rates(self.param_groups, oracle.device)),
+                "drawn": log.drawn,
+                "chances": call.chances,
+            }
+            functions = [f for o in call.sources[:2] if o is not None for f in (o.loss, o.features) if f is not None]
+            with undisturbed(*functions):
+                graph = StepGraph(
+                    self, oracle, given, call.sources, log.draws, call.update, self._options, arguments, capture.backend
+                )
+            kind.bindings.append(
+                Binding(graph, self.state, oracle.live_x, oracle.live_y, flattened((log.drawn, call.chances)))
+            )
+            kind.draws = log.draws
+        except Untraceable as reason:
+            capture.refuse(str(reason), kind)
+        return self._accepted(oracle, estimate, update)
+
+    def _require_capturable(self, oracle: Oracle) -> None:
+        """Raise for what is known not to be captured."""
+        if self.declared.uncaptured:
+            raise Untraceable(self.declared.uncaptured)
+        if self._options.ranks.group is not None:
+            raise Untraceable("ranks exchange results in a step")
+        if oracle.sharded:
+            raise Untraceable("parameters are sharded")
+        if not self._ledger.buffers.constant and self._ledger.steps:
+            raise Untraceable("module buffers change (BatchNorm in training mode)")
+        if oracle.session.found.fallback is not None:
+            raise Untraceable(f"vmap does not work ({oracle.session.found.fallback})")
+
+    def _replayed(self, capture: Capture, kind: Kind, call: Call, results: Sequence[Drawn]) -> Tensor:
+        """A step by its graph."""
+        assert kind.draws is not None
+        data = flattened((results, call.chances))
+        binding = kind.binding(data)
+        again = call._replace(sources=fed(call.sources, kind.draws, results))
+        if binding is None or not binding.holds(self.state):
+            kind.bindings[:] = [b for b in kind.bindings if b is not binding]
+            return self._eagerly(again) if capture.full else self._learnt(capture, kind, call, results)
+        if binding.due():
+            return self._compared(capture, kind, again, binding, data)
+        outputs = binding.run(binding.arguments(), capture.rates(self.param_groups, binding.device), data)
+        if self.check_finite and self._troubled(binding, outputs):
+            return self._eagerly(again)
+        return self._write(binding, outputs)
+
+    def _troubled(self, binding: Binding, outputs: Sequence[Tensor]) -> bool:
+        """Whether a step has to be made eagerly after all, because of an alert; raises for what is not finite."""
+        flags = outputs[binding.out["flags"]]
+        if not bool(flags.any()):
+            return False
+        step, raised = binding.step, flags.tolist()
+        for (oracle, hint), amiss in zip(step.finite, raised, strict=False):
+            if amiss:
+                raise NonFiniteError(oracle, self._ledger.steps, hint)
+        on = {key for key, amiss in zip(step.alerts, raised[len(step.finite) :], strict=True) if amiss}
+        return not on <= self._ledger.warned or type(self).react is not StepFunctions.react
+
+    def _write(self, binding: Binding, outputs: Sequence[Tensor]) -> Tensor:
+        """Write a captured step."""
+        binding.write(outputs)
+        step, out = binding.step, binding.out
+        if step.numbers:
+            self.numbers = {**self.numbers, **step.numbers}
+        self.diagnostics = {
+            name: outputs[value] if isinstance(value, Slot) else value for name, value in out["diagnostics"].items()
+        }
+        return self._ledger.enter(step.counts, outputs[out["loss"]])
+
+    def _compared(self, capture: Capture, kind: Kind, call: Call, binding: Binding, data: Flat) -> Tensor:
+        """An eager step, with which the captured one is compared."""
+        rates = capture.rates(self.param_groups, binding.device)
+        try:
+            outputs = binding.run(binding.arguments(), rates, data)
+        except Exception as error:
+            capture.refuse(f"{type(error).__name__}: {error}".splitlines()[0], kind)
+            return self._eagerly(call)
+        oracle, estimate, given = self._proposed(*call.sources, chances=call.chances)
+        update = self._following(oracle, estimate, given) if call.update else None
+        what = difference(binding, outputs, estimate, update)
+        if what is not None:
+            capture.refuse(
+                f"a captured step differs from the eager one in {what}: a loss depends on something that a graph does "
+                "not see (data that it draws itself, a counter, a global), or is too sensitive to rounding"
+            )
+        return self._accepted(oracle, estimate, update)

@@ -1,0 +1,137 @@
+"""`run`: many steps in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..problem.feeding import drawn
+from ..problem.parameters import is_count, require
+from .capture import Capture
+from .compiled import Call, Compiled
+from .method import Loss, StepFunctions
+from .replay import Binding, Flat, Sources, fed, flattened
+
+__all__ = ["Running"]
+
+
+class Running(Compiled):
+    """The part of an optimizer that makes many steps at once."""
+
+    def run(self, upper: Loss, lower: Loss | None = None, *, steps: int, tasks: Any = None) -> Tensor:
+        """Make many outer steps in one call: the same numbers as that many calls of ``step``.
+
+        After :meth:`compile`, captured steps follow each other without the host looking at a value: their flags are
+        read once, at the end, and everything is written once. Learning rates are those at the beginning;
+        ``oracle_counts`` are those of all the steps, ``diagnostics`` and ``.grad`` of the last one.
+
+        Args:
+            upper, lower, tasks: as for :meth:`step`.
+            steps: how many.
+
+        Returns:
+            The upper losses of the steps, shape (steps,).
+
+        Raises:
+            NonFiniteError: names the step that failed. What the steps before it did is kept, nothing of it or after.
+
+        Example:
+            >>> import torch, bilevel_optim as bo
+            >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+            >>> optimizer = bo.SOBA([x], [y], lr=0.1, lower_lr=0.5)
+            >>> losses = optimizer.run(
+            ...     lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2, steps=100
+            ... )
+            >>> losses.shape, round(x.item(), 4)
+            (torch.Size([100]), 1.0)
+        """
+        require("steps", steps, is_count(steps) and steps > 0)
+        losses: list[Tensor] = []
+        while len(losses) < steps:
+            if self._capture is None or self.finished():
+                losses.append(self.step(upper, lower, tasks=tasks))
+            else:
+                losses += self._chained(self._capture, self._sources(upper, lower, tasks), steps - len(losses))
+        return torch.stack(losses)
+
+    def _chained(self, capture: Capture, sources: Sources, steps: int) -> list[Tensor]:
+        """Captured steps one after the other, and a single one where they end; at least one step."""
+        positions = [None if o is None else o.state_dict() for o in sources[:2]]
+        states: list[Any] = []
+        chain: list[Flat] = []
+        binding: Binding | None = None
+        last: Any = None  # the step that follows: with what has been drawn for it
+        with self._generator_kept():
+            while last is None and len(chain) < steps:
+                states.append(None if self.generator is None else self.generator.get_state())
+                call = self._call(capture, sources, True, ahead=len(chain))
+                if call.kind is None or call.kind.reason is not None or call.kind.draws is None:
+                    last = partial(self._single, capture, call)
+                    break
+                results = drawn(call.kind.draws, *sources, self.generator)
+                data = flattened((results, call.chances))
+                found = call.kind.binding(data)
+                if found is None or not found.chains or found is not (binding or found) or not found.holds(self.state):
+                    last = partial(self._replayed, capture, call.kind, call, results)
+                elif found.due():
+                    last = partial(self._compared, capture, call.kind, self._given_again(call, results), found, data)
+                else:
+                    binding = found
+                    chain.append(data)
+        if binding is None:
+            return [last()]
+        losses, sound = self._linked(capture, binding, chain)
+        if sound < len(chain):  # draw again from where the steps that are kept have ended
+            if self.generator is not None:
+                self.generator.set_state(states[sound])
+            for objective, position in zip(sources[:2], positions, strict=True):
+                if objective is not None and position is not None:
+                    objective.load_state_dict(position)
+            for _ in range(sound):
+                assert call.kind is not None
+                drawn([d for d in call.kind.draws or () if "tasks" not in d.source], *sources, None)
+            return [*losses, self._captured(capture, *sources, update=True)]
+        return losses if last is None else [*losses, last()]
+
+    def _given_again(self, call: Call, results: Any) -> Call:
+        assert call.kind is not None
+        assert call.kind.draws is not None
+        return call._replace(sources=fed(call.sources, call.kind.draws, results))
+
+    def _linked(self, capture: Capture, binding: Binding, chain: Sequence[Flat]) -> tuple[list[Tensor], int]:
+        """The losses of captured steps that follow each other, of those before the first that failed, and how many."""
+        rates = capture.rates(self.param_groups, binding.device)
+
+        def linked(part: Sequence[Flat]) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor]]:
+            losses, flags, arguments = [], [], binding.arguments()
+            for data in part:
+                outputs = binding.run(arguments, rates, data)
+                arguments = binding.following(arguments, outputs)
+                losses.append(outputs[binding.out["loss"]])
+                flags.append(outputs[binding.out["flags"]])
+            return losses, flags, outputs
+
+        losses, flags, outputs = linked(chain)
+        sound = len(chain) if not self.check_finite else self._sound(binding, torch.stack(flags))
+        if sound < len(chain):  # nothing has been written: make the sound ones again
+            if not sound:
+                return [], 0
+            losses, _, outputs = linked(chain[:sound])
+        for loss in losses[:-1]:
+            self._ledger.enter(binding.step.counts, loss)
+        self._write(binding, outputs)
+        return losses, sound
+
+    def _sound(self, binding: Binding, flags: Tensor) -> int:
+        """How many steps passed before the first one with a flag that matters."""
+        if not bool(flags.any()):
+            return len(flags)
+        step = binding.step
+        known = self._ledger.warned if type(self).react is StepFunctions.react else set()
+        matters = [True] * len(step.finite) + [key not in known for key in step.alerts]
+        failed = (flags & flags.new_tensor(matters)).any(1).tolist()
+        return failed.index(True) if any(failed) else len(flags)
