@@ -14,12 +14,26 @@ from ..errors import BilevelWarning
 from ..problem.feeding import Draw
 from .graphs import Backend, backend_of
 from .replay import Binding, Flat, Sources
-from .watch import Watch, same
+from .watch import Watch
 
-__all__ = ["Capture", "Kind"]
+__all__ = ["PLAIN", "Capture", "Identity", "Kind"]
 
 PLAIN = (bool, int, float, str, tuple, type(None))
 MOST_GRAPHS = 16  # of an optimizer; other kinds of steps run eagerly
+
+
+class Identity:
+    """A value that is compared by identity."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and other.value is self.value
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 @dataclass
@@ -49,8 +63,7 @@ class Kind:
     def fits(self, guard: list[Any], functions: Sequence[Any]) -> bool:
         """Whether a step is of this kind."""
         return (
-            len(self.guard) == len(guard)
-            and all(map(same, self.guard, guard))
+            self.guard == guard
             and len(functions) == len(self.watches)
             and all(watch.stands_for(f) for watch, f in zip(self.watches, functions, strict=True))
         )

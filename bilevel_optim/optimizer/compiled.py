@@ -17,7 +17,7 @@ from ..oracle.session import Options
 from ..problem.feeding import Drawn, Log, Noted, NotedTasks, drawn
 from ..problem.parameters import require
 from ..problem.tracing import Untraceable
-from .capture import Capture, Kind
+from .capture import PLAIN, Capture, Identity, Kind
 from .ledger import Ledger
 from .method import Loss, StepFunctions, as_objective
 from .replay import Binding, Flat, Slot, Sources, StepGraph, difference, fed, flattened, values_of
@@ -115,8 +115,11 @@ class Compiled(StepFunctions):
 
     def _captured(self, capture: Capture, upper: Loss | None, lower: Loss | None, tasks: Any, update: bool) -> Tensor:
         """A step, captured if it can be."""
+        sources = self._sources(upper, lower, tasks)
+        if self.generator is None:
+            return self._single(capture, self._call(capture, sources, update))
         with self._generator_kept():
-            return self._single(capture, self._call(capture, self._sources(upper, lower, tasks), update))
+            return self._single(capture, self._call(capture, sources, update))
 
     def _sources(self, upper: Loss | None, lower: Loss | None, tasks: Any) -> Sources:
         f = None if upper is None else as_objective(upper, "upper")
@@ -139,20 +142,32 @@ class Compiled(StepFunctions):
         chances = self.chances(self.generator, partial(self._options.ranks.agreed, device=device))
         if capture.reason is not None:
             return Call(sources, update, chances, None)
+        return Call(
+            sources, update, chances, capture.kind(self._guard(capture, sources, update, chances, ahead), sources)
+        )
+
+    def _guard(
+        self, capture: Capture, sources: Sources, update: bool, chances: dict[str, Any], ahead: int
+    ) -> list[Any]:
+        """What decides, beside the losses, which operations a step is made of."""
         own = self.__dict__
         guard: list[Any] = [
             update,
             sources.tasks is None,
             self.kind_of_step(self._ledger.steps + ahead),
-            torch.is_autocast_enabled(device.type),
+            torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
             self.numbers,
             [value for value in chances.values() if not isinstance(value, Tensor)],
             [own[name] for name in capture.hyperparameters(own)],
         ]
         for group in self.param_groups:
-            guard += [value for name, value in group.items() if name not in NOT_GUARDED]
+            guard += [
+                value if isinstance(value, PLAIN) else Identity(value)
+                for name, value in group.items()
+                if name not in NOT_GUARDED
+            ]
             guard += [p.requires_grad for p in group["params"]]
-        return Call(sources, update, chances, capture.kind(guard, sources))
+        return guard
 
     def _single(self, capture: Capture, call: Call) -> Tensor:
         """One step."""
@@ -196,8 +211,7 @@ class Compiled(StepFunctions):
             self._require_capturable(oracle)
             arguments = {
                 **values_of(given, oracle.x, oracle.y, capture.rates(self.param_groups, oracle.device)),
-                "drawn": log.drawn,
-                "chances": call.chances,
+                "data": (log.drawn, call.chances),
             }
             functions = [f for o in call.sources[:2] if o is not None for f in (o.loss, o.features) if f is not None]
             with undisturbed(*functions):
@@ -230,16 +244,19 @@ class Compiled(StepFunctions):
         assert kind.draws is not None
         data = flattened((results, call.chances))
         binding = kind.binding(data)
-        again = call._replace(sources=fed(call.sources, kind.draws, results))
         if binding is None or not binding.holds(self.state):
             kind.bindings[:] = [b for b in kind.bindings if b is not binding]
-            return self._eagerly(again) if capture.full else self._learnt(capture, kind, call, results)
+            return self._fed(kind, call, results) if capture.full else self._learnt(capture, kind, call, results)
         if binding.due():
-            return self._compared(capture, kind, again, binding, data)
+            return self._compared(capture, kind, call, results, binding, data)
         outputs = binding.run(binding.arguments(), capture.rates(self.param_groups, binding.device), data)
         if self.check_finite and self._troubled(binding, outputs):
-            return self._eagerly(again)
-        return self._write(binding, outputs)
+            return self._fed(kind, call, results)
+        return self._write(binding, outputs, outputs[binding.out["loss"]])
+
+    def _fed(self, kind: Kind, call: Call, results: Sequence[Drawn]) -> Tensor:
+        """An eager step on what has been drawn."""
+        return self._eagerly(call._replace(sources=fed(call.sources, kind.draws or (), results)))
 
     def _troubled(self, binding: Binding, outputs: Sequence[Tensor]) -> bool:
         """Whether a step has to be made eagerly after all, because of an alert; raises for what is not finite."""
@@ -253,7 +270,7 @@ class Compiled(StepFunctions):
         on = {key for key, amiss in zip(step.alerts, raised[len(step.finite) :], strict=True) if amiss}
         return not on <= self._ledger.warned or type(self).react is not StepFunctions.react
 
-    def _write(self, binding: Binding, outputs: Sequence[Tensor]) -> Tensor:
+    def _write(self, binding: Binding, outputs: Sequence[Tensor], loss: Tensor) -> Tensor:
         """Write a captured step."""
         binding.write(outputs)
         step, out = binding.step, binding.out
@@ -262,17 +279,20 @@ class Compiled(StepFunctions):
         self.diagnostics = {
             name: outputs[value] if isinstance(value, Slot) else value for name, value in out["diagnostics"].items()
         }
-        return self._ledger.enter(step.counts, outputs[out["loss"]])
+        return self._ledger.enter(step.counts, loss)
 
-    def _compared(self, capture: Capture, kind: Kind, call: Call, binding: Binding, data: Flat) -> Tensor:
+    def _compared(
+        self, capture: Capture, kind: Kind, call: Call, results: Sequence[Drawn], binding: Binding, data: Flat
+    ) -> Tensor:
         """An eager step, with which the captured one is compared."""
         rates = capture.rates(self.param_groups, binding.device)
         try:
             outputs = binding.run(binding.arguments(), rates, data)
         except Exception as error:
             capture.refuse(f"{type(error).__name__}: {error}".splitlines()[0], kind)
-            return self._eagerly(call)
-        oracle, estimate, given = self._proposed(*call.sources, chances=call.chances)
+            return self._fed(kind, call, results)
+        sources = fed(call.sources, kind.draws or (), results)
+        oracle, estimate, given = self._proposed(*sources, chances=call.chances)
         update = self._following(oracle, estimate, given) if call.update else None
         what = difference(binding, outputs, estimate, update)
         if what is not None:

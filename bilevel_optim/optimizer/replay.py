@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +76,7 @@ class StepGraph:
         options: of the oracle.
         arguments: the values and what was drawn.
         backend: compiles the graph.
+        times: how many steps the graph makes, each with data of its own. Default: 1.
 
     Attributes:
         graph: the compiled graph.
@@ -95,6 +97,7 @@ class StepGraph:
         options: Options,
         arguments: Mapping[str, Any],
         backend: Backend,
+        times: int = 1,
     ) -> None:
         self.alerts: list[str] = []
         self.finite: list[tuple[str, str]] = []
@@ -103,11 +106,12 @@ class StepGraph:
 
         def step(values: dict[str, Any]) -> dict[str, Any]:
             session = Session(changed(options, evaluation=substituted), changed(found), oracle.session.buffers)
-            f, g, tasks = fed(sources, draws, values["drawn"])
+            drawn, now_chances = values["data"]
+            f, g, tasks = fed(sources, draws, drawn)
             f, g = method.objectives(f, g)
             here = Oracle(oracle.live_x, oracle.live_y, f, g, names=lambda: oracle.names, session=session)
             here = here.at(values["x"], values["y"])
-            now = _given(given, values, method.lower_factory)
+            now = _given(given, values, now_chances, method.lower_factory)
             at, start = (here, now) if method.warm_start else method.begun_again(here, now)
             if tasks is None:
                 estimate = method.estimate(at, start)
@@ -129,11 +133,41 @@ class StepGraph:
             self.finite, self.alerts, flags = session.checks.flags()
             return {**results, "flags": flags}
 
-        self.arguments = arguments
-        self.graph = Graph(step, arguments, backend)
+        def several(values: dict[str, Any]) -> dict[str, Any]:
+            losses, flags = [], []
+            for data in values["data"]:
+                results = step({**values, "data": data})
+                values = _advanced(values, results)
+                losses.append(results["loss"])
+                flags.append(results["flags"])
+            return {**results, "losses": torch.stack(losses), "flags": torch.stack(flags)}
+
+        self.arguments, self.times = arguments, times
+        self._again = partial(StepGraph, method, oracle, given, sources, draws, update, options)
+        self._backend = backend
+        self.graph = Graph(step if times == 1 else several, arguments, backend)
+
+    def repeated(self, times: int) -> StepGraph:
+        """The graph of several steps like this one, one after the other."""
+        arguments = {**self.arguments, "data": [self.arguments["data"]] * times}
+        return self._again(arguments, self._backend, times)
 
 
-def _given(given: Given, values: dict[str, Any], factory: Any) -> Given:
+def _advanced(values: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
+    """The values of the step after one with these results."""
+    upper = {**values["upper_memory"], **results["upper_memory"], **results.get("x_memory", {})}
+    return {
+        **values,
+        "x": results.get("x") or values["x"],
+        "y": results["lower"] or values["y"],
+        "memory": {**values["memory"], **results["memory"]},
+        "upper_memory": upper,
+        "tables": {**values["tables"], **results["tables"]},
+        "solver": results["solver"] or values["solver"],
+    }
+
+
+def _given(given: Given, values: dict[str, Any], chances: dict[str, Any], factory: Any) -> Given:
     """What a step is given, with these values."""
     rates = iter(values["rates"])
     upper_groups = [{**group, "lr": next(rates)} for group in given.upper_groups]
@@ -148,7 +182,7 @@ def _given(given: Given, values: dict[str, Any], factory: Any) -> Given:
         tables=values["tables"],
         lower=Vector(values["y"]),
         solver=values["solver"],
-        chances=values["chances"],
+        chances=chances,
         rule=lambda like: rules(lower_groups, like),
     )
 
@@ -199,6 +233,8 @@ class Binding:
         self._constants, self._shapes = data.constants, [(t.shape, t.dtype) for t in data.tensors]
         upper, lower = [state[p] for p in x], [state[p] for p in y]
         self.entries = [*upper, *lower]
+        self._state = state
+        self._several: Any = None  # False if there is none
         self._sizes = len(upper[0]), len(lower[0])
         places = {"memory": lower, "upper_memory": upper}
         self.out = out = step.graph.structured([Slot(i) for i in range(step.graph.outputs)])
@@ -283,6 +319,23 @@ class Binding:
         with torch.no_grad():
             return self.step.graph([*arguments, *rates, *data.tensors])
 
+    def several(self, rates: Sequence[Tensor], chain: Sequence[Flat]) -> Binding | None:
+        """The graph of several such steps, if these are small and many; made, and compared, when it is needed."""
+        times = min(MOST_STEPS, NODES_AT_ONCE // self.step.graph.nodes)
+        if self._several is None and times > 1 and len(chain) >= times:
+            self._several = False
+            data = Flat([t for one in chain[:times] for t in one.tensors], [])
+            try:
+                many = Binding(self.step.repeated(times), self._state, self.x, self.y, data)
+            except Untraceable:
+                return None
+            start = one = self.arguments()
+            for each in chain[:times]:
+                one = self.following(one, self.run(one, rates, each))
+            if _close(one, many.following(start, many.run(start, rates, data)), start):
+                self._several = many
+        return self._several or None
+
     def write(self, outputs: Sequence[Tensor]) -> None:
         """Write what a step has computed."""
         out, shared = self.out, self.step.graph.shared or ()
@@ -323,26 +376,32 @@ class Flat(NamedTuple):
 def flattened(data: Any) -> Flat:
     """What a pytree holds; for the common containers at a fraction of the cost of torch's function."""
     flat = Flat([], [])
-    _flatten(data, *flat)
+    _flatten((data,), *flat)
     return flat
 
 
-def _flatten(data: Any, tensors: list[Tensor], constants: list[Any]) -> None:
-    if isinstance(data, Tensor):
-        tensors.append(data)
-    elif isinstance(data, (list, tuple)):
-        constants.append(len(data))
-        for part in data:
+def _flatten(parts: Iterable[Any], tensors: list[Tensor], constants: list[Any]) -> None:
+    for part in parts:
+        kind = type(part)
+        if kind is Tensor:
+            tensors.append(part)
+        elif kind in _ATOMS:
+            constants.append(part)
+        elif kind in _SEQUENCES:
+            constants.append(len(part))
             _flatten(part, tensors, constants)
-    elif type(data) is dict:
-        constants.extend(data)
-        for part in data.values():
-            _flatten(part, tensors, constants)
-    else:
-        leaves, structure = tree_flatten(data)
-        tensors.extend(leaf for leaf in leaves if isinstance(leaf, Tensor))
-        constants.append(structure if len(leaves) != 1 or leaves[0] is not data else data)
-        constants.extend(leaf for leaf in leaves if not isinstance(leaf, Tensor) and leaf is not data)
+        elif kind is dict:
+            constants.extend(part)
+            _flatten(part.values(), tensors, constants)
+        else:
+            leaves, structure = tree_flatten(part)
+            constants.append(structure)
+            tensors += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            constants += [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+
+
+_ATOMS = (type(None), int, float, bool, str)
+_SEQUENCES = (tuple, list, Drawn)
 
 
 def difference(binding: Binding, outputs: Sequence[Tensor], estimate: Estimate, update: Any) -> str | None:
@@ -377,4 +436,6 @@ def _close(right: Sequence[Tensor], found: Sequence[Tensor], base: Sequence[Tens
 
 
 TOLERANCE = 1000.0  # units of rounding by which a captured step may differ
+MOST_STEPS = 8  # in one graph
+NODES_AT_ONCE = 1300  # in a graph of several steps: larger ones take too long to compile
 CHECKED_EVERY = 1024  # uses of a graph after which it is compared again, at the latest

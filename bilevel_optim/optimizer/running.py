@@ -14,7 +14,7 @@ from ..problem.parameters import is_count, require
 from .capture import Capture
 from .compiled import Call, Compiled
 from .method import Loss, StepFunctions
-from .replay import Binding, Flat, Sources, fed, flattened
+from .replay import Binding, Flat, Sources, flattened
 
 __all__ = ["Running"]
 
@@ -30,7 +30,9 @@ class Running(Compiled):
         ``oracle_counts`` are those of all the steps, ``diagnostics`` and ``.grad`` of the last one.
 
         Args:
-            upper, lower, tasks: as for :meth:`step`.
+            upper: as for :meth:`step`.
+            lower: likewise.
+            tasks: likewise.
             steps: how many.
 
         Returns:
@@ -64,11 +66,12 @@ class Running(Compiled):
         states: list[Any] = []
         chain: list[Flat] = []
         binding: Binding | None = None
+        call: Call | None = None
         last: Any = None  # the step that follows: with what has been drawn for it
         with self._generator_kept():
             while last is None and len(chain) < steps:
                 states.append(None if self.generator is None else self.generator.get_state())
-                call = self._call(capture, sources, True, ahead=len(chain))
+                call = self._next_call(capture, sources, call, len(chain))
                 if call.kind is None or call.kind.reason is not None or call.kind.draws is None:
                     last = partial(self._single, capture, call)
                     break
@@ -78,7 +81,7 @@ class Running(Compiled):
                 if found is None or not found.chains or found is not (binding or found) or not found.holds(self.state):
                     last = partial(self._replayed, capture, call.kind, call, results)
                 elif found.due():
-                    last = partial(self._compared, capture, call.kind, self._given_again(call, results), found, data)
+                    last = partial(self._compared, capture, call.kind, call, results, found, data)
                 else:
                     binding = found
                     chain.append(data)
@@ -92,38 +95,49 @@ class Running(Compiled):
                 if objective is not None and position is not None:
                     objective.load_state_dict(position)
             for _ in range(sound):
+                assert call is not None
                 assert call.kind is not None
                 drawn([d for d in call.kind.draws or () if "tasks" not in d.source], *sources, None)
             return [*losses, self._captured(capture, *sources, update=True)]
         return losses if last is None else [*losses, last()]
 
-    def _given_again(self, call: Call, results: Any) -> Call:
-        assert call.kind is not None
-        assert call.kind.draws is not None
-        return call._replace(sources=fed(call.sources, call.kind.draws, results))
+    def _next_call(self, capture: Capture, sources: Sources, before: Call | None, ahead: int) -> Call:
+        """The call of the next step; of the same kind as the one before if nothing says otherwise."""
+        steps = self._ledger.steps + ahead
+        if before is None or before.chances or self.kind_of_step(steps) != self.kind_of_step(steps - 1):
+            return self._call(capture, sources, True, ahead)
+        return before
 
     def _linked(self, capture: Capture, binding: Binding, chain: Sequence[Flat]) -> tuple[list[Tensor], int]:
         """The losses of captured steps that follow each other, of those before the first that failed, and how many."""
         rates = capture.rates(self.param_groups, binding.device)
 
-        def linked(part: Sequence[Flat]) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor]]:
-            losses, flags, arguments = [], [], binding.arguments()
-            for data in part:
-                outputs = binding.run(arguments, rates, data)
-                arguments = binding.following(arguments, outputs)
-                losses.append(outputs[binding.out["loss"]])
-                flags.append(outputs[binding.out["flags"]])
-            return losses, flags, outputs
+        many = binding.several(rates, chain)
+        times = 1 if many is None else many.step.times
 
-        losses, flags, outputs = linked(chain)
+        def linked(part: Sequence[Flat]) -> tuple[list[Tensor], list[Tensor], Binding, Sequence[Tensor]]:
+            losses: list[Tensor] = []
+            flags: list[Tensor] = []
+            arguments, i = binding.arguments(), 0
+            while i < len(part):
+                own, n = (many, times) if many is not None and i + times <= len(part) else (binding, 1)
+                data = part[i] if n == 1 else Flat([t for one in part[i : i + n] for t in one.tensors], [])
+                outputs = own.run(arguments, rates, data)
+                arguments = own.following(arguments, outputs)
+                losses += [outputs[own.out["loss"]]] if n == 1 else outputs[own.out["losses"]].unbind()
+                flags += [outputs[own.out["flags"]]] if n == 1 else outputs[own.out["flags"]].unbind()
+                i += n
+            return losses, flags, own, outputs
+
+        losses, flags, own, outputs = linked(chain)
         sound = len(chain) if not self.check_finite else self._sound(binding, torch.stack(flags))
         if sound < len(chain):  # nothing has been written: make the sound ones again
             if not sound:
                 return [], 0
-            losses, _, outputs = linked(chain[:sound])
+            losses, _, own, outputs = linked(chain[:sound])
         for loss in losses[:-1]:
             self._ledger.enter(binding.step.counts, loss)
-        self._write(binding, outputs)
+        self._write(own, outputs, losses[-1])
         return losses, sound
 
     def _sound(self, binding: Binding, flags: Tensor) -> int:

@@ -121,7 +121,12 @@ class Watch:
     @property
     def holds(self) -> bool:
         """Whether the function still reads the same."""
-        return all(place.unchanged for place in self.places) and all(m.training is was for m, was in self.modules)
+        for place in self.places:
+            owner = place.owner
+            now = owner.get(place.name) if type(owner) is dict else place.now
+            if (now is not place.value or place.copy is not None) and not place.unchanged:
+                return False
+        return all(m.training is was for m, was in self.modules)
 
     def stands_for(self, function: Any) -> bool:
         """Whether another function (a lambda made again) has the same code and reads the same."""

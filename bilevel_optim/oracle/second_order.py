@@ -246,19 +246,19 @@ def lower_matrices(oracle: Oracle, sample: Sample) -> tuple[Vector, Tensor, Tens
             def together(part: slice) -> Vector:
                 basis = _basis(oracle, sizes, part)
                 found = pulled(gradients, variables, basis, batched=True)
+                oracle.session.note_reached(found[:split])
                 n = len(basis[0])
                 return Vector(t.new_zeros(n, *t.shape) if p is None else p for p, t in zip(found, like, strict=True))
 
             def alone(i: int) -> Vector:
                 found = pulled(gradients, variables, _basis(oracle, sizes, slice(i, i + 1)).lane(0))
+                oracle.session.note_reached(found[:split])
                 return stack([_filled(found, like)])
 
             products = batched.run(oracle.session, sum(sizes), together, alone)
         oracle.count("lower_grad")
         oracle.count("hvp", sum(sizes))
         oracle.count("jvp", sum(sizes))
-        if not oracle.session.found.reaches_upper and products:
-            oracle.session.note_reached([part if bool(part.any()) else None for part in products[0][:split]])
     flat = [torch.cat([part[i] for part in products]).reshape(sum(sizes), lanes, -1) for i in range(len(like))]
     cross, hessian = torch.cat(flat[:split], -1).permute(1, 2, 0), torch.cat(flat[split:], -1).transpose(0, 1)
     cross, hessian = oracle.averaged(cross, hessian)
