@@ -233,6 +233,7 @@ class LaneFeatures:
         if self.level not in self.oracle.session.found.features_checked:
             with torch.enable_grad(), _random_kept(self.oracle):
                 require_free_of_lower(self.oracle, self.level, self.features(select(batch, 0)))
+            self.oracle.session.found.features_checked |= {self.level}
         if hasattr(self.features, "stacked"):
             return self.features.stacked(batch)
         parts = _each(self.oracle, self.features, batch, [], len(tree_leaves(batch)[0]), alike=self.alike)

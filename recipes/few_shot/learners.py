@@ -352,6 +352,7 @@ STEPS: dict[str, Any] = {"lower_lr": 0.01, "lower_steps": 30}
 PATHS: dict[str, Any] = {**STEPS, "directions": 1, "smoothing": 0.1, "warm_start": True}
 ADAPT: dict[str, Any] = {"lower_lr": 0.4, "lower_steps": 1}
 SLOW: dict[str, Any] = {"lower_lr": 0.1}
+NEAR: dict[str, Any] = {**SLOW, "proximal": 2.0, "linear_steps": 3}
 
 # Each learner: its class, the method if it is a bilevel one, and the rest of the arguments.
 LEARNERS: dict[str, tuple[type[Learner], dict[str, Any]]] = {
@@ -373,7 +374,7 @@ LEARNERS: dict[str, tuple[type[Learner], dict[str, Any]]] = {
     "fomaml": (Adapting, {"method": bo.FOMAML, "momentum": 0.0, "options": ADAPT}),
     "imaml": (
         Adapting,
-        {"method": bo.iMAML, "momentum": 0.0, "options": {**SLOW, "lower_steps": 3, "proximal": 2.0, "linear_steps": 3}},
+        {"method": bo.iMAML, "momentum": 0.0, "options": {**NEAR, "lower_steps": 3}},
     ),
     "reptile": (Reptile, {"method": bo.FOMAML, "momentum": 0.0, "options": {**SLOW, "lower_steps": 5}}),
     "protonet": (Metric, {"head": "prototypes"}),

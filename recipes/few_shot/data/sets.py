@@ -23,6 +23,9 @@ __all__ = ["DATA", "load"]
 Array = np.ndarray[Any, Any]
 MINI = {"train": 64, "val": 16, "test": 20}
 FC100 = {"train": 60, "val": 20, "test": 20}
+PER_CLASS = 600  # images of a class of miniImageNet and of CIFAR-100
+PACKED = 160  # of the packed part of CIFAR-100
+CHARACTERS, DRAWERS = {"train": 1100, "val": 100, "test": 423}, 20  # of Omniglot
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CIFAR = (0.507, 0.487, 0.441), (0.267, 0.256, 0.276)
 SUFFIXES = {".jpg", ".jpeg", ".png"}
@@ -77,16 +80,14 @@ def _kept(
     }
 
 
-def _same_count(what: str, counts: dict[str, int], expected: int | None = None) -> int:
-    """The number of images of every class; raises if they differ."""
-    expected = expected or max(set(counts.values()), key=[*counts.values()].count)
+def _require_count(what: str, counts: dict[str, int], expected: int) -> None:
+    """Raise unless every class has so many images."""
     wrong = [f"{name} has {count}" for name, count in counts.items() if count != expected]
     if wrong:
         raise SystemExit(
             f"{what}: every class must have {expected} images, but {', '.join(wrong[:5])}"
             f"{f' and {len(wrong) - 5} more are wrong' if len(wrong) > 5 else ''}: fetch or unpack the data set again"
         )
-    return expected
 
 
 # ------------------------------------------------------------------------------------------------ class folders
@@ -113,9 +114,7 @@ def _from_folders(size: int, mode: str, classes: Sequence[Sequence[Path]]) -> It
     return (decoded(files, size, mode) for files in classes)
 
 
-def _pickled(
-    name: str, paths: dict[str, Path], cache: Path, size: int, counts: dict[str, int], images: int = 600
-) -> dict[str, Tensor]:
+def _pickled(name: str, paths: dict[str, Path], cache: Path, size: int, counts: dict[str, int]) -> dict[str, Tensor]:
     """The splits of three pickle files, which are read only if the cache has not got them."""
     mark = fingerprint(paths.values(), size)
 
@@ -123,11 +122,11 @@ def _pickled(
         classes = labelled(paths[split])
         if len(classes) != counts[split]:
             raise SystemExit(f"{paths[split]} has {len(classes)} classes, but {split} has {counts[split]}")
-        _same_count(str(paths[split]), {f"class {i}": len(c) for i, c in enumerate(classes)}, images)
+        _require_count(str(paths[split]), {f"class {i}": len(c) for i, c in enumerate(classes)}, PER_CLASS)
         return each(classes, size)
 
     return {
-        split: cached(cache, f"{name}-{size}-{split}-{mark}", (counts[split], images, 3, size, size),
+        split: cached(cache, f"{name}-{size}-{split}-{mark}", (counts[split], PER_CLASS, 3, size, size),
                       partial(rows, split))
         for split in SPLITS
     }  # fmt: skip
@@ -165,10 +164,10 @@ def _mini_imagenet(root: Path, cache: Path, size: int, tables: Path | None) -> I
     by_name = {path.name: path for files in found.values() for path in files}
     classes = {split: _mini_classes(root, names, found, by_name) for split, names in splits.items()}
     counts = {label: len(files) for split in SPLITS for label, files in classes[split].items()}
-    images = _same_count(f"miniImageNet under {root}", counts, 600)
+    _require_count(f"miniImageNet under {root}", counts, PER_CLASS)
     files = {split: [*some.values()] for split, some in classes.items()}
     everything = [path for some in files.values() for each_class in some for path in each_class]
-    pixels = _kept("miniimagenet", cache, everything, size, {**files}, images, partial(_from_folders, size, "RGB"))
+    pixels = _kept("miniimagenet", cache, everything, size, {**files}, PER_CLASS, partial(_from_folders, size, "RGB"))
     return Images("miniimagenet", pixels, *IMAGENET)
 
 
@@ -213,9 +212,9 @@ def _cifar(name: str, root: Path, cache: Path, size: int, download: bool) -> Ima
         raise SystemExit(f"no CIFAR-100 under {root}: expected {form}")
     _require_classes(title, root, [c for some in splits.values() for c in some], found, form)
     files = {split: [found[c] for c in some] for split, some in splits.items()}
-    images = _same_count(f"{title} under {root}", {c: len(found[c]) for some in splits.values() for c in some}, 600)
+    _require_count(f"{title} under {root}", {c: len(found[c]) for some in splits.values() for c in some}, PER_CLASS)
     everything = [path for some in files.values() for one in some for path in one]
-    pixels = _kept(name, cache, everything, size, {**files}, images, partial(_from_folders, size, "RGB"))
+    pixels = _kept(name, cache, everything, size, {**files}, PER_CLASS, partial(_from_folders, size, "RGB"))
     return Images(name, pixels, *CIFAR)
 
 
@@ -232,10 +231,10 @@ def _original_cifar(name: str, root: Path, splits: dict[str, list[str]], cache: 
         data = np.concatenate([np.asarray(part["data"], dtype=np.uint8).reshape(-1, 3, 32, 32) for part in parts])
         labels = np.concatenate([np.asarray(part["fine_labels"]) for part in parts])
         classes = [data[labels == names.index(c)] for c in wanted]
-        _same_count(f"CIFAR-100 under {root}", dict(zip(wanted, map(len, classes), strict=True)), 600)
+        _require_count(f"CIFAR-100 under {root}", dict(zip(wanted, map(len, classes), strict=True)), PER_CLASS)
         return each(classes, size)
 
-    return Images(name, _kept(name, cache, paths, size, {**splits}, 600, rows), *CIFAR)
+    return Images(name, _kept(name, cache, paths, size, {**splits}, PER_CLASS, rows), *CIFAR)
 
 
 def _packed_cifar(name: str, path: Path, splits: dict[str, list[str]], cache: Path, size: int) -> Images:
@@ -246,20 +245,20 @@ def _packed_cifar(name: str, path: Path, splits: dict[str, list[str]], cache: Pa
     with table.open() as file:
         index = {row["class"]: int(row["index"]) for row in csv.DictReader(file)}
     _require_classes("CIFAR-100", table, [c for some in splits.values() for c in some], index, "100 classes")
-    images, kept = 160, list[Array]()
+    kept = list[Array]()
 
     def rows(wanted: Sequence[str]) -> Iterable[Array]:
-        kept[:] = kept or [_unpacked_cifar(path, images)]
+        kept[:] = kept or [_unpacked_cifar(path)]
         return each([kept[0][index[c]] for c in wanted], size)
 
-    pixels = _kept(name, cache, [path, table], size, {**splits}, images, rows)
-    return Images(name, pixels, *CIFAR, note=f"{images} images of each class instead of 600")
+    pixels = _kept(name, cache, [path, table], size, {**splits}, PACKED, rows)
+    return Images(name, pixels, *CIFAR, note=f"{PACKED} images of each class instead of 600")
 
 
-def _unpacked_cifar(path: Path, images: int) -> Array:
+def _unpacked_cifar(path: Path) -> Array:
     try:
         with lzma.open(path) as file:
-            x = np.frombuffer(file.read(), np.uint8).reshape(100, images, 3, 32, 32)
+            x = np.frombuffer(file.read(), np.uint8).reshape(100, PACKED, 3, 32, 32)
     except (lzma.LZMAError, EOFError, ValueError) as error:
         raise SystemExit(f"{path} is damaged ({error}): copy it again") from error
     x = x.cumsum(-1, dtype=np.uint8).cumsum(-2, dtype=np.uint8)
@@ -273,8 +272,9 @@ def _unpacked_cifar(path: Path, images: int) -> Array:
 
 def _omniglot(root: Path, cache: Path, size: int, download: bool) -> Images:
     """1623 characters in a fixed random order: 1100 for training, 100 for validation, 423 for test; ink is 255."""
-    order = torch.randperm(1623, generator=torch.Generator().manual_seed(0)).tolist()
-    splits: dict[str, Sequence[int]] = {"train": order[:1100], "val": order[1100:1200], "test": order[1200:]}
+    order = torch.randperm(sum(CHARACTERS.values()), generator=torch.Generator().manual_seed(0))
+    parts = torch.split(order, [*CHARACTERS.values()])
+    splits: dict[str, Sequence[int]] = {s: p.tolist() for s, p in zip(CHARACTERS, parts, strict=True)}
     packed = [root / f"images_{part}.npz" for part in ("background", "evaluation")]
     read: Callable[[Sequence[Any]], Iterable[Array]]
     if any(path.exists() for path in packed):
@@ -287,28 +287,28 @@ def _omniglot(root: Path, cache: Path, size: int, download: bool) -> Images:
 
             for background in (True, False):
                 Omniglot(str(root), background=background, download=True)
-        parts = ("background", "evaluation")
-        found = [sorted({p.parent for p in root.rglob(f"images_{part}/*/*/*.png")}) for part in parts]
+        both = ("background", "evaluation")
+        found = [sorted({p.parent for p in root.rglob(f"images_{part}/*/*/*.png")}) for part in both]
         if not any(found):
             raise SystemExit(
                 f"no Omniglot under {root}: expected torchvision's folders omniglot-py/images_background and "
                 f"images_evaluation with <alphabet>/<character>/*.png (--download fetches them into {root})"
             )
         characters = {path: sorted(path.glob("*.png")) for some in found for path in some}
-        if len(characters) != 1623:
+        if len(characters) != len(order):
             raise SystemExit(
                 f"Omniglot under {root} has {len(found[0])} background and {len(found[1])} evaluation characters, but "
-                "should have 964 and 659: delete it and fetch it again (--download)"
+                f"should have {len(order)} in all (964 and 659): delete it and fetch it again (--download)"
             )
-        counts = {f"{p.parent.name}/{p.name}": len(some) for p, some in characters.items()}
-        _same_count(f"Omniglot under {root}", counts, 20)
+        counts = {str(p.relative_to(root)): len(some) for p, some in characters.items()}
+        _require_count(f"Omniglot under {root}", counts, DRAWERS)
         listed = [*characters.values()]
         files = [path for some in listed for path in some]
 
         def read(wanted: Sequence[int]) -> Iterable[Array]:
             return (255 - decoded(listed[i], size, "L") for i in wanted)
 
-    pixels = _kept("omniglot", cache, files, size, {**splits}, 20, read, channels=1)
+    pixels = _kept("omniglot", cache, files, size, {**splits}, DRAWERS, read, channels=1)
     return Images("omniglot", pixels, (0.0,), (1.0,))
 
 
