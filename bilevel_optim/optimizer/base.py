@@ -13,9 +13,8 @@ from torch.optim import SGD, Optimizer
 
 from ..distributed.ranks import Ranks
 from ..hypergradient import Estimate
-from ..oracle.buffers import Buffers
 from ..oracle.oracle import Oracle
-from ..oracle.session import COUNTERS, Findings, Options, Session
+from ..oracle.session import Options
 from ..problem import tasks as task_layer
 from ..problem.parameters import (
     LEVELS,
@@ -35,6 +34,7 @@ from ..solvers.lower import LowerRules
 from . import memory, method
 from .checkpoint import OWN, REMADE, Checkpointed, initialises
 from .declaration import register
+from .ledger import Ledger
 from .method import ColdOptions, CommonOptions, Loss, StepFunctions, as_objective
 from .results import Results
 from .step import Given, Groups, Start, Update, changed
@@ -122,10 +122,7 @@ class BilevelOptimizer(StepFunctions, Results, Checkpointed):
         self.numbers: dict[str, Any] = {}
         self.lower_factory = lower_optimizer or SGD
         self._options = Options(vectorize, hvp, Ranks(process_group), one_loss=self.one_loss)
-        self._found, self._buffers, self._warned = Findings(), Buffers(), set[str]()
-        self._counts = dict.fromkeys(COUNTERS, 0)
-        self._steps_done = 0
-        self._last_loss: Tensor | None = None
+        self._ledger = Ledger()
         self._rules = LowerRules(self.lower_factory)
         self.default_lr = {"upper": lr, "lower": lower_lr}
         super().__init__(consistently_named([*as_groups(upper, "upper"), *as_groups(lower, "lower")]), {"lr": lr})
@@ -164,7 +161,7 @@ class BilevelOptimizer(StepFunctions, Results, Checkpointed):
             ValueError: at the first step, if a loss is not a scalar or does not depend on the parameters.
         """
         if self.finished():
-            return None if upper is None else self._last_loss
+            return None if upper is None else self._ledger.last_loss
         alone = not self.one_loss and callable(upper) and lower is tasks is closure is None
         if closure is not None or alone:
             if not alone and not (upper is lower is tasks is None):
@@ -184,10 +181,10 @@ class BilevelOptimizer(StepFunctions, Results, Checkpointed):
 
     def _step_after(self, closure: Any, *, required: bool) -> Any:
         """Update x after a closure; ``required``: it is one only if it calls :meth:`backward`."""
-        before = self._steps_done
+        before = self._ledger.steps
         with torch.enable_grad():
             result = closure()
-        if required and self._steps_done == before:
+        if required and self._ledger.steps == before:
             self.objectives(closure, None)  # one loss is not enough
         self._update()
         return result
@@ -222,7 +219,7 @@ class BilevelOptimizer(StepFunctions, Results, Checkpointed):
         estimate at x itself of a method that would look ahead of it; ``start`` gives other lower values to begin at
         than the present ones, with tasks as a function like ``lower_init``.
         """
-        with self._buffers.kept():
+        with self._ledger.buffers.kept():
             return self._proposed(upper, lower, tasks, still=still, start=start)[1]
 
     def oracle(
@@ -232,13 +229,13 @@ class BilevelOptimizer(StepFunctions, Results, Checkpointed):
         f, g = self.objectives(upper, lower)
         groups = groups or {level: level_groups(self.param_groups, level) for level in LEVELS}
         x, y = (tensors_of(groups[level], level) for level in LEVELS)
-        session = Session.begun(self._options, self._found, self._buffers, self._warned)
+        session = self._ledger.session(self._options)
         return Oracle(x, y, f, g, names=lambda: names_of(self.param_groups), session=session)
 
     @property
     def oracle_counts(self) -> dict[str, int]:
         """Cumulative oracle calls, per sample batch."""
-        return dict(self._counts)
+        return dict(self._ledger.counts)
 
     # ------------------------------------------------------------------------------------------------ the transaction
 
@@ -266,7 +263,7 @@ class BilevelOptimizer(StepFunctions, Results, Checkpointed):
             here = oracle.at(lower=start)
         random = None if self.generator is None else self.generator.get_state()
         try:
-            with self._buffers.kept_on_failure():
+            with self._ledger.buffers.kept_on_failure():
                 if tasks is None:
                     estimate = self.checked(here, given, self.estimate)
                 else:
@@ -291,7 +288,7 @@ class BilevelOptimizer(StepFunctions, Results, Checkpointed):
             solver=memory.remembered_solver(self.state, y),
             lower=Vector(y).detach(),
             numbers=dict(self.numbers),
-            steps=self._steps_done,
+            steps=self._ledger.steps,
             rule=partial(self._rules, groups["lower"]),
             generator=self.generator,
             ranks=self._options.ranks,
@@ -313,15 +310,12 @@ class BilevelOptimizer(StepFunctions, Results, Checkpointed):
         for parameter, gradient in zip(x, estimate.gradient, strict=True):
             parameter.grad = gradient.detach().clone()  # nobody else's, because gradients are clipped in place
         self.numbers = {**self.numbers, **estimate.numbers}
-        self._found, self._buffers.complete, self._warned = session.found, True, session.warned
-        for name, count in session.counts.items():
-            self._counts[name] += count
+        ledger = self._ledger
+        ledger.found, ledger.buffers.complete, ledger.warned = session.found, True, session.warned
         self.diagnostics = {"hypergradient_norm": norm, **estimate.diagnostics}
         if session.found.fallback is not None:
             self.diagnostics["vectorize_fallback"] = session.found.fallback
-        self._steps_done += 1
-        self._last_loss = estimate.loss.detach()
-        return self._last_loss
+        return ledger.enter(session.counts, estimate.loss)
 
     @torch.no_grad()
     def _update(self) -> None:

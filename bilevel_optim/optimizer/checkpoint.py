@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..distributed.ranks import Ranks
-from ..oracle.session import Findings, Options
+from ..oracle.session import Options
 from ..problem.parameters import LEVELS
 from ..solvers.lower import LowerRules
 from . import memory
-from .step import changed
+from .ledger import Ledger
 
 __all__ = ["OWN", "REMADE", "Checkpointed", "initialises"]
 
@@ -41,10 +41,7 @@ class Checkpointed(Optimizer):
     saved_options: tuple[str, ...]
     lower_factory: Callable[[Any], Optimizer]
     _options: Options
-    _found: Findings
-    _counts: dict[str, int]
-    _steps_done: int
-    _last_loss: Tensor | None
+    _ledger: Ledger
     _placeholders = False  # the state holds zeros that only show what a step would remember
 
     def state_dict(self) -> dict[str, Any]:
@@ -57,12 +54,9 @@ class Checkpointed(Optimizer):
         state["state"] = memory.copied(state["state"])  # later steps write into tables
         own = {
             "method": type(self).__name__,
-            "steps_done": self._steps_done,
+            **self._ledger.saved(),
             "placeholders": self._placeholders,
-            "oracle_counts": dict(self._counts),
-            "fallback": self._found.fallback,
             "generator": None if self.generator is None else self.generator.get_state(),
-            "last_loss": self._last_loss,
             "numbers": self.numbers,
             "options": {name: getattr(self, name) for name in self.saved_options},
         }
@@ -76,9 +70,7 @@ class Checkpointed(Optimizer):
         memory.load_exactly(self, super().load_state_dict, state_dict, self.place_of)
         self.param_groups[0][OWN], self._placeholders = b"", False
         self._rules = LowerRules(self.lower_factory)
-        self._steps_done, self._last_loss = own["steps_done"], own["last_loss"]
-        self._counts.update(own["oracle_counts"])
-        self._found = changed(self._found, fallback=own["fallback"])
+        self._ledger.load(own)
         if own["generator"] is not None and self.generator is not None:
             self.generator.set_state(own["generator"].cpu())
         self.numbers = own["numbers"]
@@ -96,7 +88,7 @@ class Checkpointed(Optimizer):
 
     def _initialise(self) -> None:
         """Before the first step, let the state show what a step would remember."""
-        if self._steps_done == 0:
+        if self._ledger.steps == 0:
             self.state.update(initial_state(self, self._options.ranks))
             self._placeholders = bool(self.state)
 

@@ -99,8 +99,6 @@ def test_what_only_a_step_can_tell_is_not_lost_silently(row, tmp_path):
 
 
 def test_a_stateful_lower_optimizer_and_a_scheduled_rate(tmp_path):
-    x, y = torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True)
-
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -108,9 +106,7 @@ def test_a_stateful_lower_optimizer_and_a_scheduled_rate(tmp_path):
 
     def start():
         model = Model()
-        optimizer = bo.AID(
-            [model.x], [model.y], lr=0.1, lower_lr=0.01, lower_steps=2, lower_optimizer=torch.optim.Adam
-        )
+        optimizer = bo.AID([model.x], [model.y], lr=0.1, lower_lr=0.01, lower_steps=2, lower_optimizer=torch.optim.Adam)
         return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
     def run(model, optimizer, schedule):
