@@ -214,7 +214,7 @@ def test_cifar_of_torchvision(tmp_path, name):
         {"train": 64, "val": 16, "test": 20} if name == "cifar_fs" else {"train": 60, "val": 20, "test": 20}
     )
     (tmp_path / "cifar-100-python" / "test").unlink()
-    with pytest.raises(SystemExit, match="test is missing: delete .*--download"):
+    with pytest.raises(SystemExit, match=r"test is missing: delete .*--download"):
         load(name, tmp_path, tmp_path / "other")
 
 
@@ -267,7 +267,7 @@ def test_omniglot_of_torchvision(tmp_path):
     assert {s: tuple(p.shape) for s, p in images.pixels.items()} == {s: (n, 2, 1, 12, 12) for s, n in COUNTS.items()}
     assert sorted(v for some in values(images).values() for v in some) == [0, 1, 10, 11, 20, 21, 30, 31, 40]
     next(tmp_path.rglob("1.png")).unlink()
-    with pytest.raises(SystemExit, match="must have 2 images, but .* has 1"):
+    with pytest.raises(SystemExit, match=r"must have 2 images, but .* has 1"):
         load("omniglot", tmp_path, tmp_path / "cache", size=12)
     with pytest.raises(SystemExit, match=r"no Omniglot under .*--download"):
         load("omniglot", tmp_path / "nothing", tmp_path / "cache")

@@ -218,7 +218,7 @@ def test_every_learner_lowers_its_loss_and_changes_no_statistics(name):
     outer = torch.optim.Adam(made.upper, 0.02)
     before = {k: v.clone() for k, v in made.network.state_dict().items()}
     losses = []
-    for _ in range(8):
+    for _ in range(5):
         state = [p.detach().clone() for p in made.upper]
         made.generator.manual_seed(5)  # the same episodes each time
         losses.append(float(made.backward(problems.episodes())))
