@@ -1,0 +1,12 @@
+"""All experiments by their names."""
+
+from __future__ import annotations
+
+from . import saddle
+from .experiment import Experiment
+
+__all__ = ["EXPERIMENTS"]
+
+EXPERIMENTS: dict[str, Experiment] = {
+    experiment.id: experiment for module in (saddle,) for experiment in module.EXPERIMENTS
+}
