@@ -95,7 +95,8 @@ def page(experiments: Iterable[Experiment], results: Path = RESULTS, scale: str 
         if isinstance(found, str):
             lines.append(f"{head} | {found} | | |")
         else:
-            timed = found["at equal seconds"].split(":")[0] if isinstance(experiment.rule, Better) else ""
+            speed = isinstance(experiment.rule, Better) and experiment.rule.speed
+            timed = found["at equal seconds"].split(":")[0] if speed else ""
             lines.append(f"{head} {found['reason']} | **{found['verdict']}** | {timed} | {found['minutes']:g} |")
     return "\n".join([*lines, "", *details]).rstrip() + "\n"
 

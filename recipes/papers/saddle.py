@@ -80,11 +80,11 @@ def experiment(name: str, start: str, figure: str) -> Experiment:
         id=name,
         paper="arXiv:2307.00126",
         figure=figure,
-        claim=f"PRAGDA comes to the minimum faster than iMCN and GDA ({start})",
+        claim=f"PRAGDA comes to the minimum with fewer calls than iMCN, by its momentum ({start})",
         value="no figure in the text: PRAGDA faster than iMCN",
         run=partial(run, start=STARTS[start]),
         arms=ARMS,
-        rule=Better(method="PRAGDA", rivals=("iMCN", "GDA"), control="no momentum", speed=True),
+        rule=Better(method="PRAGDA", rivals=("iMCN",), control="no momentum", speed=True),
         score="log10 of the calls to a gap of 1e-8",
         unit="gradients and products",
         scales={
@@ -95,6 +95,7 @@ def experiment(name: str, start: str, figure: str) -> Experiment:
         target=TOLERANCE,
         shares=(),
         departures=(
+            "the text says nothing of GDA, which is shown beside them",
             "the printed grid of step sizes diverges (10 to 5,000); here steps of 1/20 for y, all others searched",
             "PRAGDA perturbs its first point too, without which it would begin with an escape by rounding",
             "a joint product counts as one call",
