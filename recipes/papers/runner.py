@@ -103,10 +103,13 @@ def judged(experiment: Experiment, found: dict[str, Found], runs: dict[str, list
         name: statistics.fmean(_finite(r["half"], r) - _finite(r["score"], r) for r in results)
         for name, results in runs.items()
     }
-    # The same for all arms: when the first of those that are compared has spent its budget.
-    end = min(statistics.fmean(r["seconds"] for r in runs[name]) for name in rule.arms)
+    # The same for all arms: when the first of those that are compared has spent its budget. Of a time to a target, all.
+    first = min(statistics.fmean(r["seconds"] for r in runs[name]) for name in rule.arms)
     timed = {
-        name: [_finite(scored(experiment, r["curve"], "seconds", end), r) for r in results]
+        name: [
+            _finite(scored(experiment, r["curve"], "seconds", first if experiment.target is None else r["seconds"]), r)
+            for r in results
+        ]
         for name, results in runs.items()
     }
     return Outcome(
