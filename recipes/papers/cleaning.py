@@ -74,14 +74,14 @@ def experiment(share: float) -> Experiment:
         scales={
             "smoke": {"share": share, "data": "digits", "sizes": [200, 100], "budget": 400, "seeds": 3,
                       "evaluations": 2, "search": False},
-            "cpu": {"share": share, "data": "mnist", "sizes": [2000, 500], "budget": 2000, "seeds": 5,
+            "cpu": {"share": share, "data": "mnist", "sizes": [1000, 300], "budget": 1000, "seeds": 5,
                     "evaluations": 4},
             "full": {"share": share, "data": "mnist", "sizes": [20_000, 5000], "budget": 20_000, "seeds": 5,
                      "evaluations": 10},
         },
         moves=4,
         departures=(
-            "2,000 training and 500 validation images at the scale cpu (20,000 and 5,000 in the paper)",
+            "1,000 training and 300 validation images at the scale cpu (20,000 and 5,000 in the paper)",
             "6 steps of conjugate gradients, lower steps of 2/L (the weights of 1/2 halve the curvature), lower "
             "momentum 0.9; the paper chooses these from a grid and does not print the result",
             "zero start of W and of the weights; the budget is ours",

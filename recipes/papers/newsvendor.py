@@ -34,7 +34,7 @@ def run(trial: Trial) -> list[Point]:
 
 
 LR = axis(3e-4, 1e-3, 3e-3)
-PRICES = axis(0.1, 1.0, 10.0, 100.0, most=1e4, least=1e-3)
+PRICES = axis(1.0, 10.0, 100.0, most=1e4, least=1e-3)
 ARMS = {
     "WDRO-SI": Arm("rt-mlmc", {"lr": LR, "price": PRICES}, "all terms of the Neumann series, evenly spread levels"),
     "WDRO-SI as printed": Arm("rt-mlmc-paper", {"lr": LR, "price": PRICES}),
@@ -65,11 +65,11 @@ def experiment(name: str, demands: int, shift: float = 0.0) -> Experiment:
         unit="updates",
         scales={
             "smoke": {**problem, "budget": 30, "seeds": 3, "test_points": 2000, "search": False},
-            "cpu": {**problem, "budget": 300, "seeds": 10, "test_points": 20_000},
+            "cpu": {**problem, "budget": 150, "seeds": 6, "test_points": 20_000},
             "full": {**problem, "budget": 3000, "seeds": 10, "test_points": 200_000},
         },
         smooth=5,
-        moves=10,
+        moves=6,
         departures=(
             "h = 1, b = 4, networks 100-64-64-1, the number of updates and of rows are ours: the text has none of them",
             "the true weights are uniform on +-1/sqrt(fan in): the printed [0, 1) makes the demand constant",

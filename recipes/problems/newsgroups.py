@@ -38,10 +38,13 @@ class SparseFeatures:
         product: Tensor = _Product.apply(self, False, other)
         return product
 
-    def __getitem__(self, index: slice) -> SparseFeatures:
-        if index != slice(None):
-            raise NotImplementedError("sparse features are used as a whole")
-        return self
+    def __getitem__(self, index: slice | Tensor) -> SparseFeatures:
+        """All, or a copy of some rows, which is slow: keep it."""
+        if isinstance(index, slice):
+            if index != slice(None):
+                raise NotImplementedError("rows of sparse features are taken by a tensor of indices")
+            return self
+        return SparseFeatures(self.matrix.to_sparse_coo().index_select(0, index).coalesce())
 
     def largest_singular_value(self, iterations: int = 50) -> float:
         """By power iteration."""
@@ -78,7 +81,9 @@ class _Product(torch.autograd.Function):
         return product.reshape(len(product), *columns.shape[1:]), 1
 
 
-def load_newsgroups(root: Path | None, download: bool, keep: bool, seed: int) -> tuple[Part, Part, Part]:
+def load_newsgroups(
+    root: Path | None, download: bool, keep: bool, seed: int, least: int = 1
+) -> tuple[Part, Part, Part]:
     """Training, validation (stratified halves of the official training part) and test part.
 
     Args:
@@ -87,6 +92,7 @@ def load_newsgroups(root: Path | None, download: bool, keep: bool, seed: int) ->
         download: let scikit-learn fetch the texts into ``root``.
         keep: keep headers, footers and quoted replies, which give the group away.
         seed: of the split.
+        least: number of texts that a word is in, or it is no feature.
     """
     from scipy.sparse import csr_matrix
     from sklearn.feature_extraction.text import TfidfVectorizer
@@ -98,7 +104,7 @@ def load_newsgroups(root: Path | None, download: bool, keep: bool, seed: int) ->
         train, test = _stripped(train), _stripped(test)
     names = sorted(set(train_groups))
     numbers = {name: i for i, name in enumerate(names)}
-    vectorizer = TfidfVectorizer()
+    vectorizer = TfidfVectorizer(min_df=least)
     whole, held_out = vectorizer.fit_transform(train), vectorizer.transform(test)
     labels = [numbers[g] for g in train_groups]
     first, second = train_test_split(list(range(len(labels))), test_size=0.5, stratify=labels, random_state=seed)
