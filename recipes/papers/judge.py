@@ -73,6 +73,9 @@ def judge(
     figures = f"{rule.method} {_mean(method)}, {best} {_mean(scores[best])}, difference {found}"
     refuting = [r for r in rule.rivals if differences[r].high < rule.least]
     if refuting:
+        best = min(refuting, key=lambda r: differences[r].high)
+        found = differences[best]
+        figures = f"{rule.method} {_mean(method)}, {best} {_mean(scores[best])}, difference {found}"
         # At the edge of the grid of the rival it is only better still.
         if open_axes := edges.get(rule.method):
             return Verdict(UNDECIDED, f"{', '.join(open_axes)} of {rule.method} at an edge ({figures})")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import bilevel_optim as bo
 
 from ..common import spend
 from ..common.records import Records
@@ -56,7 +59,10 @@ def execute(
         unit = {"arm": name, "setting": setting, "seed": seed, "share": share}
 
         def made() -> Point:
-            result = summarised(experiment, experiment.run(trial), trial.budget, keep=seed != SEARCH_SEED)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", bo.BilevelWarning)  # what goes wrong is seen in the scores
+                curve = experiment.run(trial)
+            result = summarised(experiment, curve, trial.budget, keep=seed != SEARCH_SEED)
             say(f"{experiment.id} {name} {setting} seed {seed} share {share:g}: {result['score']:.5g}")
             return result
 
