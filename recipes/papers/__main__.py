@@ -37,11 +37,11 @@ def main(arguments: list[str] | None = None) -> None:
             parser.error(f"no experiment {' '.join(args.ids)}: see list")
         out = args.out or (RESULTS if args.scale == "cpu" else Path("results") / f"papers-{args.scale}")
         for experiment in chosen:
-            folder = out / experiment.id
+            folder = out / experiment.source
             config_of(experiment, args.scale, folder)
             records = Records(folder / "records.jsonl")
             outcome = execute(experiment, args.scale, records, args.data_root, lambda text: print(text, flush=True))
-            keep(experiment, outcome, folder)
+            keep(experiment, outcome, out / experiment.id)
             print(f"{experiment.id} {outcome.verdict}\n  at equal seconds {outcome.timed}\n  {records.made} new runs")
 
 

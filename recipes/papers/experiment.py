@@ -116,6 +116,7 @@ class Experiment:
         moves: most runs beside the best setting.
         departures: from the paper, all of them.
         data: name of the folder of the data below ``--data-root``. Default: None, nothing is read.
+        like: name of the experiment whose runs these are, judged by another rule. Default: its own.
     """
 
     id: str
@@ -135,11 +136,17 @@ class Experiment:
     moves: int = 20
     departures: tuple[str, ...] = ()
     data: str | None = None
+    like: str = ""
 
     def __post_init__(self) -> None:
         """Refuse a rule about arms that there are not."""
         if missing := [name for name in self.rule.arms if name not in self.arms]:
             raise ValueError(f"{self.id}: no arm {missing[0]}")
+
+    @property
+    def source(self) -> str:
+        """Name of the experiment whose records it uses."""
+        return self.like or self.id
 
     def config(self, scale: str) -> dict[str, Any]:
         """All that decides the numbers, as plain data: kept beside the records, which belong to it."""
