@@ -151,7 +151,7 @@ def learn(problem: Newsvendor, name: str, price: float, args: Any) -> dict[str, 
 
     @torch.no_grad()
     def test(k: int, _: None) -> dict[str, float]:
-        orders = torch.cat([rule(part) for part in problem.shown_xi.split(50_000)])  # type: ignore[no-untyped-call]
+        orders = torch.cat([rule(part) for part in problem.shown_xi.split(50_000)])
         return {"cost": float(cost(orders, problem.test_eta).mean())}
 
     curve = train(step, test, steps=args.steps, label=f"{name} {price:g}", every=max(args.steps // 25, 1), first=True)

@@ -28,25 +28,25 @@ class Axis(NamedTuple):
     extends: bool = True
 
     def neighbours(self, value: Any) -> list[Any]:
-        """Values beside one: of the grid, or beyond its ends by the ratio of the last two; none where it is closed."""
+        """Values beside one: of the grid, or beyond its ends by the ratio there; none where it is closed."""
         if len(self.values) < 2:
             return []
         found = []
         for ordered in (self.values, self.values[::-1]):
-            first, second = ordered[:2]
-            inside = [v for v in ordered if (v > value if second > first else v < value)]
-            if inside:
-                found.append(inside[0])
-                continue
-            if not self.extends:
-                continue
-            a, b = ordered[-2:]
-            beyond = value * (b / a)
-            beyond = round(beyond) if isinstance(value, int) else float(f"{beyond:.6g}")
-            beyond = min(max(beyond, self.least), self.most)
-            if beyond != value and (beyond > 0 or self.least < 0):
-                found.append(beyond)
-        return found
+            up = ordered[1] > ordered[0]
+            onward = [v for v in ordered if (v > value if up else v < value)]
+            if 0 < len(onward) < len(ordered):
+                found.append(onward[0])
+            elif onward:  # before the first: towards the grid
+                nearer = self._beyond(value, ordered[1] / ordered[0])
+                found.append(min(nearer, ordered[0]) if up else max(nearer, ordered[0]))
+            elif self.extends:
+                found.append(self._beyond(value, ordered[-1] / ordered[-2]))
+        return [v for v in found if v != value and v > 0]
+
+    def _beyond(self, value: Any, ratio: float) -> Any:
+        beside = round(value * ratio) if isinstance(value, int) else float(f"{value * ratio:.6g}")
+        return min(max(beside, self.least), self.most)
 
 
 def axis(*values: Any, least: float = 0.0, most: float = math.inf, extends: bool = True) -> Axis:
@@ -89,11 +89,13 @@ def search(
         keep: part of the settings that a round leaves to the next.
         moves: most runs of neighbours.
     """
-    settings = [dict(zip(grid, values, strict=True)) for values in itertools.product(*(a.values for a in grid.values()))]
+    settings = [
+        dict(zip(grid, values, strict=True)) for values in itertools.product(*(a.values for a in grid.values()))
+    ]
     for share in shares:
         if len(settings) <= 2:
             break
-        ranked = sorted(settings, key=lambda setting: score(setting, share))  # noqa: B023
+        ranked = sorted(settings, key=lambda setting: score(setting, share))
         settings = ranked[: max(2, math.ceil(len(settings) * keep))]
     best = min(settings, key=lambda setting: score(setting, 1.0))
     least, known = score(best, 1.0), {_key(setting) for setting in settings}  # with the whole budget

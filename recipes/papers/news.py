@@ -39,7 +39,7 @@ class Chunks:
 
 
 @lru_cache(maxsize=1)
-def problem_of(seed: int, data: str, root: Path | None, least: int, batch: int) -> tuple[Regularised, Any, Any]:
+def problem_of(seed: int, data: str, root: Path | None, least: int, batch: int) -> tuple[Regularised, Chunks, Chunks]:
     """The problem of one split, and the batches of its training and of its validation part."""
     generator = torch.Generator().manual_seed(seed)
     if data == "digits":
@@ -49,7 +49,8 @@ def problem_of(seed: int, data: str, root: Path | None, least: int, batch: int) 
     size, classes = parts[0].features.shape[1], int(parts[0].labels.max()) + 1
     problem = Regularised(parts, ridge=1 / (2 * classes * size), x=torch.zeros(size, 1))
     problem.tol = 3e-4
-    return problem, *(Chunks(part, batch, generator) for part in parts[:2])
+    train, val = (Chunks(part, batch, generator) for part in parts[:2])
+    return problem, train, val
 
 
 def run(trial: Trial) -> list[Point]:
@@ -85,8 +86,8 @@ def run(trial: Trial) -> list[Point]:
     return follow(step, measure, lambda: gradients(optimizer), trial.budget, scale["evaluations"])
 
 
-RAW, LENGTH = axis(100.0, 1000.0, 10000.0), axis(1.0, 3.0, 10.0)
-RATE, STEPS = axis(1.0, 4.0), {"lower_steps": 10}
+RAW, LENGTH, RATE = axis(100.0, 1000.0, 10000.0), axis(1.0, 3.0, 10.0), axis(1.0, 4.0)
+STEPS: dict[str, Any] = {"lower_steps": 10}
 HVP = {"lr": RAW, "rate": RATE}
 
 

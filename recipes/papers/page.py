@@ -37,8 +37,7 @@ def summary(experiment: Experiment, outcome: Outcome) -> dict[str, Any]:
         "scores": {name: str(interval(scores)) for name, scores in outcome.scores.items()},
         "settings": {name: found.setting for name, found in outcome.found.items()},
         "diverged": {
-            name: sum("diverged" in r or r.get("reached") is False for r in runs)
-            for name, runs in outcome.runs.items()
+            name: sum("diverged" in r or r.get("reached") is False for r in runs) for name, runs in outcome.runs.items()
         },
         "seconds per run": {
             name: float(f"{statistics.fmean(r['seconds'] for r in runs):.3g}") for name, runs in outcome.runs.items()
@@ -65,20 +64,21 @@ def page(experiments: Iterable[Experiment], results: Path = RESULTS, scale: str 
     """The page of all experiments, judged anew from their records."""
     rows, details, known = [], [], list(experiments)
     for experiment in known:
-        folder = results / experiment.source
+        head = f"| `{experiment.id}` ({experiment.figure}) | {experiment.claim} | {experiment.value} |"
+        path = results / experiment.source / "records.jsonl"
         try:
-            outcome = execute(experiment, scale, Records(folder / "records.jsonl", frozen=True))
+            found = summary(experiment, execute(experiment, scale, Records(path, frozen=True)))
         except Missing:
-            begun = (folder / "records.jsonl").exists()
-            rows.append([experiment, "begun, not finished" if begun else "not run", None])
+            rows.append(f"{head} {'begun, not finished' if path.exists() else 'not run'} | | | |")
             continue
-        rows.append([experiment, summary(experiment, outcome), outcome])
-        details.append(_details(experiment, summary(experiment, outcome)))
-    done = sum(isinstance(r[1], dict) for r in rows)
+        speed = isinstance(experiment.rule, Better) and experiment.rule.speed
+        timed = found["at equal seconds"].split(":")[0] if speed else ""
+        rows.append(f"{head} {found['reason']} | **{found['verdict']}** | {timed} | {found['minutes']:g} |")
+        details.append(_details(experiment, found))
     lines = [
         "# The papers' experiments",
         "",
-        f"Made by `python -m recipes.papers report` from the records in `results/`: {done} of {len(known)} experiments "
+        f"Made by `python -m recipes.papers report` from the records in `results/`: {len(details)} of {len(known)} experiments "
         "have been run at the scale `cpu`.",
         "A verdict is computed, by the rule of `judge.py`: HOLDS, FAILS, NOT DUE TO METHOD (a control without what the "
         "claim is about",
@@ -92,15 +92,7 @@ def page(experiments: Iterable[Experiment], results: Path = RESULTS, scale: str 
         "| experiment | claim | paper | here | verdict | at equal seconds | minutes |",
         "|---|---|---|---|---|---|---|",
     ]
-    for experiment, found, _ in rows:
-        head = f"| `{experiment.id}` ({experiment.figure}) | {experiment.claim} | {experiment.value} |"
-        if isinstance(found, str):
-            lines.append(f"{head} | {found} | | |")
-        else:
-            speed = isinstance(experiment.rule, Better) and experiment.rule.speed
-            timed = found["at equal seconds"].split(":")[0] if speed else ""
-            lines.append(f"{head} {found['reason']} | **{found['verdict']}** | {timed} | {found['minutes']:g} |")
-    return "\n".join([*lines, "", *details]).rstrip() + "\n"
+    return "\n".join([*lines, *rows, "", *details]).rstrip() + "\n"
 
 
 def _details(experiment: Experiment, found: Mapping[str, Any]) -> str:
@@ -116,18 +108,34 @@ def _details(experiment: Experiment, found: Mapping[str, Any]) -> str:
         "|---|---|---|---|---|",
     ]
     for name in experiment.arms:
-        setting = ", ".join(f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in found["settings"][name].items())
+        setting = ", ".join(
+            f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in found["settings"][name].items()
+        )
         lines.append(
             f"| {name} | {found['scores'][name]} | {setting or '-'} | {found['seconds per run'][name]:g} | "
             f"{found['diverged'][name] or ''} |"
         )
     notes = [f"{name}: {arm.note}" for name, arm in experiment.arms.items() if arm.note]
-    lines += ["", "Departures from the paper, and notes:", "", *(f"- {d}" for d in (*experiment.departures, *notes)), ""]
+    lines += [
+        "",
+        "Departures from the paper, and notes:",
+        "",
+        *(f"- {d}" for d in (*experiment.departures, *notes)),
+        "",
+    ]
     return "\n".join(lines)
 
 
 def write_page(experiments: Iterable[Experiment]) -> Path:
-    """Write the page beside the experiments."""
+    """Write the page beside the experiments, and judge again what the records are complete of."""
+    known = list(experiments)
+    for experiment in known:
+        try:
+            records = Records(RESULTS / experiment.source / "records.jsonl", frozen=True)
+            found = summary(experiment, execute(experiment, "cpu", records))
+        except Missing:
+            continue
+        save_json(RESULTS / experiment.id / "verdict.json", found)
     path = Path(__file__).parent / "RESULTS.md"
-    path.write_text(page(experiments))
+    path.write_text(page(known))
     return path

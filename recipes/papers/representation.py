@@ -23,7 +23,9 @@ __all__ = ["EXPERIMENTS"]
 def run(trial: Trial) -> list[Point]:
     """Until the oracle calls are spent; the score is the loss that all methods see, after N lower steps from y_0."""
     scale, setting = trial.scale, dict(trial.setting)
-    task = regression(tuple(scale["layers"]), scale["n"], scale["ridge"], SimpleNamespace(seed=trial.seed, device="cpu"))
+    task = regression(
+        tuple(scale["layers"]), scale["n"], scale["ridge"], SimpleNamespace(seed=trial.seed, device="cpu")
+    )
     torch.manual_seed(trial.seed)
     adam = torch.optim.Adam(task.x, lr=setting.pop("lr"))
     optimizer: bo.BilevelOptimizer = trial.make(
@@ -31,9 +33,7 @@ def run(trial: Trial) -> list[Point]:
         generator=torch.Generator().manual_seed(trial.seed), **setting,
     )  # fmt: skip
     start = [t.detach().clone() for t in task.y]
-    probe = bo.FirstOrder(
-        task.x, task.y, lr=1.0, lower_lr=1e-3, lower_steps=scale["lower_steps"], warm_start=False
-    )
+    probe = bo.FirstOrder(task.x, task.y, lr=1.0, lower_lr=1e-3, lower_steps=scale["lower_steps"], warm_start=False)
 
     def step() -> None:
         optimizer.backward(task.upper, task.lower)
@@ -51,8 +51,8 @@ def run(trial: Trial) -> list[Point]:
 
 def arms(lr: dict[str, Any], smoothing: float, linear_steps: int) -> dict[str, Arm]:
     """Those of the figure, and what the authors' code computes; ``lr`` by name."""
-    random = {"smoothing": smoothing}
-    makes = {
+    random: dict[str, Any] = {"smoothing": smoothing}
+    makes: dict[str, tuple[Any, str]] = {
         "PZOBO": (partial(bo.PZOBO, directions=1, **random), "one Gaussian direction, as the text has it"),
         "PZOBO, code": (
             partial(bo.PZOBO, directions=1, **random, **CODE),

@@ -50,8 +50,8 @@ def problem_of(seed: int, root: Path | None, data: str, most: int, tasks: int, r
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(examples.labels), generator=generator)
     scales = 1 + 10 * torch.rand(tasks, generator=generator) if tasks > 1 else None
-    chosen = order[:train], order[train : train + min(val, most)]
-    return Reweighting(*(examples.take(index) for index in chosen), ridge, scales)
+    first, second = examples.take(order[:train]), examples.take(order[train : train + min(val, most)])
+    return Reweighting(first, second, ridge, scales)
 
 
 def run(trial: Trial) -> list[Point]:
@@ -62,9 +62,7 @@ def run(trial: Trial) -> list[Point]:
     options = {key: value for key, value in trial.setting.items() if key not in ("lr", "lower_lr")}
     method = method._replace(make=partial(method.make, **options))
     rates = len(problem.train) * trial.setting["lr"], trial.setting["lower_lr"] * problem.lower_lr
-    args = SimpleNamespace(
-        samples=trial.budget, batch=32, task_batch=10, evaluations=scale["evaluations"]
-    )
+    args = SimpleNamespace(samples=trial.budget, batch=32, task_batch=10, evaluations=scale["evaluations"])
     found = reweight(problem, method, rates, trial.seed, args)
     start = found["curve"][0]["solved"]
     curve = [
@@ -77,7 +75,7 @@ def run(trial: Trial) -> list[Point]:
 
 RATES = {"lr": axis(1.0, 10.0, 100.0), "lower_lr": axis(0.1, 0.5, 2.0)}
 STORM: dict[str, Axis] = {**RATES, "beta": axis(0.3, 1.0, most=1.0)}
-CUBE_ROOT = {"schedule": "cube_root"}
+CUBE_ROOT: dict[str, Any] = {"schedule": "cube_root"}
 
 
 def arms(*names: str) -> dict[str, Arm]:
@@ -89,6 +87,7 @@ def one(data: str) -> Experiment:
     """One lower problem."""
     problem = {"data": data, "tasks": 1, "ridge": 0.01}
     svrb = Method(partial(bo.SVRB, **CUBE_ROOT), floor=True, matrices=True)
+    fresh = Method(partial(bo.SVRB, beta=1.0), (1 / 3, 1 / 3), floor=True, matrices=True)
     return Experiment(
         id=f"002-libsvm-{data}",
         paper="arXiv:2105.02266",
@@ -98,7 +97,7 @@ def one(data: str) -> Experiment:
         run=run,
         arms={
             "SVRB": Arm(svrb, STORM),
-            "SVRB, no memory": Arm(Method(partial(bo.SVRB, beta=1.0), (1 / 3, 1 / 3), floor=True, matrices=True), RATES),
+            "SVRB, no memory": Arm(fresh, RATES),
             **arms("stable", "ttsa", "stocbio", "bsa"),
         },
         rule=Better(

@@ -15,7 +15,7 @@ from ..common import spend
 from ..common.records import Records
 from ..common.search import Found, search
 from .experiment import SEARCH_SEED, Arm, Experiment, Point, Trial
-from .judge import Verdict, interval, judge
+from .judge import Verdict, judge
 
 __all__ = ["Outcome", "execute", "follow"]
 

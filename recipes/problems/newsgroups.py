@@ -45,7 +45,8 @@ class SparseFeatures:
             if index != slice(None):
                 raise NotImplementedError("rows of sparse features are taken by a tensor of indices")
             return self
-        return SparseFeatures(self.matrix.to_sparse_coo().index_select(0, index).coalesce())
+        whole: Tensor = self.matrix.to_sparse_coo()  # type: ignore[no-untyped-call]
+        return SparseFeatures(whole.index_select(0, index).coalesce())
 
     def largest_singular_value(self, iterations: int = 50) -> float:
         """By power iteration."""
