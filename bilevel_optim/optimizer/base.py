@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import SGD, Optimizer
 
 from ..distributed.ranks import Ranks
 from ..hypergradient import Estimate
-from ..oracle.buffers import Buffers
 from ..oracle.oracle import Oracle
-from ..oracle.session import COUNTERS, Findings, Options, Session
+from ..oracle.session import Options
 from ..problem import tasks as task_layer
 from ..problem.parameters import (
     LEVELS,
@@ -33,14 +32,17 @@ from ..problem.parameters import (
 from ..problem.vector import Vector
 from ..solvers.lower import LowerRules
 from . import memory, method
+from .checkpoint import OWN, REMADE, Checkpointed, initialises
 from .declaration import register
+from .ledger import Ledger
 from .method import ColdOptions, CommonOptions, Loss, StepFunctions, as_objective
+from .results import Results
 from .step import Given, Groups, Start, Update, changed
 
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "Loss", "as_objective"]
 
 
-class BilevelOptimizer(StepFunctions, Optimizer):
+class BilevelOptimizer(StepFunctions, Results, Checkpointed):
     r"""Base class of the methods for :math:`\min_x f(x, y^*(x))`, :math:`y^*(x) = \arg\min_y g(x, y)`.
 
     A real ``torch.optim.Optimizer``: ``param_groups`` holds the groups of the upper parameters x, then those of the
@@ -120,16 +122,15 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         self.numbers: dict[str, Any] = {}
         self.lower_factory = lower_optimizer or SGD
         self._options = Options(vectorize, hvp, Ranks(process_group), one_loss=self.one_loss)
-        self._found, self._buffers, self._warned = Findings(), Buffers(), set[str]()
-        self._counts = dict.fromkeys(COUNTERS, 0)
-        self._steps_done = 0
-        self._last_loss: Tensor | None = None
+        self._ledger = Ledger()
         self._rules = LowerRules(self.lower_factory)
         self.default_lr = {"upper": lr, "lower": lower_lr}
         super().__init__(consistently_named([*as_groups(upper, "upper"), *as_groups(lower, "lower")]), {"lr": lr})
+        self.param_groups[0][OWN] = b""
 
     # ------------------------------------------------------------------------------------------------ verbs
 
+    @_disable_dynamo
     def step(  # type: ignore[override]
         self,
         upper: Loss | None = None,
@@ -142,7 +143,7 @@ class BilevelOptimizer(StepFunctions, Optimizer):
 
         Args:
             upper: f, a callable or an `Objective`. Without any loss only the update of x is made, from the ``.grad``
-                that :meth:`backward` has set.
+                that :meth:`backward` has set. A callable alone is a closure, unless the method takes one loss.
             lower: g, likewise; left out for a method that takes one loss.
             tasks: a sampler of tasks, such as `TensorTasks`: there is one lower problem for each task, the losses are
                 bare callables that take one task's batch, and the hypergradient is the mean over the tasks drawn. Each
@@ -160,14 +161,12 @@ class BilevelOptimizer(StepFunctions, Optimizer):
             ValueError: at the first step, if a loss is not a scalar or does not depend on the parameters.
         """
         if self.finished():
-            return None if upper is None else self._last_loss
-        if closure is not None:
-            if upper is not None or lower is not None:
+            return None if upper is None else self._ledger.last_loss
+        alone = not self.one_loss and callable(upper) and lower is tasks is closure is None
+        if closure is not None or alone:
+            if not alone and not (upper is lower is tasks is None):
                 raise TypeError("step takes a closure or losses, not both")
-            with torch.enable_grad():
-                result = closure()
-            self._update()
-            return result
+            return self._step_after(upper if alone else closure, required=alone)
         if upper is None and lower is None:
             if tasks is not None:
                 raise TypeError("step takes tasks only together with both losses")
@@ -180,12 +179,27 @@ class BilevelOptimizer(StepFunctions, Optimizer):
             self._commit_update(oracle.live_x, update)
         return loss
 
+    def _step_after(self, closure: Any, *, required: bool) -> Any:
+        """Update x after a closure; ``required``: it is one only if it calls :meth:`backward`."""
+        before = self._ledger.steps
+        with torch.enable_grad():
+            result = closure()
+        if required and self._ledger.steps == before:
+            self.objectives(closure, None)  # one loss is not enough
+        self._update()
+        return result
+
+    @_disable_dynamo
     def backward(self, upper: Loss, lower: Loss | None = None, *, tasks: Any = None) -> Tensor:
         """Improve y, and set ``.grad`` of the upper parameters to the estimate of the hypergradient.
 
         Follow it with gradient clipping, with ``step()``, or with a step of any ``torch.optim`` optimizer over x.
         Arguments, result and errors as for :meth:`step`.
         """
+        wrapped = vars(self).get("_optimizer")
+        if wrapped is not None:  # Lightning's wrapper inherits from this class, and would keep the results to itself
+            loss: Tensor = wrapped.backward(upper, lower, tasks=tasks)
+            return loss
         oracle, estimate, _ = self._proposed(upper, lower, tasks)
         with torch.no_grad():
             return self._commit(oracle, estimate)
@@ -205,7 +219,7 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         estimate at x itself of a method that would look ahead of it; ``start`` gives other lower values to begin at
         than the present ones, with tasks as a function like ``lower_init``.
         """
-        with self._buffers.kept():
+        with self._ledger.buffers.kept():
             return self._proposed(upper, lower, tasks, still=still, start=start)[1]
 
     def oracle(
@@ -215,13 +229,13 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         f, g = self.objectives(upper, lower)
         groups = groups or {level: level_groups(self.param_groups, level) for level in LEVELS}
         x, y = (tensors_of(groups[level], level) for level in LEVELS)
-        session = Session.begun(self._options, self._found, self._buffers, self._warned)
+        session = self._ledger.session(self._options)
         return Oracle(x, y, f, g, names=lambda: names_of(self.param_groups), session=session)
 
     @property
     def oracle_counts(self) -> dict[str, int]:
         """Cumulative oracle calls, per sample batch."""
-        return dict(self._counts)
+        return dict(self._ledger.counts)
 
     # ------------------------------------------------------------------------------------------------ the transaction
 
@@ -249,7 +263,7 @@ class BilevelOptimizer(StepFunctions, Optimizer):
             here = oracle.at(lower=start)
         random = None if self.generator is None else self.generator.get_state()
         try:
-            with self._buffers.kept_on_failure():
+            with self._ledger.buffers.kept_on_failure():
                 if tasks is None:
                     estimate = self.checked(here, given, self.estimate)
                 else:
@@ -264,6 +278,7 @@ class BilevelOptimizer(StepFunctions, Optimizer):
 
     def _given(self, groups: Groups, x: Sequence[Tensor], y: Sequence[Tensor]) -> Given:
         """What a step is given, read from the state."""
+        self._forget_placeholders()
         return Given(
             upper_groups=groups["upper"],
             lower_groups=groups["lower"],
@@ -273,7 +288,7 @@ class BilevelOptimizer(StepFunctions, Optimizer):
             solver=memory.remembered_solver(self.state, y),
             lower=Vector(y).detach(),
             numbers=dict(self.numbers),
-            steps=self._steps_done,
+            steps=self._ledger.steps,
             rule=partial(self._rules, groups["lower"]),
             generator=self.generator,
             ranks=self._options.ranks,
@@ -295,19 +310,18 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         for parameter, gradient in zip(x, estimate.gradient, strict=True):
             parameter.grad = gradient.detach().clone()  # nobody else's, because gradients are clipped in place
         self.numbers = {**self.numbers, **estimate.numbers}
-        self._found, self._buffers.complete, self._warned = session.found, True, session.warned
-        for name, count in session.counts.items():
-            self._counts[name] += count
+        ledger = self._ledger
+        ledger.found, ledger.buffers.complete, ledger.warned = session.found, True, session.warned
         self.diagnostics = {"hypergradient_norm": norm, **estimate.diagnostics}
         if session.found.fallback is not None:
             self.diagnostics["vectorize_fallback"] = session.found.fallback
-        self._steps_done += 1
-        self._last_loss = estimate.loss.detach()
-        return self._last_loss
+        return ledger.enter(session.counts, estimate.loss)
 
     @torch.no_grad()
     def _update(self) -> None:
         """Update the upper parameters that have a ``.grad``."""
+        if initialises(self):
+            return self._initialise()
         groups = {level: level_groups(self.param_groups, level) for level in LEVELS}
         for group in groups["upper"]:
             group["params"] = [p for p in group["params"] if p.grad is not None]
@@ -338,57 +352,6 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         require_one_level(param_group, self.param_groups)
         super().add_param_group(param_group)
 
-    def state_dict(self) -> dict[str, Any]:
-        """As in torch, with the key ``"bilevel"`` for what does not belong to one parameter.
-
-        Together with the parameters themselves (the model's ``state_dict``), and with the position of the data and
-        torch's random state where the losses use them, it continues a run bit for bit.
-        """
-        state: dict[str, Any] = super().state_dict()
-        state["state"] = memory.copied(state["state"])  # later steps write into tables
-        state["bilevel"] = {
-            "method": type(self).__name__,
-            "steps_done": self._steps_done,
-            "oracle_counts": dict(self._counts),
-            "fallback": self._found.fallback,
-            "generator": None if self.generator is None else self.generator.get_state(),
-            "last_loss": self._last_loss,
-            "numbers": copy.deepcopy(self.numbers),
-            "options": {name: getattr(self, name) for name in self.saved_options},
-        }
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned, into an optimizer made with the same arguments."""
-        own = state_dict.get("bilevel")
-        if own is None:
-            raise ValueError("the state dict is not that of a BilevelOptimizer: it has no 'bilevel' entry")
-        if own["method"] != type(self).__name__:
-            raise ValueError(f"the state dict is that of {own['method']}, but this optimizer is {type(self).__name__}")
-        memory.load_exactly(self, super().load_state_dict, state_dict, self.place_of)
-        self._rules = LowerRules(self.lower_factory)
-        self._steps_done, self._last_loss = own["steps_done"], own["last_loss"]
-        self._counts.update(own["oracle_counts"])
-        self._found = changed(self._found, fallback=own["fallback"])
-        if own["generator"] is not None and self.generator is not None:
-            self.generator.set_state(own["generator"].cpu())
-        self.numbers = copy.deepcopy(own["numbers"])
-        for name in self.saved_options:
-            setattr(self, name, own["options"][name])
-
-    def place_of(self, name: str, parameter: Tensor) -> torch.device | None:
-        """The device of an entry of ``state[parameter]`` that is loaded; None for where it was saved."""
-        return memory.place_of(name, parameter)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # torch keeps three entries and makes the others again; ours must be kept too, the rules excepted.
-        own = {k: v for k, v in self.__dict__.items() if k not in REMADE and not k.startswith("_optimizer_")}
-        return {**super().__getstate__(), **own, "_rules": LowerRules(self.lower_factory)}
-
     def _parameters(self, level: str) -> list[Tensor]:
         """The parameters of one level that require a gradient."""
         return tensors_of(level_groups(self.param_groups, level), level)
-
-
-# What torch's Optimizer makes again when it is unpickled, or a scheduler has attached.
-REMADE = ("step", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured", "_opt_called")
