@@ -17,6 +17,23 @@ from .runner import Outcome, execute
 __all__ = ["RESULTS", "config_of", "keep", "page", "summary", "write_page"]
 
 RESULTS = Path(__file__).parent / "results"
+INTRODUCTION = """# The papers' experiments
+
+Made by `python -m recipes.papers report` from the records in `results/`: {} of {} experiments have been run at the scale
+`cpu`, whose sizes and budgets suit a small machine (below, with all departures from the papers). Verdicts are computed, by
+the rules of `judge.py`:
+
+* **HOLDS**: the 95 % interval of the paired differences lies above the smallest one that counts, for every rival.
+* **FAILS**: it lies below that, for some rival.
+* **NOT DUE TO METHOD**: it would hold, but a control without what the claim is about has at least half of the gain.
+* **UNDECIDED**: the interval says neither, a best setting is at an edge, there are fewer than three seeds or no control, or
+  the budget is too small.
+
+Scores: less is better; in brackets 95 % intervals over seeds. Every method has the best setting of a grid, which goes on
+until no neighbour is better, chosen with another seed than those it is judged with.
+
+| experiment | claim | paper | here | verdict | at equal seconds | minutes |
+|---|---|---|---|---|---|---|"""
 
 
 def config_of(experiment: Experiment, scale: str, folder: Path) -> None:
@@ -75,24 +92,7 @@ def page(experiments: Iterable[Experiment], results: Path = RESULTS, scale: str 
         timed = found["at equal seconds"].split(":")[0] if speed else ""
         rows.append(f"{head} {found['reason']} | **{found['verdict']}** | {timed} | {found['minutes']:g} |")
         details.append(_details(experiment, found))
-    lines = [
-        "# The papers' experiments",
-        "",
-        f"Made by `python -m recipes.papers report` from the records in `results/`: {len(details)} of {len(known)} experiments "
-        "have been run at the scale `cpu`.",
-        "A verdict is computed, by the rule of `judge.py`: HOLDS, FAILS, NOT DUE TO METHOD (a control without what the "
-        "claim is about",
-        "does at least half of it), or UNDECIDED (the interval contains the smallest difference that counts, a best "
-        "setting is at an edge,",
-        "fewer than three seeds, no control, or the budget is too small). Scores: less is better; in brackets 95 % "
-        "intervals over seeds.",
-        "Every method has the best setting of a grid, which goes on until no neighbour is better, chosen with another "
-        "seed than it is judged with.",
-        "",
-        "| experiment | claim | paper | here | verdict | at equal seconds | minutes |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    return "\n".join([*lines, *rows, "", *details]).rstrip() + "\n"
+    return "\n".join([INTRODUCTION.format(len(details), len(known)), *rows, "", *details]).rstrip() + "\n"
 
 
 def _details(experiment: Experiment, found: Mapping[str, Any]) -> str:
