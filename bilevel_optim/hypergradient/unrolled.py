@@ -98,7 +98,7 @@ def _pulled_back(
 
     def through(system: LowerSystem) -> tuple[Vector, Vector, list[dict[str, Tensor]]]:
         before, memory, slope = update_vjp(
-            rule.optimizer, step.point.y, step.memory, system.gradient, adjoint, memory_adjoint
+            rule, step.point.y, step.memory, system.gradient, adjoint, memory_adjoint
         )
         cross, hvp = system.both(slope)
         return before + hvp, cross, memory

@@ -30,6 +30,7 @@ from ..problem.parameters import (
     tensors_of,
 )
 from ..problem.vector import Vector
+from ..solvers.limits import Clip, Projection, limits_of
 from ..solvers.lower import LowerRules
 from . import memory, method
 from .declaration import register
@@ -63,6 +64,11 @@ class BilevelOptimizer(StepFunctions, Results, Optimizer):
         lower_optimizer: makes the optimizer of the lower steps from parameter groups, as ``torch.optim.Adam`` or
             ``lambda groups: torch.optim.SGD(groups, momentum=0.9)`` do. Its learning rate is that of the groups
             (``lower_lr``). With warm starts its state lasts too. Default: ``torch.optim.SGD``.
+        lower_clip: limit lower gradients: a number, the norm over all of y (of each task or copy by itself) above which
+            they are scaled down to it; ``("value", c)``, every entry to [-c, c]. Default: None.
+        lower_projection: takes the list of the lower tensors' values after each lower step, and returns what they are
+            to be, such as ``lambda y: [t.clamp(min=0) for t in y]``. It is differentiated where lower steps are;
+            implicit methods raise ValueError when y is where it changes the solution. Default: None.
         check_finite: raise `NonFiniteError`, before anything is written, if an oracle returns NaN or infinity; costs
             one host synchronisation per step. Default: True.
         generator: source of the method's own random numbers. Default: torch's default one.
@@ -105,6 +111,8 @@ class BilevelOptimizer(StepFunctions, Results, Optimizer):
         lower_batch: int | None = None,
         upper_batch: int | None = None,
         lower_init: task_layer.LowerInit | None = None,
+        lower_clip: Clip | None = None,
+        lower_projection: Projection | None = None,
     ) -> None:
         require("learning rate", lr, is_number(lr) and lr >= 0, wording="Invalid learning rate: {value}")
         require("lower_lr", lower_lr, is_number(lower_lr) and lower_lr >= 0)
@@ -120,11 +128,13 @@ class BilevelOptimizer(StepFunctions, Results, Optimizer):
         self.diagnostics: dict[str, Any] = {}
         self.numbers: dict[str, Any] = {}
         self.lower_factory = lower_optimizer or SGD
+        self.limits = limits_of(lower_clip, lower_projection, interior=self.stationary)
         self._options = Options(vectorize, hvp, Ranks(process_group), one_loss=self.one_loss)
         self._ledger = Ledger()
-        self._rules = LowerRules(self.lower_factory)
+        self._rules = LowerRules(self.lower_factory, self.limits)
         self.default_lr = {"upper": lr, "lower": lower_lr}
         super().__init__(consistently_named([*as_groups(upper, "upper"), *as_groups(lower, "lower")]), {"lr": lr})
+        self.require_lower_step()
 
     # ------------------------------------------------------------------------------------------------ verbs
 
@@ -358,7 +368,7 @@ class BilevelOptimizer(StepFunctions, Results, Optimizer):
         if own["method"] != type(self).__name__:
             raise ValueError(f"the state dict is that of {own['method']}, but this optimizer is {type(self).__name__}")
         memory.load_exactly(self, super().load_state_dict, state_dict, self.place_of)
-        self._rules = LowerRules(self.lower_factory)
+        self._rules = LowerRules(self.lower_factory, self.limits)
         self._ledger.load(own)
         if own["generator"] is not None and self.generator is not None:
             self.generator.set_state(own["generator"].cpu())
@@ -373,7 +383,7 @@ class BilevelOptimizer(StepFunctions, Results, Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # torch keeps three entries and makes the others again; ours must be kept too, the rules excepted.
         own = {k: v for k, v in self.__dict__.items() if k not in REMADE and not k.startswith("_optimizer_")}
-        return {**super().__getstate__(), **own, "_rules": LowerRules(self.lower_factory)}
+        return {**super().__getstate__(), **own, "_rules": LowerRules(self.lower_factory, self.limits)}
 
     def _parameters(self, level: str) -> list[Tensor]:
         """The parameters of one level that require a gradient."""
