@@ -173,7 +173,7 @@ class StepFunctions(ABC):
             raise ValueError(
                 f"Invalid lower_optimizer value: {type(probe).__name__} moves y where the gradient is zero (a clamp, a "
                 "projection or a penalty in a hook or in its step), so y does not end where the implicit hypergradient "
-                "is right; use lower_clip= or lower_projection=, put the penalty into the lower loss, or use ITD or F2SA"
+                "is right; use lower_clip= or lower_projection=, put the penalty into the lower loss, or use F2SA"
             )
 
     def require_differentiable(self) -> None:

@@ -50,7 +50,7 @@ class Limits:
         squares = [t.square().reshape(*t.shape[:lead], -1).sum(-1) for t in gradient]
         square = torch.stack(squares).sum(0)
         factor = bound / torch.where(square > bound**2, square, bound**2).sqrt()
-        return Vector(t * factor.to(t.dtype).reshape(*factor.shape, *[1] * (t.dim() - lead)) for t in gradient)
+        return Vector(t * factor.to(t.dtype).reshape((*factor.shape, *[1] * (t.dim() - lead))) for t in gradient)
 
     def projected(self, y: Vector, lead: int) -> Vector:
         """P: the values of y, likewise."""

@@ -59,8 +59,8 @@ class LowerRule:
         self, factory: Factory, groups: Sequence[dict[str, Any]], like: Vector, limits: Limits | None = None
     ) -> None:
         self.limits = limits or Limits()
-        single = [p for group in groups for p in group["params"]]
-        self.lead = like[0].dim() - single[0].dim() if single else 0  # dimensions that number copies
+        single = next((p for group in groups for p in group["params"]), None)
+        self.lead = like[0].dim() - single.dim() if isinstance(single, Tensor) else 0  # dimensions that number copies
         # The optimizer works on tensors of its own, which hold values during its steps only.
         self._empty = Vector(t.detach() if is_sharded(t) else t.new_zeros(()).expand(t.shape) for t in like)
         self._scratch = Vector(t.detach().requires_grad_() for t in self._empty)

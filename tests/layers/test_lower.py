@@ -206,7 +206,7 @@ def test_a_rule_takes_groups_and_touches_no_parameter():
     ]
     rule = LowerRule(partial(torch.optim.SGD, momentum=0.0), groups, Vector([a, b]))
     draw = lambda: lambda y: (torch.zeros(()), ones)  # noqa: E731
-    y, memory, _ = rule.run(Vector([a, b]).detach(), rule.fresh(), 2, draw)
+    y, memory, *_ = rule.run(Vector([a, b]).detach(), rule.fresh(), 2, draw)
     torch.testing.assert_close(y[0], torch.full((2,), 0.8))
     torch.testing.assert_close(y[1], torch.full((3,), 1 - 0.2 - 0.3))
     assert a.grad.eq(7.0).all()
@@ -269,7 +269,7 @@ def test_derivative_of_an_unrolled_solve(name):
         for _ in range(steps):
             gradient = Vector([H @ y[0] - b])
             record.append((y, memory, gradient))
-            y, memory, _ = rule.step(y, memory, lambda y, gradient=gradient: (torch.zeros(()), gradient))
+            y, memory, *_ = rule.step(y, memory, lambda y, gradient=gradient: (torch.zeros(()), gradient))
         return y[0]
 
     record = []
