@@ -77,10 +77,8 @@ def _look(group: Any, pending: Exchange, work: Any) -> None:
     if not failed:
         return
     board.post("waits", "|".join(map(str, pending)))
-    try:
+    with suppress(RuntimeError):  # the step ends anyway
         work.wait(board.limit)
-    except RuntimeError:  # the step ends anyway
-        pass
     board.close()
     raise RankError("; ".join(f"rank {rank} failed: {reason}" for rank, reason in failed.items()))
 

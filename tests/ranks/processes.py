@@ -28,9 +28,7 @@ def together(world, tmp_path, function, *arguments, timeout=60.0, lost=()):
     with mp.Manager() as manager:
         results = manager.dict()
         address = f"file://{tmp_path}/rendezvous-{function.__name__}-{world}"
-        context = mp.spawn(
-            _main, (world, address, function, results, arguments, timeout), nprocs=world, join=False
-        )
+        context = mp.spawn(_main, (world, address, function, results, arguments, timeout), nprocs=world, join=False)
         for process in context.processes:
             process.join(120)
         codes = [process.exitcode for process in context.processes]

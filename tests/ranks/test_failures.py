@@ -1,4 +1,4 @@
-"""A rank that fails ends the step on all of them, with its reason, and nothing has changed; so does one that is killed."""
+"""A rank that fails ends the step on all of them, with its reason and nothing changed; so does one that is killed."""
 
 import os
 import signal
