@@ -19,18 +19,18 @@ __all__ = ["RESULTS", "config_of", "keep", "page", "summary", "write_page"]
 RESULTS = Path(__file__).parent / "results"
 INTRODUCTION = """# The papers' experiments
 
-Made by `python -m recipes.papers report` from the records in `results/`: {} of {} experiments have been run at the scale
-`cpu`, whose sizes and budgets suit a small machine (below, with all departures from the papers). Verdicts are computed, by
-the rules of `judge.py`:
+Made by `python -m recipes.papers report` from the records in `results/`: {} of {} experiments have been run at the
+scale `cpu`, whose sizes and budgets suit a small machine (below, with all departures from the papers). Verdicts are
+computed, by the rules of `judge.py`:
 
 * **HOLDS**: the 95 % interval of the paired differences lies above the smallest one that counts, for every rival.
 * **FAILS**: it lies below that, for some rival.
 * **NOT DUE TO METHOD**: it would hold, but a control without what the claim is about has at least half of the gain.
-* **UNDECIDED**: the interval says neither, a best setting is at an edge, there are fewer than three seeds or no control, or
-  the budget is too small.
+* **UNDECIDED**: the interval says neither, a best setting is at an edge, there are fewer than three seeds or no
+  control, or the budget is too small.
 
-Scores: less is better; in brackets 95 % intervals over seeds. Every method has the best setting of a grid, which goes on
-until no neighbour is better, chosen with another seed than those it is judged with.
+Scores: less is better; in brackets 95 % intervals over seeds. Every method has the best setting of a grid, which goes
+on until no neighbour is better, chosen with another seed than those it is judged with.
 
 | experiment | claim | paper | here | verdict | at equal seconds | minutes |
 |---|---|---|---|---|---|---|"""
