@@ -278,13 +278,22 @@ class BilevelOptimizer(StepFunctions, Results, Checkpointed):
                     estimate = self.checked(here, given, self.estimate)
                 else:
                     estimate = self.estimate_tasks(here, given, tasks)
-        except BaseException:
+                self._conclude(oracle, given)
+        except BaseException as error:
+            given.ranks.failed(error)
             if self.generator is not None and random is not None:
                 self.generator.set_state(random)
             raise
         if not self.warm_start and tasks is None and "initial" not in given.memory:
             estimate = changed(estimate, memory={**estimate.memory, "initial": here.y})
         return oracle, estimate, given
+
+    @staticmethod
+    def _conclude(oracle: Oracle, given: Given) -> None:
+        """All ranks have come so far, and from here on evaluate copies of y in one way."""
+        found = oracle.session.found
+        if given.ranks.conclude(oracle.device, found.fallback is not None) and found.fallback is None:
+            found.fallback = "another rank could not vectorise the losses"
 
     def _given(self, groups: Groups, x: Sequence[Tensor], y: Sequence[Tensor]) -> Given:
         """What a step is given, read from the state."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
+from ..problem.profiling import span
 from ..problem.vector import Vector, is_sharded
 from .agd import AGD
 from .limits import Limits, changes
@@ -179,10 +180,11 @@ class LowerRule:
         that norm is the last one.
         """
         solved = Solved(y, memory, None)
-        for _ in range(steps):
-            solved = self.step(solved.y, solved.memory, draw())
-            if tol > 0 and solved.gradient is not None and solved.gradient.norm() <= tol:
-                break
+        with span("lower solve"):
+            for _ in range(steps):
+                solved = self.step(solved.y, solved.memory, draw())
+                if tol > 0 and solved.gradient is not None and solved.gradient.norm() <= tol:
+                    break
         return solved
 
 
