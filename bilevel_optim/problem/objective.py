@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .profiling import span
+
 __all__ = ["Objective", "Sample"]
 
 
@@ -69,7 +71,11 @@ class Objective:
 
         ``once`` promises that there will be a single evaluation, which saves keeping the random state.
         """
-        return self.sample(*(() if self.data is None else (self._next(),)), once=once)
+        if self.data is None:
+            return self.sample(once=once)
+        with span("draw"):
+            batch = self._next()
+        return self.sample(batch, once=once)
 
     def sample(self, *arguments: Any, once: bool = False) -> Sample:
         """The sample of a given batch (without an argument, for a loss without data)."""
