@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import SGD, Optimizer
 
 from ..distributed.ranks import Ranks
@@ -30,8 +30,10 @@ from ..problem.parameters import (
     tensors_of,
 )
 from ..problem.vector import Vector
+from ..solvers.limits import Clip, Projection, limits_of
 from ..solvers.lower import LowerRules
 from . import memory, method
+from .checkpoint import OWN, REMADE, Checkpointed, initialises
 from .declaration import register
 from .ledger import Ledger
 from .method import ColdOptions, CommonOptions, Loss, as_objective
@@ -42,7 +44,7 @@ from .step import Given, Groups, Start, Update, changed
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "Loss", "as_objective"]
 
 
-class BilevelOptimizer(Running, Results, Optimizer):
+class BilevelOptimizer(Running, Results, Checkpointed):
     r"""Base class of the methods for :math:`\min_x f(x, y^*(x))`, :math:`y^*(x) = \arg\min_y g(x, y)`.
 
     A real ``torch.optim.Optimizer``: ``param_groups`` holds the groups of the upper parameters x, then those of the
@@ -64,6 +66,11 @@ class BilevelOptimizer(Running, Results, Optimizer):
         lower_optimizer: makes the optimizer of the lower steps from parameter groups, as ``torch.optim.Adam`` or
             ``lambda groups: torch.optim.SGD(groups, momentum=0.9)`` do. Its learning rate is that of the groups
             (``lower_lr``). With warm starts its state lasts too. Default: ``torch.optim.SGD``.
+        lower_clip: limit lower gradients: a number, the norm over all of y (of each task or copy by itself) above which
+            they are scaled down to it; ``("value", c)``, every entry to [-c, c]. Default: None.
+        lower_projection: takes the list of the lower tensors' values after each lower step, and returns what they are
+            to be, such as ``lambda y: [t.clamp(min=0) for t in y]``. It is differentiated where lower steps are;
+            implicit methods raise ValueError when y is where it changes the solution. Default: None.
         check_finite: raise `NonFiniteError`, before anything is written, if an oracle returns NaN or infinity; costs
             one host synchronisation per step. Default: True.
         generator: source of the method's own random numbers. Default: torch's default one.
@@ -106,6 +113,8 @@ class BilevelOptimizer(Running, Results, Optimizer):
         lower_batch: int | None = None,
         upper_batch: int | None = None,
         lower_init: task_layer.LowerInit | None = None,
+        lower_clip: Clip | None = None,
+        lower_projection: Projection | None = None,
     ) -> None:
         require("learning rate", lr, is_number(lr) and lr >= 0, wording="Invalid learning rate: {value}")
         require("lower_lr", lower_lr, is_number(lower_lr) and lower_lr >= 0)
@@ -121,14 +130,18 @@ class BilevelOptimizer(Running, Results, Optimizer):
         self.diagnostics: dict[str, Any] = {}
         self.numbers: dict[str, Any] = {}
         self.lower_factory = lower_optimizer or SGD
+        self.limits = limits_of(lower_clip, lower_projection, interior=self.stationary)
         self._options = Options(vectorize, hvp, Ranks(process_group), one_loss=self.one_loss)
         self._ledger = Ledger()
-        self._rules = LowerRules(self.lower_factory)
+        self._rules = LowerRules(self.lower_factory, self.limits)
         self.default_lr = {"upper": lr, "lower": lower_lr}
         super().__init__(consistently_named([*as_groups(upper, "upper"), *as_groups(lower, "lower")]), {"lr": lr})
+        self.param_groups[0][OWN] = b""
+        self.require_lower_step()
 
     # ------------------------------------------------------------------------------------------------ verbs
 
+    @_disable_dynamo
     def step(  # type: ignore[override]
         self,
         upper: Loss | None = None,
@@ -141,7 +154,7 @@ class BilevelOptimizer(Running, Results, Optimizer):
 
         Args:
             upper: f, a callable or an `Objective`. Without any loss only the update of x is made, from the ``.grad``
-                that :meth:`backward` has set.
+                that :meth:`backward` has set. A callable alone is a closure, unless the method takes one loss.
             lower: g, likewise; left out for a method that takes one loss.
             tasks: a sampler of tasks, such as `TensorTasks`: there is one lower problem for each task, the losses are
                 bare callables that take one task's batch, and the hypergradient is the mean over the tasks drawn. Each
@@ -160,13 +173,11 @@ class BilevelOptimizer(Running, Results, Optimizer):
         """
         if self.finished():
             return None if upper is None else self._ledger.last_loss
-        if closure is not None:
-            if upper is not None or lower is not None:
+        alone = not self.one_loss and callable(upper) and lower is tasks is closure is None
+        if closure is not None or alone:
+            if not alone and not (upper is lower is tasks is None):
                 raise TypeError("step takes a closure or losses, not both")
-            with torch.enable_grad():
-                result = closure()
-            self._update()
-            return result
+            return self._step_after(upper if alone else closure, required=alone)
         if upper is None and lower is None:
             if tasks is not None:
                 raise TypeError("step takes tasks only together with both losses")
@@ -177,12 +188,27 @@ class BilevelOptimizer(Running, Results, Optimizer):
         oracle, estimate, given = self._proposed(upper, lower, tasks)
         return self._accepted(oracle, estimate, self._following(oracle, estimate, given))
 
+    def _step_after(self, closure: Any, *, required: bool) -> Any:
+        """Update x after a closure; ``required``: it is one only if it calls :meth:`backward`."""
+        before = self._ledger.steps
+        with torch.enable_grad():
+            result = closure()
+        if required and self._ledger.steps == before:
+            self.objectives(closure, None)  # one loss is not enough
+        self._update()
+        return result
+
+    @_disable_dynamo
     def backward(self, upper: Loss, lower: Loss | None = None, *, tasks: Any = None) -> Tensor:
         """Improve y, and set ``.grad`` of the upper parameters to the estimate of the hypergradient.
 
         Follow it with gradient clipping, with ``step()``, or with a step of any ``torch.optim`` optimizer over x.
         Arguments, result and errors as for :meth:`step`.
         """
+        wrapped = vars(self).get("_optimizer")
+        if wrapped is not None:  # Lightning's wrapper inherits from this class, and would keep the results to itself
+            loss: Tensor = wrapped.backward(upper, lower, tasks=tasks)
+            return loss
         if self._capture is not None:
             return self._captured(self._capture, upper, lower, tasks, update=False)
         oracle, estimate, _ = self._proposed(upper, lower, tasks)
@@ -258,7 +284,9 @@ class BilevelOptimizer(Running, Results, Optimizer):
                     estimate = self.checked(here, given, self.estimate)
                 else:
                     estimate = self.estimate_tasks(here, given, tasks)
-        except BaseException:
+                self._conclude(oracle, given)
+        except BaseException as error:
+            given.ranks.failed(error)
             if self.generator is not None and random is not None:
                 self.generator.set_state(random)
             raise
@@ -266,8 +294,16 @@ class BilevelOptimizer(Running, Results, Optimizer):
             estimate = changed(estimate, memory={**estimate.memory, "initial": here.y})
         return oracle, estimate, given
 
+    @staticmethod
+    def _conclude(oracle: Oracle, given: Given) -> None:
+        """All ranks have come so far, and from here on evaluate copies of y in one way."""
+        found = oracle.session.found
+        if given.ranks.conclude(oracle.device, found.fallback is not None) and found.fallback is None:
+            found.fallback = "another rank could not vectorise the losses"
+
     def _given(self, groups: Groups, x: Sequence[Tensor], y: Sequence[Tensor]) -> Given:
         """What a step is given, read from the state."""
+        self._forget_placeholders()
         return Given(
             upper_groups=groups["upper"],
             lower_groups=groups["lower"],
@@ -322,6 +358,8 @@ class BilevelOptimizer(Running, Results, Optimizer):
     @torch.no_grad()
     def _update(self) -> None:
         """Update the upper parameters that have a ``.grad``."""
+        if initialises(self):
+            return self._initialise()
         groups = {level: level_groups(self.param_groups, level) for level in LEVELS}
         for group in groups["upper"]:
             group["params"] = [p for p in group["params"] if p.grad is not None]
@@ -352,52 +390,6 @@ class BilevelOptimizer(Running, Results, Optimizer):
         require_one_level(param_group, self.param_groups)
         super().add_param_group(param_group)
 
-    def state_dict(self) -> dict[str, Any]:
-        """As in torch, with the key ``"bilevel"`` for what does not belong to one parameter.
-
-        Together with the parameters themselves (the model's ``state_dict``), and with the position of the data and
-        torch's random state where the losses use them, it continues a run bit for bit.
-        """
-        state: dict[str, Any] = super().state_dict()
-        state["state"] = memory.copied(state["state"])  # later steps write into tables
-        state["bilevel"] = {
-            "method": type(self).__name__,
-            **self._ledger.saved(),
-            "generator": None if self.generator is None else self.generator.get_state(),
-            "numbers": copy.deepcopy(self.numbers),
-            "options": {name: getattr(self, name) for name in self.saved_options},
-        }
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned, into an optimizer made with the same arguments."""
-        own = state_dict.get("bilevel")
-        if own is None:
-            raise ValueError("the state dict is not that of a BilevelOptimizer: it has no 'bilevel' entry")
-        if own["method"] != type(self).__name__:
-            raise ValueError(f"the state dict is that of {own['method']}, but this optimizer is {type(self).__name__}")
-        memory.load_exactly(self, super().load_state_dict, state_dict, self.place_of)
-        self._rules = LowerRules(self.lower_factory)
-        self._ledger.load(own)
-        if own["generator"] is not None and self.generator is not None:
-            self.generator.set_state(own["generator"].cpu())
-        self.numbers = copy.deepcopy(own["numbers"])
-        for name in self.saved_options:
-            setattr(self, name, own["options"][name])
-
-    def place_of(self, name: str, parameter: Tensor) -> torch.device | None:
-        """The device of an entry of ``state[parameter]`` that is loaded; None for where it was saved."""
-        return memory.place_of(name, parameter)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # torch keeps three entries and makes the others again; ours must be kept too, the rules excepted.
-        own = {k: v for k, v in self.__dict__.items() if k not in REMADE and not k.startswith("_optimizer_")}
-        return {**super().__getstate__(), **own, "_rules": LowerRules(self.lower_factory)}
-
     def _parameters(self, level: str) -> list[Tensor]:
         """The parameters of one level that require a gradient."""
         return tensors_of(level_groups(self.param_groups, level), level)
-
-
-# What torch's Optimizer makes again when it is unpickled, or a scheduler has attached.
-REMADE = ("step", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured", "_opt_called")

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ..errors import BilevelWarning
 from ..problem.feeding import Draw
+from .binding import Binding, Flat
 from .graphs import Backend, backend_of
-from .replay import Binding, Flat, Sources
+from .replay import Sources
 from .watch import Watch
 
 __all__ = ["PLAIN", "Capture", "Identity", "Kind"]

@@ -17,10 +17,11 @@ from ..oracle.session import Options
 from ..problem.feeding import Drawn, Log, Noted, NotedTasks, drawn
 from ..problem.parameters import require
 from ..problem.tracing import Untraceable
+from .binding import Binding, Flat, Slot, difference, flattened
 from .capture import PLAIN, Capture, Identity, Kind
 from .ledger import Ledger
 from .method import Loss, StepFunctions, as_objective
-from .replay import Binding, Flat, Slot, Sources, StepGraph, difference, fed, flattened, values_of
+from .replay import Sources, StepGraph, fed, values_of
 from .step import Given, Update
 from .watch import undisturbed
 

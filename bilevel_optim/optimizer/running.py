@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ..problem.feeding import drawn
 from ..problem.parameters import is_count, require
+from .binding import Binding, Flat, flattened
 from .capture import Capture
 from .compiled import Call, Compiled
 from .method import Loss, StepFunctions
-from .replay import Binding, Flat, Sources, flattened
+from .replay import Sources
 
 __all__ = ["Running"]
 

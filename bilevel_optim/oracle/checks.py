@@ -13,6 +13,8 @@ from ..problem.vector import Vector, is_sharded
 
 __all__ = ["Checks"]
 
+REFUSAL = "refusal"  # the key of what is no warning but an error
+
 
 class Checks:
     """Flags of one step: what has to be finite, and what is worth a warning.
@@ -32,6 +34,10 @@ class Checks:
         """Warn with ``message`` if the boolean scalar ``on`` is true, once in an optimizer's life for each ``key``."""
         self._alerts.append((key, message, on))
 
+    def refuse(self, message: str, on: Tensor) -> None:
+        """Raise ValueError with ``message`` if the boolean scalar ``on`` is true."""
+        self.alert(REFUSAL, message, on)
+
     def flags(self) -> tuple[list[tuple[str, str]], list[str], Tensor]:
         """For a graph: what has to be finite and the keys of the alerts, and in this order whether something is amiss.
 
@@ -40,7 +46,11 @@ class Checks:
         amiss = [~torch.stack([t.isfinite().all() for t in vector if t.numel()]).all() for *_, vector in self._finite]
         raised = [on.reshape(()) for *_, on in self._alerts]
         named = [(oracle, hint) for oracle, hint, _ in self._finite]
-        return named, [key for key, *_ in self._alerts], torch.stack([*amiss, *raised])
+        return (
+            named,
+            [key for key, *_ in self._alerts],
+            torch.stack([*amiss, *raised]) if amiss or raised else torch.zeros(0, dtype=torch.bool),
+        )
 
     def verify(self, step: int, warned: set[str]) -> set[str]:
         """Raise `NonFiniteError` for the first oracle that failed; warn; return the keys of the alerts that were on.
@@ -57,6 +67,8 @@ class Checks:
         on = set()
         for (key, message, _), raised in zip(self._alerts, _read([on for *_, on in self._alerts], None), strict=True):
             if raised:
+                if key == REFUSAL:
+                    raise ValueError(message)
                 on.add(key)
                 if key not in warned:
                     warned.add(key)

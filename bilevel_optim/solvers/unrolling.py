@@ -6,29 +6,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ..problem.vector import Vector
 from .functional import Memory, can_be_unrolled, updated
+from .lower import LowerRule
 
 __all__ = ["can_be_unrolled", "update_vjp"]
 
 
 def update_vjp(
-    optimizer: Optimizer,
+    rule: LowerRule,
     values: Vector,
     memory: Memory,
     gradient: Vector,
     adjoint: Vector,
     memory_adjoint: list[dict[str, Tensor]],
 ) -> tuple[Vector, list[dict[str, Tensor]], Vector]:
-    r"""Pull adjoints back through one update :math:`(y, m) \mapsto U(y, m, \nabla g)` of an optimizer.
+    r"""Pull adjoints back through one update :math:`(y, m) \mapsto P(U(y, m, C(\nabla g)))` of a lower optimizer.
 
     Args:
-        optimizer: the optimizer whose update it is.
+        rule: whose update it is, with its clipping C and projection P.
         values: y before the update.
         memory: its state m before the update, one dict per tensor.
-        gradient: the gradient that the update used.
+        gradient: the gradient that the update used, before it was clipped.
         adjoint: derivative of the final value in the updated y.
         memory_adjoint: the same for the updated state (missing entries are zero).
 
@@ -39,7 +39,8 @@ def update_vjp(
     g = Vector(v.detach().clone().requires_grad_() for v in gradient)
     with torch.enable_grad():
         m = [{key: _leaf(value, v) for key, value in state.items()} for state, v in zip(memory, y, strict=True)]
-        new_y, new_m = updated(optimizer, y, m, g)
+        new_y, new_m = updated(rule.optimizer, y, m, rule.limits.clipped(g, rule.lead))
+        new_y = [*rule.limits.projected(Vector(new_y), rule.lead)]
     outputs, seeds = list(new_y), list(adjoint)
     for state, seed in zip(new_m, memory_adjoint, strict=True):
         outputs += [state[key] for key in seed]

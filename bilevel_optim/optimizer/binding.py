@@ -1,0 +1,250 @@
+"""Where the arguments of a step's graph are read and its results written; comparison with an eager step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from ..hypergradient import Estimate
+from ..problem.feeding import Drawn
+from ..problem.tracing import Untraceable
+from ..problem.vector import Vector
+from .memory import SOLVER, TABLE
+from .replay import StepGraph
+from .watch import same
+
+__all__ = ["Binding", "Flat", "Slot", "difference", "flattened"]
+
+
+class Binding:
+    """Where the arguments of a graph are read, and where its results are written, in one optimizer.
+
+    Args:
+        step: the graph.
+        state: of the optimizer.
+        x: the live upper parameters.
+        y: the live lower parameters.
+        data: for which the graph was made.
+
+    Attributes:
+        uses: how often the graph has been used.
+
+    Raises:
+        Untraceable: if a step does not leave behind what it has found, so that the next one is another.
+    """
+
+    def __init__(self, step: StepGraph, state: Any, x: Sequence[Tensor], y: Sequence[Tensor], data: Flat) -> None:
+        self.step, self.x, self.y, self.uses, self.device = step, list(x), list(y), 0, y[0].device
+        self._constants, self._shapes = data.constants, [(t.shape, t.dtype) for t in data.tensors]
+        upper, lower = [state[p] for p in x], [state[p] for p in y]
+        self.entries = [*upper, *lower]
+        self._state = state
+        self._several: Any = None  # False if there is none
+        self._sizes = len(upper[0]), len(lower[0])
+        places = {"memory": lower, "upper_memory": upper}
+        self.out = out = step.graph.structured([Slot(i) for i in range(step.graph.outputs)])
+        self.reads: list[Place] = []
+        for level in ("memory", "upper_memory"):
+            self.reads += [(entries, name) for name in step.arguments[level] for entries in places[level]]
+        self.reads += [(lower[0], TABLE + name) for name in step.arguments["tables"]]
+        for entries, known in zip(lower, step.arguments["solver"] or (), strict=False):
+            self.reads += [(entries, SOLVER + name) for name, value in known.items() if isinstance(value, Tensor)]
+        self.results: list[tuple[Place, int]] = []  # what is remembered, and which output it is
+        for level, found in (
+            ("memory", out["memory"]),
+            ("upper_memory", {**out["upper_memory"], **out.get("x_memory", {})}),
+        ):
+            for name, slots in found.items():
+                if slots is None:
+                    raise Untraceable("a step forgets what it remembered")
+                self.results += [((entries, name), i) for entries, i in zip(places[level], slots, strict=True)]
+        self.results += [((lower[0], TABLE + name), i) for name, i in out["tables"].items()]
+        constants = []
+        for entries, known in zip(lower, out["solver"] or (), strict=False):
+            for name, value in known.items():
+                if isinstance(value, Slot):
+                    self.results.append(((entries, SOLVER + name), value))
+                else:
+                    constants.append((entries, SOLVER + name))
+        known_places = {(id(entries), name) for entries, name in self.reads}
+        if any((id(entries), name) not in known_places for (entries, name), _ in self.results):
+            raise Untraceable("what a step remembers has not settled")
+        order = {place: k for k, place in enumerate((id(entries), name) for entries, name in self.reads)}
+        ahead = [len(self.x) + len(self.y) + order[id(entries), name] for (entries, name), _ in self.results]
+        # What a step leaves behind, as arguments of the next one: place among the arguments, and which output.
+        self.next = list(zip(ahead, (i for _, i in self.results), strict=True))
+        moved = out.get("x") or ()
+        self.next += list(enumerate(moved))
+        self.next += [(len(self.x) + k, i) for k, i in enumerate(out["lower"] or ())]
+        if out.get("x_lower"):
+            raise Untraceable("an update of x moves y too")
+
+    def holds(self, state: Any) -> bool:
+        """Whether the optimizer's state is still kept where it was."""
+        x, y, split = self.x[0], self.y[0], len(self.x)
+        return (
+            state.get(x) is self.entries[0]
+            and state.get(y) is self.entries[split]
+            and (len(self.entries[0]), len(self.entries[split])) == self._sizes
+        )
+
+    def fits(self, data: Flat) -> bool:
+        """Whether the graph was made for data like these."""
+        return (
+            len(data.constants) == len(self._constants)
+            and len(data.tensors) == len(self._shapes)
+            and all(map(same, self._constants, data.constants))
+            and all((t.shape, t.dtype) == kind for t, kind in zip(data.tensors, self._shapes, strict=True))
+        )
+
+    def due(self) -> bool:
+        """Count a use; whether it is one to be compared with an eager step."""
+        self.uses += 1
+        n = self.uses
+        return n & (n - 1) == 0 if n < CHECKED_EVERY else n % CHECKED_EVERY == 0
+
+    @property
+    def chains(self) -> bool:
+        """Whether steps may follow each other before anything is written."""
+        return not self.out["writes"] and not self.out.get("x_writes")
+
+    def arguments(self) -> list[Tensor]:
+        """The values of a step, as they are now."""
+        return [*self.x, *self.y, *(entries[name] for entries, name in self.reads)]
+
+    def following(self, arguments: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
+        """The values of the next step."""
+        new = list(arguments)
+        for k, i in self.next:
+            new[k] = outputs[i]
+        return new
+
+    def run(self, arguments: Sequence[Tensor], rates: Sequence[Tensor], data: Flat) -> Sequence[Tensor]:
+        """What the graph computes."""
+        with torch.no_grad():
+            return self.step.graph([*arguments, *rates, *data.tensors])
+
+    def several(self, rates: Sequence[Tensor], chain: Sequence[Flat]) -> Binding | None:
+        """The graph of several such steps, if these are small and many; made, and compared, when it is needed."""
+        times = min(MOST_STEPS, NODES_AT_ONCE // self.step.graph.nodes)
+        if self._several is None and times > 1 and len(chain) >= times:
+            self._several = False
+            data = Flat([t for one in chain[:times] for t in one.tensors], [])
+            try:
+                many = Binding(self.step.repeated(times), self._state, self.x, self.y, data)
+            except Untraceable:
+                return None
+            start = one = self.arguments()
+            for each in chain[:times]:
+                one = self.following(one, self.run(one, rates, each))
+            if _close(one, many.following(start, many.run(start, rates, data)), start):
+                self._several = many
+        return self._several or None
+
+    def write(self, outputs: Sequence[Tensor]) -> None:
+        """Write what a step has computed."""
+        out, shared = self.out, self.step.graph.shared or ()
+        with torch.no_grad():
+            for table, rows, values in self._tables(outputs):
+                table[rows] = values
+            for (entries, name), i in self.results:
+                entries[name] = outputs[i].clone() if i in shared else outputs[i]
+            gradient = [outputs[i].clone() if i in shared else outputs[i] for i in out["gradient"]]
+            if out["lower"] is not None:
+                torch._foreach_copy_(self.y, [outputs[i] for i in out["lower"]])
+            if out.get("x"):
+                torch._foreach_copy_(self.x, [outputs[i] for i in out["x"]])
+        for parameter, value in zip(self.x, gradient, strict=True):
+            parameter.grad = value
+
+    def _tables(self, outputs: Sequence[Tensor]) -> Iterator[tuple[Tensor, Any, Tensor]]:
+        for (level, name, i), rows, values in (*self.out["writes"], *self.out.get("x_writes", ())):
+            entries = self.entries[i if level == "upper_memory" else len(self.x) + i]
+            place = entries[TABLE + name if level == "tables" else name]
+            yield place, outputs[rows] if isinstance(rows, Slot) else rows, outputs[values]
+
+
+class Slot(int):
+    """The number of an output, as against a constant."""
+
+
+Place = tuple[dict[str, Any], str]
+
+
+class Flat(NamedTuple):
+    """Tensors of a pytree in the order of torch's, and everything else of it."""
+
+    tensors: list[Tensor]
+    constants: list[Any]
+
+
+def flattened(data: Any) -> Flat:
+    """What a pytree holds; for the common containers at a fraction of the cost of torch's function."""
+    flat = Flat([], [])
+    _flatten((data,), *flat)
+    return flat
+
+
+def _flatten(parts: Iterable[Any], tensors: list[Tensor], constants: list[Any]) -> None:
+    for part in parts:
+        kind = type(part)
+        if kind is Tensor:
+            tensors.append(part)
+        elif kind in _ATOMS:
+            constants.append(part)
+        elif kind in _SEQUENCES:
+            constants.append(len(part))
+            _flatten(part, tensors, constants)
+        elif kind is dict:
+            constants.extend(part)
+            _flatten(part.values(), tensors, constants)
+        else:
+            leaves, structure = tree_flatten(part)
+            constants.append(structure)
+            tensors += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            constants += [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+
+
+_ATOMS = (type(None), int, float, bool, str)
+_SEQUENCES = (tuple, list, Drawn)
+
+
+def difference(binding: Binding, outputs: Sequence[Tensor], estimate: Estimate, update: Any) -> str | None:
+    """What of a captured step differs from the eager one by more than rounding."""
+    out = binding.out
+    pairs: list[tuple[str, Sequence[Tensor], Sequence[Slot], Sequence[Tensor] | None]] = [
+        ("the loss", [estimate.loss], [out["loss"]], None),
+        ("the hypergradient", estimate.gradient, out["gradient"], None),
+    ]
+    if estimate.lower is not None:
+        pairs.append(("y", estimate.lower, out["lower"], binding.y))
+    pairs += [(name, vector, out["memory"][name], None) for name, vector in estimate.memory.items()]
+    pairs += [(name, vector, out["upper_memory"][name], None) for name, vector in estimate.upper_memory.items()]
+    if update is not None:
+        pairs.append(("x", update.x, out["x"], binding.x))
+    for name, right, slots, base in pairs:
+        if not _close(right, [outputs[i] for i in slots], base):
+            return name
+    return None
+
+
+def _close(right: Sequence[Tensor], found: Sequence[Tensor], base: Sequence[Tensor] | None) -> bool:
+    """Whether two vectors, or their distances from a third, are equal up to rounding."""
+    a, b = Vector(t.detach().double() for t in right), Vector(t.detach().double() for t in found)
+    eps = max(torch.finfo(t.dtype).eps for t in right if t.is_floating_point())
+    size = a.norm()
+    moved = size if base is None else (a - Vector(t.detach().double() for t in base)).norm()
+    distance = (a - b).norm()
+    if not bool(size.isfinite()):
+        return not bool(b.norm().isfinite())
+    return bool(distance <= TOLERANCE * eps * moved + 100 * eps * (size + 1e-30))
+
+
+TOLERANCE = 1000.0  # units of rounding by which a captured step may differ
+MOST_STEPS = 8  # in one graph
+NODES_AT_ONCE = 1300  # in a graph of several steps: larger ones take too long to compile
+CHECKED_EVERY = 1024  # uses of a graph after which it is compared again, at the latest
