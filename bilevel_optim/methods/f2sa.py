@@ -221,7 +221,7 @@ class F2SA(BilevelOptimizer):
         distances = (copies - Vector(t.unsqueeze(0) for t in y)).lane_norm()
         spread = torch.where(nodes == 0, torch.nan, distances / (nodes.abs() * self.nu).clamp_min(1e-300))
         if any(j < 0 for j in formula.nodes):
-            known = spread[nodes != 0]
+            known = torch.stack([spread[i] for i, j in enumerate(formula.nodes) if j])
             rounding = 1e4 * torch.finfo(y[0].dtype).eps * y.norm()
             limit = SPREAD_LIMIT * max(map(abs, formula.nodes))
             oracle.checks.alert(

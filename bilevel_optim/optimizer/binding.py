@@ -241,10 +241,10 @@ def _close(right: Sequence[Tensor], found: Sequence[Tensor], base: Sequence[Tens
     distance = (a - b).norm()
     if not bool(size.isfinite()):
         return not bool(b.norm().isfinite())
-    return bool(distance <= TOLERANCE * eps * moved + 100 * eps * (size + 1e-30))
+    return bool(distance <= eps**TOLERANCE * moved + 100 * eps * (size + 1e-30))
 
 
-TOLERANCE = 1000.0  # units of rounding by which a captured step may differ
+TOLERANCE = 0.55  # a captured step may differ by this power of the precision: differences magnify rounding
 MOST_STEPS = 8  # in one graph
 NODES_AT_ONCE = 1300  # in a graph of several steps: larger ones take too long to compile
 CHECKED_EVERY = 1024  # uses of a graph after which it is compared again, at the latest

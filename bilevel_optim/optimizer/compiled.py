@@ -108,6 +108,11 @@ class Compiled(StepFunctions):
         require("backend", backend, isinstance(backend, str) or callable(backend))
         self._capture = Capture(fullgraph, backend, mode, options)
 
+    @property
+    def captured_graphs(self) -> int:
+        """How many graphs stand for steps at present."""
+        return 0 if self._capture is None else sum(len(kind.bindings) for kind in self._capture.kinds)
+
     # What the optimizer gives: a step's estimate, the update of x, and the writing of both.
     step: Callable[..., Any]
     _proposed: Callable[..., tuple[Oracle, Estimate, Given]]

@@ -110,10 +110,8 @@ class StepGraph:
             here = here.at(values["x"], values["y"])
             now = _given(given, values, now_chances, method)
             at, start = (here, now) if method.warm_start else method.begun_again(here, now)
-            if tasks is None:
-                estimate = method.estimate(at, start)
-            else:
-                estimate = method.estimate_tasks(at, start, tasks)
+            stands = method.estimate if tasks is None else partial(method.estimate_tasks, sampler=tasks)
+            estimate = stands(at, start)
             results = _results(estimate, values)
             self.numbers = dict(estimate.numbers)
             if update:

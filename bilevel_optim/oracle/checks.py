@@ -44,13 +44,9 @@ class Checks:
         In place of `verify`; nothing is read.
         """
         amiss = [~torch.stack([t.isfinite().all() for t in vector if t.numel()]).all() for *_, vector in self._finite]
-        raised = [on.reshape(()) for *_, on in self._alerts]
-        named = [(oracle, hint) for oracle, hint, _ in self._finite]
-        return (
-            named,
-            [key for key, *_ in self._alerts],
-            torch.stack([*amiss, *raised]) if amiss or raised else torch.zeros(0, dtype=torch.bool),
-        )
+        flags = [*amiss, *(on.reshape(()) for *_, on in self._alerts)]
+        together = torch.stack(flags) if flags else torch.zeros(0, dtype=torch.bool)
+        return [(oracle, hint) for oracle, hint, _ in self._finite], [key for key, *_ in self._alerts], together
 
     def verify(self, step: int, warned: set[str]) -> set[str]:
         """Raise `NonFiniteError` for the first oracle that failed; warn; return the keys of the alerts that were on.

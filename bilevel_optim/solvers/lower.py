@@ -154,9 +154,7 @@ class LowerRule:
         """One step of the optimizer itself, on copies; in a trace its differentiable form."""
         if traced():
             if self._kind is Optimizer:
-                raise Untraceable(
-                    f"the lower optimizer is a {type(self.optimizer).__name__} of its own kind, or has hooks"
-                )
+                raise Untraceable(f"the lower optimizer is a {type(self.optimizer).__name__} that torch does not know")
             _, slope = gradient(y)
             values, kept = updated(self.optimizer, y, memory, slope)
             return Solved(Vector(values).detach(), kept, slope)
