@@ -12,6 +12,7 @@ from .checking.check import check_hypergradient as check_hypergradient
 from .errors import BilevelWarning as BilevelWarning
 from .errors import GradcheckError as GradcheckError
 from .errors import NonFiniteError as NonFiniteError
+from .errors import RankError as RankError
 from .hypergradient import finite_difference as finite_difference
 from .methods import *  # noqa: F403 (the methods are listed there, once)
 from .optimizer.base import BilevelOptimizer as BilevelOptimizer
