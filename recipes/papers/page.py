@@ -8,10 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..common import environment, plot, save_json
+from ..common import environment, interval, plot, save_json
 from ..common.records import Missing, Records
 from .experiment import Better, Experiment
-from .judge import interval
 from .runner import Outcome, execute
 
 __all__ = ["RESULTS", "config_of", "keep", "page", "summary", "write_page"]
