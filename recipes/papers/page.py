@@ -137,6 +137,7 @@ def write_page(experiments: Iterable[Experiment]) -> Path:
             records = Records(RESULTS / experiment.source / "records.jsonl", frozen=True)
             found = summary(experiment, execute(experiment, "cpu", records))
         except Missing:
+            (RESULTS / experiment.id / "verdict.json").unlink(missing_ok=True)  # of what was searched before
             continue
         save_json(RESULTS / experiment.id / "verdict.json", found)
     path = Path(__file__).parent / "RESULTS.md"
