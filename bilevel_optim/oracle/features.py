@@ -55,9 +55,9 @@ class Features:
 
 
 class Apart:
-    r"""The lower loss as a function of its features z(x) and y, for derivatives of many steps on one batch.
+    r"""The lower loss as a function of its features z(x), of x and of y, for derivatives of many steps on one batch.
 
-    Their derivatives in z are added up, and pulled back to x once, so that the features are evaluated once and
+    The derivatives in z are added up, and pulled back to x once, so that the features are evaluated once and
     differentiated once.
 
     Args:
@@ -66,7 +66,7 @@ class Apart:
 
     Attributes:
         features: the sample of the features.
-        usable: whether the features are tensors that depend on x, and the loss is not one that ranks share.
+        usable: whether x is whole, and the loss not one that ranks share, each with its own features.
     """
 
     def __init__(self, oracle: Oracle, sample: Sample) -> None:
@@ -76,40 +76,45 @@ class Apart:
         if not self.usable:
             return
         with oracle.placed() as (self._x, _):
-            values, self._structure = tree_flatten(oracle.call(sample.features))
-        self._smooth = [i for i, value in enumerate(values) if isinstance(value, Tensor) and value.requires_grad]
-        self._roots = [values[i] for i in self._smooth]
-        self._leaves = [root.detach().requires_grad_() for root in self._roots]
-        for i, leaf in zip(self._smooth, self._leaves, strict=True):
+            values, structure = tree_flatten(oracle.call(sample.features))
+        smooth = [i for i, value in enumerate(values) if isinstance(value, Tensor) and value.requires_grad]
+        self._roots = [values[i] for i in smooth]
+        self._leaves = Vector(root.detach().requires_grad_() for root in self._roots)
+        for i, leaf in zip(smooth, self._leaves, strict=True):
             values[i] = leaf
-        self._part = tree_unflatten(values, self._structure)
-        self.usable = bool(self._roots)
-        self.total = Vector(torch.zeros_like(leaf) for leaf in self._leaves)
+        self._part = tree_unflatten(values, structure)
+        self._total = Vector(torch.zeros_like(t) for t in (*self._leaves, *oracle.x))
 
     def at(self, y: Vector, sample: Sample) -> tuple[Oracle, Sample]:
-        """The oracle whose x are the features, and the sample for it of one with these features."""
+        """The oracle whose upper variables are z and x, and the sample for it of one with these features."""
         oracle = self.oracle
 
         def loss() -> Any:
             return sample(self._part)
 
+        def names() -> list[str]:
+            return [*(f"feature {i}" for i in range(len(self._leaves))), *oracle.names]
+
         other = type(oracle)(
-            self._leaves, oracle.live_y, loss, loss, session=oracle.session,
-            names=lambda: [*(f"feature {i}" for i in self._smooth), *oracle.lower_names()], lanes=oracle.lanes,
+            (*self._leaves, *oracle.live_x), oracle.live_y, loss, loss, names=names, session=oracle.session,
+            lanes=oracle.lanes,
         )  # fmt: skip
-        return other.at(lower=y), other.g.draw()
+        return other.at((*self._leaves, *oracle.x) if oracle.moved[0] else None, y), other.g.draw()
 
     def add(self, derivative: Vector) -> None:
-        """Add a derivative in the features."""
-        self.total = self.total + derivative
+        """Add a derivative in z and x."""
+        self._total = self._total + derivative
 
     def pulled_back(self) -> Vector:
-        """The sum of the derivatives, in x."""
-        oracle = self.oracle
+        """The sum of the derivatives, in x alone."""
+        oracle, count = self.oracle, len(self._roots)
+        direct = Vector(self._total[count:])
+        if not count:
+            return direct
         with oracle.placed():  # a graph over live leaves saves the leaves themselves
-            found = torch.autograd.grad(self._roots, list(self._x), list(self.total), allow_unused=True)
+            found = torch.autograd.grad(self._roots, list(self._x), list(self._total[:count]), allow_unused=True)
         oracle.session.note_reached(found)
-        result = Vector(torch.zeros_like(t) if g is None else g for g, t in zip(found, oracle.x, strict=True))
+        result = direct + Vector(torch.zeros_like(t) if g is None else g for g, t in zip(found, direct, strict=True))
         oracle.checks.finite("jvp", result)
         return result
 
