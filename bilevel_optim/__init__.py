@@ -24,6 +24,7 @@ from .problem.tasks import TensorTasks as TensorTasks
 from .problem.vector import Vector as Vector
 from .solvers import linear as linear
 from .solvers.agd import AGD as AGD
+from .solvers.epoch_sgd import epoch_sgd as epoch_sgd
 
 # Type checkers read the imports above; a computed list in their sight would be an empty one to them.
 globals()["__all__"] = sorted(
