@@ -33,6 +33,7 @@ from .training import clock
 
 Pair = tuple[list[Tensor], Tensor]  # derivatives in the body (and the start), and the loss
 Values = list[Tensor]
+TINY = 1e-30  # conjugate gradients may have converged
 KEYS = ("seconds", "mebibytes", "norm")
 
 
@@ -90,11 +91,11 @@ def hand_aid(learner: HeadAdapting, support: Batch, query: Batch) -> Pair:
     square = sum((t * t).sum() for t in r)
     for _ in range(10):
         q = torch.autograd.grad(slopes, head, p, retain_graph=True)
-        alpha = square / sum((s * t).sum() for s, t in zip(p, q, strict=True))
+        alpha = square / (sum((s * t).sum() for s, t in zip(p, q, strict=True)) + TINY)
         v = [a + alpha * s for a, s in zip(v, p, strict=True)]
         r = [a - alpha * s for a, s in zip(r, q, strict=True)]
         square, before = sum((t * t).sum() for t in r), square
-        p = [a + square / before * s for a, s in zip(r, p, strict=True)]
+        p = [a + square / (before + TINY) * s for a, s in zip(r, p, strict=True)]
     cross = torch.autograd.grad(slopes, body, v)
     return [d - c for d, c in zip(direct, cross, strict=True)], loss
 
