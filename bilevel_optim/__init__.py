@@ -16,6 +16,7 @@ from .errors import RankError as RankError
 from .hypergradient import finite_difference as finite_difference
 from .methods import *  # noqa: F403 (the methods are listed there, once)
 from .optimizer.base import BilevelOptimizer as BilevelOptimizer
+from .optimizer.iterate import UniformIterate as UniformIterate
 from .oracle.oracle import Oracle as Oracle
 from .problem.finite_sum import FiniteSum as FiniteSum
 from .problem.objective import Objective as Objective
@@ -24,6 +25,7 @@ from .problem.tasks import TensorTasks as TensorTasks
 from .problem.vector import Vector as Vector
 from .solvers import linear as linear
 from .solvers.agd import AGD as AGD
+from .solvers.epoch_sgd import epoch_sgd as epoch_sgd
 
 # Type checkers read the imports above; a computed list in their sight would be an empty one to them.
 globals()["__all__"] = sorted(

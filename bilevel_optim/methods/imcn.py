@@ -87,6 +87,7 @@ class iMCN(MinimaxOptimizer):
     """
 
     declared = Method(
+        uncaptured="its subproblem ends where the host sees it",
         paper="arXiv:2110.04814",
         family="minimax",
         when="second-order baseline: few outer steps, each of many products",

@@ -63,6 +63,7 @@ class PAID(AID):
     """
 
     declared = Method(
+        uncaptured="the host decides from the gradient when to perturb x",
         paper="arXiv:2203.03830",
         family="implicit",
         when="baseline of PRAHGD: AID that leaves strict saddle points by perturbations",

@@ -33,6 +33,7 @@ from ..problem.vector import Vector
 from ..solvers.limits import Clip, Projection, limits_of
 from ..solvers.lower import LowerRules
 from . import memory, method
+from .adapting import Adapting
 from .checkpoint import OWN, REMADE, Checkpointed, initialises
 from .declaration import register
 from .ledger import Ledger
@@ -44,7 +45,7 @@ from .step import Given, Groups, Start, Update, changed
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "Loss", "as_objective"]
 
 
-class BilevelOptimizer(Running, Results, Checkpointed):
+class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
     r"""Base class of the methods for :math:`\min_x f(x, y^*(x))`, :math:`y^*(x) = \arg\min_y g(x, y)`.
 
     A real ``torch.optim.Optimizer``: ``param_groups`` holds the groups of the upper parameters x, then those of the
@@ -285,7 +286,9 @@ class BilevelOptimizer(Running, Results, Checkpointed):
                 else:
                     estimate = self.estimate_tasks(here, given, tasks)
                 self._conclude(oracle, given)
+            oracle.session.gathered.release()
         except BaseException as error:
+            oracle.session.gathered.release()
             given.ranks.failed(error)
             if self.generator is not None and random is not None:
                 self.generator.set_state(random)

@@ -20,6 +20,7 @@ from .watch import Watch
 __all__ = ["PLAIN", "Capture", "Identity", "Kind"]
 
 PLAIN = (bool, int, float, str, tuple, type(None))
+STRANGERS = 8  # steps in a row that are like none before, after which no more are expected to be
 MOST_GRAPHS = 16  # of an optimizer; other kinds of steps run eagerly
 
 
@@ -90,6 +91,7 @@ class Capture:
         self.reason: str | None = None  # why everything runs eagerly from now on
         self.warned: set[str] = set()
         self._names: list[str] = []
+        self._strangers = 0  # steps in a row of a kind that was not met before
         self._rates: tuple[list[Any], list[Tensor]] = ([], [])
 
     def __reduce__(self) -> tuple[type[Capture], tuple[Any, ...]]:
@@ -100,9 +102,13 @@ class Capture:
         functions = [f for o in (sources.upper, sources.lower) if o is not None for f in (o.loss, o.features)]
         for i, kind in enumerate(self.kinds):
             if kind.fits(guard, functions):
+                self._strangers = 0
                 if i:
                     self.kinds.insert(0, self.kinds.pop(i))
                 return kind
+        self._strangers += 1
+        if self._strangers > STRANGERS:
+            self.refuse("from step to step the losses read something else (a counter, new tensors) or options change")
         self.kinds.insert(0, Kind(guard, [Watch(function) for function in functions]))
         del self.kinds[4 * MOST_GRAPHS :]
         return self.kinds[0]

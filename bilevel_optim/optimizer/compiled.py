@@ -91,7 +91,7 @@ class Compiled(StepFunctions):
 
         Raises:
             ValueError: for an argument out of its range.
-            RuntimeError: at a step that cannot be captured, with ``fullgraph``.
+            RuntimeError: with ``fullgraph``, at a step that cannot be captured, or here for a method that cannot be.
 
         Example:
             >>> import torch, bilevel_optim as bo
@@ -107,6 +107,8 @@ class Compiled(StepFunctions):
         require("dynamic", dynamic, dynamic is None or dynamic is False)
         require("backend", backend, isinstance(backend, str) or callable(backend))
         self._capture = Capture(fullgraph, backend, mode, options)
+        if self.declared.uncaptured:
+            self._capture.refuse(self.declared.uncaptured)
 
     @property
     def captured_graphs(self) -> int:
@@ -234,8 +236,6 @@ class Compiled(StepFunctions):
 
     def _require_capturable(self, oracle: Oracle) -> None:
         """Raise for what is known not to be captured."""
-        if self.declared.uncaptured:
-            raise Untraceable(self.declared.uncaptured)
         if self._options.ranks.group is not None:
             raise Untraceable("ranks exchange results in a step")
         if oracle.sharded:

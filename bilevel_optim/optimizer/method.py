@@ -100,8 +100,11 @@ class StepFunctions(ABC):
         for part in self.together(share):
             some, n = task_layer.select(tasks, part), len(range(share)[part])
             draws = task_layer.TaskDraws(sampler, some, n, sizes, given.generator)
+            own = given.anew()
+            if part.start:  # every part has chances of its own
+                own = changed(own, chances=self.chances(given.generator, given.ranks.agreed))
             start = task_layer.starting_points(oracle.y, oracle.lower_names(), some, n, given.lower_init)
-            estimate = self.checked(stacked(oracle, start, draws.batch), given.anew(), self.estimate)
+            estimate = self.checked(stacked(oracle, start, draws.batch), own, self.estimate)
             loss, gradient = loss + estimate.loss / count, gradient + estimate.gradient * (1 / count)
             y = start if estimate.lower is None else estimate.lower
             mean = mean + Vector(t.sum(0) / count for t in y)

@@ -88,7 +88,7 @@ class Watch:
             self.identities.append(function)
             return
         code = function.__code__
-        self.identities += [code, function.__defaults__]
+        self.identities += [code, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         first = len(self.places)
         for cell in function.__closure__ or ():
             try:

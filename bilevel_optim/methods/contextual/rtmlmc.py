@@ -122,6 +122,7 @@ class RTMLMC(BilevelOptimizer):
     """
 
     declared = Method(
+        uncaptured="the level, the paths and their batches are drawn by the host",
         paper="arXiv:2310.18535",
         family="contextual",
         when="more lower problems than could be solved or remembered, each met once",
@@ -295,6 +296,7 @@ class DLSGD(RTMLMC):
     """
 
     declared = Method(
+        uncaptured="the level, the paths and their batches are drawn by the host",
         paper="arXiv:2310.18535",
         family="contextual",
         when="control of RTMLMC: less variance per step, much dearer",

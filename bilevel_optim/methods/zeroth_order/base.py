@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Unpack
+from typing import Any, Unpack
+
+import torch
 
 from ...hypergradient import Estimate
 from ...hypergradient.directions import KINDS, Directions
@@ -58,6 +60,10 @@ class ZerothOrder(BilevelOptimizer):
 
     saved_options = ("smoothing", "directions")
 
+    def chances(self, generator: torch.Generator | None, agreed: Callable[[int], int]) -> dict[str, Any]:
+        """The seed of the directions."""
+        return {"seed": torch.tensor(agreed(draw_seed(generator)))}
+
     def drawn_directions(self, oracle: Oracle, given: Given) -> Directions:
         """The directions of this step, the same on every rank."""
         if any(map(is_sharded, oracle.live_x)):
@@ -66,7 +72,7 @@ class ZerothOrder(BilevelOptimizer):
             oracle.x,
             self.direction,
             self.directions,
-            seed=given.ranks.agreed(draw_seed(given.generator), oracle.device),
+            seed=given.chances["seed"],
             smoothing=self.smoothing,
             relative=self.smoothing_mode == "relative",
             scale=self.scale,
