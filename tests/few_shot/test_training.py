@@ -229,6 +229,7 @@ def test_a_comparison_is_made_once(command, tmp_path, capsys, monkeypatch):
     assert len(saved["runs"]) == 7
     assert sorted(r["seed"] for r in tested) == [0, 0, 1]
     assert all(r["test"]["episodes"] == 6 for r in tested)
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 7
     del made[:]
     compare.main(arguments)
     assert not made
