@@ -53,6 +53,7 @@ def test_records_are_made_once_and_go_on_after_an_interruption(tmp_path):
         {"a": 2},
         {"a": 3},
     ]
+    assert records.get({"a": 3}, lambda: run(9.0)) == {"score": 0.9, "worst": math.inf}  # made by another process
     with pytest.raises(Missing):
         Records(path, frozen=True).get({"a": 4}, lambda: run(1.0))
 
@@ -277,7 +278,12 @@ class Blind(bo.FirstOrder):
 def test_sabotage_turns_the_verdict_on_badly_conditioned_problems():
     experiment = EXPERIMENTS["003-kappa-quartic"]
     rule = dataclasses.replace(experiment.rule, rivals=("ITD",))
-    experiment = small(dataclasses.replace(experiment, rule=rule))
+    chosen = {"lr": axis(1.0), "lower_steps": axis(30), "linear_steps": axis(12), "theta": axis(0.1)}
+    arms = {
+        name: dataclasses.replace(arm, grid={key: chosen[key] for key in arm.grid})
+        for name, arm in experiment.arms.items()
+    }
+    experiment = small(dataclasses.replace(experiment, rule=rule, arms=arms))
     grid = experiment.arms["RAHGD"].grid
 
     def uphill(x, y, *, kappa, theta, **options):
@@ -356,6 +362,8 @@ def test_the_program(tmp_path, capsys, monkeypatch):
     program.main(["list"])
     assert "003-saddle-near" in capsys.readouterr().out
     given = ["run", "001-order-1", "--scale", "smoke", "--out", str(tmp_path)]
+    program.main([*given, "--arms", "none"])
+    assert capsys.readouterr().out == ""
     program.main(given)
     assert "3 new runs" in capsys.readouterr().out
     folder = tmp_path / "001-order-1"

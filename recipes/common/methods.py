@@ -21,13 +21,12 @@ __all__ = ["PAPER", "Method", "decaying", "exact", "stochastic"]
 PAPER: dict[str, dict[str, Any]] = {
     "RTMLMC": {"neumann": "product", "level_sampling": "independent", "cap": False},
     "DLSGD": {"neumann": "product", "cap": False},
-    "F2SA": {"samples": "independent", "normalize": True, "order": 2},
+    "F2SA": {"samples": "independent"},
     "RSVRB": {"variant": "faithful"},
-    "PZOBO": {"directions": 1, "direction": "gaussian", "warm_start": False},
-    "RAHGD": {"lower_restart": "zero", "on_converged": "stop"},
-    "PRAHGD": {"lower_restart": "zero", "on_converged": "stop", "perturb_initial": False},
-    "PRAGDA": {"lower_restart": "zero", "on_converged": "stop", "perturb_initial": False},
-    "BA": {"warm_start": False},
+    "PZOBO": {"directions": 1},
+    "RAHGD": {"lower_restart": "zero", "linear_start": "y"},
+    "PRAHGD": {"lower_restart": "zero", "linear_start": "y", "perturb_initial": False},
+    "PRAGDA": {"lower_restart": "zero", "perturb_initial": False},
 }
 
 SET = ("decay", "series", "matrices", "tasks")  # fields of `Method` that are among the settings
