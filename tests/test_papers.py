@@ -10,6 +10,7 @@ import torch
 
 import bilevel_optim as bo
 from recipes.common import interval
+from recipes.common.methods import growing_penalty
 from recipes.common.records import Missing, Records
 from recipes.common.search import Axis, axis, search
 from recipes.papers import __main__ as program
@@ -209,6 +210,26 @@ def test_settings_are_chosen_with_another_seed_than_they_are_judged_with():
     assert all(budget == 10 for *_, seed, budget in calls if seed != SEARCH_SEED)
     assert outcome.verdict.word == "HOLDS"
     assert len(outcome.scores["new"]) == 4
+
+
+def test_a_verdict_needs_the_arms_of_its_rule_alone(tmp_path):
+    path = tmp_path / "records.jsonl"
+    experiment = toy(falling)
+    execute(experiment, "smoke", Records(path))
+    more = dataclasses.replace(experiment, arms={**experiment.arms, "shown": Arm(2.0, {"lr": axis(1.0)})})
+    found = execute(more, "smoke", Records(path, frozen=True))
+    assert (found.verdict.word, "shown" in found.scores) == ("HOLDS", False)
+    with pytest.raises(Missing):
+        execute(dataclasses.replace(more, rule=dataclasses.replace(RULE, rivals=("old", "shown"))), "smoke",
+                Records(path, frozen=True))  # fmt: skip
+
+
+def test_the_penalty_grows():
+    x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    optimizer = growing_penalty(bo.F2SA([x], [y], lr=0.0, lower_lr=0.1, lower_steps=1, order=1, nu=0.1))
+    for _ in range(127):
+        optimizer.step(lambda: y.sum(), lambda: (y - x).square().sum())
+    assert optimizer.nu == pytest.approx(0.05)  # 128 = 2^7
 
 
 def test_scores_of_curves():

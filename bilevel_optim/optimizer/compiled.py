@@ -19,6 +19,7 @@ from ..problem.parameters import require
 from ..problem.tracing import Untraceable
 from .binding import Binding, Flat, Slot, difference, flattened
 from .capture import PLAIN, Capture, Identity, Kind
+from .checkpoint import OWN
 from .ledger import Ledger
 from .method import Loss, StepFunctions, as_objective
 from .replay import Sources, StepGraph, fed, values_of
@@ -28,7 +29,7 @@ from .watch import undisturbed
 __all__ = ["Compiled"]
 
 
-NOT_GUARDED = ("params", "lr", "param_names", "initial_lr")  # of a parameter group; the rates are arguments
+NOT_GUARDED = ("params", "lr", "param_names", "initial_lr", OWN)  # of a parameter group; the rates are arguments
 
 
 class Call(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import bilevel_optim as bo
 
 from ..common import spend
-from ..common.records import Records
+from ..common.records import Missing, Records
 from ..common.search import Found, search
 from .experiment import SEARCH_SEED, Arm, Experiment, Point, Trial
 from .judge import Verdict, judge
@@ -90,12 +90,18 @@ def complete(
 
         middle = {key: a.values[len(a.values) // 2] for key, a in arm.grid.items()}
         chosen = numbers.get("search", True) and any(len(a.values) > 1 for a in arm.grid.values())
-        found[name] = (
-            search(arm.grid, score, shares=experiment.shares, moves=experiment.moves)
-            if chosen
-            else Found(middle, math.nan, ())
-        )
-        runs[name] = [run(name, arm, found[name].setting, seed, 1.0) for seed in range(numbers["seeds"])]
+        try:
+            best = (
+                search(arm.grid, score, shares=experiment.shares, moves=experiment.moves)
+                if chosen
+                else Found(middle, math.nan, ())
+            )
+            results = [run(name, arm, best.setting, seed, 1.0) for seed in range(numbers["seeds"])]
+        except Missing:
+            if name in experiment.rule.arms:
+                raise
+            continue  # the verdict does not need it
+        found[name], runs[name] = best, results
     return found, runs
 
 
