@@ -174,7 +174,6 @@ class F2SA(BilevelOptimizer):
         xi, zeta = oracle.f.draw(), oracle.g.draw()
         estimate = penalty(oracle, copies, formula, self.nu, upper_sample=xi, lower_sample=zeta)
         y = copies.combine(interpolation)
-        oracle.at(lower=y).advance_buffers(zeta)
         residual = None if solved.gradient is None else solved.gradient.lane_norm()
         spread = self._watched_spread(oracle, y, copies, formula, given)
         return changed(
@@ -208,6 +207,7 @@ class F2SA(BilevelOptimizer):
 
         def gradient(copies: Vector) -> tuple[Tensor, Vector]:
             found = evaluate_copies(oracle, copies, weights, [1.0] * n, xi, zeta, wrt="lower")
+            oracle.checks.scalar("loss", found.total)
             return found.lower.sum(), found.gradient
 
         return gradient

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..problem import random
 from ..problem.objective import Sample
 from ..problem.vector import Vector, stack
 from . import batched
@@ -24,11 +25,12 @@ Samples = Sample | Sequence[Sample]
 
 
 class Copies(NamedTuple):
-    """Values of f and g per copy (NaN where they were not needed), and the gradient asked for."""
+    """Values of f and g per copy (NaN where they were not needed), the gradient asked for, and what it is that of."""
 
     upper: Tensor
     lower: Tensor
     gradient: Vector
+    total: Tensor
 
 
 @dataclass
@@ -102,6 +104,8 @@ def evaluate_copies(
         oracle.count("upper_grad", needed)
         if wrt == "upper":
             oracle.count("loss", n - needed)
+    if wrt != "nothing":
+        oracle.session.lower_sample = lower_sample if isinstance(lower_sample, Sample) else lower_sample[-1]
     points = _Points(copies, upper_copies, upper_weights, lower_weights, upper_sample, lower_sample, wrt)
     found = oracle.session.found
     parts = batched.run(
@@ -128,7 +132,8 @@ def _require_substitution(oracle: Oracle, points: _Points) -> None:
     for factor, shift in ((1.0, 0.0), (1.1, 0.1)):
         y = Vector(t * factor + shift for t in pair.lower.lane(0))
         x = None if pair.upper is None else Vector(t * factor + shift for t in pair.upper.lane(0))
-        values = _together(oracle.at(x, y), pair)
+        with random.kept(oracle.device):
+            values = _together(oracle.at(x, y), pair)
         results.append(Vector((values.upper, values.lower, *values.gradient)))
     if not (results[0] - results[1]).norm() <= 1e-5 * results[0].norm():
         raise RuntimeError("a loss reads parameters in a way that cannot be redirected (as TorchScript modules do)")
@@ -147,12 +152,13 @@ def _alike(*groups: Samples) -> bool:
 def _together(oracle: Oracle, points: _Points) -> Copies:
     """All the points given, by one vmap of each loss and one backward pass."""
     wrt, session = points.wrt, oracle.session
-    y = Vector(t.detach().requires_grad_(wrt == "lower") for t in points.lower)
+    watched = wrt == "nothing" and "upper" not in session.found.looked
+    y = Vector(t.detach().requires_grad_(wrt == "lower" or watched) for t in points.lower)
     with ExitStack() as block:
         block.enter_context(session.buffers_kept())
         live_x, _ = block.enter_context(oracle.placed())
         block.enter_context(batched.no_slow_batching(look=not session.found.vmapped))
-        block.enter_context(torch.set_grad_enabled(wrt != "nothing"))
+        block.enter_context(torch.set_grad_enabled(wrt != "nothing" or watched))
         x = None if points.upper is None else _watched(oracle, points.upper)
         values = {
             level: _values(oracle, level, sample, points, x, y)
@@ -165,7 +171,7 @@ def _together(oracle: Oracle, points: _Points) -> Copies:
         f, g = values.get("upper"), values.get("lower")
         if g is None:
             assert f is not None
-            return Copies(f, torch.full_like(f, torch.nan), Vector())
+            return _only_values(f)
         _look(oracle, g.sum(), y, x, wrt)
         total = (g * g.new_tensor(points.g_weights)).sum()
         if f is None:
@@ -173,7 +179,12 @@ def _together(oracle: Oracle, points: _Points) -> Copies:
         else:
             total = total + (f * f.new_tensor(points.f_weights)).sum()
         gradient = _gradient(oracle, total, y if wrt == "lower" else live_x, wrt)
-    return Copies(f.detach(), g.detach(), gradient)
+    return Copies(f.detach(), g.detach(), gradient, total.detach())
+
+
+def _only_values(f: Tensor) -> Copies:
+    f = f.detach()
+    return Copies(f, torch.full_like(f, torch.nan), Vector(), f.sum())
 
 
 def _watched(oracle: Oracle, upper: Vector) -> Vector:
@@ -203,7 +214,11 @@ def _values(oracle: Oracle, level: str, samples: Samples, points: _Points, x: Ve
         in_dims=(0 if batch else None, part_dims, *[0] * len(values)),
         randomness="same" if shared else "different",
     )(batch, part, *values)
-    return results if points.wrt == "nothing" else oracle.session.dependent(level, results, values)
+    if points.wrt == "nothing" and not results.requires_grad:
+        return results
+    own_x = oracle.live_x if x is None else x
+    whole = part is None and features is None and points.wrt != "upper" and own_x[0].requires_grad
+    return oracle.session.dependent(level, results, y if points.wrt != "upper" else (), own_x if whole else None)
 
 
 def _features(
@@ -244,17 +259,18 @@ def _alone(oracle: Oracle, point: _Points) -> Copies:
     here = oracle.at(None if point.upper is None else point.upper.lane(0), point.lower.lane(0))
     with session.buffers_kept(), here.placed() as (x, y):
         if wrt == "nothing":
-            f = here.value("upper", xi, graph=False).reshape(1)
-            return Copies(f, torch.full_like(f, torch.nan), Vector())
+            if "upper" in session.found.looked:
+                return _only_values(here.value("upper", xi, graph=False).reshape(1))
+            return _only_values(here.evaluated("upper", xi, x, y).reshape(1))
         # Features at the one x are constants for y; at other values of x they are needed once only.
         frozen = wrt == "lower" and session.found.reaches_upper
         part = here.features.frozen(here, "lower", zeta) if frozen else None
-        g = session.dependent("lower", here.value("lower", zeta, features=part), y)
+        g = here.evaluated("lower", zeta, x, y, features=part)
         _look(here, g, y, x, wrt)
         total = b * g
         if a:
             part = here.features.frozen(here, "upper", xi) if frozen else None
-            f = session.dependent("upper", here.value("upper", xi, features=part), y)
+            f = here.evaluated("upper", xi, x, y, features=part)
             total = total + a * f
         elif wrt == "upper":
             f = here.value("upper", xi, graph=False)
@@ -263,7 +279,7 @@ def _alone(oracle: Oracle, point: _Points) -> Copies:
         gradient = _gradient(here, total, y if wrt == "lower" else x, wrt)
     if wrt == "lower":
         gradient = stack([gradient])
-    return Copies(f.detach().reshape(1), g.detach().reshape(1), gradient)
+    return Copies(f.detach().reshape(1), g.detach().reshape(1), gradient, total.detach())
 
 
 def _look(oracle: Oracle, g: Tensor, y: Vector, x: Vector | None, wrt: str) -> None:
@@ -297,4 +313,5 @@ def _joined(parts: Sequence[Copies], wrt: str) -> Copies:
         gradient = parts[0].gradient
         for part in parts[1:]:
             gradient = gradient + part.gradient
-    return Copies(torch.cat([p.upper for p in parts]), torch.cat([p.lower for p in parts]), gradient)
+    total = torch.stack([part.total for part in parts]).sum()
+    return Copies(torch.cat([p.upper for p in parts]), torch.cat([p.lower for p in parts]), gradient, total)

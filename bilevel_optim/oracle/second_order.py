@@ -18,7 +18,7 @@ from .differentiable import has_fused, twice_differentiable
 if TYPE_CHECKING:
     from .oracle import Oracle
 
-__all__ = ["LowerSystem", "UpperSystem", "kept_system", "lower_gradient", "lower_matrices", "lower_system", "pulled"]
+__all__ = ["LowerSystem", "UpperSystem", "kept_system", "lower_matrices", "lower_system", "pulled"]
 
 
 class LowerSystem(NamedTuple):
@@ -54,7 +54,7 @@ def upper_system(oracle: Oracle, sample: Sample) -> Generator[UpperSystem]:
     session, split, like = oracle.session, len(oracle.x), Vector((*oracle.x, *oracle.y))
     with session.buffers_kept(), oracle.placed() as (x, y):
         variables = Vector((*x, *y))
-        gradients, loss = _graph(oracle, "upper", sample, y, variables)
+        gradients, loss = _graph(oracle, "upper", sample, x, y, variables)
         session.note_reached(gradients[:split])
         session.require_reached(gradients[split:], oracle.lower_names)
         oracle.count("upper_grad")
@@ -67,7 +67,7 @@ def upper_system(oracle: Oracle, sample: Sample) -> Generator[UpperSystem]:
             )
 
         loss, gradient = oracle.averaged(loss.detach(), _filled(gradients, like).detach())
-        oracle.checks.finite("loss", [loss])
+        oracle.checks.scalar("loss", loss)
         oracle.checks.finite("upper_grad", gradient)
         yield UpperSystem(loss, gradient, product)
 
@@ -79,7 +79,7 @@ def lower_system(oracle: Oracle, sample: Sample, *, gradient: bool = True) -> Ge
         yield _by_differences(oracle, sample, gradient)
     else:
         with oracle.session.buffers_kept(), oracle.placed() as (x, y):
-            yield _by_graph(oracle, lower_gradient(oracle, sample, y), x, y, gradient)
+            yield _by_graph(oracle, *_lower_gradient(oracle, sample, x, y), x, y, gradient)
 
 
 def kept_system(oracle: Oracle, sample: Sample) -> LowerSystem:
@@ -87,8 +87,8 @@ def kept_system(oracle: Oracle, sample: Sample) -> LowerSystem:
 
     A graph over live leaves saves the leaves themselves, so they hold the same values again while it is used.
     """
-    with oracle.placed() as (x, y):
-        system = _by_graph(oracle, lower_gradient(oracle, sample, y), x, y, True)
+    with oracle.session.buffers_kept(), oracle.placed() as (x, y):
+        system = _by_graph(oracle, *_lower_gradient(oracle, sample, x, y), x, y, True)
 
     def back(function: Callable[[Vector], Vector]) -> Callable[[Vector], Vector]:
         def placed(v: Vector) -> Vector:
@@ -104,29 +104,29 @@ def kept_system(oracle: Oracle, sample: Sample) -> LowerSystem:
     return LowerSystem(system.gradient, back(system.hvp), back(system.cross), both)
 
 
-def lower_gradient(oracle: Oracle, sample: Sample, y: Vector) -> Sequence[Tensor | None]:
-    """Gradient of g in the variables y, with a graph, at what is placed."""
+def _lower_gradient(oracle: Oracle, sample: Sample, x: Vector, y: Vector) -> tuple[Sequence[Tensor | None], Tensor]:
+    """Gradient of g in the variables y, with a graph, at what is placed, and g."""
     if oracle.sharded:
         raise RuntimeError(
             "sharded lower parameters (DTensor) have first derivatives only in torch; use a first-order method "
             "(F2SA) or hvp='finite-difference'"
         )
-    gradients, _ = _graph(oracle, "lower", sample, y, y)
+    gradients, loss = _graph(oracle, "lower", sample, x, y, y)
     oracle.session.require_reached(gradients, oracle.lower_names)
-    return gradients
+    return gradients, loss.detach()
 
 
 def _graph(
-    oracle: Oracle, level: str, sample: Sample, y: Vector, variables: Vector
+    oracle: Oracle, level: str, sample: Sample, x: Vector, y: Vector, variables: Vector
 ) -> tuple[Sequence[Tensor | None], Tensor]:
     """Gradient of a loss in variables, with a graph that can be differentiated once more, and the loss."""
     found = oracle.session.found
     with twice_differentiable(plain=bool(found.fused)):
-        loss = oracle.session.dependent(level, oracle.value(level, sample), y)
+        loss = oracle.evaluated(level, sample, x, y)
         if not found.fused and (found.fused is None or level == "upper"):
             found.fused = has_fused(loss)
             if found.fused:
-                return _graph(oracle, level, sample, y, variables)
+                return _graph(oracle, level, sample, x, y, variables)
         return oracle.differentiate(loss, variables, graph=True), loss
 
 
@@ -154,7 +154,9 @@ def pulled(
         )
 
 
-def _by_graph(oracle: Oracle, gradients: Sequence[Tensor | None], x: Vector, y: Vector, gradient: bool) -> LowerSystem:
+def _by_graph(
+    oracle: Oracle, gradients: Sequence[Tensor | None], loss: Tensor, x: Vector, y: Vector, gradient: bool
+) -> LowerSystem:
     """The system of a gradient with a graph."""
     session = oracle.session
     variables = {"lower": y, "upper": x, "both": Vector((*x, *y))}
@@ -166,10 +168,12 @@ def _by_graph(oracle: Oracle, gradients: Sequence[Tensor | None], x: Vector, y: 
             session.note_reached(products[: len(x)])
         return Vector(oracle.averaged(_filled(products, like[wrt]))[0])
 
-    if not gradient:
-        return _counted(oracle, Vector(), product)
-    oracle.count("lower_grad")
-    return _counted(oracle, oracle.averaged(_filled(gradients, oracle.y).detach())[0], product)
+    slope = _filled(gradients, oracle.y).detach() if gradient else Vector()
+    loss, slope = oracle.averaged(loss, slope)
+    oracle.checks.scalar("loss", loss)
+    if gradient:
+        oracle.count("lower_grad")
+    return _counted(oracle, slope, product)
 
 
 def _by_differences(oracle: Oracle, sample: Sample, gradient: bool) -> LowerSystem:
@@ -180,7 +184,7 @@ def _by_differences(oracle: Oracle, sample: Sample, gradient: bool) -> LowerSyst
         point = oracle.at(lower=at)
         with session.buffers_kept(), point.placed() as (live_x, live_y):
             part = point.features.frozen(point, "lower", sample) if wrt == "lower" else None
-            loss = session.dependent("lower", point.value("lower", sample, features=part), live_y)
+            loss = point.evaluated("lower", sample, live_x, live_y, features=part)
             variables = {"lower": live_y, "upper": live_x, "both": Vector((*live_x, *live_y))}[wrt]
             gradients = point.differentiate(loss, variables)
         if wrt == "lower":
@@ -188,7 +192,9 @@ def _by_differences(oracle: Oracle, sample: Sample, gradient: bool) -> LowerSyst
         else:
             session.note_reached(gradients[: len(oracle.x)])
         like = {"lower": y, "upper": oracle.x, "both": Vector((*oracle.x, *y))}[wrt]
-        return Vector(oracle.averaged(_filled(gradients, like))[0])
+        loss, result = oracle.averaged(loss.detach(), _filled(gradients, like))
+        oracle.checks.scalar("loss", loss)
+        return Vector(result)
 
     def product(v: Vector, wrt: str) -> Vector:
         # Truncation eps^2 against round-off u / eps gives eps ~ u^(1/3), in units of the size of y along v.
@@ -239,9 +245,10 @@ def lower_matrices(oracle: Oracle, sample: Sample) -> tuple[Vector, Tensor, Tens
             products = [stack([Vector((*c, *h))]) for c, h in pairs]
     else:
         with oracle.session.buffers_kept(), oracle.placed() as (x, y):
-            gradients = lower_gradient(oracle, sample, y)
+            gradients, loss = _lower_gradient(oracle, sample, x, y)
             variables = Vector((*x, *y))
-            gradient = Vector(oracle.averaged(_filled(gradients, oracle.y).detach())[0])
+            loss, gradient = oracle.averaged(loss, _filled(gradients, oracle.y).detach())
+            oracle.checks.scalar("loss", loss)
 
             def together(part: slice) -> Vector:
                 basis = _basis(oracle, sizes, part)

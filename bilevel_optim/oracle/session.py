@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -12,12 +13,15 @@ import torch
 from torch import Tensor
 
 from ..distributed.ranks import Ranks
+from ..errors import BilevelWarning
+from ..problem.objective import Sample
 from .buffers import Buffers
 from .checks import Checks
 from .evaluation import Evaluation, in_place
 
 __all__ = ["COUNTERS", "Findings", "Options", "Session", "as_scalar", "forget_casts"]
 
+_NOTHING = nullcontext()
 COUNTERS = ("upper_grad", "lower_grad", "hvp", "jvp", "loss")
 
 
@@ -31,6 +35,7 @@ class Options:
         ranks: over which results are averaged.
         evaluation: how a loss is evaluated at given values: `in_place` or `substituted`.
         one_loss: whether the user gave one loss for both levels, so that messages say "the loss".
+        responds: whether the estimate lives on y's response to x in the lower loss.
     """
 
     vectorize: bool | int = True
@@ -38,6 +43,7 @@ class Options:
     ranks: Ranks = field(default_factory=Ranks)
     evaluation: Evaluation = in_place
     one_loss: bool = False
+    responds: bool = True
 
     def at_once(self, n: int) -> int:
         """How many of n evaluations may run together."""
@@ -56,6 +62,8 @@ class Findings:
     reaches_lower: bool = False  # the lower loss is known to depend on every lower parameter
     reaches_upper: bool = False  # some loss is known to depend on some upper parameter
     features_checked: frozenset[str] = frozenset()  # levels whose features are known not to depend on y
+    looked: frozenset[str] = frozenset()  # levels of which it is known what they depend on
+    idle: frozenset[str] = frozenset()  # levels whose loss does not depend on the parameters of the other one
 
 
 @dataclass
@@ -69,7 +77,8 @@ class Session:
         counts: oracle calls of this step.
         checks: flags to be read at its end.
         warned: keys of the warnings that were given before.
-        buffers_skipped: some module would have updated buffers at a point that is not the one to be kept.
+        buffers_skipped: some module would have updated buffers.
+        lower_sample: the last one that g was evaluated on.
     """
 
     options: Options = field(default_factory=Options)
@@ -78,6 +87,7 @@ class Session:
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
     checks: Checks = field(default_factory=Checks)
     buffers_skipped: bool = False
+    lower_sample: Sample | None = None
     warned: set[str] = field(default_factory=set)
 
     @classmethod
@@ -87,7 +97,7 @@ class Session:
 
     def buffers_kept(self) -> AbstractContextManager[None]:
         """Leave module buffers (running statistics) as they are, whatever the block evaluates."""
-        return nullcontext() if self.buffers.constant else self._buffers_kept()
+        return _NOTHING if self.buffers.constant else self._buffers_kept()
 
     @contextmanager
     def _buffers_kept(self) -> Generator[None]:
@@ -98,8 +108,11 @@ class Session:
     # ------------------------------------------------------------------------------------------------ first looks
 
     def require_reached(self, gradients: Sequence[Tensor | None], names: Callable[[], Iterable[str]]) -> None:
-        """At the first step, raise if the lower loss does not depend on some lower parameter."""
-        if not self.found.reaches_lower:
+        """Raise if the lower loss does not depend on some lower parameter (after the first step, on any)."""
+        if self.found.reaches_lower:
+            if all(gradient is None for gradient in gradients):
+                raise ValueError(self.independent("lower"))
+        else:
             for gradient, name in zip(gradients, names(), strict=True):
                 if gradient is None:
                     raise ValueError(
@@ -121,11 +134,29 @@ class Session:
                 "parameter, so the hypergradient would be silently zero; check that the live upper tensors are read "
                 "and not detached or old ones"
             )
+        for level in self.found.idle - self.warned:
+            other = "lower" if level == "upper" else "upper"
+            if level == "upper" or self.options.responds:
+                warnings.warn(
+                    f"the {level} loss depends on no {other} parameter, so that the hypergradient has no indirect term; "
+                    "are the losses, or the parameters, swapped?",
+                    BilevelWarning,
+                    stacklevel=5,
+                )
+                self.warned.add(level)
 
-    def dependent(self, level: str, loss: Tensor, variables: Sequence[Tensor]) -> Tensor:
-        """The loss, checked to depend on something where ``variables`` are."""
-        if not loss.requires_grad and any(t.requires_grad for t in variables):
+    def dependent(self, level: str, loss: Tensor, y: Sequence[Tensor], x: Sequence[Tensor] | None = None) -> Tensor:
+        """The loss, checked to depend on something; with x it is noted, at the first step, on what."""
+        if not loss.requires_grad and any(t.requires_grad for t in y):
             raise ValueError(self.independent(level))
+        if x is not None and level not in self.found.looked and loss.requires_grad:
+            leaves = leaves_of(loss)
+            reached = [any(id(t) in leaves for t in tensors) for tensors in (x, y)]
+            if not any(reached):
+                raise ValueError(self.independent(level))
+            self.found.looked |= {level}
+            if not reached[level == "upper"] and not self.options.one_loss:
+                self.found.idle |= {level}
         return loss
 
     def independent(self, level: str) -> str:
@@ -151,6 +182,21 @@ def as_scalar(level: str, loss: Any, called: str | None = None) -> Tensor:
         called = called or f"{level} loss"
         raise ValueError(f"the {called} must return a scalar tensor, but returned {found}; reduce it (mean, sum)")
     return loss if loss.dim() == 0 else loss.reshape(())
+
+
+def leaves_of(loss: Tensor) -> set[int]:
+    """Identities of the leaves that a loss depends on (of a compiled module: of all that it is given)."""
+    if loss.grad_fn is None:
+        return {id(loss)}
+    leaves, seen, stack = set[int](), set[Any](), [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            if (leaf := getattr(node, "variable", None)) is not None:
+                leaves.add(id(leaf))
+            stack += [parent for parent, _ in node.next_functions if parent is not None]
+    return leaves
 
 
 def forget_casts(device: torch.device) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
 from .vector import Vector
 
-__all__ = ["Counters", "device_of", "draw_index", "draw_seed", "hashed", "uniform_ball"]
+__all__ = ["Counters", "device_of", "draw_index", "draw_seed", "hashed", "kept", "uniform_ball"]
 
 _MASK = (1 << 64) - 1
 
@@ -60,6 +61,11 @@ def draw_index(count: int, generator: torch.Generator | None) -> int:
 def draw_seed(generator: torch.Generator | None) -> int:
     """A random number to make others from."""
     return draw_index(2**62, generator)
+
+
+def kept(device: torch.device) -> AbstractContextManager[None]:
+    """Leave torch's random numbers as they are, whatever the block draws."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 def uniform_ball(like: Sequence[Tensor], radius: float, generator: torch.Generator | None = None) -> Vector:

@@ -114,7 +114,6 @@ class SOBA(SingleLoop):
         residual = product - grad_y
         oracle.checks.finite("hvp", residual)
         here = given.stepped(oracle, system.gradient)
-        here.oracle.advance_buffers(zeta)
         memory = {"linear_solution": v - residual * rates} if self.warm_start else {}
         return here.kept(Estimate(loss, grad_x - cross, {"linear_residual": residual.norm()}, memory))
 

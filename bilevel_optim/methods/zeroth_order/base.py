@@ -82,7 +82,4 @@ class ZerothOrder(BilevelOptimizer):
         directions = self.drawn_directions(oracle, given)
         samples = [oracle.g.draw() for _ in range(self.lower_steps)]
         paths = Paths(oracle, given.rule, samples, from_upper=from_upper)
-        estimate = estimator(oracle, paths, directions, central=self.difference == "central")
-        if samples and estimate.lower is not None:
-            oracle.at(lower=estimate.lower).advance_buffers(samples[-1])  # no path has changed running statistics
-        return estimate
+        return estimator(oracle, paths, directions, central=self.difference == "central")
