@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .ledger import Ledger
+
 __all__ = ["Results"]
 
 
@@ -16,7 +18,7 @@ class Results:
     """What can be read from an optimizer after a step; nothing here changes it."""
 
     diagnostics: dict[str, Any]
-    _last_loss: Tensor | None
+    _ledger: Ledger
 
     def metrics(self) -> dict[str, float]:
         """The loss and the ``diagnostics`` of the last step as floats for a logger, with one host synchronisation.
@@ -32,7 +34,7 @@ class Results:
             >>> optimizer.metrics()
             {'loss': 0.5, 'hypergradient_norm': 0.5, 'lower_residual': 2.0, 'linear_residual': 0.5}
         """
-        known = {"loss": self._last_loss, **self.diagnostics}
+        known = {"loss": self._ledger.last_loss, **self.diagnostics}
         tensors = {name: value.detach() for name, value in known.items() if isinstance(value, Tensor)}
         found: dict[str, float] = {}
         for name, entries in _read(tensors).items():
