@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Unpack
 
-from ..errors import BilevelWarning
 from ..hypergradient import Estimate, implicit
 from ..optimizer.base import BilevelOptimizer, CommonOptions
 from ..optimizer.declaration import Method, counts
@@ -130,13 +128,6 @@ class AID(BilevelOptimizer):
         self.linear_solver, self.linear_steps, self.linear_tol = linear_solver, linear_steps, linear_tol
         self.linear_lr, self.damping = linear_lr, damping
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
-        if any(group.get("weight_decay") for group in self.probe().param_groups):
-            warnings.warn(
-                "weight_decay of the lower_optimizer is not part of the lower loss, so the linear system does not know "
-                "it and the hypergradient is biased; put the penalty into the lower loss instead",
-                BilevelWarning,
-                stacklevel=2,
-            )
 
     def estimate(self, oracle: Oracle, given: Given) -> Estimate:
         """Lower steps, then the linear system at their end."""

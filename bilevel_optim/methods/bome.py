@@ -103,6 +103,8 @@ class BOME(BilevelOptimizer):
         self.joint_lr, self.eta, self.barrier = joint_lr, eta, barrier
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
 
+    stationary = True  # the value function is that of the lower loss alone
+
     def together(self, tasks: int) -> list[slice]:
         """Every task by itself, because each has a multiplier of its own."""
         return [slice(i, i + 1) for i in range(tasks)]

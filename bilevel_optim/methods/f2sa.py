@@ -16,6 +16,7 @@ from ..optimizer.base import BilevelOptimizer, CommonOptions
 from ..optimizer.declaration import Method, counts
 from ..optimizer.step import Given, Update, changed
 from ..oracle.copies import evaluate_copies
+from ..oracle.differentiable import working_unit
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
 from ..problem.parameters import Params, is_number, require
@@ -24,6 +25,7 @@ from ..problem.vector import Vector, stack
 __all__ = ["F2SA"]
 
 SAMPLES = ("shared", "independent")
+ROUNDING_LIMIT = 0.05  # rounding of the losses over nu above which their differences are not to be trusted
 SPREAD_LIMIT = 10.0  # how much further from y* one copy may be than another, per unit of its perturbation
 
 
@@ -171,6 +173,7 @@ class F2SA(BilevelOptimizer):
         oracle.checks.finite(
             "lower_grad", copies, "A smaller lower_lr helps, or if copies at negative nodes diverge a smaller nu"
         )
+        self._watch_rounding(oracle)
         xi, zeta = oracle.f.draw(), oracle.g.draw()
         estimate = penalty(oracle, copies, formula, self.nu, upper_sample=xi, lower_sample=zeta)
         y = copies.combine(interpolation)
@@ -233,6 +236,17 @@ class F2SA(BilevelOptimizer):
                 (known.max() > limit * known.min()) & (distances.max() > rounding),
             )
         return spread
+
+    def _watch_rounding(self, oracle: Oracle) -> None:
+        unit = working_unit(oracle.y[0])
+        if unit > ROUNDING_LIMIT * self.nu:
+            oracle.checks.alert(
+                "rounded differences",
+                f"the losses are computed with a precision of {unit:.1g} (autocast, or the parameters' type), of which "
+                f"nu = {self.nu:.1g} makes an error of about {unit / self.nu:.0%} in the hypergradient; use a larger "
+                "nu, or float32 without autocast",
+                torch.ones((), dtype=torch.bool, device=oracle.device),
+            )
 
     def _may_change(self, given: Given) -> bool:
         return self._given_stencil == "auto" and "stencil" not in given.numbers

@@ -13,6 +13,7 @@ from torch.optim import SGD, Optimizer
 
 from ..distributed.ranks import Ranks
 from ..hypergradient import Estimate
+from ..oracle.advance import advance_buffers
 from ..oracle.oracle import Oracle
 from ..oracle.session import Options
 from ..problem import tasks as task_layer
@@ -37,6 +38,7 @@ from .ledger import Ledger
 from .method import ColdOptions, CommonOptions, Loss, StepFunctions, as_objective
 from .results import Results
 from .step import Given, Groups, Start, Update, changed
+from .transaction import Attempt, writes_of, writes_of_update
 
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "Loss", "as_objective"]
 
@@ -120,7 +122,7 @@ class BilevelOptimizer(StepFunctions, Results, Optimizer):
         self.diagnostics: dict[str, Any] = {}
         self.numbers: dict[str, Any] = {}
         self.lower_factory = lower_optimizer or SGD
-        self._options = Options(vectorize, hvp, Ranks(process_group), one_loss=self.one_loss)
+        self._options = Options(vectorize, hvp, Ranks(process_group), one_loss=self.one_loss, responds=self.responds)
         self._ledger = Ledger()
         self._rules = LowerRules(self.lower_factory)
         self.default_lr = {"upper": lr, "lower": lower_lr}
@@ -171,12 +173,15 @@ class BilevelOptimizer(StepFunctions, Results, Optimizer):
                 raise TypeError("step takes tasks only together with both losses")
             self._update()
             return None
-        oracle, estimate, given = self._proposed(upper, lower, tasks)
-        with torch.no_grad():
-            update = self.update(oracle.x, estimate.gradient, given.after(estimate))
-            loss = self._commit(oracle, estimate)
-            self._commit_update(oracle.live_x, update)
-        return loss
+        attempt, oracle, groups = self._opened(upper, lower)
+        with attempt:
+            estimate, given = self._proposed(oracle, groups, tasks)
+            advance_buffers(oracle, estimate.lower)
+            with torch.no_grad():
+                update = self.update(oracle.x, estimate.gradient, given.after(estimate))
+                writes = self._writes(oracle, estimate)
+                attempt.commit([*writes, *self._writes_of_update(oracle.live_x, update, estimate.numbers)])
+        return self._ledger.last_loss
 
     def backward(self, upper: Loss, lower: Loss | None = None, *, tasks: Any = None) -> Tensor:
         """Improve y, and set ``.grad`` of the upper parameters to the estimate of the hypergradient.
@@ -184,9 +189,15 @@ class BilevelOptimizer(StepFunctions, Results, Optimizer):
         Follow it with gradient clipping, with ``step()``, or with a step of any ``torch.optim`` optimizer over x.
         Arguments, result and errors as for :meth:`step`.
         """
-        oracle, estimate, _ = self._proposed(upper, lower, tasks)
-        with torch.no_grad():
-            return self._commit(oracle, estimate)
+        attempt, oracle, groups = self._opened(upper, lower)
+        with attempt:
+            estimate, _ = self._proposed(oracle, groups, tasks)
+            advance_buffers(oracle, estimate.lower)
+            with torch.no_grad():
+                attempt.commit(self._writes(oracle, estimate))
+        loss = self._ledger.last_loss
+        assert loss is not None
+        return loss
 
     def propose(
         self,
@@ -203,8 +214,9 @@ class BilevelOptimizer(StepFunctions, Results, Optimizer):
         estimate at x itself of a method that would look ahead of it; ``start`` gives other lower values to begin at
         than the present ones, with tasks as a function like ``lower_init``.
         """
-        with self._ledger.buffers.kept():
-            return self._proposed(upper, lower, tasks, still=still, start=start)[1]
+        attempt, oracle, groups = self._opened(upper, lower)
+        with attempt, self._ledger.buffers.kept():
+            return self._proposed(oracle, groups, tasks, still=still, start=start)[0]
 
     def oracle(
         self, upper: Loss | None, lower: Loss | None = None, *, groups: dict[str, list[dict[str, Any]]] | None = None
@@ -223,18 +235,17 @@ class BilevelOptimizer(StepFunctions, Results, Optimizer):
 
     # ------------------------------------------------------------------------------------------------ the transaction
 
-    def _proposed(
-        self,
-        upper: Loss | None,
-        lower: Loss | None,
-        tasks: Any,
-        *,
-        still: bool = False,
-        start: Start = None,
-    ) -> tuple[Oracle, Estimate, Given]:
-        """Everything that a step computes, checked; nothing is written, so nothing has to be undone."""
+    def _opened(self, upper: Loss | None, lower: Loss | None) -> tuple[Attempt, Oracle, Groups]:
+        """A step of these losses, which leaves everything as it was if it fails."""
         groups = {level: level_groups(self.param_groups, level) for level in LEVELS}
-        here = oracle = self.oracle(upper, lower, groups=groups)
+        oracle = self.oracle(upper, lower, groups=groups)
+        return Attempt(self.generator, oracle, self._ledger.buffers), oracle, groups
+
+    def _proposed(
+        self, oracle: Oracle, groups: Groups, tasks: Any, *, still: bool = False, start: Start = None
+    ) -> tuple[Estimate, Given]:
+        """Everything that a step computes but for the update of x, checked; nothing is written."""
+        here = oracle
         given = self._given(groups, oracle.live_x, oracle.live_y)
         if still:
             given = self.standing_still(given)
@@ -245,20 +256,13 @@ class BilevelOptimizer(StepFunctions, Results, Optimizer):
             given = changed(given, lower_init=start)
         elif start is not None:
             here = oracle.at(lower=start)
-        random = None if self.generator is None else self.generator.get_state()
-        try:
-            with self._ledger.buffers.kept_on_failure():
-                if tasks is None:
-                    estimate = self.checked(here, given, self.estimate)
-                else:
-                    estimate = self.estimate_tasks(here, given, tasks)
-        except BaseException:
-            if self.generator is not None and random is not None:
-                self.generator.set_state(random)
-            raise
+        if tasks is None:
+            estimate = self.checked(here, given, self.estimate)
+        else:
+            estimate = self.estimate_tasks(here, given, tasks)
         if not self.warm_start and tasks is None and "initial" not in given.memory:
             estimate = changed(estimate, memory={**estimate.memory, "initial": here.y})
-        return oracle, estimate, given
+        return estimate, given
 
     def _given(self, groups: Groups, x: Sequence[Tensor], y: Sequence[Tensor]) -> Given:
         """What a step is given, read from the state."""
@@ -278,27 +282,18 @@ class BilevelOptimizer(StepFunctions, Results, Optimizer):
             lower_init=self.lower_init,
         )
 
-    def _commit(self, oracle: Oracle, estimate: Estimate) -> Tensor:
-        """Write what a step has computed; ``.grad`` of x is the estimate."""
-        session, x, y = oracle.session, oracle.live_x, oracle.live_y
-        norm = estimate.gradient.norm()
-        memory.write_rows(estimate.writes)
-        memory.remember(self.state, y, estimate.memory)
-        memory.remember(self.state, x, estimate.upper_memory)
-        memory.remember_tables(self.state, y, estimate.tables)
-        if estimate.solver is not None:
-            memory.remember_solver(self.state, y, estimate.solver)
-        if estimate.lower is not None:
-            y.copy_(estimate.lower)  # last, because what is remembered may be what y was
-        for parameter, gradient in zip(x, estimate.gradient, strict=True):
-            parameter.grad = gradient.detach().clone()  # nobody else's, because gradients are clipped in place
-        self.numbers = {**self.numbers, **estimate.numbers}
-        ledger = self._ledger
-        ledger.found, ledger.buffers.complete, ledger.warned = session.found, True, session.warned
-        self.diagnostics = {"hypergradient_norm": norm, **estimate.diagnostics}
+    def _writes(self, oracle: Oracle, estimate: Estimate) -> list[Callable[[], object]]:
+        """Writes of what a step has computed, but for x; ``.grad`` of x is the estimate."""
+        session = oracle.session
+        diagnostics = {"hypergradient_norm": estimate.gradient.norm(), **estimate.diagnostics}
         if session.found.fallback is not None:
-            self.diagnostics["vectorize_fallback"] = session.found.fallback
-        return ledger.enter(session.counts, estimate.loss)
+            diagnostics["vectorize_fallback"] = session.found.fallback
+        numbers = {**self.numbers, **estimate.numbers}
+        return [
+            *writes_of(self.state, oracle, estimate),
+            partial(vars(self).update, numbers=numbers, diagnostics=diagnostics),
+            partial(self._ledger.enter, self._ledger.after(session, estimate.loss)),
+        ]
 
     @torch.no_grad()
     def _update(self) -> None:
@@ -311,16 +306,16 @@ class BilevelOptimizer(StepFunctions, Results, Optimizer):
             return
         given = self._given(groups, moved, tensors_of(groups["lower"], "lower"))
         gradient = Vector(p.grad for p in moved)
-        self._commit_update(moved, self.update(Vector(p.detach() for p in moved), gradient, given))
+        with Attempt(self.generator) as attempt:
+            update = self.update(Vector(p.detach() for p in moved), gradient, given)
+            attempt.commit(self._writes_of_update(moved, update, {}))
 
-    def _commit_update(self, moved: Sequence[Tensor], update: Update) -> None:
-        """Write an update of x."""
-        memory.write_rows(update.writes)
-        memory.remember(self.state, moved, update.upper_memory)
-        if update.lower is not None:
-            Vector(self._parameters("lower")).copy_(update.lower)
-        Vector(moved).copy_(update.x)
-        self.numbers = {**self.numbers, **update.numbers}
+    def _writes_of_update(
+        self, moved: Sequence[Tensor], update: Update, numbers: dict[str, Any]
+    ) -> list[Callable[[], object]]:
+        """Writes of an update of x, after those of an estimate with these numbers."""
+        writes = writes_of_update(self.state, moved, partial(self._parameters, "lower"), update)
+        return [*writes, partial(vars(self).update, numbers={**self.numbers, **numbers, **update.numbers})]
 
     # ------------------------------------------------------------------------------------------------ state
 
@@ -332,6 +327,8 @@ class BilevelOptimizer(StepFunctions, Results, Optimizer):
         param_group.setdefault("lr", self.default_lr.get(str(level)))
         require_one_level(param_group, self.param_groups)
         super().add_param_group(param_group)
+        if level == "lower":
+            self.warn_of_decay(self.param_groups[-1])
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch, with the key ``"bilevel"`` for what does not belong to one parameter.

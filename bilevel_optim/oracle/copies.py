@@ -128,13 +128,16 @@ def _require_substitution(oracle: Oracle, points: _Points) -> None:
     pair = points[slice(0, 2)]
     xi, zeta = (s if isinstance(s, Sample) else s[0] for s in (pair.f_sample, pair.g_sample))
     pair = _Points(pair.lower, pair.upper, [1.0, 1.0], [1.0, 1.0], xi, zeta, "lower")
-    results = []
+    session, results = oracle.session, []
+    before = session.found.looked, session.found.idle, session.reached.copy()
     for factor, shift in ((1.0, 0.0), (1.1, 0.1)):
         y = Vector(t * factor + shift for t in pair.lower.lane(0))
         x = None if pair.upper is None else Vector(t * factor + shift for t in pair.upper.lane(0))
         with random.kept(oracle.device):
             values = _together(oracle.at(x, y), pair)
         results.append(Vector((values.upper, values.lower, *values.gradient)))
+    # Where f is not wanted its sample is one of g.
+    session.found.looked, session.found.idle, session.reached = before
     if not (results[0] - results[1]).norm() <= 1e-5 * results[0].norm():
         raise RuntimeError("a loss reads parameters in a way that cannot be redirected (as TorchScript modules do)")
 
@@ -156,10 +159,10 @@ def _together(oracle: Oracle, points: _Points) -> Copies:
     y = Vector(t.detach().requires_grad_(wrt == "lower" or watched) for t in points.lower)
     with ExitStack() as block:
         block.enter_context(session.buffers_kept())
-        live_x, _ = block.enter_context(oracle.placed())
+        variables, _ = block.enter_context(oracle.placed())
         block.enter_context(batched.no_slow_batching(look=not session.found.vmapped))
         block.enter_context(torch.set_grad_enabled(wrt != "nothing" or watched))
-        x = None if points.upper is None else _watched(oracle, points.upper)
+        x = variables if points.upper is None else _watched(oracle, points.upper)
         values = {
             level: _values(oracle, level, sample, points, x, y)
             for level, sample, needed in (
@@ -172,13 +175,13 @@ def _together(oracle: Oracle, points: _Points) -> Copies:
         if g is None:
             assert f is not None
             return _only_values(f)
-        _look(oracle, g.sum(), y, x, wrt)
+        _look(oracle, g.sum(), y, None if points.upper is None else x, wrt)
         total = (g * g.new_tensor(points.g_weights)).sum()
         if f is None:
             f = torch.full_like(g, torch.nan)
         else:
             total = total + (f * f.new_tensor(points.f_weights)).sum()
-        gradient = _gradient(oracle, total, y if wrt == "lower" else live_x, wrt)
+        gradient = _gradient(oracle, total, y if wrt == "lower" else x, wrt)
     return Copies(f.detach(), g.detach(), gradient, total.detach())
 
 
@@ -189,13 +192,16 @@ def _only_values(f: Tensor) -> Copies:
 
 def _watched(oracle: Oracle, upper: Vector) -> Vector:
     """Copies of x, as variables until it is known that a loss depends on x."""
-    return upper if oracle.session.found.reaches_upper else Vector(t.detach().requires_grad_() for t in upper)
+    found = oracle.session.found
+    return (
+        upper if found.reaches_upper and len(found.looked) == 2 else Vector(t.detach().requires_grad_() for t in upper)
+    )
 
 
-def _values(oracle: Oracle, level: str, samples: Samples, points: _Points, x: Vector | None, y: Vector) -> Tensor:
-    """Values of one loss at every point."""
+def _values(oracle: Oracle, level: str, samples: Samples, points: _Points, x: Vector, y: Vector) -> Tensor:
+    """Values of one loss at every point; x are the copies, or the variables of the one x."""
     live, values = [*oracle.live_y], [*y]
-    if x is not None:
+    if points.upper is not None:
         live, values = [*live, *oracle.live_x], [*values, *x]
     shared = isinstance(samples, Sample)
     sample = samples if isinstance(samples, Sample) else Sample(samples[0].loss)
@@ -214,11 +220,11 @@ def _values(oracle: Oracle, level: str, samples: Samples, points: _Points, x: Ve
         in_dims=(0 if batch else None, part_dims, *[0] * len(values)),
         randomness="same" if shared else "different",
     )(batch, part, *values)
-    if points.wrt == "nothing" and not results.requires_grad:
+    if points.wrt == "upper" or not torch.is_grad_enabled():
         return results
-    own_x = oracle.live_x if x is None else x
-    whole = part is None and features is None and points.wrt != "upper" and own_x[0].requires_grad
-    return oracle.session.dependent(level, results, y if points.wrt != "upper" else (), own_x if whole else None)
+    whole = part is None and features is None
+    results = oracle.session.dependent(level, results, y, x if whole else None)
+    return oracle.session.reaching(level, results, y, x)
 
 
 def _features(
@@ -266,11 +272,15 @@ def _alone(oracle: Oracle, point: _Points) -> Copies:
         frozen = wrt == "lower" and session.found.reaches_upper
         part = here.features.frozen(here, "lower", zeta) if frozen else None
         g = here.evaluated("lower", zeta, x, y, features=part)
+        if wrt == "lower":
+            session.reaching("lower", g, y, x)
         _look(here, g, y, x, wrt)
         total = b * g
         if a:
             part = here.features.frozen(here, "upper", xi) if frozen else None
             f = here.evaluated("upper", xi, x, y, features=part)
+            if wrt == "lower":
+                session.reaching("upper", f, y, x)
             total = total + a * f
         elif wrt == "upper":
             f = here.value("upper", xi, graph=False)

@@ -200,7 +200,9 @@ class Oracle:
         loss = self.value(level, sample, features=features)
         if level == "lower":
             self.session.lower_sample = sample
-        whole = features is None and not self.sharded  # otherwise the graph does not show all
+        # The graph does not show all that depends on x where features are constants.
+        objective = self.f if level == "upper" else self.g
+        whole = features is None and not self.sharded and (sample.features is None) == (objective.features is None)
         return self.session.dependent(level, loss, y, x if whole else None)
 
     def value(self, level: str, sample: Sample, *, graph: bool = True, features: Any = None) -> Tensor:

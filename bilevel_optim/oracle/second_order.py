@@ -13,7 +13,7 @@ from torch import Tensor
 from ..problem.objective import Sample
 from ..problem.vector import Vector, stack
 from . import batched
-from .differentiable import has_fused, twice_differentiable
+from .differentiable import has_fused, has_kinks, twice_differentiable, working_unit
 
 if TYPE_CHECKING:
     from .oracle import Oracle
@@ -185,6 +185,8 @@ def _by_differences(oracle: Oracle, sample: Sample, gradient: bool) -> LowerSyst
         with session.buffers_kept(), point.placed() as (live_x, live_y):
             part = point.features.frozen(point, "lower", sample) if wrt == "lower" else None
             loss = point.evaluated("lower", sample, live_x, live_y, features=part)
+            if session.found.kinked is None:
+                session.found.kinked = has_kinks(loss)
             variables = {"lower": live_y, "upper": live_x, "both": Vector((*live_x, *live_y))}[wrt]
             gradients = point.differentiate(loss, variables)
         if wrt == "lower":
@@ -199,14 +201,23 @@ def _by_differences(oracle: Oracle, sample: Sample, gradient: bool) -> LowerSyst
     def product(v: Vector, wrt: str) -> Vector:
         # Truncation eps^2 against round-off u / eps gives eps ~ u^(1/3), in units of the size of y along v.
         length = v.norm().clamp_min(torch.finfo(torch.float32).tiny)
-        epsilon = math.pow(torch.finfo(y[0].dtype).eps, 1 / 3) * (1 + y.norm()) / length
+        epsilon = math.pow(working_unit(y[0]), 1 / 3) * (1 + y.norm()) / length
         shift = v * epsilon
         return (slope(y + shift, wrt) - slope(y - shift, wrt)) * (0.5 / epsilon)
 
     if not gradient:
         return _counted(oracle, Vector(), product)
     oracle.count("lower_grad")
-    return _counted(oracle, slope(y, "lower"), product)
+    system = _counted(oracle, slope(y, "lower"), product)
+    if session.found.kinked:
+        oracle.checks.alert(
+            "kinks",
+            "the lower loss has kinks (ReLU, max-pooling and the like), across which differences of its gradient say "
+            "little of its second derivative: products can be wrong by any factor. Use hvp='exact', or smooth "
+            "activations (softplus, GELU, tanh)",
+            torch.ones((), dtype=torch.bool, device=oracle.device),
+        )
+    return system
 
 
 def _counted(oracle: Oracle, gradient: Vector, product: Product) -> LowerSystem:

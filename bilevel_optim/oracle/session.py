@@ -55,6 +55,7 @@ class Findings:
     """What the first evaluations showed of the losses, and later ones need not look at again."""
 
     fused: bool | None = None  # a loss contains fused operations that cannot be differentiated twice
+    kinked: bool | None = None  # the lower loss contains activations whose derivative jumps
     fallback: str | None = None  # why the loop runs although vmap was asked for
     vmapped: bool = False  # vmap is known to work on copies of these losses
     vmapped_tasks: bool = False  # the same, over tasks
@@ -79,6 +80,7 @@ class Session:
         warned: keys of the warnings that were given before.
         buffers_skipped: some module would have updated buffers.
         lower_sample: the last one that g was evaluated on.
+        reached: levels whose loss was seen to depend on something in this step.
     """
 
     options: Options = field(default_factory=Options)
@@ -88,6 +90,7 @@ class Session:
     checks: Checks = field(default_factory=Checks)
     buffers_skipped: bool = False
     lower_sample: Sample | None = None
+    reached: set[str] = field(default_factory=set)
     warned: set[str] = field(default_factory=set)
 
     @classmethod
@@ -138,8 +141,8 @@ class Session:
             other = "lower" if level == "upper" else "upper"
             if level == "upper" or self.options.responds:
                 warnings.warn(
-                    f"the {level} loss depends on no {other} parameter, so that the hypergradient has no indirect term; "
-                    "are the losses, or the parameters, swapped?",
+                    f"the {level} loss depends on no {other} parameter, so that the hypergradient has no indirect "
+                    "term; are the losses, or the parameters, swapped?",
                     BilevelWarning,
                     stacklevel=5,
                 )
@@ -150,13 +153,20 @@ class Session:
         if not loss.requires_grad and any(t.requires_grad for t in y):
             raise ValueError(self.independent(level))
         if x is not None and level not in self.found.looked and loss.requires_grad:
-            leaves = leaves_of(loss)
-            reached = [any(id(t) in leaves for t in tensors) for tensors in (x, y)]
+            reached = [reaches(loss, tensors) for tensors in (x, y)]
             if not any(reached):
                 raise ValueError(self.independent(level))
             self.found.looked |= {level}
             if not reached[level == "upper"] and not self.options.one_loss:
                 self.found.idle |= {level}
+        return loss
+
+    def reaching(self, level: str, loss: Tensor, y: Sequence[Tensor], x: Sequence[Tensor]) -> Tensor:
+        """The loss, checked once in a step to reach y, or f perhaps x alone: its gradient is one of a sum."""
+        if level not in self.reached:
+            if not reaches(loss, y if level == "lower" else (*y, *x)):
+                raise ValueError(self.independent(level))
+            self.reached.add(level)
         return loss
 
     def independent(self, level: str) -> str:
@@ -184,19 +194,21 @@ def as_scalar(level: str, loss: Any, called: str | None = None) -> Tensor:
     return loss if loss.dim() == 0 else loss.reshape(())
 
 
-def leaves_of(loss: Tensor) -> set[int]:
-    """Identities of the leaves that a loss depends on (of a compiled module: of all that it is given)."""
+def reaches(loss: Tensor, tensors: Sequence[Tensor]) -> bool:
+    """Whether the graph of a loss has one of these leaves (that of a compiled module has all that it is given)."""
+    wanted = {id(t) for t in tensors}
     if loss.grad_fn is None:
-        return {id(loss)}
-    leaves, seen, stack = set[int](), set[Any](), [loss.grad_fn]
+        return id(loss) in wanted
+    seen, stack = set[Any](), [loss.grad_fn]
     while stack:
         node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            if (leaf := getattr(node, "variable", None)) is not None:
-                leaves.add(id(leaf))
-            stack += [parent for parent, _ in node.next_functions if parent is not None]
-    return leaves
+        if id(getattr(node, "variable", None)) in wanted:
+            return True
+        for parent, _ in node.next_functions:
+            if parent is not None and parent not in seen:
+                seen.add(parent)
+                stack.append(parent)
+    return False
 
 
 def forget_casts(device: torch.device) -> None:

@@ -10,7 +10,17 @@ from torch import Tensor
 
 from .vector import Vector
 
-__all__ = ["Counters", "device_of", "draw_index", "draw_seed", "hashed", "kept", "uniform_ball"]
+__all__ = [
+    "Counters",
+    "default_state",
+    "device_of",
+    "draw_index",
+    "draw_seed",
+    "hashed",
+    "kept",
+    "set_default_state",
+    "uniform_ball",
+]
 
 _MASK = (1 << 64) - 1
 
@@ -66,6 +76,20 @@ def draw_seed(generator: torch.Generator | None) -> int:
 def kept(device: torch.device) -> AbstractContextManager[None]:
     """Leave torch's random numbers as they are, whatever the block draws."""
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
+def default_state(device: torch.device) -> tuple[Tensor, ...]:
+    """The state of torch's default generators that evaluations on a device use."""
+    if device.type == "cuda":
+        return torch.get_rng_state(), torch.cuda.get_rng_state(device)
+    return (torch.get_rng_state(),)
+
+
+def set_default_state(device: torch.device, state: tuple[Tensor, ...]) -> None:
+    """Put it back."""
+    torch.set_rng_state(state[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[1], device)
 
 
 def uniform_ball(like: Sequence[Tensor], radius: float, generator: torch.Generator | None = None) -> Vector:

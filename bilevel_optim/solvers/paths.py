@@ -44,7 +44,7 @@ class Paths:
         return 1 if self.oracle.sharded or session.found.fallback else session.options.at_once(n)
 
     def run(self, upper: Vector) -> tuple[Vector, Vector | None, Tensor]:
-        """Ends of the paths from these x, tensors of shape (n, ...), the last lower gradients, and sums of g on the way."""
+        """Ends of the paths from these x, shape (n, ...), the last lower gradients, and the sums of g on the way."""
         n = len(upper[0])
         start = stack([self.oracle.y] * n)
         if self._from_upper:  # with tasks, each of them starts there

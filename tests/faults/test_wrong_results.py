@@ -1,6 +1,7 @@
 """Silent wrong results: what gave a number without an error is right, refused, or warned about."""
 
 import math
+import warnings
 from functools import partial
 
 import pytest
@@ -14,6 +15,10 @@ from ..problems import Given, P1, Quadratic, close, flat, same, seeded, values
 from ..registry import ROWS, each
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
+
+
+def plain(row):
+    return not row.variant and row.declared.tasks != "required" and row.declared.losses == 2
 
 
 def pair(**options):
@@ -92,7 +97,7 @@ def test_gradients_of_upper_parameters_can_be_clipped_in_place(row):
     """They are tensors of their own, dense, wherever the loss's gradients were one tensor or expanded."""
     problem = row.quadratic()
     ones = [torch.ones(3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-    problem.x[:0] = ones
+    problem.x[1:1] = ones
     inner = problem.upper
     problem.upper = lambda *batch: inner(*batch) + (ones[0] + ones[1]).sum()
     optimizer = row(problem.x, problem.y, short=True)
@@ -171,10 +176,11 @@ class _Broken(Given):
         self.bad, self.lr, self.tasks = False, inner.lr, inner.tasks
         self.x, self.y = inner.x, inner.y
 
-        def broken(*batch):
-            return (inner.lower if level == "lower" else inner.upper)(*batch) + (value if self.bad else 0.0)
+        one = row.declared.losses == 1
 
-        one = inner.upper is None or row.declared.losses == 1
+        def broken(*batch):
+            return (inner.lower if level == "lower" and not one else inner.upper)(*batch) + (value if self.bad else 0.0)
+
         self.upper = broken if level == "upper" or one else inner.upper
         self.lower = broken if level == "lower" else inner.lower
         self.one = one
@@ -182,7 +188,7 @@ class _Broken(Given):
     losses = property(lambda self: (self.upper,) if self.one else (self.upper, self.lower))
 
 
-@each(lambda row: not row.declared.family == "control" or row.name == "FirstOrder")
+@each()
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_lower_loss_that_is_not_finite_is_noticed(row, value):
     problem = _Broken(row, value)
@@ -203,9 +209,7 @@ def test_an_upper_loss_that_is_not_finite_in_the_lower_steps_is_noticed(vectoriz
         evaluations.append(1)
         return problem.upper() + (math.inf if len(evaluations) == first + 1 else 0.0)
 
-    optimizer = bo.F2SA(
-        problem.x, problem.y, lr=0.1, lower_lr=0.1, lower_steps=3, order=order, vectorize=vectorize
-    )
+    optimizer = bo.F2SA(problem.x, problem.y, lr=0.1, lower_lr=0.1, lower_steps=3, order=order, vectorize=vectorize)
     first = 10**6
     optimizer.step(upper, problem.lower)
     first = len(evaluations)
@@ -231,7 +235,7 @@ def test_an_exception_under_vmap_is_raised(make):
     assert optimizer.state_dict()["bilevel"]["fallback"] is None
 
 
-@each(lambda row: not row.variant and row.declared.tasks != "required" and row.declared.losses == 2)
+@each(lambda row: row.cls is not bo.iMAML and plain(row))  # whose lower loss has a proximal term, which reaches y
 def test_a_lower_loss_that_no_longer_reaches_y_is_refused(row):
     problem = row.quadratic()
     optimizer = row(problem.x, problem.y, short=True)
@@ -244,12 +248,12 @@ def test_a_lower_loss_that_no_longer_reaches_y_is_refused(row):
     assert same(before, values(problem.x, problem.y))
 
 
-@each(lambda row: not row.variant and row.declared.tasks != "required" and row.declared.losses == 2)
+@each(plain)
 def test_an_upper_loss_with_a_graph_of_its_own_is_refused(row):
     problem, z = row.quadratic(), torch.ones(1, dtype=torch.float64, requires_grad=True)
     problem.upper = lambda: (z**2).sum()
     optimizer = row(problem.x, problem.y, short=True)
-    with pytest.raises(ValueError, match="depends on no parameter|neither loss depends"):
+    with pytest.raises(ValueError, match=r"depends on no parameter|neither loss depends"):
         problem.run(optimizer)
 
 
@@ -265,14 +269,14 @@ def test_no_tasks_are_refused(row):
             return 0
 
     optimizer = row(problem.x, problem.y, **({"tasks_per_step": None} if row.declared.tasks == "stacked" else {}))
-    with pytest.raises(ValueError, match="no tasks|length"):
+    with pytest.raises(ValueError, match="length 0"):
         optimizer.step(*problem.losses, tasks=Nothing())
 
 
 EXEMPT = ("FirstOrder", "MAML", "ANIL", "FOMAML", "iMAML", "ESMAML")
 
 
-@each(lambda row: not row.variant and row.declared.losses == 2 and row.declared.tasks != "required")
+@each(plain)
 def test_swapped_losses_are_warned_about(row):
     """Then x is in the upper loss alone: y does not respond to it."""
     problem = row.quadratic()
@@ -283,11 +287,10 @@ def test_swapped_losses_are_warned_about(row):
     if row.cls.__name__ in EXEMPT:
         optimizer.step(g, f)
         return
-    with pytest.warns(bo.BilevelWarning, match="swapped"):
-        optimizer.step(*_sums(row, g, f))
+    assert "swapped" in warned(optimizer.step, g, f)
 
 
-@each(lambda row: not row.variant and row.declared.losses == 2 and row.declared.tasks != "required")
+@each(plain)
 def test_swapped_parameters_are_warned_about(row):
     """Then y is in the lower loss alone: f has nothing to gain from it."""
     if row.declared.initial:
@@ -297,12 +300,15 @@ def test_swapped_parameters_are_warned_about(row):
     f = lambda: (x - 1).square().sum() / 2  # noqa: E731
     g = lambda: (y.mean() - x).square().sum() / 2 + y.square().sum()  # noqa: E731
     optimizer = row(problem.x, problem.y, short=True)
-    with pytest.warns(bo.BilevelWarning, match="swapped"):
-        optimizer.step(*_sums(row, f, g))
+    assert "swapped" in warned(optimizer.step, f, g)
 
 
-def _sums(row, *losses):
-    return losses
+def warned(function, *arguments):
+    """All the warnings of a call."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function(*arguments)
+    return " ".join(str(w.message) for w in caught if issubclass(w.category, bo.BilevelWarning))
 
 
 def test_finite_differences_of_a_kinked_loss_are_warned_about():
@@ -320,7 +326,7 @@ def test_finite_differences_of_a_kinked_loss_are_warned_about():
         )
         step = partial(optimizer.step, lambda net=net: (net(X) - t).square().mean(), lower)
         if kinked:
-            with pytest.warns(bo.BilevelWarning, match="kink|ReLU"):
+            with pytest.warns(bo.BilevelWarning, match="kinks"):
                 step()
         else:
             step()
@@ -367,5 +373,5 @@ def test_a_state_saved_between_backward_and_step_continues(row):
 
 def test_momentum_beside_a_lower_optimizer_is_refused():
     problem = pair()
-    with pytest.raises(ValueError, match="Invalid lower_momentum value: 0.5"):
+    with pytest.raises(ValueError, match=r"Invalid lower_momentum value: 0\.5"):
         bo.iMCN(problem.x, problem.y, lr=0.1, lower_lr=0.1, lower_steps=3, lower_momentum=0.5, lower_optimizer=Adam)

@@ -23,6 +23,8 @@ __all__ = ["ANIL", "FOMAML", "MAML", "Initialised", "iMAML"]
 class Initialised(BilevelOptimizer):
     """A method whose lower solves start from upper parameters: the last of them, one for each lower parameter."""
 
+    responds = False  # the start is a response
+
     def initial(self, oracle: Oracle) -> Vector:
         """The upper tensors where the lower ones start."""
         count = len(oracle.y)
