@@ -97,7 +97,7 @@ class BOME(BilevelOptimizer):
         barrier: str = "grad_norm",
         **common: Unpack[CommonOptions],
     ) -> None:
-        require("joint_lr", joint_lr, joint_lr is None or (is_number(joint_lr) and joint_lr > 0))
+        require("joint_lr", joint_lr, joint_lr is None or (is_number(joint_lr) and 0 < joint_lr < math.inf))
         require("eta", eta, is_number(eta) and 0 < eta < math.inf)
         require("barrier", barrier, barrier in ("grad_norm", "value"))
         self.joint_lr, self.eta, self.barrier = joint_lr, eta, barrier

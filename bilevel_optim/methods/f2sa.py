@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Unpack
@@ -144,13 +145,13 @@ class F2SA(BilevelOptimizer):
         normalize: bool = True,
         **common: Unpack[CommonOptions],
     ) -> None:
-        require("nu", nu, is_number(nu) and nu > 0)
+        require("nu", nu, is_number(nu) and 0 < nu < math.inf)
         require("stencil", stencil, stencil in (*KINDS, "auto"))
         require("samples", samples, samples in SAMPLES)
         require("normalize", normalize, isinstance(normalize, bool))
         self.order, self.nu, self.samples, self.normalize = order, nu, samples, normalize
         self._given_stencil = stencil
-        stencil_of(order, stencil)
+        self.variant_of_state = {"order": order, "stencil": stencil_of(order, stencil).kind}
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
         self.require_elementwise()
 

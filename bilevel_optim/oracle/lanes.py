@@ -210,7 +210,7 @@ class LaneLoss:
             same = all(torch.allclose(a, b, rtol=1e-5, equal_nan=True) for a, b in zip(*results, strict=True))
         except RuntimeError:  # the batches are stacked for an outer vmap, which has looked itself
             return
-        if not same:
+        if not same and all(t.isfinite().all() for found in results for t in found):
             raise RuntimeError(
                 f"the {self.level} loss reads lower parameters in a way that cannot be redirected to the tasks' own "
                 "values, as TorchScript modules, checkpointing or numpy do; pass the plain module"

@@ -20,7 +20,7 @@ class Normalised(Problem):
         self.X = torch.randn(3, 8, 4, generator=generator, dtype=torch.float64)
         self.t = torch.randn(3, 8, generator=generator, dtype=torch.float64)
         self.norm = nn.BatchNorm1d(4, affine=False, momentum=0.5).double()
-        self.body = nn.Sequential(self.norm, nn.Dropout(dropout), nn.Tanh())
+        self.body = nn.Sequential(self.norm, nn.Dropout(dropout))
         rows = row.declared.tasks == "rows" and tasks
         self.head = torch.zeros(*([3] if rows else []), 4, dtype=torch.float64, requires_grad=True)
         self.bias = torch.full((4,), 0.1, dtype=torch.float64, requires_grad=True)
@@ -37,7 +37,7 @@ class Normalised(Problem):
 
     def optimizer(self, **options):
         if self.tasks is None:
-            options.pop("lower_batch", None)
+            options = {k: v for k, v in options.items() if k not in ("lower_batch", "upper_batch")}
         if self.row.declared.random or self.row.declared.tasks == "required":
             options["generator"] = seeded(2)
         return self.row(self.x, self.y, **options)
@@ -47,12 +47,12 @@ class Normalised(Problem):
 
     def _error(self, batch):
         X, t = batch
-        return self.body(X + self.bias) @ self.head - t
+        return (self.body(X) + self.bias).tanh() @ self.head - t
 
     def _failing(self, level, loss):
         if self.fails is not None and level == self.fails[0]:
             self.fails[1] -= 1
-            if self.fails[1] == 0:
+            if self.fails[1] <= 0:
                 if self.fails[2] == "raise":
                     raise KeyError("no such sample")
                 return loss * float("nan")
@@ -61,7 +61,8 @@ class Normalised(Problem):
     def upper(self, batch):
         loss = self._error(batch).square().mean() / 2
         if len(self.objectives) == 1:
-            return self._failing("lower", self.bias.square().sum() + self.bias @ self.head - self.head.square().sum() - 0.1 * loss)
+            saddle = self.bias.square().sum() + self.bias @ self.head - self.head.square().sum()
+            return self._failing("lower", saddle - 0.1 * loss)
         return self._failing("upper", loss + self.bias.square().sum() / 2)
 
     def lower(self, batch):

@@ -11,7 +11,7 @@ from torch import nn
 
 import bilevel_optim as bo
 
-from ..problems import Given, P1, Quadratic, close, flat, same, seeded, values
+from ..problems import P1, Given, Quadratic, close, flat, same, seeded, values
 from ..registry import ROWS, each
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
@@ -232,7 +232,7 @@ def test_an_exception_under_vmap_is_raised(make):
         problem.fails = []
         problem.run(optimizer)
         assert "vectorize_fallback" not in optimizer.diagnostics, k
-    assert optimizer.state_dict()["bilevel"]["fallback"] is None
+    assert optimizer._ledger.found.fallback is None
 
 
 @each(lambda row: row.cls is not bo.iMAML and plain(row))  # whose lower loss has a proximal term, which reaches y

@@ -47,7 +47,7 @@ class ZerothOrder(BilevelOptimizer):
         require("smoothing", smoothing, is_number(smoothing) and 0 < smoothing < float("inf"))
         require("smoothing_mode", smoothing_mode, smoothing_mode in ("absolute", "relative"))
         require("direction", direction, direction in KINDS)
-        require("scale", scale, scale in ("unbiased", "none") or (is_number(scale) and scale == scale))
+        require("scale", scale, scale in ("unbiased", "none") or (is_number(scale) and 0 < float(scale) < float("inf")))
         require("difference", difference, difference in ("forward", "central"))
         self.directions, self.smoothing, self.smoothing_mode = directions, smoothing, smoothing_mode
         self.direction, self.scale, self.difference = direction, scale, difference
