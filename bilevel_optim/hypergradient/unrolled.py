@@ -97,9 +97,7 @@ def _pulled_back(
     """Adjoints before a step, and what it adds to the gradient in x."""
 
     def through(system: LowerSystem) -> tuple[Vector, Vector, list[dict[str, Tensor]]]:
-        before, memory, slope = update_vjp(
-            rule.optimizer, step.point.y, step.memory, system.gradient, adjoint, memory_adjoint
-        )
+        before, memory, slope = update_vjp(rule, step.point.y, step.memory, system.gradient, adjoint, memory_adjoint)
         cross, hvp = system.both(slope)
         return before + hvp, cross, memory
 

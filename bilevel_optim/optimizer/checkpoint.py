@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from ..distributed.ranks import Ranks
 from ..oracle.session import Options
 from ..problem.parameters import LEVELS
+from ..solvers.limits import Limits
 from ..solvers.lower import LowerRules
 from . import memory
 from .ledger import Ledger
@@ -45,6 +46,7 @@ class Checkpointed(Optimizer):
     saved_options: tuple[str, ...]
     variant_of_state: Mapping[str, Any] = MappingProxyType({})  # what decides what is remembered: others are not loaded
     lower_factory: Callable[[Any], Optimizer]
+    limits: Limits
     _options: Options
     _ledger: Ledger
     _placeholders = False  # the state holds zeros that only show what a step would remember
@@ -78,7 +80,7 @@ class Checkpointed(Optimizer):
         )
         memory.load_exactly(self, super().load_state_dict, state_dict, self.place_of)
         self.param_groups[0][OWN], self._placeholders = b"", False
-        self._rules = LowerRules(self.lower_factory)
+        self._rules = LowerRules(self.lower_factory, self.limits)
         self._ledger.load(own)
         if own["generator"] is not None and self.generator is not None:
             self.generator.set_state(own["generator"].cpu())
@@ -93,7 +95,7 @@ class Checkpointed(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # torch keeps three entries and makes the others again; ours must be kept too, the rules excepted.
         own = {k: v for k, v in self.__dict__.items() if k not in REMADE and not k.startswith("_optimizer_")}
-        return {**super().__getstate__(), **own, "_rules": LowerRules(self.lower_factory)}
+        return {**super().__getstate__(), **own, "_rules": LowerRules(self.lower_factory, self.limits)}
 
     def _initialise(self) -> None:
         """Before the first step, let the state show what a step would remember."""

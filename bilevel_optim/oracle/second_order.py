@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..problem.objective import Sample
+from ..problem.profiling import span
 from ..problem.vector import Vector, stack
 from . import batched
 from .differentiable import has_fused, has_kinks, twice_differentiable, working_unit
@@ -230,14 +231,16 @@ def _counted(oracle: Oracle, gradient: Vector, product: Product) -> LowerSystem:
 
     def cross(v: Vector) -> Vector:
         oracle.count("jvp")
-        result = product(v, "upper")
+        with span("cross product"):
+            result = product(v, "upper")
         oracle.checks.finite("jvp", result)
         return result
 
     def both(v: Vector) -> tuple[Vector, Vector]:
         oracle.count("hvp")
         oracle.count("jvp")
-        result = product(v, "both")
+        with span("cross product"):
+            result = product(v, "both")
         oracle.checks.finite("jvp", result)
         return Vector(result[:split]), Vector(result[split:])
 

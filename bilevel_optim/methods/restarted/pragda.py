@@ -116,7 +116,7 @@ class RAGDA(Accelerated, MinimaxOptimizer):
 
     @property
     def stationary(self) -> bool:
-        """The adjoint term is that of the loss alone."""
+        """Only with the adjoint term."""
         return self.newton_correction
 
     def hypergradient(self, oracle: Oracle, given: Given) -> Estimate:
