@@ -273,14 +273,15 @@ def _alone(oracle: Oracle, point: _Points) -> Copies:
         frozen = wrt == "lower" and session.found.reaches_upper
         part = here.features.frozen(here, "lower", zeta) if frozen else None
         g = here.evaluated("lower", zeta, x, y, features=part)
-        if wrt == "lower":
+        watched = wrt == "lower" and not here.sharded
+        if watched:
             session.reaching("lower", g, y, x)
         _look(here, g, y, x, wrt)
         total = b * g
         if a:
             part = here.features.frozen(here, "upper", xi) if frozen else None
             f = here.evaluated("upper", xi, x, y, features=part)
-            if wrt == "lower":
+            if watched:
                 session.reaching("upper", f, y, x)
             total = total + a * f
         elif wrt == "upper":

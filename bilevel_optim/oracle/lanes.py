@@ -185,7 +185,7 @@ class LaneLoss:
         # Passing the leaves through torch lets an outer substitution or vmap see them.
         lanes = [t.view_as(t) for t in self.leaves]
         session = self.oracle.session
-        with session.buffers.kept():
+        with session.buffers_kept():
             if self.level not in session.found.redirected:
                 self._require_redirection(batch)
                 session.found.redirected |= {self.level}
