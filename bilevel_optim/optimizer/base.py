@@ -37,10 +37,11 @@ from ..problem.vector import Vector
 from ..solvers.limits import Clip, Projection, limits_of
 from ..solvers.lower import LowerRules
 from . import memory, method
+from .adapting import Adapting
 from .checkpoint import OWN, REMADE, Checkpointed, initialises
 from .declaration import register
 from .ledger import Ledger
-from .method import ColdOptions, CommonOptions, Loss, StepFunctions, as_objective
+from .method import ColdOptions, CommonOptions, Loss, as_objective
 from .results import Results
 from .step import Given, Groups, Start, Update, changed
 from .transaction import Attempt, writes_of, writes_of_update
@@ -48,7 +49,7 @@ from .transaction import Attempt, writes_of, writes_of_update
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "Loss", "as_objective"]
 
 
-class BilevelOptimizer(StepFunctions, Results, Checkpointed):
+class BilevelOptimizer(Adapting, Results, Checkpointed):
     r"""Base class of the methods for :math:`\min_x f(x, y^*(x))`, :math:`y^*(x) = \arg\min_y g(x, y)`.
 
     A real ``torch.optim.Optimizer``: ``param_groups`` holds the groups of the upper parameters x, then those of the
@@ -294,7 +295,9 @@ class BilevelOptimizer(StepFunctions, Results, Checkpointed):
             else:
                 estimate = self.estimate_tasks(here, given, tasks)
             self._conclude(oracle, given)
+            oracle.session.gathered.release()
         except BaseException as error:
+            oracle.session.gathered.release()
             given.ranks.failed(error)
             raise
         if not self.warm_start and tasks is None and "initial" not in given.memory:

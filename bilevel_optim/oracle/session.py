@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.ranks import Ranks
+from ..distributed.sharding import Gathered
 from ..errors import BilevelWarning
 from ..problem.objective import Sample
 from .buffers import Buffers
@@ -77,6 +78,7 @@ class Session:
         buffers: module buffers that evaluations change.
         counts: oracle calls of this step.
         checks: flags to be read at its end.
+        gathered: full parameters of sharded modules.
         warned: keys of the warnings that were given before.
         buffers_skipped: some module would have updated buffers.
         lower_sample: the last one that g was evaluated on.
@@ -88,6 +90,7 @@ class Session:
     buffers: Buffers = field(default_factory=Buffers)
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
     checks: Checks = field(default_factory=Checks)
+    gathered: Gathered = field(default_factory=Gathered)
     buffers_skipped: bool = False
     lower_sample: Sample | None = None
     reached: set[str] = field(default_factory=set)

@@ -75,8 +75,10 @@ class LowerRule:
         # Some optimizers make their state at once; others with their first step.
         self._initial = [dict(self.optimizer.state.get(t, {})) for t in self._scratch]
         # An optimizer that is not what its class is known for has to make its steps itself.
-        self._kind = type(self.optimizer) if is_known(self.optimizer) else Optimizer
-        self._asks = needs_closure(self.optimizer)
+        known = is_known(self.optimizer)
+        self._kind = type(self.optimizer) if known else Optimizer
+        trial = [{"params": [torch.zeros(1, 1, requires_grad=True)], **_options(groups[0])}]
+        self._asks = needs_closure(self.optimizer if known else factory(trial))
 
     def follow(self, groups: Sequence[dict[str, Any]]) -> None:
         """Take over the options of the lower groups, which a scheduler may have changed."""
@@ -217,10 +219,24 @@ def is_known(optimizer: Optimizer) -> bool:
     return (kind is AGD or kind.__module__.startswith("torch.optim.")) and not hooked and "step" not in own
 
 
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether the steps of an optimizer evaluate gradients themselves, so that they cannot do without a closure."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return isinstance(optimizer, LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty)
+def needs_closure(probe: Optimizer) -> bool:
+    """Whether steps evaluate gradients themselves, so that they cannot do without a closure.
+
+    ``probe`` is such an optimizer of parameters of no interest; one that is not known has to make a step.
+    """
+    closure = inspect.signature(type(probe).step).parameters.get("closure")
+    if isinstance(probe, LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
+        return True
+    if is_known(probe):
+        return False
+    for group in probe.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    try:
+        probe.step()
+    except Exception:  # for want of a closure, or it will be seen again with one
+        return True
+    return False
 
 
 def sgd(group: dict[str, Any], y: Tensor, memory: dict[str, Any], gradient: Tensor) -> tuple[Tensor, dict[str, Any]]:

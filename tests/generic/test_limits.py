@@ -305,12 +305,24 @@ def test_a_hook_that_mixes_tasks_is_refused():
         optimizer.step(lambda t: (y - t).sum(), lambda t: (y - x).sum(), tasks=bo.TensorTasks(torch.ones(2, 1)))
 
 
-def test_an_unknown_optimizer_that_asks_for_gradients_gets_none_that_was_made_before():
-    class Asking(SGD):
-        def step(self, closure):
-            closure()
-            return super().step()
+class Asking(SGD):
+    def step(self, closure):
+        closure()
+        return super().step()
 
+
+class Insisting(SGD):
+    def step(self, closure=None):
+        assert closure is not None
+        closure()
+        return super().step()
+
+
+@pytest.mark.parametrize("kind", [Asking, Insisting])
+def test_an_unknown_optimizer_that_asks_for_gradients_gets_none_that_was_made_before(kind):
     x, y = scalar()
     with pytest.raises(ValueError, match="evaluates gradients at points of its own"):
-        bo.SOBA([x], [y], lr=0.1, lower_lr=0.1, lower_optimizer=Asking)
+        bo.SOBA([x], [y], lr=0.1, lower_lr=0.1, lower_optimizer=kind)
+    optimizer = bo.AID([x], [y], lr=0.0, lower_lr=0.25, lower_steps=1, lower_optimizer=kind)
+    optimizer.backward(lambda: y.sum(), lambda: (y - x).square().sum())
+    assert float(y.detach()) == 1.5
