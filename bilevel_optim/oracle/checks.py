@@ -52,12 +52,12 @@ class Checks:
         tensors = [t for *_, vector in self._finite for t in vector if t.numel()]
         norms = _norms(tensors)
         if not all(_read([*norms, *(value for _, value in self._scalars)], torch.isfinite)):
-            for oracle, value in self._scalars:
-                if not bool(value.isfinite()):
-                    raise NonFiniteError(oracle, step)
             for oracle, hint, vector in self._finite:
                 if not bool(vector.max_abs().isfinite()):
                     raise NonFiniteError(oracle, step, hint)
+            for oracle, value in self._scalars:
+                if not bool(value.isfinite()):
+                    raise NonFiniteError(oracle, step)
         on = set()
         for (key, message, _), raised in zip(self._alerts, _read([on for *_, on in self._alerts], None), strict=True):
             if raised:
