@@ -26,6 +26,7 @@ from ..problem.vector import Vector, stack
 __all__ = ["F2SA"]
 
 SAMPLES = ("shared", "independent")
+DIVERGED = "A smaller lower_lr helps, or if copies at negative nodes diverge a smaller nu"
 ROUNDING_LIMIT = 0.05  # rounding of the losses over nu above which their differences are not to be trusted
 SPREAD_LIMIT = 10.0  # how much further from y* one copy may be than another, per unit of its perturbation
 
@@ -171,9 +172,7 @@ class F2SA(BilevelOptimizer):
         rule, memory = given.solver_for(copies) if kept else changed(given, solver=None).solver_for(copies)
         solved = rule.run(copies, memory, self.lower_steps, partial(self._perturbed, oracle, formula))
         copies = solved.y
-        oracle.checks.finite(
-            "lower_grad", copies, "A smaller lower_lr helps, or if copies at negative nodes diverge a smaller nu"
-        )
+        oracle.checks.finite("lower_grad", copies, DIVERGED)
         self._watch_rounding(oracle)
         xi, zeta = oracle.f.draw(), oracle.g.draw()
         estimate = penalty(oracle, copies, formula, self.nu, upper_sample=xi, lower_sample=zeta)
@@ -211,7 +210,7 @@ class F2SA(BilevelOptimizer):
 
         def gradient(copies: Vector) -> tuple[Tensor, Vector]:
             found = evaluate_copies(oracle, copies, weights, [1.0] * n, xi, zeta, wrt="lower")
-            oracle.checks.scalar("loss", found.total)
+            oracle.checks.scalar("loss", found.total, DIVERGED)
             return found.lower.sum(), found.gradient
 
         return gradient

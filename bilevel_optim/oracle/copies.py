@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -126,14 +126,16 @@ def _require_substitution(oracle: Oracle, points: _Points) -> None:
     TorchScript modules do, for instance. Looked at once in the life of an optimizer, and not counted.
     """
     pair = points[slice(0, 2)]
-    xi, zeta = (s if isinstance(s, Sample) else s[0] for s in (pair.f_sample, pair.g_sample))
+    shared = isinstance(pair.f_sample, Sample)
+    xi, zeta = (s if isinstance(s, Sample) else _again(s[0]) for s in (pair.f_sample, pair.g_sample))
     pair = _Points(pair.lower, pair.upper, [1.0, 1.0], [1.0, 1.0], xi, zeta, "lower")
     session, results = oracle.session, []
     before = session.found.looked, session.found.idle, session.reached.copy()
     for factor, shift in ((1.0, 0.0), (1.1, 0.1)):
         y = Vector(t * factor + shift for t in pair.lower.lane(0))
         x = None if pair.upper is None else Vector(t * factor + shift for t in pair.upper.lane(0))
-        with random.kept(oracle.device):
+        # Shared samples keep the random numbers of their first evaluation, which others have not.
+        with nullcontext() if shared else random.kept(oracle.device):
             values = _together(oracle.at(x, y), pair)
         results.append(Vector((values.upper, values.lower, *values.gradient)))
     # Where f is not wanted its sample is one of g.
@@ -141,6 +143,10 @@ def _require_substitution(oracle: Oracle, points: _Points) -> None:
     # What is not finite says nothing, and is noticed by others.
     if (results[0] - results[1]).norm() > 1e-5 * results[0].norm():
         raise RuntimeError("a loss reads parameters in a way that cannot be redirected (as TorchScript modules do)")
+
+
+def _again(sample: Sample) -> Sample:
+    return Sample(sample.loss, sample.arguments, features=None if sample.features is None else sample.features.loss)
 
 
 def _alike(*groups: Samples) -> bool:
@@ -223,9 +229,12 @@ def _values(oracle: Oracle, level: str, samples: Samples, points: _Points, x: Ve
     )(batch, part, *values)
     if points.wrt == "upper" or not torch.is_grad_enabled():
         return results
+    if points.wrt == "nothing" and not results.requires_grad:  # values are enough
+        oracle.session.found.looked |= {level}
+        return results
     whole = part is None and features is None
     results = oracle.session.dependent(level, results, y, x if whole else None)
-    return oracle.session.reaching(level, results, y, x)
+    return oracle.session.reaching(level, results, y, x) if part is None else results
 
 
 def _features(
@@ -268,12 +277,17 @@ def _alone(oracle: Oracle, point: _Points) -> Copies:
         if wrt == "nothing":
             if "upper" in session.found.looked:
                 return _only_values(here.value("upper", xi, graph=False).reshape(1))
-            return _only_values(here.evaluated("upper", xi, x, y).reshape(1))
+            f = here.value("upper", xi)
+            if f.requires_grad:
+                session.dependent("upper", f, y, x if xi.features is None else None)
+            else:  # values are enough
+                session.found.looked |= {"upper"}
+            return _only_values(f.reshape(1))
         # Features at the one x are constants for y; at other values of x they are needed once only.
         frozen = wrt == "lower" and session.found.reaches_upper
         part = here.features.frozen(here, "lower", zeta) if frozen else None
         g = here.evaluated("lower", zeta, x, y, features=part)
-        watched = wrt == "lower" and not here.sharded
+        watched = wrt == "lower" and not here.sharded and zeta.features is xi.features is None
         if watched:
             session.reaching("lower", g, y, x)
         _look(here, g, y, x, wrt)
