@@ -195,7 +195,7 @@ class HeadAdapting(Bilevel):
         **common: Any,
     ) -> None:
         super().__init__(body, way, **common)
-        self.ridge, self.head = ridge, self._head()
+        self.ridge, self.momentum, self.head = ridge, momentum, self._head()
         self.network["head"] = self.head
         self._optimizer(method, self.head, [*body.parameters()], momentum=momentum, initial=initial, **options)
         self.upper_loss = bo.Objective(self._query_loss, features=_Part(self))

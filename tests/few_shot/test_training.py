@@ -8,7 +8,7 @@ import torch
 
 import bilevel_optim as bo
 from recipes.few_shot import __main__ as program
-from recipes.few_shot import compare, training
+from recipes.few_shot import benchmark, compare, training
 from recipes.few_shot.backbones import Norm
 from recipes.few_shot.learners import make
 from recipes.few_shot.training import Training, evaluate, interval, train
@@ -260,3 +260,22 @@ def test_help_names_the_learners(capsys):
             module.main(["--help"])
         assert end.value.code == 0
         assert "pzobo-code" in capsys.readouterr().out
+
+
+def test_loops_by_hand_compute_the_same(capsys):
+    torch.set_default_dtype(torch.float32)
+    size = ["--size", "16", "--way", "2", "--query", "2", "--tasks", "2", "--repeats", "1"]
+    for name in benchmark.HAND:
+        ours = benchmark.main([*size, "--alone", name])["norm"]
+        hand = benchmark.main([*size, "--alone", name, "--hand"])["norm"]
+        assert ours == pytest.approx(hand, rel=0.5 if name == "pzobo" else 1e-3)
+
+
+def test_the_benchmark_shows_every_learner(capsys, monkeypatch):
+    figures = {"seconds": 2.0, "mebibytes": 3.0, "norm": 1.0}
+    called = []
+    monkeypatch.setattr(benchmark, "alone", lambda module, *given: called.append(given) or figures)
+    found = benchmark.main(["--learners", "anil", "ridge", "--way", "3"])["results"]
+    assert found == {"anil": {"library": figures, "hand": figures}, "ridge": {"library": figures}}
+    assert all(given[:2] in {("--alone", "anil"), ("--alone", "ridge")} for given in called)
+    assert "3-way 1-shot" in capsys.readouterr().out
