@@ -243,6 +243,8 @@ def _features(
     """Features of a shared sample, evaluated outside of the vmap over y, and the dimension that vmap goes over."""
     if sample.features is None:
         return None, None
+    if points.wrt == "lower" and level == "lower":
+        oracle.features.check(oracle, level, sample)
     if points.upper is None:
         if points.wrt == "upper":
             return oracle.call(sample.features), None  # at the one x, for all copies
@@ -283,6 +285,8 @@ def _alone(oracle: Oracle, point: _Points) -> Copies:
             else:  # values are enough
                 session.found.looked |= {"upper"}
             return _only_values(f.reshape(1))
+        if wrt == "lower":
+            here.features.check(here, "lower", zeta)
         # Features at the one x are constants for y; at other values of x they are needed once only.
         frozen = wrt == "lower" and session.found.reaches_upper
         part = here.features.frozen(here, "lower", zeta) if frozen else None
