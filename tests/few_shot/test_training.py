@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -227,6 +229,7 @@ def test_a_comparison_is_made_once(command, tmp_path, capsys, monkeypatch):
     assert len(saved["runs"]) == 7
     assert sorted(r["seed"] for r in tested) == [0, 0, 1]
     assert all(r["test"]["episodes"] == 6 for r in tested)
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 7
     del made[:]
     compare.main(arguments)
     assert not made
@@ -279,3 +282,25 @@ def test_the_benchmark_shows_every_learner(capsys, monkeypatch):
     assert found == {"anil": {"library": figures, "hand": figures}, "ridge": {"library": figures}}
     assert all(given[:2] in {("--alone", "anil"), ("--alone", "ridge")} for given in called)
     assert "3-way 1-shot" in capsys.readouterr().out
+
+
+def test_the_example_of_the_readme_runs(capsys, monkeypatch):
+    torch.set_default_dtype(torch.float32)
+    text = (Path(program.__file__).parent / "README.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert len(example.splitlines()) <= 42
+
+    class Noise:
+        data = torch.randint(0, 256, (1000, 32, 32, 3), dtype=torch.uint8).numpy()
+        targets = [*range(100)] * 10
+
+    monkeypatch.setattr("torchvision.datasets.CIFAR100", lambda *_, **__: Noise)
+    for old, new in (
+        ("range(1000)", "range(1)"),
+        ("shot=5, query=5", "shot=1, query=1"),
+        ("tasks_per_step=4", "tasks_per_step=2"),
+    ):
+        assert old in example
+        example = example.replace(old, new)
+    exec(example, {})
+    assert "tensor(" in capsys.readouterr().out
