@@ -116,18 +116,14 @@ class Compiled(StepFunctions):
         """How many graphs stand for steps at present."""
         return 0 if self._capture is None else sum(len(kind.bindings) for kind in self._capture.kinds)
 
-    # What the optimizer gives: a step's estimate, the update of x, and the writing of both.
+    # What the optimizer gives: a whole step.
     step: Callable[..., Any]
-    _proposed: Callable[..., tuple[Oracle, Estimate, Given]]
-    _following: Callable[[Oracle, Estimate, Given], Update]
-    _accepted: Callable[[Oracle, Estimate, Update | None], Tensor]
+    _stepped: Callable[..., Tensor]
 
     def _captured(self, capture: Capture, upper: Loss | None, lower: Loss | None, tasks: Any, update: bool) -> Tensor:
         """A step, captured if it can be."""
         sources = self._sources(upper, lower, tasks)
-        if self.generator is None:
-            return self._single(capture, self._call(capture, sources, update))
-        with self._generator_kept():
+        with self._drawing(sources):
             return self._single(capture, self._call(capture, sources, update))
 
     def _sources(self, upper: Loss | None, lower: Loss | None, tasks: Any) -> Sources:
@@ -135,14 +131,19 @@ class Compiled(StepFunctions):
         return Sources(f, None if lower is None else as_objective(lower, "lower"), tasks)
 
     @contextmanager
-    def _generator_kept(self) -> Generator[None]:
-        """Put the generator back if the block raises."""
-        state = None if self.generator is None else self.generator.get_state()
+    def _drawing(self, sources: Sources) -> Generator[None]:
+        """Put what draws back if the block raises: generators, and positions in the data."""
+        objectives = [objective for objective in sources[:2] if objective is not None]
+        marks = [objective.mark() for objective in objectives]
+        default, own = torch.get_rng_state(), None if self.generator is None else self.generator.get_state()
         try:
             yield
         except BaseException:
-            if self.generator is not None and state is not None:
-                self.generator.set_state(state)
+            for objective, mark in zip(objectives, marks, strict=True):
+                objective.rewind(mark)
+            if self.generator is not None and own is not None:
+                self.generator.set_state(own)
+            torch.set_rng_state(default)
             raise
 
     def _call(self, capture: Capture, sources: Sources, update: bool, ahead: int = 0) -> Call:
@@ -196,8 +197,7 @@ class Compiled(StepFunctions):
 
     def _eagerly(self, call: Call) -> Tensor:
         """The step as it would be without a capture."""
-        oracle, estimate, given = self._proposed(*call.sources, chances=call.chances)
-        return self._accepted(oracle, estimate, self._following(oracle, estimate, given) if call.update else None)
+        return self._stepped(*call.sources, update=call.update, chances=call.chances)
 
     def _learnt(self, capture: Capture, kind: Kind, call: Call, results: Sequence[Drawn] | None = None) -> Tensor:
         """An eager step, from which a graph is made."""
@@ -212,28 +212,32 @@ class Compiled(StepFunctions):
         else:
             assert kind.draws is not None
             log, sources = Log(kind.draws, list(results)), fed(call.sources, kind.draws, results)
-        oracle, estimate, given = self._proposed(*sources, chances=call.chances)
-        update = self._following(oracle, estimate, given) if call.update else None
-        try:
-            if log.reason is not None:
-                raise Untraceable(log.reason)
-            self._require_capturable(oracle)
-            arguments = {
-                **values_of(given, oracle.x, oracle.y, capture.rates(self.param_groups, oracle.device)),
-                "data": (log.drawn, call.chances),
-            }
-            functions = [f for o in call.sources[:2] if o is not None for f in (o.loss, o.features) if f is not None]
-            with undisturbed(*functions):
-                graph = StepGraph(
-                    self, oracle, given, call.sources, log.draws, call.update, self._options, arguments, capture.backend
-                )
-            kind.bindings.append(
-                Binding(graph, self.state, oracle.live_x, oracle.live_y, flattened((log.drawn, call.chances)))
+
+        def look(oracle: Oracle, estimate: Estimate, given: Given, update: Update | None) -> None:
+            try:
+                if log.reason is not None:
+                    raise Untraceable(log.reason)
+                self._require_capturable(oracle)
+                binding = self._traced(capture, call, log, oracle, given)
+                kind.bindings.append(binding)
+                kind.draws = log.draws
+            except Untraceable as reason:
+                capture.refuse(str(reason), kind)
+
+        return self._stepped(*sources, update=call.update, chances=call.chances, look=look)
+
+    def _traced(self, capture: Capture, call: Call, log: Log, oracle: Oracle, given: Given) -> Binding:
+        """The graph of a step that has been made, at its beginning."""
+        arguments = {
+            **values_of(given, oracle.x, oracle.y, capture.rates(self.param_groups, oracle.device)),
+            "data": (log.drawn, call.chances),
+        }
+        functions = [f for o in call.sources[:2] if o is not None for f in (o.loss, o.features) if f is not None]
+        with undisturbed(*functions):
+            graph = StepGraph(
+                self, oracle, given, call.sources, log.draws, call.update, self._options, arguments, capture.backend
             )
-            kind.draws = log.draws
-        except Untraceable as reason:
-            capture.refuse(str(reason), kind)
-        return self._accepted(oracle, estimate, update)
+        return Binding(graph, self.state, oracle.live_x, oracle.live_y, flattened((log.drawn, call.chances)))
 
     def _require_capturable(self, oracle: Oracle) -> None:
         """Raise for what is known not to be captured."""
@@ -286,7 +290,7 @@ class Compiled(StepFunctions):
         self.diagnostics = {
             name: outputs[value] if isinstance(value, Slot) else value for name, value in out["diagnostics"].items()
         }
-        return self._ledger.enter(step.counts, loss)
+        return self._ledger.add(step.counts, loss)
 
     def _compared(
         self, capture: Capture, kind: Kind, call: Call, results: Sequence[Drawn], binding: Binding, data: Flat
@@ -298,13 +302,14 @@ class Compiled(StepFunctions):
         except Exception as error:
             capture.refuse(f"{type(error).__name__}: {error}".splitlines()[0], kind)
             return self._fed(kind, call, results)
+
+        def look(oracle: Oracle, estimate: Estimate, given: Given, update: Update | None) -> None:
+            what = difference(binding, outputs, estimate, update)
+            if what is not None:
+                capture.refuse(
+                    f"a captured step differs from the eager one in {what}: a loss depends on something that a graph "
+                    "does not see (data that it draws itself, a counter, a global), or is too sensitive to rounding"
+                )
+
         sources = fed(call.sources, kind.draws or (), results)
-        oracle, estimate, given = self._proposed(*sources, chances=call.chances)
-        update = self._following(oracle, estimate, given) if call.update else None
-        what = difference(binding, outputs, estimate, update)
-        if what is not None:
-            capture.refuse(
-                f"a captured step differs from the eager one in {what}: a loss depends on something that a graph does "
-                "not see (data that it draws itself, a counter, a global), or is too sensitive to rounding"
-            )
-        return self._accepted(oracle, estimate, update)
+        return self._stepped(*sources, update=call.update, chances=call.chances, look=look)

@@ -61,7 +61,7 @@ class Graph:
             return [leaf for leaf in results[0] if isinstance(leaf, Tensor)]
 
         try:
-            with tracing():
+            with tracing(), torch.enable_grad():
                 module = make_fx(flat)(*(t.detach() for t in tensors))
         except Untraceable:
             raise

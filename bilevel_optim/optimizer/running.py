@@ -63,15 +63,15 @@ class Running(Compiled):
 
     def _chained(self, capture: Capture, sources: Sources, steps: int) -> list[Tensor]:
         """Captured steps one after the other, and a single one where they end; at least one step."""
-        positions = [None if o is None else o.state_dict() for o in sources[:2]]
-        states: list[Any] = []
+        marks: list[Any] = []
         chain: list[Flat] = []
         binding: Binding | None = None
         call: Call | None = None
         last: Any = None  # the step that follows: with what has been drawn for it
-        with self._generator_kept():
+        with self._drawing(sources):
             while last is None and len(chain) < steps:
-                states.append(None if self.generator is None else self.generator.get_state())
+                own = None if self.generator is None else self.generator.get_state()
+                marks.append((own, torch.get_rng_state(), [None if o is None else o.mark() for o in sources[:2]]))
                 call = self._next_call(capture, sources, call, len(chain))
                 if call.kind is None or call.kind.reason is not None or call.kind.draws is None:
                     last = partial(self._single, capture, call)
@@ -89,16 +89,14 @@ class Running(Compiled):
         if binding is None:
             return [last()]
         losses, sound = self._linked(capture, binding, chain)
-        if sound < len(chain):  # draw again from where the steps that are kept have ended
+        if sound < len(chain):  # go back to where the steps that are kept have ended
+            own, default, positions = marks[sound]
+            for objective, mark in zip(sources[:2], positions, strict=True):
+                if objective is not None:
+                    objective.rewind(mark)
             if self.generator is not None:
-                self.generator.set_state(states[sound])
-            for objective, position in zip(sources[:2], positions, strict=True):
-                if objective is not None and position is not None:
-                    objective.load_state_dict(position)
-            for _ in range(sound):
-                assert call is not None
-                assert call.kind is not None
-                drawn([d for d in call.kind.draws or () if "tasks" not in d.source], *sources, None)
+                self.generator.set_state(own)
+            torch.set_rng_state(default)
             return [*losses, self._captured(capture, *sources, update=True)]
         return losses if last is None else [*losses, last()]
 
@@ -137,7 +135,7 @@ class Running(Compiled):
                 return [], 0
             losses, _, own, outputs = linked(chain[:sound])
         for loss in losses[:-1]:
-            self._ledger.enter(binding.step.counts, loss)
+            self._ledger.add(binding.step.counts, loss)
         self._write(own, outputs, losses[-1])
         return losses, sound
 

@@ -77,6 +77,12 @@ class _Standing(Objective):
 class Noted(_Standing):
     """An objective whose draws are noted."""
 
+    def mark(self) -> tuple[Any, ...]:
+        return self.source.mark()
+
+    def rewind(self, mark: tuple[Any, ...]) -> None:
+        self.source.rewind(mark)
+
     def __init__(self, source: Objective, level: str, log: Log) -> None:
         super().__init__(source, level)
         self.log = log
@@ -98,6 +104,12 @@ class Noted(_Standing):
 
 class Fed(_Standing):
     """An objective whose samples were drawn before; when they are used up, it draws on."""
+
+    def mark(self) -> tuple[Any, ...]:
+        return ()
+
+    def rewind(self, mark: tuple[Any, ...]) -> None:
+        """Who has drawn goes back himself."""
 
     def __init__(self, source: Objective, level: str, results: Iterable[Drawn]) -> None:
         super().__init__(source, level)
