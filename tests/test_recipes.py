@@ -293,7 +293,9 @@ def test_golden_trajectories_of_the_linear_representation(run):
         assert [losses[name][0], losses[name][10]] == pytest.approx(reference[:2], rel=0.01)
     assert losses["itd"][0] == pytest.approx(508.638, abs=1e-3)
     assert losses["pzobo-code"][10] == pytest.approx(losses["first-order"][10], rel=0.1)
-    assert losses["itd"][10] < losses["pzobo-16"][10] / 3 < losses["pzobo"][10] / 3
+    # One direction alone may be lucky: of 508.6 the references leave 102 with 16 directions, and 268 with one.
+    assert losses["itd"][10] < losses["pzobo-16"][10] / 3 < losses["pzobo-16"][0] / 9
+    assert losses["pzobo"][10] < losses["pzobo"][0]
 
 
 def test_conditioning_counts_oracle_calls():

@@ -9,6 +9,7 @@ from typing import Any, Never
 
 from torch import Tensor
 
+from ..oracle.advance import advance_buffers
 from ..oracle.oracle import Oracle
 from ..problem.objective import Objective
 from ..problem.parameters import is_count, level_groups, require
@@ -86,6 +87,7 @@ class Adapting(StepFunctions):
         with nullcontext() if write else self._ledger.buffers.kept():
             found = self._adapted(oracle, Vector(self.learned_start(oracle) if start is None else start), steps)
         if write:
+            advance_buffers(oracle, found)
             oracle.live_y.copy_(found)
         return found
 

@@ -45,7 +45,7 @@ from .method import ColdOptions, CommonOptions, Loss, as_objective
 from .results import Results
 from .running import Running
 from .step import Given, Groups, Start, Update, changed
-from .transaction import Attempt, agree_on_fallback, writes_of, writes_of_update
+from .transaction import Attempt, Write, agree_on_fallback, writes_of, writes_of_update
 
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "Loss", "as_objective"]
 
@@ -212,12 +212,10 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
             advance_buffers(oracle, estimate.lower)
             with torch.no_grad():
                 new = self.update(oracle.x, estimate.gradient, given.after(estimate)) if update else None
-                writes = self._writes(oracle, estimate)
-                if new is not None:
-                    writes += self._writes_of_update(oracle.live_x, new, estimate.numbers)
                 if look is not None:
                     look(oracle, estimate, given, new)
-                attempt.commit(writes)
+                moves = [] if new is None else self._writes_of_update(oracle.live_x, new, estimate.numbers)
+                attempt.commit([*self._writes(oracle, estimate), *moves])
         assert self._ledger.last_loss is not None
         return self._ledger.last_loss
 
@@ -304,7 +302,7 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         if still:
             given = self.standing_still(given)
         if not self.warm_start:
-            here, given = self.begun_again(oracle, given)
+            here, given = given.from_the_start(oracle)
         if callable(start):
             given = changed(given, lower_init=start)
         elif start is not None:
@@ -346,7 +344,7 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
             lower_init=self.lower_init,
         )
 
-    def _writes(self, oracle: Oracle, estimate: Estimate) -> list[Callable[[], object]]:
+    def _writes(self, oracle: Oracle, estimate: Estimate) -> list[Write]:
         """Writes of what a step has computed, but for x; ``.grad`` of x is the estimate."""
         session = oracle.session
         diagnostics = {"hypergradient_norm": estimate.gradient.norm(), **estimate.diagnostics}
@@ -377,9 +375,7 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
             update = self.update(Vector(p.detach() for p in moved), gradient, given)
             attempt.commit(self._writes_of_update(moved, update, {}))
 
-    def _writes_of_update(
-        self, moved: Sequence[Tensor], update: Update, numbers: dict[str, Any]
-    ) -> list[Callable[[], object]]:
+    def _writes_of_update(self, moved: Sequence[Tensor], update: Update, numbers: dict[str, Any]) -> list[Write]:
         """Writes of an update of x, after those of an estimate with these numbers."""
         writes = writes_of_update(self.state, moved, partial(self._parameters, "lower"), update)
         return [*writes, partial(vars(self).update, numbers={**self.numbers, **numbers, **update.numbers})]

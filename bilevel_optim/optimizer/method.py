@@ -153,11 +153,6 @@ class StepFunctions(ABC):
         """
         return {}
 
-    def begun_again(self, oracle: Oracle, given: Given) -> tuple[Oracle, Given]:
-        """Where every lower solve begins without warm starts."""
-        initial = given.memory.get("initial")
-        return oracle.at(lower=oracle.y.clone() if initial is None else initial), changed(given, solver=None)
-
     def finished(self) -> bool:
         """Whether ``step`` has nothing left to do, and returns the last loss."""
         return False

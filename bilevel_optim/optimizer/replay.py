@@ -109,7 +109,7 @@ class StepGraph:
             here = Oracle(oracle.live_x, oracle.live_y, f, g, names=lambda: oracle.names, session=session)
             here = here.at(values["x"], values["y"])
             now = _given(given, values, now_chances, method)
-            at, start = (here, now) if method.warm_start else method.begun_again(here, now)
+            at, start = (here, now) if method.warm_start else now.from_the_start(here)
             stands = method.estimate if tasks is None else partial(method.estimate_tasks, sampler=tasks)
             estimate = stands(at, start)
             results = _results(estimate, values)

@@ -97,6 +97,11 @@ class Given:
             steps=self.steps + 1,
         )
 
+    def from_the_start(self, oracle: Oracle) -> tuple[Oracle, Given]:
+        """Where every lower solve begins without warm starts, and with what."""
+        initial = self.memory.get("initial")
+        return oracle.at(lower=oracle.y.clone() if initial is None else initial), changed(self, solver=None)
+
     def solver_for(self, like: Vector) -> tuple[LowerRule, Memory]:
         """The lower optimizer's update for tensors like these, and its memory at the beginning."""
         rule = self.rule(like)

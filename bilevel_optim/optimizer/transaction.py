@@ -19,7 +19,7 @@ from ..problem.vector import Vector, is_sharded
 from . import memory
 from .step import Update
 
-__all__ = ["Attempt", "agree_on_fallback", "writes_of", "writes_of_update"]
+__all__ = ["Attempt", "Write", "agree_on_fallback", "writes_of", "writes_of_update"]
 
 Write = Callable[[], object]
 

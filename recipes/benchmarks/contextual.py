@@ -163,7 +163,7 @@ def states_by_level(levels: int) -> dict[int, Tensor]:
     tasks = bo.TensorTasks(torch.zeros(1, 1, 1))
     while len(found) < levels:
         state = generator.get_state()
-        optimizer.backward(lambda t: (x + y + t).sum(), lambda t: (y - t).square().sum(), tasks=tasks)
+        optimizer.backward(lambda t: (x + y + t).sum(), lambda t: (y - x - t).square().sum(), tasks=tasks)
         found.setdefault(int(optimizer.diagnostics["level_counts"].argmax()), state)
     return found
 
