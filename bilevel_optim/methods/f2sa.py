@@ -25,6 +25,10 @@ __all__ = ["F2SA"]
 
 SAMPLES = ("shared", "independent")
 SPREAD_LIMIT = 10.0  # how much further from y* one copy may be than another, per unit of its perturbation
+UNEVEN = (
+    "the copies of y are not similarly far from y* for their perturbations (see diagnostics['spread']), so their "
+    "difference is not a derivative: use more lower_steps, or a smaller nu"
+)
 
 
 class F2SA(BilevelOptimizer):
@@ -175,10 +179,12 @@ class F2SA(BilevelOptimizer):
         estimate = penalty(oracle, copies, formula, self.nu, upper_sample=xi, lower_sample=zeta)
         y = copies.combine(interpolation)
         oracle.at(lower=y).advance_buffers(zeta)
-        residual = None if solved.gradient is None else solved.gradient.lane_norm()
+        found = solved.watched(oracle.checks)
+        if solved.gradient is not None:
+            found["lower_residual"] = solved.gradient.lane_norm()
         spread = self._watched_spread(oracle, y, copies, formula, given)
         return changed(
-            estimate.noting(lower_residual=residual, spread=spread),
+            estimate.noting(**found, spread=spread),
             lower=y,
             memory={"copies": copies},
             solver=solved.memory,
@@ -220,19 +226,24 @@ class F2SA(BilevelOptimizer):
         nodes = torch.tensor(formula.nodes, dtype=torch.float64, device=oracle.device)
         distances = (copies - Vector(t.unsqueeze(0) for t in y)).lane_norm()
         spread = torch.where(nodes == 0, torch.nan, distances / (nodes.abs() * self.nu).clamp_min(1e-300))
-        if any(j < 0 for j in formula.nodes):
+        if sum(j != 0 for j in formula.nodes) > 1:
             known = spread[nodes != 0]
             rounding = 1e4 * torch.finfo(y[0].dtype).eps * y.norm()
             limit = SPREAD_LIMIT * max(map(abs, formula.nodes))
-            oracle.checks.alert(
-                "diverging copies",
-                "the copies of y are not similarly far from y* (see diagnostics['spread'] for the nodes "
-                f"{formula.nodes}): those at negative nodes minimise g - |j| nu f, which is no longer strongly convex, "
-                "so the hypergradient is not reliable. Use a smaller nu, stencil='forward' or order=1"
-                + (". Changing to stencil='forward' from here on" if self._may_change(given) else ""),
-                (known.max() > limit * known.min()) & (distances.max() > rounding),
-            )
+            apart = (known.max() > limit * known.min()) & (distances.max() > rounding)
+            if any(j < 0 for j in formula.nodes):
+                oracle.checks.alert("diverging copies", self._diverging(formula, given), apart)
+            else:
+                oracle.checks.alert("uneven copies", UNEVEN, apart)
         return spread
+
+    def _diverging(self, formula: Stencil, given: Given) -> str:
+        return (
+            "the copies of y are not similarly far from y* (see diagnostics['spread'] for the nodes "
+            f"{formula.nodes}): those at negative nodes minimise g - |j| nu f, which is no longer strongly convex, "
+            "so the hypergradient is not reliable. Use a smaller nu, stencil='forward' or order=1"
+            + (". Changing to stencil='forward' from here on" if self._may_change(given) else "")
+        )
 
     def _may_change(self, given: Given) -> bool:
         return self._given_stencil == "auto" and "stencil" not in given.numbers

@@ -76,4 +76,5 @@ class Paths:
             return gradient
 
         solved = rule.run(start, rule.fresh(), len(self.samples), draw)
+        solved.watched(oracle.checks)
         return solved.y, solved.gradient
