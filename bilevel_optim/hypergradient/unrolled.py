@@ -61,7 +61,8 @@ def unrolled(
         Estimate with :math:`y_T`, and the derivative in the starting point, if no step was left out.
     """
     differentiated = steps if truncate is None else min(truncate, steps)
-    keep_graphs = not checkpoint and oracle.session.options.hvp == "exact"
+    # Graphs of sharded modules share the memory of the gathered parameters, so only one can be kept.
+    keep_graphs = not checkpoint and oracle.session.options.hvp == "exact" and not oracle.sharded
 
     def draw() -> Callable[[Vector], tuple[Tensor, Vector]]:
         sample = oracle.g.draw()

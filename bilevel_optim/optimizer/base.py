@@ -280,7 +280,9 @@ class BilevelOptimizer(Adapting, Results, Checkpointed):
                 else:
                     estimate = self.estimate_tasks(here, given, tasks)
                 self._conclude(oracle, given)
+            oracle.session.gathered.release()
         except BaseException as error:
+            oracle.session.gathered.release()
             given.ranks.failed(error)
             if self.generator is not None and random is not None:
                 self.generator.set_state(random)

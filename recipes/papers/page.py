@@ -8,10 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..common import environment, plot, save_json
+from ..common import environment, interval, plot, save_json
 from ..common.records import Missing, Records
 from .experiment import Better, Experiment
-from .judge import interval
 from .runner import Outcome, execute
 
 __all__ = ["RESULTS", "config_of", "keep", "page", "summary", "write_page"]
@@ -138,6 +137,7 @@ def write_page(experiments: Iterable[Experiment]) -> Path:
             records = Records(RESULTS / experiment.source / "records.jsonl", frozen=True)
             found = summary(experiment, execute(experiment, "cpu", records))
         except Missing:
+            (RESULTS / experiment.id / "verdict.json").unlink(missing_ok=True)  # of what was searched before
             continue
         save_json(RESULTS / experiment.id / "verdict.json", found)
     path = Path(__file__).parent / "RESULTS.md"
