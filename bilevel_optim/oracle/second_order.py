@@ -75,6 +75,8 @@ def lower_system(oracle: Oracle, sample: Sample, *, gradient: bool = True) -> Ge
     """See `Oracle.lower_system`; without ``gradient`` that is left out and not counted."""
     if oracle.session.options.hvp == "finite-difference":
         yield _by_differences(oracle, sample, gradient)
+    elif sample.parts is not None:
+        yield _by_parts(oracle, sample.parts, gradient)
     else:
         with oracle.session.buffers_kept(), oracle.placed() as (x, y):
             gradients, y = lower_gradient(oracle, sample, y)
@@ -86,6 +88,8 @@ def kept_system(oracle: Oracle, sample: Sample) -> LowerSystem:
 
     A graph over live leaves saves the leaves themselves, so they hold the same values again while it is used.
     """
+    if sample.parts is not None:
+        return _by_parts(oracle, sample.parts, True)
     with oracle.placed() as (x, y):
         gradients, y = lower_gradient(oracle, sample, y)
         system = _by_graph(oracle, gradients, x, y, True)
@@ -193,6 +197,34 @@ def _own(oracle: Oracle, results: Sequence[Tensor | None], like: Vector) -> Sequ
     return oracle.session.gathered.scattered(results, like) if oracle.sharded else results
 
 
+def _by_parts(oracle: Oracle, parts: Sequence[Sample], gradient: bool) -> LowerSystem:
+    """Products with the mean of several samples, whose graphs are made again one after another."""
+    own = oracle.alone()
+
+    def mean(of: Callable[[LowerSystem], Sequence[Tensor]]) -> Vector:
+        total: Vector | None = None
+        for part in parts:
+            with lower_system(own, part) as system:
+                found = Vector(of(system))
+            total = found if total is None else total + found
+        assert total is not None
+        return Vector(oracle.averaged(total * (1 / len(parts)))[0])
+
+    products: dict[str, Callable[[LowerSystem, Vector], Sequence[Tensor]]] = {
+        "lower": lambda system, v: system.hvp(v),
+        "upper": lambda system, v: system.cross(v),
+        "both": lambda system, v: [t for part in system.both(v) for t in part],
+    }
+
+    def product(v: Vector, wrt: str) -> Vector:
+        return mean(lambda system: products[wrt](system, v))
+
+    if not gradient:
+        return _counted(oracle, Vector(), product)
+    oracle.count("lower_grad")
+    return _counted(oracle, mean(lambda system: system.gradient), product)
+
+
 def _by_differences(oracle: Oracle, sample: Sample, gradient: bool) -> LowerSystem:
     """Products from central differences of first-order gradients, all on the same sample."""
     y, session = oracle.y, oracle.session
@@ -200,10 +232,8 @@ def _by_differences(oracle: Oracle, sample: Sample, gradient: bool) -> LowerSyst
     def slope(at: Vector, wrt: str) -> Vector:
         point = oracle.at(lower=at)
         with session.buffers_kept(), point.placed() as (live_x, live_y):
-            part = point.features.frozen(point, "lower", sample) if wrt == "lower" else None
-            loss = session.dependent("lower", point.value("lower", sample, features=part), live_y)
             variables = {"lower": live_y, "upper": live_x, "both": Vector((*live_x, *live_y))}[wrt]
-            gradients = point.differentiate(loss, variables)
+            gradients = point.slopes("lower", sample, live_y, variables, frozen=wrt == "lower")[1]
         if wrt == "lower":
             session.require_reached(gradients, oracle.lower_names)
         else:
