@@ -110,6 +110,12 @@ def suited(r):
     assert 0 <= curve[-1]["test_error"] <= 1
 
 
+def timed_eagerly(numbers):
+    rows = numbers["results"]["logistic"]
+    assert [*rows] == ["soba", "f2sa"]
+    assert all(row["us"]["eager"] > 0 and not row["errors"] for row in rows.values())
+
+
 # Arguments with which each program is run, what it writes, and what is true of the numbers.
 RUNS = {
     "compare": (
@@ -159,6 +165,11 @@ RUNS = {
     "benchmarks.linear_systems": ("--n 10 --products 1 3 --ridges 1e-2 --after 1", None, None),
     "benchmarks.copies": ("--batches 2 --orders 2 --repeats 1", None, None),
     "benchmarks.directions": ("--directions 2 --width 20", None, None),
+    "benchmarks.speed": (
+        "--problems logistic --methods soba f2sa --entries eager --inner 1 --rounds 1",
+        "speed",
+        timed_eagerly,
+    ),
     "benchmarks.overhead": ("--n 40 --steps 2 --repeats 1", None, None),
     "benchmarks.paths": ("--directions 2 --chunk 2 --repeats 1", None, None),
 }
