@@ -14,6 +14,7 @@ from ..problem.vector import Vector, is_sharded
 from . import second_order
 from .checks import Checks
 from .features import Features
+from .first_order import slopes
 from .second_order import LowerSystem, UpperSystem
 from .session import Session, as_scalar, forget_casts
 
@@ -139,7 +140,7 @@ class Oracle:
 
     def _jointly(self, level: str, sample: Sample) -> tuple[Tensor, Vector, Vector]:
         with self.session.buffers_kept(), self.placed() as (x, y):
-            loss, gradients = self.slopes(level, sample, y, (*x, *y))
+            loss, gradients = slopes(self, level, sample, y, (*x, *y))
         if all(gradient is None for gradient in gradients):
             raise ValueError(self.session.independent(level))
         split = len(x)
@@ -157,7 +158,7 @@ class Oracle:
     def lower(self, sample: Sample) -> tuple[Tensor, Vector]:
         """Value of g and its gradient in y, as in a training step: module buffers advance."""
         with self.placed() as (_, y):
-            loss, gradients = self.slopes("lower", sample, y, y, frozen=True)
+            loss, gradients = slopes(self, "lower", sample, y, y, frozen=True)
         self.session.require_reached(gradients, self.lower_names)
         self.count("lower_grad")
         loss, gradient = self.averaged(loss.detach(), filled(gradients, self.y))
@@ -189,32 +190,6 @@ class Oracle:
         return second_order.lower_matrices(self, sample)
 
     # ------------------------------------------------------------------------------------------------ parts
-
-    def slopes(
-        self, level: str, sample: Sample, y: Vector, variables: Sequence[Tensor], *, frozen: bool = False
-    ) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """A loss and its gradient in some variables, at whatever is placed; parts of a sample one after another.
-
-        ``y`` are the lower variables; ``frozen``: features are constants.
-        """
-        if sample.parts is not None:
-            loss = torch.zeros((), device=self.device)
-            total: Sequence[Tensor | None] = [None] * len(variables)
-            for part in sample.parts:
-                more, gradients = self.slopes(level, part, y, variables, frozen=frozen)
-                loss, total = loss + more.detach(), _added(total, gradients)
-                del more, gradients  # with the graph, before the next one is made
-            share = 1 / len(sample.parts)
-            return loss * share, [None if t is None else t * share for t in total]
-        features = self.features.frozen(self, level, sample) if frozen else None
-        loss = self.session.dependent(level, self.value(level, sample, features=features), y)
-        return loss, self.differentiate(loss, variables)
-
-    def alone(self) -> Oracle:
-        """The same of this process alone, which counts nothing: for parts of an evaluation."""
-        other = self.at()
-        other.shared, other.weight = False, 0
-        return other
 
     def value(self, level: str, sample: Sample, *, graph: bool = True, features: Any = None) -> Tensor:
         """The loss on a sample at whatever is placed, with the random numbers of that sample, checked to be a scalar.
@@ -251,11 +226,6 @@ class Oracle:
     def averaged(self, *results: Any) -> tuple[Any, ...]:
         """Mean over the ranks if these share the problem; otherwise nothing is averaged."""
         return self.session.averaged(*results) if self.shared else results
-
-
-def _added(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Sums of gradients, where None is zero."""
-    return [s if t is None else t if s is None else s + t for s, t in zip(a, b, strict=True)]
 
 
 def filled(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Vector:

@@ -15,6 +15,7 @@ from ..problem.profiling import span
 from ..problem.vector import Vector, stack
 from . import batched
 from .differentiable import has_fused, twice_differentiable
+from .first_order import slopes
 
 if TYPE_CHECKING:
     from .oracle import Oracle
@@ -199,7 +200,8 @@ def _own(oracle: Oracle, results: Sequence[Tensor | None], like: Vector) -> Sequ
 
 def _by_parts(oracle: Oracle, parts: Sequence[Sample], gradient: bool) -> LowerSystem:
     """Products with the mean of several samples, whose graphs are made again one after another."""
-    own = oracle.alone()
+    own = oracle.at()  # of this process alone, which counts nothing: the parts together are one product
+    own.shared, own.weight = False, 0
 
     def mean(of: Callable[[LowerSystem], Sequence[Tensor]]) -> Vector:
         total: Vector | None = None
@@ -233,7 +235,7 @@ def _by_differences(oracle: Oracle, sample: Sample, gradient: bool) -> LowerSyst
         point = oracle.at(lower=at)
         with session.buffers_kept(), point.placed() as (live_x, live_y):
             variables = {"lower": live_y, "upper": live_x, "both": Vector((*live_x, *live_y))}[wrt]
-            gradients = point.slopes("lower", sample, live_y, variables, frozen=wrt == "lower")[1]
+            gradients = slopes(point, "lower", sample, live_y, variables, frozen=wrt == "lower")[1]
         if wrt == "lower":
             session.require_reached(gradients, oracle.lower_names)
         else:
