@@ -24,6 +24,12 @@ class Features:
     def __init__(self) -> None:
         self._kept: dict[str, tuple[Sample, object, Any]] = {}  # level -> (features' sample, point, features)
 
+    def check(self, oracle: Oracle, level: str, sample: Sample) -> None:
+        """Raise, the first time, if the features of a sample depend on y."""
+        if sample.features is not None and level not in oracle.session.found.features_checked:
+            require_free_of_lower(oracle, level, oracle.call(sample.features))
+            oracle.session.found.features_checked |= {level}
+
     def frozen(
         self,
         oracle: Oracle,
@@ -43,9 +49,7 @@ class Features:
         """
         if sample.features is None:
             return None
-        if level not in oracle.session.found.features_checked:
-            require_free_of_lower(oracle, level, oracle.call(sample.features))
-            oracle.session.found.features_checked |= {level}
+        self.check(oracle, level, sample)
         point = oracle.x if point is None else point
         kept, at, part = self._kept.get(level, (None, None, None))
         if at is not point or kept is not sample.features:
