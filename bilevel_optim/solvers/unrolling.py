@@ -45,10 +45,7 @@ def update_vjp(
     y = Vector(v.detach().clone().requires_grad_() for v in values)
     g = Vector(v.detach().clone().requires_grad_() for v in gradient)
     with torch.enable_grad():
-        m = [
-            {key: _leaf(value, v) if key != "step" else value for key, value in state.items()}
-            for state, v in zip(memory, y, strict=True)
-        ]
+        m = [{key: _leaf(key, value, v) for key, value in state.items()} for state, v in zip(memory, y, strict=True)]
         new_y, new_m = _updated(rule.optimizer, y, m, rule.limits.clipped(g, rule.lead))
         new_y = [*rule.limits.projected(Vector(new_y), rule.lead)]
     outputs, seeds = list(new_y), list(adjoint)
