@@ -89,6 +89,8 @@ class Noted(_Standing):
 
     def draw(self, *, once: bool = False) -> Sample:
         sample = self.source.draw(once=once)
+        if sample.parts is not None:
+            self.log.reason = "a batch is made of parts (accumulate)"
         self.log.note(self.level, once, _drawn(sample))
         return sample
 
