@@ -13,9 +13,8 @@ from torch.optim import SGD, Optimizer
 
 from ..distributed.ranks import Ranks
 from ..hypergradient import Estimate
-from ..oracle.buffers import Buffers
 from ..oracle.oracle import Oracle
-from ..oracle.session import COUNTERS, Findings, Options, Session
+from ..oracle.session import Options
 from ..problem import tasks as task_layer
 from ..problem.parameters import (
     LEVELS,
@@ -34,13 +33,15 @@ from ..problem.vector import Vector
 from ..solvers.lower import LowerRules
 from . import memory, method
 from .declaration import register
+from .ledger import Ledger
 from .method import ColdOptions, CommonOptions, Loss, StepFunctions, as_objective
+from .results import Results
 from .step import Given, Groups, Start, Update, changed
 
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "Loss", "as_objective"]
 
 
-class BilevelOptimizer(StepFunctions, Optimizer):
+class BilevelOptimizer(StepFunctions, Results, Optimizer):
     r"""Base class of the methods for :math:`\min_x f(x, y^*(x))`, :math:`y^*(x) = \arg\min_y g(x, y)`.
 
     A real ``torch.optim.Optimizer``: ``param_groups`` holds the groups of the upper parameters x, then those of the
@@ -120,10 +121,7 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         self.numbers: dict[str, Any] = {}
         self.lower_factory = lower_optimizer or SGD
         self._options = Options(vectorize, hvp, Ranks(process_group), one_loss=self.one_loss)
-        self._found, self._buffers, self._warned = Findings(), Buffers(), set[str]()
-        self._counts = dict.fromkeys(COUNTERS, 0)
-        self._steps_done = 0
-        self._last_loss: Tensor | None = None
+        self._ledger = Ledger()
         self._rules = LowerRules(self.lower_factory)
         self.default_lr = {"upper": lr, "lower": lower_lr}
         super().__init__(consistently_named([*as_groups(upper, "upper"), *as_groups(lower, "lower")]), {"lr": lr})
@@ -160,7 +158,7 @@ class BilevelOptimizer(StepFunctions, Optimizer):
             ValueError: at the first step, if a loss is not a scalar or does not depend on the parameters.
         """
         if self.finished():
-            return None if upper is None else self._last_loss
+            return None if upper is None else self._ledger.last_loss
         if closure is not None:
             if upper is not None or lower is not None:
                 raise TypeError("step takes a closure or losses, not both")
@@ -205,7 +203,7 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         estimate at x itself of a method that would look ahead of it; ``start`` gives other lower values to begin at
         than the present ones, with tasks as a function like ``lower_init``.
         """
-        with self._buffers.kept():
+        with self._ledger.buffers.kept():
             return self._proposed(upper, lower, tasks, still=still, start=start)[1]
 
     def oracle(
@@ -215,13 +213,13 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         f, g = self.objectives(upper, lower)
         groups = groups or {level: level_groups(self.param_groups, level) for level in LEVELS}
         x, y = (tensors_of(groups[level], level) for level in LEVELS)
-        session = Session.begun(self._options, self._found, self._buffers, self._warned)
+        session = self._ledger.session(self._options)
         return Oracle(x, y, f, g, names=lambda: names_of(self.param_groups), session=session)
 
     @property
     def oracle_counts(self) -> dict[str, int]:
         """Cumulative oracle calls, per sample batch."""
-        return dict(self._counts)
+        return dict(self._ledger.counts)
 
     # ------------------------------------------------------------------------------------------------ the transaction
 
@@ -249,7 +247,7 @@ class BilevelOptimizer(StepFunctions, Optimizer):
             here = oracle.at(lower=start)
         random = None if self.generator is None else self.generator.get_state()
         try:
-            with self._buffers.kept_on_failure():
+            with self._ledger.buffers.kept_on_failure():
                 if tasks is None:
                     estimate = self.checked(here, given, self.estimate)
                 else:
@@ -273,7 +271,7 @@ class BilevelOptimizer(StepFunctions, Optimizer):
             solver=memory.remembered_solver(self.state, y),
             lower=Vector(y).detach(),
             numbers=dict(self.numbers),
-            steps=self._steps_done,
+            steps=self._ledger.steps,
             rule=partial(self._rules, groups["lower"]),
             generator=self.generator,
             ranks=self._options.ranks,
@@ -295,15 +293,12 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         for parameter, gradient in zip(x, estimate.gradient, strict=True):
             parameter.grad = gradient.detach().clone()  # nobody else's, because gradients are clipped in place
         self.numbers = {**self.numbers, **estimate.numbers}
-        self._found, self._buffers.complete, self._warned = session.found, True, session.warned
-        for name, count in session.counts.items():
-            self._counts[name] += count
+        ledger = self._ledger
+        ledger.found, ledger.buffers.complete, ledger.warned = session.found, True, session.warned
         self.diagnostics = {"hypergradient_norm": norm, **estimate.diagnostics}
         if session.found.fallback is not None:
             self.diagnostics["vectorize_fallback"] = session.found.fallback
-        self._steps_done += 1
-        self._last_loss = estimate.loss.detach()
-        return self._last_loss
+        return ledger.enter(session.counts, estimate.loss)
 
     @torch.no_grad()
     def _update(self) -> None:
@@ -348,11 +343,8 @@ class BilevelOptimizer(StepFunctions, Optimizer):
         state["state"] = memory.copied(state["state"])  # later steps write into tables
         state["bilevel"] = {
             "method": type(self).__name__,
-            "steps_done": self._steps_done,
-            "oracle_counts": dict(self._counts),
-            "fallback": self._found.fallback,
+            **self._ledger.saved(),
             "generator": None if self.generator is None else self.generator.get_state(),
-            "last_loss": self._last_loss,
             "numbers": copy.deepcopy(self.numbers),
             "options": {name: getattr(self, name) for name in self.saved_options},
         }
@@ -367,9 +359,7 @@ class BilevelOptimizer(StepFunctions, Optimizer):
             raise ValueError(f"the state dict is that of {own['method']}, but this optimizer is {type(self).__name__}")
         memory.load_exactly(self, super().load_state_dict, state_dict, self.place_of)
         self._rules = LowerRules(self.lower_factory)
-        self._steps_done, self._last_loss = own["steps_done"], own["last_loss"]
-        self._counts.update(own["oracle_counts"])
-        self._found = changed(self._found, fallback=own["fallback"])
+        self._ledger.load(own)
         if own["generator"] is not None and self.generator is not None:
             self.generator.set_state(own["generator"].cpu())
         self.numbers = copy.deepcopy(own["numbers"])

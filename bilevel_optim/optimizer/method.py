@@ -105,7 +105,7 @@ class StepFunctions(ABC):
         return Estimate(
             loss,
             gradient,
-            {**_over_parts([estimate.diagnostics for estimate in estimates]), "tasks": drawn},
+            {**_over_parts([estimate.diagnostics for estimate in estimates]), "task_count": torch.tensor(count)},
             upper_memory=kept.upper_memory,
             numbers=kept.numbers,
             lower=mean if self.warm_start else None,

@@ -293,7 +293,7 @@ def test_diagnostics_measure_the_corrections():
         mean = sum(squares[k]) / len(squares[k])
         assert float(optimizer.diagnostics["level_variance"][k]) == pytest.approx(2**k * mean)
         assert abs(mean / float(V[k - 1]) - 1) < 4.5 * (3 / len(squares[k])) ** 0.5
-    assert {"lower_steps", "smoothness", "tasks"} <= set(optimizer.diagnostics)
+    assert {"lower_steps", "smoothness", "task_count"} <= set(optimizer.diagnostics)
     problem = P1()
     optimizer = made(bo.RTMLMC, problem, levels=3, smoothness=None)
     gradients(optimizer, problem, 5)

@@ -96,7 +96,7 @@ class RTMLMC(BilevelOptimizer):
     State: L as estimated, and the running mean squares of the corrections :math:`V_k = E\|u_k - u_{k-1}\|^2`, measured
     at one context per step. ``diagnostics`` has ``level_variance``, :math:`2^k V_k` by k, which should not grow;
     ``level_counts``, ``lower_steps``, ``correction`` (the last :math:`\|u_k - u_{k-1}\|^2`), ``neumann_ratio`` (largest
-    growth of a term of the series, below 1 for a convex g and a valid L), ``smoothness``, ``tasks``.
+    growth of a term of the series, below 1 for a convex g and a valid L), ``smoothness``, ``task_count``.
 
     Raises:
         ValueError: for an argument out of its range, or without ``tasks``.
@@ -242,7 +242,7 @@ class RTMLMC(BilevelOptimizer):
             diagnostics["level_variance"] = level_layer.watched(oracle.checks, moments, self.base_level)
         diagnostics["level_counts"] = torch.tensor(depths).bincount(minlength=self.levels + 1)
         diagnostics["lower_steps"] = torch.tensor(sum(2 ** (k + 1) - 2 - k for k in depths))
-        diagnostics["smoothness"], diagnostics["tasks"] = torch.tensor(bound), contexts.tasks
+        diagnostics["smoothness"], diagnostics["task_count"] = torch.tensor(bound), torch.tensor(len(depths))
         return Estimate(loss, gradient, diagnostics, lower=mean if self.warm_start else None, numbers=numbers)
 
     def _curvature(self, oracle: Oracle, given: Given, contexts: Contexts) -> float:

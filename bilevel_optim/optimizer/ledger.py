@@ -1,0 +1,63 @@
+"""What an optimizer knows of its run beside the parameters and what is remembered of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from ..oracle.buffers import Buffers
+from ..oracle.session import COUNTERS, Findings, Options, Session
+
+__all__ = ["Ledger"]
+
+
+@dataclass
+class Ledger:
+    """The account of a run, written with each step that is accepted.
+
+    Attributes:
+        found: what is known about the losses.
+        buffers: module buffers that evaluations change.
+        warned: keys of the warnings that were given.
+        counts: oracle calls.
+        steps: outer steps made.
+        last_loss: what the last step returned.
+    """
+
+    found: Findings = field(default_factory=Findings)
+    buffers: Buffers = field(default_factory=Buffers)
+    warned: set[str] = field(default_factory=set)
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
+    steps: int = 0
+    last_loss: Tensor | None = None
+
+    def session(self, options: Options) -> Session:
+        """The bookkeeping of a new step."""
+        return Session.begun(options, self.found, self.buffers, self.warned)
+
+    def enter(self, counts: Mapping[str, int], loss: Tensor) -> Tensor:
+        """Add a step; gives its loss."""
+        for name, count in counts.items():
+            if count:
+                self.counts[name] += count
+        self.steps += 1
+        self.last_loss = loss.detach()
+        return self.last_loss
+
+    def saved(self) -> dict[str, Any]:
+        """What a state dict holds of it."""
+        return {
+            "steps_done": self.steps,
+            "oracle_counts": dict(self.counts),
+            "fallback": self.found.fallback,
+            "last_loss": self.last_loss,
+        }
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what `saved` gave."""
+        self.steps, self.last_loss = saved["steps_done"], saved["last_loss"]
+        self.counts.update(saved["oracle_counts"])
+        self.found = replace(self.found, fallback=saved["fallback"])
