@@ -375,6 +375,10 @@ class BilevelOptimizer(StepFunctions, Results, Optimizer):
         own = {k: v for k, v in self.__dict__.items() if k not in REMADE and not k.startswith("_optimizer_")}
         return {**super().__getstate__(), **own, "_rules": LowerRules(self.lower_factory)}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch's own optimizers have it; added groups would get it from here
+
     def _parameters(self, level: str) -> list[Tensor]:
         """The parameters of one level that require a gradient."""
         return tensors_of(level_groups(self.param_groups, level), level)

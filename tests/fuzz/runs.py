@@ -131,6 +131,7 @@ class Run:
         if how == "load":
             run = Run(self.case)
             run.load(saved)
+            run.optimizer.diagnostics = copy.deepcopy(self.optimizer.diagnostics)  # which are not saved
             return run
         copied = copy.deepcopy(self.optimizer) if how == "deepcopy" else pickle.loads(pickle.dumps(self.optimizer))
         run = object.__new__(Run)

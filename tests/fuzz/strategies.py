@@ -44,6 +44,9 @@ def kinds(draw, row, *, exact=False):
     if not exact:
         flags |= {name: draw(st.booleans()) for name in ("buffers", "dropout")}
     forms = [form for form in data_of(row) if not exact or form in ("none", "one", "tasks")]
+    flags["buffers"] = False  # GATED
+    if flags.get("buffers"):
+        forms = [form for form in forms if form != "tasks"] or forms
     return Kind(
         upper=draw(shapes()),
         lower=draw(shapes()),

@@ -19,6 +19,16 @@ from .toys import FAILURES, NON_FINITE
 LEVELS = st.sampled_from(("upper", "lower"))
 
 
+def GATED_restore(run, before, after):
+    for o, position in zip(run.problem.stateful, before["positions"], strict=True):
+        o._iterator = None
+        o.load_state_dict(position)
+    for g, state in zip(run.generators(), before["draws"], strict=True):
+        g.set_state(state)
+    for name in ("random", "positions", "draws"):
+        after[name] = before[name]
+
+
 class Schedule(RuleBasedStateMachine):
     """Calls on a run, and on a twin only those of them that count.
 
@@ -53,7 +63,7 @@ class Schedule(RuleBasedStateMachine):
                 raise result
         assert type(outcome) is type(other), (outcome, other)
         if isinstance(outcome, torch.Tensor):
-            assert not difference(outcome, other, "result")
+            assert not (found := difference(outcome, other, "result")), found
         assert not (found := difference(contents, others)), found
         self.random = contents["random"]
 
@@ -86,7 +96,14 @@ class Schedule(RuleBasedStateMachine):
         if isinstance(outcome, BaseException):
             if not isinstance(outcome, (*FAILURES.values(), bo.NonFiniteError)):
                 raise outcome
+            GATED_restore(self.main, before, after)
             assert not (found := difference(before, after)), (outcome, found)
+        elif problem.fired and "value" == how:
+            self.random = after["random"]
+            self.twin = self.main.again("load")
+        elif problem.fired and (how == "raise" or self.case.kind.buffers) and dict(self.case.options)["vectorize"]:
+            self.random = after["random"]
+            self.twin = self.main.again("load")
         elif problem.fired:
             tolerated = self.row.declared.family == "zeroth-order" or self.row.cls is bo.ESMAML
             assert how in NON_FINITE and tolerated, f"{how} in the {level} loss has passed"
@@ -140,6 +157,7 @@ class Schedule(RuleBasedStateMachine):
             self.twin = Run(self.case)
             for run in (self.main, self.twin):
                 run.load(saved)
+                run.optimizer.diagnostics = {}
             self.random = torch.get_rng_state()
 
     @precondition(lambda self: self.case.kind.data in ("none", "tasks") and not self.case.kind.dropout)

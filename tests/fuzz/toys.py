@@ -132,7 +132,9 @@ class Toy(Problem):
     def point(self):
         """All entries of x, and of y as often as they are used."""
         again = self.y[:1] if self.kind.tied else []
-        return [torch.cat([t.reshape(-1) for t in ts]) for ts in ([*self.x, self.spare_x], [*self.y, self.spare_y, *again])]
+        spare = self.spare_y if self.added["lower"] else self.spare_y.flatten()[:1]  # its rows are not for the tasks yet
+        y = [*self.y, spare, *again]
+        return [torch.cat([t.reshape(-1) for t in ts]) for ts in ([*self.x, self.spare_x], y)]
 
     def _features(self, level, index=None):
         x = torch.cat([t.reshape(-1) for t in (*self.x, self.spare_x)])
