@@ -42,14 +42,19 @@ class Case:
     generator: bool = True
     options: tuple[tuple[str, Any], ...] = ()
 
+    @property
+    def registered(self):
+        return BY_NAME[self.row]
+
     def problem(self) -> Toy:
-        declared = BY_NAME[self.row].declared
+        declared = self.registered.declared
         return Toy(self.kind, declared.losses, initial=declared.initial, rows=declared.tasks == "rows")
 
-    def made(self, problem, **more):
-        row, options = BY_NAME[self.row], dict(self.options)
+    def made(self, problem, first=(), **more):
+        row, options = self.registered, {"short": True, **dict(self.options)}
         options |= {"lower_optimizer": OPTIMIZERS[self.optimizer], "generator": seeded(7) if self.generator else None}
-        return row(*(problem.groups(level) for level in ("upper", "lower")), short=True, **{**options, **more})
+        groups = (problem.groups(level, **dict(first)) for level in ("upper", "lower"))
+        return row(*groups, **{**options, **more})
 
 
 class Run:
@@ -57,7 +62,7 @@ class Run:
 
     def __init__(self, case: Case) -> None:
         self.case, self.problem = case, case.problem()
-        self.optimizer = case.made(self.problem)
+        self.optimizer = case.made(self.problem, {"lr": 0.07})
 
     def add_group(self, level):
         problem = self.problem

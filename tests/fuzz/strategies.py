@@ -20,6 +20,7 @@ CHOICES = {  # of the lower optimizer, by what the method declares
     "differentiable": ("sgd", "momentum", "nesterov"),
     "none": ("sgd",),
 }
+EXACT = {"stacked": ("none", "one", "tasks"), "rows": ("none", "one"), "none": ("none", "one")}  # data without noise
 
 
 def shapes():
@@ -41,9 +42,12 @@ def data_of(row):
 def kinds(draw, row, *, exact=False):
     """Problems for a method; ``exact``: only such as have no noise."""
     flags = {name: draw(st.booleans()) for name in ("tied", "own", "features", "wavy", "groups", "named")}
-    if not exact:
+    forms = data_of(row)
+    if exact:
+        forms = [form for form in forms if form in EXACT[row.declared.tasks]]
+        flags["wavy"] &= not row.declared.family == "zeroth-order" and row.cls.__name__ != "ESMAML"  # exact if linear
+    else:
         flags |= {name: draw(st.booleans()) for name in ("buffers", "dropout")}
-    forms = [form for form in data_of(row) if not exact or form in ("none", "one", "tasks")]
     flags["buffers"] = False  # GATED
     if flags.get("buffers"):
         forms = [form for form in forms if form != "tasks"] or forms

@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import bilevel_optim as bo
+from bilevel_optim.oracle.oracle import filled
 
-from ..problems import Problem, flat, seeded
+from ..problems import Problem, assign, flat, seeded, values
 
 ROWS, TASKS, BATCH = 12, 3, 4  # rows of data, of which each task has its own four
 
@@ -32,8 +33,8 @@ class Kind:
         buffers: the losses call a module with running statistics.
         dropout: they draw random numbers.
         features: the part without y is given apart.
-        wavy: they are not quadratic.
-        groups: every tensor has a group, with a learning rate of its own.
+        wavy: they are not quadratic, and the solution not linear in x.
+        groups: every tensor has a group.
         named: the parameters have names.
         seed: of the constants.
     """
@@ -102,12 +103,12 @@ class Toy(Problem):
         """The objectives that have a position in data."""
         return [o for o in self.objectives if isinstance(o, bo.Objective)]
 
-    def groups(self, level):
-        """What the constructor takes for a level."""
+    def groups(self, level, **first):
+        """What the constructor takes for a level; the first group may have options of its own."""
         tensors = [*self.x, *self.start] if level == "upper" else self.y
         entries = [(f"{level}_{i}", t) for i, t in enumerate(tensors)] if self.kind.named else tensors
         if self.kind.groups:
-            return [{"params": [e]} if i else {"params": [e], "lr": 0.07} for i, e in enumerate(entries)]
+            return [{"params": [e], **({} if i else first)} for i, e in enumerate(entries)]
         return entries
 
     def _objective(self, level, index):
@@ -144,7 +145,7 @@ class Toy(Problem):
             rows = self.norm(rows)
         if self.kind.dropout:
             rows = F.dropout(rows, 0.3)
-        return rows.tanh().mean(0) + self.D @ x
+        return (rows.tanh() if self.kind.wavy else rows).mean(0) + self.D @ x
 
     def _head(self, level, h):
         (x, u), wavy = self.point(), self.kind.wavy
@@ -167,50 +168,49 @@ class Toy(Problem):
     # ------------------------------------------------------------------------------------------------ reference
 
     def reference(self):
-        """The exact lower solution and hypergradient, by Newton's method and dense second derivatives."""
-        objectives = [o if isinstance(o, bo.Objective) else bo.Objective(o) for o in self.objectives]
-        f, g = (lambda: objectives[0].sample(*self._whole())(), lambda: objectives[-1].sample(*self._whole())())
-        sign = -1.0 if self.single else 1.0
-        with torch.enable_grad():
-            for _ in range(30):
-                H, _, slope = self._derivatives(lambda: sign * g())
-                step = torch.linalg.solve(H, slope)
-                self._moved(step)
-                if step.norm() < 1e-15:
-                    break
-            H, C, _ = self._derivatives(lambda: sign * g())
-            grads = torch.autograd.grad(f(), [*self.upper_tensors, *self.lower_tensors], allow_unused=True)
-        grads = [torch.zeros_like(t) if s is None else s for s, t in zip(grads, [*self.upper_tensors, *self.lower_tensors], strict=True)]
-        split = len(self.upper_tensors)
-        return flat(grads[:split]) - C.T @ torch.linalg.solve(H, flat(grads[split:]))
-
-    def _whole(self):
-        return (torch.arange(ROWS),) if self.kind.data in ("list", "terms", "loader") else ()
-
-    def _derivatives(self, loss):
-        """Hessian in y, cross derivative, gradient in y."""
-        x, y = self.upper_tensors, self.lower_tensors
-        slopes = torch.autograd.grad(loss(), y, create_graph=True)
-        slope, rows = torch.cat([s.reshape(-1) for s in slopes]), []
-        for entry in slope:
-            row = torch.autograd.grad(entry, [*y, *x], retain_graph=True, allow_unused=True)
-            rows.append(torch.cat([(torch.zeros_like(t) if r is None else r).reshape(-1) for r, t in zip(row, [*y, *x], strict=True)]))
-        table, n = torch.stack(rows), len(slope)
-        return table[:, :n], table[:, n:], slope.detach()
-
-    def _moved(self, step):
-        at = 0
-        with torch.no_grad():
-            for t in self.lower_tensors:
-                t -= step[at : at + t.numel()].view(t.shape)
-                at += t.numel()
+        """The exact hypergradient, by Newton's method and dense second derivatives, and the lower solution."""
+        start, gradients = values(self.lower_tensors), []
+        for batch in self.batches():
+            assign(self.lower_tensors, start)
+            gradients.append(self._dense(*batch))
+            solution = values(self.lower_tensors)
+        assign(self.lower_tensors, start)
+        return torch.stack(gradients).mean(0), solution
 
     def rate(self):
         """A step size for the lower problem, and the factor by which a step at least contracts."""
-        H, _, _ = self._derivatives(lambda: (-1.0 if self.single else 1.0) * self.objectives[-1](*self._whole()))
-        values = torch.linalg.eigvalsh(H)
-        low, high = float(values[0]), float(values[-1]) + (0.5 if self.kind.wavy else 0.0)
+        H = torch.stack([self._derivatives(*batch)[0] for batch in self.batches()])
+        spectrum = torch.linalg.eigvalsh(H)
+        low, high = float(spectrum.min()), float(spectrum.max()) + (0.5 if self.kind.wavy else 0.0)
         return 2 / (low + high), (high - low) / (high + low)
+
+    def batches(self):
+        """All data, of each task."""
+        index = torch.arange(ROWS)
+        return [(part,) for part in index.view(TASKS, -1)] if self.kind.data == "tasks" else [(index,)]
+
+    def _dense(self, *batch):
+        for _ in range(30):
+            H, _, slope = self._derivatives(*batch)
+            move = torch.linalg.solve(H, slope)
+            parts = move.split([t.numel() for t in self.lower_tensors])
+            moved = zip(self.lower_tensors, parts, strict=True)
+            assign(self.lower_tensors, [t.detach() - part.view(t.shape) for t, part in moved])
+            if move.norm() < 1e-15:
+                break
+        H, C, _ = self._derivatives(*batch)
+        split, variables = len(self.upper_tensors), [*self.upper_tensors, *self.lower_tensors]
+        slopes = filled(torch.autograd.grad(self.upper(*batch), variables, allow_unused=True), variables)
+        return flat(slopes[:split]) - C.T @ torch.linalg.solve(H, flat(slopes[split:]))
+
+    def _derivatives(self, *batch):
+        """Second derivatives of g in y and in (y, x), and its gradient."""
+        variables = [*self.lower_tensors, *self.upper_tensors]
+        loss = -self.upper(*batch) if self.single else self.lower(*batch)
+        slope = torch.cat([s.reshape(-1) for s in torch.autograd.grad(loss, self.lower_tensors, create_graph=True)])
+        rows = [torch.autograd.grad(s, variables, retain_graph=True, allow_unused=True) for s in slope]
+        table = torch.stack([flat(filled(row, variables)) for row in rows])
+        return table[:, : len(slope)], table[:, len(slope) :], slope.detach()
 
 
 FAILURES = {"raise": KeyError, "interrupt": KeyboardInterrupt}
