@@ -37,7 +37,7 @@ from torch import Tensor
 import bilevel_optim as bo
 
 from .common import Parser, median_curve, plot, rows, save, show, spend, summary, tuned
-from .common.methods import decaying, stochastic
+from .common.methods import Method, decaying, stochastic
 from .problems.libsvm import load_breast_cancer, load_libsvm
 from .problems.problem import WHOLE, Index, Part, Problem
 from .problems.softmax import with_bias
@@ -118,9 +118,9 @@ class Rows(bo.TensorTasks):
         return batch
 
 
-def run(problem: Reweighting, name: str, rates: tuple[float, float], seed: int, args: Any) -> dict[str, Any]:
+def run(problem: Reweighting, method: Method, rates: tuple[float, float], seed: int, args: Any) -> dict[str, Any]:
     """One method with one pair of step sizes until the budget is drawn."""
-    method, (lr, lower_lr) = stochastic()[name], rates
+    lr, lower_lr = rates
     x, y = problem.start()
     options: dict[str, Any] = {"generator": torch.Generator().manual_seed(seed)}
     sources: tuple[Any, ...]
@@ -218,7 +218,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     title = f"Reweighting {args.data}: {n:,} / {problem.sizes[1]:,} examples, {features} weights, {tasks}"
     rates = [", ".join(f"{rate:.4g}" for rate in dict.fromkeys(column)) for column in zip(*grid, strict=True)]
     print(f"{title}\nlr: {rates[0]}; lower_lr: {rates[1]}", flush=True)
-    found = tuned(chosen, grid, lambda name, rates, seed: run(problem, name, rates, seed, args), "solved", args.seeds)
+
+    def one(name: str, rates: tuple[float, float], seed: int) -> dict[str, Any]:
+        return run(problem, offered[name], rates, seed, args)
+
+    found = tuned(chosen, grid, one, "solved", args.seeds)
     results = {name: best for name, (_, best) in found.items()}
     unweighted = problem.objective(problem.solution(*problem.start()))
     keys = ("solved", "current", "range", "lr", "lower_lr", "steps", "samples", "calls", "seconds")

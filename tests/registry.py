@@ -186,6 +186,6 @@ ERRORS: dict[str, dict[str, list[Any]]] = {
         **{"base_level": [10, -1], "implicit_term": [1], "smoothness": [0.0, nan], "cap": ["1/L"]},
     },
     "MAML": {"truncate": [-1], "lower_optimizer": [LBFGS]},
-    "iMAML": {"proximal": [-1.0], "damping": [-1]},
+    "iMAML": {"proximal": [-1.0], "damping": [-1], "linear_solver": ["lu"]},
     "ESMAML": {"directions": [0]},
 }

@@ -156,6 +156,7 @@ RUNS = {
         timed_contexts,
     ),
     "benchmarks.many_tasks": ("--part both --tasks 20 40 --steps 3 --held 5", "many_tasks", rows_grow),
+    "benchmarks.linear_systems": ("--n 10 --products 1 3 --ridges 1e-2 --after 1", None, None),
     "benchmarks.copies": ("--batches 2 --orders 2 --repeats 1", None, None),
     "benchmarks.overhead": ("--n 40 --steps 2 --repeats 1", None, None),
     "benchmarks.paths": ("--directions 2 --chunk 2 --repeats 1", None, None),

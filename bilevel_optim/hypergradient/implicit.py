@@ -45,8 +45,9 @@ def implicit(
     oracle.checks.alert(
         "indefinite",
         "the lower Hessian is not positive definite at the current point (conjugate gradients met non-positive "
-        "curvature and kept their last iterate), so the hypergradient is not reliable; add damping, regularise the "
-        "lower loss, or use a first-order method",
+        "curvature and kept their last iterate), so the hypergradient is not reliable. Solve the system by MINRES "
+        "(linear_solver='minres' of AID; 'auto' changes to it), add damping, regularise the lower loss, or use a "
+        "first-order method",
         result.indefinite.any(),
     )
     diagnostics = {

@@ -21,6 +21,8 @@ __all__ = ["AID"]
 
 _SOLVE: dict[str, Callable[..., LinearSolution]] = {
     "cg": linear.cg,
+    "minres": linear.minres,
+    "auto": linear.cg,  # until it does not suit
     "neumann": linear.neumann,
     "fixed_point": linear.fixed_point,
 }
@@ -48,12 +50,14 @@ class AID(BilevelOptimizer):
         lr: learning rate of x.
         lower_lr: learning rate of the lower steps.
         lower_steps: lower steps per outer step.
-        linear_solver: ``"cg"``, conjugate gradients (fastest; H must be positive definite); ``"neumann"``, the series
-            :math:`\eta \sum_{i \le Q} (I - \eta H)^i`, always from zero; ``"fixed_point"``, the same iteration from a
-            warm start. Default: ``"cg"``.
+        linear_solver: ``"cg"``, conjugate gradients (fastest; H must be positive definite); ``"minres"``, minimal
+            residuals (H may have negative eigenvalues, as that of a deep network away from its minima has);
+            ``"auto"``, CG until it meets non-positive curvature, from then on MINRES, with a warning (not seen with
+            ``check_finite=False``); ``"neumann"``, the series :math:`\eta \sum_{i \le Q} (I - \eta H)^i`, always from
+            zero; ``"fixed_point"``, the same iteration from a warm start. Default: ``"cg"``.
         linear_steps: most iterations of the linear solver; about one Hessian-vector product each. Default: 10.
         linear_tol: stop when the residual is below this part of the right-hand side. Default: 0, use all steps (CG
-            stops by itself at the rounding level).
+            and MINRES stop by themselves at the rounding level).
         linear_lr: :math:`\eta` of ``"neumann"`` and ``"fixed_point"``, below :math:`2/\lambda_{\max}(H)`. Default: the
             learning rate of the lower groups.
         damping: solve with :math:`H + \delta I`; biases the hypergradient. Default: 0.
@@ -86,16 +90,18 @@ class AID(BilevelOptimizer):
         calls=lambda o, k: counts(
             upper=1,
             lower=o.lower_steps + 1,
-            hvp=o.linear_steps + {"cg": o.warm_start, "neumann": 0, "fixed_point": o.warm_start - 1}[o.linear_solver],
+            hvp=o.linear_steps + {"neumann": 0, "fixed_point": o.warm_start - 1}.get(o.linear_solver, o.warm_start),
             cross=1,
         ),
         variants={
+            "minres": {"linear_solver": "minres"},
             "neumann": {"linear_solver": "neumann"},
             "fixed-point": {"linear_solver": "fixed_point"},
             "differences": {"hvp": "finite-difference"},
         },
         settings={
             "quadratic": {"linear_steps": 30},
+            "quadratic/minres": {"linear_steps": 30},
             "quadratic/neumann": {"linear_steps": 200},
             "quadratic/fixed-point": {"linear_steps": 200},
             "quadratic/differences": {"linear_steps": 30},
@@ -141,7 +147,9 @@ class AID(BilevelOptimizer):
     def estimate(self, oracle: Oracle, given: Given) -> Estimate:
         """Lower steps, then the linear system at their end."""
         here = given.descended(oracle, self.lower_step_count(given))
-        return here.kept(self.implicit_estimate(here.oracle, given))
+        estimate = here.kept(self.implicit_estimate(here.oracle, given))
+        chosen = {name: given.numbers[name] for name in ("linear_solver",) if name in given.numbers}
+        return changed(estimate, numbers=chosen) if chosen else estimate
 
     def implicit_estimate(self, oracle: Oracle, given: Given) -> Estimate:
         """The hypergradient at the oracle's point, from the last solution of the linear system if it is to be kept."""
@@ -151,7 +159,14 @@ class AID(BilevelOptimizer):
 
     def linear_solve(self, given: Given) -> Callable[..., LinearSolution]:
         """The linear solver with its arguments."""
-        stop = partial(_SOLVE[self.linear_solver], steps=self.linear_steps, tol=self.linear_tol, damping=self.damping)
-        if self.linear_solver == "cg":
-            return stop
-        return partial(stop, lr=given.linear_rates(self.linear_lr))
+        name = given.numbers.get("linear_solver", self.linear_solver)
+        stop = partial(_SOLVE[name], steps=self.linear_steps, tol=self.linear_tol, damping=self.damping)
+        if name in ("neumann", "fixed_point"):
+            return partial(stop, lr=given.linear_rates(self.linear_lr))
+        return stop
+
+    def react(self, alerts: set[str], oracle: Oracle, given: Given, estimate: Estimate) -> tuple[Oracle, Given] | None:
+        """Change from CG to MINRES where that is allowed and the lower Hessian is not positive definite."""
+        if "indefinite" not in alerts or self.linear_solver != "auto" or "linear_solver" in given.numbers:
+            return None
+        return oracle, changed(given, numbers={**given.numbers, "linear_solver": "minres"})

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import SGD, Optimizer
 
 from ..distributed.ranks import Ranks
@@ -32,6 +32,7 @@ from ..problem.parameters import (
 from ..problem.vector import Vector
 from ..solvers.lower import LowerRules
 from . import memory, method
+from .checkpoint import OWN, REMADE, Checkpointed, initialises
 from .declaration import register
 from .ledger import Ledger
 from .method import ColdOptions, CommonOptions, Loss, StepFunctions, as_objective
@@ -41,7 +42,7 @@ from .step import Given, Groups, Start, Update, changed
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "Loss", "as_objective"]
 
 
-class BilevelOptimizer(StepFunctions, Results, Optimizer):
+class BilevelOptimizer(StepFunctions, Results, Checkpointed):
     r"""Base class of the methods for :math:`\min_x f(x, y^*(x))`, :math:`y^*(x) = \arg\min_y g(x, y)`.
 
     A real ``torch.optim.Optimizer``: ``param_groups`` holds the groups of the upper parameters x, then those of the
@@ -125,9 +126,11 @@ class BilevelOptimizer(StepFunctions, Results, Optimizer):
         self._rules = LowerRules(self.lower_factory)
         self.default_lr = {"upper": lr, "lower": lower_lr}
         super().__init__(consistently_named([*as_groups(upper, "upper"), *as_groups(lower, "lower")]), {"lr": lr})
+        self.param_groups[0][OWN] = b""
 
     # ------------------------------------------------------------------------------------------------ verbs
 
+    @_disable_dynamo
     def step(  # type: ignore[override]
         self,
         upper: Loss | None = None,
@@ -140,7 +143,7 @@ class BilevelOptimizer(StepFunctions, Results, Optimizer):
 
         Args:
             upper: f, a callable or an `Objective`. Without any loss only the update of x is made, from the ``.grad``
-                that :meth:`backward` has set.
+                that :meth:`backward` has set. A callable alone is a closure, unless the method takes one loss.
             lower: g, likewise; left out for a method that takes one loss.
             tasks: a sampler of tasks, such as `TensorTasks`: there is one lower problem for each task, the losses are
                 bare callables that take one task's batch, and the hypergradient is the mean over the tasks drawn. Each
@@ -159,13 +162,11 @@ class BilevelOptimizer(StepFunctions, Results, Optimizer):
         """
         if self.finished():
             return None if upper is None else self._ledger.last_loss
-        if closure is not None:
-            if upper is not None or lower is not None:
+        alone = not self.one_loss and callable(upper) and lower is tasks is closure is None
+        if closure is not None or alone:
+            if not alone and not (upper is lower is tasks is None):
                 raise TypeError("step takes a closure or losses, not both")
-            with torch.enable_grad():
-                result = closure()
-            self._update()
-            return result
+            return self._step_after(upper if alone else closure, required=alone)
         if upper is None and lower is None:
             if tasks is not None:
                 raise TypeError("step takes tasks only together with both losses")
@@ -178,12 +179,27 @@ class BilevelOptimizer(StepFunctions, Results, Optimizer):
             self._commit_update(oracle.live_x, update)
         return loss
 
+    def _step_after(self, closure: Any, *, required: bool) -> Any:
+        """Update x after a closure; ``required``: it is one only if it calls :meth:`backward`."""
+        before = self._ledger.steps
+        with torch.enable_grad():
+            result = closure()
+        if required and self._ledger.steps == before:
+            self.objectives(closure, None)  # one loss is not enough
+        self._update()
+        return result
+
+    @_disable_dynamo
     def backward(self, upper: Loss, lower: Loss | None = None, *, tasks: Any = None) -> Tensor:
         """Improve y, and set ``.grad`` of the upper parameters to the estimate of the hypergradient.
 
         Follow it with gradient clipping, with ``step()``, or with a step of any ``torch.optim`` optimizer over x.
         Arguments, result and errors as for :meth:`step`.
         """
+        wrapped = vars(self).get("_optimizer")
+        if wrapped is not None:  # Lightning's wrapper inherits from this class, and would keep the results to itself
+            loss: Tensor = wrapped.backward(upper, lower, tasks=tasks)
+            return loss
         oracle, estimate, _ = self._proposed(upper, lower, tasks)
         with torch.no_grad():
             return self._commit(oracle, estimate)
@@ -262,6 +278,7 @@ class BilevelOptimizer(StepFunctions, Results, Optimizer):
 
     def _given(self, groups: Groups, x: Sequence[Tensor], y: Sequence[Tensor]) -> Given:
         """What a step is given, read from the state."""
+        self._forget_placeholders()
         return Given(
             upper_groups=groups["upper"],
             lower_groups=groups["lower"],
@@ -303,6 +320,8 @@ class BilevelOptimizer(StepFunctions, Results, Optimizer):
     @torch.no_grad()
     def _update(self) -> None:
         """Update the upper parameters that have a ``.grad``."""
+        if initialises(self):
+            return self._initialise()
         groups = {level: level_groups(self.param_groups, level) for level in LEVELS}
         for group in groups["upper"]:
             group["params"] = [p for p in group["params"] if p.grad is not None]
@@ -333,56 +352,6 @@ class BilevelOptimizer(StepFunctions, Results, Optimizer):
         require_one_level(param_group, self.param_groups)
         super().add_param_group(param_group)
 
-    def state_dict(self) -> dict[str, Any]:
-        """As in torch, with the key ``"bilevel"`` for what does not belong to one parameter.
-
-        Together with the parameters themselves (the model's ``state_dict``), and with the position of the data and
-        torch's random state where the losses use them, it continues a run bit for bit.
-        """
-        state: dict[str, Any] = super().state_dict()
-        state["state"] = memory.copied(state["state"])  # later steps write into tables
-        state["bilevel"] = {
-            "method": type(self).__name__,
-            **self._ledger.saved(),
-            "generator": None if self.generator is None else self.generator.get_state(),
-            "numbers": copy.deepcopy(self.numbers),
-            "options": {name: getattr(self, name) for name in self.saved_options},
-        }
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned, into an optimizer made with the same arguments."""
-        own = state_dict.get("bilevel")
-        if own is None:
-            raise ValueError("the state dict is not that of a BilevelOptimizer: it has no 'bilevel' entry")
-        if own["method"] != type(self).__name__:
-            raise ValueError(f"the state dict is that of {own['method']}, but this optimizer is {type(self).__name__}")
-        memory.load_exactly(self, super().load_state_dict, state_dict, self.place_of)
-        self._rules = LowerRules(self.lower_factory)
-        self._ledger.load(own)
-        if own["generator"] is not None and self.generator is not None:
-            self.generator.set_state(own["generator"].cpu())
-        self.numbers = copy.deepcopy(own["numbers"])
-        for name in self.saved_options:
-            setattr(self, name, own["options"][name])
-
-    def place_of(self, name: str, parameter: Tensor) -> torch.device | None:
-        """The device of an entry of ``state[parameter]`` that is loaded; None for where it was saved."""
-        return memory.place_of(name, parameter)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # torch keeps three entries and makes the others again; ours must be kept too, the rules excepted.
-        own = {k: v for k, v in self.__dict__.items() if k not in REMADE and not k.startswith("_optimizer_")}
-        return {**super().__getstate__(), **own, "_rules": LowerRules(self.lower_factory)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.defaults.pop("differentiable", None)  # torch's own optimizers have it; added groups would get it from here
-
     def _parameters(self, level: str) -> list[Tensor]:
         """The parameters of one level that require a gradient."""
         return tensors_of(level_groups(self.param_groups, level), level)
-
-
-# What torch's Optimizer makes again when it is unpickled, or a scheduler has attached.
-REMADE = ("step", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured", "_opt_called")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..problem.vector import Vector
 
-__all__ = ["LinearSolution", "cg", "fixed_point", "neumann", "neumann_term"]
+__all__ = ["LinearSolution", "cg", "fixed_point", "minres", "neumann", "neumann_term"]
 
 Product = Callable[[Vector], Vector]
 
@@ -27,8 +27,8 @@ class LinearSolution(NamedTuple):
 
     Attributes:
         solution: v.
-        residual: norm of b - H v, a scalar tensor: for CG by its recursion, for the two others as it was before the
-            last iteration (knowing it afterwards would cost one more product).
+        residual: norm of b - H v, a scalar tensor: for CG and MINRES by their recursions, for the two others as it was
+            before the last iteration (knowing it afterwards would cost one more product).
         iterations: iterations that changed v, a scalar integer tensor.
         indefinite: whether a direction p with p'Hp <= 0 was met (CG only), a scalar boolean tensor.
     """
@@ -89,10 +89,9 @@ def cg(
     p, rr = r, dot(r, r)
     iterations = torch.zeros_like(rr, dtype=torch.int64)
     indefinite = torch.zeros_like(rr, dtype=torch.bool)
-    on_host = b_norm.device.type == "cpu"
     for k in range(steps):
         active = (rr > floor) & ~indefinite
-        if (on_host or (max(tol, atol) > 0 and k % 10 == 0)) and not active.any():
+        if _seen_done(active, k, max(tol, atol)):
             break
         hp = apply(p)
         curvature = dot(p, hp)
@@ -106,6 +105,82 @@ def cg(
         rr = torch.where(active, new_rr, rr)
         iterations = iterations + active
     return LinearSolution(v, rr.sqrt(), iterations, indefinite)
+
+
+def minres(
+    product: Product,
+    b: Sequence[Tensor],
+    start: Sequence[Tensor] | None = None,
+    *,
+    steps: int,
+    tol: float = 0.0,
+    atol: float = 0.0,
+    damping: float = 0.0,
+    lanes: bool = False,
+) -> LinearSolution:
+    r"""Minimal residuals (MINRES) for :math:`(H + \delta I) v = b`, H symmetric, definite or not.
+
+    The iterate k minimises :math:`\|b - H v\|` over the Krylov space of dimension k, so the residual never grows, and H
+    may have negative eigenvalues, as the Hessian of a deep network away from its minima has. With ``damping``,
+    :math:`\delta` must not be near one of :math:`-\lambda_i(H)`. Stops, keeping the last iterate, when the residual is
+    at most ``tol * ||b||`` or ``atol``, at the rounding level of the dtype, or at the least squares of a singular H
+    without a solution, whose residual is not small; tests as in `cg`. Rounding errors grow like :math:`\kappa(H)^2`,
+    so for a positive definite H of large condition `cg` is more accurate.
+
+    Args:
+        product: v -> H v.
+        b: right-hand side.
+        start: where to start. Default: zero, which saves one product.
+        steps: largest number of iterations; one product each.
+        tol: relative tolerance of the residual. Default: 0.
+        atol: absolute tolerance of the residual. Default: 0.
+        damping: :math:`\delta`. Default: 0.
+        lanes: solve each lane of stacked tensors by itself. Default: False.
+
+    Example:
+        >>> H = torch.tensor([1.0, -2.0])
+        >>> result = minres(lambda v: Vector([H * v[0]]), [torch.ones(2)], steps=200)
+        >>> result.solution[0].round(decimals=4), int(result.iterations)
+        (tensor([ 1.0000, -0.5000]), 2)
+
+    Source: Paige, Saunders (1975), SIAM J. Numer. Anal. 12(4).
+    """
+    b = Vector(b)
+    dot = Vector.lane_dot if lanes else Vector.dot
+    eps = torch.finfo(b[0].dtype).eps
+    floor = (max(tol, eps) * dot(b, b).sqrt()).clamp_min(atol)
+    v, r = (b.zeros_like(), b) if start is None else (Vector(start), b - _damped(product, Vector(start), damping))
+    residual = beta = dot(r, r).sqrt()
+    # Lanczos makes H tridiagonal in the basis q; Givens rotations (c, s) make that triangular, row by row, and w are
+    # the columns of Q R^-1. Names as in the source: the last rows' entries are dbar (not yet rotated) and epsilon.
+    q_old, q = b.zeros_like(), r * _inverse(beta)
+    w_old = w = b.zeros_like()
+    c, s, dbar, epsilon, size = -torch.ones_like(beta), *(torch.zeros_like(beta) for _ in range(4))
+    iterations = torch.zeros_like(beta, dtype=torch.int64)
+    stuck = torch.zeros_like(beta, dtype=torch.bool)
+    for k in range(steps):
+        active = (residual > floor) & ~stuck
+        if _seen_done(active, k, max(tol, atol)):
+            break
+        hq = _damped(product, q, damping) - q_old * beta if k else _damped(product, q, damping)
+        alpha = dot(q, hq)
+        hq = hq - q * alpha
+        old_beta, beta = beta, dot(hq, hq).sqrt()
+        size = torch.maximum(size, alpha.abs() + beta + (old_beta if k else 0.0))
+        delta, gbar = c * dbar + s * alpha, s * dbar - c * alpha
+        gamma = torch.hypot(gbar, beta)
+        # ||H r|| / (||H|| ||r||) this small: r is in the kernel, or H so ill conditioned that only rounding is left.
+        stuck = stuck | (active & (torch.hypot(gbar, c * beta) <= eps**0.5 * size))
+        # A finished solve is frozen by zero steps instead of a branch, which would need the host.
+        active = active & ~stuck
+        inverse = torch.where(active, _inverse(gamma), 0.0)
+        w_old, w = w, (q - w_old * epsilon - w * delta) * inverse
+        v = v + w * (gbar * inverse * residual)
+        epsilon, dbar, c, s = s * beta, -c * beta, gbar * inverse, beta * inverse
+        residual = torch.where(active, residual * s, residual)
+        q_old, q = q, hq * _inverse(beta)
+        iterations = iterations + active
+    return LinearSolution(v, residual, iterations, torch.zeros_like(stuck))
 
 
 def fixed_point(
@@ -237,6 +312,16 @@ def neumann_term(
 
 def _damped(product: Product, v: Vector, damping: float) -> Vector:
     return product(v) + v * damping if damping else product(v)
+
+
+def _inverse(value: Tensor) -> Tensor:
+    """1 / value, and zero of zero."""
+    return torch.where(value > 0, 1 / torch.where(value > 0, value, 1.0), 0.0)
+
+
+def _seen_done(active: Tensor, k: int, tol: float) -> bool:
+    """Whether the host looks before iteration k, and finds that no lane goes on."""
+    return (active.device.type == "cpu" or (tol > 0 and k % 10 == 0)) and not bool(active.any())
 
 
 def _unfinished(r: Vector, b: Vector, norm: Callable[[Vector], Tensor], tol: float) -> tuple[Vector, Tensor | None]:

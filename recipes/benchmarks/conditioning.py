@@ -63,9 +63,9 @@ def with_spectrum(first: float, last: float, generator: torch.Generator) -> tupl
     return basis @ torch.diag(spectrum) @ basis.T, basis @ torch.diag(spectrum.sqrt()) @ basis.T
 
 
-def quadratic(kappa: float) -> Problem:
+def quadratic(kappa: float, seed: int = 0) -> Problem:
     """Ill-conditioned at both levels."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     A, root = with_spectrum(0, math.log10(kappa), generator)
     target = torch.randn(SIZE, generator=generator, dtype=torch.float64)
     x, y = (torch.zeros(SIZE, dtype=torch.float64, requires_grad=True) for _ in range(2))
@@ -76,9 +76,9 @@ def quadratic(kappa: float) -> Problem:
     )  # fmt: skip
 
 
-def quartic(kappa: float) -> Problem:
+def quartic(kappa: float, seed: int = 0) -> Problem:
     """A strict saddle point at the origin, ill-conditioned at the lower level only."""
-    A, _ = with_spectrum(-math.log10(kappa), 0, torch.Generator().manual_seed(0))
+    A, _ = with_spectrum(-math.log10(kappa), 0, torch.Generator().manual_seed(seed))
     x = torch.tensor([0.1] + [1.0] * (SIZE - 1), dtype=torch.float64, requires_grad=True)
     y = torch.zeros(SIZE, dtype=torch.float64, requires_grad=True)
 

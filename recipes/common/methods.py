@@ -15,7 +15,20 @@ from bilevel_optim.optimizer.declaration import configurations
 
 from .sampling import IndexObjective, IndexTerms
 
-__all__ = ["Method", "decaying", "exact", "stochastic"]
+__all__ = ["PAPER", "Method", "decaying", "exact", "stochastic"]
+
+# Arguments that make a method that of its paper, where the library's defaults are others; by the name of the class.
+PAPER: dict[str, dict[str, Any]] = {
+    "RTMLMC": {"neumann": "product", "level_sampling": "independent", "cap": False},
+    "DLSGD": {"neumann": "product", "cap": False},
+    "F2SA": {"samples": "independent", "normalize": True, "order": 2},
+    "RSVRB": {"variant": "faithful"},
+    "PZOBO": {"directions": 1, "direction": "gaussian", "warm_start": False},
+    "RAHGD": {"lower_restart": "zero", "on_converged": "stop"},
+    "PRAHGD": {"lower_restart": "zero", "on_converged": "stop", "perturb_initial": False},
+    "PRAGDA": {"lower_restart": "zero", "on_converged": "stop", "perturb_initial": False},
+    "BA": {"warm_start": False},
+}
 
 SET = ("decay", "series", "matrices", "tasks")  # fields of `Method` that are among the settings
 

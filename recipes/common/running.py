@@ -96,7 +96,7 @@ def spend(
     seconds, steps, diverged = 0.0, 0, False
     while not diverged:
         used = spent(seconds)
-        passed = sum(used >= budget * (k / evaluations) ** 2 for k in range(evaluations + 1))
+        passed = 1 + math.floor(evaluations * min(used / budget, 1.0) ** 0.5 + 1e-9)
         if passed > len(curve):
             point = {"seconds": seconds, "steps": steps, **measure()}
             if diverged := not all(math.isfinite(value) for value in point.values() if value is not None):

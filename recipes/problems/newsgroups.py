@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import lzma
 import warnings
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,14 @@ class SparseFeatures:
         product: Tensor = _Product.apply(self, False, other)
         return product
 
-    def __getitem__(self, index: slice) -> SparseFeatures:
-        if index != slice(None):
-            raise NotImplementedError("sparse features are used as a whole")
-        return self
+    def __getitem__(self, index: slice | Tensor) -> SparseFeatures:
+        """All, or a copy of some rows, which is slow: keep it."""
+        if isinstance(index, slice):
+            if index != slice(None):
+                raise NotImplementedError("rows of sparse features are taken by a tensor of indices")
+            return self
+        whole: Tensor = self.matrix.to_sparse_coo()  # type: ignore[no-untyped-call]
+        return SparseFeatures(whole.index_select(0, index).coalesce())
 
     def largest_singular_value(self, iterations: int = 50) -> float:
         """By power iteration."""
@@ -78,7 +83,9 @@ class _Product(torch.autograd.Function):
         return product.reshape(len(product), *columns.shape[1:]), 1
 
 
-def load_newsgroups(root: Path | None, download: bool, keep: bool, seed: int) -> tuple[Part, Part, Part]:
+def load_newsgroups(
+    root: Path | None, download: bool, keep: bool, seed: int, least: int = 1
+) -> tuple[Part, Part, Part]:
     """Training, validation (stratified halves of the official training part) and test part.
 
     Args:
@@ -87,20 +94,12 @@ def load_newsgroups(root: Path | None, download: bool, keep: bool, seed: int) ->
         download: let scikit-learn fetch the texts into ``root``.
         keep: keep headers, footers and quoted replies, which give the group away.
         seed: of the split.
+        least: number of texts that a word is in, or it is no feature.
     """
     from scipy.sparse import csr_matrix
-    from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.model_selection import train_test_split
 
-    root = folder(root, "20newsgroups")
-    (train, train_groups), (test, test_groups) = (_texts(root, part, download) for part in ("train", "test"))
-    if not keep:
-        train, test = _stripped(train), _stripped(test)
-    names = sorted(set(train_groups))
-    numbers = {name: i for i, name in enumerate(names)}
-    vectorizer = TfidfVectorizer()
-    whole, held_out = vectorizer.fit_transform(train), vectorizer.transform(test)
-    labels = [numbers[g] for g in train_groups]
+    whole, held_out, labels, test_labels = _vectors(folder(root, "20newsgroups"), download, keep, least)
     first, second = train_test_split(list(range(len(labels))), test_size=0.5, stratify=labels, random_state=seed)
 
     def part(matrix: Any, targets: list[int]) -> Part:
@@ -113,8 +112,22 @@ def load_newsgroups(root: Path | None, download: bool, keep: bool, seed: int) ->
     return (
         part(whole[first], [labels[i] for i in first]),
         part(whole[second], [labels[i] for i in second]),
-        part(held_out, [numbers[g] for g in test_groups]),
+        part(held_out, test_labels),
     )
+
+
+@lru_cache(maxsize=1)
+def _vectors(root: Path, download: bool, keep: bool, least: int) -> tuple[Any, Any, list[int], list[int]]:
+    """Features and numbers of the groups, of the training and the test part."""
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
+    (train, train_groups), (test, test_groups) = (_texts(root, part, download) for part in ("train", "test"))
+    if not keep:
+        train, test = _stripped(train), _stripped(test)
+    numbers = {name: i for i, name in enumerate(sorted(set(train_groups)))}
+    vectorizer = TfidfVectorizer(min_df=least)
+    whole, held_out = vectorizer.fit_transform(train), vectorizer.transform(test)
+    return whole, held_out, [numbers[g] for g in train_groups], [numbers[g] for g in test_groups]
 
 
 def _texts(root: Path, part: str, download: bool) -> tuple[list[str], list[str]]:

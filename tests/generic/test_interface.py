@@ -245,22 +245,3 @@ def test_state_dict_of_something_else_is_refused():
         optimizer.load_state_dict(torch.optim.SGD(problem.x, lr=0.1).state_dict())
     with pytest.raises(ValueError, match="that of ITD, but this optimizer is AID"):
         optimizer.load_state_dict(bo.ITD(problem.x, problem.y, **ARGUMENTS).state_dict())
-
-
-@each(REPRESENTATIVES)
-def test_a_closure_that_calls_backward_is_a_step(row):
-    ends = []
-    for with_closure in (False, True):
-        problem = row.quadratic()
-        optimizer = row(problem.x, problem.y, short=True)
-        for _ in range(3):
-            loss = (
-                optimizer.step(closure=lambda problem=problem, optimizer=optimizer: problem.apply(optimizer.backward))
-                if with_closure
-                else problem.run(optimizer)
-            )
-        ends.append([loss, *values(problem.x, problem.y)])
-    for a, b in zip(*ends, strict=True):
-        assert torch.equal(a, b)
-    with pytest.raises(TypeError, match="a closure or losses"):
-        optimizer.step(*problem.losses, closure=lambda: None)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bilevel_optim import Vector
-from bilevel_optim.solvers.linear import cg, fixed_point, neumann, neumann_term
+from bilevel_optim.solvers.linear import cg, fixed_point, minres, neumann, neumann_term
 
 from ..problems import close
 
@@ -45,19 +45,21 @@ def test_cg_iterates_in_closed_form():
     close(two, torch.tensor([1.0, 0.5]), 0, 1e-15)
 
 
-def test_cg_is_exact_after_as_many_steps_as_distinct_eigenvalues():
-    H, b = spd([1.0, 2.0, 5.0, 10.0] * 10), torch.randn(40)
-    errors = [relative(cg(Product(H), split(b), steps=k).solution, H, b) for k in (3, 4)]
+@pytest.mark.parametrize(("solver", "sign"), [(cg, 1.0), (minres, 1.0), (minres, -1.0)])
+def test_krylov_solvers_are_exact_after_as_many_steps_as_distinct_eigenvalues(solver, sign):
+    H, b = spd([1.0, sign * 2.0, 5.0, sign * 10.0] * 10), torch.randn(40)
+    errors = [relative(solver(Product(H), split(b), steps=k).solution, H, b) for k in (3, 4)]
     assert errors[0] > 1e-2
     assert errors[1] < 1e-13
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("steps", [24, 200, 2000])
-def test_cg_stays_accurate_when_given_far_too_many_iterations(dtype, tolerance, steps):
+@pytest.mark.parametrize("solver", [cg, minres])
+def test_krylov_solvers_stay_accurate_when_given_far_too_many_iterations(solver, dtype, tolerance, steps):
     H, b = spd(torch.linspace(1, 10, 24), dtype=dtype), torch.randn(24).to(dtype)
     product = Product(H)
-    result = cg(product, split(b), steps=steps)
+    result = solver(product, split(b), steps=steps)
     assert relative(result.solution, H, b) < tolerance
     assert product.calls <= 30
     assert not result.indefinite
@@ -65,14 +67,15 @@ def test_cg_stays_accurate_when_given_far_too_many_iterations(dtype, tolerance, 
 
 @pytest.mark.parametrize("H", [torch.eye(3) * 2, torch.diag(torch.tensor([1.0, 2.0, 2.0]))], ids=["2I", "two"])
 @pytest.mark.parametrize("warm", [False, True])
-def test_cg_survives_exact_convergence(H, warm):
+@pytest.mark.parametrize("solver", [cg, minres])
+def test_krylov_solvers_survive_exact_convergence(solver, H, warm):
     """The cases in which an unguarded fixed number of iterations divides 0 by 0."""
     H, b = H.double(), torch.ones(3)
     start = split(torch.linalg.solve(H, b)) if warm else None
-    result = cg(Product(H), split(b), start, steps=50)
+    result = solver(Product(H), split(b), start, steps=50)
     assert relative(result.solution, H, b) < 1e-15
     assert result.iterations <= (0 if warm else 2)
-    zero = cg(Product(H), split(torch.zeros(3)), steps=5)
+    zero = solver(Product(H), split(torch.zeros(3)), steps=5)
     assert torch.cat(zero.solution).abs().max() == 0
 
 
@@ -86,16 +89,20 @@ def test_cg_follows_its_bound():
         assert error <= 2 * kappa**0.5 * rate**steps * exact.norm()
 
 
-def test_cg_tolerance_warm_start_and_damping():
+@pytest.mark.parametrize("solver", [cg, minres])
+def test_tolerance_warm_start_and_damping_of_krylov_solvers(solver):
     H, b = spd(torch.linspace(1, 100, 24)), torch.randn(24)
-    loose = cg(Product(H), split(b), steps=100, tol=1e-3)
+    loose = solver(Product(H), split(b), steps=100, tol=1e-3)
     assert loose.residual <= 1e-3 * b.norm()
     assert 1 < loose.iterations < 24
     assert (b - H @ torch.cat(loose.solution)).norm() == pytest.approx(float(loose.residual), rel=1e-6)
     near = split(torch.linalg.solve(H, b) * (1 + 1e-6))
-    assert cg(Product(H), split(b), near, steps=100, tol=1e-3).iterations == 0
-    damped = cg(Product(H), split(b), steps=100, damping=5.0)
+    assert solver(Product(H), split(b), near, steps=100, tol=1e-3).iterations == 0
+    assert solver(Product(H), split(b), steps=100, atol=0.1).residual <= 0.1
+    damped = solver(Product(H), split(b), steps=100, damping=5.0)
     assert relative(damped.solution, H + 5 * torch.eye(24), b) < 1e-12
+    far = solver(Product(H), split(b), split(torch.randn(24)), steps=100)
+    assert relative(far.solution, H, b) < 1e-12
 
 
 def test_cg_reports_indefinite_systems_and_keeps_the_last_iterate():
@@ -107,6 +114,59 @@ def test_cg_reports_indefinite_systems_and_keeps_the_last_iterate():
     assert first.indefinite
     assert first.iterations == 0
     assert torch.cat(first.solution).abs().max() == 0
+
+
+def test_minres_iterates_in_closed_form():
+    """b - a H b is least at a = b'Hb / b'HHb = -1/5."""
+    H, b = Product(torch.diag(torch.tensor([1.0, -2.0]))), split(torch.ones(3)[:2])
+    one, two = (torch.cat(minres(H, b, steps=k).solution) for k in (1, 2))
+    close(one, torch.tensor([-0.2, -0.2]), 0, 1e-15)
+    close(two, torch.tensor([1.0, -0.5]), 0, 1e-15)
+
+
+def test_minres_has_the_least_residual_of_its_krylov_space():
+    H, b = spd(torch.linspace(-3, 5, 12)), torch.randn(12)
+    powers = torch.stack([torch.linalg.matrix_power(H / 5, k) @ b for k in range(9)], 1)
+    for steps in (1, 2, 5, 8):
+        least = torch.linalg.lstsq(H @ powers[:, :steps], b[:, None]).solution
+        truth = (b - H @ powers[:, :steps] @ least[:, 0]).norm()
+        result = minres(Product(H), split(b), steps=steps)
+        assert float(result.residual) == pytest.approx(float(truth), rel=1e-9)
+        assert float((b - H @ torch.cat(result.solution)).norm()) == pytest.approx(float(truth), rel=1e-9)
+
+
+def test_minres_solves_where_cg_must_stop():
+    """24 eigenvalues, 8 of them negative."""
+    spectrum = torch.logspace(0, 1, 24) * torch.tensor([-1.0, 1.0, 1.0] * 8)
+    H, b = spd(spectrum), torch.randn(24)
+    stopped, solved = (solver(Product(H), split(b), steps=60) for solver in (cg, minres))
+    assert stopped.indefinite
+    assert relative(stopped.solution, H, b) > 0.5
+    assert not solved.indefinite
+    assert relative(solved.solution, H, b) < 1e-13
+    assert solved.residual < 1e-13 * b.norm()
+
+
+def test_minres_goes_through_a_step_that_gains_nothing():
+    """b'Hb = 0: the first residual is as large as b, and the second is zero."""
+    H, b = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]), torch.tensor([1.0, 0.0, 0.0])
+    assert minres(Product(H), split(b), steps=1).residual == 1
+    result = minres(Product(H), split(b), steps=9)
+    close(torch.cat(result.solution), torch.tensor([0.0, 1.0, 0.0]), 0, 1e-15)
+    assert result.iterations == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_minres_stops_at_the_least_squares_of_a_singular_system(dtype):
+    spectrum = torch.linspace(-3, 5, 40)
+    spectrum[:15] = 0
+    H, b = spd(spectrum, dtype=dtype), torch.randn(40).to(dtype)
+    least = (b - H @ torch.linalg.pinv(H, rtol=1e-5, hermitian=True) @ b).norm()
+    result = minres(Product(H), split(b), steps=200)
+    assert float(result.residual) == pytest.approx(float(least), rel=1e-6)
+    assert float((b - H @ torch.cat(result.solution)).norm()) == pytest.approx(float(least), rel=1e-5)
+    inside = H @ b
+    assert minres(Product(H), split(inside), steps=200).residual < 1e-3 * torch.finfo(dtype).eps ** 0.5 * inside.norm()
 
 
 @pytest.mark.parametrize("terms", [1, 2, 5, 50])
@@ -152,10 +212,15 @@ def test_series_take_one_rate_per_tensor_tolerance_damping_and_warm_start():
     ("solve", "spectra", "iterations"),
     [
         (partial(cg, steps=4, tol=1e-6), [torch.ones(6), torch.logspace(0, 3, 6), -torch.ones(6)], [1, 4, 0]),
+        (
+            partial(minres, steps=4, tol=1e-6),
+            [torch.ones(6), torch.logspace(0, 3, 6), torch.tensor([-1.0, 2.0] * 3)],
+            None,
+        ),
         (partial(neumann, steps=60, lr=0.9, tol=1e-3), [torch.full((6,), s) for s in (1.0, 0.2, 0.7)], None),
         (partial(fixed_point, steps=60, lr=0.9, tol=1e-3), [torch.full((6,), s) for s in (1.0, 0.2, 0.7)], None),
     ],
-    ids=["cg", "neumann", "fixed_point"],
+    ids=["cg", "minres", "neumann", "fixed_point"],
 )
 def test_each_lane_stops_at_its_own_tolerance(solve, spectra, iterations):
     """Easy, hard and indefinite systems side by side."""

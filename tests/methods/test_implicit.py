@@ -238,6 +238,7 @@ def test_warm_start_of_the_linear_solver_pays():
     ("cls", "options", "counts"),  # upper_grad, lower_grad, hvp, jvp, loss
     [
         (bo.AID, {"linear_steps": 5}, (1, 8, 5, 1, 0)),
+        (bo.AID, {"linear_steps": 5, "linear_solver": "minres"}, (1, 8, 5, 1, 0)),
         (bo.AID, {"linear_steps": 5, "linear_solver": "neumann"}, (1, 8, 5, 1, 0)),
         (bo.AID, {"linear_steps": 5, "linear_solver": "fixed_point"}, (1, 8, 4, 1, 0)),
         (bo.ITD, {}, (1, 7, 7, 7, 0)),
@@ -265,6 +266,45 @@ def test_indefinite_lower_hessian_is_reported_once():
         optimizer.step(lambda: ((y - 1) ** 2).sum(), lower)
     optimizer.step(lambda: ((y - 1) ** 2).sum(), lower)
     assert x.isfinite().all()
+
+
+class Indefinite(Quadratic):
+    """The quadratic problem with every third eigenvalue of the lower Hessian negative; y* is its stationary point."""
+
+    def __init__(self):
+        super().__init__(n=24)
+        spectrum, basis = torch.linalg.eigh(self.A)
+        spectrum[::3] *= -1
+        self.A = basis @ torch.diag(spectrum) @ basis.T
+        self.solve()
+
+
+def test_minres_gives_the_implicit_gradient_of_an_indefinite_problem():
+    problem = Indefinite()
+    with pytest.warns(bo.BilevelWarning, match="linear_solver='minres'"):
+        error, _ = hypergradient(bo.AID, problem, 0, linear_steps=60)
+    assert error > 0.1
+    error, optimizer = hypergradient(bo.AID, problem, 0, linear_steps=60, linear_solver="minres")
+    assert error < 1e-10
+    assert optimizer.diagnostics["linear_residual"] < 1e-10
+
+
+def test_auto_changes_to_minres_and_stays_there():
+    definite, problem = Quadratic(n=24), Indefinite()
+    options = {"lr": 0.0, "lower_lr": 0.0, "lower_steps": 0, "linear_steps": 60, "linear_solver": "auto"}
+    definite.solve()
+    easy = bo.AID(definite.x, definite.y, **options)
+    definite.apply(easy.backward)
+    assert definite.error() < 1e-10
+    assert easy.numbers == {}
+    optimizer = bo.AID(problem.x, problem.y, **options)
+    with pytest.warns(bo.BilevelWarning, match="not positive definite"):
+        problem.apply(optimizer.backward)
+    assert problem.error() < 1e-10
+    resumed = bo.AID(problem.x, problem.y, **options)
+    resumed.load_state_dict(optimizer.state_dict())
+    problem.apply(resumed.backward)  # without a warning: CG is not tried again
+    assert problem.error() < 1e-10
 
 
 def test_batches_are_drawn_as_documented():

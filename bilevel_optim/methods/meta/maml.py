@@ -241,7 +241,7 @@ class iMAML(Initialised, AID):
         y^*(x) = \arg\min_y g(y) + \tfrac\lambda2 \|y - x\|^2, \qquad
         x \leftarrow x - \text{lr}\, (I + \nabla^2 g(y) / \lambda)^{-1} \nabla f(y)
 
-    The lower solve starts at x; the linear system is solved by conjugate gradients. The last upper parameters are x, in
+    The lower solve starts at x; the linear system is solved as in `AID`. The last upper parameters are x, in
     the order of the lower ones, as in `MAML`.
 
     *When.* Adaptation by many steps: memory does not grow with them. *Needs* Hessian-vector products, and a lower solve
@@ -254,6 +254,7 @@ class iMAML(Initialised, AID):
         upper, lower, lr, lower_lr, lower_steps, warm_start: see `MAML`.
         proximal: :math:`\lambda`, the weight of the proximal term that is added to the lower loss; 0 if the loss has it
             already. Default: 0.
+        linear_solver: ``"cg"``, ``"minres"`` or ``"auto"``, see `AID`. Default: ``"cg"``.
         linear_steps, linear_tol, damping: see `AID`.
         tasks_per_step, lower_batch, upper_batch, lower_optimizer, check_finite, generator, vectorize, hvp,
             process_group: see `BilevelOptimizer`.
@@ -294,6 +295,7 @@ class iMAML(Initialised, AID):
         lower_lr: float,
         lower_steps: int,
         proximal: float = 0.0,
+        linear_solver: str = "cg",
         linear_steps: int = 10,
         linear_tol: float = 0.0,
         damping: float = 0.0,
@@ -303,7 +305,7 @@ class iMAML(Initialised, AID):
         self.proximal = proximal
         super().__init__(
             upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps,
-            linear_steps=linear_steps, linear_tol=linear_tol, damping=damping, **common,
+            linear_solver=linear_solver, linear_steps=linear_steps, linear_tol=linear_tol, damping=damping, **common,
         )  # fmt: skip
 
     def estimate(self, oracle: Oracle, given: Given) -> Estimate:

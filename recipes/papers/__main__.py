@@ -1,0 +1,49 @@
+"""Run experiments of the papers, and judge their claims.
+
+python -m recipes.papers list
+python -m recipes.papers run 003-saddle                              # resumes where it stopped
+python -m recipes.papers run 003-cleaning-0.2 --data-root DIR        # DIR has the folders of the data sets
+python -m recipes.papers run 003-saddle --scale smoke
+python -m recipes.papers report                                      # RESULTS.md from the records
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..common import Parser, show
+from ..common.records import Records
+from .catalogue import EXPERIMENTS
+from .page import RESULTS, config_of, keep, write_page
+from .runner import execute
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the program."""
+    parser = Parser(__doc__, out=False)
+    parser.add_argument("action", choices=["list", "run", "report"])
+    parser.add_argument("ids", nargs="*", metavar="ID", help="experiments to run, or beginnings of their names")
+    parser.add_argument("--scale", choices=["smoke", "cpu", "full"], default="cpu", help="default: cpu")
+    parser.add_argument("--data-root", type=Path, help="folder with a folder for each data set")
+    parser.add_argument("--out", type=Path, help="folder of the records; default: that of the page, for cpu alone")
+    args = parser.parse(arguments)
+    if args.action == "list":
+        show("Experiments", ("", "data", "claim"), [[e.id, e.data or "-", e.claim] for e in EXPERIMENTS.values()])
+    elif args.action == "report":
+        print(f"Wrote {write_page(EXPERIMENTS.values())}")
+    else:
+        chosen = [e for e in EXPERIMENTS.values() if any(e.id.startswith(i) for i in args.ids)]
+        if not chosen:
+            parser.error(f"no experiment {' '.join(args.ids)}: see list")
+        out = args.out or (RESULTS if args.scale == "cpu" else Path("results") / f"papers-{args.scale}")
+        for experiment in chosen:
+            folder = out / experiment.source
+            config_of(experiment, args.scale, folder)
+            records = Records(folder / "records.jsonl")
+            outcome = execute(experiment, args.scale, records, args.data_root, lambda text: print(text, flush=True))
+            keep(experiment, outcome, out / experiment.id)
+            print(f"{experiment.id} {outcome.verdict}\n  at equal seconds {outcome.timed}\n  {records.made} new runs")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,13 @@
+"""All experiments by their names."""
+
+from __future__ import annotations
+
+from . import cleaning, contexts, kappa, news, newsvendor, order, representation, reweighting, saddle
+from .experiment import Experiment
+
+__all__ = ["EXPERIMENTS"]
+
+MODULES = (representation, order, news, reweighting, saddle, kappa, cleaning, contexts, newsvendor)
+EXPERIMENTS: dict[str, Experiment] = {
+    experiment.id: experiment for module in MODULES for experiment in module.EXPERIMENTS
+}

@@ -1,0 +1,157 @@
+"""What an experiment is: a claim of a paper, how it is tried, and the rule by which it holds or fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..common.search import Axis
+
+__all__ = ["SEARCH_SEED", "Arm", "Better", "Experiment", "Point", "Trial", "Within"]
+
+Point = dict[str, Any]
+SEARCH_SEED = 1000  # settings are chosen with this seed, and judged with others
+
+
+class Trial(NamedTuple):
+    """What one run is given.
+
+    Attributes:
+        make: of the arm.
+        setting: chosen from the arm's grid.
+        seed: of data and method.
+        budget: what is to be spent.
+        scale: the numbers of the scale.
+        root: folder of the data sets, if given.
+    """
+
+    make: Any
+    setting: dict[str, Any]
+    seed: int
+    budget: float
+    scale: Mapping[str, Any]
+    root: Path | None
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A method, or a control, with what is tuned of it.
+
+    Attributes:
+        make: what the experiment's ``run`` makes the method from.
+        grid: hyper-parameters to be chosen for the least score.
+        note: what differs from the paper, or is to be known.
+    """
+
+    make: Any
+    grid: Mapping[str, Axis] = field(default_factory=dict)
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Better:
+    """One arm has a lower score than others, and owes it to what a control lacks.
+
+    Attributes:
+        method: the arm.
+        rivals: arms that it must be better than, all of them.
+        control: the arm without what the claim is about. Its part in the gain over the best rival decides whether the
+            gain is due to that: at most half. Default: None, for a claim that is refuted without one; it cannot hold.
+        least: smallest difference that counts.
+        speed: whether the claim is about a given budget. Otherwise it is about what is reached in the end, and the
+            budget has to be enough: what the worse arm gains in its last half is less than half of the difference.
+    """
+
+    method: str
+    rivals: tuple[str, ...]
+    control: str | None = None
+    least: float = 0.0
+    speed: bool = False
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """All that are judged."""
+        return tuple(dict.fromkeys((self.method, *self.rivals, *((self.control,) if self.control else ()))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Within:
+    """The score of one arm, less that of another if there is one, lies in an interval."""
+
+    arm: str
+    low: float
+    high: float
+    minus: str | None = None
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """All that are judged."""
+        return (self.arm, self.minus) if self.minus else (self.arm,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """A claim and how it is tried.
+
+    Attributes:
+        id: such as ``"003-saddle"``; the number is that of the paper.
+        paper: such as ``"arXiv:2307.00126"``.
+        figure: what of the paper.
+        claim: in a sentence.
+        value: the paper's value, or what its text says.
+        run: makes one run; returns its curve, whose points have ``spent``, ``seconds`` and ``score``, less being
+            better. The first point is the start; a run that diverged ends with an infinite score.
+        arms: by name.
+        rule: by which the claim holds.
+        score: what the score is, in words.
+        unit: what the budget counts.
+        scales: for each scale ``budget``, ``seeds`` and what else ``run`` reads. ``search``: False for the middle of
+            every grid instead of a search.
+        target: the score of a run is the logarithm (base 10) of what was spent when the curve came down to this; of
+            the whole budget if it never did. Default: None, the score of the last points.
+        smooth: number of last points whose mean is the score.
+        shares: shares of the budget of the first rounds of the search.
+        moves: most runs beside the best setting.
+        departures: from the paper, all of them.
+        data: name of the folder of the data below ``--data-root``. Default: None, nothing is read.
+        like: name of the experiment whose runs these are, judged by another rule. Default: its own.
+    """
+
+    id: str
+    paper: str
+    figure: str
+    claim: str
+    value: str
+    run: Callable[[Trial], list[Point]]
+    arms: Mapping[str, Arm]
+    rule: Better | Within
+    score: str
+    unit: str
+    scales: Mapping[str, Mapping[str, Any]]
+    target: float | None = None
+    smooth: int = 1
+    shares: tuple[float, ...] = (0.1, 0.3)
+    moves: int = 20
+    departures: tuple[str, ...] = ()
+    data: str | None = None
+    like: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse a rule about arms that there are not."""
+        if missing := [name for name in self.rule.arms if name not in self.arms]:
+            raise ValueError(f"{self.id}: no arm {missing[0]}")
+
+    @property
+    def source(self) -> str:
+        """Name of the experiment whose records it uses."""
+        return self.like or self.id
+
+    def config(self, scale: str) -> dict[str, Any]:
+        """All that decides the numbers, as plain data: kept beside the records, which belong to it."""
+        grids = {
+            name: {key: list(a.values) for key, a in arm.grid.items() if len(a.values) > 1}
+            for name, arm in self.arms.items()
+        }
+        return {"scale": scale, **self.scales[scale], "grids": grids, "shares": list(self.shares), "moves": self.moves}

@@ -1,0 +1,372 @@
+"""The runner of the papers' experiments: records, search, verdicts, sabotage, and the page that is made from them."""
+
+import dataclasses
+import json
+import math
+from functools import partial
+
+import pytest
+import torch
+
+import bilevel_optim as bo
+from recipes.common.records import Missing, Records
+from recipes.common.search import Axis, axis, search
+from recipes.papers import __main__ as program
+from recipes.papers import kappa, saddle
+from recipes.papers.catalogue import EXPERIMENTS
+from recipes.papers.experiment import SEARCH_SEED, Arm, Better, Experiment, Within
+from recipes.papers.judge import interval, judge
+from recipes.papers.page import RESULTS, page, summary
+from recipes.papers.runner import execute, scored
+
+RULE = Better(method="new", rivals=("old",), control="part")
+FLAT = dict.fromkeys(("new", "old", "part"), 0.0)
+
+
+@pytest.fixture(autouse=True)
+def _single_precision():
+    torch.set_default_dtype(torch.float32)
+
+
+# ------------------------------------------------------------------------------------------------------------- records
+
+
+def test_records_are_made_once_and_go_on_after_an_interruption(tmp_path):
+    path, made = tmp_path / "deep" / "records.jsonl", []
+
+    def run(value):
+        made.append(value)
+        return {"score": value, "worst": math.inf}
+
+    records = Records(path)
+    assert records.get({"a": 1, "b": 2.0}, lambda: run(0.5)) == {"score": 0.5, "worst": math.inf}
+    records.get({"a": 2}, lambda: run(0.7))
+    with path.open("a") as file:
+        file.write('{"unit": {"a": 3}, "res')  # cut off while it was written
+    again = Records(path)
+    assert again.get({"b": 2.0, "a": 1}, lambda: run(9.0)) == {"score": 0.5, "worst": math.inf}
+    again.get({"a": 3}, lambda: run(0.9))
+    assert made == [0.5, 0.7, 0.9]
+    assert [json.loads(line)["unit"] for line in path.read_text().splitlines()] == [
+        {"a": 1, "b": 2.0},
+        {"a": 2},
+        {"a": 3},
+    ]
+    with pytest.raises(Missing):
+        Records(path, frozen=True).get({"a": 4}, lambda: run(1.0))
+
+
+# -------------------------------------------------------------------------------------------------------------- search
+
+
+def test_neighbours_go_on_beyond_the_grid():
+    decades = axis(0.1, 1.0, 10.0)
+    assert decades.neighbours(1.0) == [10.0, 0.1]
+    assert decades.neighbours(10.0) == [100.0, 1.0]
+    assert decades.neighbours(100.0) == [1000.0, 10.0]
+    assert decades.neighbours(1000.0) == [10000.0, 100.0]
+    assert decades.neighbours(0.001) == [0.01, 0.0001]
+    assert decades.neighbours(0.1) == [1.0, 0.01]
+    assert axis(1, 3, least=1).neighbours(1) == [3]
+    assert axis(1, 3, least=1).neighbours(3) == [9, 1]
+    assert axis(0.5, 0.9, most=1.0).neighbours(0.9) == [1.0, 0.5]
+    assert axis(0.5, 0.9, most=1.0).neighbours(1.0) == [0.9]
+    assert axis(7.0).neighbours(7.0) == []
+    assert Axis((1.0, 2.0), extends=False).neighbours(2.0) == [1.0]
+
+
+def test_search_ends_where_no_neighbour_is_better():
+    tried = []
+
+    def score(setting, share):
+        tried.append((share, setting["lr"], setting["steps"]))
+        return (math.log10(setting["lr"]) - 3) ** 2 + (math.log2(setting["steps"]) - 2) ** 2
+
+    found = search({"lr": axis(0.1, 1.0, 10.0), "steps": axis(1, 2, least=1)}, score, shares=(0.1,))
+    assert found.setting == {"lr": 1000.0, "steps": 4}
+    assert found.edges == ()
+    assert sum(share == 0.1 for share, *_ in tried) == 6  # all of the grid, with a part of the budget
+    assert len({t for t in tried if t[0] == 1.0}) < 16
+    whole = {t[1:] for t in tried if t[0] == 1.0}
+    assert {(100.0, 4), (10000.0, 4), (1000.0, 2), (1000.0, 8)} <= whole
+
+
+def test_a_search_that_runs_out_names_the_edges():
+    found = search({"lr": axis(1.0, 2.0)}, lambda setting, share: -setting["lr"], shares=(), moves=3)
+    assert found.setting == {"lr": 16.0}
+    assert found.edges == ("lr",)
+
+
+# ------------------------------------------------------------------------------------------------------------ verdicts
+
+
+def test_intervals():
+    assert interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 2 - 4.303 / 3**0.5, 2 + 4.303 / 3**0.5))
+    assert interval([5.0]) == (5.0, -math.inf, math.inf)
+
+
+SEEDS = [0.0, 0.1, -0.1, 0.05]
+
+
+def at(level, wobble=0.0):
+    return [level + s + wobble * (-1) ** i for i, s in enumerate(SEEDS)]
+
+
+@pytest.mark.parametrize(
+    ("scores", "gains", "edges", "rule", "word", "why"),
+    [
+        ((1.0, 2.0, 1.9), {}, {}, RULE, "HOLDS", "difference 1 [1, 1]"),
+        ((1.0, 2.0, 1.1), {}, {}, RULE, "NOT DUE TO METHOD", "control part"),
+        ((2.0, 1.0, 1.9), {}, {}, RULE, "FAILS", "difference -1"),
+        ((1.0, 2.0, 1.9), {"old": 0.6}, {}, RULE, "UNDECIDED", "budget too small for old"),
+        ((1.0, 2.0, 1.9), {"old": 0.6}, {}, dataclasses.replace(RULE, speed=True), "HOLDS", ""),
+        ((2.0, 1.0, 1.9), {"new": 0.6}, {}, RULE, "UNDECIDED", "budget too small for new"),
+        ((1.0, 2.0, 1.9), {}, {"old": ("lr",)}, RULE, "UNDECIDED", "lr of old at an edge"),
+        ((1.0, 2.0, 1.9), {}, {"new": ("lr",)}, RULE, "HOLDS", ""),  # could only be better still
+        ((2.0, 1.0, 1.9), {}, {"new": ("lr",)}, RULE, "UNDECIDED", "lr of new at an edge"),
+        ((1.0, 2.0, 1.9), {}, {}, dataclasses.replace(RULE, control=None), "UNDECIDED", "no control"),
+        ((1.0, 1.01, 1.9), {}, {}, dataclasses.replace(RULE, least=0.1), "FAILS", ""),
+    ],
+)
+def test_judge(scores, gains, edges, rule, word, why):
+    found = judge(rule, dict(zip(("new", "old", "part"), map(at, scores), strict=True)), {**FLAT, **gains}, edges)
+    assert (found.word, why in found.reason) == (word, True)
+
+
+def test_judge_needs_seeds_that_agree():
+    scores = {"new": at(1.0), "old": at(1.05, wobble=0.5), "part": at(2.0)}
+    assert judge(RULE, scores, FLAT, {}).word == "UNDECIDED"
+    two = {name: values[:2] for name, values in {"new": at(1.0), "old": at(2.0), "part": at(2.0)}.items()}
+    assert judge(RULE, two, FLAT, {}) == ("UNDECIDED", "2 seeds, fewer than 3")
+
+
+def test_judge_of_an_interval():
+    rule = Within(arm="new", low=1.5, high=2.5)
+    assert [judge(rule, {"new": at(level)}, FLAT, {}).word for level in (2.0, 3.0, 2.5)] == [
+        "HOLDS",
+        "FAILS",
+        "UNDECIDED",
+    ]
+    less = Within(arm="new", minus="old", low=1.5, high=2.5)
+    assert judge(less, {"new": at(5.0), "old": at(3.0)}, FLAT, {}).word == "HOLDS"
+
+
+# -------------------------------------------------------------------------------------------------------------- runner
+
+
+def toy(run, **fields):
+    """The score falls by the rate at each unit of budget; the control is half as fast."""
+    arms = {
+        name: Arm(speed, {"lr": axis(1.0, 2.0, most=8.0)})
+        for name, speed in (("new", 1.0), ("old", 0.5), ("part", 0.5))
+    }
+    return Experiment(
+        id="toy", paper="", figure="", claim="", value="", run=run, arms=arms, score="", unit="", shares=(0.5,),
+        rule=RULE, scales={"smoke": {"budget": 10, "seeds": 4}}, **fields,
+    )  # fmt: skip
+
+
+def falling(trial, calls=None):
+    if calls is not None:
+        calls.append((trial.make, trial.setting["lr"], trial.seed, trial.budget))
+    rate = trial.make * trial.setting["lr"]
+    return [
+        {"spent": k, "seconds": k / 10, "score": 100 - rate * k - trial.seed / 7} for k in range(int(trial.budget) + 1)
+    ]
+
+
+def test_an_interrupted_experiment_gives_the_same_records(tmp_path):
+    whole, parts = Records(tmp_path / "whole.jsonl"), tmp_path / "parts.jsonl"
+    expected = execute(toy(falling), "smoke", whole)
+    assert expected.found["new"].setting == {"lr": 8.0}
+
+    def failing(trial):
+        if made and len(made) % 5 == 0:
+            made.append(None)
+            raise KeyboardInterrupt
+        made.append(None)
+        return falling(trial)
+
+    made, interruptions = [], 0
+    while True:
+        try:
+            found = execute(toy(failing), "smoke", Records(parts))
+            break
+        except KeyboardInterrupt:
+            interruptions += 1
+    assert interruptions > 3
+    assert parts.read_text() == whole.path.read_text()
+    assert found == expected
+    assert execute(toy(None), "smoke", Records(parts, frozen=True)) == expected
+
+
+def test_settings_are_chosen_with_another_seed_than_they_are_judged_with():
+    calls = []
+    outcome = execute(toy(partial(falling, calls=calls)), "smoke", Records())
+    assert {seed for *_, seed, _ in calls} == {SEARCH_SEED, 0, 1, 2, 3}
+    assert all(budget == 10 for *_, seed, budget in calls if seed != SEARCH_SEED)
+    assert outcome.verdict.word == "HOLDS"
+    assert len(outcome.scores["new"]) == 4
+
+
+def test_scores_of_curves():
+    experiment = toy(falling, smooth=2)
+    curve = [{"spent": k, "seconds": k / 2, "score": 10.0 - k} for k in range(6)]
+    assert scored(experiment, curve, "spent", 3) == 7.5
+    assert scored(experiment, curve, "seconds", 1) == 8.5
+    target = toy(falling, target=6.0)
+    assert scored(target, curve, "spent", 100) == pytest.approx(math.log10(4))
+    assert scored(target, curve[:3], "spent", 100) == 2  # never: the whole budget
+
+
+def test_what_diverges_counts_as_if_it_had_not_begun():
+    def diverging(trial):
+        curve = falling(trial)
+        return [*curve[:3], {**curve[2], "score": math.inf}] if trial.make == 1.0 and trial.setting["lr"] > 1 else curve
+
+    outcome = execute(toy(diverging), "smoke", Records())
+    assert outcome.found["new"].setting == {"lr": 1.0}
+
+    def always(trial):
+        return [*falling(trial)[:1], {**falling(trial)[0], "score": math.inf}] if trial.make == 1.0 else falling(trial)
+
+    outcome = execute(toy(always), "smoke", Records())
+    assert outcome.scores["new"] == [float(f"{100 - seed / 7:.6g}") for seed in range(4)]
+    assert outcome.verdict.word == "FAILS"
+
+
+# ------------------------------------------------------------------------------------- the experiments, and their pages
+
+
+def small(experiment, **numbers):
+    """At the scale smoke, with fewer arms: those of the rule."""
+    scale = {**experiment.scales["smoke"], **numbers}
+    arms = {name: experiment.arms[name] for name in experiment.rule.arms}
+    return dataclasses.replace(experiment, arms=arms, scales={"smoke": scale})
+
+
+def words(experiment, *sabotaged):
+    """The verdict as it is, and with each of several arms in place of the method."""
+    records, method = Records(), experiment.rule.arms[0]
+    found = [execute(experiment, "smoke", records).verdict.word]
+    others = {unit: result for unit, result in records.results.items() if json.loads(unit)["arm"] != method}
+    for arm in sabotaged:
+        records.results = dict(others)
+        changed = dataclasses.replace(experiment, arms={**experiment.arms, method: arm})
+        found.append(execute(changed, "smoke", records).verdict.word)
+    return found
+
+
+class Uphill(bo.RAHGD):
+    """A wrong sign."""
+
+    def update(self, x, gradient, given):
+        return super().update(x, gradient * -1.0, given)
+
+
+class Blind(bo.FirstOrder):
+    """No indirect term."""
+
+    def __init__(self, *levels, lr, lower_lr, lower_steps, generator=None, check_finite=True, **_):
+        super().__init__(
+            *levels, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, generator=generator, check_finite=check_finite
+        )
+
+
+def test_sabotage_turns_the_verdict_on_badly_conditioned_problems():
+    experiment = EXPERIMENTS["003-kappa-quartic"]
+    rule = dataclasses.replace(experiment.rule, rivals=("ITD",))
+    experiment = small(dataclasses.replace(experiment, rule=rule))
+    grid = experiment.arms["RAHGD"].grid
+
+    def uphill(x, y, *, kappa, theta, **options):
+        return Uphill(x, y, momentum=1 - theta, on_converged="continue", **options)
+
+    def blind(x, y, *, kappa, theta, linear_steps, **options):
+        return Blind(x, y, **options)
+
+    found, *wrong = words(experiment, Arm(uphill, grid), Arm(blind, grid))
+    assert found in ("HOLDS", "NOT DUE TO METHOD")
+    assert wrong == ["FAILS", "FAILS"]
+
+
+def test_sabotage_turns_the_verdict_on_the_saddle():
+    experiment = small(saddle.EXPERIMENTS[0], budget=500)
+    grid = experiment.arms["PRAGDA"].grid
+
+    def upside_down(x, y, **options):
+        optimizer = saddle.pragda(x, y, **options)
+        step = optimizer.step
+        optimizer.step = lambda loss: step(lambda: -loss())
+        return optimizer
+
+    unmoved = Arm(partial(saddle.pragda, theta=1.0), {key: a for key, a in grid.items() if key != "theta"})
+    found, wrong, without = words(experiment, Arm(upside_down, grid), unmoved)
+    assert (found, wrong) == ("HOLDS", "FAILS")
+    assert without != "HOLDS"
+
+
+def test_sabotage_turns_the_verdict_on_the_order_of_the_error():
+    def first_order(x, y, **options):
+        return bo.F2SA(x, y, order=1, **options)
+
+    def opposite(x, y, **options):
+        optimizer = bo.F2SA(x, y, order=2, **options)
+        backward = optimizer.backward
+        optimizer.backward = lambda upper, lower: backward(lambda: -upper(), lower)
+        return optimizer
+
+    assert words(EXPERIMENTS["001-order-2"], Arm(first_order), Arm(opposite)) == ["HOLDS", "FAILS", "FAILS"]
+
+
+@pytest.mark.parametrize("name", ["000-linear", "001-news", "002-libsvm-a1a", "004-p1", "004-newsvendor-10"])
+def test_experiments_run_and_the_same_seed_gives_the_same_numbers(name):
+    numbers = {"seeds": 1, "budget": EXPERIMENTS[name].scales["smoke"]["budget"] / 10, "evaluations": 1}
+    experiment = small(EXPERIMENTS[name], **numbers)
+    first, second = (execute(experiment, "smoke", Records()) for _ in range(2))
+    assert first.scores == second.scores
+    assert all(math.isfinite(s) for scores in first.scores.values() for s in scores)
+    assert first.verdict.word == "UNDECIDED"
+    assert len(first.scores) == len(experiment.rule.arms)
+
+
+def test_every_experiment_has_what_the_page_says_of_it():
+    for experiment in EXPERIMENTS.values():
+        assert experiment.departures
+        assert {"smoke", "cpu", "full"} == experiment.scales.keys()
+        assert experiment.scales["cpu"]["seeds"] >= 3
+        json.dumps(experiment.config("cpu"))
+
+
+def test_the_page_says_what_the_records_say():
+    assert (RESULTS.parent / "RESULTS.md").read_text() == page(EXPERIMENTS.values())
+    judged = sorted(RESULTS.glob("*/verdict.json"))
+    assert judged
+    for path in judged:
+        experiment = EXPERIMENTS[path.parent.name]
+        records = Records(RESULTS / experiment.source / "records.jsonl", frozen=True)
+        found = summary(experiment, execute(experiment, "cpu", records))
+        assert json.loads(path.read_text()) == json.loads(json.dumps(found))
+        config = json.loads((RESULTS / experiment.source / "config.json").read_text())
+        assert config["config"] == json.loads(json.dumps(experiment.config("cpu")))
+
+
+def test_the_program(tmp_path, capsys, monkeypatch):
+    program.main(["list"])
+    assert "003-saddle-near" in capsys.readouterr().out
+    given = ["run", "001-order-1", "--scale", "smoke", "--out", str(tmp_path)]
+    program.main(given)
+    assert "3 new runs" in capsys.readouterr().out
+    folder = tmp_path / "001-order-1"
+    assert {p.name for p in folder.iterdir()} == {"config.json", "curves.png", "records.jsonl", "verdict.json"}
+    program.main(given)
+    assert "0 new runs" in capsys.readouterr().out
+    (folder / "config.json").write_text('{"config": {}}')
+    with pytest.raises(SystemExit, match="other settings"):
+        program.main(given)
+    with pytest.raises(SystemExit):
+        program.main(["run", "nothing"])
+    written = page([EXPERIMENTS["001-order-1"], EXPERIMENTS["001-order-2"]], tmp_path, "smoke")
+    assert "**HOLDS**" in written
+    assert "not run" in written
+    assert kappa.TARGET < 1

@@ -1,0 +1,173 @@
+"""What of torch drives a ``torch.optim.Optimizer`` drives these: schedulers, hooks, scaling, averages, compilation."""
+
+import pytest
+import torch
+from torch.optim import lr_scheduler, swa_utils
+
+import bilevel_optim as bo
+
+from ..problems import same, values
+from ..registry import each
+
+TOOLED = ("AID", "F2SA", "SOBA", "RAHGD", "RSVRB", "MAML")
+STEPS = 3
+
+
+def made(row, **options):
+    problem = row.quadratic()
+    return problem, row(problem.x, problem.y, short=True, **options)
+
+
+def ended(row, advance, **options):
+    """Losses and parameters after some steps, each made by ``advance(problem, optimizer)``."""
+    problem, optimizer = made(row, **options)
+    losses = [advance(problem, optimizer) for _ in range(STEPS)]
+    return [*losses, *values(problem.x, problem.y)]
+
+
+def plain(row, **options):
+    return ended(row, lambda problem, optimizer: problem.run(optimizer), **options)
+
+
+@each(TOOLED)
+@pytest.mark.parametrize("how", ["keyword", "positional"])
+def test_a_closure_that_calls_backward_is_a_step(row, how):
+    def advance(problem, optimizer):
+        closure = lambda: problem.apply(optimizer.backward)  # noqa: E731
+        return optimizer.step(closure) if how == "positional" else optimizer.step(closure=closure)
+
+    assert same(ended(row, advance), plain(row))
+    problem, optimizer = made(row)
+    with pytest.raises(TypeError, match="a closure or losses"):
+        optimizer.step(*problem.losses, closure=lambda: None)
+    with pytest.raises(TypeError, match="takes both losses"):  # a loss alone is no closure
+        optimizer.step(problem.losses[0])
+    assert optimizer.step(closure=lambda: None) is None  # as Lightning gives one where the user gave none
+
+
+@each(TOOLED)
+def test_a_compiled_step_is_a_step(row):
+    problem, optimizer = made(row)
+    step = torch.compile(optimizer.step)
+    optimizer.step = step
+    ended = [problem.run(optimizer) for _ in range(STEPS)]
+    assert same([*ended, *values(problem.x, problem.y)], plain(row))
+
+    problem, optimizer = made(row)
+
+    @torch.compile
+    def train():
+        loss = problem.apply(optimizer.backward)
+        optimizer.step()
+        return loss
+
+    ended = [train() for _ in range(STEPS)]
+    assert same([*ended, *values(problem.x, problem.y)], plain(row))
+
+
+@each(TOOLED)
+def test_scaled_losses(row):
+    """The scaled upper loss gives scaled gradients, which the scaler divides; it skips what overflowed."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    problem, optimizer = made(row)
+    upper = problem.upper
+    problem.upper = lambda *batch: scaler.scale(upper(*batch))
+    for _ in range(STEPS):
+        problem.apply(optimizer.backward)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    # To a penalty method a scaled upper loss is one with that penalty.
+    penalty = {"nu": row.options["nu"] * 2.0**10} if "nu" in row.options else {}
+    expected = plain(row, **penalty)[STEPS:]
+    for got, want in zip(values(problem.x, problem.y), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    before = values(problem.x)
+    problem.apply(optimizer.backward)
+    problem.x[0].grad.fill_(float("inf"))
+    scaler.step(optimizer)
+    assert same(before, values(problem.x))
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, [lambda k: 0.9**k, lambda k: 1.0]),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda k: 0.95),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 2]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 10),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, cycle_momentum=False),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, 10, cycle_momentum=False),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)], [2]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ExponentialLR(o, 0.9)]),
+    "SWALR": lambda o: swa_utils.SWALR(o, 0.01),
+}
+
+
+def test_no_scheduler_of_torch_is_left_out():
+    offered = {
+        name for name in lr_scheduler.__all__ if isinstance(getattr(lr_scheduler, name), type) and name != "LRScheduler"
+    }
+    assert offered <= SCHEDULERS.keys()
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@each(("SOBA",))
+def test_schedulers(row, name):
+    """Each sets the rates that it sets for torch's SGD, and the step uses them."""
+    problem, optimizer = made(row)
+    twin = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": 0.1}, {"params": [torch.zeros(1)], "lr": 0.1}])
+    schedulers = [SCHEDULERS[name](o) for o in (optimizer, twin)]
+    start = values(problem.x)
+    for _ in range(4):
+        rates, before = [group["lr"] for group in optimizer.param_groups], values(problem.x)
+        assert rates == pytest.approx([group["lr"] for group in twin.param_groups])
+        loss = problem.run(optimizer)
+        twin.step()
+        moved = [(a - p.detach()) for a, p in zip(before, problem.x, strict=True)]
+        for shift, p in zip(moved, problem.x, strict=True):
+            torch.testing.assert_close(shift, rates[0] * p.grad)
+        for scheduler in schedulers:
+            scheduler.step(*([float(loss)] if name == "ReduceLROnPlateau" else []))
+    assert not same(start, values(problem.x))
+
+
+def test_averaged_weights_and_batch_norm():
+    """``swa_utils`` averages what the steps leave, buffers included, and recomputes running statistics."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+    data = torch.randn(32, 4)
+    decay = torch.zeros(1, requires_grad=True)
+    optimizer = bo.SOBA([decay], model.parameters(), lr=0.1, lower_lr=0.1)
+    averaged, seen = swa_utils.AveragedModel(model, use_buffers=True), []
+    for _ in range(STEPS):
+        optimizer.step(
+            lambda: (model(data) - 1).square().mean(),
+            lambda: model(data).square().mean() + decay.exp().sum() * sum(p.square().sum() for p in model.parameters()),
+        )
+        averaged.update_parameters(model)
+        seen.append(values(model.parameters()))
+    for average, *each_step in zip(averaged.module.parameters(), *seen, strict=True):
+        torch.testing.assert_close(average.detach(), torch.stack(each_step).mean(0))
+    swa_utils.update_bn([data], averaged)
+    assert torch.allclose(averaged.module[1].running_mean, averaged.module[0](data).mean(0))
+
+
+@each(TOOLED)
+def test_step_hooks_see_every_way_to_step(row):
+    problem, optimizer = made(row)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *a: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *a: calls.append("post"))
+    problem.run(optimizer)
+    optimizer.step(closure=lambda: problem.apply(optimizer.backward))
+    problem.apply(optimizer.backward)
+    optimizer.step()
+    assert calls == ["pre", "post"] * 3
