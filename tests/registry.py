@@ -132,7 +132,7 @@ ERRORS: dict[str, dict[str, list[Any]]] = {
     "AID": {
         **{"lower_lr": [-0.1], "lower_steps": WHOLE, "vectorize": [0, -2, "yes"], "hvp": ["fast"], "generator": [3]},
         **{"lower_optimizer": ["adam"], "tasks_per_step": [0], "lower_batch": [1.5], "upper_batch": [-1]},
-        **{"lower_init": [3], "linear_solver": ["gmres"], "linear_steps": WHOLE, "linear_tol": [-1e-3]},
+        **{"lower_init": [3], "linear_solver": ["gmres", []], "linear_steps": WHOLE, "linear_tol": [-1e-3]},
         **{"linear_lr": [0.0], "damping": [-1.0]},
     },
     "ITD": {"truncate": [-1], "checkpoint": [1], "lower_optimizer": [LBFGS, partial(bo.AGD, momentum=0.5)]},
@@ -165,11 +165,12 @@ ERRORS: dict[str, dict[str, list[Any]]] = {
     "FSLA": {"beta": [-0.1, 1.5], "lower_optimizer": [bo.AGD]},
     "SVRB": {
         **{"averaging": [0.0, 1.5], "beta": [-0.1, {"z": 0.1}], "beta_unit": ["m"], "floor": [0.0], "radius": [0.0]},
-        **{"ceilings": [{"V": 0.0}, {"H": 1.0}], "schedule": ["linear"], "schedule_offset": [-1.0], "restarts": [0]},
-        **{"initial_steps": [-1], "lazy": ["yes"], "variant": ["exact_mean"]},
+        **{"ceilings": [{"V": 0.0}, {"H": 1.0}, 3], "schedule": ["linear"], "schedule_offset": [-1.0], "restarts": [0]},
+        **{"initial_steps": [-1], "lazy": ["yes"], "variant": ["exact_mean", {}]},
+        "state_device": ["nowhere", 0],
     },
-    "RSVRB": {"task_batch": [0], "probes": [0], "probabilities": ["best", [0.5, 0.0]], "variant": ["blocks"]},
-    "BSVRB": {"ceilings": [{"V": 1.0}], "version": [3], "beta": [1.0]},
+    "RSVRB": {"task_batch": [0], "probes": [0], "probabilities": ["best", [0.5, 0.0], {}], "variant": ["blocks"]},
+    "BSVRB": {"ceilings": [{"V": 1.0}], "version": [3, []], "beta": [1.0]},
     "STABLE": {"beta": [-1.0]},
     "GDA": {"simultaneous": [1]},
     "RAGDA": {

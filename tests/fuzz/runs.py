@@ -69,7 +69,7 @@ class Run:
         spare = getattr(problem, f"spare_{'x' if level == 'upper' else 'y'}")
         params = [(f"spare_{level}", spare)] if problem.kind.named else [spare]
         self.optimizer.add_param_group({"params": params, "level": level})
-        problem.added[level] = True
+        problem.added.append(level)
 
     def step(self, how="step"):
         """One outer step, in one of the ways to make it; returns the loss."""
@@ -108,7 +108,7 @@ class Run:
         """What a program would save, as bytes."""
         problem, file = self.problem, io.BytesIO()
         data = [o.state_dict() for o in problem.stateful]
-        rest = {"added": dict(problem.added), "data": data, "random": torch.get_rng_state()}
+        rest = {"added": list(problem.added), "data": data, "random": torch.get_rng_state()}
         parts = {"optimizer": self.optimizer.state_dict(), "tensors": values(problem.tensors), **rest}
         parts |= {"gradients": [None if t.grad is None else t.grad.clone() for t in problem.tensors]}
         torch.save({**parts, "norm": problem.norm.state_dict()}, file)
@@ -117,8 +117,8 @@ class Run:
     def load(self, saved, *, optimizer=True):
         """Take over what was saved."""
         parts = torch.load(io.BytesIO(saved), weights_only=True)
-        for level, added in parts["added"].items():
-            if added and not self.problem.added[level]:
+        for level in parts["added"]:
+            if level not in self.problem.added:
                 self.add_group(level)
         assign(self.problem.tensors, parts["tensors"])
         for tensor, gradient in zip(self.problem.tensors, parts["gradients"], strict=True):
@@ -141,7 +141,7 @@ class Run:
         copied = copy.deepcopy(self.optimizer) if how == "deepcopy" else pickle.loads(pickle.dumps(self.optimizer))
         run = object.__new__(Run)
         run.case, run.problem, run.optimizer = self.case, self.case.problem(), copied
-        run.problem.added = dict(self.problem.added)
+        run.problem.added = list(self.problem.added)
         run.adopt(copied.param_groups)
         run.load(saved, optimizer=False)
         return run
@@ -150,9 +150,9 @@ class Run:
         """Let the problem read the tensors of these groups."""
         problem = self.problem
         upper, lower = ([p for g in groups if g["level"] == level for p in g["params"]] for level in ("upper", "lower"))
-        if problem.added["upper"]:
+        if "upper" in problem.added:
             problem.spare_x = upper.pop()
-        if problem.added["lower"]:
+        if "lower" in problem.added:
             problem.spare_y = lower.pop()
         problem.x, problem.start, problem.y = upper[: len(problem.x)], upper[len(problem.x) :], lower
 
@@ -182,7 +182,12 @@ def difference(a, b, path=""):
     """Where two nested values are not the same bit for bit; None if they are."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         alike = isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and a.shape == b.shape
-        return None if alike and (torch.equal(a, b) or torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())) else f"{path}: {a} is not {b}"
+        return (
+            None
+            if alike
+            and (torch.equal(a, b) or torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))
+            else f"{path}: {a} is not {b}"
+        )
     if type(a) is not type(b):
         return f"{path}: {a} is not {b}"
     if isinstance(a, dict):

@@ -67,7 +67,9 @@ def cases(draw, family):
     """A method of a family with options and a problem."""
     row = draw(st.sampled_from([row for row in ROWS if row.declared.family == family]))
     kind, declared = draw(kinds(row)), row.declared
-    choices = [o for o in CHOICES[declared.lower_optimizer] if o != "lbfgs" or not (kind.groups or kind.data == "tasks")]
+    choices = [
+        o for o in CHOICES[declared.lower_optimizer] if o != "lbfgs" or not (kind.groups or kind.data == "tasks")
+    ]
     options = {"lr": draw(st.sampled_from((0.0, 0.02, 0.1))), "lower_lr": draw(st.sampled_from((0.02, 0.1)))}
     if declared.lower_steps:
         options["lower_steps"] = draw(st.integers(1, 3))

@@ -85,7 +85,12 @@ class Schedule(RuleBasedStateMachine):
         plain = "step" if how in ("split", "closure") else how
         self.same(lambda run: run.step(how), thread=thread, instead=lambda run: run.step(plain))
 
-    @rule(level=LEVELS, k=st.integers(1, 12), how=st.sampled_from((*FAILURES, *NON_FINITE)), verb=st.sampled_from(("step", "backward")))
+    @rule(
+        level=LEVELS,
+        k=st.integers(1, 12),
+        how=st.sampled_from((*FAILURES, *NON_FINITE)),
+        verb=st.sampled_from(("step", "backward")),
+    )
     def fail(self, level, k, how, verb):
         """A loss that fails at its k-th evaluation."""
         torch.set_rng_state(self.random)
@@ -138,7 +143,7 @@ class Schedule(RuleBasedStateMachine):
     @rule(level=LEVELS)
     def add(self, level):
         one_group = self.case.optimizer == "lbfgs" and level == "lower"
-        if not self.main.problem.added[level] and not one_group:
+        if level not in self.main.problem.added and not one_group:
             self.same(lambda run: run.add_group(level))
 
     @rule(how=st.sampled_from(("load", "deepcopy", "pickle")))
@@ -150,7 +155,7 @@ class Schedule(RuleBasedStateMachine):
     @rule()
     def save(self):
         torch.set_rng_state(self.random)
-        self.checkpoint = self.main.saved(), dict(self.main.problem.added)
+        self.checkpoint = self.main.saved(), list(self.main.problem.added)
 
     @precondition(lambda self: self.checkpoint is not None)
     @rule()

@@ -91,12 +91,12 @@ class Toy(Problem):
         if kind.data == "tasks":
             self.tasks = bo.TensorTasks(index.view(TASKS, -1))
         self.objectives = [self._objective(level, index) for level in ("upper", "lower")[:losses]]
-        self.added = {"upper": False, "lower": False}
+        self.added: list[str] = []  # levels of the spare tensors that are in a group, in their order
 
     losses = property(lambda self: tuple(self.objectives))
     tensors = property(lambda self: [*self.x, *self.start, *self.y, self.spare_x, self.spare_y])
-    upper_tensors = property(lambda self: [*self.x, *self.start, *([self.spare_x] if self.added["upper"] else [])])
-    lower_tensors = property(lambda self: [*self.y, *([self.spare_y] if self.added["lower"] else [])])
+    upper_tensors = property(lambda self: [*self.x, *self.start, *([self.spare_x] * ("upper" in self.added))])
+    lower_tensors = property(lambda self: [*self.y, *([self.spare_y] * ("lower" in self.added))])
 
     @property
     def stateful(self):
@@ -133,7 +133,9 @@ class Toy(Problem):
     def point(self):
         """All entries of x, and of y as often as they are used."""
         again = self.y[:1] if self.kind.tied else []
-        spare = self.spare_y if self.added["lower"] else self.spare_y.flatten()[:1]  # its rows are not for the tasks yet
+        spare = (
+            self.spare_y if "lower" in self.added else self.spare_y.flatten()[:1]
+        )  # its rows are not for the tasks yet
         y = [*self.y, spare, *again]
         return [torch.cat([t.reshape(-1) for t in ts]) for ts in ([*self.x, self.spare_x], y)]
 
