@@ -12,6 +12,7 @@ from .checking.check import check_hypergradient as check_hypergradient
 from .errors import BilevelWarning as BilevelWarning
 from .errors import GradcheckError as GradcheckError
 from .errors import NonFiniteError as NonFiniteError
+from .errors import RankError as RankError
 from .hypergradient import finite_difference as finite_difference
 from .methods import *  # noqa: F403 (the methods are listed there, once)
 from .optimizer.base import BilevelOptimizer as BilevelOptimizer
@@ -23,6 +24,7 @@ from .problem.tasks import TensorTasks as TensorTasks
 from .problem.vector import Vector as Vector
 from .solvers import linear as linear
 from .solvers.agd import AGD as AGD
+from .solvers.epoch_sgd import epoch_sgd as epoch_sgd
 
 # Type checkers read the imports above; a computed list in their sight would be an empty one to them.
 globals()["__all__"] = sorted(

@@ -2,7 +2,7 @@
 
 from torch.autograd.gradcheck import GradcheckError as _TorchGradcheckError
 
-__all__ = ["BilevelWarning", "GradcheckError", "NonFiniteError"]
+__all__ = ["BilevelWarning", "GradcheckError", "NonFiniteError", "RankError"]
 
 
 class NonFiniteError(ArithmeticError):
@@ -20,6 +20,10 @@ class NonFiniteError(ArithmeticError):
             f"are unchanged. {hint or 'A smaller lr or lower_lr is the usual remedy'}. "
             "check_finite=False turns this check off."
         )
+
+
+class RankError(RuntimeError):
+    """A step has ended because another rank failed, or is gone; parameters and state are as they were before it."""
 
 
 class GradcheckError(_TorchGradcheckError):

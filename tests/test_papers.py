@@ -9,13 +9,14 @@ import pytest
 import torch
 
 import bilevel_optim as bo
+from recipes.common import interval
 from recipes.common.records import Missing, Records
 from recipes.common.search import Axis, axis, search
 from recipes.papers import __main__ as program
 from recipes.papers import kappa, saddle
 from recipes.papers.catalogue import EXPERIMENTS
 from recipes.papers.experiment import SEARCH_SEED, Arm, Better, Experiment, Within
-from recipes.papers.judge import interval, judge
+from recipes.papers.judge import judge
 from recipes.papers.page import RESULTS, page, summary
 from recipes.papers.runner import execute, scored
 
@@ -362,7 +363,7 @@ def test_the_program(tmp_path, capsys, monkeypatch):
     program.main(given)
     assert "0 new runs" in capsys.readouterr().out
     (folder / "config.json").write_text('{"config": {}}')
-    with pytest.raises(SystemExit, match="other settings"):
+    with pytest.raises(SystemExit, match="other numbers"):
         program.main(given)
     with pytest.raises(SystemExit):
         program.main(["run", "nothing"])

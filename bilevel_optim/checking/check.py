@@ -22,6 +22,7 @@ from ..problem.objective import Objective
 from ..problem.parameters import require
 from ..problem.tasks import draw, sample, select, starting_points, task_count
 from ..problem.vector import Vector, stack
+from ..solvers.limits import changes
 from .reference import MAX_BATCHES, Coordinates, reference_of
 
 __all__ = ["HypergradientReport", "check_hypergradient"]
@@ -101,8 +102,9 @@ def check_hypergradient(
     Raises:
         GradcheckError: if the bias exceeds ``atol + rtol * norm + 4 * standard_error``, or if there is no reference
             because the lower problem could not be solved or is not strongly convex at its solution.
-        ValueError: for an argument out of its range, or for ``tasks`` with a method that keeps rows of y for all tasks
-            (check it on one task, without ``tasks``) or has a single loss.
+        ValueError: for an argument out of its range, where ``lower_projection`` changes the solution, or for
+            ``tasks`` with a method that keeps rows of y for all tasks (check it on one task, without ``tasks``) or has
+            a single loss.
 
     Example:
         >>> import torch, bilevel_optim as bo
@@ -126,6 +128,8 @@ def check_hypergradient(
     with _undisturbed(optimizer):
         case = _one_problem(optimizer, upper, lower) if tasks is None else _tasks(optimizer, upper, lower, tasks)
         truth = reference_of(case.problems, case.starts, reference, directions)
+        if any(bool(changes(y, optimizer.limits.projected(y, 0))) for y in truth.solutions):
+            raise ValueError("there is no reference where lower_projection changes the solution of the lower problem")
         mean, std, count = _repeated(lambda: case.estimate(None), truth.coordinates, repeats)
         at_solution, *_ = _repeated(lambda: case.estimate(truth.solutions), truth.coordinates, repeats)
     norm, bias = float(truth.gradient.norm()), float((mean - truth.gradient).norm())

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..problem.vector import Vector, is_sharded
+from .failures import exchange, report
 
 __all__ = ["Ranks"]
 
@@ -40,7 +41,7 @@ class Ranks:
         if not tensors:
             return results
         flat = torch.cat([t.reshape(-1).to(torch.promote_types(t.dtype, torch.float32)) for t in tensors])
-        dist.all_reduce(flat, group=self.group)
+        exchange(self.group, "sum", flat)
         parts = (flat / self.world).split([t.numel() for t in tensors])  # type: ignore[no-untyped-call]
         means = iter(part.view_as(t).to(t.dtype) for part, t in zip(parts, tensors, strict=True))
         return tuple(
@@ -56,16 +57,29 @@ class Ranks:
         """The number that the first rank has."""
         if self.group is None:
             return number
-        shared = torch.tensor(number, device=device)
-        dist.broadcast(shared, group=self.group, group_src=0)
-        return int(shared)
+        return int(exchange(self.group, "first", torch.tensor([number], device=device)))
 
     def same(self, vector: Vector) -> Vector:
         """The vector that the first rank has, written into this one."""
         if self.group is not None:
             for t in vector:
-                dist.broadcast(t, group=self.group, group_src=0)
+                t.copy_(exchange(self.group, "first", t.reshape(-1).clone()).view_as(t))
         return vector
+
+    def conclude(self, device: torch.device, flag: bool) -> bool:
+        """The end of a step, which is one on all ranks or on none; gives whether the flag is up on any of them.
+
+        Raises:
+            RankError: if another rank has failed.
+        """
+        if self.group is None:
+            return flag
+        return bool(exchange(self.group, "sum", torch.full((1,), float(flag), device=device)))
+
+    def failed(self, error: BaseException) -> None:
+        """The end of a step on all ranks, because it has failed on this one."""
+        if self.group is not None:
+            report(self.group, error)
 
     def share(self, tasks: Any, count: int) -> tuple[Any, int]:
         """This rank's part of drawn tasks, and how many they are."""

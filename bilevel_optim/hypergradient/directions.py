@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import gcd, sqrt
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from ..kernels.counter import mixed, remainders
+from ..kernels.seeded import accumulated, perturbed, squares
 from ..problem.parameters import is_number, require
-from ..problem.random import hashed
-from ..problem.vector import Vector, stack
+from ..problem.vector import Vector
 
 __all__ = ["KINDS", "Directions"]
 
-KINDS = ("gaussian", "sphere", "rademacher", "orthogonal", "block_sphere")
+ENTRIES = {
+    "gaussian": "normal",
+    "sphere": "normal",
+    "rademacher": "sign",
+    "orthogonal": "hartley",
+    "block_sphere": "normal",
+}
+KINDS = tuple(ENTRIES)
+PRIME_GAP = 256  # more numbers in a row than can all have a factor in common with one below 2^63
 
 
 class Directions:
     r"""Q random directions :math:`u_j` in the space of x, with :math:`E[u u^\top] = I` unless said otherwise.
 
-    Direction j is a function of the seed and of j: it is the same however many are made at a time, and is never stored.
+    Entry i of direction j is a function of the seed, of j and of i, made again wherever it is needed: it is the same
+    however many are made at a time, and no direction is ever stored.
     A point is :math:`x + s\,\mu D u_j`, and a coefficient c belongs to the output direction
     :math:`D^{-1} \hat u_j`, so that a linear response is unbiased for any diagonal D.
 
@@ -35,7 +45,7 @@ class Directions:
         x: the point, of p entries in tensors of :math:`p_l`.
         kind: one of the above.
         count: Q.
-        seed: of this set.
+        seed: of this set; a tensor in a trace.
         smoothing: :math:`\mu`, the length of a difference.
         relative: :math:`D_l = \|x_l\| / \sqrt{p_l}` (1 for a tensor of zeros), instead of 1.
         scale: ``"unbiased"``: :math:`\hat u = u`, but :math:`p_l u_l` for ``"block_sphere"``; ``"none"``:
@@ -48,19 +58,22 @@ class Directions:
         kind: str,
         count: int,
         *,
-        seed: int,
+        seed: int | Tensor,
         smoothing: float,
         relative: bool = False,
         scale: str | float = "unbiased",
     ) -> None:
         require("direction", kind, kind in KINDS)
         require("scale", scale, scale in ("unbiased", "none") or is_number(scale))
-        self.x, self.kind, self.count, self.seed, self.smoothing = x.detach(), kind, count, seed, float(smoothing)
+        self.x, self.kind, self.count, self.smoothing = x.detach(), kind, count, float(smoothing)
         self._sizes = [t.numel() for t in x]
         self._p = sum(self._sizes)
         self._metric = [_root_mean_square(t) for t in self.x] if relative else None
         self._scale = 1.0 if isinstance(scale, str) else float(scale)
         self._restored = scale != "none"  # the dimension factor of "block_sphere"
+        self._offsets = [0, *accumulate(self._sizes[:-1])]
+        self._keys, self._rows = self._seeded(seed)
+        self._lengths = self._measured()
 
     @property
     def variance(self) -> float:
@@ -83,70 +96,68 @@ class Directions:
 
     def direction(self, j: int) -> Vector:
         """The direction :math:`u_j`."""
-        if self.kind == "orthogonal":
-            return self._orthogonal(j)
-        generator = self._generator(j)
-        if self.kind == "rademacher":
-            return Vector(_signs(t, generator) for t in self.x)
-        normal = Vector(_normal(t, generator) for t in self.x)
-        if self.kind == "gaussian":
-            return normal
-        if self.kind == "sphere":
-            return normal * (sqrt(self._p) / normal.norm())
-        return Vector(n / n.norm() for n in normal)
+        return Vector(p[0] for p in self._moved(self.x.zeros_like(), [j], [1.0], smoothed=False))
 
     def points(self, lanes: Sequence[tuple[int, float]]) -> Vector:
         r"""Points :math:`x + s \mu D u_j` for pairs (j, s), stacked; with s = 0 exactly x."""
-        return stack([self.point(j, s) for j, s in lanes])
+        return self._moved(self.x, [j for j, _ in lanes], [s * self.smoothing for _, s in lanes])
 
     def point(self, j: int, s: float) -> Vector:
         """One such point."""
-        if s == 0:
-            return self.x
-        shift = self.direction(j) * (s * self.smoothing)
-        if self._metric is not None:
-            shift = Vector(t * d for t, d in zip(shift, self._metric, strict=True))
-        return self.x + shift
+        return self.points([(j, s)]).lane(0)
 
     def combine(self, coefficients: Tensor) -> Vector:
         r""":math:`\sum_j c_j D^{-1} \hat u_j`."""
-        total = self.x.zeros_like()
-        for j in range(self.count):
-            total = total + self.direction(j) * (coefficients[j] * self._scale).to(total[0].dtype)
-        if self.kind == "block_sphere" and self._restored:
-            total = Vector(t * n for t, n in zip(total, self._sizes, strict=True))
-        if self._metric is not None:
-            total = Vector(t / d for t, d in zip(total, self._metric, strict=True))
-        return total
-
-    def _generator(self, j: int) -> torch.Generator:
-        return torch.Generator(self.x[0].device).manual_seed(hashed(self.seed, j))
-
-    def _orthogonal(self, j: int) -> Vector:
-        """Row of the Hartley transform, whose entries cos + sin of 2 pi i k / p are a known orthogonal matrix."""
-        block, index = divmod(j, self._p)
-        generator = self._generator(-1 - block)
-        # A random affine map of the index: every row is as likely as any other, and none comes twice in a block.
-        a, b = 1 + hashed(self.seed, block, 1) % self._p, hashed(self.seed, block, 2) % self._p
-        while gcd(a, self._p) != 1:
-            a = a % self._p + 1
-        row = (a * index + b) % self._p
-        parts, start = [], 0
-        for t, n in zip(self.x, self._sizes, strict=True):
-            k = torch.arange(start, start + n, device=t.device)
-            angle = (k * row % self._p).double() * (2 * torch.pi / self._p)
-            parts.append((angle.cos() + angle.sin()).to(t.dtype).view_as(t) * _signs(t, generator))
-            start += n
+        parts = []
+        for i, (t, offset) in enumerate(zip(self.x, self._offsets, strict=True)):
+            factors = coefficients * self._scale
+            if self._lengths:
+                factors = factors / self._lengths[i].to(factors)
+            if self.kind == "block_sphere" and self._restored:
+                factors = factors * self._sizes[i]
+            if self._metric is not None:
+                factors = factors / self._metric[i].to(factors)
+            parts.append(accumulated(t, factors, self._keys, self._rows, self._p, offset, ENTRIES[self.kind]))
         return Vector(parts)
 
+    def _moved(self, x: Vector, which: Sequence[int], factors: Sequence[float], *, smoothed: bool = True) -> Vector:
+        """Points :math:`x + c D u_j`, or without D."""
+        device, parts = self._keys.device, []
+        chosen = torch.tensor(which, device=device)
+        keys, rows = self._keys[chosen], self._rows[chosen]
+        lengths = torch.tensor(factors, dtype=torch.float64, device=device)
+        for i, (t, offset) in enumerate(zip(x, self._offsets, strict=True)):
+            own = lengths / self._lengths[i][chosen] if self._lengths else lengths
+            if smoothed and self._metric is not None:
+                own = own * self._metric[i].to(own)
+            parts.append(perturbed(t, own, keys, rows, self._p, offset, ENTRIES[self.kind]))
+        return Vector(parts)
 
-def _normal(t: Tensor, generator: torch.Generator) -> Tensor:
-    dtype = torch.promote_types(t.dtype, torch.float32)
-    return torch.randn(t.shape, generator=generator, dtype=dtype, device=t.device).to(t.dtype)
+    def _seeded(self, seed: int | Tensor) -> tuple[Tensor, Tensor]:
+        """Keys of all directions, and the row of the Hartley transform that each of them is."""
+        j = torch.arange(self.count, device=self.x[0].device)
+        own = mixed(torch.as_tensor(seed, device=j.device))
+        if self.kind != "orthogonal":
+            return mixed(own + j), torch.zeros_like(j)
+        block, index = j // self._p, j % self._p
+        keys = mixed(own + block)
+        # A random affine map of the index: every row is as likely as any other, and none comes twice in a block.
+        tried = (remainders(mixed(keys - 1), self._p).unsqueeze(1) + torch.arange(PRIME_GAP, device=j.device)) % self._p
+        prime = torch.gcd(tried, torch.tensor(self._p, device=j.device)) == 1
+        a = tried.gather(1, prime.int().argmax(1, keepdim=True)).squeeze(1)
+        return keys, (a * index + remainders(mixed(keys - 2), self._p)) % self._p
 
-
-def _signs(t: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randint(0, 2, t.shape, generator=generator, device=t.device).to(t.dtype) * 2 - 1
+    def _measured(self) -> list[Tensor]:
+        """What the entries are divided by in each tensor, shape (Q,), so that lengths are what they should be."""
+        if self.kind not in ("sphere", "block_sphere"):
+            return []
+        found = [
+            squares(t, self._keys, self._rows, self._p, offset, ENTRIES[self.kind])
+            for t, offset in zip(self.x, self._offsets, strict=True)
+        ]
+        if self.kind == "block_sphere":
+            return [s.sqrt() for s in found]
+        return [(torch.stack(found).sum(0) / self._p).sqrt()] * len(found)
 
 
 def _root_mean_square(t: Tensor) -> Tensor:

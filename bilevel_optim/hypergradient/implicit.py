@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
+from ..problem.profiling import span
 from ..problem.vector import Vector
 from ..solvers.linear import LinearSolution
 from .estimate import Estimate
@@ -39,7 +40,8 @@ def implicit(
     """
     loss, grad_x, grad_y = oracle.upper(upper_sample or oracle.f.draw())
     with oracle.lower_system(lower_sample or oracle.g.draw()) as system:
-        result = solve(system.hvp, grad_y, start, **({} if oracle.lanes is None else {"lanes": True}))
+        with span("linear solve"):
+            result = solve(system.hvp, grad_y, start, **({} if oracle.lanes is None else {"lanes": True}))
         oracle.checks.finite("hvp", [*result.solution, result.residual])
         gradient = grad_x - system.cross(result.solution)
     oracle.checks.alert(

@@ -13,6 +13,7 @@ from ..oracle.lanes import stacked, weighted_upper
 from ..oracle.oracle import Oracle
 from ..oracle.second_order import LowerSystem
 from ..problem.objective import Sample
+from ..problem.profiling import span
 from ..problem.tasks import select
 from ..problem.vector import Vector
 from ..solvers import linear
@@ -122,7 +123,8 @@ def multilevel(
     )
     diagnostics = {}
     if implicit_term:
-        solution, ratio = points.inverse(adjoint, steps, rate, neumann)
+        with span("linear solve"):
+            solution, ratio = points.inverse(adjoint, steps, rate, neumann)
         with points.problem.lower_system(points.sample("lower", CROSS)) as system:
             gradient = gradient - system.cross(solution)
             changes = [

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
+from ..problem.profiling import span
 from ..problem.vector import Vector
 from ..solvers.linear import LinearSolution
 from .estimate import Estimate
@@ -59,7 +60,8 @@ def stochastic_implicit(
         with oracle.lower_system(next(remaining), gradient=False) as system:
             return system.hvp(v)
 
-    result = solve(product, grad_y, start, **({} if oracle.lanes is None else {"lanes": True}))
+    with span("linear solve"):
+        result = solve(product, grad_y, start, **({} if oracle.lanes is None else {"lanes": True}))
     oracle.checks.finite("hvp", [*result.solution, result.residual])
     with oracle.lower_system(samples.cross, gradient=False) as system:
         gradient = grad_x - system.cross(result.solution)

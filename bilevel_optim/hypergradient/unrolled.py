@@ -61,7 +61,8 @@ def unrolled(
         Estimate with :math:`y_T`, and the derivative in the starting point, if no step was left out.
     """
     differentiated = steps if truncate is None else min(truncate, steps)
-    keep_graphs = not checkpoint and oracle.session.options.hvp == "exact"
+    # Graphs of sharded modules share the memory of the gathered parameters, so only one can be kept.
+    keep_graphs = not checkpoint and oracle.session.options.hvp == "exact" and not oracle.sharded
 
     def draw() -> Callable[[Vector], tuple[Tensor, Vector]]:
         sample = oracle.g.draw()
@@ -97,9 +98,7 @@ def _pulled_back(
     """Adjoints before a step, and what it adds to the gradient in x."""
 
     def through(system: LowerSystem) -> tuple[Vector, Vector, list[dict[str, Tensor]]]:
-        before, memory, slope = update_vjp(
-            rule.optimizer, step.point.y, step.memory, system.gradient, adjoint, memory_adjoint
-        )
+        before, memory, slope = update_vjp(rule, step.point.y, step.memory, system.gradient, adjoint, memory_adjoint)
         cross, hvp = system.both(slope)
         return before + hvp, cross, memory
 

@@ -100,6 +100,9 @@ class BOME(BilevelOptimizer):
         require("joint_lr", joint_lr, joint_lr is None or (is_number(joint_lr) and joint_lr > 0))
         require("eta", eta, is_number(eta) and 0 < eta < math.inf)
         require("barrier", barrier, barrier in ("grad_norm", "value"))
+        projection = common.get("lower_projection")
+        wording = "Invalid lower_projection value: {value} (y moves along a direction in common with x)"
+        require("lower_projection", projection, projection is None, wording)
         self.joint_lr, self.eta, self.barrier = joint_lr, eta, barrier
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
 

@@ -10,8 +10,6 @@ from ..optimizer.declaration import Method, counts
 from ..optimizer.step import Given
 from ..oracle.oracle import Oracle
 from ..problem.parameters import Params, is_count, require
-from ..solvers.agd import AGD
-from ..solvers.unrolling import can_be_unrolled
 
 __all__ = ["ITD"]
 
@@ -99,11 +97,7 @@ class ITD(BilevelOptimizer):
         require("checkpoint", checkpoint, isinstance(checkpoint, bool))
         self.truncate, self.checkpoint = truncate, checkpoint
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
-        if isinstance(self.probe(), AGD) or not can_be_unrolled(self.probe()):
-            raise ValueError(
-                f"Invalid lower_optimizer value: {type(self.probe()).__name__} cannot be differentiated through; use "
-                "one of torch's optimizers with a differentiable argument, such as SGD or Adam, or AID"
-            )
+        self.require_differentiable()
 
     def estimate(self, oracle: Oracle, given: Given) -> Estimate:
         """Lower steps, and backpropagation through them."""

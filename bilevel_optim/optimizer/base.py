@@ -30,19 +30,21 @@ from ..problem.parameters import (
     tensors_of,
 )
 from ..problem.vector import Vector
+from ..solvers.limits import Clip, Projection, limits_of
 from ..solvers.lower import LowerRules
 from . import memory, method
+from .adapting import Adapting
 from .checkpoint import OWN, REMADE, Checkpointed, initialises
 from .declaration import register
 from .ledger import Ledger
-from .method import ColdOptions, CommonOptions, Loss, StepFunctions, as_objective
+from .method import ColdOptions, CommonOptions, Loss, as_objective
 from .results import Results
 from .step import Given, Groups, Start, Update, changed
 
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "Loss", "as_objective"]
 
 
-class BilevelOptimizer(StepFunctions, Results, Checkpointed):
+class BilevelOptimizer(Adapting, Results, Checkpointed):
     r"""Base class of the methods for :math:`\min_x f(x, y^*(x))`, :math:`y^*(x) = \arg\min_y g(x, y)`.
 
     A real ``torch.optim.Optimizer``: ``param_groups`` holds the groups of the upper parameters x, then those of the
@@ -64,6 +66,11 @@ class BilevelOptimizer(StepFunctions, Results, Checkpointed):
         lower_optimizer: makes the optimizer of the lower steps from parameter groups, as ``torch.optim.Adam`` or
             ``lambda groups: torch.optim.SGD(groups, momentum=0.9)`` do. Its learning rate is that of the groups
             (``lower_lr``). With warm starts its state lasts too. Default: ``torch.optim.SGD``.
+        lower_clip: limit lower gradients: a number, the norm over all of y (of each task or copy by itself) above which
+            they are scaled down to it; ``("value", c)``, every entry to [-c, c]. Default: None.
+        lower_projection: takes the list of the lower tensors' values after each lower step, and returns what they are
+            to be, such as ``lambda y: [t.clamp(min=0) for t in y]``. It is differentiated where lower steps are;
+            implicit methods raise ValueError when y is where it changes the solution. Default: None.
         check_finite: raise `NonFiniteError`, before anything is written, if an oracle returns NaN or infinity; costs
             one host synchronisation per step. Default: True.
         generator: source of the method's own random numbers. Default: torch's default one.
@@ -106,6 +113,8 @@ class BilevelOptimizer(StepFunctions, Results, Checkpointed):
         lower_batch: int | None = None,
         upper_batch: int | None = None,
         lower_init: task_layer.LowerInit | None = None,
+        lower_clip: Clip | None = None,
+        lower_projection: Projection | None = None,
     ) -> None:
         require("learning rate", lr, is_number(lr) and lr >= 0, wording="Invalid learning rate: {value}")
         require("lower_lr", lower_lr, is_number(lower_lr) and lower_lr >= 0)
@@ -121,12 +130,14 @@ class BilevelOptimizer(StepFunctions, Results, Checkpointed):
         self.diagnostics: dict[str, Any] = {}
         self.numbers: dict[str, Any] = {}
         self.lower_factory = lower_optimizer or SGD
+        self.limits = limits_of(lower_clip, lower_projection, interior=self.stationary)
         self._options = Options(vectorize, hvp, Ranks(process_group), one_loss=self.one_loss)
         self._ledger = Ledger()
-        self._rules = LowerRules(self.lower_factory)
+        self._rules = LowerRules(self.lower_factory, self.limits)
         self.default_lr = {"upper": lr, "lower": lower_lr}
         super().__init__(consistently_named([*as_groups(upper, "upper"), *as_groups(lower, "lower")]), {"lr": lr})
         self.param_groups[0][OWN] = b""
+        self.require_lower_step()
 
     # ------------------------------------------------------------------------------------------------ verbs
 
@@ -268,13 +279,24 @@ class BilevelOptimizer(StepFunctions, Results, Checkpointed):
                     estimate = self.checked(here, given, self.estimate)
                 else:
                     estimate = self.estimate_tasks(here, given, tasks)
-        except BaseException:
+                self._conclude(oracle, given)
+            oracle.session.gathered.release()
+        except BaseException as error:
+            oracle.session.gathered.release()
+            given.ranks.failed(error)
             if self.generator is not None and random is not None:
                 self.generator.set_state(random)
             raise
         if not self.warm_start and tasks is None and "initial" not in given.memory:
             estimate = changed(estimate, memory={**estimate.memory, "initial": here.y})
         return oracle, estimate, given
+
+    @staticmethod
+    def _conclude(oracle: Oracle, given: Given) -> None:
+        """All ranks have come so far, and from here on evaluate copies of y in one way."""
+        found = oracle.session.found
+        if given.ranks.conclude(oracle.device, found.fallback is not None) and found.fallback is None:
+            found.fallback = "another rank could not vectorise the losses"
 
     def _given(self, groups: Groups, x: Sequence[Tensor], y: Sequence[Tensor]) -> Given:
         """What a step is given, read from the state."""

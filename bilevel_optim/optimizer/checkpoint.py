@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from ..distributed.ranks import Ranks
 from ..oracle.session import Options
 from ..problem.parameters import LEVELS
+from ..solvers.limits import Limits
 from ..solvers.lower import LowerRules
 from . import memory
 from .ledger import Ledger
@@ -40,6 +41,7 @@ class Checkpointed(Optimizer):
     numbers: dict[str, Any]
     saved_options: tuple[str, ...]
     lower_factory: Callable[[Any], Optimizer]
+    limits: Limits
     _options: Options
     _ledger: Ledger
     _placeholders = False  # the state holds zeros that only show what a step would remember
@@ -69,7 +71,7 @@ class Checkpointed(Optimizer):
             raise ValueError(f"the state dict is that of {own['method']}, but this optimizer is {type(self).__name__}")
         memory.load_exactly(self, super().load_state_dict, state_dict, self.place_of)
         self.param_groups[0][OWN], self._placeholders = b"", False
-        self._rules = LowerRules(self.lower_factory)
+        self._rules = LowerRules(self.lower_factory, self.limits)
         self._ledger.load(own)
         if own["generator"] is not None and self.generator is not None:
             self.generator.set_state(own["generator"].cpu())
@@ -84,7 +86,7 @@ class Checkpointed(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # torch keeps three entries and makes the others again; ours must be kept too, the rules excepted.
         own = {k: v for k, v in self.__dict__.items() if k not in REMADE and not k.startswith("_optimizer_")}
-        return {**super().__getstate__(), **own, "_rules": LowerRules(self.lower_factory)}
+        return {**super().__getstate__(), **own, "_rules": LowerRules(self.lower_factory, self.limits)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from ..hypergradient import Estimate
 from ..oracle.checks import Checks
@@ -19,7 +19,10 @@ from ..problem.objective import Objective
 from ..problem.parameters import is_count, require
 from ..problem.vector import Vector
 from ..solvers.agd import AGD
-from ..solvers.lower import NOT_ELEMENTWISE
+from ..solvers.limits import Clip, Limits, Projection
+from ..solvers.lower import NOT_ELEMENTWISE, is_known, needs_closure
+from ..solvers.trust import acts_elementwise, can_be_differentiated, rests_without_gradient
+from ..solvers.unrolling import can_be_unrolled
 from .declaration import Method
 from .step import Given, Update
 
@@ -49,6 +52,8 @@ class ColdOptions(TypedDict, total=False):
     lower_batch: int | None
     upper_batch: int | None
     lower_init: task_layer.LowerInit | None
+    lower_clip: Clip | None
+    lower_projection: Projection | None
 
 
 class CommonOptions(ColdOptions, total=False):
@@ -71,6 +76,7 @@ class StepFunctions(ABC):
     lower_batch: int | None
     upper_batch: int | None
     lower_factory: Callable[[Any], Optimizer]
+    limits: Limits
     default_lr: dict[str, float]
 
     @abstractmethod
@@ -151,14 +157,58 @@ class StepFunctions(ABC):
             )
         return as_objective(upper, "upper"), as_objective(lower, "lower")
 
+    @property
+    def stationary(self) -> bool:
+        """Whether the estimate takes y for a stationary point of the lower loss alone, as implicit methods do."""
+        declared = getattr(self, "declared", None)  # which a method of the user need not have
+        return declared is not None and declared.second_order and declared.lower_optimizer != "differentiable"
+
+    def require_lower_step(self) -> None:
+        """Raise if the lower step has limits where the method makes it itself, or is not what it must be."""
+        declared, probe = getattr(self, "declared", None), self.probe()
+        for name, value in (("lower_clip", self.limits.clip), ("lower_projection", self.limits.projection)):
+            if value is not None and declared is not None and declared.lower_optimizer == "none":
+                raise ValueError(f"Invalid {name} value: {value} ({type(self).__name__} makes its lower steps itself)")
+        if self.stationary and not is_known(probe) and not self._shown("resting", rests_without_gradient):
+            raise ValueError(
+                f"Invalid lower_optimizer value: {type(probe).__name__} moves y where the gradient is zero (a clamp, a "
+                "projection or a penalty in a hook or in its step), so y does not end where the implicit hypergradient "
+                "is right; use lower_clip= or lower_projection=, put the penalty into the lower loss, or use F2SA"
+            )
+
+    def require_differentiable(self) -> None:
+        """Raise unless the lower optimizer's update can be differentiated."""
+        probe = self.probe()
+        name = f"Invalid lower_optimizer value: {type(probe).__name__}"
+        if isinstance(probe, AGD) or not can_be_unrolled(probe):
+            raise ValueError(
+                f"{name} cannot be differentiated through; use one of torch's optimizers with a differentiable "
+                "argument, such as SGD or Adam, or AID"
+            )
+        if not is_known(probe) and not self._shown("differentiable", can_be_differentiated):
+            raise ValueError(
+                f"{name} has an update whose derivative by autograd is not its difference quotient (a hook or its step "
+                "changes gradients or parameters out of autograd's sight); use lower_clip= or lower_projection=, which "
+                "are differentiated, or a method that does not differentiate the lower steps, such as F2SA or AID"
+            )
+
+    def _shown(self, what: str, test: Callable[[Callable[[Any], Optimizer], float], bool]) -> bool:
+        """What a test of the lower optimizer found, which is made once."""
+        known = self.__dict__.setdefault("_lower_shown", {})
+        if what not in known:
+            known[what] = test(self.lower_factory, self.default_lr["lower"])
+        return bool(known[what])
+
     def probe(self) -> Optimizer:
         """The lower optimizer made for a dummy parameter, to see what it is."""
         return self.lower_factory([{"params": [torch.zeros(1, 1, requires_grad=True)], "lr": self.default_lr["lower"]}])
 
     def require_elementwise(self, what: str = "copies of y") -> None:
         """Raise if the lower optimizer would mix what is stacked."""
-        kind = type(self.probe())
-        if issubclass(kind, NOT_ELEMENTWISE):
+        probe = self.probe()
+        kind = type(probe)
+        mixes = not is_known(probe) and not self._shown("elementwise", acts_elementwise)
+        if issubclass(kind, NOT_ELEMENTWISE) or mixes:
             raise ValueError(
                 f"Invalid lower_optimizer value: {kind.__name__} does not treat every entry alone, so it would mix the "
                 f"{what}; use SGD, Adam or the like"
@@ -167,7 +217,7 @@ class StepFunctions(ABC):
     def require_given_gradient(self) -> None:
         """Raise if the lower optimizer asks for gradients at points of its own, where the method has one to give."""
         kind = type(self.probe())
-        if issubclass(kind, (LBFGS, AGD)):
+        if issubclass(kind, AGD) or needs_closure(self.probe()):
             raise ValueError(
                 f"Invalid lower_optimizer value: {kind.__name__} evaluates gradients at points of its own, but the "
                 "lower step takes an estimate made before; use SGD, Adam or the like"

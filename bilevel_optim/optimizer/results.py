@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -9,15 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checkpoint import OWN
 from .ledger import Ledger
 
 __all__ = ["Results"]
 
 
 class Results:
-    """What can be read from an optimizer after a step; nothing here changes it."""
+    """What can be read from an optimizer; nothing here changes it."""
 
     diagnostics: dict[str, Any]
+    param_groups: list[dict[str, Any]]
     _ledger: Ledger
 
     def metrics(self) -> dict[str, float]:
@@ -45,6 +48,37 @@ class Results:
                 found[f"{name}/mean"] = sum(numbers) / len(numbers) if numbers else math.nan
                 found[f"{name}/max"] = max(numbers, default=math.nan)
         return found
+
+    def extra_repr(self) -> str:
+        """The method's own arguments, as ``torch.nn.Module.extra_repr`` gives those of a module."""
+        arguments = inspect.signature(type(self)).parameters
+        shown = {name: getattr(self, name) for name in arguments if name in vars(self)}
+        return ", ".join(f"{name}={value!r}" for name, value in shown.items() if isinstance(value, (int, float, str)))
+
+    def __repr__(self) -> str:
+        """The method with its arguments, and each group with its level.
+
+        Example:
+            >>> import torch, bilevel_optim as bo
+            >>> x, y = torch.zeros(2, requires_grad=True), torch.zeros(3, 4, requires_grad=True)
+            >>> bo.StocBiO([x], [y], lr=0.1, lower_lr=0.5, lower_steps=10)
+            StocBiO(
+              lower_steps=10, linear_steps=10
+              (0) upper: 2 numbers in 1 tensor, lr=0.1
+              (1) lower: 12 numbers in 1 tensor, lr=0.5
+            )
+        """
+        lines = [self.extra_repr()]
+        for i, group in enumerate(self.param_groups):
+            numbers, tensors = sum(p.numel() for p in group["params"]), len(group["params"])
+            options = [f"{name}={value!r}" for name, value in group.items() if name not in _OURS]
+            size = f"{numbers:,} numbers in {tensors} tensor{'s' if tensors > 1 else ''}"
+            lines.append(", ".join((f"({i}) {group['level']}: {size}", *options)))
+        return "\n  ".join((f"{type(self).__name__}(", *(line for line in lines if line))) + "\n)"
+
+
+# Entries of a group that are not options.
+_OURS = ("params", "param_names", "level", OWN)
 
 
 def _read(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:

@@ -15,9 +15,9 @@ from ..hypergradient.estimate import Write
 from ..oracle.oracle import Oracle
 from ..problem.tasks import LowerInit
 from ..problem.vector import Vector
-from ..solvers.lower import LowerRule, Memory
+from ..solvers.lower import LowerRule, Memory, Solved
 
-__all__ = ["Descent", "Given", "Groups", "Start", "Update", "changed"]
+__all__ = ["Descent", "Given", "Groups", "Start", "Update", "changed", "require_interior"]
 
 
 Groups = dict[str, list[dict[str, Any]]]  # the parameter groups of each level
@@ -109,6 +109,7 @@ class Given:
             return lambda y: oracle.at(lower=y).lower(sample)
 
         solved = rule.run(oracle.y, memory, steps, draw, tol)
+        require_interior(oracle, rule, solved)
         if solved.gradient is None:
             return Descent(oracle, solved.memory, None)
         oracle.checks.finite("lower_grad", solved.y)
@@ -118,8 +119,20 @@ class Given:
         """The oracle's point after one lower step along a given gradient."""
         rule, memory = self.solver_for(oracle.y)
         solved = rule.step(oracle.y, memory, lambda _: (gradient[0].new_zeros(()), gradient))
+        require_interior(oracle, rule, solved)
         oracle.checks.finite("lower_grad", solved.y)
         return Descent(oracle.at(lower=solved.y), solved.memory, gradient.norm())
+
+
+def require_interior(oracle: Oracle, rule: LowerRule, solved: Solved) -> None:
+    """Refuse a y that a projection holds, where the method takes it for a stationary point."""
+    if solved.projected is not None and rule.limits.interior:
+        oracle.checks.refuse(
+            "lower_projection holds y where the gradient of the lower loss does not vanish, and there the implicit "
+            "hypergradient is wrong; use ITD, which differentiates the projection, or F2SA or PZOBO, which need no "
+            "derivative of it (or more lower steps, if y only passes there)",
+            solved.projected,
+        )
 
 
 class Descent(NamedTuple):

@@ -13,6 +13,8 @@ from ..problem.vector import Vector, is_sharded
 
 __all__ = ["Checks"]
 
+REFUSAL = "refusal"  # the key of what is no warning but an error
+
 
 class Checks:
     """Flags of one step: what has to be finite, and what is worth a warning.
@@ -32,6 +34,10 @@ class Checks:
         """Warn with ``message`` if the boolean scalar ``on`` is true, once in an optimizer's life for each ``key``."""
         self._alerts.append((key, message, on))
 
+    def refuse(self, message: str, on: Tensor) -> None:
+        """Raise ValueError with ``message`` if the boolean scalar ``on`` is true."""
+        self.alert(REFUSAL, message, on)
+
     def verify(self, step: int, warned: set[str]) -> set[str]:
         """Raise `NonFiniteError` for the first oracle that failed; warn; return the keys of the alerts that were on.
 
@@ -47,6 +53,8 @@ class Checks:
         on = set()
         for (key, message, _), raised in zip(self._alerts, _read([on for *_, on in self._alerts], None), strict=True):
             if raised:
+                if key == REFUSAL:
+                    raise ValueError(message)
                 on.add(key)
                 if key not in warned:
                     warned.add(key)

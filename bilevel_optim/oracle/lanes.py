@@ -222,7 +222,7 @@ class LaneFeatures:
     Args:
         oracle: of one problem.
         level: ``"upper"`` or ``"lower"``.
-        features: those of the objective of one problem.
+        features: those of the objective of one problem; its method ``stacked``, if it has one, evaluates all problems.
         alike: whether the problems share their random numbers.
     """
 
@@ -233,6 +233,9 @@ class LaneFeatures:
         if self.level not in self.oracle.session.found.features_checked:
             with torch.enable_grad(), _random_kept(self.oracle):
                 require_free_of_lower(self.oracle, self.level, self.features(select(batch, 0)))
+            self.oracle.session.found.features_checked |= {self.level}
+        if hasattr(self.features, "stacked"):
+            return self.features.stacked(batch)
         parts = _each(self.oracle, self.features, batch, [], len(tree_leaves(batch)[0]), alike=self.alike)
         return parts[0] if len(parts) == 1 else tree_map(lambda *ts: torch.cat(ts), *parts)
 

@@ -207,7 +207,8 @@ class Oracle:
     def call(self, sample: Sample, *arguments: Any, graph: bool = True) -> Any:
         """What a sample's function returns on its arguments, or on others, with the random numbers of that sample."""
         forget_casts(self.device)
-        with torch.set_grad_enabled(graph), nullcontext() if sample.once else sample.replayed(self.device):
+        watched = self.session.gathered.watching() if self.sharded else nullcontext()
+        with watched, torch.set_grad_enabled(graph), nullcontext() if sample.once else sample.replayed(self.device):
             return sample(*arguments)
 
     def differentiate(self, loss: Tensor, inputs: Sequence[Tensor], *, graph: bool = False) -> Sequence[Tensor | None]:

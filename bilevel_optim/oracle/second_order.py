@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..problem.objective import Sample
+from ..problem.profiling import span
 from ..problem.vector import Vector, stack
 from . import batched
 from .differentiable import has_fused, twice_differentiable
@@ -53,8 +54,7 @@ def upper_system(oracle: Oracle, sample: Sample) -> Generator[UpperSystem]:
     """See `Oracle.upper_system`."""
     session, split, like = oracle.session, len(oracle.x), Vector((*oracle.x, *oracle.y))
     with session.buffers_kept(), oracle.placed() as (x, y):
-        variables = Vector((*x, *y))
-        gradients, loss = _graph(oracle, "upper", sample, y, variables)
+        gradients, loss, variables = _graph(oracle, "upper", sample, y, Vector((*x, *y)))
         session.note_reached(gradients[:split])
         session.require_reached(gradients[split:], oracle.lower_names)
         oracle.count("upper_grad")
@@ -62,11 +62,9 @@ def upper_system(oracle: Oracle, sample: Sample) -> Generator[UpperSystem]:
         def product(v: Vector) -> Vector:
             oracle.count("hvp")
             oracle.count("jvp")
-            return Vector(
-                oracle.averaged(_filled(pulled(gradients, variables, v, plain=bool(session.found.fused)), like))[0]
-            )
+            return Vector(oracle.averaged(_filled(_products(oracle, gradients, variables, v, like), like))[0])
 
-        loss, gradient = oracle.averaged(loss.detach(), _filled(gradients, like).detach())
+        loss, gradient = oracle.averaged(loss.detach(), _filled(_own(oracle, gradients, like), like).detach())
         oracle.checks.finite("loss", [loss])
         oracle.checks.finite("upper_grad", gradient)
         yield UpperSystem(loss, gradient, product)
@@ -79,7 +77,8 @@ def lower_system(oracle: Oracle, sample: Sample, *, gradient: bool = True) -> Ge
         yield _by_differences(oracle, sample, gradient)
     else:
         with oracle.session.buffers_kept(), oracle.placed() as (x, y):
-            yield _by_graph(oracle, lower_gradient(oracle, sample, y), x, y, gradient)
+            gradients, y = lower_gradient(oracle, sample, y)
+            yield _by_graph(oracle, gradients, x, y, gradient)
 
 
 def kept_system(oracle: Oracle, sample: Sample) -> LowerSystem:
@@ -88,7 +87,8 @@ def kept_system(oracle: Oracle, sample: Sample) -> LowerSystem:
     A graph over live leaves saves the leaves themselves, so they hold the same values again while it is used.
     """
     with oracle.placed() as (x, y):
-        system = _by_graph(oracle, lower_gradient(oracle, sample, y), x, y, True)
+        gradients, y = lower_gradient(oracle, sample, y)
+        system = _by_graph(oracle, gradients, x, y, True)
 
     def back(function: Callable[[Vector], Vector]) -> Callable[[Vector], Vector]:
         def placed(v: Vector) -> Vector:
@@ -104,22 +104,17 @@ def kept_system(oracle: Oracle, sample: Sample) -> LowerSystem:
     return LowerSystem(system.gradient, back(system.hvp), back(system.cross), both)
 
 
-def lower_gradient(oracle: Oracle, sample: Sample, y: Vector) -> Sequence[Tensor | None]:
-    """Gradient of g in the variables y, with a graph, at what is placed."""
-    if oracle.sharded:
-        raise RuntimeError(
-            "sharded lower parameters (DTensor) have first derivatives only in torch; use a first-order method "
-            "(F2SA) or hvp='finite-difference'"
-        )
-    gradients, _ = _graph(oracle, "lower", sample, y, y)
+def lower_gradient(oracle: Oracle, sample: Sample, y: Vector) -> tuple[Sequence[Tensor | None], Vector]:
+    """Gradient of g in y, with a graph, at what is placed; and the variables y (full parameters if y is sharded)."""
+    gradients, _, y = _graph(oracle, "lower", sample, y, y)
     oracle.session.require_reached(gradients, oracle.lower_names)
-    return gradients
+    return gradients, y
 
 
 def _graph(
     oracle: Oracle, level: str, sample: Sample, y: Vector, variables: Vector
-) -> tuple[Sequence[Tensor | None], Tensor]:
-    """Gradient of a loss in variables, with a graph that can be differentiated once more, and the loss."""
+) -> tuple[Sequence[Tensor | None], Tensor, Vector]:
+    """Gradient of a loss in variables, with a graph that can be differentiated once more; the loss; the variables."""
     found = oracle.session.found
     with twice_differentiable(plain=bool(found.fused)):
         loss = oracle.session.dependent(level, oracle.value(level, sample), y)
@@ -127,7 +122,12 @@ def _graph(
             found.fused = has_fused(loss)
             if found.fused:
                 return _graph(oracle, level, sample, y, variables)
-        return oracle.differentiate(loss, variables, graph=True), loss
+        if oracle.sharded:
+            variables = oracle.session.gathered.full(variables)
+        gradients = oracle.differentiate(loss, variables, graph=True)
+        if oracle.sharded:
+            oracle.session.gathered.require_kept()
+        return gradients, loss, variables
 
 
 def pulled(
@@ -157,11 +157,12 @@ def pulled(
 def _by_graph(oracle: Oracle, gradients: Sequence[Tensor | None], x: Vector, y: Vector, gradient: bool) -> LowerSystem:
     """The system of a gradient with a graph."""
     session = oracle.session
+    x = session.gathered.full(x) if oracle.sharded else x
     variables = {"lower": y, "upper": x, "both": Vector((*x, *y))}
     like = {"lower": oracle.y, "upper": oracle.x, "both": Vector((*oracle.x, *oracle.y))}
 
     def product(v: Vector, wrt: str) -> Vector:
-        products = pulled(gradients, variables[wrt], v, plain=bool(session.found.fused))
+        products = _products(oracle, gradients, variables[wrt], v, like[wrt], at=y)
         if wrt != "lower":
             session.note_reached(products[: len(x)])
         return Vector(oracle.averaged(_filled(products, like[wrt]))[0])
@@ -169,7 +170,27 @@ def _by_graph(oracle: Oracle, gradients: Sequence[Tensor | None], x: Vector, y: 
     if not gradient:
         return _counted(oracle, Vector(), product)
     oracle.count("lower_grad")
-    return _counted(oracle, oracle.averaged(_filled(gradients, oracle.y).detach())[0], product)
+    own = _filled(_own(oracle, gradients, oracle.y), oracle.y).detach()
+    return _counted(oracle, oracle.averaged(own)[0], product)
+
+
+def _products(
+    oracle: Oracle,
+    gradients: Sequence[Tensor | None],
+    variables: Vector,
+    v: Vector,
+    like: Vector,
+    *,
+    at: Vector | None = None,
+) -> Sequence[Tensor | None]:
+    """Derivatives of <gradients, v>, in shards where the parameters are; ``at``: what they are gradients in."""
+    if oracle.sharded:
+        v = oracle.session.gathered.gathered(v, variables if at is None else at)
+    return _own(oracle, pulled(gradients, variables, v, plain=bool(oracle.session.found.fused)), like)
+
+
+def _own(oracle: Oracle, results: Sequence[Tensor | None], like: Vector) -> Sequence[Tensor | None]:
+    return oracle.session.gathered.scattered(results, like) if oracle.sharded else results
 
 
 def _by_differences(oracle: Oracle, sample: Sample, gradient: bool) -> LowerSystem:
@@ -213,14 +234,16 @@ def _counted(oracle: Oracle, gradient: Vector, product: Product) -> LowerSystem:
 
     def cross(v: Vector) -> Vector:
         oracle.count("jvp")
-        result = product(v, "upper")
+        with span("cross product"):
+            result = product(v, "upper")
         oracle.checks.finite("jvp", result)
         return result
 
     def both(v: Vector) -> tuple[Vector, Vector]:
         oracle.count("hvp")
         oracle.count("jvp")
-        result = product(v, "both")
+        with span("cross product"):
+            result = product(v, "both")
         oracle.checks.finite("jvp", result)
         return Vector(result[:split]), Vector(result[split:])
 
@@ -239,7 +262,9 @@ def lower_matrices(oracle: Oracle, sample: Sample) -> tuple[Vector, Tensor, Tens
             products = [stack([Vector((*c, *h))]) for c, h in pairs]
     else:
         with oracle.session.buffers_kept(), oracle.placed() as (x, y):
-            gradients = lower_gradient(oracle, sample, y)
+            if oracle.sharded:
+                raise ValueError("matrices of second derivatives need lower parameters that are not sharded (DTensor)")
+            gradients, _ = lower_gradient(oracle, sample, y)
             variables = Vector((*x, *y))
             gradient = Vector(oracle.averaged(_filled(gradients, oracle.y).detach())[0])
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.ranks import Ranks
+from ..distributed.sharding import Gathered
 from .buffers import Buffers
 from .checks import Checks
 from .evaluation import Evaluation, in_place
@@ -68,6 +69,7 @@ class Session:
         buffers: module buffers that evaluations change.
         counts: oracle calls of this step.
         checks: flags to be read at its end.
+        gathered: full parameters of sharded modules.
         warned: keys of the warnings that were given before.
         buffers_skipped: some module would have updated buffers at a point that is not the one to be kept.
     """
@@ -77,6 +79,7 @@ class Session:
     buffers: Buffers = field(default_factory=Buffers)
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
     checks: Checks = field(default_factory=Checks)
+    gathered: Gathered = field(default_factory=Gathered)
     buffers_skipped: bool = False
     warned: set[str] = field(default_factory=set)
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .profiling import span
+
 __all__ = ["Objective", "Sample"]
 
 
@@ -28,7 +30,9 @@ class Objective:
             the loss would have. The loss is then called with its result alone: ``loss(features(batch))``. Methods
             evaluate it without a graph, and once for all steps at one x on one batch, wherever only derivatives in y
             are wanted: with a frozen backbone and a head that adapts, lower steps cost what the head costs. Its random
-            numbers (dropout) are drawn once for such steps. Default: none.
+            numbers (dropout) are drawn once for such steps. If it has a method ``stacked``, that is called for the
+            batches of several tasks, stacked, and returns their features stacked: for a backbone that normalises over
+            tasks, or is faster outside of ``vmap``. Default: none.
 
     Raises:
         ValueError: if ``features`` depends on a lower parameter; at the first draw, if ``data`` is empty or can be
@@ -67,7 +71,11 @@ class Objective:
 
         ``once`` promises that there will be a single evaluation, which saves keeping the random state.
         """
-        return self.sample(*(() if self.data is None else (self._next(),)), once=once)
+        if self.data is None:
+            return self.sample(once=once)
+        with span("draw"):
+            batch = self._next()
+        return self.sample(batch, once=once)
 
     def sample(self, *arguments: Any, once: bool = False) -> Sample:
         """The sample of a given batch (without an argument, for a loss without data)."""

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..kernels.counter import mixed_number
 from .vector import Vector
 
 __all__ = ["Counters", "device_of", "draw_index", "draw_seed", "hashed", "uniform_ball"]
-
-_MASK = (1 << 64) - 1
 
 
 class Counters:
@@ -33,9 +32,9 @@ class Counters:
 
     def generator(self, *counters: int) -> torch.Generator:
         """The generator of these counters, at its beginning; valid until the next call."""
-        value = _mixed(self.seed)
+        value = mixed_number(self.seed)
         for counter in counters:
-            value = _mixed(value ^ _mixed(counter + 1))
+            value = mixed_number(value ^ mixed_number(counter + 1))
         return self._generator.manual_seed(value >> 1)
 
 
@@ -43,7 +42,7 @@ def hashed(*numbers: int) -> int:
     """A well-mixed number below 2^63, a function of these."""
     state = 0
     for number in numbers:
-        state = _mixed(state + number)
+        state = mixed_number(state + number)
     return state >> 1
 
 
@@ -77,11 +76,3 @@ def uniform_ball(like: Sequence[Tensor], radius: float, generator: torch.Generat
     uniform = torch.rand((), generator=generator, dtype=torch.float32, device=device)
     length = radius * uniform.double() ** (1 / max(sum(t.numel() for t in like), 1))
     return Vector((n * (length / normal.norm())).to(n.dtype) for n in normal)
-
-
-def _mixed(value: int) -> int:
-    """The finaliser of SplitMix64."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
+from ..problem.profiling import span
 from ..problem.vector import Vector, is_sharded
 from .agd import AGD
+from .limits import Limits, changes
 
-__all__ = ["NOT_ELEMENTWISE", "LowerRule", "LowerRules", "Memory", "Solved", "sgd"]
+__all__ = ["NOT_ELEMENTWISE", "LowerRule", "LowerRules", "Memory", "Solved", "is_known", "needs_closure", "sgd"]
 
 Factory = Callable[[Any], Optimizer]
 Memory = list[dict[str, Any]]  # the optimizer's state (momentum and the like), one dict per tensor
@@ -28,11 +31,19 @@ _OURS = ("params", "level", "param_names", "initial_lr")
 
 
 class Solved(NamedTuple):
-    """Where lower steps ended: y, the optimizer's memory, and the last gradient (None without steps)."""
+    """Where lower steps ended.
+
+    Attributes:
+        y: the new values.
+        memory: the optimizer's memory.
+        gradient: the last gradient, before it was clipped; None without steps.
+        projected: whether the projection moved the last y, a boolean scalar; None without a projection.
+    """
 
     y: Vector
     memory: Memory
     gradient: Vector | None
+    projected: Tensor | None = None
 
 
 class LowerRule:
@@ -42,9 +53,15 @@ class LowerRule:
         factory: makes the optimizer from parameter groups, as ``torch.optim.Adam`` does.
         groups: the lower parameter groups, with their options.
         like: tensors shaped like y, in the order of the groups' parameters: y itself, or stacked copies.
+        limits: clipping and projection of every step. Default: none.
     """
 
-    def __init__(self, factory: Factory, groups: Sequence[dict[str, Any]], like: Vector) -> None:
+    def __init__(
+        self, factory: Factory, groups: Sequence[dict[str, Any]], like: Vector, limits: Limits | None = None
+    ) -> None:
+        self.limits = limits or Limits()
+        single = next((p for group in groups for p in group["params"]), None)
+        self.lead = like[0].dim() - single.dim() if isinstance(single, Tensor) else 0  # dimensions that number copies
         # The optimizer works on tensors of its own, which hold values during its steps only.
         self._empty = Vector(t.detach() if is_sharded(t) else t.new_zeros(()).expand(t.shape) for t in like)
         self._scratch = Vector(t.detach().requires_grad_() for t in self._empty)
@@ -57,7 +74,11 @@ class LowerRule:
             )
         # Some optimizers make their state at once; others with their first step.
         self._initial = [dict(self.optimizer.state.get(t, {})) for t in self._scratch]
-        self._kind = type(self.optimizer)
+        # An optimizer that is not what its class is known for has to make its steps itself.
+        known = is_known(self.optimizer)
+        self._kind = type(self.optimizer) if known else Optimizer
+        trial = [{"params": [torch.zeros(1, 1, requires_grad=True)], **_options(groups[0])}]
+        self._asks = needs_closure(self.optimizer if known else factory(trial))
 
     def follow(self, groups: Sequence[dict[str, Any]]) -> None:
         """Take over the options of the lower groups, which a scheduler may have changed."""
@@ -78,8 +99,7 @@ class LowerRule:
     @property
     def evaluates_once(self) -> bool:
         """Whether a step is known to evaluate the gradient once only (a line search may do so more often)."""
-        kind = self._kind
-        return kind is AGD or (kind.__module__.startswith("torch.optim.") and kind is not LBFGS)
+        return not self._asks
 
     def fresh(self) -> Memory:
         """The memory to begin with."""
@@ -87,6 +107,21 @@ class LowerRule:
 
     def step(self, y: Vector, memory: Memory, gradient: Gradient) -> Solved:
         """One step on the gradients that ``gradient`` evaluates, at y or where the optimizer asks for them."""
+        return self._limited(y, memory, gradient) if self.limits else self._step(y, memory, gradient)
+
+    def _limited(self, y: Vector, memory: Memory, gradient: Gradient) -> Solved:
+        last: list[Vector] = []
+
+        def clipped(at: Vector) -> tuple[Tensor, Vector]:
+            loss, slope = gradient(at)
+            last[:] = [slope]
+            return loss, self.limits.clipped(slope, self.lead)
+
+        new, memory, *_ = self._step(y, memory, clipped)
+        end = self.limits.projected(new, self.lead)
+        return Solved(end, memory, last[0], None if self.limits.projection is None else changes(new, end))
+
+    def _step(self, y: Vector, memory: Memory, gradient: Gradient) -> Solved:
         groups, kind = self.optimizer.param_groups, self._kind
         if kind is SGD and not any(g["momentum"] or g["weight_decay"] or g["maximize"] for g in groups):
             _, slope = gradient(y)
@@ -113,14 +148,18 @@ class LowerRule:
         last: list[Vector] = []
 
         def closure() -> Any:
-            loss, values = gradient(self._scratch.detach().clone() if not self.evaluates_once else y)
+            loss, values = gradient(self._scratch.detach().clone() if self._asks else y)
             last[:] = [values]
             for scratch, value in zip(self._scratch, values, strict=True):
                 scratch.grad = value.clone()  # the optimizer may write into it
             return loss
 
         try:
-            self.optimizer.step(closure)
+            if self._asks:
+                self.optimizer.step(closure)
+            else:  # hooks before the step see the gradient
+                closure()
+                self.optimizer.step()
             values = self._scratch.detach()
             kept = [dict(self.optimizer.state[scratch]) for scratch in self._scratch]
         finally:
@@ -143,10 +182,11 @@ class LowerRule:
         that norm is the last one.
         """
         solved = Solved(y, memory, None)
-        for _ in range(steps):
-            solved = self.step(solved.y, solved.memory, draw())
-            if tol > 0 and solved.gradient is not None and solved.gradient.norm() <= tol:
-                break
+        with span("lower solve"):
+            for _ in range(steps):
+                solved = self.step(solved.y, solved.memory, draw())
+                if tol > 0 and solved.gradient is not None and solved.gradient.norm() <= tol:
+                    break
         return solved
 
 
@@ -154,11 +194,11 @@ class LowerRules:
     """The rules of one optimizer, made once for the shapes of y and of each stack of copies; a cache.
 
     Args:
-        factory: as of `LowerRule`.
+        factory, limits: as of `LowerRule`.
     """
 
-    def __init__(self, factory: Factory) -> None:
-        self._factory = factory
+    def __init__(self, factory: Factory, limits: Limits | None = None) -> None:
+        self._factory, self._limits = factory, limits
         self._made: list[LowerRule] = []
 
     def __call__(self, groups: Sequence[dict[str, Any]], like: Vector) -> LowerRule:
@@ -168,8 +208,35 @@ class LowerRules:
                 rule.follow(groups)
                 return rule
         del self._made[:-7]
-        self._made.append(LowerRule(self._factory, groups, like))
+        self._made.append(LowerRule(self._factory, groups, like, self._limits))
         return self._made[-1]
+
+
+def is_known(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is one of torch's or ours as it comes: no subclass, without hooks, its step its own."""
+    own, kind = vars(optimizer), type(optimizer)
+    hooked = any(own.get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post"))
+    return (kind is AGD or kind.__module__.startswith("torch.optim.")) and not hooked and "step" not in own
+
+
+def needs_closure(probe: Optimizer) -> bool:
+    """Whether steps evaluate gradients themselves, so that they cannot do without a closure.
+
+    ``probe`` is such an optimizer of parameters of no interest; one that is not known has to make a step.
+    """
+    closure = inspect.signature(type(probe).step).parameters.get("closure")
+    if isinstance(probe, LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
+        return True
+    if is_known(probe):
+        return False
+    for group in probe.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    try:
+        probe.step()
+    except Exception:  # for want of a closure, or it will be seen again with one
+        return True
+    return False
 
 
 def sgd(group: dict[str, Any], y: Tensor, memory: dict[str, Any], gradient: Tensor) -> tuple[Tensor, dict[str, Any]]:

@@ -12,7 +12,9 @@ from ..problem.objective import Sample
 from ..problem.vector import Vector, stack
 from .lower import LowerRule
 
-__all__ = ["Paths"]
+__all__ = ["STACK", "Paths"]
+
+STACK = 1 << 22  # entries of x and y of the paths that run together: beyond that each path is work enough
 
 
 class Paths:
@@ -38,9 +40,14 @@ class Paths:
         self.oracle, self.samples, self._rule, self._from_upper = oracle, samples, rule, from_upper
 
     def at_once(self, n: int) -> int:
-        """How many of n paths run together."""
+        """How many of n paths run together; if all of them may, as many as `STACK` allows."""
         session = self.oracle.session
-        return 1 if self.oracle.sharded or session.found.fallback else session.options.at_once(n)
+        if self.oracle.sharded or session.found.fallback:
+            return 1
+        if session.options.vectorize is True:
+            entries = sum(t.numel() for t in (*self.oracle.x, *self.oracle.y))
+            n = min(n, max(STACK // max(entries, 1), 1))
+        return session.options.at_once(n)
 
     def run(self, upper: Vector) -> tuple[Vector, Vector | None]:
         """Ends of the paths from these x, tensors of shape (n, ...), and the last lower gradients there."""

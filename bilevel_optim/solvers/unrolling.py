@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from ..problem.vector import Vector
-from .lower import Memory, sgd
+from .lower import LowerRule, Memory, sgd
 
 __all__ = ["can_be_unrolled", "update_vjp"]
 
@@ -22,20 +22,20 @@ def can_be_unrolled(optimizer: Optimizer) -> bool:
 
 
 def update_vjp(
-    optimizer: Optimizer,
+    rule: LowerRule,
     values: Vector,
     memory: Memory,
     gradient: Vector,
     adjoint: Vector,
     memory_adjoint: list[dict[str, Tensor]],
 ) -> tuple[Vector, list[dict[str, Tensor]], Vector]:
-    r"""Pull adjoints back through one update :math:`(y, m) \mapsto U(y, m, \nabla g)` of an optimizer.
+    r"""Pull adjoints back through one update :math:`(y, m) \mapsto P(U(y, m, C(\nabla g)))` of a lower optimizer.
 
     Args:
-        optimizer: the optimizer whose update it is.
+        rule: whose update it is, with its clipping C and projection P.
         values: y before the update.
         memory: its state m before the update, one dict per tensor.
-        gradient: the gradient that the update used.
+        gradient: the gradient that the update used, before it was clipped.
         adjoint: derivative of the final value in the updated y.
         memory_adjoint: the same for the updated state (missing entries are zero).
 
@@ -46,7 +46,8 @@ def update_vjp(
     g = Vector(v.detach().clone().requires_grad_() for v in gradient)
     with torch.enable_grad():
         m = [{key: _leaf(value, v) for key, value in state.items()} for state, v in zip(memory, y, strict=True)]
-        new_y, new_m = _updated(optimizer, y, m, g)
+        new_y, new_m = _updated(rule.optimizer, y, m, rule.limits.clipped(g, rule.lead))
+        new_y = [*rule.limits.projected(Vector(new_y), rule.lead)]
     outputs, seeds = list(new_y), list(adjoint)
     for state, seed in zip(new_m, memory_adjoint, strict=True):
         outputs += [state[key] for key in seed]

@@ -27,7 +27,6 @@ Benchmark: Dagreou, Ablin, Vaiter, Moreau (2022), arXiv:2201.13409, and github.c
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -42,6 +41,7 @@ import bilevel_optim as bo
 
 from ..common import Parser, gradients, median_curve, plot, rows, save, share, show, spend, summary, tuned
 from ..common.methods import decaying, stochastic
+from ..common.records import Records
 from ..problems.images import load_images
 from ..problems.libsvm import load_libsvm
 from ..problems.problem import WHOLE, Index, Part, Problem
@@ -284,30 +284,16 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if wrong := [name for name in chosen if name not in fits]:
         parser.error(f"--methods {wrong[0]} is for many lower problems (recipes.hyper_regularization)")
     stem = args.out / f"bilevel_suite_{label.replace(' ', '_').replace('=', '').replace(',', 'x')}"
-    path, made = Path(f"{stem}.records.jsonl"), 0
-    lines = path.read_text().splitlines() if path.exists() else []
-    records = {json.dumps(r["setting"], sort_keys=True): r for r in map(json.loads, lines)}
+    path = Path(f"{stem}.records.jsonl")
+    records = Records(path)
 
     def record(name: str, rates: tuple[float, float], seed: int) -> dict[str, Any]:
-        nonlocal made
         setting = {
             "problem": label, "method": name, "step": rates[0], "ratio": rates[1], "seed": seed,
             "seconds": args.seconds, "batch": args.batch, "evaluations": args.evaluations,
         }  # fmt: skip
-        key = json.dumps(setting, sort_keys=True)
-        if key not in records:
-            made += 1
-            records[key] = {
-                "setting": setting,
-                "step": rates[0],
-                "ratio": rates[1],
-                **run(problem, name, *rates, seed, args),
-            }
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as file:
-                file.write(json.dumps(records[key]) + "\n")
-        found: dict[str, Any] = records[key]
-        return found
+        chosen = {"step": rates[0], "ratio": rates[1]}
+        return records.get(setting, lambda: {**chosen, **run(problem, name, *rates, seed, args)})
 
     grid = [(step, ratio) for step in steps for ratio in ratios]
     found = tuned(chosen, grid, record, "value", args.seeds)
@@ -333,8 +319,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if problem.test_error(problem.y) is not None:
         panels.append(("seconds", "test_error", {"ylabel": "test error"}))
     plot(stem, title, curves, panels)
-    print(f"{made} new runs in {path}")
-    return save(args, stem, {"start": start, "new_runs": made, "best": best})
+    print(f"{records.made} new runs in {path}")
+    return save(args, stem, {"start": start, "new_runs": records.made, "best": best})
 
 
 if __name__ == "__main__":

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import bilevel_optim as bo
 
@@ -14,14 +17,33 @@ from ..problems.softmax import Softmax
 from .experiment import Point, Trial
 from .runner import follow
 
-__all__ = ["descend"]
+__all__ = ["descend", "tested", "upper_loss"]
+
+Score = Callable[[Any, Tensor, Tensor], float]
 
 
-def descend(trial: Trial, problem: Problem, **options: Any) -> list[Point]:
-    """Steps of one method until its oracle calls are spent; ``rate`` in the setting is in units of 1/L."""
+@torch.no_grad()
+def upper_loss(problem: Problem, x: Tensor, solution: Tensor) -> float:
+    """f(x, y*(x))."""
+    return float(problem.upper(x, solution))
+
+
+@torch.no_grad()
+def tested(problem: Softmax, x: Tensor, solution: Tensor) -> float:
+    """Loss on the test data."""
+    return float(F.cross_entropy(problem.test.features @ solution, problem.test.labels))
+
+
+def descend(trial: Trial, problem: Problem, score: Score = upper_loss, **options: Any) -> list[Point]:
+    """Steps of one method until its oracle calls are spent, scored by a function of x and y*(x).
+
+    In the setting, ``rate`` is the lower learning rate in units of 1/L, and ``adam`` the learning rate of Adam on x in
+    place of the method's own step.
+    """
     torch.manual_seed(trial.seed)
     x, y = problem.start()
     setting = dict(trial.setting)
+    adam = torch.optim.Adam([x], lr=setting.pop("adam", 1.0)) if "adam" in setting else None
     options = {"lower_lr": setting.pop("rate", 1.0) * problem.lower_lr, **options, **setting}
     optimizer: bo.BilevelOptimizer = trial.make(
         [x], [y], generator=torch.Generator().manual_seed(trial.seed), **options
@@ -31,12 +53,19 @@ def descend(trial: Trial, problem: Problem, **options: Any) -> list[Point]:
     def measure() -> dict[str, float]:
         nonlocal solution
         solution = problem.solution(x, solution)
-        found = {"score": float(problem.upper(x, solution).detach())}
+        found = {"score": score(problem, x, solution)}
         if isinstance(problem, Softmax):
             found["accuracy"] = problem.accuracy(solution)
         return found
 
+    def step() -> None:
+        losses = lambda: problem.upper(x, y), lambda: problem.lower(x, y)
+        if adam is None:
+            optimizer.step(*losses)
+        else:
+            optimizer.backward(*losses)
+            adam.step()
+
     return follow(
-        lambda: optimizer.step(lambda: problem.upper(x, y), lambda: problem.lower(x, y)),
-        measure, lambda: gradients(optimizer), trial.budget, trial.scale["evaluations"],
+        step, measure, lambda: gradients(optimizer), trial.budget, trial.scale["evaluations"],
     )  # fmt: skip

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from ..common import interval
 from .experiment import Better, Within
 
-__all__ = ["Interval", "Verdict", "interval", "judge"]
+__all__ = ["Verdict", "judge"]
 
-# Student's t at 97.5 % by degrees of freedom; beyond, that of the last.
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-           2.120, 2.110, 2.101, 2.093, 2.086)  # fmt: skip
 HOLDS, FAILS, UNDECIDED, OTHER = "HOLDS", "FAILS", "UNDECIDED", "NOT DUE TO METHOD"
 FEWEST = 3  # seeds
-
-
-class Interval(NamedTuple):
-    """A mean and its 95 % interval."""
-
-    mean: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.mean:.4g} [{self.low:.4g}, {self.high:.4g}]"
 
 
 class Verdict(NamedTuple):
@@ -37,15 +23,6 @@ class Verdict(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.word}: {self.reason}" if self.reason else self.word
-
-
-def interval(values: Sequence[float]) -> Interval:
-    """Of the mean of values that vary about normally (Student's t)."""
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return Interval(mean, -math.inf, math.inf)
-    half = STUDENT[min(len(values) - 2, len(STUDENT) - 1)] * statistics.stdev(values) / math.sqrt(len(values))
-    return Interval(mean, mean - half, mean + half)
 
 
 def judge(

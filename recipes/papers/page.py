@@ -8,10 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..common import environment, plot, save_json
+from ..common import environment, interval, plot, save_json
 from ..common.records import Missing, Records
 from .experiment import Better, Experiment
-from .judge import interval
 from .runner import Outcome, execute
 
 __all__ = ["RESULTS", "config_of", "keep", "page", "summary", "write_page"]
@@ -19,18 +18,18 @@ __all__ = ["RESULTS", "config_of", "keep", "page", "summary", "write_page"]
 RESULTS = Path(__file__).parent / "results"
 INTRODUCTION = """# The papers' experiments
 
-Made by `python -m recipes.papers report` from the records in `results/`: {} of {} experiments have been run at the scale
-`cpu`, whose sizes and budgets suit a small machine (below, with all departures from the papers). Verdicts are computed, by
-the rules of `judge.py`:
+Made by `python -m recipes.papers report` from the records in `results/`: {} of {} experiments have been run at the
+scale `cpu`, whose sizes and budgets suit a small machine (below, with all departures from the papers). Verdicts are
+computed, by the rules of `judge.py`:
 
 * **HOLDS**: the 95 % interval of the paired differences lies above the smallest one that counts, for every rival.
 * **FAILS**: it lies below that, for some rival.
 * **NOT DUE TO METHOD**: it would hold, but a control without what the claim is about has at least half of the gain.
-* **UNDECIDED**: the interval says neither, a best setting is at an edge, there are fewer than three seeds or no control, or
-  the budget is too small.
+* **UNDECIDED**: the interval says neither, a best setting is at an edge, there are fewer than three seeds or no
+  control, or the budget is too small.
 
-Scores: less is better; in brackets 95 % intervals over seeds. Every method has the best setting of a grid, which goes on
-until no neighbour is better, chosen with another seed than those it is judged with.
+Scores: less is better; in brackets 95 % intervals over seeds. Every method has the best setting of a grid, which goes
+on until no neighbour is better, chosen with another seed than those it is judged with.
 
 | experiment | claim | paper | here | verdict | at equal seconds | minutes |
 |---|---|---|---|---|---|---|"""
@@ -39,10 +38,14 @@ until no neighbour is better, chosen with another seed than those it is judged w
 def config_of(experiment: Experiment, scale: str, folder: Path) -> None:
     """Write what decides the numbers beside the records; refuse records that were made with something else."""
     path, config = folder / "config.json", json.loads(json.dumps(experiment.config(scale)))
-    if path.exists() and json.loads(path.read_text())["config"] != config:
-        raise SystemExit(f"the records in {folder} were made with other settings: remove them, or put these back")
-    if not path.exists():
-        save_json(path, {"config": config, "environment": environment()})
+    known = json.loads(path.read_text()) if path.exists() else {"config": config, "environment": environment()}
+
+    def decisive(numbers: dict[str, Any]) -> dict[str, Any]:  # a setting stands beside its record anyway
+        return {key: value for key, value in numbers.items() if key not in ("grids", "shares", "moves", "seeds")}
+
+    if decisive(known["config"]) != decisive(config):
+        raise SystemExit(f"the records in {folder} were made with other numbers: remove them, or put these back")
+    save_json(path, {**known, "config": config})
 
 
 def summary(experiment: Experiment, outcome: Outcome) -> dict[str, Any]:
@@ -134,6 +137,7 @@ def write_page(experiments: Iterable[Experiment]) -> Path:
             records = Records(RESULTS / experiment.source / "records.jsonl", frozen=True)
             found = summary(experiment, execute(experiment, "cpu", records))
         except Missing:
+            (RESULTS / experiment.id / "verdict.json").unlink(missing_ok=True)  # of what was searched before
             continue
         save_json(RESULTS / experiment.id / "verdict.json", found)
     path = Path(__file__).parent / "RESULTS.md"

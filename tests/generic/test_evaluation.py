@@ -1,6 +1,7 @@
 """How losses are evaluated makes no difference: vmap or loop, features apart or inline, precision, device, ranks."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -152,6 +153,11 @@ SHARDED = {
     "F2SA-1, Adam": (bo.F2SA, {"order": 1, "lower_optimizer": torch.optim.Adam, "normalize": False}),
     "AID, differences": (bo.AID, {"hvp": "finite-difference", "linear_solver": "fixed_point"}),
     "FirstOrder": (bo.FirstOrder, {}),
+    # Second derivatives: the module keeps its full parameters after a backward pass.
+    "AID": (bo.AID, {"damping": 1.0}, True),
+    "ITD": (bo.ITD, {"lower_optimizer": partial(torch.optim.SGD, momentum=0.5)}, True),
+    "StocBiO": (bo.StocBiO, {}, True),
+    "SOBA": (bo.SOBA, {}, True),
 }
 
 
@@ -171,14 +177,17 @@ def on_data(row, group=None, rank=None):
     return outcome(row, steps=3, rank=rank, process_group=group, generator=seeded(rank or 0))[0]
 
 
-def sharded(cls, options, rank=None):
-    """With the module under FSDP2 if there is a rank; half of the data each."""
+def sharded(cls, options, kept=False, rank=None):
+    """With the module under FSDP2 if there is a rank; half of the data each. Also what the module says afterwards."""
     torch.manual_seed(0)
     X, t, Xv = torch.randn(20, 8), torch.randint(0, 4, (20,)), torch.randn(20, 8)
     net, x = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), torch.zeros(20, requires_grad=True)
     half = slice(None) if rank is None else slice(10 * rank, 10 * rank + 10)
     if rank is not None:
+        fully_shard(net[0])
         fully_shard(net)
+        if kept:
+            net.set_reshard_after_backward(False)
         options = {**options, "process_group": dist.group.WORLD}
 
     def lower():
@@ -187,16 +196,21 @@ def sharded(cls, options, rank=None):
     def upper():
         return F.cross_entropy(net(Xv[half]), t[half])
 
-    optimizer = cls([x], net.parameters(), lr=0.5, lower_lr=0.1, lower_steps=3, **options)
+    options = options if cls is bo.SOBA else {"lower_steps": 3, **options}
+    optimizer = cls([x], net.parameters(), lr=0.5, lower_lr=0.1, **options)
     for _ in range(3):
         optimizer.step(upper, lower)
-    return flat([x, *(p.full_tensor() if rank is not None else p for p in net.parameters())])
+    with torch.no_grad():
+        outputs = net(X)
+    if rank is not None:
+        net.reshard()
+    return flat([x, *(p.full_tensor() if rank is not None else p for p in net.parameters()), outputs])
 
 
 def everything(group=None, rank=None):
     found = {f"data {row.name}": on_data(row, group, rank) for row in DATA}
     found |= {f"tasks {row.name}": on_tasks(row, group) for row in (*TASKS, *CONTEXTS)}
-    return found | {f"sharded {name}": sharded(*row, rank) for name, row in SHARDED.items()}
+    return found | {f"sharded {name}": sharded(*row, rank=rank) for name, row in SHARDED.items()}
 
 
 def run(rank, address, results):
@@ -204,8 +218,8 @@ def run(rank, address, results):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
     results[rank] = {name: value.tolist() for name, value in everything(dist.group.WORLD, rank).items()}
-    with pytest.raises(RuntimeError, match="first derivatives only"):
-        sharded(bo.AID, {}, rank)
+    with pytest.raises(RuntimeError, match="set_reshard_after_backward"):
+        sharded(bo.AID, {}, rank=rank)
     dist.destroy_process_group()
 
 

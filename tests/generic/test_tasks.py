@@ -242,3 +242,41 @@ def test_features_of_tasks_are_evaluated_once():
         problem.evaluations["features"] = 0
         problem.run(optimizer)
     assert problem.evaluations["features"] == 2
+
+
+class Whitened:
+    """Features of one task, or of several, normalised by the largest input of each."""
+
+    def __init__(self, x):
+        self.x, self.together = x, 0
+
+    def __call__(self, batch):
+        return batch[0] @ self.x / batch[0].abs().amax(), batch[1]
+
+    def stacked(self, batch):
+        self.together += 1
+        return batch[0] @ self.x / batch[0].abs().amax((1, 2), keepdim=True), batch[1]
+
+
+@each(("AID", "ITD", "F2SA", "PZOBO", "ANIL", "BOME", "DLSGD"))
+def test_features_may_be_those_of_all_tasks_together(row):
+    """The same numbers as under vmap, from one call for all tasks."""
+    found = []
+    for together in (False, True):
+        torch.manual_seed(0)
+        tasks = bo.TensorTasks((torch.randn(3, 6, 4), torch.randint(0, 2, (3, 6))))
+        x, y = torch.randn(4, 5, requires_grad=True), torch.zeros(5, 2, requires_grad=True)
+        start = [y.detach().clone().requires_grad_()] if row.cls.declared.initial else []
+
+        def loss(part, y=y):
+            return F.cross_entropy(part[0] @ y, part[1]) + 0.1 * y.square().sum()
+
+        features = Whitened(x)
+        objective = bo.Objective(loss, features=features if together else features.__call__)
+        optimizer = row([x, *start], [y], short=True)
+        optimizer.backward(objective, objective, tasks=tasks)
+        torch.manual_seed(1)
+        optimizer.backward(objective, objective, tasks=tasks)
+        found.append(x.grad.clone())
+        assert bool(features.together) == together
+    close(*found, 1e-10, 1e-10)

@@ -129,6 +129,7 @@ def test_epochs_of_one_problem_are_means_of_gradient_steps():
         assert float(mean[0]) == pytest.approx(1 + expected, rel=1e-14)
     rest = epoch_sgd(oracle, means[1], 2, lambda e: [0.9 * 2.0**-e], first=3)
     assert [float(mean[0]) for mean in rest] == [float(mean[0]) for mean in means[2:]]
+    assert bo.epoch_sgd(oracle, oracle.y, 4, rates=0.9) == means
     assert float(y.detach()) == 4.0
 
 

@@ -206,7 +206,7 @@ def test_a_rule_takes_groups_and_touches_no_parameter():
     ]
     rule = LowerRule(partial(torch.optim.SGD, momentum=0.0), groups, Vector([a, b]))
     draw = lambda: lambda y: (torch.zeros(()), ones)  # noqa: E731
-    y, memory, _ = rule.run(Vector([a, b]).detach(), rule.fresh(), 2, draw)
+    y, memory, *_ = rule.run(Vector([a, b]).detach(), rule.fresh(), 2, draw)
     torch.testing.assert_close(y[0], torch.full((2,), 0.8))
     torch.testing.assert_close(y[1], torch.full((3,), 1 - 0.2 - 0.3))
     assert a.grad.eq(7.0).all()
@@ -230,11 +230,11 @@ def test_a_run_ends_with_the_step_that_found_a_small_gradient():
         return lambda y: (y.dot(y) / 2, y)
 
     start = Vector([torch.ones(1)])
-    y, _, gradient = rule.run(start, rule.fresh(), 10, draw, tol=0.25)
+    y, _, gradient, _ = rule.run(start, rule.fresh(), 10, draw, tol=0.25)
     assert (float(y[0]), float(gradient[0]), len(drawn)) == (1 / 8, 1 / 4, 3)
-    y, _, gradient = rule.run(start, rule.fresh(), 10, draw)
+    y, _, gradient, _ = rule.run(start, rule.fresh(), 10, draw)
     assert (float(y[0]), float(gradient[0]), len(drawn)) == (2.0**-10, 2.0**-9, 13)
-    assert rule.run(start, rule.fresh(), 0, draw) == (start, [{}], None)
+    assert rule.run(start, rule.fresh(), 0, draw) == (start, [{}], None, None)
 
 
 @pytest.mark.parametrize("factory", [torch.optim.SGD, torch.optim.Adam, torch.optim.LBFGS, AGD])
@@ -269,7 +269,7 @@ def test_derivative_of_an_unrolled_solve(name):
         for _ in range(steps):
             gradient = Vector([H @ y[0] - b])
             record.append((y, memory, gradient))
-            y, memory, _ = rule.step(y, memory, lambda y, gradient=gradient: (torch.zeros(()), gradient))
+            y, memory, *_ = rule.step(y, memory, lambda y, gradient=gradient: (torch.zeros(()), gradient))
         return y[0]
 
     record = []
@@ -277,7 +277,7 @@ def test_derivative_of_an_unrolled_solve(name):
     adjoint, memory_adjoint, total = Vector([seed]), [{}], torch.zeros(3)
     for y, memory, gradient in reversed(record):
         before = y.clone(), copy.deepcopy(memory)
-        adjoint, memory_adjoint, g = update_vjp(rule.optimizer, y, memory, gradient, adjoint, memory_adjoint)
+        adjoint, memory_adjoint, g = update_vjp(rule, y, memory, gradient, adjoint, memory_adjoint)
         assert torch.equal(y[0], before[0][0])
         assert same_memory(memory, before[1])
         total = total - g[0]  # d(Hy - b)/db = -1

@@ -171,3 +171,33 @@ def test_step_hooks_see_every_way_to_step(row):
     problem.apply(optimizer.backward)
     optimizer.step()
     assert calls == ["pre", "post"] * 3
+
+
+# What a profile shows of a step, beside torch's own "Optimizer.step#...".
+RANGES = {
+    "AID": {"draw", "lower solve", "linear solve", "cross product"},
+    "F2SA": {"draw", "lower solve"},
+    "SOBA": {"draw", "cross product"},
+}
+
+
+@each(tuple(RANGES))
+def test_a_profile_names_the_parts_of_a_step(row):
+    problem = row.cleaning("batches")
+    optimizer = row(problem.x, problem.y, short=True)
+    problem.run(optimizer)
+    with torch.profiler.profile() as profile:
+        problem.run(optimizer)
+    names = {event.key for event in profile.key_averages()}
+    assert {name.removeprefix("bilevel_optim.") for name in names if "bilevel_optim." in name} == RANGES[row.name]
+    assert f"Optimizer.step#{row.cls.__name__}.step" in names
+
+
+@each(TOOLED)
+def test_the_representation_shows_levels_and_arguments(row):
+    _, optimizer = made(row)
+    text = repr(optimizer)
+    assert text.startswith(f"{row.cls.__name__}(")
+    for i, group in enumerate(optimizer.param_groups):
+        assert f"({i}) {group['level']}: {sum(p.numel() for p in group['params'])} numbers" in text
+    assert "bilevel" not in text

@@ -37,6 +37,15 @@ class Initialised(BilevelOptimizer):
             )
         return Vector(start)
 
+    def learned_start(self, oracle: Oracle) -> Vector:
+        """The initial point."""
+        return self.initial(oracle)
+
+    def load_start(self) -> None:
+        """Write the initial point that was learned into the live lower parameters, those of the model."""
+        lower = Vector(self._parameters("lower"))
+        lower.copy_(self._parameters("upper")[-len(lower) :])
+
     def begun(self, oracle: Oracle, given: Given) -> tuple[Oracle, Given]:
         """Where adaptation starts, with a lower optimizer that begins anew."""
         start = Vector(s.expand_as(t).clone() for s, t in zip(self.initial(oracle), oracle.y, strict=True))
@@ -64,7 +73,8 @@ class MAML(Initialised, ITD):
 
     *When.* Few-shot learning, as the baseline that everybody knows. *Needs* second derivatives and one graph per lower
     step. It does not converge to a solution of the bilevel problem: few steps are part of the model. The exact
-    derivative through the steps, as in `ITD`, and through their start.
+    derivative through the steps, as in `ITD`, and through their start. After training, ``adapt`` gives the parameters
+    for a new task, and ``load_start()`` puts the initial values into the lower parameters.
 
     *Cost per step* and task, T lower steps: T lower gradients (2 T with ``checkpoint``), T Hessian-vector and T cross
     products, 1 upper gradient. *Draws*: one lower batch for each lower step, then one upper batch.

@@ -114,6 +114,11 @@ class RAGDA(Accelerated, MinimaxOptimizer):
         self.newton_correction, self.linear_steps = newton_correction, linear_steps
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **options)
 
+    @property
+    def stationary(self) -> bool:
+        """Only with the adjoint term."""
+        return self.newton_correction
+
     def hypergradient(self, oracle: Oracle, given: Given) -> Estimate:
         """The gradient in x, with the adjoint term if that is asked for."""
         if not self.newton_correction:

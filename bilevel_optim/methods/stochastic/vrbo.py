@@ -10,7 +10,7 @@ from torch import Tensor
 from ...hypergradient import Estimate
 from ...optimizer.base import CommonOptions
 from ...optimizer.declaration import Method, counts
-from ...optimizer.step import Given, changed
+from ...optimizer.step import Given, changed, require_interior
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, is_count, require
 from ...problem.vector import Vector
@@ -146,8 +146,10 @@ class VRBO(NeumannMethod):
             if not stands and not (ends and anchor):
                 last, estimate = self._moved(point, last, given, with_upper=not anchor)
             if not ends:
-                y, memory, _ = rule.step(point.y, memory, partial(_along, last.u))
-                point = point.at(lower=y)
+                solved = rule.step(point.y, memory, partial(_along, last.u))
+                point, memory = point.at(lower=solved.y), solved.memory
+                if t == self.lower_steps - 1:
+                    require_interior(oracle, rule, solved)
         oracle.checks.finite("lower_grad", point.y)
         if anchor:
             u, estimate = self._lower_anchor(point), self._anchor(point, given)

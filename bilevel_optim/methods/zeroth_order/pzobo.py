@@ -37,8 +37,9 @@ class PZOBO(ZerothOrder):
     Compare with `FirstOrder`, to see whether the indirect term contributes.
 
     *Cost per step*: N (Q + 1) lower gradients (N (2Q + 1) for central differences), 1 upper gradient. *Memory*: the
-    paths that run together (``vectorize``); directions are made again from their seed, never stored. *Draws*: one seed
-    from ``generator``; N lower batches, each shared by all paths; then one upper batch.
+    paths that run together (``vectorize``), however many directions there are: these are made again from their seed,
+    entry by entry, and never stored. *Draws*: one seed from ``generator``; N lower batches, each shared by all paths;
+    then one upper batch.
 
     The live y is set to the end of the unperturbed path. Module buffers (running statistics) advance once per step,
     there.
@@ -67,7 +68,8 @@ class PZOBO(ZerothOrder):
             each task has its own, which has less variance. Default: True.
         lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`. Each path has
             its own optimizer state, which starts anew in every step; the optimizer must treat every entry alone (SGD,
-            Adam; not LBFGS). ``vectorize`` is about the paths: all stacked, chunks of that many, or one after another.
+            Adam; not LBFGS). ``vectorize`` is about the paths: True, all stacked, but no more at
+            a time than have :math:`2^{22}` entries of x and y; chunks of that many; or one after another.
 
     State: ``initial`` y without warm starts.
 

@@ -1,0 +1,157 @@
+"""A rank that fails ends the step on all ranks: how they hear of it, without a message more while all goes well."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import RankError
+
+__all__ = ["Exchange", "exchange", "report"]
+
+PATIENCE = timedelta(seconds=0.2)  # after which a waiting rank looks whether another has failed
+_epochs: Counter[str] = Counter()  # failures so far in each group: all ranks count alike, as each ends a step on all
+
+
+class Exchange(NamedTuple):
+    """A collective operation, described so that a rank can take part in it that has nothing to say."""
+
+    kind: str  # "sum", or "first" for the values of the first rank
+    size: int
+    dtype: str
+    device: str
+
+    @classmethod
+    def of(cls, kind: str, flat: Tensor) -> Exchange:
+        return cls(kind, flat.numel(), str(flat.dtype).removeprefix("torch."), flat.device.type)
+
+    def begun(self, group: Any, flat: Tensor | None = None) -> Any:
+        """The operation on a tensor; on zeros by default."""
+        if flat is None:
+            flat = torch.zeros(self.size, dtype=getattr(torch, self.dtype), device=self.device)
+        if self.kind == "sum":
+            return dist.all_reduce(flat, group=group, async_op=True)
+        return dist.broadcast(flat, group=group, group_src=0, async_op=True)
+
+
+def exchange(group: Any, kind: str, flat: Tensor) -> Tensor:
+    """The sum over the ranks (``"sum"``), or the values of the first (``"first"``), written into a flat tensor.
+
+    Raises:
+        RankError: if another rank has failed, or is gone.
+    """
+    operation = Exchange.of(kind, flat)
+    work = operation.begun(group, flat)
+    if "gloo" not in str(dist.get_backend(group)) or flat.device.type != "cpu":
+        work.wait()  # on the device's stream: the host goes on
+        return flat
+    while True:
+        try:
+            work.wait(PATIENCE)
+        except RuntimeError as error:
+            if work.is_completed():
+                raise _gone(group, error) from error
+        else:
+            return flat
+        try:
+            _look(group, operation, work)
+        except dist.DistError as error:
+            raise _gone(group, error) from error
+
+
+def _look(group: Any, pending: Exchange, work: Any) -> None:
+    """Raise if a rank has failed, but first let it complete the exchange that waits for it."""
+    board = _Board(group)
+    gone = board.found("gone")
+    if gone:  # nobody can complete anything
+        raise RankError("; ".join(gone.values()))
+    failed = board.found("failed")
+    if not failed:
+        return
+    board.post("waits", "|".join(map(str, pending)))
+    with suppress(RuntimeError):  # the step ends anyway
+        work.wait(board.limit)
+    board.close()
+    raise RankError("; ".join(f"rank {rank} failed: {reason}" for rank, reason in failed.items()))
+
+
+def _gone(group: Any, error: Exception) -> RankError:
+    """The error of a rank that finds another one missing; the rest, who may not notice, are told."""
+    reason = f"a rank is gone: {error}"
+    with suppress(RuntimeError):  # it may have held the store
+        _Board(group).post("gone", reason)
+    return RankError(reason)
+
+
+def report(group: Any, error: BaseException) -> None:
+    """Let the other ranks know that this one has failed, and wait until they have stopped too."""
+    if isinstance(error, RankError) or "gloo" not in str(dist.get_backend(group)):
+        return
+    try:
+        board = _Board(group)
+        board.post("failed", f"{type(error).__name__}: {error}")
+        others = [rank for rank in range(dist.get_world_size(group)) if rank != dist.get_rank(group)]
+        waiting = board.until(lambda: board.stopped(others))
+        if waiting:  # they all wait in the same exchange, as all ranks make the same ones
+            kind, size, dtype, device = waiting[0].split("|")
+            Exchange(kind, int(size), dtype, device).begun(group).wait(board.limit)
+        board.close()
+    except (RuntimeError, TimeoutError) as lost:  # the store or a rank is gone: nobody is left to be told
+        error.add_note(f"The other ranks could not be told: {lost}")
+
+
+class _Board:
+    """What the ranks of a group write for each other to read, when a step fails."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.name = group, str(group.group_name)
+        self.store, self.rank = group.get_group_store(), dist.get_rank(group)
+        options = group._get_backend(torch.device("cpu")).options
+        self.limit: timedelta = getattr(options, "_timeout", timedelta(minutes=30))
+
+    def _key(self, what: str, rank: int) -> str:
+        return f"bilevel_optim/{_epochs[self.name]}/{what}/{rank}"
+
+    def post(self, what: str, text: str) -> None:
+        self.store.set(self._key(what, self.rank), text)
+
+    def _read(self, what: str, rank: int) -> str | None:
+        key = self._key(what, rank)
+        return self.store.get(key).decode() if self.store.check([key]) else None
+
+    def found(self, what: str) -> dict[int, str]:
+        """What the ranks have written under this heading."""
+        found = {rank: self._read(what, rank) for rank in range(dist.get_world_size(self.group))}
+        return {rank: reason for rank, reason in found.items() if reason is not None}
+
+    def stopped(self, ranks: list[int]) -> list[str] | None:
+        """What those of the ranks wait in that have not failed themselves; None while one of them goes on."""
+        waits = []
+        for rank in ranks:
+            waiting = self._read("waits", rank)
+            if waiting is not None:
+                waits.append(waiting)
+            elif self._read("failed", rank) is None:
+                return None
+        return waits
+
+    def until(self, found: Callable[[], list[str] | None]) -> list[str]:
+        """What is found in the end."""
+        end = time.monotonic() + self.limit.total_seconds()
+        while (result := found()) is None:
+            if time.monotonic() > end:
+                raise TimeoutError("no answer in time")
+            time.sleep(0.01)
+        return result
+
+    def close(self) -> None:
+        """The next failure is another one."""
+        _epochs[self.name] += 1

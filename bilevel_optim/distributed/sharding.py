@@ -1,0 +1,101 @@
+"""Sharded parameters (FSDP2): the full ones that a forward pass uses in their place, and the way there and back."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from ..problem.vector import Vector, is_sharded
+
+__all__ = ["Gathered"]
+
+
+class Gathered:
+    """What is known of the FSDP modules that a loss calls.
+
+    Gathered parameters are not gathered again before they have been dropped, so a module that keeps them would go on
+    with the values of another point. They are dropped before each evaluation, and at the end of a step.
+    """
+
+    def __init__(self) -> None:
+        self._modules: list[Any] = []
+        self._full: dict[int, Tensor] = {}
+
+    @contextmanager
+    def watching(self) -> Generator[None]:
+        """Evaluate inside the block at what the shards hold now, and note the full parameters."""
+        from torch.distributed.fsdp import FSDPModule  # takes longer to import than all of this package
+
+        sites: dict[nn.Module, list[tuple[nn.Module, str, Tensor]]] = {}
+        self._full = {}
+
+        def before(module: nn.Module, _: Any) -> None:
+            if isinstance(module, FSDPModule) and module not in sites:
+                module.reshard()
+                sites[module] = [
+                    (part, name, parameter)
+                    for part in module.modules()
+                    for name, parameter in part.named_parameters(recurse=False)
+                    if is_sharded(parameter)
+                ]
+                if not any(module is known for known in self._modules):
+                    self._modules.append(module)
+
+        def after(module: nn.Module, *_: Any) -> None:  # before FSDP's own hook, which may drop them
+            for part, name, parameter in sites.get(module, ()):
+                full = getattr(part, name)
+                if not is_sharded(full):
+                    self._full[id(parameter)] = full
+
+        handles = register_module_forward_pre_hook(before), register_module_forward_hook(after)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def full(self, parameters: Sequence[Tensor]) -> Vector:
+        """The full parameters of the last evaluation; those that are not sharded as they are."""
+        return Vector(self._full.get(id(p), p) for p in parameters)
+
+    def require_kept(self) -> None:
+        """Raise if the full parameters have been dropped although there is more to differentiate."""
+        if any(not full.untyped_storage().size() for full in self._full.values()):
+            raise RuntimeError(
+                "second derivatives need the full parameters after a backward pass, but the sharded module has dropped "
+                "them: call module.set_reshard_after_backward(False), or use a method of first derivatives (F2SA) or "
+                "hvp='finite-difference'"
+            )
+
+    def release(self) -> None:
+        """Drop what is gathered."""
+        for module in self._modules:
+            module.reshard()
+        self._full = {}
+
+    @staticmethod
+    def gathered(vector: Sequence[Tensor], like: Sequence[Tensor]) -> Vector:
+        """A vector in full, as the derivatives in the full parameters ``like`` take it."""
+        return Vector(
+            v.full_tensor().to(full.dtype) if is_sharded(v) and not is_sharded(full) else v  # type: ignore[attr-defined]
+            for v, full in zip(vector, like, strict=True)
+        )
+
+    @staticmethod
+    def scattered(results: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor | None]:
+        """Derivatives in full parameters, of each rank's own data, as shards of their mean."""
+        from torch.distributed.tensor import DTensor, Partial
+
+        return [
+            DTensor.from_local(t.to(p.dtype), p.device_mesh, [Partial()] * p.device_mesh.ndim).redistribute(
+                placements=p.placements
+            )
+            / p.device_mesh.size()
+            if t is not None and isinstance(p, DTensor) and not is_sharded(t)
+            else t
+            for t, p in zip(results, like, strict=True)
+        ]

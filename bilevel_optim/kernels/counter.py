@@ -1,0 +1,76 @@
+"""Random numbers by counter: a hash of a key and an index, the same in Python, in torch and in a GPU program."""
+
+from __future__ import annotations
+
+from math import pi
+
+import torch
+from torch import Tensor
+
+__all__ = ["mixed", "mixed_number", "precise", "remainders", "units"]
+
+GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+SHIFTS = (30, 27, 31)
+_MASK = (1 << 64) - 1
+
+
+def mixed_number(value: int) -> int:
+    """The finaliser of SplitMix64, a number below 2^64."""
+    value = (value + GOLDEN) & _MASK
+    value = ((value ^ (value >> SHIFTS[0])) * FIRST) & _MASK
+    value = ((value ^ (value >> SHIFTS[1])) * SECOND) & _MASK
+    return value ^ (value >> SHIFTS[2])
+
+
+def mixed(values: Tensor) -> Tensor:
+    """The same of every entry: 64 bits each, as integers with a sign."""
+    values = values + _signed(GOLDEN)  # from here on in place: memory is most of the cost
+    values.bitwise_xor_(_shifted(values, SHIFTS[0])).mul_(_signed(FIRST))
+    values.bitwise_xor_(_shifted(values, SHIFTS[1])).mul_(_signed(SECOND))
+    return values.bitwise_xor_(_shifted(values, SHIFTS[2]))
+
+
+def remainders(keys: Tensor, divisor: int) -> Tensor:
+    """What divisions leave of keys, taken as numbers below 2^63 as `problem.random.hashed` makes them."""
+    return _shifted(keys, 1) % divisor
+
+
+def precise(dtype: torch.dtype) -> torch.dtype:
+    """The precision that numbers for tensors of a dtype are made in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def units(kind: str, keys: Tensor, rows: Tensor, period: int, index: Tensor, dtype: torch.dtype) -> Tensor:
+    r"""Entries of mean 0 and variance 1 for each key, made of the 64 bits h = mixed(key + i) at position i.
+
+    * ``"normal"``: :math:`\sqrt{-2 \ln a} \cos 2 \pi b`, with a the upper 32 bits of h and b the lower ones;
+    * ``"sign"``: 1 or -1, by the highest bit of h;
+    * ``"hartley"``: that sign times entry i of the row of a Hartley transform, cos + sin of 2 pi i row / period.
+
+    Args:
+        kind: one of these.
+        keys: integers, of a shape that broadcasts with ``index``, as the result has it.
+        rows: of the transform, likewise.
+        period: its size.
+        index: positions.
+        dtype: of the result, float32 or float64.
+    """
+    bits = mixed(keys + index)
+    if kind == "normal":
+        # Half a unit is added to the upper part, whose logarithm is taken.
+        radius = _shifted(bits, 32).to(dtype).add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
+        return bits.bitwise_and_(0xFFFFFFFF).to(dtype).mul_(2 * pi * 2.0**-32).cos_().mul_(radius)
+    signs = (_shifted(bits, 63) * 2 - 1).to(dtype)
+    if kind == "sign":
+        return signs
+    angle = (index * rows % period).double() / period * (2 * pi)
+    return (angle.cos() + angle.sin()).to(dtype) * signs
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _shifted(values: Tensor, by: int) -> Tensor:
+    """Shifted to the right without the sign."""
+    return (values >> by).bitwise_and_((1 << (64 - by)) - 1)

@@ -1,0 +1,281 @@
+"""The Triton programs, and their launches: imported only where there is a GPU, or Triton's interpreter."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .counter import precise
+
+__all__ = ["accumulated", "cg_step", "perturbed", "row_update_", "squares"]
+
+BLOCK = 1024
+
+
+@triton.jit
+def _mixed(values):
+    values = values + 0x9E3779B97F4A7C15
+    values = (values ^ (values >> 30)) * 0xBF58476D1CE4E5B9
+    values = (values ^ (values >> 27)) * 0x94D049BB133111EB
+    return values ^ (values >> 31)
+
+
+@triton.jit
+def _units(key, row, period, index, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """`counter.units` of one key."""
+    bits = _mixed(key.to(tl.uint64) + index.to(tl.uint64))
+    if KIND == "normal":
+        radius = tl.sqrt(-2.0 * tl.log(((bits >> 32).to(DTYPE) + 0.5) * 2.3283064365386963e-10))
+        return radius * tl.cos((bits & 0xFFFFFFFF).to(DTYPE) * 1.4629180792671596e-09)
+    signs = ((bits >> 63).to(tl.int64) * 2 - 1).to(DTYPE)
+    if KIND == "sign":
+        return signs
+    angle = ((index * row) % period).to(tl.float64) / period * 6.283185307179586
+    return (tl.cos(angle) + tl.sin(angle)).to(DTYPE) * signs
+
+
+@triton.jit
+def _perturb(
+    out, point, factors, keys, rows, period, offset, n, count,
+    KIND: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # Programs that follow each other have the same part of the point, which then comes from the cache.
+    program = tl.program_id(0).to(tl.int64)
+    q, at = program % count, program // count * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    u = _units(tl.load(keys + q), tl.load(rows + q), period, offset + at, KIND, DTYPE)
+    p = tl.load(point + at, mask=inside).to(DTYPE)
+    moved = p + tl.load(factors + q) * u
+    tl.store(out + q * n + at, moved.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _accumulate(
+    out, coefficients, keys, rows, period, offset, n, count,
+    KIND: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), DTYPE)
+    for q in range(count):
+        u = _units(tl.load(keys + q), tl.load(rows + q), period, offset + at, KIND, DTYPE)
+        total += tl.load(coefficients + q) * u
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < n)
+
+
+@triton.jit
+def _square(
+    out, keys, rows, period, offset, n, parts,
+    KIND: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    q, part = program // parts, program % parts
+    at = part * BLOCK + tl.arange(0, BLOCK)
+    u = _units(tl.load(keys + q), tl.load(rows + q), period, offset + at, KIND, DTYPE).to(tl.float64)
+    tl.store(out + program, tl.sum(tl.where(at < n, u * u, 0.0)))
+
+
+@triton.jit
+def _total(parts, lane, count, BLOCK: tl.constexpr):
+    """The sum of what the blocks of a lane found."""
+    total = tl.zeros((BLOCK,), tl.float64)
+    for k in range(0, count, BLOCK):
+        at = k + tl.arange(0, BLOCK)
+        total += tl.load(parts + lane * count + at, mask=at < count, other=0.0)
+    return tl.sum(total)
+
+
+@triton.jit
+def _alpha(rr, active, curvature):
+    """Step length, and whether the curvature forbids it."""
+    negative = active & (curvature <= 0)
+    going = active & (curvature > 0)
+    return tl.where(going, rr / tl.where(going, curvature, 1.0), 0.0), going, negative
+
+
+@triton.jit
+def _curvatures(parts, p, hp, n, count, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    program = tl.program_id(0).to(tl.int64)
+    lane, at = program // count, program % count * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    product = tl.load(p + lane * n + at, mask=inside, other=0.0).to(DTYPE)
+    product *= tl.load(hp + lane * n + at, mask=inside, other=0.0).to(DTYPE)
+    tl.store(parts + program, tl.sum(product.to(tl.float64)))
+
+
+@triton.jit
+def _move(
+    new_v, new_r, lengths, v, r, p, hp, curvatures, rr, active, n, count, DTYPE: tl.constexpr, BLOCK: tl.constexpr
+):
+    program = tl.program_id(0).to(tl.int64)
+    lane, at = program // count, program % count * BLOCK + tl.arange(0, BLOCK)
+    inside, at = at < n, lane * n + at
+    curvature = _total(curvatures, lane, count, BLOCK)
+    alpha, _, _ = _alpha(tl.load(rr + lane), tl.load(active + lane) != 0, curvature)
+    alpha = alpha.to(DTYPE)
+    moved = tl.load(v + at, mask=inside, other=0.0).to(DTYPE)
+    moved += tl.load(p + at, mask=inside, other=0.0).to(DTYPE) * alpha
+    left = tl.load(r + at, mask=inside, other=0.0).to(DTYPE)
+    left = (left - tl.load(hp + at, mask=inside, other=0.0).to(DTYPE) * alpha).to(new_r.dtype.element_ty)
+    tl.store(new_v + at, moved.to(new_v.dtype.element_ty), mask=inside)
+    tl.store(new_r + at, left, mask=inside)
+    left = left.to(DTYPE)
+    tl.store(lengths + program, tl.sum((left * left).to(tl.float64)))
+
+
+@triton.jit
+def _turn(
+    new_p, new_rr, negatives, r, p, lengths, curvatures, rr, active, n, count,
+    DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    lane, part = program // count, program % count
+    at = part * BLOCK + tl.arange(0, BLOCK)
+    inside, at = at < n, lane * n + at
+    before, after = tl.load(rr + lane), _total(lengths, lane, count, BLOCK)
+    curvature = _total(curvatures, lane, count, BLOCK)
+    _, going, negative = _alpha(before, tl.load(active + lane) != 0, curvature)
+    beta = tl.where(going, after / tl.where(before > 0, before, 1.0), 0.0).to(DTYPE)
+    turned = tl.load(r + at, mask=inside).to(DTYPE) + tl.load(p + at, mask=inside).to(DTYPE) * beta
+    tl.store(new_p + at, turned.to(new_p.dtype.element_ty), mask=inside)
+    if part == 0:
+        tl.store(new_rr + lane, tl.where(going, after, before))
+        tl.store(negatives + lane, negative)
+
+
+@triton.jit
+def _updated(
+    position, velocity, drift, new, old, rates, groups, row, i, kinds, keep, shrink, a, at, inside,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """A part of a row of both tables: caught up, and the velocity updated; and the step along it."""
+    group = tl.load(groups + at, mask=inside, other=0)
+    w = tl.load(velocity + row + at, mask=inside, other=0.0).to(DTYPE)
+    y = tl.load(position + row + at, mask=inside, other=0.0).to(DTYPE) - tl.load(drift + i * kinds + group) * w
+    seen = tl.load(new + at, mask=inside, other=0.0).to(DTYPE)
+    seen -= keep * tl.load(old + at, mask=inside, other=0.0).to(DTYPE)
+    w = (keep * shrink * w + a * seen).to(velocity.dtype.element_ty)
+    return y, w, tl.load(rates + group) * w.to(DTYPE)
+
+
+@triton.jit
+def _update_row(
+    outside, position, velocity, ids, drift, shrink, new, old, scale, rates, groups, settings, n, kinds,
+    DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64)
+    row, s, a = tl.load(ids + i) * n, tl.load(shrink + i), tl.load(scale + i)
+    keep, tau, radius = tl.load(settings).to(DTYPE), tl.load(settings + 1).to(DTYPE), tl.load(settings + 2)
+    new, old = new + i * n, old + i * n
+    square = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, n, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        y, w, step = _updated(
+            position, velocity, drift, new, old, rates, groups, row, i, kinds, keep, s, a, at, at < n, DTYPE
+        )
+        target = (y - step).to(tl.float64)
+        square += tl.where(at < n, target * target, 0.0)
+    length = tl.sqrt(tl.sum(square))
+    beyond = length > radius
+    within = tl.where(beyond, radius / length, 1.0).to(DTYPE)
+    tl.store(outside + i, beyond)
+    for start in range(0, n, BLOCK):  # made again instead of kept: the projection needs the length of the whole row
+        at = start + tl.arange(0, BLOCK)
+        y, w, step = _updated(
+            position, velocity, drift, new, old, rates, groups, row, i, kinds, keep, s, a, at, at < n, DTYPE
+        )
+        moved = (1 - tau) * y + tau * ((y - step) * within)
+        tl.store(position + row + at, moved.to(position.dtype.element_ty), mask=at < n)
+        tl.store(velocity + row + at, w, mask=at < n)
+
+
+def perturbed(
+    point: Tensor, factors: Tensor, keys: Tensor, rows: Tensor, period: int, offset: int, kind: str
+) -> Tensor:
+    """`seeded.perturbed` in one pass over the point."""
+    flat, n, count = point.reshape(-1).contiguous(), point.numel(), len(keys)
+    out = point.new_empty(count, *point.shape)
+    if out.numel():
+        _perturb[(triton.cdiv(n, BLOCK) * count,)](
+            out, flat, factors.to(precise(point.dtype)).contiguous(), keys.contiguous(), rows.contiguous(),
+            period, offset, n, count, KIND=kind, DTYPE=_dtype(point), BLOCK=BLOCK,
+        )  # fmt: skip
+    return out
+
+
+def accumulated(
+    like: Tensor, coefficients: Tensor, keys: Tensor, rows: Tensor, period: int, offset: int, kind: str
+) -> Tensor:
+    """`seeded.accumulated` in one pass over the result."""
+    out, n = like.new_empty(like.shape), like.numel()
+    if n:
+        _accumulate[(triton.cdiv(n, BLOCK),)](
+            out, coefficients.to(precise(like.dtype)).contiguous(), keys.contiguous(), rows.contiguous(),
+            period, offset, n, len(keys), KIND=kind, DTYPE=_dtype(like), BLOCK=BLOCK,
+        )  # fmt: skip
+    return out
+
+
+def squares(like: Tensor, keys: Tensor, rows: Tensor, period: int, offset: int, kind: str) -> Tensor:
+    """`seeded.squares`: a sum for each block, added up in an order that does not change."""
+    n, count = like.numel(), len(keys)
+    parts = triton.cdiv(n, BLOCK)
+    out = torch.zeros(count, parts, dtype=torch.float64, device=like.device)
+    if out.numel():
+        _square[(count * parts,)](
+            out, keys.contiguous(), rows.contiguous(), period, offset, n, parts,
+            KIND=kind, DTYPE=_dtype(like), BLOCK=BLOCK,
+        )  # fmt: skip
+    return out.sum(1)
+
+
+def cg_step(
+    v: Tensor, r: Tensor, p: Tensor, hp: Tensor, rr: Tensor, active: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`cg.cg_step` in three passes: each inner product has to be known before what follows."""
+    lanes, n = v.shape
+    count = triton.cdiv(n, BLOCK)
+    v, r, p, hp, rr, active = (t.contiguous() for t in (v, r, p, hp, rr, active))
+    new_v, new_r, new_p, new_rr, negative = (torch.empty_like(t) for t in (v, r, p, rr, active))
+    curvatures, lengths = rr.new_empty(2, lanes, count)
+    if lanes * count:
+        grid, sizes = (lanes * count,), {"DTYPE": _dtype(v), "BLOCK": BLOCK}
+        _curvatures[grid](curvatures, p, hp, n, count, **sizes)
+        _move[grid](new_v, new_r, lengths, v, r, p, hp, curvatures, rr, active, n, count, **sizes)
+        _turn[grid](new_p, new_rr, negative, new_r, p, lengths, curvatures, rr, active, n, count, **sizes)
+    return new_v, new_r, new_p, new_rr, negative
+
+
+def row_update_(
+    position: Tensor,
+    velocity: Tensor,
+    ids: Tensor,
+    drift: Tensor,
+    shrink: Tensor,
+    new: Tensor,
+    old: Tensor,
+    scale: Tensor,
+    rates: Tensor,
+    groups: Tensor,
+    keep: float,
+    tau: float,
+    radius: float,
+) -> Tensor:
+    """`rows.row_update_`, a program for each row."""
+    dtype, k = precise(position.dtype), len(ids)
+    outside = torch.empty(k, dtype=torch.bool, device=ids.device)
+    drift, shrink, scale, rates = (t.to(dtype).contiguous() for t in (drift, shrink, scale, rates))
+    settings = torch.tensor([keep, tau, radius], dtype=torch.float64, device=ids.device)
+    if k:
+        _update_row[(k,)](
+            outside, position, velocity, ids.contiguous(), drift, shrink, new.contiguous(),
+            old.contiguous(), scale, rates, groups.contiguous(), settings, position.shape[1], drift.shape[1],
+            DTYPE=_dtype(position), BLOCK=BLOCK,
+        )  # fmt: skip
+    return outside
+
+
+def _dtype(t: Tensor) -> tl.dtype:
+    """The precision of numbers for a tensor."""
+    return tl.float64 if precise(t.dtype) == torch.float64 else tl.float32

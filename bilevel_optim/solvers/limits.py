@@ -1,0 +1,102 @@
+"""Clipping of lower gradients, and projection of y after each lower step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..problem.parameters import is_number, require
+from ..problem.vector import Vector
+
+__all__ = ["Clip", "Limits", "Projection", "changes", "limits_of"]
+
+Clip = float | tuple[str, float]
+Projection = Callable[[list[Tensor]], Tensor | Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Limits:
+    r"""What every lower step is limited by: :math:`y \leftarrow P(U(y, m, C(\nabla g)))`.
+
+    Leading dimensions of stacked copies are left apart: each copy is clipped by its own norm and projected alone.
+
+    Attributes:
+        clip: ``("norm", c)``: gradients of norm above c, over all of y, are scaled to c; ``("value", c)``: every entry
+            is limited to [-c, c].
+        projection: takes the values of the lower tensors as a list, and returns their projections.
+        interior: whether who uses it takes y for a stationary point, so that the projection must not decide where y is.
+    """
+
+    clip: tuple[str, float] | None = None
+    projection: Projection | None = None
+    interior: bool = False
+
+    def __bool__(self) -> bool:
+        return self.clip is not None or self.projection is not None
+
+    def clipped(self, gradient: Vector, lead: int) -> Vector:
+        """C: a gradient, whose first ``lead`` dimensions number copies."""
+        if self.clip is None:
+            return gradient
+        kind, bound = self.clip
+        if kind == "value":
+            # Infinity less itself is NaN: what is not finite is to be seen, and not to be clipped.
+            return Vector(t.clamp(-bound, bound) + (t - t).detach() for t in gradient)
+        squares = [t.square().reshape(*t.shape[:lead], -1).sum(-1) for t in gradient]
+        square = torch.stack(squares).sum(0)
+        factor = bound / torch.where(square > bound**2, square, bound**2).sqrt()
+        return Vector(t * factor.to(t.dtype).reshape((*factor.shape, *[1] * (t.dim() - lead))) for t in gradient)
+
+    def projected(self, y: Vector, lead: int) -> Vector:
+        """P: the values of y, likewise."""
+        if self.projection is None:
+            return y
+        if not lead:
+            return self._one(y)
+        lanes = Vector(t.flatten(0, lead - 1) for t in y)
+        ends = [self._one(lanes.lane(i)) for i in range(len(lanes[0]))]
+        return Vector(torch.stack(parts).reshape(t.shape) for parts, t in zip(zip(*ends, strict=True), y, strict=True))
+
+    def _one(self, y: Vector) -> Vector:
+        assert self.projection is not None
+        found = self.projection([t.clone() for t in y])  # which it may write into
+        given = [found] if isinstance(found, Tensor) else list(found) if isinstance(found, Sequence) else []
+        if [(t.shape, t.dtype) if isinstance(t, Tensor) else None for t in given] != [(t.shape, t.dtype) for t in y]:
+            raise ValueError(
+                "lower_projection takes the list of the lower tensors' values and must return as many tensors of the "
+                f"same shapes and types: {[tuple(t.shape) for t in y]}, but returned {_described(found)}"
+            )
+        if any(t.requires_grad for t in y) and not any(t.requires_grad for t in given):
+            raise ValueError(
+                "lower_projection cannot be differentiated through: its result has no graph (a detach, numpy or "
+                "torch.no_grad in it); write it in differentiable operations, or use a method that does not "
+                "differentiate the lower steps, such as F2SA or PZOBO"
+            )
+        return Vector(given)
+
+
+def changes(before: Vector, after: Vector) -> Tensor:
+    """Whether a projection did more than rounding, a boolean scalar."""
+    return (after - before).norm() > 100 * torch.finfo(before[0].dtype).eps * before.norm()
+
+
+def limits_of(clip: Any, projection: Any, *, interior: bool) -> Limits:
+    """The limits that the arguments ``lower_clip`` and ``lower_projection`` stand for; raises for others."""
+    pair = ("norm", clip) if is_number(clip) else clip
+    good = isinstance(pair, tuple) and len(pair) == 2 and pair[0] in ("norm", "value") and is_number(pair[1])
+    require("lower_clip", clip, clip is None or (good and 0 < pair[1] < math.inf))
+    require("lower_projection", projection, projection is None or callable(projection))
+    return Limits(None if clip is None else (pair[0], float(pair[1])), projection, interior)
+
+
+def _described(found: Any) -> Any:
+    if isinstance(found, Tensor):
+        return tuple(found.shape)
+    if isinstance(found, (list, tuple)):
+        return [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in found]
+    return type(found).__name__

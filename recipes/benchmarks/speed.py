@@ -1,0 +1,314 @@
+r"""Processor time of a step of every method: eager, captured, by hand and in JAX, on problems of five sizes.
+
+    python -m recipes.benchmarks.speed                                     # hours: one record after the other
+    python -m recipes.benchmarks.speed --problems logistic --methods soba aid itd
+    python -m recipes.benchmarks.speed --problems mlp lenet --methods aid-neumann itd f2sa --entries eager step hand
+
+============ ================================================================== =======================
+problem      lower variables                                                    upper variables
+============ ================================================================== =======================
+``logistic`` 22 weights, batches of 64                                          a log-penalty for each
+``softmax``  softmax regression 64-10, batches of 64                            weights of the examples
+``mlp``      MLP 784-256-10, batches of 64                                      weights of the examples
+``lenet``    LeNet, batches of 64                                               weights of the examples
+``tasks``    a head for each of 16 tasks with 25 images                         a body of four convolutions
+============ ================================================================== =======================
+
+``eager`` is ``optimizer.step``; ``step`` the same after ``optimizer.compile()``; ``run`` is ``optimizer.run`` of many
+steps at once after it; ``hand`` is the algorithm in plain functions, traced and compiled, a step at a time; ``jax`` the
+same functions in JAX, many steps in one jitted scan (``pip install bilevel-optim[bench]``). Ten lower steps and
+products where there are any, five for the last two problems.
+
+Every record is a process of its own, on one thread, whose entries are timed in turn; the figures are medians over the
+rounds. Compile times are seconds of the first calls less what these take later: cold with an empty cache of Inductor,
+warm in a second process with the cache of the first. The difference is the largest one from the eager iterates after
+three calls of so many steps, over their largest entry. A rerun makes only the records that are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import inspect
+import json
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+import bilevel_optim as bo
+from bilevel_optim.optimizer.declaration import methods
+from bilevel_optim.problem.random import draw_seed
+
+from ..common import Parser, alone, environment, figure, save, show
+from ..problems.shapes import SHAPES, TASKS, Shape, shape
+from . import in_jax
+from .by_hand import ALGORITHMS, DIRECTIONS, LR, MU, NU, RATE, TORCH, Oracles, compiled, drawn
+
+ENTRIES = ("eager", "step", "run", "hand", "jax")
+STEPS = {"logistic": 32, "softmax": 32, "mlp": 32, "lenet": 8, "tasks": 8}
+MATRICES = 2**22  # entries of the cross derivative up to which methods that keep it are measured
+CALLS = 3  # of every entry before it is timed
+LEFT_OUT = ("decay", "series", "matrices", "tasks")  # settings of `recipes.common.methods`
+PLACES = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"}
+Advance = Callable[[], object]
+
+
+def offered() -> dict[str, tuple[type[Any], dict[str, Any]]]:
+    """Every method in one configuration, and those that are measured in another one."""
+    found: dict[str, tuple[type[Any], dict[str, Any]]] = {}
+    for cls in methods().values():
+        known = cls.declared.configurations("stochastic") or cls.declared.configurations("quadratic")
+        arguments = known.get("", next(iter(known.values())))
+        kept = {name: value for name, value in arguments.items() if name not in (*LEFT_OUT, "direction", "difference")}
+        found[cls.declared.label or cls.__name__.lower()] = cls, kept
+    found["aid-neumann"] = bo.AID, {"linear_solver": "neumann"}
+    found["f2sa"] = bo.F2SA, {"order": 2, "normalize": False, "nu": NU}
+    found["rsvrb"] = bo.RSVRB, {"variant": "matrix_free"}
+    found["pzobo"] = bo.PZOBO, {"directions": DIRECTIONS, "smoothing": MU}
+    return found
+
+
+def optimizer_of(name: str, problem: Shape) -> tuple[bo.BilevelOptimizer, tuple[Any, ...], dict[str, Any]]:
+    """A method on a problem: the optimizer, and what its ``step`` takes."""
+    cls, arguments = offered()[name]
+    declared, known = cls.declared, inspect.signature(cls.__init__).parameters
+    if "matrices" in str(declared.configurations("stochastic")) and problem.entries > MATRICES:
+        raise ValueError(f"matrices of {problem.entries:,} entries")
+    arguments = {**arguments, "lr": LR, "lower_lr": RATE}
+    for steps in ("lower_steps", "linear_steps"):
+        if steps in known:
+            arguments[steps] = problem.steps
+    if "floor" in known:
+        arguments["floor"] = 0.02
+    if declared.random:
+        arguments["generator"] = torch.Generator().manual_seed(0)
+    extra: dict[str, Any] = {}
+    if problem.tasks is not None:
+        extra["tasks"] = problem.tasks
+        if declared.tasks == "rows":
+            problem.give_rows()
+            arguments |= {"task_batch": TASKS // 2} if "task_batch" in known else {}
+        elif declared.tasks != "none":
+            arguments["tasks_per_step"] = TASKS
+    x = list(problem.x)
+    if declared.initial:
+        x += [t.detach().clone().requires_grad_() for t in problem.y]
+    losses: tuple[Any, ...] = problem.objectives()
+    if declared.data == "finite_sum":
+        losses = problem.terms()
+    if declared.losses == 1:
+        losses = (problem.saddle(),)
+    return cls(x, list(problem.y), **arguments), losses, extra
+
+
+def library(name: str, problem: Shape, entry: str, steps: int) -> tuple[Advance, bo.BilevelOptimizer]:
+    """So many steps of a method: one by one, or at once."""
+    optimizer: Any
+    optimizer, losses, extra = optimizer_of(name, problem)
+    if entry != "eager":
+        optimizer.compile()
+    if entry == "run":
+        return lambda: optimizer.run(*losses, steps=steps, **extra), optimizer
+
+    def advance() -> None:
+        for _ in range(steps):
+            optimizer.step(*losses, **extra)
+
+    return advance, optimizer
+
+
+def by_hand(name: str, problem: Shape, steps: int) -> tuple[Advance, Callable[[], tuple[Any, ...]]]:
+    """So many steps by hand, and where they have led."""
+    recipe = ALGORITHMS[name]
+    start, step = recipe.make(Oracles(TORCH, problem.f, problem.g), problem.steps)
+    (up, low), (uppers, lowers) = recipe.draws(problem.steps), problem.streams()
+    x, y = (tuple(t.detach().clone() for t in ts) for ts in (problem.x, problem.y))
+    state: Any = None
+    call: Callable[..., Any] | None = None
+    generator = torch.Generator().manual_seed(0)
+
+    def advance() -> None:
+        nonlocal x, y, state, call
+        for _ in range(steps):
+            batches = [next(uppers) for _ in range(up)], [next(lowers) for _ in range(low)]
+            if call is None:
+                state = start(x, y, drawn(*batches))
+            if recipe.seeded:
+                state = (torch.tensor(draw_seed(generator)), *state[1:])
+            if call is None:
+                call = compiled(step, x, y, state, *batches)
+            x, y, state = call(x, y, state, *batches)
+
+    return advance, lambda: (*x, *y)
+
+
+def make(problem: str, name: str, entry: str, steps: int) -> tuple[Advance, Callable[[], Sequence[Any]], Any]:
+    """An entry: so many steps, the values of x and y, and the optimizer, if it has one."""
+    own = shape(problem)
+    if entry == "hand":
+        return *by_hand(name, own, steps), None
+    if entry == "jax":
+        return *in_jax.loop(problem, name, own, steps), None
+    advance, optimizer = library(name, own, entry, steps)
+    return advance, lambda: [t.detach() for t in (*own.x, *own.y)], optimizer
+
+
+def difference(found: Sequence[Any], expected: Sequence[Tensor]) -> float:
+    """The largest difference, over the largest entry."""
+    pairs = [(torch.as_tensor(a), b) for a, b in zip(found, expected, strict=True)]
+    return float(max((a - b).abs().max() for a, b in pairs) / max(b.abs().max() for _, b in pairs))
+
+
+def possible(problem: str, name: str, entries: Sequence[str]) -> list[str]:
+    """Those that there are."""
+    hand = name in ALGORITHMS and not ALGORITHMS[name].random and problem != "tasks"
+    jax = problem in in_jax.LOSSES and name in in_jax.METHODS and importlib.util.find_spec("jax") is not None
+    return [e for e in entries if e in ("eager", "step", "run") or (hand if e == "hand" else jax)]
+
+
+def measure(problem: str, name: str, entries: Sequence[str], steps: int, rounds: int) -> dict[str, Any]:
+    """All figures of a method on a problem, in this process; without rounds, only the compile times."""
+    torch.set_num_threads(1)
+    advances: dict[str, Advance] = {}
+    result: dict[str, Any] = {"us": {}, "compile": {}, "difference": {}, "fallback": {}, "errors": {}}
+    expected: Sequence[Tensor] = ()
+    for entry in possible(problem, name, entries):
+        try:
+            begin = time.perf_counter()
+            advance, values, optimizer = make(problem, name, entry, steps)
+            taken = [time.perf_counter() - begin]
+            for _ in range(CALLS):
+                begin = time.perf_counter()
+                advance()
+                taken.append(time.perf_counter() - begin)
+        except Exception as error:
+            result["errors"][entry] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            continue
+        advances[entry] = advance
+        result["compile"][entry] = max(sum(taken) - CALLS * taken[-1], 0.0)
+        if entry == "eager":
+            expected = [t.clone() for t in values()]
+        elif expected and not (name in ALGORITHMS and ALGORITHMS[name].random and entry == "jax"):
+            result["difference"][entry] = difference(values(), expected)
+        if optimizer is not None and "compile_fallback" in optimizer.diagnostics:
+            result["fallback"][entry] = str(optimizer.diagnostics["compile_fallback"])
+    found: dict[str, list[float]] = {entry: [] for entry in advances}
+    for _ in range(rounds):
+        for entry, advance in advances.items():
+            begin, calls = time.process_time(), 0
+            while calls == 0 or time.process_time() - begin < 0.1:
+                advance()
+                calls += 1
+            found[entry].append((time.process_time() - begin) / (calls * steps) * 1e6)
+    result["us"] = {entry: median(times) for entry, times in found.items() if times}
+    result["rounds"] = found
+    return result
+
+
+def record(problem: str, name: str, entries: Sequence[str], steps: int, rounds: int) -> dict[str, Any] | str:
+    """The figures of two processes: all with an empty cache, and the compile times with what it then holds."""
+    with tempfile.TemporaryDirectory() as cache:
+        options = ("--one", problem, name, "--entries", *entries, "--inner", steps, "--cache", cache)
+        cold = alone("recipes.benchmarks.speed", *options, "--rounds", rounds)
+        if isinstance(cold, str):
+            return cold
+        again = alone("recipes.benchmarks.speed", *options, "--compile-only")
+        cold["warm"] = {} if isinstance(again, str) else again["compile"]
+        return cold
+
+
+def line(name: str, r: dict[str, Any]) -> list[object]:
+    """A row of the table."""
+    us = r["us"]
+
+    def ratio(a: str, b: str) -> float | None:
+        return us[a] / us[b] if a in us and b in us else None
+
+    both = [f"{r['compile'][e]:.1f} / {r['warm'].get(e, float('nan')):.1f}" for e in ("step", "run") if e in us]
+    worst = max((d for e, d in r["difference"].items() if e in ("step", "run")), default=None)
+    notes = {**r["errors"], **r["fallback"]}
+    return [
+        name, *(us.get(e) for e in ENTRIES), ratio("eager", "step"), ratio("eager", "run"), ratio("step", "hand"),
+        ratio("run", "jax"), ", ".join(both) or None, worst, "; ".join(f"{e}: {t[:60]}" for e, t in notes.items()),
+    ]  # fmt: skip
+
+
+HEADER = (
+    "", *(f"{e} us" for e in ENTRIES), "eager/step", "eager/run", "step/hand", "run/jax",
+    "compile s, cold / warm", "difference", "notes",
+)  # fmt: skip
+
+
+def plot(stem: Path, results: dict[str, dict[str, dict[str, Any]]]) -> None:
+    """A panel for each problem: microseconds per step of every entry."""
+    with figure(stem, "Microseconds of processor time per step, one thread", (5.5 * len(results), 8)) as canvas:
+        axes = canvas.subplots(1, len(results), squeeze=False)[0]
+        for axis, (problem, rows) in zip(axes, results.items(), strict=True):
+            for entry, marker in zip(ENTRIES, "osDx^", strict=True):
+                known = [(i, r["us"][entry]) for i, r in enumerate(rows.values()) if entry in r["us"]]
+                if known:
+                    axis.plot([us for _, us in known], [i for i, _ in known], marker, label=entry)
+            axis.set(title=problem, xscale="log", xlabel="us per step")
+            axis.set_yticks(range(len(rows)), [*rows])
+            axis.invert_yaxis()
+            axis.grid(alpha=0.3)
+        axes[-1].legend()
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any] | None:
+    """Make the missing records; returns the numbers that are written."""
+    parser = Parser(__doc__)
+    parser.add_argument("--problems", nargs="+", choices=[*SHAPES], default=[*SHAPES], help="default: all")
+    parser.methods(offered(), [*offered()], "--methods")
+    parser.add_argument("--entries", nargs="+", choices=ENTRIES, default=[*ENTRIES], help="default: all")
+    parser.option("rounds", 5, "of timing")
+    parser.option("inner", 32, "steps of a call", shown=", ".join(f"{n} ({p})" for p, n in STEPS.items()))
+    parser.set_defaults(inner=None)
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # a record, in a process of its own
+    parser.add_argument("--cache", help=argparse.SUPPRESS)
+    parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse(arguments)
+    if args.one:
+        rounds = 0 if args.compile_only else args.rounds
+        with patch.dict(os.environ, PLACES, TORCHINDUCTOR_CACHE_DIR=args.cache), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            print(json.dumps(measure(args.one[0], args.one[1], args.entries, args.inner, rounds)))
+        return None
+    path = args.out / "speed.records.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    records = {json.dumps(r["setting"], sort_keys=True): r for r in map(json.loads, lines)}
+    results: dict[str, dict[str, dict[str, Any]]] = {}
+    for problem in args.problems:
+        results[problem] = {}
+        for name in args.methods:
+            steps = args.inner or STEPS[problem]
+            setting = {
+                "problem": problem, "method": name, "entries": args.entries, "inner": steps, "rounds": args.rounds,
+            }  # fmt: skip
+            key = json.dumps(setting, sort_keys=True)
+            if key not in records:
+                found = record(problem, name, args.entries, steps, args.rounds)
+                if isinstance(found, str):
+                    print(f"{problem}, {name}: {found}", flush=True)
+                    continue
+                records[key] = {"setting": setting, "environment": environment(), **found}
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("a") as file:
+                    file.write(json.dumps(records[key]) + "\n")
+            results[problem][name] = records[key]
+        show(shape(problem).title, HEADER, [line(name, r) for name, r in results[problem].items()])
+    plot(args.out / "speed", {problem: rows for problem, rows in results.items() if rows})
+    return save(args, args.out / "speed", {"results": results})
+
+
+if __name__ == "__main__":
+    main()

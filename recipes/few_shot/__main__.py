@@ -1,0 +1,63 @@
+"""Meta-train on N-way K-shot episodes and test on classes never seen.
+
+    python -m recipes.few_shot                                                        # scikit-learn's digits
+    python -m recipes.few_shot --data omniglot --data-root DIR --download --rotations
+    python -m recipes.few_shot --data miniimagenet --data-root DIR --backbone resnet12 --shot 5 --augment --device cuda
+
+``--learners`` has the meta-learners; `compare` tunes their learning rates, `benchmark` times them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..common import plot, save, show
+from .experiment import arguments, episodes_of, one
+from .learners import LEARNERS
+
+
+def _logged(path: Path) -> Any:
+    """Appends the figures of a step to a file, a line of JSON each."""
+
+    def log(step: int, figures: Mapping[str, float]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(json.dumps({"step": step, **figures}) + "\n")
+
+    return log
+
+
+def main(given: list[str] | None = None) -> dict[str, Any]:
+    """Run the program; returns the numbers that it writes."""
+    parser = arguments(__doc__)
+    parser.methods(LEARNERS, ["protonet", "first-order", "aid", "anil"], "--learners")
+    parser.option("lr", 3e-3, "of the outer optimizer")
+    parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoints in --out")
+    args = parser.parse(given)
+    episodes = episodes_of(args)
+    stem = args.out / f"few_shot_{args.data}_{args.backbone}_{args.way}way_{args.shot}shot"
+    results = {}
+    for name in args.learners:
+        checkpoint = Path(f"{stem}_{name}_seed{args.seed}.pt")
+        if not args.resume:
+            checkpoint.unlink(missing_ok=True)
+        log = _logged(checkpoint.with_suffix(".jsonl"))
+        results[name] = one(args, episodes, name, args.lr, args.seed, checkpoint=checkpoint, log=log)
+    budget = f"{args.steps} meta-steps" if args.steps else f"{args.seconds:g} s"
+    title = f"{args.data}, {args.way}-way {args.shot}-shot, {args.backbone}, {budget}"
+    table = [
+        [name, r["test"]["accuracy"], r["test"]["interval"], r["validation"], r["steps"], r["seconds"]]
+        for name, r in results.items()
+    ]
+    show(title, ("", "test accuracy", "95 % +-", "validation", "meta-steps", "seconds"), table)
+    axis = {"xlabel": "seconds", "ylabel": "validation accuracy"}
+    plot(stem, title, {name: r["curve"] for name, r in results.items()}, [("seconds", "accuracy", axis)])
+    return save(args, stem, {"results": results})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""One training run from its settings, as the programs of this package make them."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..common import Parser
+from .backbones import BACKBONES, STATISTICS
+from .data import DATA, load
+from .data.images import default_cache
+from .episodes import Episodes
+from .learners import Learner, make
+from .training import OUTER, SCHEDULES, Training, evaluate, interval, train
+
+__all__ = ["arguments", "episodes_of", "learner_of", "one"]
+
+TEST_SEED, TEST_EPISODES = 2, 600
+
+
+def arguments(doc: str | None) -> Parser:
+    """Arguments of the data, the episodes, the body and the training."""
+    parser = Parser(doc, device=True)
+    parser.data(DATA)
+    parser.add_argument("--tables", type=Path, help="folder of miniImageNet's split tables; default: --data-root")
+    parser.option("cache", default_cache(), "folder of decoded images")
+    parser.add_argument("--size", type=int, help="height and width of the images; default: that of the data")
+    parser.option("way", 5, "classes of an episode")
+    parser.option("shot", 1, "support images of a class")
+    parser.option("query", 5, "query images of a class")
+    parser.option("tasks", 4, "episodes of a meta-step")
+    parser.add_argument("--backbone", choices=[*BACKBONES], default="cnn4", help="default: cnn4")
+    parser.add_argument("--statistics", choices=STATISTICS, default="batch", help="of normalisation; default: batch")
+    parser.add_argument("--augment", action="store_true", help="shift, flip and colour jitter of training images")
+    parser.add_argument("--rotations", action="store_true", help="turned training classes are classes of their own")
+    parser.add_argument("--autocast", action="store_true", help="evaluate the body in bfloat16")
+    parser.add_argument("--outer", choices=[*OUTER], default="adam", help="outer optimizer; default: adam")
+    parser.add_argument("--schedule", choices=[*SCHEDULES], default="constant", help="of lr over --steps")
+    parser.option("clip", 10.0, "largest norm of the gradient")
+    parser.add_argument("--steps", type=int, help="meta-steps of a run; default: as many as --seconds allow")
+    parser.option("seconds", 60.0, "of meta-steps of a run, CPU time on a CPU; not with --steps")
+    parser.option("evaluations", 5, "on validation classes during a run")
+    parser.option("episodes", 100, "of a validation")
+    parser.option("test_episodes", TEST_EPISODES, "of the test")
+    return parser
+
+
+def episodes_of(args: argparse.Namespace) -> dict[str, Episodes]:
+    """Episodes of the three splits."""
+    images = load(args.data, args.data_root, args.cache, size=args.size, download=args.download, tables=args.tables)
+    common = {"way": args.way, "shot": args.shot, "query": args.query, "device": args.device,
+              "beside": args.statistics == "support"}  # fmt: skip
+    training = {"rotations": args.rotations, "augment": args.augment}
+    return {s: Episodes(images, s, **common, **(training if s == "train" else {})) for s in images.pixels}
+
+
+def learner_of(args: argparse.Namespace, name: str, seed: int, episodes: Episodes) -> Learner:
+    """A new learner with weights of this seed."""
+    channels, size = episodes.pixels.shape[-3], episodes.pixels.shape[-1]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        body = BACKBONES[args.backbone](channels, size, args.statistics).to(args.device)
+    return make(name, body, args.way, tasks=args.tasks, seed=seed, autocast=args.autocast)
+
+
+def one(
+    args: argparse.Namespace,
+    episodes: dict[str, Episodes],
+    name: str,
+    lr: float,
+    seed: int,
+    *,
+    test: bool = True,
+    checkpoint: Path | None = None,
+    log: Any = None,
+) -> dict[str, Any]:
+    """Train, and test what did best on the validation classes."""
+    learner = learner_of(args, name, seed, episodes["train"])
+    how = Training(
+        lr=lr, steps=args.steps, seconds=None if args.steps else args.seconds, outer=args.outer, clip=args.clip,
+        schedule=args.schedule, evaluations=args.evaluations, episodes=args.episodes,
+    )  # fmt: skip
+    found = train(learner, episodes["train"], episodes["val"], how, label=name, checkpoint=checkpoint, log=log)
+    found = {"learner": name, "seed": seed, **asdict(how), **found}
+    if test:
+        found["test"] = interval(evaluate(learner, episodes["test"], args.test_episodes, TEST_SEED, episodes["train"]))
+    return found

@@ -1,0 +1,196 @@
+"""Training by an outer optimizer, evaluation on fixed episodes, checkpoints."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import bilevel_optim as bo
+
+from ..common import progress, synchronize
+from .backbones import calibrate
+from .episodes import Episodes
+from .learners import Learner
+
+__all__ = ["OUTER", "SCHEDULES", "Training", "clock", "evaluate", "interval", "train"]
+
+OUTER: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "sgd": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9, nesterov=True),
+}
+SCHEDULES: dict[str, Callable[[float], float]] = {  # a factor of the learning rate, at a share of the training
+    "constant": lambda share: 1.0,
+    "cosine": lambda share: 0.5 * (1 + math.cos(math.pi * min(share, 1.0))),
+    "steps": lambda share: 1.0 if share < 0.5 else 0.1 if share < 0.8 else 0.01,
+}
+Log = Callable[[int, Mapping[str, float]], None]
+
+
+def clock(device: torch.device | str) -> float:
+    """Seconds: of this process on a CPU, which other processes do not lengthen; on the clock for an accelerator."""
+    synchronize(device)
+    return time.process_time() if torch.device(device).type == "cpu" else time.perf_counter()
+
+
+def interval(accuracies: Tensor) -> dict[str, float]:
+    """Mean over episodes, and half of its 95 % interval."""
+    half = 1.96 * float(accuracies.std()) / len(accuracies) ** 0.5 if len(accuracies) > 1 else math.nan
+    return {"accuracy": float(accuracies.mean()), "interval": half, "episodes": len(accuracies)}
+
+
+@contextmanager
+def _evaluating(learner: Learner) -> Any:
+    """In evaluation mode, with what adaptation writes put back."""
+    before = {name: value.clone() for name, value in learner.network.state_dict().items()}
+    learner.network.eval()
+    try:
+        yield
+    finally:
+        learner.network.train()
+        learner.network.load_state_dict(before)
+
+
+def evaluate(learner: Learner, episodes: Episodes, count: int, seed: int, training: Episodes | None = None) -> Tensor:
+    """Accuracy of each of so many fixed episodes.
+
+    Args:
+        learner: adapts to each of them; is afterwards what it was before.
+        episodes: of classes that it has not seen.
+        count: episodes.
+        seed: of these.
+        training: episodes for the statistics of a body that normalises with those of training (``running``).
+    """
+    with torch.no_grad(), _evaluating(learner):
+        if training is not None and any(norm.statistics == "running" for norm in learner.body.norms):
+            calibrate(learner.body, (support.images.flatten(0, 1) for support, _ in training.fixed(20, seed, 2)))
+        found = [
+            (learner.scores(support, query).argmax(-1) == query.labels).float().mean(1).cpu()
+            for support, query in episodes.fixed(count, seed)
+        ]
+    return torch.cat(found)
+
+
+@dataclass
+class Training:
+    """How a learner is trained.
+
+    Attributes:
+        lr: of the outer optimizer.
+        steps: meta-steps; None: as many as ``seconds`` allow.
+        seconds: of meta-steps, evaluation not counted (see `clock`); None: no limit.
+        outer: one of `OUTER`.
+        schedule: one of `SCHEDULES`, over the ``steps``; with seconds alone the rate is constant.
+        clip: largest norm of the gradient; None: any.
+        evaluations: on validation classes, evenly spread over the training.
+        episodes: validation episodes of each.
+    """
+
+    lr: float
+    steps: int | None = None
+    seconds: float | None = None
+    outer: str = "adam"
+    schedule: str = "constant"
+    clip: float | None = 10.0
+    evaluations: int = 5
+    episodes: int = 100
+
+    def share(self, step: int, seconds: float) -> float:
+        """How much of the training is done."""
+        return max(step / self.steps if self.steps else 0.0, seconds / self.seconds if self.seconds else 0.0)
+
+
+def train(
+    learner: Learner,
+    episodes: Episodes,
+    validation: Episodes,
+    how: Training,
+    *,
+    label: str = "",
+    checkpoint: Path | None = None,
+    log: Log | None = None,
+) -> dict[str, Any]:
+    """Meta-train; the learner is left with what did best on the validation classes.
+
+    Args:
+        learner: what is trained.
+        episodes: of training classes.
+        validation: of validation classes, which choose the best checkpoint.
+        how: budget, learning rate and so on.
+        label: of the progress bar.
+        checkpoint: file that everything is saved to at each evaluation; if it is there, training goes on from it, bit
+            for bit if it is for a number of steps.
+        log: called at each evaluation with the step and a flat dict of figures, such as
+            ``lambda step, figures: [writer.add_scalar(k, v, step) for k, v in figures.items()]``.
+
+    Returns:
+        The ``curve`` (step, seconds, loss, validation accuracy and interval), the best accuracy and its step, whether
+        the run ``diverged``.
+    """
+    outer = OUTER[how.outer](learner.upper, lr=how.lr)
+    step, seconds, diverged = 0, 0.0, False
+    curve: list[dict[str, float]] = []
+    best: dict[str, Tensor] = {}
+
+    def measure(loss: float) -> None:
+        found = interval(evaluate(learner, validation, how.episodes, 1, episodes))
+        point = {"step": step, "seconds": seconds, "loss": loss, **found}
+        if not curve or found["accuracy"] > max(p["accuracy"] for p in curve):
+            best.update({k: v.clone() for k, v in learner.network.state_dict().items()})
+        curve.append(point)
+        if log is not None:
+            log(step, {**point, **learner.metrics(), "lr": outer.param_groups[0]["lr"]})
+
+    if checkpoint is not None and checkpoint.exists():
+        saved = torch.load(checkpoint, weights_only=False)
+        learner.load_state_dict(saved["learner"])
+        outer.load_state_dict(saved["outer"])
+        step, seconds, curve, best = (saved[key] for key in ("step", "seconds", "curve", "best"))
+    else:
+        measure(math.nan)
+    with warnings.catch_warnings(), progress(None, label, total=how.steps, initial=step) as bar:
+        warnings.simplefilter("ignore", bo.BilevelWarning)  # noise of few directions is what is compared
+        while how.share(step, seconds) < 1:
+            start = clock(learner.device)
+            factor = SCHEDULES[how.schedule](step / how.steps if how.steps else 0.0)
+            for group in outer.param_groups:
+                group["lr"] = how.lr * factor
+            try:
+                loss = learner.backward(episodes)
+            except bo.NonFiniteError:
+                diverged = True
+                break
+            if how.clip is not None:
+                torch.nn.utils.clip_grad_norm_(learner.upper, how.clip)
+            outer.step()
+            step, seconds = step + 1, seconds + clock(learner.device) - start
+            bar.update()
+            if how.share(step, seconds) * how.evaluations >= len(curve):
+                measure(float(loss))
+                bar.set_postfix(accuracy=f"{curve[-1]['accuracy']:.3f}")
+                if not math.isfinite(curve[-1]["loss"]):
+                    diverged = True
+                    break
+                if checkpoint is not None:
+                    state = {"learner": learner.state_dict(), "outer": outer.state_dict()}
+                    _save(checkpoint, {**state, "step": step, "seconds": seconds, "curve": curve, "best": best})
+    learner.network.load_state_dict(best)
+    top = max(curve, key=lambda point: point["accuracy"])
+    return {"curve": curve, "steps": step, "seconds": seconds, "diverged": diverged,
+            "validation": top["accuracy"], "best_step": top["step"]}  # fmt: skip
+
+
+def _save(path: Path, state: dict[str, Any]) -> None:
+    """Write a file that is either the old one or the new one, whatever happens."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    torch.save(state, part)
+    part.replace(path)

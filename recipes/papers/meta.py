@@ -1,0 +1,140 @@
+"""Meta-learning a centre of linear classifiers (arXiv:2310.18535, figures 1, 2, 4 and table 2)."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache, partial
+
+import torch
+
+import bilevel_optim as bo
+
+from ..benchmarks.contextual import classifiers, method, seconds
+from ..common.search import axis
+from ..meta_classification import LEVELS, evaluate
+from ..problems.problem import Part
+from ..problems.tasks import Centre, load_tasks
+from .experiment import Arm, Better, Experiment, Point, Trial, Within
+from .runner import follow
+
+__all__ = ["EXPERIMENTS"]
+
+ROWS = 8
+
+
+@lru_cache(maxsize=1)
+def parts_of(seed: int, tasks: int) -> tuple[Part, ...]:
+    """Support, query and test rows of the tasks of one seed: scikit-learn's digits, turned."""
+    return load_tasks("digits", None, tasks, (0.6, 0.2, 0.2), torch.Generator().manual_seed(seed))
+
+
+def run(trial: Trial, adapted: bool = False) -> list[Point]:
+    """So many updates of the centre; the score is the test loss after adaptation, as the method adapts."""
+    scale, setting = trial.scale, dict(trial.setting)
+    support, query, test = parts_of(trial.seed, scale["tasks"])
+    problem, made = Centre(support, query), 0
+    rows = bool(setting.pop("rows", False))
+    if rows:
+        problem.y = torch.zeros(scale["tasks"], *problem.x.shape, requires_grad=True)
+    else:
+        setting |= {"tasks_per_step": 4}
+    few = (setting["lower_steps"], setting["lower_lr"]) if "lower_steps" in setting else ()
+    if not few and not rows:
+        setting["lower_init"] = problem.starts
+    optimizer: bo.BilevelOptimizer = trial.make(
+        [problem.x], [problem.y], lower_batch=ROWS, upper_batch=4 * ROWS,
+        generator=torch.Generator().manual_seed(trial.seed), **setting,
+    )  # fmt: skip
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda t: (t + 1) ** -0.5, lambda t: 1.0])
+
+    def step() -> None:
+        nonlocal made
+        optimizer.step(problem.upper, problem.lower, tasks=problem.tasks)
+        scheduler.step()
+        made += 1
+
+    def measure() -> dict[str, float]:
+        loss, accuracy = evaluate(problem, test, *few)
+        return {"score": loss, "accuracy": accuracy}
+
+    return follow(step, measure, lambda: float(made), trial.budget, scale["evaluations"])
+
+
+def timed(trial: Trial) -> list[Point]:
+    """log10 of the time of an estimate of DL-SGD over that of RT-MLMC."""
+    problem, levels, count = classifiers(), trial.scale["levels"], trial.scale["count"]
+    spent = []
+    for kind in (bo.DLSGD, bo.RTMLMC):
+        optimizer = method(problem, kind, levels, count)
+        optimizer.generator = torch.Generator().manual_seed(trial.seed)
+        spent.append(seconds(problem, optimizer, trial.scale["deep" if kind is bo.DLSGD else "shallow"]))
+    deep, shallow = (sum(times) / len(times) for times in spent)
+    return [{"spent": 0.0, "seconds": sum(map(sum, spent)), "score": math.log10(deep / shallow)}]
+
+
+LR = axis(1.0, 10.0, 100.0)
+STEP = {"lr": LR, "lower_lr": axis(0.02, 0.1, 0.5)}
+META = Experiment(
+    id="004-meta",
+    paper="arXiv:2310.18535",
+    figure="figures 1, 2 and 4",
+    claim="RT-MLMC generalises better than MAML with 1 and more steps and than BSVRB v2, by its deep lower solves",
+    value="no figure in the text: RT-MLMC best, MAML better with more steps",
+    run=run,
+    arms={
+        "RT-MLMC": Arm(partial(bo.RTMLMC, **LEVELS, levels=6), {"lr": LR}),
+        "RT-MLMC, 1 level": Arm(partial(bo.RTMLMC, **LEVELS, levels=1), {"lr": LR}),
+        "RT-MLMC, 4 levels": Arm(partial(bo.RTMLMC, **LEVELS, levels=4), {"lr": LR}),
+        "MAML": Arm(bo.MAML, {**STEP, "lower_steps": axis(1)}),
+        "MAML, several steps": Arm(bo.MAML, {**STEP, "lower_steps": axis(4, 8, 12, least=1, extends=False)}),
+        "BSVRB v2": Arm(
+            partial(bo.BSVRB, version=2, task_batch=4, floor=1.0),
+            {"lr": LR, "lower_lr": axis(0.02, 0.1, 0.5), "rows": axis(1)},
+        ),
+    },
+    rule=Better(
+        method="RT-MLMC",
+        rivals=("MAML", "MAML, several steps", "BSVRB v2"),
+        control="RT-MLMC, 1 level",
+        least=0.002,
+    ),
+    score="test loss after adaptation",
+    unit="updates",
+    scales={
+        "smoke": {"tasks": 4, "budget": 20, "seeds": 3, "evaluations": 2, "search": False},
+        "cpu": {"tasks": 20, "budget": 150, "seeds": 5, "evaluations": 6},
+        "full": {"tasks": 20, "budget": 3000, "seeds": 5, "evaluations": 12},
+    },
+    moves=6,
+    departures=(
+        "features of a small network with random weights, of digits turned by the angle of the task; in the paper "
+        "tiny-ImageNet on a trained network",
+        "MAML adapts by its own number of steps in the test too, the others by 100 full-batch steps",
+        "step sizes lr / sqrt(t); all terms of the Neumann series, evenly spread levels",
+    ),
+)
+
+
+def time(levels: int, value: str, low: float) -> Experiment:
+    """At this number of levels."""
+    return Experiment(
+        id=f"004-time-{levels}",
+        paper="arXiv:2310.18535",
+        figure="table 2",
+        claim=f"with {levels} levels an estimate of RT-MLMC takes 1/{low:g} of DL-SGD's time or less, 20 tasks at once",
+        value=value,
+        run=timed,
+        arms={"DL-SGD / RT-MLMC": Arm(None)},
+        rule=Within(arm="DL-SGD / RT-MLMC", low=math.log10(low), high=3.0),
+        score="log10 of the ratio of times",
+        unit="estimates",
+        scales={
+            "smoke": {"budget": 1, "seeds": 3, "levels": 2, "count": 2, "deep": 1, "shallow": 1},
+            "cpu": {"budget": 1, "seeds": 5, "levels": levels, "count": 20, "deep": 2, "shallow": 12},
+            "full": {"budget": 1, "seeds": 20, "levels": levels, "count": 20, "deep": 10, "shallow": 50},
+        },
+        departures=("random data of the same shape; how many tasks the paper has at once is not said",),
+    )
+
+
+EXPERIMENTS = [META, time(6, "0.97", 0.97), time(8, "2.1", 2.1), time(10, "5.0", 5.0)]

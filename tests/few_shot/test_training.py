@@ -1,0 +1,262 @@
+"""Training, resuming, choosing, evaluating, comparing; the programs."""
+
+import json
+import math
+
+import pytest
+import torch
+
+import bilevel_optim as bo
+from recipes.few_shot import __main__ as program
+from recipes.few_shot import compare, training
+from recipes.few_shot.backbones import Norm
+from recipes.few_shot.learners import make
+from recipes.few_shot.training import Training, evaluate, interval, train
+
+from . import problems
+
+
+def learner(name="protonet", statistics="batch", **options):
+    return make(name, problems.body(statistics), 2, tasks=2, seed=0, **options)
+
+
+def trained(made, steps, checkpoint=None, validation=None, log=None, **options):
+    how = Training(**{"lr": 0.02, "steps": steps, "evaluations": 2, "episodes": 10, "schedule": "cosine", **options})
+    held = validation or problems.episodes("val")
+    return train(made, problems.episodes(augment=True), held, how, checkpoint=checkpoint, log=log)
+
+
+def timeless(found):
+    return [{k: v for k, v in point.items() if k != "seconds"} for point in found["curve"]]
+
+
+@pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
+@pytest.mark.parametrize("name", ["protonet", "pzobo", "f2sa", "maml", "reptile"])
+def test_resumed_training_gives_the_same_numbers(name, tmp_path, monkeypatch):
+    """Training is stopped after the checkpoint in the middle, and goes on from it with a new learner."""
+    whole = learner(name)
+    expected = trained(whole, 4)
+    stopped, path = learner(name), tmp_path / "run.pt"
+    backward, calls = type(stopped).backward, []
+
+    def interrupted(self, episodes):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return backward(self, episodes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(stopped), "backward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trained(stopped, 4, path)
+    resumed = learner(name)
+    found = trained(resumed, 4, path)
+    assert str(timeless(found)) == str(timeless(expected))
+    assert found["curve"][0]["accuracy"] == expected["curve"][0]["accuracy"]
+    for a, b in zip(whole.network.state_dict().values(), resumed.network.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    # What has ended is not trained further.
+    assert str(trained(learner(name), 4, path)["curve"]) == str(found["curve"])
+
+
+class Validation:
+    """Stands in for `evaluate`: these mean accuracies, one after the other."""
+
+    def __init__(self, *accuracies):
+        self.accuracies = [*accuracies]
+
+    def __call__(self, *_):
+        return torch.full((4,), self.accuracies.pop(0))
+
+
+def test_the_best_on_validation_classes_is_kept(monkeypatch):
+    monkeypatch.setattr(training, "evaluate", Validation(0.2, 0.8, 0.5))
+    seen = []
+    made = learner()
+    found = trained(made, 4, log=lambda step, figures: seen.append((step, figures)))
+    assert [point["accuracy"] for point in found["curve"]] == pytest.approx([0.2, 0.8, 0.5])
+    assert found["best_step"] == 2
+    assert found["validation"] == pytest.approx(0.8)
+    again = learner()
+    monkeypatch.setattr(training, "evaluate", Validation(0.2, 0.8))
+    trained(again, 2, schedule="constant", evaluations=1)
+    monkeypatch.setattr(training, "evaluate", Validation(0.2, 0.8, 0.5))
+    constant = learner()
+    trained(constant, 4, schedule="constant")
+    for a, b in zip(constant.network.state_dict().values(), again.network.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    assert [step for step, _ in seen] == [0, 2, 4]
+    assert all(isinstance(v, (int, float)) for v in seen[1][1].values())
+
+
+def test_learning_rates_follow_their_schedules():
+    rates = {name: [] for name in training.SCHEDULES}
+    for name, seen in rates.items():
+        trained(
+            learner(), 4, schedule=name, evaluations=4, log=lambda _, figures, seen=seen: seen.append(figures["lr"])
+        )
+    assert rates["constant"] == [0.02] * 5
+    cosine = [0.02 * 0.5 * (1 + math.cos(math.pi * k / 4)) for k in range(4)]
+    assert rates["cosine"][1:] == pytest.approx(cosine)
+    assert rates["steps"][1:] == pytest.approx([0.02, 0.02, 0.002, 0.002])
+
+
+def test_gradients_are_clipped(monkeypatch):
+    norms, step = [], torch.optim.Adam.step
+
+    def noted(self, *given):
+        norms.append(float(torch.stack([p.grad.norm() for g in self.param_groups for p in g["params"]]).norm()))
+        return step(self, *given)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", noted)
+    trained(learner(), 2, clip=1e-3)
+    assert norms == pytest.approx([1e-3] * 2, rel=1e-3)
+
+
+def test_a_run_that_diverges_keeps_the_best_and_says_so(monkeypatch):
+    made = learner("first-order")
+
+    def diverging(*_):
+        raise bo.NonFiniteError("upper_grad", 0, "")
+
+    monkeypatch.setattr(type(made), "backward", diverging)
+    found = trained(made, 4)
+    assert found["diverged"]
+    assert found["steps"] == 0
+    assert len(found["curve"]) == 1
+
+
+def test_a_budget_of_seconds_ends_a_run(monkeypatch):
+    times = iter(range(0, 1000, 1))
+    monkeypatch.setattr(training, "clock", lambda device: 0.25 * next(times))  # a step takes 0.25 s
+    found = trained(learner(), None, seconds=1.0, schedule="constant", evaluations=2)
+    assert found["steps"] == 4
+    assert [point["step"] for point in found["curve"]] == [0, 2, 4]
+    assert found["curve"][-1]["seconds"] == 1.0
+
+
+@pytest.mark.parametrize("name", ["protonet", "first-order", "anil", "fomaml"])
+def test_evaluation_changes_nothing_and_is_the_same_each_time(name):
+    made = learner(name, "running")
+    before = {k: v.clone() for k, v in made.network.state_dict().items()}
+    random = made.generator.get_state()
+    held, train_episodes = problems.episodes("val"), problems.episodes()
+    first = evaluate(made, held, 7, 3, train_episodes)
+    assert torch.equal(first, evaluate(made, held, 7, 3, train_episodes))
+    assert len(first) == 7
+    assert not torch.equal(first, evaluate(made, held, 7, 4, train_episodes))
+    assert all(torch.equal(before[k], v) for k, v in made.network.state_dict().items())
+    assert torch.equal(random, made.generator.get_state())
+    assert all(module.training for module in made.network.modules())
+
+
+def test_running_statistics_are_those_of_training_episodes(monkeypatch):
+    made, seen = learner("protonet", "running"), []
+    scores = type(made).scores
+
+    def noted(self, *batches):
+        seen.append([(norm.training, norm.mean.clone()) for norm in self.body.norms])
+        return scores(self, *batches)
+
+    monkeypatch.setattr(type(made), "scores", noted)
+    evaluate(made, problems.episodes("val"), 2, 0, problems.episodes())
+    (during,) = seen
+    assert not during[0][0]
+    assert during[0][1].abs().max() > 0
+    (norm,) = [m for m in made.network.modules() if isinstance(m, Norm)]
+    assert norm.mean.abs().max() == 0
+
+
+def test_intervals():
+    found = interval(torch.tensor([0.2, 0.4, 0.6, 0.8]))
+    assert found == {
+        "accuracy": pytest.approx(0.5), "interval": pytest.approx(1.96 * 0.2582 / 2, rel=1e-3), "episodes": 4
+    }  # fmt: skip
+
+
+def test_training_learns():
+    made = learner("ridge")
+    before = float(evaluate(made, problems.episodes("val"), 40, 0).mean())
+    trained(made, 30, schedule="constant", evaluations=3)
+    assert float(evaluate(made, problems.episodes("val"), 40, 0).mean()) > max(before, 0.9)
+
+
+# ------------------------------------------------------------------------------------------------ programs
+
+
+@pytest.mark.parametrize(
+    ("best", "tried"),
+    [
+        (0.01, [0.0032, 0.01, 0.032]),
+        (0.1, [0.0032, 0.01, 0.032, 0.1, 0.32]),
+        (1e-3, [0.00032, 0.001, 0.0032, 0.01, 0.032]),
+    ],
+)
+def test_the_best_learning_rate_is_inside_the_grid(best, tried):
+    def run(name, rate, seed):
+        assert (name, seed) == ("a", 0)
+        return {"lr": rate, "validation": -abs(math.log(rate / best))}
+
+    assert [r["lr"] for r in compare.tuned("a", run, 0.01, 9)] == tried
+    assert len(compare.tuned("a", run, 1e-9 * best, 6)) == 6
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """The arguments of a small comparison on digits; programs draw no pictures."""
+    torch.set_default_dtype(torch.float32)
+    for module in (compare, program):
+        monkeypatch.setattr(module, "plot", lambda *_: None)
+    size = "--steps 2 --evaluations 1 --episodes 3 --test-episodes 6 --tasks 1 --query 2 --out"
+    return [*size.split(), str(tmp_path)]
+
+
+def test_a_comparison_is_made_once(command, tmp_path, capsys, monkeypatch):
+    arguments = [*command, "--learners", "protonet", "fomaml", "--seeds", "2", "--best", "1", "--most", "3"]
+    made = []
+    one = compare.one
+    monkeypatch.setattr(compare, "one", lambda *a, **k: made.append(a[2:5]) or one(*a, **k))
+    assert not compare.main([*arguments, "--limit", "1e-9"])["done"]
+    assert "run the same command again" in capsys.readouterr().out
+    found = compare.main(arguments)
+    assert found["done"]
+    assert len(made) == 2 * (3 + 1) + 1  # three rates, the best again for its test, another seed of the better one
+    path = tmp_path / "digits_cnn4_5way_1shot.json"
+    saved = json.loads(path.read_text())
+    tested = [r for r in saved["runs"] if "test" in r]
+    assert len(saved["runs"]) == 7
+    assert sorted(r["seed"] for r in tested) == [0, 0, 1]
+    assert all(r["test"]["episodes"] == 6 for r in tested)
+    del made[:]
+    compare.main(arguments)
+    assert not made
+    out = capsys.readouterr().out
+    assert "protonet" in out
+    assert "seconds to a validation accuracy" in out
+    with pytest.raises(SystemExit, match="is of other settings"):
+        compare.main([*arguments, "--episodes", "4"])
+
+
+def test_the_program_trains_and_resumes(command, tmp_path, capsys):
+    torch.set_default_dtype(torch.float32)
+    first = program.main([*command, "--learners", "first-order", "--statistics", "support", "--augment"])
+    run = first["results"]["first-order"]
+    assert run["steps"] == 2
+    assert run["test"]["episodes"] == 6
+    lines = (tmp_path / "few_shot_digits_cnn4_5way_1shot_first-order_seed0.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["step"] == 2
+    assert "hypergradient_norm" in json.loads(lines[-1])
+    again = program.main([*command, "--learners", "first-order", "--statistics", "support", "--augment", "--resume"])[
+        "results"
+    ]["first-order"]
+    assert again["curve"][1:] == run["curve"][1:]
+    assert again["test"] == run["test"]
+    assert "test accuracy" in capsys.readouterr().out
+
+
+def test_help_names_the_learners(capsys):
+    for module in (program, compare):
+        with pytest.raises(SystemExit) as end:
+            module.main(["--help"])
+        assert end.value.code == 0
+        assert "pzobo-code" in capsys.readouterr().out

@@ -1,0 +1,157 @@
+"""``adapt``: the lower problem of a new task, from the learned start or the live y."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Adam
+
+import bilevel_optim as bo
+
+from ..problems import same, values
+from ..registry import ARGUMENTS, ROWS, each
+
+
+def loss_of(x, y):
+    """A lower loss of a task, whose solution is (x + target) / 2."""
+    return lambda target: ((y - x).square().sum() + (y - target).square().sum()) / 2
+
+
+def tensors(row, n=2):
+    x, y = torch.full((n,), 3.0, requires_grad=True), torch.full((n,), 1.0, requires_grad=True)
+    upper = [torch.ones(1, requires_grad=True), x] if row.declared.initial else [x]
+    return x, y, upper
+
+
+@each()
+def test_adapting_is_lower_steps_and_leaves_everything_as_it_was(row):
+    x, y, upper = tensors(row)
+    optimizer = row(upper, [y], lower_lr=0.25, **({"proximal": 0.0} if row.name == "iMAML" else {}))
+    before, target = values(upper, [y]), torch.tensor([5.0, -1.0])
+    task = loss_of(x, y)
+    # A minimax method ascends in y.
+    loss = (lambda target: -task(target)) if row.declared.losses == 1 else task
+    state, counts = copy.deepcopy(optimizer.state_dict()), optimizer.oracle_counts
+    (found,) = optimizer.adapt(loss, target, steps=200)
+    start = x if row.declared.initial else y
+    torch.testing.assert_close(found, (x + target).detach() / 2, atol=1e-6, rtol=0)
+    assert same(before, values(upper, [y]))
+    assert optimizer.oracle_counts == counts
+    assert str(optimizer.state_dict()) == str(state)
+    assert all(p.grad is None for p in (*upper, y))
+    if row.declared.lower_optimizer == "any" and not hasattr(optimizer, "lower_momentum"):
+        (one,) = optimizer.adapt(loss, target, steps=1)
+        slope = 2 * start.detach() - x.detach() - target
+        torch.testing.assert_close(one, start.detach() - 0.25 * slope)
+    (written,) = optimizer.adapt(loss, target, steps=200, write=True)
+    assert torch.equal(y, written)
+    assert torch.equal(written, found)
+
+
+@each(("AID", "BA", "F2SA", "MAML", "RAHGD"))
+def test_as_many_steps_as_in_training_by_default(row):
+    x, y, upper = tensors(row)
+    optimizer = row(upper, [y], lower_steps=3)
+    target = torch.zeros(2)
+    assert same(optimizer.adapt(loss_of(x, y), target), optimizer.adapt(loss_of(x, y), target, steps=3))
+
+
+def test_single_loops_have_to_be_told_how_many():
+    x, y = torch.ones(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+    optimizer = bo.SOBA([x], [y], lr=0.1, lower_lr=0.1)
+    with pytest.raises(ValueError, match="must say how many"):
+        optimizer.adapt(lambda: (y - x).square().sum())
+    with pytest.raises(ValueError, match="Invalid steps value: -1"):
+        optimizer.adapt(lambda: (y - x).square().sum(), steps=-1)
+    with pytest.raises(ValueError, match="Invalid start"):
+        optimizer.adapt(lambda: (y - x).square().sum(), steps=1, start=[torch.ones(2)])
+
+
+def test_maml_adapts_as_in_its_steps_and_loads_its_start():
+    """After a step with one task the live y is the adapted one, from the start before that step."""
+    start = [torch.tensor([[1.0]], requires_grad=True), torch.tensor([2.0], requires_grad=True)]
+    head = nn.Linear(1, 1)
+    optimizer = bo.MAML(start, head.parameters(), lr=0.1, lower_lr=0.1, lower_steps=3, lower_optimizer=Adam)
+    inputs = torch.linspace(-1, 1, 5)[:, None]
+
+    def loss(shift):
+        return (head(inputs) - inputs * shift).square().mean()
+
+    tasks = bo.TensorTasks(torch.tensor([[4.0]]))
+    expected = optimizer.adapt(loss, torch.tensor([4.0]))
+    optimizer.step(loss, loss, tasks=tasks)
+    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(expected, head.parameters(), strict=True))
+    optimizer.load_start()
+    assert same(values(head.parameters()), values(start))
+    assert not same(values(start), values([torch.tensor([[1.0]]), torch.tensor([2.0])]))
+
+
+@each(lambda row: row.declared.initial and not row.variant)
+def test_the_kin_of_maml_load_their_start(row):
+    _, y, upper = tensors(row)
+    row(upper, [y]).load_start()
+    assert torch.equal(y, upper[-1])
+
+
+def test_only_methods_that_learn_a_start_load_one():
+    assert {row.name for row in ROWS if hasattr(row.cls, "load_start")} == {
+        row.name for row in ROWS if row.declared.initial
+    }
+
+
+def test_imaml_adapts_with_its_proximal_term():
+    x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+    optimizer = bo.iMAML([x], [y], lr=0.1, lower_lr=0.2, lower_steps=100, proximal=3.0)
+    (found,) = optimizer.adapt(lambda: (y - 6).square().sum() / 2)
+    assert float(found) == pytest.approx(3.0)
+
+
+def test_data_and_batches():
+    x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+    seen = []
+
+    def loss(batch):
+        seen.append(float(batch))
+        return (y - batch).square().sum()
+
+    optimizer = bo.AID([x], [y], **ARGUMENTS)
+    optimizer.adapt(bo.Objective(loss, [1.0, 2.0]), steps=3)
+    optimizer.adapt(loss, 5.0, steps=2)
+    assert seen == [1.0, 2.0, 1.0, 5.0, 5.0]
+    with pytest.raises(ValueError, match="has data of its own"):
+        optimizer.adapt(bo.Objective(loss, [1.0]), 2.0)
+
+
+def test_buffers_stay_unless_the_result_is_written():
+    net = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    x = torch.zeros(1, requires_grad=True)
+    optimizer = bo.AID([x], net.parameters(), **ARGUMENTS)
+    rows = torch.randn(8, 3) + 4
+
+    def loss(rows):
+        return net(rows).square().mean() + x.sum()
+
+    before = net[0].running_mean.clone()
+    optimizer.adapt(loss, rows)
+    assert torch.equal(net[0].running_mean, before)
+    optimizer.adapt(loss, rows, write=True)
+    assert not torch.equal(net[0].running_mean, before)
+
+
+def test_diverging_adaptation_raises_and_leaves_y():
+    x, y = torch.zeros(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    optimizer = bo.AID([x], [y], lr=0.1, lower_lr=1e200, lower_steps=4)
+    for write in (False, True):
+        with pytest.raises(bo.NonFiniteError):
+            optimizer.adapt(lambda: y.square().sum() + x.sum(), write=write)
+        assert float(y.detach()) == 1.0
+    assert math.isfinite(float(x.detach()))
+
+
+def test_limits_hold_in_adaptation_too():
+    x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+    optimizer = bo.AID([x], [y], **ARGUMENTS, lower_projection=lambda y: [t.clamp(max=1.0) for t in y])
+    (found,) = optimizer.adapt(lambda: (y - 3 - x).square().sum(), steps=50)
+    assert float(found) == 1.0  # no hypergradient is made, so there is nothing to refuse

@@ -1,0 +1,237 @@
+"""Operators with a Triton program: the torch references, the registration, and the programs without a GPU."""
+
+import inspect
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bilevel_optim.kernels import cg, registry, rows, seeded
+from bilevel_optim.kernels.counter import mixed, mixed_number, units
+from bilevel_optim.problem.random import hashed
+from bilevel_optim.problem.vector import Vector
+from bilevel_optim.solvers.linear import cg as solved
+
+from ..problems import close
+
+KINDS = ("normal", "sign", "hartley")
+FAR = 2**40 + 2**31 - 3  # offsets of entries that 32 bits cannot count
+needs_triton = pytest.mark.skipif(registry.programs() is None, reason="no Triton")
+
+
+def ask(*arguments, **variables):
+    """What a process of its own finds."""
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", *arguments],
+        capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2], env={**os.environ, **variables},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def how(count=3, kind="normal", offset=0, period=997):
+    return torch.arange(count) * 10**12 - 7, torch.arange(count) * 31 % period, period, offset, kind
+
+
+# ------------------------------------------------------------------------------------------ numbers by counter
+
+
+def test_the_hash_is_the_same_in_torch_and_in_python():
+    values = [0, 1, -1, 2**63 - 1, -(2**63), FAR, -123456789]
+    assert [v % 2**64 for v in mixed(torch.tensor(values)).tolist()] == [mixed_number(v % 2**64) for v in values]
+
+
+@pytest.mark.parametrize("offset", [0, 2**31 - 2, FAR])
+def test_entries_follow_from_seed_direction_and_index(offset):
+    """Entry i of direction j is made of ``hashed(seed, j, i)``, also where i does not fit into 32 bits."""
+    seed, index = 12345, torch.arange(offset, offset + 4)
+    for j in range(3):
+        key = mixed(mixed(torch.tensor(seed)) + j)
+        normal, signs = (units(kind, key, key, 1, index, torch.float64).tolist() for kind in ("normal", "sign"))
+        for i, found, sign in zip(index.tolist(), normal, signs, strict=True):
+            high = hashed(seed, j, i)  # the upper 63 bits
+            assert sign == 2 * (high >> 62) - 1
+            radius = math.sqrt(-2 * math.log(((high >> 31) + 0.5) / 2**32))
+            low = math.acos(min(max(found / radius, -1), 1)) / (2 * math.pi)  # or 1 less that
+            parts = [p * 2**31 for p in (low, 1 - low)]
+            assert min(abs(p - (high & (2**31 - 1)) - half) for p in parts for half in (0.0, 0.5)) < 64
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_entries_are_independent_of_mean_0_and_variance_1(kind):
+    n, (keys, row, *_) = 200_000, how(2)
+    u = units(kind, keys.unsqueeze(1), row.unsqueeze(1), n, torch.arange(n), torch.float32).double()
+    assert (u.mean(1).abs() < 5 / n**0.5).all()
+    assert ((u.square().mean(1) - 1).abs() < 5 * (2 / n) ** 0.5).all()
+    for a, b in ((u[0], u[1]), (u[0, 1:], u[0, :-1]), (u[0, 2:], u[0, :-2])):
+        assert abs(a @ b) / n < 5 / n**0.5
+    if kind == "normal":
+        assert abs(u.pow(4).mean() - 3) < 5 * (96 / u.numel()) ** 0.5
+        below = torch.erfc(-u.flatten().sort().values / 2**0.5) / 2
+        distance = (below - torch.linspace(0, 1, u.numel())).abs().max()
+        assert distance < 2.2 / u.numel() ** 0.5  # Kolmogorov and Smirnov, one in 10^4
+
+
+# ------------------------------------------------------------------------------------------ seeded operators
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_references_in_blocks_and_whole(kind, dtype, monkeypatch):
+    """Against directions that are stored; blocks that do not divide the sizes; strides; an offset."""
+    point, factors, rest = torch.randn(7, 10).to(dtype).t()[:, ::2], torch.randn(5), how(5, kind, FAR, 3)
+    keys, row, period, offset, _ = rest
+    precise = torch.float64 if dtype == torch.float64 else torch.float32
+    index = offset + torch.arange(point.numel())
+    u = units(kind, keys.unsqueeze(1), row.unsqueeze(1), period, index, precise)
+    moved = (point.reshape(-1).to(precise) + factors.to(precise).unsqueeze(1) * u).to(dtype).view(5, *point.shape)
+    total = (factors.to(precise) @ u).view(point.shape).double()
+    for block in (1 << 16, 16, 90):
+        monkeypatch.setattr(seeded, "BLOCK", block)
+        assert torch.equal(seeded.perturbed(point, factors, *rest), moved)
+        found = seeded.accumulated(point, factors, *rest)
+        assert found.dtype == dtype
+        close(found.double(), total, 20 * torch.finfo(dtype).eps)
+        close(seeded.squares(point, *rest), u.double().square().sum(1), 1e-10)
+
+
+def test_a_factor_of_zero_gives_the_point_itself():
+    point = torch.randn(100_000)
+    assert torch.equal(seeded.perturbed(point, torch.zeros(2), *how(2))[1], point)
+
+
+def operators():
+    """Every operator with arguments."""
+    point, factors = torch.randn(6, 2), torch.randn(3)
+    vectors, rr = [torch.randn(2, 5) for _ in range(4)], torch.rand(2)
+    y, w, new, old = (torch.randn(4, 5) for _ in range(4))
+    ids, drift, ones = torch.tensor([3, 1]), torch.rand(2, 2), torch.ones(2)
+    update = y, w, ids, drift, ones, new[:2], old[:2], ones, ones, torch.arange(5) % 2, 0.9, 0.5, 1.0
+    return {
+        "perturbed": (seeded._PERTURBED, (point, factors, *how(3))),
+        "accumulated": (seeded._ACCUMULATED, (point, factors, *how(3))),
+        "squares": (seeded._SQUARES, (point, *how(3))),
+        "cg_step": (cg._OPERATOR, (*vectors, rr, torch.tensor([True, False]))),
+        "row_update_": (rows._OPERATOR, update),
+    }
+
+
+@pytest.mark.parametrize("name", list(operators()))
+def test_registration(name):
+    """Schema, fake implementation and autograd registration; a program for CUDA with the same arguments."""
+    operator, args = operators()[name]
+    torch.library.opcheck(operator, args)
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"bilevel_optim::{name}", "CUDA")
+    if registry.programs() is not None:
+        reference = {"cg_step": cg, "row_update_": rows}.get(name, seeded)
+        signatures = [inspect.signature(getattr(module, name)) for module in (reference, registry.programs())]
+        assert signatures[0].parameters == signatures[1].parameters
+
+
+def test_vmap():
+    for operator, args in (operators()[name] for name in ("perturbed", "accumulated", "cg_step")):
+        lanes = [torch.stack([a, 2 * a], 1) if a.is_floating_point() else a for a in args if torch.is_tensor(a)]
+        rest = [a for a in args if not torch.is_tensor(a)]
+        dims = [1 if a.is_floating_point() else None for a in lanes]
+        found = torch.vmap(lambda *ts, operator=operator, rest=rest: operator(*ts, *rest), in_dims=(*dims,))(*lanes)
+        for i in range(2):
+            own = operator(*(a if d is None else a[:, i] for a, d in zip(lanes, dims, strict=True)), *rest)
+            for one, all_ in zip(*((r,) if torch.is_tensor(r) else r for r in (own, found)), strict=True):
+                assert torch.equal(all_[i], one)
+
+
+# ------------------------------------------------------------------------------------------ conjugate gradients, rows
+
+
+def test_conjugate_gradients_made_of_the_step():
+    """Lane by lane the iterates of the solver; the third lane is indefinite."""
+    A = torch.randn(3, 6, 6)
+    H = A @ A.mT + 0.1 * torch.eye(6) * torch.tensor([1.0, 1.0, -500.0]).view(-1, 1, 1)
+    b = torch.randn(3, 6)
+    v, r, p, rr, active = torch.zeros(3, 6), b, b, b.square().sum(1), torch.ones(3, dtype=torch.bool)
+    for steps in range(1, 5):
+        v, r, p, rr, negative = cg.cg_step(v, r, p, torch.einsum("nij,nj->ni", H, p), rr, active)
+        active = active & ~negative
+        expected = solved(lambda q: Vector([torch.einsum("nij,nj->ni", H, q[0])]), [b], steps=steps, lanes=True)
+        close(v, expected.solution[0], 1e-11)
+        close(rr.sqrt(), expected.residual, 1e-11)
+        assert torch.equal(~active, expected.indefinite)
+    assert not active.all()
+
+
+@pytest.mark.parametrize("radius", [float("inf"), 1.0])
+def test_row_update_is_steps_one_by_one(radius):
+    """Rows that rested are shrunk and moved once for each step that passed, and then updated; others stay."""
+    y, w, new, old = torch.randn(5, 3), torch.randn(5, 3), torch.randn(2, 3), torch.randn(2, 3)
+    beta, tau, lr, rested, ids = 0.1, 0.7, torch.tensor([0.2, 0.05]), (4, 0), torch.tensor([3, 1])
+    groups, scale = torch.tensor([0, 1, 1]), torch.tensor([2.0, 0.5])
+    drift = torch.stack([sum(((1 - beta) ** (s + 1) for s in range(k)), torch.zeros(2)) * tau * lr for k in rested])
+    shrink = torch.tensor([(1 - beta) ** k for k in rested])
+    found = y.clone(), w.clone()
+    outside = rows.row_update_(*found, ids, drift, shrink, new, old, scale, lr, groups, 1 - beta, tau, radius)
+    seen = []
+    for i, k in enumerate(rested):
+        for _ in range(k):
+            w[ids[i]] *= 1 - beta
+            y[ids[i]] -= tau * lr[groups] * w[ids[i]]
+        w[ids[i]] = (1 - beta) * w[ids[i]] + scale[i] * (new[i] - (1 - beta) * old[i])
+        target = y[ids[i]] - lr[groups] * w[ids[i]]
+        seen.append(bool(target.norm() > radius))
+        target *= min(1.0, radius / float(target.norm()))
+        y[ids[i]] = (1 - tau) * y[ids[i]] + tau * target
+    close(found[0], y, 1e-14)
+    close(found[1], w, 1e-14)
+    assert outside.tolist() == seen
+    assert any(seen) == (radius == 1.0)
+    args = ids, drift, shrink, new, old, scale, lr, groups, 0.9, tau, radius
+    with pytest.raises(ValueError, match="contiguous"):
+        rows.row_update_(torch.zeros(3, 5).t(), w, *args)
+
+
+# ------------------------------------------------------------------------------------------ programs
+
+
+@needs_triton
+def test_programs_give_what_the_references_give():
+    """In Triton's interpreter, which rounds to bfloat16 towards zero, so up to two places differ there."""
+    found = json.loads(ask("-m", "tests.layers.triton_alone", "interpreted", TRITON_INTERPRET="1"))
+    assert len(found) == 3 * 7
+    for case, places in found.items():
+        assert places <= (2 if case.startswith("bfloat16") else 4), case
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", ["80", "90"])
+def test_programs_compile_without_a_gpu(capability, tmp_path):
+    found = json.loads(ask("-m", "tests.layers.triton_alone", capability, TRITON_CACHE_DIR=str(tmp_path)))
+    assert len(found) == 11
+    assert min(found.values()) > 1000
+
+
+def test_without_triton_everything_works():
+    """The import fails, and the operators take the references, whatever the device."""
+    print_step = """
+import sys
+sys.modules["triton"] = None
+import torch
+import bilevel_optim as bo
+from bilevel_optim.kernels import registry
+assert registry.programs() is None
+x, y = torch.zeros(100_000, requires_grad=True), torch.zeros(2, requires_grad=True)
+optimizer = bo.PZOBO([x], [y], lr=0.1, lower_lr=0.5, lower_steps=2, generator=torch.Generator().manual_seed(0))
+optimizer.step(lambda: (y - 1).square().sum(), lambda: (y - x.mean()).square().sum())
+print(float(x.detach().norm()))
+"""
+    assert float(ask("-W", "ignore", "-c", print_step)) > 0
+
+
+def test_launch_without_triton_is_the_reference(monkeypatch):
+    operator, args = operators()["accumulated"]
+    monkeypatch.setattr(registry, "programs", lambda: None)
+    launched = registry.launch_of(seeded._accumulated)
+    assert torch.equal(launched(*args), operator(*args))

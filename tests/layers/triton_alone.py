@@ -1,0 +1,142 @@
+"""What needs a process of its own: Triton's interpreter, chosen before the import, and compilation without a GPU."""
+
+import json
+import os
+import sys
+
+DTYPES = ("float32", "float64", "bfloat16")
+SIZES = ((1, 1), (3, 1023), (2, 2500))
+KINDS = ("normal", "sign", "hartley")
+OFFSETS = (0, 2**31 - 7, 2**40)
+
+
+def ulps(found, expected):
+    """The largest difference, in units of the last place of the largest entry; other results are compared exactly."""
+    import torch
+
+    if not found.is_floating_point():
+        return 0.0 if torch.equal(found, expected) else float("inf")
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return float("inf")
+    size = expected.double().abs().max() * torch.finfo(expected.dtype).eps
+    return float((found.double() - expected.double()).abs().max() / size)
+
+
+def seeded(programs, dtype, count, n, kind, offset):
+    import torch
+
+    from bilevel_optim.kernels import seeded
+
+    period = 997 if offset < 2**32 else 3
+    point = torch.randn(2 * n, 2).to(dtype)[::2, 0]  # of strides that are not those of its shape
+    keys, rows = torch.randint(-(2**62), 2**62, (count,)), torch.randint(0, period, (count,))
+    factors, how = torch.randn(count, dtype=torch.float64), (keys, rows, period, offset, kind)
+    for name, args in (("perturbed", (point, factors, *how)), ("accumulated", (point, factors, *how))):
+        yield name, getattr(programs, name)(*args), getattr(seeded, f"_{name}")(*args)
+    yield "squares", programs.squares(point, *how).to(torch.float32), seeded._squares(point, *how).to(torch.float32)
+
+
+def cg(programs, dtype, lanes, n):
+    import torch
+
+    from bilevel_optim.kernels.cg import _cg_step
+
+    v, r, p = (torch.randn(lanes, 2 * n).to(dtype)[:, ::2] for _ in range(3))
+    lane = torch.arange(lanes)
+    hp = (p * torch.where(lane == 1, -1, 2).unsqueeze(1)).to(dtype)  # lane 1 meets negative curvature, lane 2 rests
+    args = v, r, p, hp, r.double().square().sum(1), lane != 2
+    for i, pair in enumerate(zip(programs.cg_step(*args), _cg_step(*args), strict=True)):
+        yield f"cg_step.{i}", *(t.to(dtype) if t.dtype == torch.float64 else t for t in pair)
+
+
+def rows(programs, dtype, k, n, radius):
+    import torch
+
+    from bilevel_optim.kernels.rows import _row_update_
+
+    m, groups = 7, torch.arange(n) % 2
+    tables = [torch.randn(m, n).to(dtype) for _ in range(2)]
+    ids, new, old = torch.randperm(m)[:k], *(torch.randn(k, 2 * n).to(dtype)[:, ::2] for _ in range(2))
+    drift, shrink, scale, rates = torch.rand(k, 2), torch.rand(k), 3 * torch.rand(k), torch.rand(2)
+    rest = ids, drift, shrink, new, old, scale, rates, groups, 0.9, 0.7, radius
+    found, expected = [t.clone() for t in tables], [t.clone() for t in tables]
+    yield "outside", programs.row_update_(*found, *rest), _row_update_(*expected, *rest)
+    yield "position", found[0], expected[0]
+    yield "velocity", found[1], expected[1]
+
+
+def interpreted():
+    """The largest differences between the programs and the references, by case."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    import torch
+
+    from bilevel_optim.kernels import programs
+
+    torch.manual_seed(0)
+    worst = {}
+    for dtype in DTYPES:
+        kind = getattr(torch, dtype)
+        for count, n in SIZES:
+            results = [
+                *(r for k in KINDS for o in OFFSETS for r in seeded(programs, kind, count, n, k, o)),
+                *cg(programs, kind, count, n),
+                *(r for radius in (float("inf"), 1.2 * n**0.5) for r in rows(programs, kind, count, n, radius)),
+            ]
+            for name, found, expected in results:
+                case = f"{dtype} {name.partition('.')[0]}"
+                worst[case] = max(worst.get(case, 0.0), ulps(found, expected))
+    return worst
+
+
+POINTERS = {"*i64": {"keys", "rows", "ids", "groups"}, "*i1": {"active", "negatives", "outside"}}
+INTEGERS = {"period", "offset", "n", "count", "kinds"}
+DOUBLES = {  # arguments that have double precision in any case
+    "_perturb": (),
+    "_accumulate": (),
+    "_square": ("out",),
+    "_curvatures": ("parts",),
+    "_move": ("lengths", "curvatures", "rr"),
+    "_turn": ("new_rr", "lengths", "curvatures", "rr"),
+    "_update_row": ("settings",),
+}
+
+
+def signature(program, number, kind):
+    """Types of a program's arguments, and its constants."""
+    types, constants = {}, {}
+    for name in program.arg_names:
+        if name.isupper():
+            constants[name], types[name] = {"KIND": kind, "DTYPE": number, "BLOCK": 1024}[name], "constexpr"
+        elif name in DOUBLES[program.__name__] or number.is_fp64():
+            types[name] = "*fp64"
+        else:
+            types[name] = "*fp32"
+        types[name] = next((kind for kind, names in POINTERS.items() if name in names), types[name])
+        if name in INTEGERS or (name, program.__name__) == ("parts", "_square"):
+            types[name] = "i64"
+    return types, constants
+
+
+def compiled(capability):
+    """Bytes of machine code by program and precision, for a GPU that need not be there."""
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from bilevel_optim.kernels import programs
+
+    target, found = GPUTarget("cuda", capability, 32), {}
+    cases = [(name, tl.float32, "normal") for name in DOUBLES]
+    cases += [("_perturb", tl.float32, "sign"), ("_perturb", tl.float32, "hartley")]
+    cases += [("_accumulate", tl.float64, "normal"), ("_update_row", tl.float64, None)]
+    for name, number, kind in cases:
+        program = getattr(programs, name)
+        result = triton.compile(ASTSource(program, *signature(program, number, kind)), target=target)
+        assert f".target sm_{capability}" in result.asm["ptx"]
+        found[f"{name} {number} {kind}"] = len(result.asm["cubin"])
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(interpreted() if sys.argv[1] == "interpreted" else compiled(int(sys.argv[1]))))

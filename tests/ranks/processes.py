@@ -1,0 +1,36 @@
+"""Functions run by several processes of one group."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def _main(rank, world, address, function, results, arguments, timeout):
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group(
+        "gloo", init_method=address, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+    )
+    results[rank] = function(rank, *arguments)
+    if not any(isinstance(found, tuple) for found in results.values()):
+        dist.barrier()
+        dist.destroy_process_group()
+    else:
+        os._exit(0)  # a group that has lost a rank cannot be closed
+
+
+def together(world, tmp_path, function, *arguments, timeout=60.0, lost=()):
+    """What the function returns on each rank, called as ``function(rank, *arguments)``; those lost return nothing."""
+    with mp.Manager() as manager:
+        results = manager.dict()
+        address = f"file://{tmp_path}/rendezvous-{function.__name__}-{world}"
+        context = mp.spawn(_main, (world, address, function, results, arguments, timeout), nprocs=world, join=False)
+        for process in context.processes:
+            process.join(120)
+        codes = [process.exitcode for process in context.processes]
+        assert all(code == 0 for rank, code in enumerate(codes) if rank not in lost), (codes, dict(results))
+        return dict(results)

@@ -1,0 +1,121 @@
+"""A rank that fails ends the step on all of them, with its reason and nothing changed; so does one that is killed."""
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import bilevel_optim as bo
+
+from ..problems import Quadratic, same, values
+from .processes import together
+
+METHODS = {"AID": bo.AID, "F2SA": bo.F2SA, "PZOBO": bo.PZOBO, "SOBA": bo.SOBA}
+# After how many evaluations of which loss the second rank fails.
+MOMENTS = {"at the first": ("lower", 1), "in the middle": ("lower", 3), "in the upper loss": ("upper", 1)}
+
+
+def moments_of(name):
+    """SOBA evaluates the lower loss once in a step."""
+    return [moment for moment in MOMENTS if (name, moment) != ("SOBA", "in the middle")]
+
+
+class Failing(Quadratic):
+    """A quadratic problem one of whose losses does something else the k-th time."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.event, self.plan = None, {}
+
+    def _count(self, level):
+        if level in self.plan:
+            self.plan[level] -= 1
+            if self.plan[level] <= 0:
+                self.event()
+
+    def upper(self):
+        self._count("upper")
+        return super().upper()
+
+    def lower(self):
+        self._count("lower")
+        return super().lower()
+
+
+def made(name, **options):
+    problem = Failing(n=4, m=2)
+    arguments = {} if name == "SOBA" else {"lower_steps": 3}
+    arguments |= {"directions": 2, "generator": torch.Generator().manual_seed(0)} if name == "PZOBO" else {}
+    return problem, METHODS[name]([*problem.x], [*problem.y], lr=0.1, lower_lr=0.1, **arguments, **options)
+
+
+def fails(reason):
+    def event():
+        raise KeyError(reason)
+
+    return event
+
+
+def after_failures(rank):
+    """For each method and moment: what each rank saw, whether all was as before, and how it went on."""
+    seen = {}
+    for name in METHODS:
+        problem, optimizer = made(name, process_group=dist.group.WORLD)
+        problem.run(optimizer)
+        for moment in moments_of(name):
+            level, count = MOMENTS[moment]
+            before, counts = values(problem.x, problem.y), optimizer.oracle_counts
+            if rank == 1:
+                problem.plan, problem.event = {level: count}, fails("the disk is full")
+            error = None
+            try:
+                problem.run(optimizer)
+            except (KeyError, bo.RankError) as caught:
+                error = caught
+            unchanged = same(before, values(problem.x, problem.y)) and counts == optimizer.oracle_counts
+            seen[name, moment] = type(error).__name__, str(error), unchanged
+        problem.plan = {}
+        problem.run(optimizer)  # the group still works
+        seen[name] = [t.tolist() for t in values(problem.x, problem.y)]
+    return seen
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_failing_rank_ends_the_step_on_all(world, tmp_path):
+    results = together(world, tmp_path, after_failures)
+    for name in METHODS:
+        problem, optimizer = made(name)
+        problem.run(optimizer, 2)  # those that failed do not count
+        for rank in range(world):
+            for moment in moments_of(name):
+                kind, text, unchanged = results[rank][name, moment]
+                assert kind == ("KeyError" if rank == 1 else "RankError"), (name, moment, rank)
+                assert "the disk is full" in text
+                assert rank == 1 or "rank 1 failed: KeyError" in text
+                assert unchanged
+            for got, expected in zip(results[rank][name], values(problem.x, problem.y), strict=True):
+                torch.testing.assert_close(torch.tensor(got), expected, rtol=1e-9, atol=1e-9)
+
+
+def after_a_kill(rank):
+    problem, optimizer = made("AID", process_group=dist.group.WORLD)
+    problem.run(optimizer)
+    before = values(problem.x, problem.y)
+    if rank == 1:
+        problem.plan, problem.event = {"lower": 2}, lambda: os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        problem.run(optimizer)
+    except bo.RankError as error:
+        return error, same(before, values(problem.x, problem.y))
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_killed_rank_ends_the_step_on_the_others(world, tmp_path):
+    results = together(world, tmp_path, after_a_kill, lost=(1,))
+    assert 1 not in results
+    for rank in set(range(world)) - {1}:
+        error, unchanged = results[rank]
+        assert "a rank is gone" in str(error)
+        assert unchanged
