@@ -48,9 +48,6 @@ def kinds(draw, row, *, exact=False):
         flags["wavy"] &= not row.declared.family == "zeroth-order" and row.cls.__name__ != "ESMAML"  # exact if linear
     else:
         flags |= {name: draw(st.booleans()) for name in ("buffers", "dropout")}
-    flags["buffers"] = False  # GATED
-    if flags.get("buffers"):
-        forms = [form for form in forms if form != "tasks"] or forms
     return Kind(
         upper=draw(shapes()),
         lower=draw(shapes()),
