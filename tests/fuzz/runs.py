@@ -182,12 +182,7 @@ def difference(a, b, path=""):
     """Where two nested values are not the same bit for bit; None if they are."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         alike = isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and a.shape == b.shape
-        return (
-            None
-            if alike
-            and (torch.equal(a, b) or torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))
-            else f"{path}: {a} is not {b}"
-        )
+        return None if alike and torch.allclose(a, b, 0, 0, equal_nan=True) else f"{path}: {a} is not {b}"
     if type(a) is not type(b):
         return f"{path}: {a} is not {b}"
     if isinstance(a, dict):

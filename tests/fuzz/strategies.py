@@ -45,7 +45,7 @@ def kinds(draw, row, *, exact=False):
     forms = data_of(row)
     if exact:
         forms = [form for form in forms if form in EXACT[row.declared.tasks]]
-        flags["wavy"] &= not row.declared.family == "zeroth-order" and row.cls.__name__ != "ESMAML"  # exact if linear
+        flags["wavy"] &= row.declared.family != "zeroth-order" and row.cls.__name__ != "ESMAML"  # exact if linear
     else:
         flags |= {name: draw(st.booleans()) for name in ("buffers", "dropout")}
     return Kind(

@@ -6,7 +6,6 @@ import inspect
 import math
 import re
 import sys
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -17,11 +16,10 @@ from hypothesis import strategies as st
 import bilevel_optim as bo
 from bilevel_optim.optimizer.declaration import FAMILIES
 
-from ..problems import seeded
 from ..registry import ROWS
 from .runs import Case, called
 from .strategies import data_of
-from .toys import Kind, Toy
+from .toys import Kind
 
 
 class Thing:
@@ -74,7 +72,7 @@ def constructions(draw, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_constructors(family, budget):
-    @budget(60)
+    @budget(40)
     @given(constructions(family))
     def check(construction):
         name, data, argument, annotation, value = construction

@@ -22,7 +22,7 @@ EXACT = [row for row in ROWS if row.tolerance is not None and row.declared.tasks
 
 @st.composite
 def settings_of(draw, family):
-    """A method of the family that is exact in the limit, on a problem without noise, and how many steps make a limit."""
+    """A method of the family that is exact in the limit, on a problem without noise."""
     row = draw(st.sampled_from([row for row in EXACT if row.declared.family == family]))
     kind, declared = draw(kinds(row, exact=True)), row.declared
     if kind.data == "tasks" and not declared.lower_steps:  # what a single loop remembers starts anew with the tasks
@@ -36,7 +36,7 @@ def settings_of(draw, family):
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if any(row.declared.family == f for row in EXACT)])
 def test_hypergradient(family, budget):
-    @budget(12)
+    @budget(10)
     @given(settings_of(family))
     def check(case):
         row, problem = case.registered, case.problem()

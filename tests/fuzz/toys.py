@@ -28,7 +28,7 @@ class Kind:
         dtype: of all of them.
         layout: ``"plain"``; ``"views"`` of one storage; ``"strided"``, no tensor is contiguous.
         tied: the first lower tensor is used twice.
-        data: ``"none"``, ``"one"`` batch, ``"list"`` of batches, ``"loader"``, ``"terms"`` of a finite sum, or ``"tasks"``.
+        data: ``"none"``, ``"one"`` batch, ``"list"`` of batches, ``"loader"``, ``"terms"`` of a sum, or ``"tasks"``.
         own: data draw from a generator of their own.
         buffers: the losses call a module with running statistics.
         dropout: they draw random numbers.
@@ -56,10 +56,10 @@ class Kind:
 
 
 class Toy(Problem):
-    r"""g = u'Au/2 - u'h + w sum sqrt(1 + u^2) and f = \|Pu - h'\|^2/2 + x'Qx/2, with u the entries of all lower tensors.
+    r"""g = u'Au/2 - u'h + w sum sqrt(1 + u^2) and f = \|Pu - h'\|^2/2 + x'Qx/2, u the entries of all lower tensors.
 
-    h is linear in x and has the rows of the batch, normalised and dropped out as the kind says. The eigenvalues of A are
-    between 1 and 2. ``spare_x`` and ``spare_y`` are in the losses too, but in no group at first.
+    h is linear in x and has the rows of the batch, normalised and dropped out as the kind says. The eigenvalues of A
+    are between 1 and 2. ``spare_x`` and ``spare_y`` are in the losses too, but in no group at first.
 
     Args:
         kind: what decides it.
