@@ -73,6 +73,13 @@ class Row:
         """Backward passes at one x until y, and what else is carried from step to step, has settled there."""
         return 2 if self.declared.lower_steps else 60
 
+    @property
+    def refused(self):
+        """Arguments of the base class that it does not take."""
+        refused = {"lower_steps"} if not self.declared.lower_steps else set()
+        refused |= {"lower_optimizer"} if self.declared.lower_optimizer == "none" else set()
+        return refused | ({"warm_start"} if self.declared.initial else set())  # always from x
+
     def __call__(self, upper, lower, *, short=False, **arguments):
         """An optimizer; ``short``: few iterations and directions, where nothing has to be accurate."""
         options = {**self.options, **({"linear_steps": 2} if short and "linear_steps" in self.options else {})}
@@ -81,11 +88,8 @@ class Row:
         if options.get("direction") == "orthogonal":  # a basis of directions is exact for a linear response
             accurate = not short and isinstance(upper[0], torch.Tensor)
             options["directions"] = sum(t.numel() for t in upper) if accurate else 2
-        refused = {"lower_steps"} if not self.declared.lower_steps else set()
-        refused |= {"lower_optimizer"} if self.declared.lower_optimizer == "none" else set()
-        refused |= {"warm_start"} if self.declared.initial else set()  # always from x
         arguments = {**ARGUMENTS, **options, **arguments}
-        return self.cls(upper, lower, **{name: value for name, value in arguments.items() if name not in refused})
+        return self.cls(upper, lower, **{name: value for name, value in arguments.items() if name not in self.refused})
 
     def quadratic(self, n=8, m=3, kappa=2.0, dtype=torch.float64, tasks=False) -> Problem:
         """A problem of the method's kind with a closed form."""

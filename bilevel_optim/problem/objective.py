@@ -219,13 +219,6 @@ class Sample:
         sample.features, sample.index, sample._random = self.features, self.index, self._random
         return sample
 
-    def apart(self) -> Sample:
-        """The same draw for a look whose random numbers later evaluations do not share."""
-        sample = Sample(self.loss, self.arguments, once=self.once)
-        sample.features = None if self.features is None else self.features.apart()
-        sample.index, sample._random = self.index, list(self._random)
-        return sample
-
     @property
     def batch(self) -> Any:
         return self.arguments[0] if self.arguments else None

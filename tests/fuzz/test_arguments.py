@@ -37,12 +37,18 @@ TYPES = {"bool": bool, "int": int, "float": (int, float), "str": str, "None": ty
 
 def arguments_of(cls):
     """The arguments of a method with their annotations; those that all methods have too."""
-    parameters = inspect.signature(cls.__init__).parameters.values()
-    found = {p.name: p.annotation for p in parameters if p.kind is p.KEYWORD_ONLY}
-    for p in parameters:
-        if p.kind is p.VAR_KEYWORD:  # Unpack[a TypedDict]
-            options = getattr(sys.modules[cls.__module__], p.annotation.removeprefix("Unpack[").rstrip("]"))
-            found |= {name: entry.__forward_arg__ for name, entry in options.__annotations__.items()}
+    found: dict[str, str] = {}
+    for owner in cls.__mro__:
+        if "__init__" in vars(owner):
+            parameters = inspect.signature(owner.__init__).parameters.values()
+            found |= {p.name: p.annotation for p in parameters if p.kind is p.KEYWORD_ONLY}
+            rest = next((p.annotation for p in parameters if p.kind is p.VAR_KEYWORD), None)
+            if rest is None:
+                break
+            if rest != "Any":  # Unpack[a TypedDict]
+                options = getattr(sys.modules[owner.__module__], rest.removeprefix("Unpack[").rstrip("]"))
+                found |= {name: entry.__forward_arg__ for name, entry in options.__annotations__.items()}
+                break
     return found
 
 
@@ -65,7 +71,7 @@ def named(error, argument):
 @st.composite
 def constructions(draw, family):
     row = draw(st.sampled_from([row for row in ROWS if row.declared.family == family]))
-    arguments = arguments_of(row.cls)
+    arguments = {name: of for name, of in arguments_of(row.cls).items() if name not in row.refused}
     name = draw(st.sampled_from(sorted(arguments)))
     return row.name, data_of(row)[0], name, arguments[name], draw(st.sampled_from((*JUNK, *NUMBERS)))
 
