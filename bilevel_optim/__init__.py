@@ -16,6 +16,7 @@ from .errors import RankError as RankError
 from .hypergradient import finite_difference as finite_difference
 from .methods import *  # noqa: F403 (the methods are listed there, once)
 from .optimizer.base import BilevelOptimizer as BilevelOptimizer
+from .optimizer.iterate import UniformIterate as UniformIterate
 from .oracle.oracle import Oracle as Oracle
 from .problem.finite_sum import FiniteSum as FiniteSum
 from .problem.objective import Objective as Objective

@@ -152,6 +152,7 @@ ERRORS: dict[str, dict[str, list[Any]]] = {
     "RAHGD": {
         **{"momentum": [1.0, -0.1], "restart_radius": [0.0, nan], "restart_period": [0, 1.5], "lower_momentum": [1.0]},
         **{"lower_restart": ["warm"], "restart_steps": [-1], "lower_tol": [-1.0], "on_converged": ["raise"]},
+        **{"linear_start": ["x"]},
         **{"linear_steps": [-1], "linear_tol": [-1e-3], "linear_atol": [-1e-3], "damping": [-1.0]},
     },
     "PRAHGD": {"perturbation": [-1.0, inf], "perturb_initial": [1]},

@@ -10,6 +10,7 @@ import torch
 
 import bilevel_optim as bo
 from recipes.common import interval
+from recipes.common.methods import growing_penalty
 from recipes.common.records import Missing, Records
 from recipes.common.search import Axis, axis, search
 from recipes.papers import __main__ as program
@@ -53,6 +54,7 @@ def test_records_are_made_once_and_go_on_after_an_interruption(tmp_path):
         {"a": 2},
         {"a": 3},
     ]
+    assert records.get({"a": 3}, lambda: run(9.0)) == {"score": 0.9, "worst": math.inf}  # made by another process
     with pytest.raises(Missing):
         Records(path, frozen=True).get({"a": 4}, lambda: run(1.0))
 
@@ -210,6 +212,26 @@ def test_settings_are_chosen_with_another_seed_than_they_are_judged_with():
     assert len(outcome.scores["new"]) == 4
 
 
+def test_a_verdict_needs_the_arms_of_its_rule_alone(tmp_path):
+    path = tmp_path / "records.jsonl"
+    experiment = toy(falling)
+    execute(experiment, "smoke", Records(path))
+    more = dataclasses.replace(experiment, arms={**experiment.arms, "shown": Arm(2.0, {"lr": axis(1.0)})})
+    found = execute(more, "smoke", Records(path, frozen=True))
+    assert (found.verdict.word, "shown" in found.scores) == ("HOLDS", False)
+    with pytest.raises(Missing):
+        execute(dataclasses.replace(more, rule=dataclasses.replace(RULE, rivals=("old", "shown"))), "smoke",
+                Records(path, frozen=True))  # fmt: skip
+
+
+def test_the_penalty_grows():
+    x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    optimizer = growing_penalty(bo.F2SA([x], [y], lr=0.0, lower_lr=0.1, lower_steps=1, order=1, nu=0.1))
+    for _ in range(127):
+        optimizer.step(lambda: y.sum(), lambda: (y - x).square().sum())
+    assert optimizer.nu == pytest.approx(0.05)  # 128 = 2^7
+
+
 def test_scores_of_curves():
     experiment = toy(falling, smooth=2)
     curve = [{"spent": k, "seconds": k / 2, "score": 10.0 - k} for k in range(6)]
@@ -277,7 +299,12 @@ class Blind(bo.FirstOrder):
 def test_sabotage_turns_the_verdict_on_badly_conditioned_problems():
     experiment = EXPERIMENTS["003-kappa-quartic"]
     rule = dataclasses.replace(experiment.rule, rivals=("ITD",))
-    experiment = small(dataclasses.replace(experiment, rule=rule))
+    chosen = {"lr": axis(1.0), "lower_steps": axis(30), "linear_steps": axis(12), "theta": axis(0.1)}
+    arms = {
+        name: dataclasses.replace(arm, grid={key: chosen[key] for key in arm.grid})
+        for name, arm in experiment.arms.items()
+    }
+    experiment = small(dataclasses.replace(experiment, rule=rule, arms=arms))
     grid = experiment.arms["RAHGD"].grid
 
     def uphill(x, y, *, kappa, theta, **options):
@@ -356,6 +383,8 @@ def test_the_program(tmp_path, capsys, monkeypatch):
     program.main(["list"])
     assert "003-saddle-near" in capsys.readouterr().out
     given = ["run", "001-order-1", "--scale", "smoke", "--out", str(tmp_path)]
+    program.main([*given, "--arms", "none"])
+    assert capsys.readouterr().out == ""
     program.main(given)
     assert "3 new runs" in capsys.readouterr().out
     folder = tmp_path / "001-order-1"

@@ -23,6 +23,8 @@ class Ranks:
     """
 
     def __init__(self, group: Any = None) -> None:
+        if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+            raise ValueError(f"Invalid process_group value: {group}")
         self.group = group
 
     @property

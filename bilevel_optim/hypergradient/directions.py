@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from math import inf
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ class Directions:
         scale: str | float = "unbiased",
     ) -> None:
         require("direction", kind, kind in KINDS)
-        require("scale", scale, scale in ("unbiased", "none") or is_number(scale))
+        require("scale", scale, scale in ("unbiased", "none") or (is_number(scale) and 0 < float(scale) < inf))
         self.x, self.kind, self.count, self.smoothing = x.detach(), kind, count, float(smoothing)
         self._sizes = [t.numel() for t in x]
         self._p = sum(self._sizes)

@@ -57,7 +57,7 @@ def penalty(
     interpolation = values.upper.new_tensor([float(w) for w in formula.interpolation])
     used = interpolation != 0
     loss = torch.where(used, values.upper * interpolation, 0.0).sum()
-    oracle.checks.finite("loss", [loss], hint)
+    oracle.checks.scalar("loss", loss, hint)
     return Estimate(loss, values.gradient)
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..oracle.features import Apart
 from ..oracle.oracle import Oracle
 from ..oracle.second_order import LowerSystem
 from ..problem.objective import Sample
@@ -27,6 +28,7 @@ class _Step(NamedTuple):
     memory: Memory
     sample: Sample
     system: LowerSystem | None  # None: made again when it is needed
+    apart: Apart | None  # where the derivative in x is one in features, to be pulled back with those of other steps
 
 
 def unrolled(
@@ -70,20 +72,40 @@ def unrolled(
 
     solved = rule.run(oracle.y, rule.fresh() if memory is None else memory, steps - differentiated, draw)
     trajectory: list[_Step] = []
+    parts: list[Apart] = []
     for _ in range(differentiated):
-        point, sample = oracle.at(lower=solved.y), oracle.g.draw()
-        step = _Step(point, solved.memory, sample, point.kept_system(sample) if keep_graphs else None)
+        point, sample, apart = _differentiable(oracle, solved.y, parts)
+        step = _Step(point, solved.memory, sample, point.kept_system(sample) if keep_graphs else None, apart)
         trajectory.append(step)
         solved = rule.step(solved.y, solved.memory, partial(_evaluated, step))
     oracle.checks.finite("lower_grad", solved.y)
     loss, h, adjoint = oracle.at(lower=solved.y).upper(upper_sample or oracle.f.draw())
     memory_adjoint: list[dict[str, Tensor]] = [{} for _ in adjoint]
     while trajectory:
-        adjoint, cross, memory_adjoint = _pulled_back(rule, trajectory.pop(), adjoint, memory_adjoint)
-        h = h + cross
+        step = trajectory.pop()
+        adjoint, cross, memory_adjoint = _pulled_back(rule, step, adjoint, memory_adjoint)
+        if step.apart is None:
+            h = h + cross
+        else:
+            step.apart.add(cross)
+    for part in parts:
+        if part.usable:
+            h = h + part.pulled_back()
     diagnostics = {} if solved.gradient is None else {"lower_residual": solved.gradient.norm()}
     start = adjoint if differentiated == steps else None
     return Estimate(loss, h, diagnostics, start=start, lower=solved.y, solver=solved.memory)
+
+
+def _differentiable(oracle: Oracle, y: Vector, parts: list[Apart]) -> tuple[Oracle, Sample, Apart | None]:
+    """Where the next step is made, on which sample; steps on one batch share its features."""
+    sample = oracle.g.draw()
+    if sample.features is None:
+        return oracle.at(lower=y), sample, None
+    apart = next((part for part in parts if part.features is sample.features), None)
+    if apart is None:
+        apart = Apart(oracle, sample)
+        parts.append(apart)
+    return (*apart.at(y, sample), apart) if apart.usable else (oracle.at(lower=y), sample, None)
 
 
 def _evaluated(step: _Step, y: Vector) -> tuple[Tensor, Vector]:

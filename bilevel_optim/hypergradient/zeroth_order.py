@@ -89,7 +89,7 @@ def full_zeroth_order(
         values = values.detach()
         if not found:
             found.append(values[0].clone())
-            oracle.checks.finite("loss", found)
+            oracle.checks.scalar("loss", found[0])
         return values.double() - found[0].double() if values.device.type != "mps" else values - found[0]
 
     gradient, base, diagnostics = _indirect(oracle, paths, directions, central, measure)
@@ -115,16 +115,18 @@ def _indirect(
     """
     signs = (1.0, -1.0) if central else (1.0,)
     lanes = [(0, 0.0), *((j, s) for j in range(directions.count) for s in signs)]
-    measured, moved = [], []
+    measured, moved, on_the_way = [], [], []
     base: Vector | None = None
     done = 0
     while done < len(lanes):
         part = lanes[done : done + paths.at_once(len(lanes))]
         upper = directions.points(part)
-        ends, slopes = paths.run(upper)
+        ends, slopes, values = paths.run(upper)
+        on_the_way.append(values)
         if base is None:
             base = ends.lane(0).clone()
             oracle.checks.finite("lower_grad", base)
+            oracle.checks.scalar("loss", values[0])
             residual = None if slopes is None else slopes.lane(0).norm()
         measured.append(measure(upper, ends, base))
         difference = ends - Vector(t.unsqueeze(0) for t in base)
@@ -133,10 +135,10 @@ def _indirect(
         del upper, ends, difference
     values, squares = torch.cat(measured)[1:], torch.cat(moved)[1:]
     coefficients = values.view(-1, len(signs)) @ values.new_tensor(signs) / (len(signs) * directions.smoothing)
-    sound = coefficients.isfinite()
+    sound = coefficients.isfinite() & torch.cat(on_the_way)[1:].view(-1, len(signs)).isfinite().all(1)
     oracle.checks.alert(
         "dropped directions",
-        "the lower solve or the upper loss at some perturbed x is not finite; those directions are left out. A smaller "
+        "the lower solve or a loss at some perturbed x is not finite; those directions are left out. A smaller "
         "smoothing or lower_lr helps",
         ~sound.all(),
     )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Unpack
 
-from ..errors import BilevelWarning
 from ..hypergradient import Estimate, implicit
 from ..optimizer.base import BilevelOptimizer, CommonOptions
 from ..optimizer.declaration import Method, counts
@@ -131,18 +130,11 @@ class AID(BilevelOptimizer):
         require("linear_solver", linear_solver, linear_solver in tuple(_SOLVE))
         require("linear_steps", linear_steps, is_count(linear_steps))
         require("linear_tol", linear_tol, is_number(linear_tol) and linear_tol >= 0)
-        require("linear_lr", linear_lr, linear_lr is None or (is_number(linear_lr) and linear_lr > 0))
-        require("damping", damping, is_number(damping) and damping >= 0)
+        require("linear_lr", linear_lr, linear_lr is None or (is_number(linear_lr) and 0 < linear_lr < math.inf))
+        require("damping", damping, is_number(damping) and 0 <= damping < math.inf)
         self.linear_solver, self.linear_steps, self.linear_tol = linear_solver, linear_steps, linear_tol
         self.linear_lr, self.damping = linear_lr, damping
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
-        if any(group.get("weight_decay") for group in self.probe().param_groups):
-            warnings.warn(
-                "weight_decay of the lower_optimizer is not part of the lower loss, so the linear system does not know "
-                "it and the hypergradient is biased; put the penalty into the lower loss instead",
-                BilevelWarning,
-                stacklevel=2,
-            )
 
     def estimate(self, oracle: Oracle, given: Given) -> Estimate:
         """Lower steps, then the linear system at their end."""

@@ -97,7 +97,7 @@ class BOME(BilevelOptimizer):
         barrier: str = "grad_norm",
         **common: Unpack[CommonOptions],
     ) -> None:
-        require("joint_lr", joint_lr, joint_lr is None or (is_number(joint_lr) and joint_lr > 0))
+        require("joint_lr", joint_lr, joint_lr is None or (is_number(joint_lr) and 0 < joint_lr < math.inf))
         require("eta", eta, is_number(eta) and 0 < eta < math.inf)
         require("barrier", barrier, barrier in ("grad_norm", "value"))
         projection = common.get("lower_projection")
@@ -105,6 +105,8 @@ class BOME(BilevelOptimizer):
         require("lower_projection", projection, projection is None, wording)
         self.joint_lr, self.eta, self.barrier = joint_lr, eta, barrier
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
+
+    stationary = True  # the value function is that of the lower loss alone
 
     def together(self, tasks: int) -> list[slice]:
         """Every task by itself, because each has a multiplier of its own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Unpack
@@ -16,6 +17,7 @@ from ..optimizer.base import BilevelOptimizer, CommonOptions
 from ..optimizer.declaration import Method, counts
 from ..optimizer.step import Given, Update, changed
 from ..oracle.copies import evaluate_copies
+from ..oracle.differentiable import working_unit
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
 from ..problem.parameters import Params, is_number, require
@@ -24,6 +26,8 @@ from ..problem.vector import Vector, stack
 __all__ = ["F2SA"]
 
 SAMPLES = ("shared", "independent")
+DIVERGED = "A smaller lower_lr helps, or if copies at negative nodes diverge a smaller nu"
+ROUNDING_LIMIT = 0.05  # rounding of the losses over nu above which their differences are not to be trusted
 SPREAD_LIMIT = 10.0  # how much further from y* one copy may be than another, per unit of its perturbation
 
 
@@ -142,13 +146,13 @@ class F2SA(BilevelOptimizer):
         normalize: bool = True,
         **common: Unpack[CommonOptions],
     ) -> None:
-        require("nu", nu, is_number(nu) and nu > 0)
+        require("nu", nu, is_number(nu) and 0 < nu < math.inf)
         require("stencil", stencil, stencil in (*KINDS, "auto"))
         require("samples", samples, samples in SAMPLES)
         require("normalize", normalize, isinstance(normalize, bool))
         self.order, self.nu, self.samples, self.normalize = order, nu, samples, normalize
         self._given_stencil = stencil
-        stencil_of(order, stencil)
+        self.variant_of_state = {"order": order, "stencil": stencil_of(order, stencil).kind}
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
         self.require_elementwise()
 
@@ -168,13 +172,11 @@ class F2SA(BilevelOptimizer):
         rule, memory = given.solver_for(copies) if kept else changed(given, solver=None).solver_for(copies)
         solved = rule.run(copies, memory, self.lower_steps, partial(self._perturbed, oracle, formula))
         copies = solved.y
-        oracle.checks.finite(
-            "lower_grad", copies, "A smaller lower_lr helps, or if copies at negative nodes diverge a smaller nu"
-        )
+        oracle.checks.finite("lower_grad", copies, DIVERGED)
+        self._watch_rounding(oracle)
         xi, zeta = oracle.f.draw(), oracle.g.draw()
         estimate = penalty(oracle, copies, formula, self.nu, upper_sample=xi, lower_sample=zeta)
         y = copies.combine(interpolation)
-        oracle.at(lower=y).advance_buffers(zeta)
         residual = None if solved.gradient is None else solved.gradient.lane_norm()
         spread = self._watched_spread(oracle, y, copies, formula, given)
         return changed(
@@ -208,6 +210,7 @@ class F2SA(BilevelOptimizer):
 
         def gradient(copies: Vector) -> tuple[Tensor, Vector]:
             found = evaluate_copies(oracle, copies, weights, [1.0] * n, xi, zeta, wrt="lower")
+            oracle.checks.scalar("loss", found.total, DIVERGED)
             return found.lower.sum(), found.gradient
 
         return gradient
@@ -233,6 +236,17 @@ class F2SA(BilevelOptimizer):
                 (known.max() > limit * known.min()) & (distances.max() > rounding),
             )
         return spread
+
+    def _watch_rounding(self, oracle: Oracle) -> None:
+        unit = working_unit(oracle.y[0])
+        if unit > ROUNDING_LIMIT * self.nu:
+            oracle.checks.alert(
+                "rounded differences",
+                f"the losses are computed with a precision of {unit:.1g} (autocast, or the parameters' type), of which "
+                f"nu = {self.nu:.1g} makes an error of about {unit / self.nu:.0%} in the hypergradient; use a larger "
+                "nu, or float32 without autocast",
+                torch.ones((), dtype=torch.bool, device=oracle.device),
+            )
 
     def _may_change(self, given: Given) -> bool:
         return self._given_stencil == "auto" and "stencil" not in given.numbers

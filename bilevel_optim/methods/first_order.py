@@ -60,6 +60,8 @@ class FirstOrder(BilevelOptimizer):
         settings={"quadratic": {}, "compare": {}, "stochastic": {"lower_steps": 10}},
     )
 
+    responds = False
+
     def estimate(self, oracle: Oracle, given: Given) -> Estimate:
         """Lower steps, then the direct gradient."""
         here = given.descended(oracle, self.lower_steps)

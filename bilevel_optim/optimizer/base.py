@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from torch.optim import SGD, Optimizer
 
 from ..distributed.ranks import Ranks
 from ..hypergradient import Estimate
+from ..oracle.advance import advance_buffers
 from ..oracle.oracle import Oracle
 from ..oracle.session import Options
 from ..problem import tasks as task_layer
@@ -27,6 +29,8 @@ from ..problem.parameters import (
     names_of,
     require,
     require_one_level,
+    require_rates,
+    require_usable,
     tensors_of,
 )
 from ..problem.vector import Vector
@@ -40,6 +44,7 @@ from .ledger import Ledger
 from .method import ColdOptions, CommonOptions, Loss, as_objective
 from .results import Results
 from .step import Given, Groups, Start, Update, changed
+from .transaction import Attempt, writes_of, writes_of_update
 
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "Loss", "as_objective"]
 
@@ -116,22 +121,24 @@ class BilevelOptimizer(Adapting, Results, Checkpointed):
         lower_clip: Clip | None = None,
         lower_projection: Projection | None = None,
     ) -> None:
-        require("learning rate", lr, is_number(lr) and lr >= 0, wording="Invalid learning rate: {value}")
-        require("lower_lr", lower_lr, is_number(lower_lr) and lower_lr >= 0)
+        require("learning rate", lr, is_number(lr) and 0 <= lr < math.inf, wording="Invalid learning rate: {value}")
+        require("lower_lr", lower_lr, is_number(lower_lr) and 0 <= lower_lr < math.inf)
         require("lower_steps", lower_steps, is_count(lower_steps))
+        require("warm_start", warm_start, isinstance(warm_start, bool))
+        require("check_finite", check_finite, isinstance(check_finite, bool))
         method.require_common(
             lower_optimizer=lower_optimizer, generator=generator, vectorize=vectorize, hvp=hvp, lower_init=lower_init
         )
         method.require_sizes(tasks_per_step=tasks_per_step, lower_batch=lower_batch, upper_batch=upper_batch)
         self.tasks_per_step, self.lower_batch, self.upper_batch = tasks_per_step, lower_batch, upper_batch
         self.lower_init = lower_init
-        self.lower_steps, self.warm_start, self.check_finite = lower_steps, bool(warm_start), bool(check_finite)
+        self.lower_steps, self.warm_start, self.check_finite = lower_steps, warm_start, check_finite
         self.generator = generator
         self.diagnostics: dict[str, Any] = {}
         self.numbers: dict[str, Any] = {}
         self.lower_factory = lower_optimizer or SGD
         self.limits = limits_of(lower_clip, lower_projection, interior=self.stationary)
-        self._options = Options(vectorize, hvp, Ranks(process_group), one_loss=self.one_loss)
+        self._options = Options(vectorize, hvp, Ranks(process_group), one_loss=self.one_loss, responds=self.responds)
         self._ledger = Ledger()
         self._rules = LowerRules(self.lower_factory, self.limits)
         self.default_lr = {"upper": lr, "lower": lower_lr}
@@ -183,12 +190,15 @@ class BilevelOptimizer(Adapting, Results, Checkpointed):
                 raise TypeError("step takes tasks only together with both losses")
             self._update()
             return None
-        oracle, estimate, given = self._proposed(upper, lower, tasks)
-        with torch.no_grad():
-            update = self.update(oracle.x, estimate.gradient, given.after(estimate))
-            loss = self._commit(oracle, estimate)
-            self._commit_update(oracle.live_x, update)
-        return loss
+        attempt, oracle, groups = self._opened(upper, lower)
+        with attempt:
+            estimate, given = self._proposed(oracle, groups, tasks)
+            advance_buffers(oracle, estimate.lower)
+            with torch.no_grad():
+                update = self.update(oracle.x, estimate.gradient, given.after(estimate))
+                writes = self._writes(oracle, estimate)
+                attempt.commit([*writes, *self._writes_of_update(oracle.live_x, update, estimate.numbers)])
+        return self._ledger.last_loss
 
     def _step_after(self, closure: Any, *, required: bool) -> Any:
         """Update x after a closure; ``required``: it is one only if it calls :meth:`backward`."""
@@ -211,9 +221,15 @@ class BilevelOptimizer(Adapting, Results, Checkpointed):
         if wrapped is not None:  # Lightning's wrapper inherits from this class, and would keep the results to itself
             loss: Tensor = wrapped.backward(upper, lower, tasks=tasks)
             return loss
-        oracle, estimate, _ = self._proposed(upper, lower, tasks)
-        with torch.no_grad():
-            return self._commit(oracle, estimate)
+        attempt, oracle, groups = self._opened(upper, lower)
+        with attempt:
+            estimate, _ = self._proposed(oracle, groups, tasks)
+            advance_buffers(oracle, estimate.lower)
+            with torch.no_grad():
+                attempt.commit(self._writes(oracle, estimate))
+        result = self._ledger.last_loss
+        assert result is not None
+        return result
 
     def propose(
         self,
@@ -230,8 +246,9 @@ class BilevelOptimizer(Adapting, Results, Checkpointed):
         estimate at x itself of a method that would look ahead of it; ``start`` gives other lower values to begin at
         than the present ones, with tasks as a function like ``lower_init``.
         """
-        with self._ledger.buffers.kept():
-            return self._proposed(upper, lower, tasks, still=still, start=start)[1]
+        attempt, oracle, groups = self._opened(upper, lower)
+        with attempt, self._ledger.buffers.kept():
+            return self._proposed(oracle, groups, tasks, still=still, start=start)[0]
 
     def oracle(
         self, upper: Loss | None, lower: Loss | None = None, *, groups: dict[str, list[dict[str, Any]]] | None = None
@@ -250,18 +267,18 @@ class BilevelOptimizer(Adapting, Results, Checkpointed):
 
     # ------------------------------------------------------------------------------------------------ the transaction
 
-    def _proposed(
-        self,
-        upper: Loss | None,
-        lower: Loss | None,
-        tasks: Any,
-        *,
-        still: bool = False,
-        start: Start = None,
-    ) -> tuple[Oracle, Estimate, Given]:
-        """Everything that a step computes, checked; nothing is written, so nothing has to be undone."""
+    def _opened(self, upper: Loss | None, lower: Loss | None) -> tuple[Attempt, Oracle, Groups]:
+        """A step of these losses, which leaves everything as it was if it fails."""
+        require_rates(self.param_groups)
         groups = {level: level_groups(self.param_groups, level) for level in LEVELS}
-        here = oracle = self.oracle(upper, lower, groups=groups)
+        oracle = self.oracle(upper, lower, groups=groups)
+        return Attempt(self.generator, oracle, self._ledger.buffers), oracle, groups
+
+    def _proposed(
+        self, oracle: Oracle, groups: Groups, tasks: Any, *, still: bool = False, start: Start = None
+    ) -> tuple[Estimate, Given]:
+        """Everything that a step computes but for the update of x, checked; nothing is written."""
+        here = oracle
         given = self._given(groups, oracle.live_x, oracle.live_y)
         if still:
             given = self.standing_still(given)
@@ -272,24 +289,20 @@ class BilevelOptimizer(Adapting, Results, Checkpointed):
             given = changed(given, lower_init=start)
         elif start is not None:
             here = oracle.at(lower=start)
-        random = None if self.generator is None else self.generator.get_state()
         try:
-            with self._ledger.buffers.kept_on_failure():
-                if tasks is None:
-                    estimate = self.checked(here, given, self.estimate)
-                else:
-                    estimate = self.estimate_tasks(here, given, tasks)
-                self._conclude(oracle, given)
+            if tasks is None:
+                estimate = self.checked(here, given, self.estimate)
+            else:
+                estimate = self.estimate_tasks(here, given, tasks)
+            self._conclude(oracle, given)
             oracle.session.gathered.release()
         except BaseException as error:
             oracle.session.gathered.release()
             given.ranks.failed(error)
-            if self.generator is not None and random is not None:
-                self.generator.set_state(random)
             raise
         if not self.warm_start and tasks is None and "initial" not in given.memory:
             estimate = changed(estimate, memory={**estimate.memory, "initial": here.y})
-        return oracle, estimate, given
+        return estimate, given
 
     @staticmethod
     def _conclude(oracle: Oracle, given: Given) -> None:
@@ -317,33 +330,25 @@ class BilevelOptimizer(Adapting, Results, Checkpointed):
             lower_init=self.lower_init,
         )
 
-    def _commit(self, oracle: Oracle, estimate: Estimate) -> Tensor:
-        """Write what a step has computed; ``.grad`` of x is the estimate."""
-        session, x, y = oracle.session, oracle.live_x, oracle.live_y
-        norm = estimate.gradient.norm()
-        memory.write_rows(estimate.writes)
-        memory.remember(self.state, y, estimate.memory)
-        memory.remember(self.state, x, estimate.upper_memory)
-        memory.remember_tables(self.state, y, estimate.tables)
-        if estimate.solver is not None:
-            memory.remember_solver(self.state, y, estimate.solver)
-        if estimate.lower is not None:
-            y.copy_(estimate.lower)  # last, because what is remembered may be what y was
-        for parameter, gradient in zip(x, estimate.gradient, strict=True):
-            parameter.grad = gradient.detach().clone()  # nobody else's, because gradients are clipped in place
-        self.numbers = {**self.numbers, **estimate.numbers}
-        ledger = self._ledger
-        ledger.found, ledger.buffers.complete, ledger.warned = session.found, True, session.warned
-        self.diagnostics = {"hypergradient_norm": norm, **estimate.diagnostics}
+    def _writes(self, oracle: Oracle, estimate: Estimate) -> list[Callable[[], object]]:
+        """Writes of what a step has computed, but for x; ``.grad`` of x is the estimate."""
+        session = oracle.session
+        diagnostics = {"hypergradient_norm": estimate.gradient.norm(), **estimate.diagnostics}
         if session.found.fallback is not None:
-            self.diagnostics["vectorize_fallback"] = session.found.fallback
-        return ledger.enter(session.counts, estimate.loss)
+            diagnostics["vectorize_fallback"] = session.found.fallback
+        numbers = {**self.numbers, **estimate.numbers}
+        return [
+            *writes_of(self.state, oracle, estimate),
+            partial(vars(self).update, numbers=numbers, diagnostics=diagnostics),
+            partial(self._ledger.enter, self._ledger.after(session, estimate.loss)),
+        ]
 
     @torch.no_grad()
     def _update(self) -> None:
         """Update the upper parameters that have a ``.grad``."""
         if initialises(self):
             return self._initialise()
+        require_rates(self.param_groups)
         groups = {level: level_groups(self.param_groups, level) for level in LEVELS}
         for group in groups["upper"]:
             group["params"] = [p for p in group["params"] if p.grad is not None]
@@ -352,16 +357,16 @@ class BilevelOptimizer(Adapting, Results, Checkpointed):
             return
         given = self._given(groups, moved, tensors_of(groups["lower"], "lower"))
         gradient = Vector(p.grad for p in moved)
-        self._commit_update(moved, self.update(Vector(p.detach() for p in moved), gradient, given))
+        with Attempt(self.generator) as attempt:
+            update = self.update(Vector(p.detach() for p in moved), gradient, given)
+            attempt.commit(self._writes_of_update(moved, update, {}))
 
-    def _commit_update(self, moved: Sequence[Tensor], update: Update) -> None:
-        """Write an update of x."""
-        memory.write_rows(update.writes)
-        memory.remember(self.state, moved, update.upper_memory)
-        if update.lower is not None:
-            Vector(self._parameters("lower")).copy_(update.lower)
-        Vector(moved).copy_(update.x)
-        self.numbers = {**self.numbers, **update.numbers}
+    def _writes_of_update(
+        self, moved: Sequence[Tensor], update: Update, numbers: dict[str, Any]
+    ) -> list[Callable[[], object]]:
+        """Writes of an update of x, after those of an estimate with these numbers."""
+        writes = writes_of_update(self.state, moved, partial(self._parameters, "lower"), update)
+        return [*writes, partial(vars(self).update, numbers={**self.numbers, **numbers, **update.numbers})]
 
     # ------------------------------------------------------------------------------------------------ state
 
@@ -372,7 +377,11 @@ class BilevelOptimizer(Adapting, Results, Checkpointed):
             raise ValueError(f"Invalid level value: {level} (a group of a BilevelOptimizer is 'upper' or 'lower')")
         param_group.setdefault("lr", self.default_lr.get(str(level)))
         require_one_level(param_group, self.param_groups)
+        require_usable(param_group, self.param_groups)
+        require_rates([param_group])
         super().add_param_group(param_group)
+        if level == "lower":
+            self.warn_of_decay(self.param_groups[-1])
 
     def _parameters(self, level: str) -> list[Tensor]:
         """The parameters of one level that require a gradient."""

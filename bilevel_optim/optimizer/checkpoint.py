@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ from ..solvers.limits import Limits
 from ..solvers.lower import LowerRules
 from . import memory
 from .ledger import Ledger
+from .loading import require_form, require_loadable, shapes_of
 
 __all__ = ["OWN", "REMADE", "Checkpointed", "initialises"]
 
@@ -40,6 +44,7 @@ class Checkpointed(Optimizer):
     generator: torch.Generator | None
     numbers: dict[str, Any]
     saved_options: tuple[str, ...]
+    variant_of_state: Mapping[str, Any] = MappingProxyType({})  # what decides what is remembered: others are not loaded
     lower_factory: Callable[[Any], Optimizer]
     limits: Limits
     _options: Options
@@ -56,19 +61,23 @@ class Checkpointed(Optimizer):
         state["state"] = memory.copied(state["state"])  # later steps write into tables
         own = {
             "method": type(self).__name__,
+            "variant": dict(self.variant_of_state),
+            "shapes": shapes_of(self.param_groups),
             **self._ledger.saved(),
             "placeholders": self._placeholders,
             "generator": None if self.generator is None else self.generator.get_state(),
             "numbers": self.numbers,
-            "options": {name: getattr(self, name) for name in self.saved_options},
+            "options": {name: plain(getattr(self, name)) for name in self.saved_options},
         }
         return completed(state, own, [p.device for group in self.param_groups for p in group["params"]])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, into an optimizer made with the same arguments."""
+        require_form(state_dict)
         own, state_dict = checked(state_dict)
-        if own["method"] != type(self).__name__:
-            raise ValueError(f"the state dict is that of {own['method']}, but this optimizer is {type(self).__name__}")
+        require_loadable(
+            own, state_dict, type(self).__name__, self.variant_of_state, self.saved_options, self.param_groups
+        )
         memory.load_exactly(self, super().load_state_dict, state_dict, self.place_of)
         self.param_groups[0][OWN], self._placeholders = b"", False
         self._rules = LowerRules(self.lower_factory, self.limits)
@@ -104,6 +113,13 @@ class Checkpointed(Optimizer):
             self._placeholders = False
 
 
+def plain(value: Any) -> Any:
+    """A number of another library as one of Python, which checkpoints can hold."""
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
+
+
 def completed(state_dict: dict[str, Any], own: dict[str, Any], devices: Sequence[torch.device]) -> dict[str, Any]:
     """A state dict with what does not belong to one parameter, and with an entry for each of them.
 
@@ -122,15 +138,20 @@ def completed(state_dict: dict[str, Any], own: dict[str, Any], devices: Sequence
 def checked(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """What :func:`completed` was given, taken apart again; raises unless all of it is there."""
     written = state_dict["param_groups"][0].get(OWN) if state_dict.get("param_groups") else None
-    if not written:
+    if not isinstance(written, bytes) or not written:
         raise ValueError(f"the state dict is not that of a BilevelOptimizer: it has no {OWN!r} entry")
-    own: dict[str, Any] = torch.load(
-        io.BytesIO(written), map_location=None if torch.cuda.is_available() else "cpu", weights_only=True
-    )
-    kept = {} if own["placeholders"] else own["kept"]
+    try:
+        own: dict[str, Any] = torch.load(
+            io.BytesIO(written), map_location=None if torch.cuda.is_available() else "cpu", weights_only=True
+        )
+    except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(f"the state dict is damaged: its {OWN!r} entry cannot be read") from error
+    if "kept" not in own:
+        raise ValueError("the state dict is incomplete: it does not say what it keeps")
+    kept = {} if own.get("placeholders") else own["kept"]
     state: dict[Any, dict[str, Any]] = {}
     for group in state_dict["param_groups"]:
-        names = kept.get(group["level"], {})
+        names = kept.get(group.get("level"), {})
         for key in group["params"]:
             entries = {n: value for n, value in state_dict["state"].get(key, {}).items() if n in names}
             if entries:
@@ -151,7 +172,7 @@ def _names(state_dict: dict[str, Any]) -> dict[str, dict[str, int]]:
     found = {level: Counter[str]() for level in LEVELS}
     for group in state_dict["param_groups"]:
         for key in group["params"]:
-            found[group["level"]].update(state_dict["state"].get(key, {}).keys())
+            found[group.get("level", "upper")].update(state_dict["state"].get(key, {}).keys())
     return {level: Counter({n: k for n, k in names.items() if n != STEP}) for level, names in found.items()}
 
 

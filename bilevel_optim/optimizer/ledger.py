@@ -38,14 +38,21 @@ class Ledger:
         """The bookkeeping of a new step."""
         return Session.begun(options, self.found, self.buffers, self.warned)
 
-    def enter(self, counts: Mapping[str, int], loss: Tensor) -> Tensor:
-        """Add a step; gives its loss."""
-        for name, count in counts.items():
-            if count:
-                self.counts[name] += count
-        self.steps += 1
-        self.last_loss = loss.detach()
-        return self.last_loss
+    def after(self, session: Session, loss: Tensor) -> dict[str, Any]:
+        """What becomes of it with a step."""
+        counts = {name: count + session.counts[name] for name, count in self.counts.items()}
+        return {
+            "found": session.found,
+            "warned": session.warned,
+            "counts": counts,
+            "steps": self.steps + 1,
+            "last_loss": loss.detach(),
+        }
+
+    def enter(self, after: dict[str, Any]) -> None:
+        """Write it; may be repeated."""
+        self.__dict__.update(after)
+        self.buffers.complete = True
 
     def saved(self) -> dict[str, Any]:
         """What a state dict holds of it."""

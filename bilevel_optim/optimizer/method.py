@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..errors import BilevelWarning
 from ..hypergradient import Estimate
 from ..oracle.checks import Checks
 from ..oracle.lanes import stacked
@@ -68,6 +70,7 @@ class StepFunctions(ABC):
     declared: ClassVar[Method]  # what tables, recipes and tests need to know of a method
     saved_options: tuple[str, ...] = ()  # names of hyper-parameters that a user may change during a run
     one_loss = False  # whether step takes one loss, from which `objectives` makes the two
+    responds = True  # whether the estimate lives on y's response to x in the lower loss
 
     lower_steps: int
     warm_start: bool
@@ -162,6 +165,16 @@ class StepFunctions(ABC):
         """Whether the estimate takes y for a stationary point of the lower loss alone, as implicit methods do."""
         declared = getattr(self, "declared", None)  # which a method of the user need not have
         return declared is not None and declared.second_order and declared.lower_optimizer != "differentiable"
+
+    def warn_of_decay(self, group: Mapping[str, Any]) -> None:
+        """Warn of a lower group with a penalty that the linear system would not know."""
+        if self.stationary and group.get("weight_decay", self.probe().param_groups[0].get("weight_decay")):
+            warnings.warn(
+                "weight_decay of the lower_optimizer is not part of the lower loss, so the linear system does not know "
+                "it and the hypergradient is biased; put the penalty into the lower loss instead",
+                BilevelWarning,
+                stacklevel=4,
+            )
 
     def require_lower_step(self) -> None:
         """Raise if the lower step has limits where the method makes it itself, or is not what it must be."""

@@ -25,8 +25,8 @@ def run(
 ) -> list[Part]:
     """The results of n evaluations, in parts.
 
-    What vmap cannot do, the loop can: after an exception the loop takes over, for good and with the reason in
-    ``session.found.fallback``, and what is wrong with the loss itself is raised again there.
+    What vmap cannot do, the loop can: after an exception that comes again the loop takes over, for good and with the
+    reason in ``session.found.fallback``. What is wrong with the loss itself is raised.
 
     Args:
         session: says how many may run together, and remembers that they cannot.
@@ -39,15 +39,29 @@ def run(
     size = session.options.at_once(n)
     if size == 1 or not possible or session.found.fallback:
         return [alone(i) for i in range(n)]
-    try:
+
+    def attempt() -> list[Part]:
         if first is not None:
             first()
         return [together(slice(i, min(i + size, n))) for i in range(0, n, size)]
+
+    try:
+        return attempt()
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+        if _passes(attempt):  # then it was not vmap's
+            raise
     results = [alone(i) for i in range(n)]
     session.found.fallback = reason
     return results
+
+
+def _passes(attempt: Callable[[], object]) -> bool:
+    try:
+        attempt()
+    except Exception:
+        return False
+    return True
 
 
 @contextmanager

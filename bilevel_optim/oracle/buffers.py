@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections.abc import Generator
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 __all__ = ["Buffers"]
@@ -19,8 +21,9 @@ class Buffers:
     """The module buffers that an evaluation in training mode changes: running statistics, power iterations.
 
     A closure does not tell which modules it calls, and an update need not show in a tensor's version. So in the first
-    step a hook notes the modules called, and what their buffers were; those that changed are known from then on. (Not
-    in every step, because the hook makes compiled modules compile anew, and constant buffers can be large.)
+    step a hook notes the modules called, and what their buffers were; those that changed are known from then on, and so
+    are normalisations that were in evaluation mode. (Not in every step, because the hook makes compiled modules compile
+    anew, and constant buffers can be large.)
     """
 
     def __init__(self) -> None:
@@ -73,15 +76,18 @@ class Buffers:
             }
             return
         before: dict[tuple[nn.Module, str], Tensor] = {}
+        own = threading.get_ident()  # the hook is called for every module of the process
 
         def note(module: nn.Module, inputs: Any) -> None:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or threading.get_ident() != own:
                 return
             for part in module.modules():
                 if part.training:
                     for name, buffer in part._buffers.items():
                         if buffer is not None and (part, name) not in before:
                             before[part, name] = buffer.detach().clone()
+                elif _normalises(part):
+                    self._changing.setdefault(part, set(part._buffers))
 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
@@ -97,7 +103,13 @@ class Buffers:
         for (module, name), value in before.items():
             buffer = module._buffers[name]
             if buffer is not None and (self.complete or not torch.equal(buffer, value)):
-                self._changing.setdefault(module, set()).add(name)
+                if not self.complete:
+                    self._changing.setdefault(module, set()).update(module._buffers if _normalises(module) else [name])
                 found = [True]
                 buffer.data.copy_(value)  # graphs that saved the buffer with this value stay valid
         return found
+
+
+def _normalises(module: nn.Module) -> bool:
+    """Whether a module has running statistics, which all change together."""
+    return isinstance(module, _NormBase) and module.track_running_stats

@@ -24,11 +24,16 @@ class Checks:
 
     def __init__(self) -> None:
         self._finite: list[tuple[str, str, Vector]] = []
+        self._scalars: list[tuple[str, str, Tensor]] = []
         self._alerts: list[tuple[str, str, Tensor]] = []
 
     def finite(self, oracle: str, tensors: Iterable[Tensor], hint: str = "") -> None:
         """Require that every entry of ``tensors``, which came out of ``oracle``, is finite."""
         self._finite.append((oracle, hint, Vector(t.detach() for t in tensors)))
+
+    def scalar(self, oracle: str, value: Tensor, hint: str = "") -> None:
+        """The same of a single number, at less cost."""
+        self._scalars.append((oracle, hint, value))
 
     def alert(self, key: str, message: str, on: Tensor) -> None:
         """Warn with ``message`` if the boolean scalar ``on`` is true, once in an optimizer's life for each ``key``."""
@@ -46,9 +51,12 @@ class Checks:
         # A norm is cheap, and not finite if an entry is not; that one of finite entries overflows is seen afterwards.
         tensors = [t for *_, vector in self._finite for t in vector if t.numel()]
         norms = _norms(tensors)
-        if not all(_read(norms, torch.isfinite)):
+        if not all(_read([*norms, *(value for *_, value in self._scalars)], torch.isfinite)):
             for oracle, hint, vector in self._finite:
                 if not bool(vector.max_abs().isfinite()):
+                    raise NonFiniteError(oracle, step, hint)
+            for oracle, hint, value in self._scalars:
+                if not bool(value.isfinite()):
                     raise NonFiniteError(oracle, step, hint)
         on = set()
         for (key, message, _), raised in zip(self._alerts, _read([on for *_, on in self._alerts], None), strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..problem import random
 from ..problem.objective import Sample
 from ..problem.vector import Vector, stack
 from . import batched
@@ -24,11 +25,12 @@ Samples = Sample | Sequence[Sample]
 
 
 class Copies(NamedTuple):
-    """Values of f and g per copy (NaN where they were not needed), and the gradient asked for."""
+    """Values of f and g per copy (NaN where they were not needed), the gradient asked for, and what it is that of."""
 
     upper: Tensor
     lower: Tensor
     gradient: Vector
+    total: Tensor
 
 
 @dataclass
@@ -102,6 +104,8 @@ def evaluate_copies(
         oracle.count("upper_grad", needed)
         if wrt == "upper":
             oracle.count("loss", n - needed)
+    if wrt != "nothing":
+        oracle.session.lower_sample = lower_sample if isinstance(lower_sample, Sample) else lower_sample[-1]
     points = _Points(copies, upper_copies, upper_weights, lower_weights, upper_sample, lower_sample, wrt)
     found = oracle.session.found
     parts = batched.run(
@@ -122,16 +126,27 @@ def _require_substitution(oracle: Oracle, points: _Points) -> None:
     TorchScript modules do, for instance. Looked at once in the life of an optimizer, and not counted.
     """
     pair = points[slice(0, 2)]
-    xi, zeta = (s if isinstance(s, Sample) else s[0] for s in (pair.f_sample, pair.g_sample))
+    shared = isinstance(pair.f_sample, Sample)
+    xi, zeta = (s if isinstance(s, Sample) else _again(s[0]) for s in (pair.f_sample, pair.g_sample))
     pair = _Points(pair.lower, pair.upper, [1.0, 1.0], [1.0, 1.0], xi, zeta, "lower")
-    results = []
+    session, results = oracle.session, []
+    before = session.found.looked, session.found.idle, session.reached.copy()
     for factor, shift in ((1.0, 0.0), (1.1, 0.1)):
         y = Vector(t * factor + shift for t in pair.lower.lane(0))
         x = None if pair.upper is None else Vector(t * factor + shift for t in pair.upper.lane(0))
-        values = _together(oracle.at(x, y), pair)
+        # Shared samples keep the random numbers of their first evaluation, which others have not.
+        with nullcontext() if shared else random.kept(oracle.device):
+            values = _together(oracle.at(x, y), pair)
         results.append(Vector((values.upper, values.lower, *values.gradient)))
-    if not (results[0] - results[1]).norm() <= 1e-5 * results[0].norm():
+    # Where f is not wanted its sample is one of g.
+    session.found.looked, session.found.idle, session.reached = before
+    # What is not finite says nothing, and is noticed by others.
+    if (results[0] - results[1]).norm() > 1e-5 * results[0].norm():
         raise RuntimeError("a loss reads parameters in a way that cannot be redirected (as TorchScript modules do)")
+
+
+def _again(sample: Sample) -> Sample:
+    return Sample(sample.loss, sample.arguments, features=None if sample.features is None else sample.features.loss)
 
 
 def _alike(*groups: Samples) -> bool:
@@ -147,13 +162,14 @@ def _alike(*groups: Samples) -> bool:
 def _together(oracle: Oracle, points: _Points) -> Copies:
     """All the points given, by one vmap of each loss and one backward pass."""
     wrt, session = points.wrt, oracle.session
-    y = Vector(t.detach().requires_grad_(wrt == "lower") for t in points.lower)
+    watched = wrt == "nothing" and "upper" not in session.found.looked
+    y = Vector(t.detach().requires_grad_(wrt == "lower" or watched) for t in points.lower)
     with ExitStack() as block:
         block.enter_context(session.buffers_kept())
-        live_x, _ = block.enter_context(oracle.placed())
+        variables, _ = block.enter_context(oracle.placed())
         block.enter_context(batched.no_slow_batching(look=not session.found.vmapped))
-        block.enter_context(torch.set_grad_enabled(wrt != "nothing"))
-        x = None if points.upper is None else _watched(oracle, points.upper)
+        block.enter_context(torch.set_grad_enabled(wrt != "nothing" or watched))
+        x = variables if points.upper is None else _watched(oracle, points.upper)
         values = {
             level: _values(oracle, level, sample, points, x, y)
             for level, sample, needed in (
@@ -165,26 +181,34 @@ def _together(oracle: Oracle, points: _Points) -> Copies:
         f, g = values.get("upper"), values.get("lower")
         if g is None:
             assert f is not None
-            return Copies(f, torch.full_like(f, torch.nan), Vector())
-        _look(oracle, g.sum(), y, x, wrt)
+            return _only_values(f)
+        _look(oracle, g.sum(), y, None if points.upper is None else x, wrt)
         total = (g * g.new_tensor(points.g_weights)).sum()
         if f is None:
             f = torch.full_like(g, torch.nan)
         else:
             total = total + (f * f.new_tensor(points.f_weights)).sum()
-        gradient = _gradient(oracle, total, y if wrt == "lower" else live_x, wrt)
-    return Copies(f.detach(), g.detach(), gradient)
+        gradient = _gradient(oracle, total, y if wrt == "lower" else x, wrt)
+    return Copies(f.detach(), g.detach(), gradient, total.detach())
+
+
+def _only_values(f: Tensor) -> Copies:
+    f = f.detach()
+    return Copies(f, torch.full_like(f, torch.nan), Vector(), f.sum())
 
 
 def _watched(oracle: Oracle, upper: Vector) -> Vector:
     """Copies of x, as variables until it is known that a loss depends on x."""
-    return upper if oracle.session.found.reaches_upper else Vector(t.detach().requires_grad_() for t in upper)
+    found = oracle.session.found
+    return (
+        upper if found.reaches_upper and len(found.looked) == 2 else Vector(t.detach().requires_grad_() for t in upper)
+    )
 
 
-def _values(oracle: Oracle, level: str, samples: Samples, points: _Points, x: Vector | None, y: Vector) -> Tensor:
-    """Values of one loss at every point."""
+def _values(oracle: Oracle, level: str, samples: Samples, points: _Points, x: Vector, y: Vector) -> Tensor:
+    """Values of one loss at every point; x are the copies, or the variables of the one x."""
     live, values = [*oracle.live_y], [*y]
-    if x is not None:
+    if points.upper is not None:
         live, values = [*live, *oracle.live_x], [*values, *x]
     shared = isinstance(samples, Sample)
     sample = samples if isinstance(samples, Sample) else Sample(samples[0].loss)
@@ -203,7 +227,14 @@ def _values(oracle: Oracle, level: str, samples: Samples, points: _Points, x: Ve
         in_dims=(0 if batch else None, part_dims, *[0] * len(values)),
         randomness="same" if shared else "different",
     )(batch, part, *values)
-    return results if points.wrt == "nothing" else oracle.session.dependent(level, results, values)
+    if points.wrt == "upper" or not torch.is_grad_enabled():
+        return results
+    if points.wrt == "nothing" and not results.requires_grad:  # values are enough
+        oracle.session.found.looked |= {level}
+        return results
+    whole = part is None and features is None
+    results = oracle.session.dependent(level, results, y, x if whole else None)
+    return oracle.session.reaching(level, results, y, x) if part is None else results
 
 
 def _features(
@@ -212,6 +243,8 @@ def _features(
     """Features of a shared sample, evaluated outside of the vmap over y, and the dimension that vmap goes over."""
     if sample.features is None:
         return None, None
+    if points.wrt == "lower" and level == "lower":
+        oracle.features.check(oracle, level, sample)
     if points.upper is None:
         if points.wrt == "upper":
             return oracle.call(sample.features), None  # at the one x, for all copies
@@ -244,17 +277,30 @@ def _alone(oracle: Oracle, point: _Points) -> Copies:
     here = oracle.at(None if point.upper is None else point.upper.lane(0), point.lower.lane(0))
     with session.buffers_kept(), here.placed() as (x, y):
         if wrt == "nothing":
-            f = here.value("upper", xi, graph=False).reshape(1)
-            return Copies(f, torch.full_like(f, torch.nan), Vector())
+            if "upper" in session.found.looked:
+                return _only_values(here.value("upper", xi, graph=False).reshape(1))
+            f = here.value("upper", xi)
+            if f.requires_grad:
+                session.dependent("upper", f, y, x if xi.features is None else None)
+            else:  # values are enough
+                session.found.looked |= {"upper"}
+            return _only_values(f.reshape(1))
+        if wrt == "lower":
+            here.features.check(here, "lower", zeta)
         # Features at the one x are constants for y; at other values of x they are needed once only.
         frozen = wrt == "lower" and session.found.reaches_upper
         part = here.features.frozen(here, "lower", zeta) if frozen else None
-        g = session.dependent("lower", here.value("lower", zeta, features=part), y)
+        g = here.evaluated("lower", zeta, x, y, features=part)
+        watched = wrt == "lower" and not here.sharded and zeta.features is xi.features is None
+        if watched:
+            session.reaching("lower", g, y, x)
         _look(here, g, y, x, wrt)
         total = b * g
         if a:
             part = here.features.frozen(here, "upper", xi) if frozen else None
-            f = session.dependent("upper", here.value("upper", xi, features=part), y)
+            f = here.evaluated("upper", xi, x, y, features=part)
+            if watched:
+                session.reaching("upper", f, y, x)
             total = total + a * f
         elif wrt == "upper":
             f = here.value("upper", xi, graph=False)
@@ -263,7 +309,7 @@ def _alone(oracle: Oracle, point: _Points) -> Copies:
         gradient = _gradient(here, total, y if wrt == "lower" else x, wrt)
     if wrt == "lower":
         gradient = stack([gradient])
-    return Copies(f.detach().reshape(1), g.detach().reshape(1), gradient)
+    return Copies(f.detach().reshape(1), g.detach().reshape(1), gradient, total.detach())
 
 
 def _look(oracle: Oracle, g: Tensor, y: Vector, x: Vector | None, wrt: str) -> None:
@@ -297,4 +343,5 @@ def _joined(parts: Sequence[Copies], wrt: str) -> Copies:
         gradient = parts[0].gradient
         for part in parts[1:]:
             gradient = gradient + part.gradient
-    return Copies(torch.cat([p.upper for p in parts]), torch.cat([p.lower for p in parts]), gradient)
+    total = torch.stack([part.total for part in parts]).sum()
+    return Copies(torch.cat([p.upper for p in parts]), torch.cat([p.lower for p in parts]), gradient, total)

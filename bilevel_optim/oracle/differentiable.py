@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["has_fused", "twice_differentiable"]
+__all__ = ["has_fused", "has_kinks", "twice_differentiable", "working_unit"]
 
 
 class _PlainWeightNorm(TorchFunctionMode):
@@ -31,17 +31,34 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
 
 def has_fused(loss: Tensor) -> bool:
     """Whether the graph of a loss contains a fused operation that cannot be differentiated twice, or only wrongly."""
+    return _has(loss, _FUSED)
+
+
+def has_kinks(loss: Tensor) -> bool:
+    """Whether it contains activations whose derivative jumps, so that a difference of gradients means little."""
+    return _has(loss, _KINKED)
+
+
+def _has(loss: Tensor, names: tuple[str, ...]) -> bool:
     seen, stack = set(), [loss.grad_fn]
     while stack:
         node = stack.pop()
         if node is not None and node not in seen:
-            if node.name().startswith(_FUSED):
+            if node.name().startswith(names):
                 return True
             seen.add(node)
             stack += [parent for parent, _ in node.next_functions]
     return False
 
 
+def working_unit(t: Tensor) -> float:
+    """The rounding unit of what is computed with a tensor: that of its type, or of autocast's."""
+    unit = torch.finfo(t.dtype).eps
+    kind = t.device.type
+    return max(unit, torch.finfo(torch.get_autocast_dtype(kind)).eps) if torch.is_autocast_enabled(kind) else unit
+
+
+_KINKED = ("Relu", "LeakyRelu", "Prelu", "Rrelu", "Hardtanh", "Hardswish", "Threshold", "MaxPool", "AdaptiveMaxPool")
 _FUSED = ("WeightNorm", "ScaledDotProductFlash", "ScaledDotProductEfficient", "ScaledDotProductCudnn")
 
 

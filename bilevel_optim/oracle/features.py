@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..problem.objective import Sample
+from ..problem.vector import Vector
 
 if TYPE_CHECKING:
     from .oracle import Oracle
 
-__all__ = ["Features", "require_free_of_lower"]
+__all__ = ["Apart", "Features", "require_free_of_lower"]
 
 
 class Features:
@@ -22,6 +23,12 @@ class Features:
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[Sample, object, Any]] = {}  # level -> (features' sample, point, features)
+
+    def check(self, oracle: Oracle, level: str, sample: Sample) -> None:
+        """Raise, the first time, if the features of a sample depend on y."""
+        if sample.features is not None and level not in oracle.session.found.features_checked:
+            require_free_of_lower(oracle, level, oracle.call(sample.features))
+            oracle.session.found.features_checked |= {level}
 
     def frozen(
         self,
@@ -42,15 +49,78 @@ class Features:
         """
         if sample.features is None:
             return None
-        if level not in oracle.session.found.features_checked:
-            require_free_of_lower(oracle, level, oracle.call(sample.features))
-            oracle.session.found.features_checked |= {level}
+        self.check(oracle, level, sample)
         point = oracle.x if point is None else point
         kept, at, part = self._kept.get(level, (None, None, None))
         if at is not point or kept is not sample.features:
             part = oracle.call(sample.features, graph=False) if evaluate is None else evaluate()
             self._kept[level] = (sample.features, point, part)
         return part
+
+
+class Apart:
+    r"""The lower loss as a function of its features z(x), of x and of y, for derivatives of many steps on one batch.
+
+    The derivatives in z are added up, and pulled back to x once, so that the features are evaluated once and
+    differentiated once.
+
+    Args:
+        oracle: at the x of all steps.
+        sample: of the lower objective, with features.
+
+    Attributes:
+        features: the sample of the features.
+        usable: whether x is whole, and the loss not one that ranks share, each with its own features.
+    """
+
+    def __init__(self, oracle: Oracle, sample: Sample) -> None:
+        assert sample.features is not None
+        self.oracle, self.features = oracle, sample.features
+        self.usable = not oracle.sharded and (not oracle.shared or oracle.session.options.ranks.world == 1)
+        if not self.usable:
+            return
+        with oracle.placed() as (self._x, _):
+            values, structure = tree_flatten(oracle.call(sample.features))
+        smooth = [i for i, value in enumerate(values) if isinstance(value, Tensor) and value.requires_grad]
+        self._roots = [values[i] for i in smooth]
+        self._leaves = Vector(root.detach().requires_grad_() for root in self._roots)
+        for i, leaf in zip(smooth, self._leaves, strict=True):
+            values[i] = leaf
+        self._part = tree_unflatten(values, structure)
+        self._total = Vector(torch.zeros_like(t) for t in (*self._leaves, *oracle.x))
+
+    def at(self, y: Vector, sample: Sample) -> tuple[Oracle, Sample]:
+        """The oracle whose upper variables are z and x, and the sample for it of one with these features."""
+        oracle = self.oracle
+
+        def loss() -> Any:
+            return sample(self._part)
+
+        def names() -> list[str]:
+            return [*(f"feature {i}" for i in range(len(self._leaves))), *oracle.names]
+
+        other = type(oracle)(
+            (*self._leaves, *oracle.live_x), oracle.live_y, loss, loss, names=names, session=oracle.session,
+            lanes=oracle.lanes,
+        )  # fmt: skip
+        return other.at((*self._leaves, *oracle.x) if oracle.moved[0] else None, y), other.g.draw()
+
+    def add(self, derivative: Vector) -> None:
+        """Add a derivative in z and x."""
+        self._total = self._total + derivative
+
+    def pulled_back(self) -> Vector:
+        """The sum of the derivatives, in x alone."""
+        oracle, count = self.oracle, len(self._roots)
+        direct = Vector(self._total[count:])
+        if not count:
+            return direct
+        with oracle.placed():  # a graph over live leaves saves the leaves themselves
+            found = torch.autograd.grad(self._roots, list(self._x), list(self._total[:count]), allow_unused=True)
+        oracle.session.note_reached(found)
+        result = direct + Vector(torch.zeros_like(t) if g is None else g for g, t in zip(found, direct, strict=True))
+        oracle.checks.finite("jvp", result)
+        return result
 
 
 def require_free_of_lower(oracle: Oracle, level: str, part: Any) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from ..problem import random
 from ..problem.objective import Objective, Sample
 from ..problem.tasks import select
 from ..problem.vector import Vector
@@ -111,7 +112,7 @@ def weighted_upper(
     each.features = sample.features
     with session.buffers_kept(), oracle.placed() as (x, y):
         part = () if each.features is None else (oracle.call(each.features),)
-        values = session.dependent("upper", oracle.call(each, *part), y)
+        values = session.dependent("upper", oracle.call(each, *part), y, x)
         kept = bool(others)
         gradients = torch.autograd.grad(values, [*x, *y], weights.to(values), allow_unused=True, retain_graph=kept)
         session.note_reached(gradients[:split])
@@ -184,7 +185,7 @@ class LaneLoss:
         # Passing the leaves through torch lets an outer substitution or vmap see them.
         lanes = [t.view_as(t) for t in self.leaves]
         session = self.oracle.session
-        with session.buffers.kept():
+        with session.buffers_kept():
             if self.level not in session.found.redirected:
                 self._require_redirection(batch)
                 session.found.redirected |= {self.level}
@@ -201,7 +202,7 @@ class LaneLoss:
         results = []
         for values in (self._first, [t * 1.1 + 0.1 for t in self._first]):
             # Gradients too: what a checkpoint evaluates again in the backward pass is not substituted.
-            with torch.enable_grad(), placed(self.live, values), _random_kept(self.oracle):
+            with torch.enable_grad(), placed(self.live, values), random.kept(self.oracle.device):
                 loss = self._at(select(batch, 0), *self._first)
                 reached = torch.autograd.grad(loss, self._first, allow_unused=True) if loss.requires_grad else ()
             results.append([loss.detach(), *(t for t in reached if t is not None)])
@@ -209,7 +210,7 @@ class LaneLoss:
             same = all(torch.allclose(a, b, rtol=1e-5, equal_nan=True) for a, b in zip(*results, strict=True))
         except RuntimeError:  # the batches are stacked for an outer vmap, which has looked itself
             return
-        if not same:
+        if not same and all(t.isfinite().all() for found in results for t in found):
             raise RuntimeError(
                 f"the {self.level} loss reads lower parameters in a way that cannot be redirected to the tasks' own "
                 "values, as TorchScript modules, checkpointing or numpy do; pass the plain module"
@@ -231,7 +232,7 @@ class LaneFeatures:
 
     def __call__(self, batch: Any) -> Any:
         if self.level not in self.oracle.session.found.features_checked:
-            with torch.enable_grad(), _random_kept(self.oracle):
+            with torch.enable_grad(), random.kept(self.oracle.device):
                 require_free_of_lower(self.oracle, self.level, self.features(select(batch, 0)))
             self.oracle.session.found.features_checked |= {self.level}
         if hasattr(self.features, "stacked"):
@@ -245,10 +246,10 @@ def _each(
 ) -> list[Any]:
     """Parts of the stack of what ``function`` returns for the batch and the values of each of n lanes."""
     session = oracle.session
-    random = Sample(function)  # keeps the random state that alike lanes share
+    shared = Sample(function)  # keeps the random state that alike lanes share
 
     def replayed(part: int) -> AbstractContextManager[None]:
-        return random.replayed(oracle.device) if alike and part < n else nullcontext()
+        return shared.replayed(oracle.device) if alike and part < n else nullcontext()
 
     def together(part: slice) -> Any:
         whole = part.stop - part.start == n  # a slice would cost a copy of the gradient
@@ -270,8 +271,3 @@ def _each(
             return tree_map(lambda t: t.unsqueeze(0), function(select(batch, i), *(t[i] for t in values)))
 
     return batched.run(session, n, together, alone)
-
-
-def _random_kept(oracle: Oracle) -> AbstractContextManager[None]:
-    """Leave torch's random numbers as they are."""
-    return torch.random.fork_rng(devices=[oracle.device] if oracle.device.type == "cuda" else [])

@@ -133,12 +133,12 @@ class Oracle:
         return self._jointly("upper", sample)
 
     def lower_jointly(self, sample: Sample) -> tuple[Tensor, Vector, Vector]:
-        """The same of g; counts as a lower gradient, and leaves module buffers as they are."""
+        """The same of g; counts as a lower gradient."""
         return self._jointly("lower", sample)
 
     def _jointly(self, level: str, sample: Sample) -> tuple[Tensor, Vector, Vector]:
         with self.session.buffers_kept(), self.placed() as (x, y):
-            loss = self.session.dependent(level, self.value(level, sample), y)
+            loss = self.evaluated(level, sample, x, y)
             gradients = self.differentiate(loss, (*x, *y))
         if all(gradient is None for gradient in gradients):
             raise ValueError(self.session.independent(level))
@@ -150,19 +150,20 @@ class Oracle:
         loss, grad_x, grad_y = self.averaged(
             loss.detach(), filled(gradients[:split], self.x), filled(gradients[split:], self.y)
         )
-        self.checks.finite("loss", [loss])
+        self.checks.scalar("loss", loss)
         self.checks.finite(f"{level}_grad", [*grad_x, *grad_y])
         return loss, grad_x, grad_y
 
     def lower(self, sample: Sample) -> tuple[Tensor, Vector]:
-        """Value of g and its gradient in y, as in a training step: module buffers advance."""
-        with self.placed() as (_, y):
+        """Value of g and its gradient in y."""
+        with self.session.buffers_kept(), self.placed() as (x, y):
             part = self.features.frozen(self, "lower", sample)
-            loss = self.session.dependent("lower", self.value("lower", sample, features=part), y)
+            loss = self.evaluated("lower", sample, x, y, features=part)
             gradients = self.differentiate(loss, y)
         self.session.require_reached(gradients, self.lower_names)
         self.count("lower_grad")
         loss, gradient = self.averaged(loss.detach(), filled(gradients, self.y))
+        self.checks.scalar("loss", loss)
         return loss, gradient
 
     def upper_system(self, sample: Sample) -> AbstractContextManager[UpperSystem]:
@@ -180,7 +181,7 @@ class Oracle:
         return second_order.lower_system(self, sample, gradient=gradient)
 
     def kept_system(self, sample: Sample) -> LowerSystem:
-        """Second derivatives of g from a graph that lasts as long as the result; module buffers advance."""
+        """Second derivatives of g from a graph that lasts as long as the result."""
         return second_order.kept_system(self, sample)
 
     def lower_matrices(self, sample: Sample) -> tuple[Vector, Tensor, Tensor]:
@@ -191,6 +192,18 @@ class Oracle:
         return second_order.lower_matrices(self, sample)
 
     # ------------------------------------------------------------------------------------------------ parts
+
+    def evaluated(
+        self, level: str, sample: Sample, x: Sequence[Tensor], y: Sequence[Tensor], *, features: Any = None
+    ) -> Tensor:
+        """The loss as a function of the variables x and y, with a graph, and checked to depend on something."""
+        loss = self.value(level, sample, features=features)
+        if level == "lower":
+            self.session.lower_sample = sample
+        # The graph does not show all that depends on x where features are constants.
+        objective = self.f if level == "upper" else self.g
+        whole = features is None and not self.sharded and (sample.features is None) == (objective.features is None)
+        return self.session.dependent(level, loss, y, x if whole else None)
 
     def value(self, level: str, sample: Sample, *, graph: bool = True, features: Any = None) -> Tensor:
         """The loss on a sample at whatever is placed, with the random numbers of that sample, checked to be a scalar.
@@ -216,13 +229,6 @@ class Oracle:
         if self.sharded and not graph:
             return _by_backward(loss, inputs)
         return torch.autograd.grad(loss, list(inputs), create_graph=graph, allow_unused=True)
-
-    def advance_buffers(self, sample: Sample) -> None:
-        """One forward pass of g at this point, for methods that evaluated g only elsewhere."""
-        if self.session.buffers_skipped:
-            with torch.no_grad(), self.placed():
-                sample()
-            self.count("loss")
 
     def averaged(self, *results: Any) -> tuple[Any, ...]:
         """Mean over the ranks if these share the problem; otherwise nothing is averaged."""

@@ -14,12 +14,12 @@ from ..problem.objective import Sample
 from ..problem.profiling import span
 from ..problem.vector import Vector, stack
 from . import batched
-from .differentiable import has_fused, twice_differentiable
+from .differentiable import has_fused, has_kinks, twice_differentiable, working_unit
 
 if TYPE_CHECKING:
     from .oracle import Oracle
 
-__all__ = ["LowerSystem", "UpperSystem", "kept_system", "lower_gradient", "lower_matrices", "lower_system", "pulled"]
+__all__ = ["LowerSystem", "UpperSystem", "kept_system", "lower_matrices", "lower_system", "pulled"]
 
 
 class LowerSystem(NamedTuple):
@@ -54,7 +54,7 @@ def upper_system(oracle: Oracle, sample: Sample) -> Generator[UpperSystem]:
     """See `Oracle.upper_system`."""
     session, split, like = oracle.session, len(oracle.x), Vector((*oracle.x, *oracle.y))
     with session.buffers_kept(), oracle.placed() as (x, y):
-        gradients, loss, variables = _graph(oracle, "upper", sample, y, Vector((*x, *y)))
+        gradients, loss, variables = _graph(oracle, "upper", sample, x, y, Vector((*x, *y)))
         session.note_reached(gradients[:split])
         session.require_reached(gradients[split:], oracle.lower_names)
         oracle.count("upper_grad")
@@ -65,7 +65,7 @@ def upper_system(oracle: Oracle, sample: Sample) -> Generator[UpperSystem]:
             return Vector(oracle.averaged(_filled(_products(oracle, gradients, variables, v, like), like))[0])
 
         loss, gradient = oracle.averaged(loss.detach(), _filled(_own(oracle, gradients, like), like).detach())
-        oracle.checks.finite("loss", [loss])
+        oracle.checks.scalar("loss", loss)
         oracle.checks.finite("upper_grad", gradient)
         yield UpperSystem(loss, gradient, product)
 
@@ -77,8 +77,8 @@ def lower_system(oracle: Oracle, sample: Sample, *, gradient: bool = True) -> Ge
         yield _by_differences(oracle, sample, gradient)
     else:
         with oracle.session.buffers_kept(), oracle.placed() as (x, y):
-            gradients, y = lower_gradient(oracle, sample, y)
-            yield _by_graph(oracle, gradients, x, y, gradient)
+            gradients, loss, y = _lower_gradient(oracle, sample, x, y)
+            yield _by_graph(oracle, gradients, loss, x, y, gradient)
 
 
 def kept_system(oracle: Oracle, sample: Sample) -> LowerSystem:
@@ -86,9 +86,9 @@ def kept_system(oracle: Oracle, sample: Sample) -> LowerSystem:
 
     A graph over live leaves saves the leaves themselves, so they hold the same values again while it is used.
     """
-    with oracle.placed() as (x, y):
-        gradients, y = lower_gradient(oracle, sample, y)
-        system = _by_graph(oracle, gradients, x, y, True)
+    with oracle.session.buffers_kept(), oracle.placed() as (x, y):
+        gradients, loss, y = _lower_gradient(oracle, sample, x, y)
+        system = _by_graph(oracle, gradients, loss, x, y, True)
 
     def back(function: Callable[[Vector], Vector]) -> Callable[[Vector], Vector]:
         def placed(v: Vector) -> Vector:
@@ -104,24 +104,26 @@ def kept_system(oracle: Oracle, sample: Sample) -> LowerSystem:
     return LowerSystem(system.gradient, back(system.hvp), back(system.cross), both)
 
 
-def lower_gradient(oracle: Oracle, sample: Sample, y: Vector) -> tuple[Sequence[Tensor | None], Vector]:
-    """Gradient of g in y, with a graph, at what is placed; and the variables y (full parameters if y is sharded)."""
-    gradients, _, y = _graph(oracle, "lower", sample, y, y)
+def _lower_gradient(
+    oracle: Oracle, sample: Sample, x: Vector, y: Vector
+) -> tuple[Sequence[Tensor | None], Tensor, Vector]:
+    """Gradient of g in y, with a graph, at what is placed; g; and the variables y (full ones if it is sharded)."""
+    gradients, loss, y = _graph(oracle, "lower", sample, x, y, y)
     oracle.session.require_reached(gradients, oracle.lower_names)
-    return gradients, y
+    return gradients, loss.detach(), y
 
 
 def _graph(
-    oracle: Oracle, level: str, sample: Sample, y: Vector, variables: Vector
+    oracle: Oracle, level: str, sample: Sample, x: Vector, y: Vector, variables: Vector
 ) -> tuple[Sequence[Tensor | None], Tensor, Vector]:
     """Gradient of a loss in variables, with a graph that can be differentiated once more; the loss; the variables."""
     found = oracle.session.found
     with twice_differentiable(plain=bool(found.fused)):
-        loss = oracle.session.dependent(level, oracle.value(level, sample), y)
+        loss = oracle.evaluated(level, sample, x, y)
         if not found.fused and (found.fused is None or level == "upper"):
             found.fused = has_fused(loss)
             if found.fused:
-                return _graph(oracle, level, sample, y, variables)
+                return _graph(oracle, level, sample, x, y, variables)
         if oracle.sharded:
             variables = oracle.session.gathered.full(variables)
         gradients = oracle.differentiate(loss, variables, graph=True)
@@ -154,7 +156,9 @@ def pulled(
         )
 
 
-def _by_graph(oracle: Oracle, gradients: Sequence[Tensor | None], x: Vector, y: Vector, gradient: bool) -> LowerSystem:
+def _by_graph(
+    oracle: Oracle, gradients: Sequence[Tensor | None], loss: Tensor, x: Vector, y: Vector, gradient: bool
+) -> LowerSystem:
     """The system of a gradient with a graph."""
     session = oracle.session
     x = session.gathered.full(x) if oracle.sharded else x
@@ -167,11 +171,12 @@ def _by_graph(oracle: Oracle, gradients: Sequence[Tensor | None], x: Vector, y: 
             session.note_reached(products[: len(x)])
         return Vector(oracle.averaged(_filled(products, like[wrt]))[0])
 
-    if not gradient:
-        return _counted(oracle, Vector(), product)
-    oracle.count("lower_grad")
-    own = _filled(_own(oracle, gradients, oracle.y), oracle.y).detach()
-    return _counted(oracle, oracle.averaged(own)[0], product)
+    own = _filled(_own(oracle, gradients, oracle.y), oracle.y).detach() if gradient else Vector()
+    loss, own = oracle.averaged(loss, own)
+    oracle.checks.scalar("loss", loss)
+    if gradient:
+        oracle.count("lower_grad")
+    return _counted(oracle, own, product)
 
 
 def _products(
@@ -201,7 +206,9 @@ def _by_differences(oracle: Oracle, sample: Sample, gradient: bool) -> LowerSyst
         point = oracle.at(lower=at)
         with session.buffers_kept(), point.placed() as (live_x, live_y):
             part = point.features.frozen(point, "lower", sample) if wrt == "lower" else None
-            loss = session.dependent("lower", point.value("lower", sample, features=part), live_y)
+            loss = point.evaluated("lower", sample, live_x, live_y, features=part)
+            if session.found.kinked is None:
+                session.found.kinked = has_kinks(loss)
             variables = {"lower": live_y, "upper": live_x, "both": Vector((*live_x, *live_y))}[wrt]
             gradients = point.differentiate(loss, variables)
         if wrt == "lower":
@@ -209,19 +216,30 @@ def _by_differences(oracle: Oracle, sample: Sample, gradient: bool) -> LowerSyst
         else:
             session.note_reached(gradients[: len(oracle.x)])
         like = {"lower": y, "upper": oracle.x, "both": Vector((*oracle.x, *y))}[wrt]
-        return Vector(oracle.averaged(_filled(gradients, like))[0])
+        loss, result = oracle.averaged(loss.detach(), _filled(gradients, like))
+        oracle.checks.scalar("loss", loss)
+        return Vector(result)
 
     def product(v: Vector, wrt: str) -> Vector:
         # Truncation eps^2 against round-off u / eps gives eps ~ u^(1/3), in units of the size of y along v.
         length = v.norm().clamp_min(torch.finfo(torch.float32).tiny)
-        epsilon = math.pow(torch.finfo(y[0].dtype).eps, 1 / 3) * (1 + y.norm()) / length
+        epsilon = math.pow(working_unit(y[0]), 1 / 3) * (1 + y.norm()) / length
         shift = v * epsilon
         return (slope(y + shift, wrt) - slope(y - shift, wrt)) * (0.5 / epsilon)
 
     if not gradient:
         return _counted(oracle, Vector(), product)
     oracle.count("lower_grad")
-    return _counted(oracle, slope(y, "lower"), product)
+    system = _counted(oracle, slope(y, "lower"), product)
+    if session.found.kinked:
+        oracle.checks.alert(
+            "kinks",
+            "the lower loss has kinks (ReLU, max-pooling and the like), across which differences of its gradient say "
+            "little of its second derivative: products can be wrong by any factor. Use hvp='exact', or smooth "
+            "activations (softplus, GELU, tanh)",
+            torch.ones((), dtype=torch.bool, device=oracle.device),
+        )
+    return system
 
 
 def _counted(oracle: Oracle, gradient: Vector, product: Product) -> LowerSystem:
@@ -264,9 +282,10 @@ def lower_matrices(oracle: Oracle, sample: Sample) -> tuple[Vector, Tensor, Tens
         with oracle.session.buffers_kept(), oracle.placed() as (x, y):
             if oracle.sharded:
                 raise ValueError("matrices of second derivatives need lower parameters that are not sharded (DTensor)")
-            gradients, _ = lower_gradient(oracle, sample, y)
+            gradients, loss, _ = _lower_gradient(oracle, sample, x, y)
             variables = Vector((*x, *y))
-            gradient = Vector(oracle.averaged(_filled(gradients, oracle.y).detach())[0])
+            loss, gradient = oracle.averaged(loss, _filled(gradients, oracle.y).detach())
+            oracle.checks.scalar("loss", loss)
 
             def together(part: slice) -> Vector:
                 basis = _basis(oracle, sizes, part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -13,12 +14,15 @@ from torch import Tensor
 
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import Gathered
+from ..errors import BilevelWarning
+from ..problem.objective import Sample
 from .buffers import Buffers
 from .checks import Checks
 from .evaluation import Evaluation, in_place
 
 __all__ = ["COUNTERS", "Findings", "Options", "Session", "as_scalar", "forget_casts"]
 
+_NOTHING = nullcontext()
 COUNTERS = ("upper_grad", "lower_grad", "hvp", "jvp", "loss")
 
 
@@ -32,6 +36,7 @@ class Options:
         ranks: over which results are averaged.
         evaluation: how a loss is evaluated at given values: `in_place` or `substituted`.
         one_loss: whether the user gave one loss for both levels, so that messages say "the loss".
+        responds: whether the estimate lives on y's response to x in the lower loss.
     """
 
     vectorize: bool | int = True
@@ -39,6 +44,7 @@ class Options:
     ranks: Ranks = field(default_factory=Ranks)
     evaluation: Evaluation = in_place
     one_loss: bool = False
+    responds: bool = True
 
     def at_once(self, n: int) -> int:
         """How many of n evaluations may run together."""
@@ -50,6 +56,7 @@ class Findings:
     """What the first evaluations showed of the losses, and later ones need not look at again."""
 
     fused: bool | None = None  # a loss contains fused operations that cannot be differentiated twice
+    kinked: bool | None = None  # the lower loss contains activations whose derivative jumps
     fallback: str | None = None  # why the loop runs although vmap was asked for
     vmapped: bool = False  # vmap is known to work on copies of these losses
     vmapped_tasks: bool = False  # the same, over tasks
@@ -57,6 +64,8 @@ class Findings:
     reaches_lower: bool = False  # the lower loss is known to depend on every lower parameter
     reaches_upper: bool = False  # some loss is known to depend on some upper parameter
     features_checked: frozenset[str] = frozenset()  # levels whose features are known not to depend on y
+    looked: frozenset[str] = frozenset()  # levels of which it is known what they depend on
+    idle: frozenset[str] = frozenset()  # levels whose loss does not depend on the parameters of the other one
 
 
 @dataclass
@@ -71,7 +80,9 @@ class Session:
         checks: flags to be read at its end.
         gathered: full parameters of sharded modules.
         warned: keys of the warnings that were given before.
-        buffers_skipped: some module would have updated buffers at a point that is not the one to be kept.
+        buffers_skipped: some module would have updated buffers.
+        lower_sample: the last one that g was evaluated on.
+        reached: levels whose loss was seen to depend on something in this step.
     """
 
     options: Options = field(default_factory=Options)
@@ -81,6 +92,8 @@ class Session:
     checks: Checks = field(default_factory=Checks)
     gathered: Gathered = field(default_factory=Gathered)
     buffers_skipped: bool = False
+    lower_sample: Sample | None = None
+    reached: set[str] = field(default_factory=set)
     warned: set[str] = field(default_factory=set)
 
     @classmethod
@@ -90,7 +103,7 @@ class Session:
 
     def buffers_kept(self) -> AbstractContextManager[None]:
         """Leave module buffers (running statistics) as they are, whatever the block evaluates."""
-        return nullcontext() if self.buffers.constant else self._buffers_kept()
+        return _NOTHING if self.buffers.constant else self._buffers_kept()
 
     @contextmanager
     def _buffers_kept(self) -> Generator[None]:
@@ -101,8 +114,11 @@ class Session:
     # ------------------------------------------------------------------------------------------------ first looks
 
     def require_reached(self, gradients: Sequence[Tensor | None], names: Callable[[], Iterable[str]]) -> None:
-        """At the first step, raise if the lower loss does not depend on some lower parameter."""
-        if not self.found.reaches_lower:
+        """Raise if the lower loss does not depend on some lower parameter (after the first step, on any)."""
+        if self.found.reaches_lower:
+            if all(gradient is None for gradient in gradients):
+                raise ValueError(self.independent("lower"))
+        else:
             for gradient, name in zip(gradients, names(), strict=True):
                 if gradient is None:
                     raise ValueError(
@@ -124,11 +140,36 @@ class Session:
                 "parameter, so the hypergradient would be silently zero; check that the live upper tensors are read "
                 "and not detached or old ones"
             )
+        for level in self.found.idle - self.warned:
+            other = "lower" if level == "upper" else "upper"
+            if level == "upper" or self.options.responds:
+                warnings.warn(
+                    f"the {level} loss depends on no {other} parameter, so that the hypergradient has no indirect "
+                    "term; are the losses, or the parameters, swapped?",
+                    BilevelWarning,
+                    stacklevel=5,
+                )
+                self.warned.add(level)
 
-    def dependent(self, level: str, loss: Tensor, variables: Sequence[Tensor]) -> Tensor:
-        """The loss, checked to depend on something where ``variables`` are."""
-        if not loss.requires_grad and any(t.requires_grad for t in variables):
+    def dependent(self, level: str, loss: Tensor, y: Sequence[Tensor], x: Sequence[Tensor] | None = None) -> Tensor:
+        """The loss, checked to depend on something; with x it is noted, at the first step, on what."""
+        if not loss.requires_grad and any(t.requires_grad for t in y):
             raise ValueError(self.independent(level))
+        if x is not None and level not in self.found.looked and loss.requires_grad:
+            reached = [reaches(loss, tensors) for tensors in (x, y)]
+            if not any(reached):
+                raise ValueError(self.independent(level))
+            self.found.looked |= {level}
+            if not reached[level == "upper"] and not self.options.one_loss:
+                self.found.idle |= {level}
+        return loss
+
+    def reaching(self, level: str, loss: Tensor, y: Sequence[Tensor], x: Sequence[Tensor]) -> Tensor:
+        """The loss, checked once in a step to reach y, or f perhaps x alone: its gradient is one of a sum."""
+        if level not in self.reached:
+            if not reaches(loss, y if level == "lower" else (*y, *x)):
+                raise ValueError(self.independent(level))
+            self.reached.add(level)
         return loss
 
     def independent(self, level: str) -> str:
@@ -154,6 +195,23 @@ def as_scalar(level: str, loss: Any, called: str | None = None) -> Tensor:
         called = called or f"{level} loss"
         raise ValueError(f"the {called} must return a scalar tensor, but returned {found}; reduce it (mean, sum)")
     return loss if loss.dim() == 0 else loss.reshape(())
+
+
+def reaches(loss: Tensor, tensors: Sequence[Tensor]) -> bool:
+    """Whether the graph of a loss has one of these leaves (that of a compiled module has all that it is given)."""
+    wanted = {id(t) for t in tensors}
+    if loss.grad_fn is None:
+        return id(loss) in wanted
+    seen, stack = set[Any](), [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if id(getattr(node, "variable", None)) in wanted:
+            return True
+        for parent, _ in node.next_functions:
+            if parent is not None and parent not in seen:
+                seen.add(parent)
+                stack.append(parent)
+    return False
 
 
 def forget_casts(device: torch.device) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .objective import Objective, Sample
+from .objective import Objective, Sample, require_state
 from .parameters import is_count, require
 
 __all__ = ["FiniteSum", "random_term", "term_count"]
@@ -107,9 +107,21 @@ class FiniteSum(Objective):
         return {} if self.generator is None else {"generator": self.generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state."""
-        if self.generator is not None and "generator" in state:
+        """Continue from a saved state.
+
+        Raises:
+            ValueError: if the state is not that of a `FiniteSum` with such a generator.
+        """
+        if self.generator is not None:
+            require_state(state, "a FiniteSum with a generator", generator=Tensor)
             self.generator.set_state(state["generator"].cpu())
+
+    def mark(self) -> tuple[Any, ...]:
+        return () if self.generator is None else (self.generator.get_state(),)
+
+    def rewind(self, mark: tuple[Any, ...]) -> None:
+        if self.generator is not None and mark:
+            self.generator.set_state(mark[0])
 
     def __repr__(self) -> str:
         name = getattr(self.loss, "__name__", type(self.loss).__name__)

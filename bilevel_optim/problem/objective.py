@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from .profiling import span
+from .random import default_state, set_default_state
 
-__all__ = ["Objective", "Sample"]
+__all__ = ["Objective", "Sample", "require_state"]
 
 
 class Objective:
@@ -63,7 +64,8 @@ class Objective:
         self.loss, self.data, self.features = loss, data, features
         self._features: Sample | None = None  # of the last sample: those of the next are the same on the same batch
         self._iterator: Iterator[Any] | None = None
-        self._position = 0  # batches drawn since the iterator was started
+        self._passes = 0  # iterators started
+        self._position = 0  # batches drawn since the last was
         self._start: dict[str, Any] = {}  # random state from which the iterator was started
 
     def draw(self, *, once: bool = False) -> Sample:
@@ -125,6 +127,7 @@ class Objective:
             if self._iterator is None:
                 self._start = _random_state(self.data)
                 self._iterator, self._position = iter(self.data), 0
+                self._passes += 1
             for batch in self._iterator:
                 self._position += 1
                 return batch
@@ -141,19 +144,56 @@ class Objective:
         ``DataLoader`` does (with its own ``generator`` or with torch's default one).
         """
         position = self._position if self._iterator is not None else 0
-        return {"position": position, **({k: v.clone() for k, v in self._start.items()} if position else {})}
+        start = {k: v.clone() for k, v in self._start.items()} if position else {}
+        return {"position": position, "passes": self._passes, "present": _own_state(self.data), **start}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved position: restarts the pass as it was started, and skips the batches already drawn."""
+        """Continue from a saved position: restarts the pass as it was started, and skips the batches already drawn.
+
+        A generator of the data is left as it was when the state was saved, also if others share it.
+
+        Raises:
+            ValueError: if the state is not that of an `Objective` with such data; then nothing has changed.
+        """
+        require_state(state, type(self).__name__, position=int)
+        start: dict[str, Any] = {k: state[k] for k in ("generator", "default") if k in state}
+        if state["position"] and (self.data is None or ("generator" in start) != (_own_state(self.data) is not None)):
+            raise ValueError(
+                f"the state is that of other data: at position {state['position']}, "
+                f"{'with' if 'generator' in start else 'without'} a generator of their own"
+            )
+        self._resume(state.get("passes", 1), state["position"], start, state.get("present"))
+
+    def _resume(self, passes: int, position: int, start: dict[str, Any], present: Tensor | None) -> None:
+        default = torch.get_rng_state()
         self._iterator = None
-        if not state["position"]:
+        if position:
+            assert self.data is not None
+            if passes > 1 and getattr(self.data, "persistent_workers", False):
+                iter(self.data)  # the first pass draws a seed for the workers, later ones do not
+            _set_random_state(self.data, start)
+            for _ in range(position):
+                self._next()
+        self._passes = passes
+        if present is not None:
+            _set_random_state(self.data, {"generator": present})
+        torch.set_rng_state(default)
+
+    def mark(self) -> tuple[Any, ...]:
+        """The present position, for `rewind`; costs next to nothing."""
+        if self.data is None:
+            return ()
+        return self._passes, self._position, self._iterator is None, self._start, _own_state(self.data)
+
+    def rewind(self, mark: tuple[Any, ...]) -> None:
+        """Go back to a position, as after loading a state; data that do not repeat their order cannot."""
+        if not mark:
             return
-        present = _random_state(self.data)
-        _set_random_state(self.data, state)
-        for _ in range(state["position"]):
-            self._next()
-        if "default" in state:
-            torch.set_rng_state(present["default"])
+        passes, position, fresh, start, present = mark
+        if (passes, position) != (self._passes, self._position):
+            self._resume(passes, 0 if fresh else position, start, present)
+        elif present is not None:
+            _set_random_state(self.data, {"generator": present})
 
     def __repr__(self) -> str:
         name = getattr(self.loss, "__name__", type(self.loss).__name__)
@@ -178,6 +218,12 @@ class _Mapped(Objective):
 
     def begin(self) -> None:
         self._source.begin()
+
+    def mark(self) -> tuple[Any, ...]:
+        return self._source.mark()
+
+    def rewind(self, mark: tuple[Any, ...]) -> None:
+        self._source.rewind(mark)
 
 
 class _Composed:
@@ -233,43 +279,48 @@ class Sample:
         """Evaluate with the random numbers of the first evaluation; later draws do not notice the repetition."""
         if self._random:
             return _replayed(device, self._random[0])
-        self._random.append(_generators_state(device))
+        self._random.append(default_state(device))
         return nullcontext()
 
 
 @contextmanager
 def _replayed(device: torch.device, state: tuple[Tensor, ...]) -> Generator[None]:
-    present = _generators_state(device)
-    _set_generators_state(device, state)
+    present = default_state(device)
+    set_default_state(device, state)
     try:
         yield
     finally:
-        _set_generators_state(device, present)
-
-
-def _generators_state(device: torch.device) -> tuple[Tensor, ...]:
-    if device.type == "cuda":
-        return torch.get_rng_state(), torch.cuda.get_rng_state(device)
-    return (torch.get_rng_state(),)
-
-
-def _set_generators_state(device: torch.device, state: tuple[Tensor, ...]) -> None:
-    torch.set_rng_state(state[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state[1], device)
+        set_default_state(device, present)
 
 
 def _random_state(data: Any) -> dict[str, Any]:
     """What decides the order of the next pass over ``data``: its own generator, else torch's default one."""
+    own = _own_state(data)
+    return {"default": torch.get_rng_state()} if own is None else {"generator": own}
+
+
+def _own_state(data: Any) -> Tensor | None:
+    generator = _generator_of(data)
+    return None if generator is None else generator.get_state()
+
+
+def _generator_of(data: Any) -> torch.Generator | None:
     generator = getattr(data, "generator", None) or getattr(getattr(data, "sampler", None), "generator", None)
-    if isinstance(generator, torch.Generator):
-        return {"generator": generator.get_state()}
-    return {"default": torch.get_rng_state()}
+    return generator if isinstance(generator, torch.Generator) else None
 
 
 def _set_random_state(data: Any, state: dict[str, Any]) -> None:
     if "default" in state:
         torch.set_rng_state(state["default"])
     else:
-        generator = getattr(data, "generator", None) or data.sampler.generator
-        generator.set_state(state["generator"])
+        generator = _generator_of(data)
+        assert generator is not None
+        generator.set_state(state["generator"].cpu())
+
+
+def require_state(state: Any, owner: str, **kinds: type) -> None:
+    """Raise ValueError unless a state is a dict that has these entries."""
+    missing = [k for k, kind in kinds.items() if not (isinstance(state, dict) and isinstance(state.get(k), kind))]
+    if missing:
+        found = f"has the keys {sorted(map(str, state))}" if isinstance(state, dict) else f"is {type(state).__name__}"
+        raise ValueError(f"the state is not that of {owner}: it needs {', '.join(map(repr, missing))}, but {found}")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .vector import is_sharded
 
 __all__ = [
     "LEVELS",
@@ -19,6 +23,8 @@ __all__ = [
     "names_of",
     "require",
     "require_one_level",
+    "require_rates",
+    "require_usable",
     "tensors_of",
     "unnamed",
 ]
@@ -38,12 +44,12 @@ def is_number(value: object) -> bool:
     """Whether value is a real number (or a tensor of one element, which torch takes as a learning rate)."""
     if isinstance(value, Tensor):
         return value.numel() == 1
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def is_count(value: object) -> bool:
     """Whether value is a non-negative integer."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
 
 
 def as_groups(parameters: Params, level: str) -> list[dict[str, Any]]:
@@ -89,6 +95,39 @@ def require_one_level(group: dict[str, Any], others: list[dict[str, Any]]) -> No
                 f"{group['level']} parameter {name!r} of shape {tuple(parameter.shape)} is also an "
                 f"{elsewhere[id(parameter)]} parameter; a parameter belongs to one level, so leave it out of the other"
             )
+
+
+def require_rates(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ValueError unless all learning rates, which anybody may have written to, are such."""
+    for group in groups:
+        lr = group["lr"]
+        if not isinstance(lr, Tensor) and not (is_number(lr) and 0 <= lr < math.inf):  # a tensor may be elsewhere
+            raise ValueError(f"Invalid learning rate: {lr} (of {group.get('level', 'a')} parameters)")
+
+
+def require_usable(group: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ValueError if a parameter of a group is complex, or shares memory with itself or another parameter."""
+    known = [p for other in others for p in other["params"]]
+    for i, entry in enumerate([group["params"]] if isinstance(group["params"], Tensor) else group["params"]):
+        name, p = entry if isinstance(entry, tuple) else (i, entry)
+        if not isinstance(p, Tensor):
+            continue  # torch says so
+        called = f"{group['level']} parameter {name!r} of shape {tuple(p.shape)}"
+        if p.is_complex():
+            raise ValueError(f"{called} is complex; pass what torch.view_as_real gives of it")
+        if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
+            raise ValueError(f"{called} is expanded: several entries are one place in memory; pass the tensor itself")
+        if any(p is not other and _overlap(p, other) for other in known):
+            raise ValueError(f"{called} shares memory with another parameter; pass the tensor that both are views of")
+        known.append(p)
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two contiguous tensors have common entries."""
+    if is_sharded(a) or is_sharded(b) or not (a.is_contiguous() and b.is_contiguous()):
+        return False
+    (start, size), (other, length) = ((t.data_ptr(), t.numel() * t.element_size()) for t in (a, b))
+    return bool(start and other) and a.device == b.device and start < other + length and other < start + size
 
 
 def level_groups(groups: Iterable[dict[str, Any]], level: str) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -10,7 +11,17 @@ from torch import Tensor
 from ..kernels.counter import mixed_number
 from .vector import Vector
 
-__all__ = ["Counters", "device_of", "draw_index", "draw_seed", "hashed", "uniform_ball"]
+__all__ = [
+    "Counters",
+    "default_state",
+    "device_of",
+    "draw_index",
+    "draw_seed",
+    "hashed",
+    "kept",
+    "set_default_state",
+    "uniform_ball",
+]
 
 
 class Counters:
@@ -59,6 +70,25 @@ def draw_index(count: int, generator: torch.Generator | None) -> int:
 def draw_seed(generator: torch.Generator | None) -> int:
     """A random number to make others from."""
     return draw_index(2**62, generator)
+
+
+def kept(device: torch.device) -> AbstractContextManager[None]:
+    """Leave torch's random numbers as they are, whatever the block draws."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
+def default_state(device: torch.device) -> tuple[Tensor, ...]:
+    """The state of torch's default generators that evaluations on a device use."""
+    if device.type == "cuda":
+        return torch.get_rng_state(), torch.cuda.get_rng_state(device)
+    return (torch.get_rng_state(),)
+
+
+def set_default_state(device: torch.device, state: tuple[Tensor, ...]) -> None:
+    """Put it back."""
+    torch.set_rng_state(state[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[1], device)
 
 
 def uniform_ball(like: Sequence[Tensor], radius: float, generator: torch.Generator | None = None) -> Vector:

@@ -151,9 +151,12 @@ def task_count(sampler: Any, asked: int | None) -> int:
                 f"tasks must be a sampler with the methods sample, lower and upper, but {type(sampler).__name__} has "
                 f"no {name}; bo.TensorTasks makes one from stacked tensors"
             )
+    length = len(sampler) if hasattr(sampler, "__len__") else None
+    if length == 0:
+        raise ValueError(f"the sampler of tasks has length 0: {type(sampler).__name__} has no tasks to draw")
     if asked is not None:
         return asked
-    return len(sampler) if hasattr(sampler, "__len__") else 1
+    return 1 if length is None else length
 
 
 def select(batch: Any, index: Any) -> Any:

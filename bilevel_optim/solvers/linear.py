@@ -10,12 +10,14 @@ it were alone, and the figures of the solution have one entry per lane.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..problem.vector import Vector
+from ..kernels.cg import cg_step
+from ..problem.vector import Vector, is_sharded
 
 __all__ = ["LinearSolution", "cg", "fixed_point", "minres", "neumann", "neumann_term"]
 
@@ -73,38 +75,81 @@ def cg(
         >>> result.solution, int(result.iterations)
         ((tensor([1.0000, 0.5000]),), 2)
     """
-    b = Vector(b)
+    b, options = Vector(b), _Stop(steps, tol, atol, damping)
+    if b[0].device.type == "cuda" and not any(map(is_sharded, b)):
+        return _flat_cg(product, b, start, options, lanes)
+    dot = Vector.lane_dot if lanes else Vector.dot
+    return _cg(product, b, None if start is None else Vector(start), options, dot, partial(_cg_step, dot))
+
+
+class _Stop(NamedTuple):
+    steps: int
+    tol: float
+    atol: float
+    damping: float
+
+
+def _cg(
+    product: Product, b: Vector, start: Vector | None, stop: _Stop, dot: Callable[..., Tensor], step: Callable[..., Any]
+) -> LinearSolution:
+    """The iteration; ``step`` makes what follows each product."""
 
     def apply(v: Vector) -> Vector:
-        return product(v) + v * damping if damping else product(v)
+        return _damped(product, v, stop.damping)
 
-    dot = Vector.lane_dot if lanes else Vector.dot
     b_norm = dot(b, b).sqrt()
-    floor = (max(tol, torch.finfo(b[0].dtype).eps) * b_norm).clamp_min(atol) ** 2
+    floor = (max(stop.tol, torch.finfo(b[0].dtype).eps) * b_norm).clamp_min(stop.atol) ** 2
     if start is None:
         v, r = b.zeros_like(), b
     else:
-        v = Vector(start)
+        v = start
         r = b - apply(v)
     p, rr = r, dot(r, r)
     iterations = torch.zeros_like(rr, dtype=torch.int64)
     indefinite = torch.zeros_like(rr, dtype=torch.bool)
-    for k in range(steps):
+    for k in range(stop.steps):
         active = (rr > floor) & ~indefinite
-        if _seen_done(active, k, max(tol, atol)):
+        if _seen_done(active, k, max(stop.tol, stop.atol)):
             break
-        hp = apply(p)
-        curvature = dot(p, hp)
-        indefinite = indefinite | (active & (curvature <= 0))
-        active = active & ~indefinite
-        # A finished solve is frozen by zero steps instead of a branch, which would need the host.
-        alpha = torch.where(active, rr / torch.where(active, curvature, 1.0), 0.0)
-        v, r = v + p * alpha, r - hp * alpha
-        new_rr = dot(r, r)
-        p = r + p * torch.where(active, new_rr / torch.where(rr > 0, rr, 1.0), 0.0)
-        rr = torch.where(active, new_rr, rr)
-        iterations = iterations + active
+        v, r, p, rr, negative = step(v, r, p, apply(p), rr, active)
+        indefinite = indefinite | negative
+        iterations = iterations + (active & ~negative)
     return LinearSolution(v, rr.sqrt(), iterations, indefinite)
+
+
+def _cg_step(
+    dot: Callable[..., Tensor], v: Vector, r: Vector, p: Vector, hp: Vector, rr: Tensor, active: Tensor
+) -> tuple[Vector, Vector, Vector, Tensor, Tensor]:
+    curvature = dot(p, hp)
+    negative = active & (curvature <= 0)
+    active = active & ~negative
+    # A finished solve is frozen by zero steps instead of a branch, which would need the host.
+    alpha = torch.where(active, rr / torch.where(active, curvature, 1.0), 0.0)
+    v, r = v + p * alpha, r - hp * alpha
+    new_rr = dot(r, r)
+    p = r + p * torch.where(active, new_rr / torch.where(rr > 0, rr, 1.0), 0.0)
+    return v, r, p, torch.where(active, new_rr, rr), negative
+
+
+def _flat_cg(product: Product, b: Vector, start: Sequence[Tensor] | None, stop: _Stop, lanes: bool) -> LinearSolution:
+    """The iteration on one tensor with a row for each lane, whose steps are made by the fused operator."""
+    n = len(b[0]) if lanes else 1
+    sizes = [t.numel() // n for t in b]
+
+    def flat(vector: Sequence[Tensor]) -> Vector:
+        return Vector([torch.cat([t.reshape(n, -1) for t in vector], 1)])
+
+    def whole(rows: Vector) -> Vector:
+        return Vector(p.reshape(t.shape).to(t.dtype) for p, t in zip(torch.split(rows[0], sizes, 1), b, strict=True))
+
+    def step(v: Vector, r: Vector, p: Vector, hp: Vector, rr: Tensor, active: Tensor) -> tuple[Any, ...]:
+        *vectors, rr, negative = cg_step(v[0], r[0], p[0], hp[0], rr, active)
+        return *(Vector([t]) for t in vectors), rr, negative
+
+    begun = None if start is None else flat(start)
+    found = _cg(lambda v: flat(product(whole(v))), flat(b), begun, stop, Vector.lane_dot, step)
+    figures = found[1:] if lanes else (figure.squeeze(0) for figure in found[1:])
+    return LinearSolution(whole(found.solution), *figures)
 
 
 def minres(

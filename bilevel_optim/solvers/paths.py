@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from ..oracle.copies import evaluate_copies
@@ -49,8 +50,8 @@ class Paths:
             n = min(n, max(STACK // max(entries, 1), 1))
         return session.options.at_once(n)
 
-    def run(self, upper: Vector) -> tuple[Vector, Vector | None]:
-        """Ends of the paths from these x, tensors of shape (n, ...), and the last lower gradients there."""
+    def run(self, upper: Vector) -> tuple[Vector, Vector | None, Tensor]:
+        """Ends of the paths from these x, shape (n, ...), the last lower gradients, and the sums of g on the way."""
         n = len(upper[0])
         start = stack([self.oracle.y] * n)
         if self._from_upper:  # with tasks, each of them starts there
@@ -62,7 +63,7 @@ class Paths:
         rule = self._rule(start)
         # The x of a single path is that of all its steps, so that what depends on x alone is kept.
         oracle, copies = (self.oracle.at(upper=upper.lane(0)), None) if n == 1 else (self.oracle, upper)
-        samples = iter(self.samples)
+        samples, values = iter(self.samples), list[Tensor]()
 
         def draw() -> Callable[[Vector], tuple[Tensor, Vector]]:
             sample = next(samples)
@@ -71,9 +72,10 @@ class Paths:
                 found = evaluate_copies(
                     oracle, y, [0.0] * n, [1.0] * n, sample, sample, wrt="lower", upper_copies=copies
                 )
+                values.append(found.lower)
                 return found.lower.sum(), found.gradient
 
             return gradient
 
         solved = rule.run(start, rule.fresh(), len(self.samples), draw)
-        return solved.y, solved.gradient
+        return solved.y, solved.gradient, torch.stack(values).sum(0) if values else start[0].new_zeros(n)

@@ -15,20 +15,33 @@ from bilevel_optim.optimizer.declaration import configurations
 
 from .sampling import IndexObjective, IndexTerms
 
-__all__ = ["PAPER", "Method", "decaying", "exact", "stochastic"]
+__all__ = ["PAPER", "Method", "decaying", "exact", "growing_penalty", "stochastic"]
 
 # Arguments that make a method that of its paper, where the library's defaults are others; by the name of the class.
 PAPER: dict[str, dict[str, Any]] = {
     "RTMLMC": {"neumann": "product", "level_sampling": "independent", "cap": False},
     "DLSGD": {"neumann": "product", "cap": False},
-    "F2SA": {"samples": "independent", "normalize": True, "order": 2},
+    "F2SA": {"samples": "independent"},
     "RSVRB": {"variant": "faithful"},
-    "PZOBO": {"directions": 1, "direction": "gaussian", "warm_start": False},
-    "RAHGD": {"lower_restart": "zero", "on_converged": "stop"},
-    "PRAHGD": {"lower_restart": "zero", "on_converged": "stop", "perturb_initial": False},
-    "PRAGDA": {"lower_restart": "zero", "on_converged": "stop", "perturb_initial": False},
-    "BA": {"warm_start": False},
+    "PZOBO": {"directions": 1},
+    "RAHGD": {"lower_restart": "zero", "linear_start": "y"},
+    "PRAHGD": {"lower_restart": "zero", "linear_start": "y", "perturb_initial": False},
+    "PRAGDA": {"lower_restart": "zero", "perturb_initial": False},
 }
+
+
+def growing_penalty(optimizer: bo.F2SA, exponent: float = 1 / 7) -> bo.F2SA:
+    """F2SA of Kwon et al.: its penalty 1/nu grows as (1 + t)^exponent with the steps t."""
+    first, made = optimizer.nu, 0
+
+    def grow(*_: object) -> None:
+        nonlocal made
+        made += 1
+        optimizer.nu = first * (1 + made) ** -exponent
+
+    optimizer.register_step_post_hook(grow)
+    return optimizer
+
 
 SET = ("decay", "series", "matrices", "tasks")  # fields of `Method` that are among the settings
 

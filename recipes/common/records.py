@@ -17,7 +17,7 @@ class Missing(LookupError):
 
 
 class Records:
-    """What runs gave, by what was run.
+    """What runs gave, by what was run; several processes may share the file of one experiment.
 
     Args:
         path: of the file; what is there is taken over, but a last line that was cut off. Default: None, kept in memory
@@ -28,18 +28,31 @@ class Records:
     def __init__(self, path: Path | None = None, *, frozen: bool = False) -> None:
         self.path, self.frozen, self.made = path, frozen, 0
         self.results: dict[str, Result] = {}
-        if path is not None and path.exists():
-            text = path.read_text()
-            whole = text[: text.rfind("\n") + 1]
-            if len(whole) < len(text) and not frozen:
-                path.write_text(whole)
-            for line in whole.splitlines():
+        self.read = 0  # bytes of the file
+        if path is not None and path.exists() and not frozen:
+            whole = path.read_bytes()
+            if not whole.endswith(b"\n"):
+                path.write_bytes(whole[: whole.rfind(b"\n") + 1])
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take over what others have written since."""
+        if self.path is None or not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self.read)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self.read += len(line)
                 entry = json.loads(line)
                 self.results[_key(entry["unit"])] = entry["result"]
 
     def get(self, unit: Mapping[str, Any], run: Callable[[], Mapping[str, Any]]) -> Result:
         """The result of a unit, which is run if it was not yet."""
         key = _key(unit)
+        if key not in self.results:
+            self.refresh()
         if key not in self.results:
             if self.frozen:
                 raise Missing(key)

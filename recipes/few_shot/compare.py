@@ -91,7 +91,9 @@ def compare(args: argparse.Namespace, episodes: dict[str, Episodes], records: Re
         if found is None or (test and "test" not in found):
             if args.limit and time.monotonic() - begun > args.limit:
                 raise TimeoutError
-            found = one(_settings(args, name), episodes, name, lr, seed, test=test)
+            # A run that is tested later goes on from its end.
+            checkpoint = args.out / "checkpoints" / f"{records.path.stem}_{name}_{lr:g}_{seed}.pt"
+            found = one(_settings(args, name), episodes, name, lr, seed, test=test, checkpoint=checkpoint)
             records.keep(found)
         return found
 
@@ -125,12 +127,12 @@ def report(records: Records, title: str, thresholds: list[float]) -> None:
         by_name.setdefault(run["learner"], []).append(run)
     rows, times, curves = [], [], {}
     for name, runs in by_name.items():
-        tested = [r for r in runs if "test" in r]
         tried = sorted(r["lr"] for r in runs if r["seed"] == 0)
+        tested = [r for r in runs if "test" in r]
         if not tested:
             continue
-        first = next(r for r in tested if r["seed"] == 0)
-        accuracies = [r["test"]["accuracy"] for r in tested]
+        first = max((r for r in tested if r["seed"] == 0), key=lambda r: float(r["validation"]))
+        accuracies = [r["test"]["accuracy"] for r in tested if r["lr"] == first["lr"]]
         spread = max(accuracies) - min(accuracies) if len(accuracies) > 1 else None
         inside = tried[0] < first["lr"] < tried[-1]
         rows.append([name, statistics.mean(accuracies), first["test"]["interval"], len(accuracies), spread,

@@ -7,7 +7,7 @@ optimizer to follow; `Learner.scores` adapts to the support of unseen classes an
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -135,21 +135,7 @@ class Bilevel(Learner):
         self.optimizer.load_state_dict(state["optimizer"])
 
     def metrics(self) -> dict[str, float]:
-        found = self.optimizer.diagnostics.items()
-        return {k: float(v) for k, v in found if isinstance(v, Tensor) and v.numel() == 1}
-
-    def _adapted(self, values: Sequence[Tensor], loss: Callable[[Sequence[Tensor]], Tensor]) -> list[Tensor]:
-        """The values after the lower steps of the method on a loss."""
-        group = next(g for g in self.optimizer.param_groups if g["level"] == "lower")
-        moving = [v.detach().clone().requires_grad_() for v in values]
-        steps = self.optimizer.lower_factory([{"params": moving, "lr": group["lr"]}])
-        for _ in range(self.optimizer.lower_steps):
-            with torch.enable_grad():
-                gradients = torch.autograd.grad(loss(moving), moving)
-            for tensor, gradient in zip(moving, gradients, strict=True):
-                tensor.grad = gradient
-            steps.step()
-        return [t.detach() for t in moving]
+        return self.optimizer.metrics()
 
 
 class _Part:
@@ -195,7 +181,7 @@ class HeadAdapting(Bilevel):
         **common: Any,
     ) -> None:
         super().__init__(body, way, **common)
-        self.ridge, self.head = ridge, self._head()
+        self.ridge, self.momentum, self.head = ridge, momentum, self._head()
         self.network["head"] = self.head
         self._optimizer(method, self.head, [*body.parameters()], momentum=momentum, initial=initial, **options)
         self.upper_loss = bo.Objective(self._query_loss, features=_Part(self))
@@ -213,14 +199,19 @@ class HeadAdapting(Bilevel):
     @torch.no_grad()
     def scores(self, support: Batch, query: Batch) -> Tensor:
         features, count = self.each_task(support), len(support.images)
-
-        def loss(values: Sequence[Tensor]) -> Tensor:
-            weight, bias = values
-            scores = torch.baddbmm(bias.unsqueeze(1), features, weight.mT)
-            fit = F.cross_entropy(scores.flatten(0, 1), support.labels.flatten())
-            return count * fit + self.ridge / 2 * (weight.square().sum() + bias.square().sum())
-
-        weight, bias = self._adapted([p.expand(count, *p.shape) for p in self.start], loss)
+        group = next(g for g in self.optimizer.param_groups if g["level"] == "lower")
+        # The heads of all tasks together, where `optimizer.adapt` is for one.
+        heads = [p.detach().expand(count, *p.shape).clone().requires_grad_() for p in self.start]
+        weight, bias = heads
+        steps = self.optimizer.lower_factory([{"params": heads, "lr": group["lr"]}])
+        for _ in range(self.optimizer.lower_steps):
+            with torch.enable_grad():
+                scores = torch.baddbmm(bias.unsqueeze(1), features, weight.mT)
+                fit = count * F.cross_entropy(scores.flatten(0, 1), support.labels.flatten())
+                loss = fit + self.ridge / 2 * (weight.square().sum() + bias.square().sum())
+            for head, gradient in zip(heads, torch.autograd.grad(loss, heads), strict=True):
+                head.grad = gradient
+            steps.step()
         return torch.baddbmm(bias.unsqueeze(1), self.each_task(query), weight.mT)
 
 
@@ -256,24 +247,11 @@ class Adapting(Bilevel):
 
     @torch.no_grad()
     def scores(self, support: Batch, query: Batch) -> Tensor:
-        live, found = [*self.whole.parameters()], []
+        found = []
         for task, asked in zip(_apart(support), _apart(query), strict=True):
-
-            def loss(values: Sequence[Tensor], task: Batch = task) -> Tensor:
-                for own, value in zip(live, values, strict=True):
-                    own.data = value.data
-                gradients = torch.autograd.grad(self._loss(task), live)
-                return _linear(values, gradients)
-
-            for own, value in zip(live, self._adapted(self.start, loss), strict=True):
-                own.data = value
+            self.optimizer.adapt(self.lower_loss, task, write=True)
             found.append(self._logits(asked))
         return torch.stack(found)
-
-
-def _linear(values: Sequence[Tensor], gradients: tuple[Tensor, ...]) -> Tensor:
-    """A function of the values with these gradients."""
-    return torch.stack([(v * g).sum() for v, g in zip(values, gradients, strict=True)]).sum()
 
 
 class Reptile(Adapting):
@@ -283,22 +261,16 @@ class Reptile(Adapting):
         drawn = episodes.sample(self.tasks, self.generator)
         parts = [get(drawn, None, self.generator) for get in (episodes.lower, episodes.upper)]
         whole = Batch(*(torch.cat(pair, 1) for pair in zip(*(part[:2] for part in parts), strict=True)))
-        live, total = [*self.whole.parameters()], torch.zeros((), device=self.device)
-        moved = [torch.zeros_like(t) for t in self.start]
-        for part in _apart(whole):
-            losses: list[Tensor] = []
-
-            def loss(values: Sequence[Tensor], task: Batch = part, losses: list[Tensor] = losses) -> Tensor:
-                for own, value in zip(live, values, strict=True):
-                    own.data = value.data
-                losses.append(self._loss(task))
-                return _linear(values, torch.autograd.grad(losses[-1], live))
-
-            ends = self._adapted(self.start, loss)
-            moved = [m + (s.detach() - e) / self.tasks for m, s, e in zip(moved, self.start, ends, strict=True)]
-            total += losses[-1].detach() / self.tasks
-        for tensor, direction in zip(self.start, moved, strict=True):
-            tensor.grad = direction
+        total = torch.zeros((), device=self.device)
+        for tensor in self.start:
+            tensor.grad = torch.zeros_like(tensor)
+        for task in _apart(whole):
+            ends = self.optimizer.adapt(self.lower_loss, task, write=True)
+            with torch.no_grad():
+                total += self._loss(task) / self.tasks
+                for tensor, end in zip(self.start, ends, strict=True):
+                    assert tensor.grad is not None
+                    tensor.grad += (tensor - end) / self.tasks
         return total
 
 

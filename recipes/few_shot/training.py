@@ -18,7 +18,7 @@ import bilevel_optim as bo
 
 from ..common import progress, synchronize
 from .backbones import calibrate
-from .episodes import Episodes
+from .episodes import Batch, Episodes
 from .learners import Learner
 
 __all__ = ["OUTER", "SCHEDULES", "Training", "clock", "evaluate", "interval", "train"]
@@ -72,11 +72,16 @@ def evaluate(learner: Learner, episodes: Episodes, count: int, seed: int, traini
     with torch.no_grad(), _evaluating(learner):
         if training is not None and any(norm.statistics == "running" for norm in learner.body.norms):
             calibrate(learner.body, (support.images.flatten(0, 1) for support, _ in training.fixed(20, seed, 2)))
-        found = [
-            (learner.scores(support, query).argmax(-1) == query.labels).float().mean(1).cpu()
-            for support, query in episodes.fixed(count, seed)
-        ]
-    return torch.cat(found)
+        return torch.cat([_correct(learner, *batches) for batches in episodes.fixed(count, seed)])
+
+
+def _correct(learner: Learner, support: Batch, query: Batch) -> Tensor:
+    """Accuracy of each episode; none where adaptation diverges."""
+    try:
+        scores = learner.scores(support, query)
+    except bo.NonFiniteError:
+        return torch.zeros(len(query.labels))
+    return (scores.argmax(-1) == query.labels).float().mean(1).cpu()
 
 
 @dataclass
@@ -147,7 +152,7 @@ def train(
             best.update({k: v.clone() for k, v in learner.network.state_dict().items()})
         curve.append(point)
         if log is not None:
-            log(step, {**point, **learner.metrics(), "lr": outer.param_groups[0]["lr"]})
+            log(step, {**learner.metrics(), **point, "lr": outer.param_groups[0]["lr"]})
 
     if checkpoint is not None and checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=False)

@@ -9,13 +9,14 @@ python -m recipes.papers report                                      # RESULTS.m
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from ..common import Parser, show
 from ..common.records import Records
 from .catalogue import EXPERIMENTS
 from .page import RESULTS, config_of, keep, write_page
-from .runner import execute
+from .runner import complete, execute
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -25,6 +26,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("ids", nargs="*", metavar="ID", help="experiments to run, or beginnings of their names")
     parser.add_argument("--scale", choices=["smoke", "cpu", "full"], default="cpu", help="default: cpu")
     parser.add_argument("--data-root", type=Path, help="folder with a folder for each data set")
+    parser.add_argument("--arms", nargs="+", metavar="NAME", help="make the runs of these alone, and do not judge")
     parser.add_argument("--out", type=Path, help="folder of the records; default: that of the page, for cpu alone")
     args = parser.parse(arguments)
     if args.action == "list":
@@ -40,7 +42,11 @@ def main(arguments: list[str] | None = None) -> None:
             folder = out / experiment.source
             config_of(experiment, args.scale, folder)
             records = Records(folder / "records.jsonl")
-            outcome = execute(experiment, args.scale, records, args.data_root, lambda text: print(text, flush=True))
+            say = partial(print, flush=True)
+            if args.arms:
+                complete(experiment, args.scale, records, args.data_root, say, args.arms)
+                continue
+            outcome = execute(experiment, args.scale, records, args.data_root, say)
             keep(experiment, outcome, out / experiment.id)
             print(f"{experiment.id} {outcome.verdict}\n  at equal seconds {outcome.timed}\n  {records.made} new runs")
 

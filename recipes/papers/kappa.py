@@ -51,14 +51,12 @@ def run(trial: Trial, make: Callable[[float, int], Problem]) -> list[Point]:
     )  # fmt: skip
 
 
-LR, STEPS = axis(0.5, 1.0, 1.5, most=1.9), axis(3, 10, 30, 100, least=1)
+LR, STEPS = axis(1.0, 1.5, most=1.9), axis(3, 10, 30, least=1)
 OUTER = {"lr": LR, "lower_steps": STEPS, "linear_steps": axis(5, 12, least=1)}
 ARMS = {
-    "RAHGD": Arm(
-        rahgd, {**OUTER, "theta": axis(0.03, 0.1, 0.3, most=1.0)}, "B is 5 times the length of the first step"
-    ),
+    "RAHGD": Arm(rahgd, {**OUTER, "theta": axis(0.1, 0.3, most=1.0)}, "B is 5 times the length of the first step"),
     "RAHGD, outer GD": Arm(partial(rahgd, theta=1.0), OUTER),
-    "RAHGD, inner GD": Arm(partial(rahgd, agd=False), {**OUTER, "theta": axis(0.03, 0.1, 0.3, most=1.0)}),
+    "RAHGD, inner GD": Arm(partial(rahgd, agd=False), {**OUTER, "theta": axis(0.1, 0.3, most=1.0)}),
     "AID": Arm(partial(plain, bo.AID), OUTER),
     "ITD": Arm(partial(plain, bo.ITD), {"lr": LR, "lower_steps": STEPS}),
     "BA": Arm(partial(plain, bo.BA), {"lr": LR, "lower_steps": STEPS, "linear_steps": axis(12)}),

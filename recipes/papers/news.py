@@ -14,6 +14,7 @@ from torch import Tensor
 import bilevel_optim as bo
 
 from ..common import gradients
+from ..common.methods import growing_penalty
 from ..common.search import axis
 from ..problems.images import load_images
 from ..problems.newsgroups import load_newsgroups
@@ -94,6 +95,11 @@ def f2sa(order: int, normalize: bool, samples: str = "shared") -> Arm:
     return Arm(make, {"lr": LENGTH if normalize else RAW, "nu": axis(0.03, 0.1), "rate": RATE})
 
 
+def growing(x: list[Tensor], y: list[Tensor], **options: Any) -> bo.F2SA:
+    """F2SA as in its own paper."""
+    return growing_penalty(bo.F2SA(x, y, order=1, normalize=False, **STEPS, **options))
+
+
 ARMS = {
     "F2SA-2": f2sa(2, True),
     "F2SA-1": f2sa(1, False),
@@ -103,6 +109,7 @@ ARMS = {
     "VRBO": Arm(partial(bo.VRBO, linear_steps=10, lower_steps=3), HVP),
     "F2SA-2, raw": f2sa(2, False),
     "F2SA-3": f2sa(3, True),
+    "F2SA-1, growing penalty": Arm(growing, f2sa(1, False).grid, "1/nu grows like the seventh root of the steps"),
     "without": Arm(partial(bo.FirstOrder, lr=1.0, **STEPS), {"rate": axis(1.0)}, "x stays at its start"),
 }
 

@@ -111,6 +111,9 @@ def _details(experiment: Experiment, found: Mapping[str, Any]) -> str:
         "|---|---|---|---|---|",
     ]
     for name in experiment.arms:
+        if name not in found["scores"]:
+            lines.append(f"| {name} | not run | | | |")
+            continue
         setting = ", ".join(
             f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in found["settings"][name].items()
         )

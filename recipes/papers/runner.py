@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import bilevel_optim as bo
 
 from ..common import spend
-from ..common.records import Records
+from ..common.records import Missing, Records
 from ..common.search import Found, search
 from .experiment import SEARCH_SEED, Arm, Experiment, Point, Trial
 from .judge import Verdict, judge
 
-__all__ = ["Outcome", "execute", "follow"]
+__all__ = ["Outcome", "complete", "execute", "follow"]
 
 POINTS = 24  # of a curve that is kept
 
@@ -50,6 +50,19 @@ def execute(
     say: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
     """Make the runs of an experiment that are missing in the records, and judge."""
+    found, runs = complete(experiment, scale, records, root, say)
+    return judged(experiment, found, runs, sum(r["seconds"] for r in records.results.values()))
+
+
+def complete(
+    experiment: Experiment,
+    scale: str,
+    records: Records,
+    root: Path | None,
+    say: Callable[[str], None],
+    only: Sequence[str] = (),
+) -> tuple[dict[str, Found], dict[str, list[Point]]]:
+    """Make the missing runs of all arms, or of some; returns the settings chosen and the results for each seed."""
     numbers = experiment.scales[scale]
     found: dict[str, Found] = {}
     runs: dict[str, list[Point]] = {}
@@ -69,19 +82,27 @@ def execute(
         return records.get(unit, made)
 
     for name, arm in experiment.arms.items():
+        if only and name not in only:
+            continue
 
         def score(setting: dict[str, Any], share: float, name: str = name, arm: Arm = arm) -> float:
             return float(run(name, arm, setting, SEARCH_SEED, share)["score"])
 
-        only = {key: a.values[len(a.values) // 2] for key, a in arm.grid.items()}
+        middle = {key: a.values[len(a.values) // 2] for key, a in arm.grid.items()}
         chosen = numbers.get("search", True) and any(len(a.values) > 1 for a in arm.grid.values())
-        found[name] = (
-            search(arm.grid, score, shares=experiment.shares, moves=experiment.moves)
-            if chosen
-            else Found(only, math.nan, ())
-        )
-        runs[name] = [run(name, arm, found[name].setting, seed, 1.0) for seed in range(numbers["seeds"])]
-    return judged(experiment, found, runs, sum(r["seconds"] for r in records.results.values()))
+        try:
+            best = (
+                search(arm.grid, score, shares=experiment.shares, moves=experiment.moves)
+                if chosen
+                else Found(middle, math.nan, ())
+            )
+            results = [run(name, arm, best.setting, seed, 1.0) for seed in range(numbers["seeds"])]
+        except Missing:
+            if name in experiment.rule.arms:
+                raise
+            continue  # the verdict does not need it
+        found[name], runs[name] = best, results
+    return found, runs
 
 
 def follow(

@@ -246,7 +246,7 @@ def test_scores_of_several_episodes_are_those_of_each(name):
 @pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
 def test_features_are_computed_once_for_each_body_and_batch():
     counts = {}
-    for name in ("first-order", "aid", "f2sa", "pzobo"):
+    for name in ("first-order", "aid", "itd", "anil", "f2sa", "pzobo"):
         made = learner(name, vectorize=1 if name == "pzobo" else True)
         made.backward(problems.episodes())  # the first step also looks at what the losses depend on
         calls = []
@@ -255,7 +255,7 @@ def test_features_are_computed_once_for_each_body_and_batch():
         handle.remove()
         counts[name] = len(calls) / TASKS
     # Support and query; AID's system once more with a graph; the support of a second path.
-    assert counts["first-order"] == 2
+    assert counts["first-order"] == counts["itd"] == counts["anil"] == 2
     assert counts["aid"] == 3
     assert counts["pzobo"] == 3
     assert counts["f2sa"] <= 6

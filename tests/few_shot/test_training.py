@@ -2,13 +2,15 @@
 
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
 import bilevel_optim as bo
 from recipes.few_shot import __main__ as program
-from recipes.few_shot import compare, training
+from recipes.few_shot import benchmark, compare, training
 from recipes.few_shot.backbones import Norm
 from recipes.few_shot.learners import make
 from recipes.few_shot.training import Training, evaluate, interval, train
@@ -227,6 +229,7 @@ def test_a_comparison_is_made_once(command, tmp_path, capsys, monkeypatch):
     assert len(saved["runs"]) == 7
     assert sorted(r["seed"] for r in tested) == [0, 0, 1]
     assert all(r["test"]["episodes"] == 6 for r in tested)
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 7
     del made[:]
     compare.main(arguments)
     assert not made
@@ -260,3 +263,44 @@ def test_help_names_the_learners(capsys):
             module.main(["--help"])
         assert end.value.code == 0
         assert "pzobo-code" in capsys.readouterr().out
+
+
+def test_loops_by_hand_compute_the_same(capsys):
+    torch.set_default_dtype(torch.float32)
+    size = ["--size", "16", "--way", "2", "--query", "2", "--tasks", "2", "--repeats", "1"]
+    for name in benchmark.HAND:
+        ours = benchmark.main([*size, "--alone", name])["norm"]
+        hand = benchmark.main([*size, "--alone", name, "--hand"])["norm"]
+        assert ours == pytest.approx(hand, rel=0.5 if name == "pzobo" else 1e-3)
+
+
+def test_the_benchmark_shows_every_learner(capsys, monkeypatch):
+    figures = {"seconds": 2.0, "mebibytes": 3.0, "norm": 1.0}
+    called = []
+    monkeypatch.setattr(benchmark, "alone", lambda module, *given: called.append(given) or figures)
+    found = benchmark.main(["--learners", "anil", "ridge", "--way", "3"])["results"]
+    assert found == {"anil": {"library": figures, "hand": figures}, "ridge": {"library": figures}}
+    assert all(given[:2] in {("--alone", "anil"), ("--alone", "ridge")} for given in called)
+    assert "3-way 1-shot" in capsys.readouterr().out
+
+
+def test_the_example_of_the_readme_runs(capsys, monkeypatch):
+    torch.set_default_dtype(torch.float32)
+    text = (Path(program.__file__).parent / "README.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert len(example.splitlines()) <= 42
+
+    class Noise:
+        data = torch.randint(0, 256, (1000, 32, 32, 3), dtype=torch.uint8).numpy()
+        targets = [*range(100)] * 10
+
+    monkeypatch.setattr("torchvision.datasets.CIFAR100", lambda *_, **__: Noise)
+    for old, new in (
+        ("range(1000)", "range(1)"),
+        ("shot=5, query=5", "shot=1, query=1"),
+        ("tasks_per_step=4", "tasks_per_step=2"),
+    ):
+        assert old in example
+        example = example.replace(old, new)
+    exec(example, {})
+    assert "tensor(" in capsys.readouterr().out

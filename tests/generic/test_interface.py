@@ -161,6 +161,24 @@ def test_named_frozen_and_tied_parameters(row):
 # ---------------------------------------------------------------------------------------------------- the base class
 
 
+def test_a_uniform_iterate_has_been_each_one_equally_often():
+    """x counts the steps; of 4 iterates each is kept in a quarter of the runs, also of those that were resumed."""
+    generator, kept = torch.Generator().manual_seed(0), [0, 0, 0, 0]
+    for _ in range(400):
+        x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+        optimizer = bo.FirstOrder([x], [y], lr=1.0, lower_lr=1.0, lower_steps=1)
+        output = bo.UniformIterate(optimizer, generator)
+        for k in range(3):
+            optimizer.step(lambda x=x, y=y: -x.sum() + 0 * y.sum(), lambda y=y: y.square().sum())
+            if k == 1:
+                state = output.state_dict()
+                output.values = []
+                output.load_state_dict(state)
+        assert float(x.detach()) == 3
+        kept[int(output.values[0])] += 1
+    assert sum((n - 100) ** 2 / 100 for n in kept) < 11.3  # chi-square with 3 degrees of freedom, 99 %
+
+
 @each(REPRESENTATIVES)
 def test_hooks_and_any_torch_optimizer_for_x(row):
     problem, calls = row.cleaning(), []

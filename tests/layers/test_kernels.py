@@ -15,7 +15,7 @@ from bilevel_optim.kernels import cg, registry, rows, seeded
 from bilevel_optim.kernels.counter import mixed, mixed_number, units
 from bilevel_optim.problem.random import hashed
 from bilevel_optim.problem.vector import Vector
-from bilevel_optim.solvers.linear import cg as solved
+from bilevel_optim.solvers import linear
 
 from ..problems import close
 
@@ -157,11 +157,31 @@ def test_conjugate_gradients_made_of_the_step():
     for steps in range(1, 5):
         v, r, p, rr, negative = cg.cg_step(v, r, p, torch.einsum("nij,nj->ni", H, p), rr, active)
         active = active & ~negative
-        expected = solved(lambda q: Vector([torch.einsum("nij,nj->ni", H, q[0])]), [b], steps=steps, lanes=True)
+        expected = linear.cg(lambda q: Vector([torch.einsum("nij,nj->ni", H, q[0])]), [b], steps=steps, lanes=True)
         close(v, expected.solution[0], 1e-11)
         close(rr.sqrt(), expected.residual, 1e-11)
         assert torch.equal(~active, expected.indefinite)
     assert not active.all()
+
+
+@pytest.mark.parametrize("lanes", [True, False])
+def test_solver_on_flat_vectors_is_the_solver(lanes):
+    """What runs on a GPU, here with the reference: several tensors, lanes, a start, damping, a tolerance."""
+    A, b = torch.randn(3, 9, 9), [torch.randn(3, 4), torch.randn(3, 5)]
+    H = A @ A.mT / 9 + torch.eye(9) * torch.tensor([1.0, 1.0, -9.0 if lanes else 1.0]).view(-1, 1, 1)
+
+    def product(v):
+        return Vector(torch.einsum("nij,nj->ni", H, torch.cat([*v], 1)).split([4, 5], 1))
+
+    for start in (None, [torch.randn(3, 4), torch.randn(3, 5)]):
+        for steps, tol in ((3, 0.0), (30, 1e-6)):
+            stop = linear._Stop(steps, tol, 0.0, 0.1)
+            found = linear._flat_cg(product, Vector(b), start, stop, lanes)
+            expected = linear.cg(product, b, start, steps=steps, tol=tol, damping=0.1, lanes=lanes)
+            for one, other in zip((*found.solution, *found[1:]), (*expected.solution, *expected[1:]), strict=True):
+                assert (one.shape, one.dtype) == (other.shape, other.dtype)
+                close(one.double(), other.double(), 1e-9)
+            assert bool(found.indefinite.any()) == lanes
 
 
 @pytest.mark.parametrize("radius", [float("inf"), 1.0])

@@ -767,3 +767,15 @@ def test_arguments_of_the_perturbed_theorem(theta, size, chi, radius, ratio):
     # What the proof needs of the corrected theta, for lr = 1/(4L).
     B, K, lr = optimizer.restart_radius, optimizer.restart_period, 1 / (4 * L)
     assert 20 * rho * B * lr * K * (2 / theta + K) <= 0.5
+
+
+def test_the_first_linear_solve_starts_at_y_as_the_paper_has_it():
+    """g = |y - x|^2 / 2, f = y: v = 1; without iterations it is its start, 0 or y = x, and the hypergradient is v."""
+    for start, expected in (("zero", 0.0), ("y", 2.0)):
+        x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+        optimizer = bo.RAHGD([x], [y], lr=0.1, lower_lr=1.0, lower_steps=1, linear_steps=0, linear_start=start)
+        for _ in range(2):  # the second starts at the last v
+            optimizer.backward(lambda y=y: y.sum(), lambda x=x, y=y: (y - x).square().sum() / 2)
+            assert float(x.grad) == expected
+            with torch.no_grad():
+                x += 1.0

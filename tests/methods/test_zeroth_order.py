@@ -124,6 +124,7 @@ def test_hozog_minus_pzobo_is_the_curvature_term():
     close(hozog - pzobo, mu / 2 * delta.dot(delta) * U[0], 1e-12, 1e-10)
 
 
+@pytest.mark.filterwarnings("ignore:the upper loss depends on no")
 def test_identities_that_cost_nothing():
     """T22, and T18: x is restored exactly."""
     problem = QB()

@@ -168,7 +168,7 @@ class RTMLMC(BilevelOptimizer):
         require("level_sampling", level_sampling, level_sampling in (SAMPLING[:1] if self.one_level else SAMPLING))
         require("base_level", base_level, is_count(base_level) and base_level < (1 if self.one_level else levels))
         require("implicit_term", implicit_term, isinstance(implicit_term, bool))
-        require("smoothness", smoothness, smoothness is None or (is_number(smoothness) and smoothness > 0))
+        require("smoothness", smoothness, smoothness is None or (is_number(smoothness) and 0 < smoothness < math.inf))
         require("cap", cap, isinstance(cap, bool))
         factory = common.get("lower_optimizer")
         wording = "Invalid lower_optimizer value: {value} (the lower solver is EpochSGD)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Unpack
 
 from torch import Tensor
@@ -22,6 +23,8 @@ __all__ = ["ANIL", "FOMAML", "MAML", "Initialised", "iMAML"]
 
 class Initialised(BilevelOptimizer):
     """A method whose lower solves start from upper parameters: the last of them, one for each lower parameter."""
+
+    responds = False  # the start is a response
 
     def initial(self, oracle: Oracle) -> Vector:
         """The upper tensors where the lower ones start."""
@@ -311,7 +314,7 @@ class iMAML(Initialised, AID):
         damping: float = 0.0,
         **common: Unpack[CommonOptions],
     ) -> None:
-        require("proximal", proximal, is_number(proximal) and proximal >= 0)
+        require("proximal", proximal, is_number(proximal) and 0 <= proximal < math.inf)
         self.proximal = proximal
         super().__init__(
             upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps,

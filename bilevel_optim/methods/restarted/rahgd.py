@@ -74,6 +74,8 @@ class RAHGD(Accelerated):
             Default: 0, make all steps.
         linear_tol: stop CG when the residual is below this part of the right-hand side. Default: 0.
         linear_atol: stop CG when the residual is below this norm. Default: 0.
+        linear_start: where the first CG starts, ``"zero"`` or ``"y"``, the lower solution, as in the paper. Default:
+            ``"zero"``.
         damping: solve with :math:`H + \delta I`; biases the hypergradient. Default: 0.
         on_converged: ``"stop"``: once ``converged``, ``step`` does nothing and returns the last loss; ``"continue"``:
             another epoch begins, and the output is that of the epoch with the shortest selected step. Default:
@@ -129,23 +131,26 @@ class RAHGD(Accelerated):
         linear_steps: int = 10,
         linear_tol: float = 0.0,
         linear_atol: float = 0.0,
+        linear_start: str = "zero",
         damping: float = 0.0,
         **options: Unpack[AcceleratedOptions],
     ) -> None:
         require("linear_steps", linear_steps, is_count(linear_steps))
+        require("linear_start", linear_start, linear_start in ("zero", "y"))
         for name, value in (("linear_tol", linear_tol), ("linear_atol", linear_atol), ("damping", damping)):
             require(name, value, is_number(value) and value >= 0)
         self.linear_steps, self.linear_tol, self.linear_atol = linear_steps, linear_tol, linear_atol
-        self.damping = damping
+        self.linear_start, self.damping = linear_start, damping
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **options)
 
     def hypergradient(self, oracle: Oracle, given: Given) -> Estimate:
         """Implicit differentiation by conjugate gradients, from the last solution."""
         tol, atol = self.linear_tol, self.linear_atol
         solve = partial(linear.cg, steps=self.linear_steps, tol=tol, atol=atol, damping=self.damping)
+        first = oracle.y if self.linear_start == "y" else None
         if self.warm_start:
-            return implicit(oracle, solve, given.memory.get("linear_solution"))
-        return changed(implicit(oracle, solve), memory={})
+            return implicit(oracle, solve, given.memory.get("linear_solution", first))
+        return changed(implicit(oracle, solve, first), memory={})
 
 
 class PRAHGD(Perturbed, RAHGD):

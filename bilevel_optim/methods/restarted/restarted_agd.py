@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +14,10 @@ from torch import Tensor
 from ...distributed.ranks import Ranks
 from ...optimizer.base import REMADE
 from ...optimizer.memory import recalled, remember
+from ...optimizer.transaction import Attempt
 from ...oracle.evaluation import placed
 from ...oracle.oracle import filled
-from ...problem.parameters import is_number, require
+from ...problem.parameters import is_number, require, require_rates
 from ...problem.vector import Vector
 from .restart import Momentum, Point, Restarted
 
@@ -82,7 +85,7 @@ class RestartedAGD(Restarted):
         on_converged: str = "stop",
         generator: torch.Generator | None = None,
     ) -> None:
-        require("learning rate", lr, is_number(lr) and lr >= 0, wording="Invalid learning rate: {value}")
+        require("learning rate", lr, is_number(lr) and 0 <= lr < math.inf, wording="Invalid learning rate: {value}")
         require("generator", generator, generator is None or isinstance(generator, torch.Generator))
         self.iteration = Momentum(momentum, restart_radius, restart_period, on_converged, perturbation, perturb_initial)
         self.generator, self.numbers = generator, dict[str, Any]()
@@ -106,24 +109,24 @@ class RestartedAGD(Restarted):
             return self._last_loss
         groups = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in self.param_groups]
         live = Vector(p for group in groups for p in group["params"])
-        random = None if self.generator is None else self.generator.get_state()
+        require_rates(groups)
+        with Attempt(self.generator) as attempt:
+            return self._moved(groups, live, closure, attempt)
+
+    def _moved(self, groups: list[dict[str, Any]], live: Vector, closure: Callable[[], Any], attempt: Attempt) -> Any:
         here = Point(live.detach(), recalled(self.state, live), self.numbers, groups, self.generator, Ranks())
         ahead = self.iteration.look_ahead(here)
-        try:
-            with placed(live, ahead.point), torch.enable_grad():
-                loss = closure()
-        except BaseException:
-            if self.generator is not None and random is not None:
-                self.generator.set_state(random)
-            raise
-        self._last_loss = loss.detach() if isinstance(loss, Tensor) else loss
+        with placed(live, ahead.point), torch.enable_grad():
+            loss = closure()
+        entries: dict[str, Any] = {"_last_loss": loss.detach() if isinstance(loss, Tensor) else loss}
+        writes: list[Callable[[], object]] = []
         if any(p.grad is not None for p in live):
             there = replace(here, memory={**here.memory, **ahead.memory}, numbers=ahead.progress.numbers)
             gradient = filled([None if p.grad is None else p.grad.detach() for p in live], live.detach())
             update = self.iteration.update(there, gradient)
-            remember(self.state, live, update.upper_memory)
-            live.copy_(update.x)
-            self.numbers = update.numbers
+            writes = [partial(remember, self.state, live, update.upper_memory), partial(live.copy_, update.x)]
+            entries["numbers"] = update.numbers
+        attempt.commit([*writes, partial(vars(self).update, entries)])
         return loss
 
     def state_dict(self) -> dict[str, Any]:

@@ -151,8 +151,7 @@ class MRBO(NeumannMethod):
         h = estimate.gradient
         if last is not None:
             before = oracle.at(last.x, last.y)
-            with oracle.session.buffers_kept():
-                _, before_u = before.lower(zeta)
+            _, before_u = before.lower(zeta)
             u = u + (last.u - before_u) * (1 - self.lower_beta)
             h = h + (last.h - self.hypergradient(before, samples, given).gradient) * (1 - self.beta)
         here = given.stepped(oracle, u)

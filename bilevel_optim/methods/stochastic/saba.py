@@ -113,7 +113,6 @@ class SABA(SingleLoop):
         """The step of `SOBA` along SAGA's directions."""
         rates = given.linear_rates(self.linear_lr)
         losses: list[Tensor] = []
-        samples: list[Sample] = []
 
         def upper(sample: Sample) -> dict[str, Vector]:
             loss, direct, adjoint = oracle.upper(sample)
@@ -125,7 +124,6 @@ class SABA(SingleLoop):
         v = f.directions["adjoint"] * rates if v is None else v
 
         def lower(sample: Sample) -> dict[str, Vector]:
-            samples.append(sample)
             with oracle.lower_system(sample) as system:
                 cross, product = system.both(v)
                 return {"lower": system.gradient, "product": product, "cross": cross}
@@ -134,7 +132,6 @@ class SABA(SingleLoop):
         residual = g.directions["product"] - f.directions["adjoint"]
         oracle.checks.finite("hvp", residual)
         here = given.stepped(oracle, g.directions["lower"])
-        here.oracle.advance_buffers(samples[-1])
         solution = {"linear_solution": v - residual * rates} if self.warm_start else {}
         estimate = Estimate(
             torch.stack(losses).mean(),

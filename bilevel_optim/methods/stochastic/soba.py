@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Unpack
 
 from torch import Tensor
@@ -37,7 +38,7 @@ class SingleLoop(BilevelOptimizer):
         linear_lr: float | None = None,
         **common: Unpack[CommonOptions],
     ) -> None:
-        require("linear_lr", linear_lr, linear_lr is None or (is_number(linear_lr) and linear_lr > 0))
+        require("linear_lr", linear_lr, linear_lr is None or (is_number(linear_lr) and 0 < linear_lr < math.inf))
         self.linear_lr = linear_lr
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=1, **common)
         self.require_given_gradient()
@@ -114,7 +115,6 @@ class SOBA(SingleLoop):
         residual = product - grad_y
         oracle.checks.finite("hvp", residual)
         here = given.stepped(oracle, system.gradient)
-        here.oracle.advance_buffers(zeta)
         memory = {"linear_solution": v - residual * rates} if self.warm_start else {}
         return here.kept(Estimate(loss, grad_x - cross, {"linear_residual": residual.norm()}, memory))
 

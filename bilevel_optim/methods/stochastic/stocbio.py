@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Unpack
 
@@ -42,7 +43,7 @@ class NeumannMethod(BilevelOptimizer):
         **common: Unpack[CommonOptions],
     ) -> None:
         require("linear_steps", linear_steps, is_count(linear_steps) and (linear_steps > 0 or not self.randomised))
-        require("linear_lr", linear_lr, linear_lr is None or (is_number(linear_lr) and linear_lr > 0))
+        require("linear_lr", linear_lr, linear_lr is None or (is_number(linear_lr) and 0 < linear_lr < math.inf))
         self.linear_steps, self.linear_lr = linear_steps, linear_lr
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
 
@@ -190,7 +191,7 @@ class AmIGO(BilevelOptimizer):
         **common: Unpack[CommonOptions],
     ) -> None:
         require("linear_steps", linear_steps, is_count(linear_steps) and linear_steps > 0)
-        require("linear_lr", linear_lr, linear_lr is None or (is_number(linear_lr) and linear_lr > 0))
+        require("linear_lr", linear_lr, linear_lr is None or (is_number(linear_lr) and 0 < linear_lr < math.inf))
         self.linear_steps, self.linear_lr = linear_steps, linear_lr
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
 

@@ -165,8 +165,7 @@ class VRBO(NeumannMethod):
         _, u = oracle.lower(zeta)
         estimate = None if samples is None else self.hypergradient(oracle, samples, given)
         before, h = oracle.at(last.x, last.y), last.h
-        with oracle.session.buffers_kept():
-            _, before_u = before.lower(zeta)
+        _, before_u = before.lower(zeta)
         if estimate is not None and samples is not None:
             h = h + (estimate.gradient - self.hypergradient(before, samples, given).gradient)
         return Recursion(oracle.x, oracle.y, h, last.u + (u - before_u)), estimate

@@ -93,7 +93,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         names = (*kind.weighted, "d")
         given = beta if isinstance(beta, dict) else dict.fromkeys(names, beta)
         require("beta", beta, set(given) <= set(names) and all(is_weight(b) for b in given.values()))
-        require("floor", floor, is_number(floor) and floor > 0)
+        require("floor", floor, is_number(floor) and 0 < floor < math.inf)
         require("beta_unit", beta_unit, beta_unit in ("q", "absolute"))
         require("averaging", averaging, is_number(averaging) and 0 < averaging <= 1)
         limits = {} if ceilings is None else ceilings
@@ -105,7 +105,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         require("ceilings", ceilings, valid)
         require("radius", radius, is_number(radius) and radius > 0)
         require("schedule", schedule, schedule in SCHEDULES)
-        require("schedule_offset", schedule_offset, is_number(schedule_offset) and schedule_offset >= 0)
+        require("schedule_offset", schedule_offset, is_number(schedule_offset) and 0 <= schedule_offset < math.inf)
         require("restarts", restarts, restarts is None or (is_count(restarts) and restarts > 0))
         require("initial_steps", initial_steps, is_count(initial_steps))
         require("lazy", lazy, lazy is None or isinstance(lazy, bool))
@@ -114,6 +114,8 @@ class RecursiveOptimizer(BilevelOptimizer):
         require("lower_optimizer", factory, factory is None, wording)
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=0, **common)
         self.rule, self.drawing, self.trackers = variant, drawing, kind(float(floor), dict(limits))
+        moving = {name for pair in kind.moving for name in pair}
+        self.variant_of_state = {"rows": sorted({*kind.names, *moving, *drawing.notes})}
         self.beta, self.beta_unit = {name: float(given.get(name, DEFAULT_BETA)) for name in names}, beta_unit
         self.floor, self.averaging, self.radius = float(floor), float(averaging), float(radius)
         self.schedule, self.schedule_offset, self.restarts = schedule, float(schedule_offset), restarts

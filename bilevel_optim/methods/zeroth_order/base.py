@@ -47,7 +47,7 @@ class ZerothOrder(BilevelOptimizer):
         require("smoothing", smoothing, is_number(smoothing) and 0 < smoothing < float("inf"))
         require("smoothing_mode", smoothing_mode, smoothing_mode in ("absolute", "relative"))
         require("direction", direction, direction in KINDS)
-        require("scale", scale, scale in ("unbiased", "none") or (is_number(scale) and scale == scale))
+        require("scale", scale, scale in ("unbiased", "none") or (is_number(scale) and 0 < float(scale) < float("inf")))
         require("difference", difference, difference in ("forward", "central"))
         self.directions, self.smoothing, self.smoothing_mode = directions, smoothing, smoothing_mode
         self.direction, self.scale, self.difference = direction, scale, difference
@@ -82,7 +82,4 @@ class ZerothOrder(BilevelOptimizer):
         directions = self.drawn_directions(oracle, given)
         samples = [oracle.g.draw() for _ in range(self.lower_steps)]
         paths = Paths(oracle, given.rule, samples, from_upper=from_upper)
-        estimate = estimator(oracle, paths, directions, central=self.difference == "central")
-        if samples and estimate.lower is not None:
-            oracle.at(lower=estimate.lower).advance_buffers(samples[-1])  # no path has changed running statistics
-        return estimate
+        return estimator(oracle, paths, directions, central=self.difference == "central")

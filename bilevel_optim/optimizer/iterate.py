@@ -1,0 +1,59 @@
+"""The output of the convergence theorems: one of the iterates, drawn uniformly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import BilevelOptimizer
+
+__all__ = ["UniformIterate"]
+
+
+class UniformIterate:
+    r"""One of the upper iterates of a run, each with the same chance: what theorems of stochastic methods are about.
+
+    .. math:: \hat x \sim \text{Uniform}\{x_1, \dots, x_T\}
+
+    drawn while the run goes on, without knowing T: the t-th iterate takes the place of the one that is kept with chance
+    1/t. *When.* To do what a theorem says; in practice the last iterate, or a mean of the last ones, is better.
+
+    Args:
+        optimizer: whose steps are followed, from now on; the present x is the first iterate.
+        generator: of the draws. Default: torch's default one.
+
+    Example:
+        >>> from bilevel_optim import FirstOrder
+        >>> x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> optimizer = FirstOrder([x], [y], lr=0.1, lower_lr=1.0, lower_steps=1)
+        >>> output = UniformIterate(optimizer, torch.Generator().manual_seed(0))
+        >>> for _ in range(9):
+        ...     loss = optimizer.step(lambda: -x.sum() + y.sum(), lambda: (y - x).square().sum() / 2)
+        >>> output.count, bool(0 <= output.values[0] <= x)
+        (10, True)
+
+    Source: for example arXiv:2310.18535, algorithm 2.
+    """
+
+    def __init__(self, optimizer: BilevelOptimizer, generator: torch.Generator | None = None) -> None:
+        self.generator, self.count = generator, 0
+        self.values: list[Tensor] = []
+        self._follow(optimizer)
+        optimizer.register_step_post_hook(self._follow)
+
+    @torch.no_grad()
+    def _follow(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.count += 1
+        if int(torch.randint(self.count, (), generator=self.generator)) == 0:
+            upper = [p for group in optimizer.param_groups if group["level"] == "upper" for p in group["params"]]
+            self.values = [p.detach().clone() for p in upper]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of iterates so far, and the one that is kept (the generator is the caller's)."""
+        return {"count": self.count, "values": [v.clone() for v in self.values]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.count, self.values = int(state["count"]), [v.clone() for v in state["values"]]

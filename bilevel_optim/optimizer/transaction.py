@@ -1,0 +1,146 @@
+"""A step that is being made: what fails leaves everything as it was, what is accepted is written whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.overrides import _pop_mode
+
+from ..hypergradient import Estimate
+from ..oracle.buffers import Buffers
+from ..oracle.oracle import Oracle
+from ..problem.random import default_state, set_default_state
+from ..problem.vector import Vector, is_sharded
+from . import memory
+from .step import Update
+
+__all__ = ["Attempt", "writes_of", "writes_of_update"]
+
+Write = Callable[[], object]
+
+
+class Attempt:
+    """A block that changes nothing if it raises, unless it was accepted by then.
+
+    Nothing is written while a step is computed. What moves nevertheless is put back: torch's random numbers, the
+    optimizer's, the positions in the data, module buffers, and, after an interrupt, values that were in the live
+    tensors and modes of torch that were on.
+
+    Args:
+        generator: of the optimizer.
+        oracle: of the step; None for an update from ``.grad``.
+        buffers: module buffers that evaluations change.
+    """
+
+    __slots__ = ("_accepted", "_before", "_buffers", "_data", "_device", "_generator", "oracle")
+
+    def __init__(
+        self, generator: torch.Generator | None, oracle: Oracle | None = None, buffers: Buffers | None = None
+    ) -> None:
+        self.oracle, self._generator, self._accepted = oracle, generator, False
+        self._buffers = None if buffers is None else buffers.kept_on_failure()
+        self._device = torch.device("cpu") if oracle is None else oracle.device
+        self._before: tuple[Any, ...] = ()
+        self._data: list[tuple[Any, Any]] = []
+
+    def __enter__(self) -> Self:
+        own = None if self._generator is None else self._generator.get_state()
+        modes = torch._C._len_torch_function_stack(), torch.is_grad_enabled()
+        self._before = default_state(self._device), own, modes
+        if self.oracle is not None:
+            self._data = [(objective, objective.mark()) for objective in (self.oracle.f, self.oracle.g)]
+        if self._buffers is not None:
+            self._buffers.__enter__()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        failed = error is not None and not self._accepted
+        if failed:
+            self._restore_modes()
+        if self._buffers is not None:
+            reason = (kind, error, trace) if failed else (None, None, None)
+            self._buffers.__exit__(*reason)
+        if failed:
+            self._undo()
+
+    def commit(self, writes: Sequence[Write]) -> None:
+        """Accept the step and make the writes, each of which may be repeated; an interrupt waits for them."""
+        done = 0
+        try:
+            self._accepted = True
+            while done < len(writes):
+                writes[done]()
+                done += 1
+        except KeyboardInterrupt:
+            self._accepted = True
+            while done < len(writes):
+                writes[done]()
+                done += 1
+            raise
+
+    def _restore_modes(self) -> None:
+        """Leave what an interrupt at the wrong moment has left on, and give the live tensors their storages."""
+        *_, (depth, enabled) = self._before
+        while torch._C._len_torch_function_stack() > depth:
+            _pop_mode()  # type: ignore[no-untyped-call]
+        torch.set_grad_enabled(enabled)
+        if self.oracle is not None:
+            # The oracle's point at the beginning was made of the live tensors' own storages.
+            own = (*self.oracle.live_x, *self.oracle.live_y), (*self.oracle.x, *self.oracle.y)
+            for live, value in zip(*own, strict=True):
+                if not is_sharded(live) and live.data_ptr() != value.data_ptr():
+                    live.data = value
+
+    def _undo(self) -> None:
+        random, own, _ = self._before
+        for objective, mark in self._data:
+            objective.rewind(mark)
+        if self._generator is not None:
+            self._generator.set_state(own)
+        set_default_state(self._device, random)
+
+
+def writes_of(state: memory.State, oracle: Oracle, estimate: Estimate) -> list[Write]:
+    """Writes of what an estimate has found; ``.grad`` of x is the estimate."""
+    x, y = oracle.live_x, oracle.live_y
+    # Nobody else's, because gradients are clipped in place.
+    gradients = [gradient.detach().clone() for gradient in estimate.gradient]
+    writes: list[Write] = []
+    if estimate.writes:
+        writes.append(partial(memory.write_rows, estimate.writes))
+    if estimate.memory:
+        writes.append(partial(memory.remember, state, y, estimate.memory))
+    if estimate.upper_memory:
+        writes.append(partial(memory.remember, state, x, estimate.upper_memory))
+    if estimate.tables:
+        writes.append(partial(memory.remember_tables, state, y, estimate.tables))
+    if estimate.solver is not None:
+        writes.append(partial(memory.remember_solver, state, y, estimate.solver))
+    if estimate.lower is not None:
+        writes.append(partial(y.copy_, estimate.lower))  # last, because what is remembered may be what y was
+    writes.append(partial(_set_gradients, x, gradients))
+    return writes
+
+
+def writes_of_update(
+    state: memory.State, moved: Sequence[Tensor], lower: Callable[[], Sequence[Tensor]], update: Update
+) -> list[Write]:
+    """Writes of an update of x; ``lower`` gives the live lower tensors."""
+    writes: list[Write] = []
+    if update.writes:
+        writes.append(partial(memory.write_rows, update.writes))
+    if update.upper_memory:
+        writes.append(partial(memory.remember, state, moved, update.upper_memory))
+    if update.lower is not None:
+        writes.append(partial(Vector(lower()).copy_, update.lower))
+    writes.append(partial(Vector(moved).copy_, update.x))
+    return writes
+
+
+def _set_gradients(x: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    for parameter, gradient in zip(x, gradients, strict=True):
+        parameter.grad = gradient

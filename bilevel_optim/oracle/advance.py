@@ -1,0 +1,49 @@
+"""Module buffers go with the steps: the one place where they advance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..problem.objective import Sample
+from ..problem.tasks import select
+from .lanes import LaneLoss
+from .oracle import Oracle
+from .substitution import Substitution
+
+__all__ = ["advance_buffers"]
+
+
+def advance_buffers(oracle: Oracle, y: Sequence[Tensor] | None) -> None:
+    """One forward pass of g at the y that a step ends at, on its last lower sample, if modules change buffers.
+
+    No other evaluation leaves a trace in them, so that within a step the losses are functions of x, y and the sample,
+    and so that copies, tasks and look-ahead points count alike for every method. With tasks it is the batch of the
+    first of them, at its own row where y has a row for each. Counts as one value of a loss.
+
+    Args:
+        oracle: of the step, at its beginning.
+        y: the improved y; None: as it was.
+    """
+    session = oracle.session
+    sample = session.lower_sample
+    if sample is None or not session.buffers_skipped:
+        return
+    oracle.count("loss")
+    here = oracle.at(lower=y)
+    if not isinstance(sample.loss, LaneLoss):
+        with here.placed():
+            here.call(sample, graph=False)
+        return
+    lanes = sample.loss
+    alone = Sample(lanes.loss, (select(sample.arguments[0], 0),), once=True)
+    if sample.features is not None and oracle.g.features is not None:
+        alone.features = Sample(oracle.g.features, alone.arguments, once=True)
+    if lanes.leaves[-1].dim() == oracle.y[-1].dim():  # y has rows
+        with torch.no_grad(), Substitution(lanes.live, [t.detach()[0] for t in lanes.leaves], stacked=False):
+            alone()
+    else:
+        with here.placed():
+            here.call(alone, graph=False)

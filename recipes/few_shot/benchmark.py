@@ -1,0 +1,243 @@
+"""Time and peak memory of one meta-step of every learner, beside a loop written by hand.
+
+    python -m recipes.few_shot.benchmark
+    python -m recipes.few_shot.benchmark --backbone resnet12 --size 84 --shot 5 --tasks 1 --repeats 1 --device cuda
+
+Random images, each entry in a process of its own. Times are the shortest of the repetitions: CPU time of the process on
+a CPU, so that other processes count little. The loops by hand go through the tasks one by one, as a training script
+would; the norm of the meta-gradient shows that they compute the same (PZOBO's direction is random).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import functional_call
+
+import bilevel_optim as bo
+
+from ..common import Parser, alone, environment, peak, show
+from .backbones import BACKBONES
+from .data import Images
+from .episodes import Batch, Episodes
+from .learners import LEARNERS, Adapting, HeadAdapting, Learner, make
+from .training import clock
+
+Pair = tuple[list[Tensor], Tensor]  # derivatives in the body (and the start), and the loss
+Values = list[Tensor]
+TINY = 1e-30  # conjugate gradients may have converged
+KEYS = ("seconds", "mebibytes", "norm")
+
+
+def _loss(features: Tensor, labels: Tensor, head: Values, ridge: float = 0.0) -> Tensor:
+    loss = F.cross_entropy(F.linear(features, *head), labels)
+    return loss + ridge / 2 * sum(t.square().sum() for t in head) if ridge else loss
+
+
+def _steps(learner: HeadAdapting, features: Tensor, labels: Tensor, *, graph: bool) -> tuple[Values, Values]:
+    """The head before and after the lower steps."""
+    group, steps = learner.optimizer.param_groups[-1], learner.optimizer.lower_steps
+    momentum = learner.momentum
+    begun = [p.detach().clone().requires_grad_() for p in learner.start]
+    head, speed = begun, [torch.zeros_like(p) for p in begun]
+    for _ in range(steps):
+        slopes = torch.autograd.grad(_loss(features, labels, head, learner.ridge), head, create_graph=graph)
+        speed = [momentum * m + s for m, s in zip(speed, slopes, strict=True)]
+        head = [h - group["lr"] * m for h, m in zip(head, speed, strict=True)]
+        if not graph:
+            head = [h.detach().requires_grad_() for h in head]
+    return begun, head
+
+
+def hand_first_order(learner: HeadAdapting, support: Batch, query: Batch) -> Pair:
+    """Head steps on fixed features, then the gradient of the query loss in the body."""
+    with torch.no_grad():
+        features = learner.body(support.images)
+    _, head = _steps(learner, features, support.labels, graph=False)
+    loss = _loss(learner.body(query.images), query.labels, head)
+    return [*torch.autograd.grad(loss, [*learner.body.parameters()])], loss
+
+
+def hand_anil(learner: HeadAdapting, support: Batch, query: Batch) -> Pair:
+    """Backpropagation through the head steps, into body and start."""
+    begun, head = _steps(learner, learner.body(support.images), support.labels, graph=True)
+    loss = _loss(learner.body(query.images), query.labels, head)
+    start = begun if "start" in learner.network else []
+    return [*torch.autograd.grad(loss, [*learner.body.parameters(), *start])], loss
+
+
+def hand_aid(learner: HeadAdapting, support: Batch, query: Batch) -> Pair:
+    """Head steps, then conjugate gradients and a product with the cross derivative."""
+    body = [*learner.body.parameters()]
+    with torch.no_grad():
+        features = learner.body(support.images)
+    _, head = _steps(learner, features, support.labels, graph=False)
+    loss = _loss(learner.body(query.images), query.labels, head)
+    found = torch.autograd.grad(loss, [*body, *head])
+    direct, b = found[: len(body)], found[len(body) :]
+    slopes = torch.autograd.grad(
+        _loss(learner.body(support.images), support.labels, head, learner.ridge), head, create_graph=True
+    )
+    v = [torch.zeros_like(t) for t in b]
+    r, p = [*b], [*b]
+    square = sum((t * t).sum() for t in r)
+    for _ in range(10):
+        q = torch.autograd.grad(slopes, head, p, retain_graph=True)
+        alpha = square / (sum((s * t).sum() for s, t in zip(p, q, strict=True)) + TINY)
+        v = [a + alpha * s for a, s in zip(v, p, strict=True)]
+        r = [a - alpha * s for a, s in zip(r, q, strict=True)]
+        square, before = sum((t * t).sum() for t in r), square
+        p = [a + square / (before + TINY) * s for a, s in zip(r, p, strict=True)]
+    cross = torch.autograd.grad(slopes, body, v)
+    return [d - c for d, c in zip(direct, cross, strict=True)], loss
+
+
+def hand_pzobo(learner: HeadAdapting, support: Batch, query: Batch) -> Pair:
+    """Head steps from the body and from a perturbed one; one direction."""
+    body, mu = [*learner.body.parameters()], 0.1
+    directions = [torch.randn_like(p) for p in body]
+    ends = []
+    with torch.no_grad():
+        features = [learner.body(support.images)]
+        names = [name for name, _ in learner.body.named_parameters()]
+        moved = {n: p + mu * u for n, p, u in zip(names, body, directions, strict=True)}
+        features.append(functional_call(learner.body, moved, (support.images,)))
+    for part in features:
+        ends.append(_steps(learner, part, support.labels, graph=False)[1])
+    loss = _loss(learner.body(query.images), query.labels, ends[0])
+    found = torch.autograd.grad(loss, [*body, *ends[0]])
+    parts = [((a - b) * g).sum() / mu for a, b, g in zip(ends[1], ends[0], found[len(body) :], strict=True)]
+    change = torch.stack(parts).sum().detach()
+    return [d + change * u for d, u in zip(found, directions, strict=False)], loss
+
+
+def hand_maml(learner: Adapting, support: Batch, query: Batch, *, graph: bool = True) -> Pair:
+    """Everything adapts; backpropagation through the steps, or only at their end."""
+    rate, steps = learner.optimizer.param_groups[-1]["lr"], learner.optimizer.lower_steps
+    start = [p.detach().clone().requires_grad_() for p in learner.start]
+    names = [name for name, _ in learner.body.named_parameters()]
+
+    def loss(values: Values, batch: Batch) -> Tensor:
+        body = dict(zip(names, values, strict=False))
+        return _loss(functional_call(learner.body, body, (batch.images,)), batch.labels, values[len(names) :])
+
+    values = start
+    for _ in range(steps):
+        slopes = torch.autograd.grad(loss(values, support), values, create_graph=graph)
+        values = [v - rate * s for v, s in zip(values, slopes, strict=True)]
+    value = loss(values, query)
+    return [*torch.autograd.grad(value, start)], value
+
+
+HAND: dict[str, Callable[..., Pair]] = {
+    "first-order": hand_first_order,
+    "anil": hand_anil,
+    "itd": hand_anil,
+    "aid": hand_aid,
+    "pzobo": hand_pzobo,
+    "maml": hand_maml,
+    "fomaml": partial(hand_maml, graph=False),
+}
+
+
+def by_hand(name: str, learner: Learner, episodes: Episodes) -> None:
+    """A meta-step by hand: ``.grad`` of what is meta-learned."""
+    drawn = episodes.sample(learner.tasks, learner.generator)
+    support, query = (get(drawn, None, learner.generator) for get in (episodes.lower, episodes.upper))
+    total: list[Tensor] = []
+    for i in range(learner.tasks):
+        gradients, _ = HAND[name](learner, *(Batch(b.images[i], b.labels[i]) for b in (support, query)))
+        total = [t + g / learner.tasks for t, g in zip(total, gradients, strict=True)] if total else [
+            g / learner.tasks for g in gradients
+        ]  # fmt: skip
+    for tensor, gradient in zip(learner.upper, total, strict=True):
+        tensor.grad = gradient.detach()
+
+
+def random_episodes(args: argparse.Namespace) -> Episodes:
+    """Episodes of noise."""
+    pixels = torch.randint(0, 256, (2 * args.way, args.shot + args.query, 3, args.size, args.size), dtype=torch.uint8)
+    images = Images("noise", {"train": pixels}, (0.5,) * 3, (0.25,) * 3)
+    return Episodes(images, "train", way=args.way, shot=args.shot, query=args.query, device=args.device)
+
+
+def measured(args: argparse.Namespace) -> dict[str, float]:
+    """Seconds of a meta-step, peak memory, and the norm of the first meta-gradient after the warm-up."""
+    torch.manual_seed(0)
+    episodes = random_episodes(args)
+    body = BACKBONES[args.backbone](3, args.size).to(args.device)
+    before = peak(args.device)
+    learner = make(args.alone, body, args.way, tasks=args.tasks, seed=0)
+    if args.hand:
+        body.layout = torch.contiguous_format
+
+    def step() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", bo.BilevelWarning)
+            by_hand(args.alone, learner, episodes) if args.hand else learner.backward(episodes)
+
+    times, norm = [], 0.0
+    for i in range(args.repeats + 1):
+        learner.generator.manual_seed(0)
+        begun = clock(args.device)
+        step()
+        times.append(clock(args.device) - begun)
+        if i == 0:
+            norm = float(torch.stack([p.grad.norm() for p in learner.upper if p.grad is not None]).norm())
+    return {"seconds": min(times[1:]), "mebibytes": peak(args.device) - before, "norm": norm}
+
+
+def main(given: list[str] | None = None) -> dict[str, Any]:
+    """Print the table; returns its figures."""
+    parser = Parser(__doc__, device=True, out=False)
+    parser.add_argument("--backbone", choices=[*BACKBONES], default="cnn4", help="default: cnn4")
+    parser.option("size", 32, "height and width of the images")
+    parser.option("way", 5, "classes of an episode")
+    parser.option("shot", 1, "support images of a class")
+    parser.option("query", 5, "query images of a class")
+    parser.option("tasks", 4, "episodes of a meta-step")
+    parser.option("repeats", 5, "timed meta-steps")
+    parser.methods(LEARNERS, [*LEARNERS], "--learners")
+    parser.add_argument("--alone", help=argparse.SUPPRESS)
+    parser.add_argument("--hand", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse(given)
+    if args.alone:
+        figures = measured(args)
+        print(json.dumps(figures))
+        return dict(figures)
+    common = [item for key in ("backbone", "size", "way", "shot", "query", "tasks", "repeats", "device")
+              for item in (f"--{key}", getattr(args, key))]  # fmt: skip
+    common += ["--threads", args.threads or torch.get_num_threads()]
+    rows: list[list[object]] = []
+    results: dict[str, Any] = {}
+    for name in args.learners:
+        entries = {"library": [], **({"hand": ["--hand"]} if name in HAND else {})}
+        found: dict[str, Any] = {
+            entry: alone("recipes.few_shot.benchmark", "--alone", name, *common, *flags)
+            for entry, flags in entries.items()
+        }
+        results[name], row = found, [name]
+        for entry in ("library", "hand"):
+            one = found.get(entry)
+            row += [one[k] for k in KEYS] if isinstance(one, dict) else [one, None, None]
+        both = all(isinstance(found.get(entry), dict) for entry in ("library", "hand"))
+        rows.append([*row, found["library"]["seconds"] / found["hand"]["seconds"] if both else None])
+    print(", ".join(f"{k} {v}" for k, v in environment(args.device).items()))
+    title = (
+        f"One meta-step of {args.tasks} episodes, {args.way}-way {args.shot}-shot, {args.query} query images of a "
+        f"class, {args.backbone}, {args.size}x{args.size}"
+    )
+    show(title, ("", "seconds", "MiB", "norm", "by hand: seconds", "MiB", "norm", "ratio"), rows)
+    return {"results": results}
+
+
+if __name__ == "__main__":
+    main()

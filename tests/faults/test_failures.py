@@ -1,0 +1,450 @@
+"""What fails, or only looks, leaves everything as it was: parameters, state, buffers, random numbers, data."""
+
+import copy
+import io
+import signal
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import bilevel_optim as bo
+
+from ..problems import Quadratic, Tasks, same, seeded, values
+from ..registry import each
+from .normalised import Normalised
+
+FEW = ("AID", "ITD", "F2SA", "PZOBO", "SOBA", "SABA", "VRBO", "SVRB", "RSVRB", "PRAHGD", "MAML", "RTMLMC")
+
+
+def text_of(optimizer):
+    """The state of an optimizer, whose entry of bytes is taken apart."""
+    state = optimizer.state_dict()
+    if not isinstance(optimizer, bo.RestartedAGD):
+        state["param_groups"][0]["bilevel"] = owned(state)
+    return str(state)
+
+
+def recorded(optimizer, problem):
+    """Everything that may not change, as text."""
+    gradients = [p.grad for p in (*problem.x, *problem.y)]
+    own = [o.state_dict() for o in problem.losses if isinstance(o, bo.Objective)]
+    parts = [text_of(optimizer), gradients, optimizer.diagnostics, own, torch.get_rng_state().sum()]
+    with_digits = torch.set_printoptions
+    with_digits(precision=17)
+    try:
+        return str(parts)
+    finally:
+        with_digits(profile="default")
+
+
+@each(FEW)
+def test_checking_changes_nothing(row):
+    """Not the trackers, nor y, nor running statistics, nor a shuffling loader's generator."""
+    form = "tasks" if row.declared.tasks == "required" else "batches"
+    problem = row.cleaning(form, n=12)
+    optimizer = row(problem.x, problem.y, short=True, lower_lr=0.1)
+    torch.manual_seed(0)
+    problem.run(optimizer, 2)
+    before, parameters = recorded(optimizer, problem), values(problem.parameters)
+    tasks = {"tasks": problem.tasks} if form == "tasks" else {}
+    try:
+        bo.check_hypergradient(optimizer, *problem.losses, **tasks, rtol=1e3, atol=1e3, repeats=2)
+    except (bo.GradcheckError, ValueError) as error:  # no reference where the lower problem is not convex
+        assert "reference" in str(error) or "without tasks" in str(error)  # noqa: PT017
+    assert before == recorded(optimizer, problem)
+    assert same(parameters, values(problem.parameters))
+
+
+@each(("AID", "ITD", "F2SA", "SVRB"))
+def test_checking_leaves_running_statistics(row):
+    problem = Normalised(row)
+    optimizer = problem.optimizer(short=True)
+    problem.run(optimizer)
+    before = problem.buffers()
+    bo.check_hypergradient(optimizer, *problem.losses, rtol=1e3, atol=1e3, repeats=2)
+    assert same(before, problem.buffers())
+
+
+@each(lambda row: not row.variant)
+def test_a_failed_step_leaves_running_statistics(row):
+    """The running mean was NaN for ever."""
+    how = "nan" if row.name in FEW else "raise"
+    problem = Normalised(row)
+    optimizer = problem.optimizer(short=True, lower_batch=4, upper_batch=4)
+    for _ in range(2):
+        before = problem.buffers()
+        problem.fails = ["lower", 1, how]
+        with pytest.raises((KeyError, bo.NonFiniteError)):
+            problem.run(optimizer)
+        assert same(before, problem.buffers())
+        problem.fails = None
+        problem.run(optimizer)
+        assert not same(before, problem.buffers())
+        assert all(b.isfinite().all() for b in problem.buffers())
+
+
+def test_an_anchor_of_bad_data_is_refused():
+    """A NaN batch in the lower anchor of VRBO passed, and every later step raised."""
+    problem, bad = Quadratic(n=4, m=2), []
+
+    def lower(factor):
+        return problem.lower() * factor
+
+    data = bo.Objective(lower, [1.0, 1.1, 0.9])
+    optimizer = bo.VRBO(problem.x, problem.y, lr=0.1, lower_lr=0.1, lower_steps=2, period=2, anchor_batches=3)
+    optimizer.step(problem.upper, data)
+    for k in range(3):
+        data.data[k], kept = float("nan"), data.data[k]
+        for _ in range(2):
+            before = values(problem.x, problem.y)
+            try:
+                optimizer.step(problem.upper, data)
+            except bo.NonFiniteError:
+                bad.append(k)
+                assert same(before, values(problem.x, problem.y))
+        data.data[k] = kept
+        optimizer.step(problem.upper, data)
+    assert {*bad} == {0, 1, 2}
+
+
+@each(lambda row: row.declared.tasks == "rows" and row.declared.random)
+def test_a_failure_among_rows_leaves_the_clock(row):
+    """Task ids of 32 bits raised while rows were written."""
+    problem = row.quadratic(tasks=True)
+    inner = problem.tasks
+
+    class Short:
+        sample = staticmethod(lambda n, generator: inner.sample(n, generator).int())
+        lower, upper = inner.lower, inner.upper
+        __len__ = inner.__len__
+
+    optimizer = row(problem.x, problem.y, short=True, task_batch=2)
+    problem.tasks = Short()
+    problem.run(optimizer, 3)  # they are taken
+    inner_upper, before = problem.upper, text_of(optimizer)
+
+    def fails(batch):
+        raise KeyError("no such sample")
+
+    problem.upper = fails
+    with pytest.raises(KeyError):
+        problem.run(optimizer)
+    assert before == text_of(optimizer)
+    problem.upper = inner_upper
+    problem.run(optimizer)
+
+
+@each(FEW)
+@pytest.mark.parametrize("case", ["rate", "update"])
+def test_a_failure_in_the_update_of_x_leaves_y(row, case, monkeypatch):
+    """With the random numbers that the update has drawn."""
+    problem = row.quadratic()
+    optimizer = row(problem.x, problem.y, short=True)
+    problem.run(optimizer, 1)
+    before, parameters = recorded(optimizer, problem), values(problem.x, problem.y)
+    if case == "rate":
+        rate, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], "fast"
+        with pytest.raises((TypeError, ValueError)):
+            problem.run(optimizer)
+        optimizer.param_groups[0]["lr"] = rate
+    else:
+
+        def fails(x, gradient, given):
+            torch.rand(1, generator=given.generator)
+            raise ArithmeticError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(optimizer, "update", fails)
+            with pytest.raises(ArithmeticError):
+                problem.run(optimizer)
+            problem_gradients = [p.grad for p in problem.x]
+            with pytest.raises(ArithmeticError):
+                optimizer.step()
+            assert problem_gradients == [p.grad for p in problem.x]
+    assert before == recorded(optimizer, problem)
+    assert same(parameters, values(problem.x, problem.y))
+
+
+def test_a_rate_that_does_not_fit_the_type_changes_nothing():
+    x, y = (torch.ones(2, dtype=torch.float16, requires_grad=True) for _ in range(2))
+    optimizer = bo.FirstOrder([x], [y], lr=0.1, lower_lr=0.1, lower_steps=1)
+    optimizer.param_groups[0]["lr"] = 1e300
+    with pytest.raises((RuntimeError, ValueError)):
+        optimizer.step(lambda: (x * y).sum(), lambda: (y - x).square().sum())
+    assert torch.equal(y, torch.ones(2, dtype=torch.float16))
+    assert not owned(optimizer.state_dict())["steps_done"]
+
+
+@pytest.mark.parametrize("level", ["upper", "lower"])
+def test_parameters_that_overlap_are_refused(level):
+    plain = torch.ones(3, requires_grad=True)
+    expanded = torch.zeros(1).expand(3).requires_grad_()
+    base = torch.zeros(5)
+    views = [base[:3].requires_grad_(), base[2:].requires_grad_()]
+    for bad in ([expanded], views):
+        pair = {"upper": [plain], "lower": [plain.detach().clone().requires_grad_()], level: bad}
+        with pytest.raises(ValueError, match="memory"):
+            bo.AID(pair["upper"], pair["lower"], lr=0.1, lower_lr=0.1, lower_steps=1)
+    halves = [base[:3].detach().requires_grad_(), base[3:].detach().requires_grad_()]
+    bo.AID([plain], halves, lr=0.1, lower_lr=0.1, lower_steps=1)
+
+
+# ---------------------------------------------------------------------------------------------------- loading
+
+
+def owned(state):
+    """What a state dict says beside the tensors of the parameters."""
+    return torch.load(io.BytesIO(state["param_groups"][0]["bilevel"]), weights_only=True)
+
+
+def encoded(own):
+    file = io.BytesIO()
+    torch.save(own, file)
+    return file.getvalue()
+
+
+@each(FEW)
+def test_what_is_not_a_state_is_refused_and_nothing_of_it_loaded(row):
+    problem = row.quadratic()
+    optimizer = row(problem.x, problem.y, short=True)
+    problem.run(optimizer, 2)
+    state = optimizer.state_dict()
+    first, *rest = state["param_groups"]
+    own = owned(state)
+    bad = [None, [], 3, {}, {"state": {}, "param_groups": []}, {**state, "param_groups": [first]}]
+    for key in ("state", "param_groups"):
+        bad.append({k: v for k, v in state.items() if k != key})
+        bad.append({**state, key: None})
+    for entry in (None, b"", b"no state", encoded({})):
+        bad.append({**state, "param_groups": [{**first, "bilevel": entry}, *rest]})
+    for key in ("method", "steps_done", "oracle_counts", "numbers", "generator", "options", "shapes", "kept"):
+        part = encoded({k: v for k, v in own.items() if k != key})
+        bad.append({**state, "param_groups": [{**first, "bilevel": part}, *rest]})
+    wider = copy.deepcopy(state)
+    widened = [name for entries in wider["state"].values() for name in entries if "." not in name and name != "step"]
+    for entries in wider["state"].values():
+        for name, value in entries.items():
+            entries[name] = torch.cat([value, value], -1) if value.dim() else value
+    bad += [wider] if widened else []
+    before, parameters = recorded(optimizer, problem), values(problem.x, problem.y)
+    for wrong in bad:
+        with pytest.raises((ValueError, TypeError)):
+            optimizer.load_state_dict(wrong)
+        assert before == recorded(optimizer, problem)
+        assert same(parameters, values(problem.x, problem.y))
+
+
+def test_a_state_of_other_parameters_is_refused():
+    """It was broadcast."""
+    small, large = Quadratic(n=1, m=1), Quadratic(n=4, m=2)
+    optimizers = [
+        bo.AID(p.x, p.y, lr=0.1, lower_lr=0.1, lower_steps=2, lower_optimizer=torch.optim.Adam) for p in (small, large)
+    ]
+    for p, optimizer in zip((small, large), optimizers, strict=True):
+        p.run(optimizer)
+    before = text_of(optimizers[1])
+    with pytest.raises(ValueError, match="shape"):
+        optimizers[1].load_state_dict(optimizers[0].state_dict())
+    assert before == text_of(optimizers[1])
+
+
+@pytest.mark.parametrize(
+    ("cls", "saved", "own"),
+    [
+        (bo.F2SA, {"order": 2}, {"order": 4}),
+        (bo.F2SA, {"order": 1}, {"order": 2}),
+        (bo.RSVRB, {"variant": "exact_mean"}, {"variant": "self_normalised"}),
+        (bo.RSVRB, {"variant": "self_normalised"}, {"variant": "exact_mean"}),
+        (bo.RSVRB, {"variant": "matrix_free"}, {"variant": "self_normalised"}),
+        (bo.RSVRB, {"variant": "self_normalised"}, {"variant": "matrix_free"}),
+        (bo.RSVRB, {"variant": "exact_mean"}, {"variant": "matrix_free"}),
+        (bo.BSVRB, {"version": 1}, {"version": 2}),
+    ],
+)
+def test_a_state_of_another_variant_is_refused(cls, saved, own):
+    rows = cls is not bo.F2SA
+    problem = Tasks(m=3, rows=True) if rows else Quadratic(n=4, m=2)
+    given = {"lr": 0.1, "lower_lr": 0.1, **({"task_batch": 2, "generator": seeded()} if rows else {"lower_steps": 2})}
+    source, target = (cls(problem.x, problem.y, **given, **options) for options in (saved, own))
+    problem.run(source, 2)
+    state = source.state_dict()
+    before = text_of(target)
+    with pytest.raises(ValueError, match="another variant"):
+        target.load_state_dict(state)
+    assert before == text_of(target)
+    problem.run(target)
+
+
+@pytest.mark.parametrize("state", [None, [], {}, {"position": "1"}, {"generator": torch.zeros(3)}])
+def test_what_is_not_a_position_is_refused(state):
+    data = DataLoader(torch.arange(6.0), batch_size=2, shuffle=True, generator=seeded())
+    for objective in (bo.Objective(lambda b: b.sum(), data), bo.FiniteSum(lambda b: b, [1, 2], generator=seeded())):
+        objective.draw()
+        before = str(objective.state_dict())
+        if state == {} or not isinstance(state, dict) or "generator" not in state or "FiniteSum" not in repr(objective):
+            with pytest.raises(ValueError, match="the state is not that of"):
+                objective.load_state_dict(state)
+        assert before == str(objective.state_dict())
+
+
+# ---------------------------------------------------------------------------------------------------- elsewhere
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_closure_that_raises_leaves_no_perturbation(own):
+    x = torch.ones(3, requires_grad=True)
+    generator = seeded() if own else None
+    optimizer = bo.RestartedAGD([x], lr=0.1, perturbation=0.1, generator=generator)
+
+    def closure():
+        torch.rand(1)
+        raise ArithmeticError
+
+    before = str([text_of(optimizer), torch.get_rng_state().sum()])
+    with pytest.raises(ArithmeticError):
+        optimizer.step(closure)
+    assert before == str([text_of(optimizer), torch.get_rng_state().sum()])
+    assert torch.equal(x, torch.ones(3))
+
+
+def test_two_optimizers_in_two_threads_keep_their_running_statistics():
+    """The hook of the first steps made one restore the other's."""
+    ends, errors = {}, []
+
+    def work(seed, steps):
+        try:
+            torch.manual_seed(0)  # for both: the default generator is one
+            X = torch.randn(12, 4, generator=seeded(seed))
+            net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+            for p in net.parameters():
+                p.data = torch.randn(p.shape, generator=seeded(seed))
+            x = torch.zeros(1, requires_grad=True)
+            loss = lambda: (net(X) - x).square().mean()  # noqa: E731
+            for _ in range(steps):
+                optimizer = bo.F2SA([x], net.parameters(), lr=0.1, lower_lr=0.01, lower_steps=2, vectorize=False)
+                optimizer.step(loss, lambda: loss() + 0.1 * sum(p.square().sum() for p in net.parameters()))
+            ends[threading.current_thread().name, seed] = [b.clone() for b in net.buffers()]
+        except BaseException as error:
+            errors.append(error)
+
+    for seed in (1, 2):
+        work(seed, 8)
+    threads = [threading.Thread(target=work, args=(seed, 8), name=f"t{seed}") for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for seed in (1, 2):
+        assert same(ends["MainThread", seed], ends[f"t{seed}", seed])
+
+
+@each(("AID", "F2SA", "SVRB", "PRAHGD"))
+def test_an_interrupt_while_a_step_is_written_waits(row, monkeypatch):
+    """It comes at every place of the writing, one after another; the step is made whole."""
+    reference, problem = row.quadratic(), row.quadratic()
+    optimizers = [row(p.x, p.y, short=True, lower_optimizer=torch.optim.Adam) for p in (reference, problem)]
+    expected, optimizer = optimizers
+    torch.manual_seed(0)
+    reference.run(expected, 2)
+    torch.manual_seed(0)
+    problem.run(optimizer, 2)
+    from bilevel_optim.optimizer import memory
+
+    places = [(bo.Vector, "copy_"), (memory, "remember"), (memory, "remember_solver"), (memory, "remember_tables")]
+    for owner, name in places:
+        for when in ("before", "after"):
+            inner, hits = getattr(owner, name), []
+
+            def interrupted(*arguments, inner=inner, when=when, hits=hits):
+                hits.append(1)
+                if when == "before" and len(hits) == 1:
+                    raise KeyboardInterrupt
+                result = inner(*arguments)
+                if when == "after" and len(hits) == 1:
+                    raise KeyboardInterrupt
+                return result
+
+            state = torch.get_rng_state()
+            reference.run(expected)
+            torch.set_rng_state(state)
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, interrupted)
+                try:
+                    problem.run(optimizer)
+                except KeyboardInterrupt:
+                    pass
+                else:
+                    assert not hits
+            assert same(values(reference.x, reference.y), values(problem.x, problem.y))
+            assert text_of(expected) == text_of(optimizer)
+
+
+def test_an_interrupt_at_any_time_leaves_a_whole_step_or_none():
+    """Timed signals, which come between any two lines; also no mode of torch stays on."""
+    problem = Quadratic(n=4, m=2)
+    optimizer = bo.F2SA(problem.x, problem.y, lr=0.01, lower_lr=0.1, lower_steps=2, normalize=False)
+    problem.run(optimizer)
+    twin = Quadratic(n=4, m=2)
+    other = bo.F2SA(twin.x, twin.y, lr=0.01, lower_lr=0.1, lower_steps=2, normalize=False)
+    twin.run(other)
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    interrupts = 0
+    try:
+        for k in range(60):
+            done = owned(optimizer.state_dict())["steps_done"]
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 2e-4 + 8e-5 * k)
+                problem.run(optimizer)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                interrupts += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            assert torch._C._len_torch_function_stack() == 0
+            assert torch.is_grad_enabled()
+            for _ in range(owned(optimizer.state_dict())["steps_done"] - done):
+                twin.run(other)
+            assert same(values(problem.x, problem.y), values(twin.x, twin.y))
+            assert text_of(optimizer) == text_of(other)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert interrupts > 3
+
+
+@each(FEW[:-1])
+@pytest.mark.parametrize("source", ["own", "default", "list"])
+def test_a_failed_step_draws_no_data_and_no_random_numbers(row, source):
+    """The run goes on as if it had not been tried."""
+
+    def run(fails):
+        problem = row.cleaning("batches")
+        torch.manual_seed(0)
+        if row.declared.data != "finite_sum":
+            loader = {
+                "own": DataLoader(problem.index, 8, shuffle=True, generator=seeded(3)),
+                "default": DataLoader(problem.index, 8, shuffle=True),
+                "list": list(problem.index.split(8)),
+            }[source]
+            problem.objectives = [bo.Objective(o.loss, loader) for o in problem.objectives]
+        problem.dropout = 0.3
+        optimizer = row(problem.x, problem.y, short=True, **({} if row.declared.random else {"generator": seeded(1)}))
+        for k in range(3):
+            for level, when in (("upper", 1), ("lower", 1)) if fails and k else ():
+                problem.fails = [[level, when, "raise"]]
+                with pytest.raises(KeyError):
+                    problem.run(optimizer)
+                problem.fails = []
+            problem.run(optimizer)
+        return values(problem.parameters), optimizer.oracle_counts
+
+    a, b = run(False), run(True)
+    assert same(a[0], b[0])
+    assert a[1] == b[1]
