@@ -78,7 +78,7 @@ def constructions(draw, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_constructors(family, budget):
-    @budget(40)
+    @budget(15)
     @given(constructions(family))
     def check(construction):
         name, data, argument, annotation, value = construction
