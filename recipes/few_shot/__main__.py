@@ -14,9 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..common import plot, save, show
-from .experiment import arguments, episodes_of, one
+from .experiment import arguments, episodes_of, learner_of, one
 from .learners import LEARNERS
+from .picture import features, picture
 
 
 def _logged(path: Path) -> Any:
@@ -36,6 +39,7 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
     parser.methods(LEARNERS, ["protonet", "first-order", "aid", "anil"], "--learners")
     parser.option("lr", 3e-3, "of the outer optimizer")
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    parser.add_argument("--picture", action="store_true", help="draw features of unseen classes, before and after")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoints in --out")
     args = parser.parse(given)
     episodes = episodes_of(args)
@@ -47,6 +51,13 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
             checkpoint.unlink(missing_ok=True)
         log = _logged(checkpoint.with_suffix(".jsonl"))
         results[name] = one(args, episodes, name, args.lr, args.seed, checkpoint=checkpoint, log=log)
+        if args.picture:
+            learner = learner_of(args, name, args.seed, episodes["train"])
+            bodies = {"before": features(learner, episodes["test"])}
+            learner.network.load_state_dict(torch.load(checkpoint, weights_only=False)["best"])
+            bodies["after"] = features(learner, episodes["test"])
+            stem_of = Path(f"{stem}_{name}_features")
+            results[name]["separation"] = picture(stem_of, f"{name}: images of unseen classes", bodies)
     budget = f"{args.steps} meta-steps" if args.steps else f"{args.seconds:g} s"
     title = f"{args.data}, {args.way}-way {args.shot}-shot, {args.backbone}, {budget}"
     table = [

@@ -107,10 +107,14 @@ class Episodes:
             pixels = torch.stack([pixels.rot90(k, (-2, -1)) for k in range(4)])[
                 turn, torch.arange(len(flat), device=self.device).unsqueeze(1), torch.arange(flat.shape[1])
             ]
-        images = pixels.to(self.device).float() / 255
         if self.augment:
-            images = augmented(images.flatten(0, 1), generator).view_as(images)
-        return Batch((images - self._mean) / self._std, labels.to(self.device))
+            changed = augmented(pixels.flatten(0, 1).to(self.device).float() / 255, generator).view(pixels.shape)
+            return Batch((changed - self._mean) / self._std, labels.to(self.device))
+        return Batch(self.normalised(pixels), labels.to(self.device))
+
+    def normalised(self, pixels: Tensor) -> Tensor:
+        """Pixels as a body takes them."""
+        return (pixels.to(self.device).float() / 255 - self._mean) / self._std
 
 
 def augmented(images: Tensor, generator: torch.Generator | None = None, *, jitter: float = 0.4) -> Tensor:

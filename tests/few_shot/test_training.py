@@ -13,6 +13,7 @@ from recipes.few_shot import __main__ as program
 from recipes.few_shot import benchmark, compare, training
 from recipes.few_shot.backbones import Norm
 from recipes.few_shot.learners import make
+from recipes.few_shot.picture import projected, separation
 from recipes.few_shot.training import Training, evaluate, interval, train
 
 from . import problems
@@ -255,6 +256,18 @@ def test_the_program_trains_and_resumes(command, tmp_path, capsys):
     assert again["curve"][1:] == run["curve"][1:]
     assert again["test"] == run["test"]
     assert "test accuracy" in capsys.readouterr().out
+
+
+def test_features_of_unseen_classes_are_drawn(command, tmp_path):
+    found = program.main([*command, "--learners", "protonet", "--picture"])["results"]["protonet"]["separation"]
+    assert set(found) == {"before", "after"}
+    assert (tmp_path / "few_shot_digits_cnn4_5way_1shot_protonet_features.png").stat().st_size > 10_000
+    values = torch.randn(4, 6, 3)
+    values[..., 2] *= 1e-3
+    apart = torch.tensor([[0.0, 0, 0], [9, 0, 0], [0, 9, 0], [9, 9, 0]]).unsqueeze(1)
+    assert separation(values + apart) > 20 > 1 > separation(values)
+    flat = projected(values + apart)
+    assert torch.allclose(torch.cdist(flat[:, 0], flat[:, 0]), torch.cdist(*[(values + apart)[:, 0, :2]] * 2), atol=0.5)
 
 
 def test_help_names_the_learners(capsys):
