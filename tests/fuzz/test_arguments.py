@@ -78,7 +78,7 @@ def constructions(draw, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_constructors(family, budget):
-    @budget(15)
+    @budget(12)
     @given(constructions(family))
     def check(construction):
         name, data, argument, annotation, value = construction

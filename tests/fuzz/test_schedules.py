@@ -168,4 +168,4 @@ class Schedule(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_schedules(family, budget):
-    run_state_machine_as_test(partial(Schedule, family), settings=budget(12))
+    run_state_machine_as_test(partial(Schedule, family), settings=budget(10))
