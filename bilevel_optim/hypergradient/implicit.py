@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import Tensor
+
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
 from ..problem.profiling import span
@@ -11,7 +13,20 @@ from ..problem.vector import Vector
 from ..solvers.linear import LinearSolution
 from .estimate import Estimate
 
-__all__ = ["implicit"]
+__all__ = ["implicit", "watched"]
+
+INDEFINITE = (
+    "the lower Hessian is not positive definite at the current point (conjugate gradients met non-positive curvature "
+    "and kept their last iterate), so the hypergradient is not reliable. Solve the system by MINRES "
+    "(linear_solver='minres' of AID; 'auto' changes to it), add damping, regularise the lower loss, or use a "
+    "first-order method"
+)
+DIVERGING = (
+    "the linear system of the implicit hypergradient is not solved but diverges: its residual is larger than the "
+    "right-hand side (see diagnostics['linear_relative_residual']). A Neumann series or a fixed point needs a "
+    "linear_lr (by default the lower learning rate) below 2 / L, L the largest eigenvalue of the lower Hessian, and no "
+    "negative one; conjugate gradients need more linear_steps, or damping"
+)
 
 
 def implicit(
@@ -44,17 +59,14 @@ def implicit(
             result = solve(system.hvp, grad_y, start, **({} if oracle.lanes is None else {"lanes": True}))
         oracle.checks.finite("hvp", [*result.solution, result.residual])
         gradient = grad_x - system.cross(result.solution)
-    oracle.checks.alert(
-        "indefinite",
-        "the lower Hessian is not positive definite at the current point (conjugate gradients met non-positive "
-        "curvature and kept their last iterate), so the hypergradient is not reliable. Solve the system by MINRES "
-        "(linear_solver='minres' of AID; 'auto' changes to it), add damping, regularise the lower loss, or use a "
-        "first-order method",
-        result.indefinite.any(),
-    )
-    diagnostics = {
-        "lower_residual": system.gradient.norm(),
-        "linear_residual": result.residual,
-        "linear_iterations": result.iterations,
-    }
+    diagnostics = {"lower_residual": system.gradient.norm(), **watched(oracle, result)}
     return Estimate(loss, gradient, diagnostics, {"linear_solution": result.solution})
+
+
+def watched(oracle: Oracle, result: LinearSolution) -> dict[str, Tensor]:
+    """Diagnostics of a solved system, with warnings where it is not solved."""
+    oracle.checks.alert("indefinite", INDEFINITE, result.indefinite.any())
+    found = {"linear_residual": result.residual, "linear_iterations": result.iterations}
+    if result.diverged is not None:
+        oracle.checks.alert("diverging system", DIVERGING, (result.diverged & ~result.indefinite).any())
+    return found if result.relative is None else {**found, "linear_relative_residual": result.relative}

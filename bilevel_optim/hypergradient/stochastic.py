@@ -11,6 +11,7 @@ from ..problem.profiling import span
 from ..problem.vector import Vector
 from ..solvers.linear import LinearSolution
 from .estimate import Estimate
+from .implicit import watched
 
 __all__ = ["ImplicitSamples", "stochastic_implicit"]
 
@@ -65,5 +66,4 @@ def stochastic_implicit(
     oracle.checks.finite("hvp", [*result.solution, result.residual])
     with oracle.lower_system(samples.cross, gradient=False) as system:
         gradient = grad_x - system.cross(result.solution)
-    diagnostics = {"linear_residual": result.residual, "linear_iterations": result.iterations}
-    return Estimate(loss, gradient, diagnostics, {"linear_solution": result.solution})
+    return Estimate(loss, gradient, watched(oracle, result), {"linear_solution": result.solution})

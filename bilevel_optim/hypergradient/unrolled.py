@@ -14,7 +14,7 @@ from ..oracle.oracle import Oracle
 from ..oracle.second_order import LowerSystem
 from ..problem.objective import Sample
 from ..problem.vector import Vector
-from ..solvers.lower import LowerRule, Memory
+from ..solvers.lower import LowerRule, Memory, watched_growth
 from ..solvers.unrolling import update_vjp
 from .estimate import Estimate
 
@@ -72,12 +72,15 @@ def unrolled(
 
     solved = rule.run(oracle.y, rule.fresh() if memory is None else memory, steps - differentiated, draw)
     trajectory: list[_Step] = []
+    norms: list[Tensor] = []
     parts: list[Apart] = []
-    for _ in range(differentiated):
+    for k in range(differentiated):
         point, sample, apart = _differentiable(oracle, solved.y, parts)
         step = _Step(point, solved.memory, sample, point.kept_system(sample) if keep_graphs else None, apart)
         trajectory.append(step)
         solved = rule.step(solved.y, solved.memory, partial(_evaluated, step))
+        if differentiated > 2 and k in (0, differentiated // 2, differentiated - 1) and solved.gradient is not None:
+            norms.append(solved.gradient.norm())
     oracle.checks.finite("lower_grad", solved.y)
     loss, h, adjoint = oracle.at(lower=solved.y).upper(upper_sample or oracle.f.draw())
     memory_adjoint: list[dict[str, Tensor]] = [{} for _ in adjoint]
@@ -91,7 +94,11 @@ def unrolled(
     for part in parts:
         if part.usable:
             h = h + part.pulled_back()
-    diagnostics = {} if solved.gradient is None else {"lower_residual": solved.gradient.norm()}
+    if len(norms) == 3:
+        first, middle, last = norms
+        diagnostics = {"lower_residual": last, **watched_growth(oracle.checks, (first, middle), last)}
+    else:
+        diagnostics = solved.watched(oracle.checks)
     start = adjoint if differentiated == steps else None
     return Estimate(loss, h, diagnostics, start=start, lower=solved.y, solver=solved.memory)
 

@@ -29,6 +29,10 @@ SAMPLES = ("shared", "independent")
 DIVERGED = "A smaller lower_lr helps, or if copies at negative nodes diverge a smaller nu"
 ROUNDING_LIMIT = 0.05  # rounding of the losses over nu above which their differences are not to be trusted
 SPREAD_LIMIT = 10.0  # how much further from y* one copy may be than another, per unit of its perturbation
+UNEVEN = (
+    "the copies of y are not similarly far from y* for their perturbations (see diagnostics['spread']), so their "
+    "difference is not a derivative: use more lower_steps, or a smaller nu"
+)
 
 
 class F2SA(BilevelOptimizer):
@@ -177,10 +181,12 @@ class F2SA(BilevelOptimizer):
         xi, zeta = oracle.f.draw(), oracle.g.draw()
         estimate = penalty(oracle, copies, formula, self.nu, upper_sample=xi, lower_sample=zeta)
         y = copies.combine(interpolation)
-        residual = None if solved.gradient is None else solved.gradient.lane_norm()
+        found = solved.watched(oracle.checks)
+        if solved.gradient is not None:
+            found["lower_residual"] = solved.gradient.lane_norm()
         spread = self._watched_spread(oracle, y, copies, formula, given)
         return changed(
-            estimate.noting(lower_residual=residual, spread=spread),
+            estimate.noting(**found, spread=spread),
             lower=y,
             memory={"copies": copies},
             solver=solved.memory,
@@ -223,19 +229,24 @@ class F2SA(BilevelOptimizer):
         nodes = torch.tensor(formula.nodes, dtype=torch.float64, device=oracle.device)
         distances = (copies - Vector(t.unsqueeze(0) for t in y)).lane_norm()
         spread = torch.where(nodes == 0, torch.nan, distances / (nodes.abs() * self.nu).clamp_min(1e-300))
-        if any(j < 0 for j in formula.nodes):
+        if sum(j != 0 for j in formula.nodes) > 1:
             known = spread[nodes != 0]
             rounding = 1e4 * torch.finfo(y[0].dtype).eps * y.norm()
             limit = SPREAD_LIMIT * max(map(abs, formula.nodes))
-            oracle.checks.alert(
-                "diverging copies",
-                "the copies of y are not similarly far from y* (see diagnostics['spread'] for the nodes "
-                f"{formula.nodes}): those at negative nodes minimise g - |j| nu f, which is no longer strongly convex, "
-                "so the hypergradient is not reliable. Use a smaller nu, stencil='forward' or order=1"
-                + (". Changing to stencil='forward' from here on" if self._may_change(given) else ""),
-                (known.max() > limit * known.min()) & (distances.max() > rounding),
-            )
+            apart = (known.max() > limit * known.min()) & (distances.max() > rounding)
+            if any(j < 0 for j in formula.nodes):
+                oracle.checks.alert("diverging copies", self._diverging(formula, given), apart)
+            else:
+                oracle.checks.alert("uneven copies", UNEVEN, apart)
         return spread
+
+    def _diverging(self, formula: Stencil, given: Given) -> str:
+        return (
+            "the copies of y are not similarly far from y* (see diagnostics['spread'] for the nodes "
+            f"{formula.nodes}): those at negative nodes minimise g - |j| nu f, which is no longer strongly convex, "
+            "so the hypergradient is not reliable. Use a smaller nu, stencil='forward' or order=1"
+            + (". Changing to stencil='forward' from here on" if self._may_change(given) else "")
+        )
 
     def _watch_rounding(self, oracle: Oracle) -> None:
         unit = working_unit(oracle.y[0])

@@ -103,4 +103,4 @@ class GDA(MinimaxOptimizer):
 
         solved = rule.step(here.oracle.y, here.solver, ascent)
         oracle.checks.finite("lower_grad", solved.y)
-        return Descent(oracle.at(lower=solved.y), solved.memory, None).kept(found[0])
+        return Descent(oracle.at(lower=solved.y), solved.memory, here.diagnostics).kept(found[0])

@@ -111,9 +111,9 @@ class Given:
         solved = rule.run(oracle.y, memory, steps, draw, tol)
         require_interior(oracle, rule, solved)
         if solved.gradient is None:
-            return Descent(oracle, solved.memory, None)
+            return Descent(oracle, solved.memory, {})
         oracle.checks.finite("lower_grad", solved.y)
-        return Descent(oracle.at(lower=solved.y), solved.memory, solved.gradient.norm())
+        return Descent(oracle.at(lower=solved.y), solved.memory, solved.watched(oracle.checks))
 
     def stepped(self, oracle: Oracle, gradient: Vector) -> Descent:
         """The oracle's point after one lower step along a given gradient."""
@@ -121,7 +121,7 @@ class Given:
         solved = rule.step(oracle.y, memory, lambda _: (gradient[0].new_zeros(()), gradient))
         require_interior(oracle, rule, solved)
         oracle.checks.finite("lower_grad", solved.y)
-        return Descent(oracle.at(lower=solved.y), solved.memory, gradient.norm())
+        return Descent(oracle.at(lower=solved.y), solved.memory, {"lower_residual": gradient.norm()})
 
 
 def require_interior(oracle: Oracle, rule: LowerRule, solved: Solved) -> None:
@@ -141,17 +141,17 @@ class Descent(NamedTuple):
     Attributes:
         oracle: at the improved y.
         solver: the lower optimizer's memory there.
-        residual: norm of the last lower gradient; None without steps.
+        diagnostics: norm of the last lower gradient, and how it changed.
     """
 
     oracle: Oracle
     solver: Memory
-    residual: Tensor | None
+    diagnostics: dict[str, Tensor]
 
     def kept(self, estimate: Estimate) -> Estimate:
-        """An estimate made there, with y and the lower optimizer's memory, and the residual if it has none itself."""
-        known = {} if self.residual is None else {"lower_residual": self.residual}
-        return changed(estimate, lower=self.oracle.y, solver=self.solver, diagnostics={**known, **estimate.diagnostics})
+        """An estimate made there, with y, the lower optimizer's memory, and the diagnostics that it has not itself."""
+        together = {**self.diagnostics, **estimate.diagnostics}
+        return changed(estimate, lower=self.oracle.y, solver=self.solver, diagnostics=together)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -107,7 +107,49 @@ def evaluate_copies(
     if wrt != "nothing":
         oracle.session.lower_sample = lower_sample if isinstance(lower_sample, Sample) else lower_sample[-1]
     points = _Points(copies, upper_copies, upper_weights, lower_weights, upper_sample, lower_sample, wrt)
-    found = oracle.session.found
+    pieces = [_evaluated(oracle, piece) for piece in _pieces(points)]
+    return Copies(*oracle.averaged(*(pieces[0] if len(pieces) == 1 else _summed(pieces, points))))
+
+
+def _parts(samples: Samples) -> Sequence[Samples]:
+    return samples.parts if isinstance(samples, Sample) and samples.parts is not None else [samples]
+
+
+def _pieces(points: _Points) -> list[_Points]:
+    """The points with one part of the samples each, whose weights add up to those of the whole."""
+    f, g = _parts(points.f_sample), _parts(points.g_sample)
+    if len(f) == len(g) == 1:
+        return [points]
+    return [
+        replace(
+            points,
+            f_sample=f[i % len(f)],
+            g_sample=g[i % len(g)],
+            f_weights=[a / len(f) if i < len(f) else 0.0 for a in points.f_weights],
+            g_weights=[b / len(g) if i < len(g) else 0.0 for b in points.g_weights],
+        )
+        for i in range(max(len(f), len(g)))
+    ]
+
+
+def _summed(pieces: list[Copies], points: _Points) -> Copies:
+    """What the whole samples give: means of the values over their parts, and sums of the gradients."""
+    f, g = len(_parts(points.f_sample)), len(_parts(points.g_sample))
+    gradient = pieces[0].gradient
+    for piece in pieces[1:] if gradient else ():  # there is none if values alone were wanted
+        gradient = gradient + piece.gradient
+    return Copies(
+        torch.stack([piece.upper for piece in pieces[:f]]).mean(0),
+        torch.stack([piece.lower for piece in pieces[:g]]).mean(0),
+        gradient,
+        torch.stack([piece.total for piece in pieces]).sum(),
+    )
+
+
+def _evaluated(oracle: Oracle, points: _Points) -> Copies:
+    """All points together, in chunks, or one by one."""
+    found, n, wrt = oracle.session.found, len(points), points.wrt
+    upper_sample, lower_sample = points.f_sample, points.g_sample
     parts = batched.run(
         oracle.session,
         n,
@@ -117,7 +159,7 @@ def evaluate_copies(
         first=None if found.vmapped else lambda: _require_substitution(oracle, points),
     )
     found.vmapped |= n > 1 and found.fallback is None and oracle.session.options.at_once(n) > 1
-    return Copies(*oracle.averaged(*_joined(parts, wrt)))
+    return _joined(parts, wrt)
 
 
 def _require_substitution(oracle: Oracle, points: _Points) -> None:

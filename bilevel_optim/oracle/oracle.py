@@ -14,6 +14,7 @@ from ..problem.vector import Vector, is_sharded
 from . import second_order
 from .checks import Checks
 from .features import Features
+from .first_order import slopes
 from .second_order import LowerSystem, UpperSystem
 from .session import Session, as_scalar, forget_casts
 
@@ -41,6 +42,7 @@ class Oracle:
         x, y: the point; by default what the live tensors hold.
         moved: whether x, and whether y, are other values than those of the live tensors.
         f, g: the objectives.
+        weight: how often an evaluation counts.
         shared: whether all ranks evaluate the same problem, each on data of its own, and results are their means.
 
     Example:
@@ -66,7 +68,7 @@ class Oracle:
         session: Session | None = None,
         lanes: int | None = None,
     ) -> None:
-        self.lanes, self.shared = lanes, lanes is None
+        self.lanes, self.shared, self.weight = lanes, lanes is None, lanes or 1
         self.live_x, self.live_y = Vector(upper), Vector(lower)
         self.x, self.y = self.live_x.detach(), self.live_y.detach()
         self.moved = (False, False)
@@ -124,7 +126,7 @@ class Oracle:
 
     def count(self, oracle: str, times: int = 1) -> None:
         """Add to the counters."""
-        self.session.counts[oracle] += times * (self.lanes or 1)
+        self.session.counts[oracle] += times * self.weight
 
     # ------------------------------------------------------------------------------------------------ derivatives
 
@@ -138,8 +140,7 @@ class Oracle:
 
     def _jointly(self, level: str, sample: Sample) -> tuple[Tensor, Vector, Vector]:
         with self.session.buffers_kept(), self.placed() as (x, y):
-            loss = self.evaluated(level, sample, x, y)
-            gradients = self.differentiate(loss, (*x, *y))
+            loss, gradients = slopes(self, level, sample, x, y, (*x, *y))
         if all(gradient is None for gradient in gradients):
             raise ValueError(self.session.independent(level))
         split = len(x)
@@ -157,9 +158,7 @@ class Oracle:
     def lower(self, sample: Sample) -> tuple[Tensor, Vector]:
         """Value of g and its gradient in y."""
         with self.session.buffers_kept(), self.placed() as (x, y):
-            part = self.features.frozen(self, "lower", sample)
-            loss = self.evaluated("lower", sample, x, y, features=part)
-            gradients = self.differentiate(loss, y)
+            loss, gradients = slopes(self, "lower", sample, x, y, y, frozen=True)
         self.session.require_reached(gradients, self.lower_names)
         self.count("lower_grad")
         loss, gradient = self.averaged(loss.detach(), filled(gradients, self.y))

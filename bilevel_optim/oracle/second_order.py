@@ -15,6 +15,7 @@ from ..problem.profiling import span
 from ..problem.vector import Vector, stack
 from . import batched
 from .differentiable import has_fused, has_kinks, twice_differentiable, working_unit
+from .first_order import slopes
 
 if TYPE_CHECKING:
     from .oracle import Oracle
@@ -75,6 +76,8 @@ def lower_system(oracle: Oracle, sample: Sample, *, gradient: bool = True) -> Ge
     """See `Oracle.lower_system`; without ``gradient`` that is left out and not counted."""
     if oracle.session.options.hvp == "finite-difference":
         yield _by_differences(oracle, sample, gradient)
+    elif sample.parts is not None:
+        yield _by_parts(oracle, sample.parts, gradient)
     else:
         with oracle.session.buffers_kept(), oracle.placed() as (x, y):
             gradients, loss, y = _lower_gradient(oracle, sample, x, y)
@@ -86,6 +89,8 @@ def kept_system(oracle: Oracle, sample: Sample) -> LowerSystem:
 
     A graph over live leaves saves the leaves themselves, so they hold the same values again while it is used.
     """
+    if sample.parts is not None:
+        return _by_parts(oracle, sample.parts, True)
     with oracle.session.buffers_kept(), oracle.placed() as (x, y):
         gradients, loss, y = _lower_gradient(oracle, sample, x, y)
         system = _by_graph(oracle, gradients, loss, x, y, True)
@@ -198,6 +203,35 @@ def _own(oracle: Oracle, results: Sequence[Tensor | None], like: Vector) -> Sequ
     return oracle.session.gathered.scattered(results, like) if oracle.sharded else results
 
 
+def _by_parts(oracle: Oracle, parts: Sequence[Sample], gradient: bool) -> LowerSystem:
+    """Products with the mean of several samples, whose graphs are made again one after another."""
+    own = oracle.at()  # of this process alone, which counts nothing: the parts together are one product
+    own.shared, own.weight = False, 0
+
+    def mean(of: Callable[[LowerSystem], Sequence[Tensor]]) -> Vector:
+        total: Vector | None = None
+        for part in parts:
+            with lower_system(own, part) as system:
+                found = Vector(of(system))
+            total = found if total is None else total + found
+        assert total is not None
+        return Vector(oracle.averaged(total * (1 / len(parts)))[0])
+
+    products: dict[str, Callable[[LowerSystem, Vector], Sequence[Tensor]]] = {
+        "lower": lambda system, v: system.hvp(v),
+        "upper": lambda system, v: system.cross(v),
+        "both": lambda system, v: [t for part in system.both(v) for t in part],
+    }
+
+    def product(v: Vector, wrt: str) -> Vector:
+        return mean(lambda system: products[wrt](system, v))
+
+    if not gradient:
+        return _counted(oracle, Vector(), product)
+    oracle.count("lower_grad")
+    return _counted(oracle, mean(lambda system: system.gradient), product)
+
+
 def _by_differences(oracle: Oracle, sample: Sample, gradient: bool) -> LowerSystem:
     """Products from central differences of first-order gradients, all on the same sample."""
     y, session = oracle.y, oracle.session
@@ -205,12 +239,10 @@ def _by_differences(oracle: Oracle, sample: Sample, gradient: bool) -> LowerSyst
     def slope(at: Vector, wrt: str) -> Vector:
         point = oracle.at(lower=at)
         with session.buffers_kept(), point.placed() as (live_x, live_y):
-            part = point.features.frozen(point, "lower", sample) if wrt == "lower" else None
-            loss = point.evaluated("lower", sample, live_x, live_y, features=part)
-            if session.found.kinked is None:
-                session.found.kinked = has_kinks(loss)
             variables = {"lower": live_y, "upper": live_x, "both": Vector((*live_x, *live_y))}[wrt]
-            gradients = point.differentiate(loss, variables)
+            loss, gradients = slopes(point, "lower", sample, live_x, live_y, variables, frozen=wrt == "lower")
+            if session.found.kinked is None and loss.requires_grad:
+                session.found.kinked = has_kinks(loss)
         if wrt == "lower":
             session.require_reached(gradients, oracle.lower_names)
         else:

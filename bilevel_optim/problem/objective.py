@@ -34,6 +34,9 @@ class Objective:
             numbers (dropout) are drawn once for such steps. If it has a method ``stacked``, that is called for the
             batches of several tasks, stacked, and returns their features stacked: for a backbone that normalises over
             tasks, or is faster outside of ``vmap``. Default: none.
+        accumulate: how many batches of ``data`` make one sample, whose loss is the mean of theirs. Gradients, products
+            and copies of y take them one after another and add up, so that memory is that of one of them; a product
+            with second derivatives makes its graph again. Counts as one sample. Default: 1.
 
     Raises:
         ValueError: if ``features`` depends on a lower parameter; at the first draw, if ``data`` is empty or can be
@@ -55,13 +58,16 @@ class Objective:
         data: Iterable[Any] | None = None,
         *,
         features: Callable[..., Any] | None = None,
+        accumulate: int = 1,
     ) -> None:
+        if not isinstance(accumulate, int) or accumulate < 1 or (accumulate > 1 and data is None):
+            raise ValueError(f"Invalid accumulate value: {accumulate} (a number of batches of the data)")
         for name, value in (("loss", loss), ("features", features)):
             if not callable(value) and (name == "loss" or value is not None):
                 raise TypeError(f"{name} must be callable, but got {type(value).__name__}")
         if data is not None and not isinstance(data, Iterable):
             raise TypeError(f"data must be iterable, but got {type(data).__name__}")
-        self.loss, self.data, self.features = loss, data, features
+        self.loss, self.data, self.features, self.accumulate = loss, data, features, accumulate
         self._features: Sample | None = None  # of the last sample: those of the next are the same on the same batch
         self._iterator: Iterator[Any] | None = None
         self._passes = 0  # iterators started
@@ -76,8 +82,11 @@ class Objective:
         if self.data is None:
             return self.sample(once=once)
         with span("draw"):
-            batch = self._next()
-        return self.sample(batch, once=once)
+            batches = [self._next() for _ in range(self.accumulate)]
+        if len(batches) == 1:
+            return self.sample(batches[0], once=once)
+        parts = [self.sample(batch, once=once) for batch in batches]
+        return Sample(_Mean(parts), once=once, parts=parts)
 
     def sample(self, *arguments: Any, once: bool = False) -> Sample:
         """The sample of a given batch (without an argument, for a loss without data)."""
@@ -237,6 +246,16 @@ class _Composed:
         return self.function(value) if isinstance(value, Tensor) else value
 
 
+class _Mean:
+    """The loss of a sample of several parts, for what does not take them one by one."""
+
+    def __init__(self, parts: list[Sample]) -> None:
+        self.parts = parts
+
+    def __call__(self) -> Any:
+        return torch.stack([part() for part in self.parts]).mean()
+
+
 class Sample:
     """One draw of an objective: a batch and the state of torch's random generators at its first evaluation.
 
@@ -244,7 +263,7 @@ class Sample:
     numbers, wherever the parameters stand. Samples of a `FiniteSum` know their ``index`` in it; it is None for others.
     """
 
-    __slots__ = ("_random", "arguments", "features", "index", "loss", "once")
+    __slots__ = ("_random", "arguments", "features", "index", "loss", "once", "parts")
 
     def __init__(
         self,
@@ -253,8 +272,9 @@ class Sample:
         *,
         once: bool = False,
         features: Callable[..., Any] | None = None,
+        parts: list[Sample] | None = None,
     ) -> None:
-        self.loss, self.arguments, self.once = loss, arguments, once
+        self.loss, self.arguments, self.once, self.parts = loss, arguments, once, parts
         self.features = None if features is None else Sample(features, arguments)
         self.index: int | None = None
         self._random: list[tuple[Tensor, ...]] = []  # at most one, which the samples mapped from this one share

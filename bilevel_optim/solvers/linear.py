@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -33,12 +33,17 @@ class LinearSolution(NamedTuple):
             before the last iteration (knowing it afterwards would cost one more product).
         iterations: iterations that changed v, a scalar integer tensor.
         indefinite: whether a direction p with p'Hp <= 0 was met (CG only), a scalar boolean tensor.
+        relative: the residual relative to the norm of b, a scalar tensor. None: not known.
+        diverged: whether the residual is larger than b and than it was at the start (for CG, whose residual may grow
+            on its way, ten times as large), a scalar boolean tensor. None: not known.
     """
 
     solution: Vector
     residual: Tensor
     iterations: Tensor
     indefinite: Tensor
+    relative: Tensor | None = None
+    diverged: Tensor | None = None
 
 
 def cg(
@@ -105,6 +110,7 @@ def _cg(
         v = start
         r = b - apply(v)
     p, rr = r, dot(r, r)
+    first = rr
     iterations = torch.zeros_like(rr, dtype=torch.int64)
     indefinite = torch.zeros_like(rr, dtype=torch.bool)
     for k in range(stop.steps):
@@ -114,7 +120,9 @@ def _cg(
         v, r, p, rr, negative = step(v, r, p, apply(p), rr, active)
         indefinite = indefinite | negative
         iterations = iterations + (active & ~negative)
-    return LinearSolution(v, rr.sqrt(), iterations, indefinite)
+    diverged = rr > 100 * (b_norm**2 if start is None else torch.maximum(b_norm**2, first))
+    residual = rr.sqrt()
+    return LinearSolution(v, residual, iterations, indefinite, _relative(residual, b_norm), diverged)
 
 
 def _cg_step(
@@ -148,7 +156,7 @@ def _flat_cg(product: Product, b: Vector, start: Sequence[Tensor] | None, stop: 
 
     begun = None if start is None else flat(start)
     found = _cg(lambda v: flat(product(whole(v))), flat(b), begun, stop, Vector.lane_dot, step)
-    figures = found[1:] if lanes else (figure.squeeze(0) for figure in found[1:])
+    figures: Any = found[1:] if lanes else [figure.squeeze(0) for figure in cast(tuple[Tensor, ...], found[1:])]
     return LinearSolution(whole(found.solution), *figures)
 
 
@@ -193,7 +201,8 @@ def minres(
     b = Vector(b)
     dot = Vector.lane_dot if lanes else Vector.dot
     eps = torch.finfo(b[0].dtype).eps
-    floor = (max(tol, eps) * dot(b, b).sqrt()).clamp_min(atol)
+    b_norm = dot(b, b).sqrt()
+    floor = (max(tol, eps) * b_norm).clamp_min(atol)
     v, r = (b.zeros_like(), b) if start is None else (Vector(start), b - _damped(product, Vector(start), damping))
     residual = beta = dot(r, r).sqrt()
     # Lanczos makes H tridiagonal in the basis q; Givens rotations (c, s) make that triangular, row by row, and w are
@@ -225,7 +234,7 @@ def minres(
         residual = torch.where(active, residual * s, residual)
         q_old, q = q, hq * _inverse(beta)
         iterations = iterations + active
-    return LinearSolution(v, residual, iterations, torch.zeros_like(stuck))
+    return _finished(v, residual, iterations, b_norm, residual)  # which never grows
 
 
 def fixed_point(
@@ -264,7 +273,9 @@ def fixed_point(
     v = b.zeros_like() if start is None else Vector(start)
     r = b if start is None else b - _damped(product, v, damping)
     norm = Vector.lane_norm if lanes else Vector.norm
-    done = torch.zeros_like(norm(b), dtype=torch.int64)
+    b_norm = norm(b)
+    first = b_norm if start is None else norm(r)
+    done = torch.zeros_like(b_norm, dtype=torch.int64)
     for k in range(steps):
         if k:
             r = b - _damped(product, v, damping)
@@ -272,7 +283,7 @@ def fixed_point(
         if active is not None and not active.any():
             break
         v, done = v + move * lr, done + (1 if active is None else active)
-    return _finished(v, norm(r), done)
+    return _finished(v, norm(r), done, b_norm, first)
 
 
 def neumann(
@@ -307,7 +318,7 @@ def neumann(
     b = Vector(b)
     norm = Vector.lane_norm if lanes else Vector.norm
     term = total = b
-    residual = norm(b)
+    residual = b_norm = norm(b)
     done = torch.zeros_like(residual, dtype=torch.int64)
     for _ in range(steps):
         term, active = _unfinished(term, b, norm, tol)
@@ -316,7 +327,7 @@ def neumann(
         term = term - _damped(product, term * lr, damping)
         residual = norm(term) if active is None else torch.where(active, norm(term), residual)
         total, done = total + term, done + (1 if active is None else active)
-    return _finished(total * lr, residual, done)
+    return _finished(total * lr, residual, done, b_norm, b_norm)
 
 
 def neumann_term(
@@ -348,11 +359,14 @@ def neumann_term(
     """
     if start is not None:
         raise ValueError("Invalid start: a Neumann series starts from zero; use fixed_point for a warm start")
+    norm = Vector.lane_norm if lanes else Vector.norm
     term = Vector(b)
+    b_norm = norm(term)
     for _ in range(steps):
         term = term - product(term * lr)
-    residual = term.lane_norm() if lanes else term.norm()
-    return _finished(term * lr * float(terms), residual, torch.full_like(residual, steps, dtype=torch.int64))
+    residual = norm(term)
+    done = torch.full_like(residual, steps, dtype=torch.int64)
+    return _finished(term * lr * float(terms), residual, done, b_norm, b_norm)
 
 
 def _damped(product: Product, v: Vector, damping: float) -> Vector:
@@ -362,6 +376,10 @@ def _damped(product: Product, v: Vector, damping: float) -> Vector:
 def _inverse(value: Tensor) -> Tensor:
     """1 / value, and zero of zero."""
     return torch.where(value > 0, 1 / torch.where(value > 0, value, 1.0), 0.0)
+
+
+def _relative(residual: Tensor, b_norm: Tensor) -> Tensor:
+    return residual / b_norm.clamp_min(torch.finfo(b_norm.dtype).tiny)
 
 
 def _seen_done(active: Tensor, k: int, tol: float) -> bool:
@@ -377,5 +395,6 @@ def _unfinished(r: Vector, b: Vector, norm: Callable[[Vector], Tensor], tol: flo
     return (r if active.all() else r * active.to(r[0].dtype)), active
 
 
-def _finished(v: Vector, residual: Tensor, iterations: Tensor) -> LinearSolution:
-    return LinearSolution(v, residual, iterations, torch.zeros_like(iterations, dtype=torch.bool))
+def _finished(v: Vector, residual: Tensor, iterations: Tensor, b_norm: Tensor, first: Tensor) -> LinearSolution:
+    diverged = residual > (1 + 1e-3) * torch.maximum(b_norm, first)
+    return LinearSolution(v, residual, iterations, torch.zeros_like(diverged), _relative(residual, b_norm), diverged)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
+from ..oracle.checks import Checks
 from ..problem.profiling import span
 from ..problem.vector import Vector, is_sharded
 from .agd import AGD
@@ -30,6 +31,14 @@ NOT_ELEMENTWISE = tuple(
 _OURS = ("params", "level", "param_names", "initial_lr")
 
 
+GROWTH = 4.0  # of the norm of the gradient, in each half of the lower steps
+GROWING = (
+    "the gradient of the lower loss grows over the lower steps (see diagnostics['lower_growth']), so y goes away "
+    "from a solution and the hypergradient is not reliable. Use a smaller lower_lr, another lower_optimizer, or "
+    "lower_clip"
+)
+
+
 class Solved(NamedTuple):
     """Where lower steps ended.
 
@@ -38,12 +47,21 @@ class Solved(NamedTuple):
         memory: the optimizer's memory.
         gradient: the last gradient, before it was clipped; None without steps.
         projected: whether the projection moved the last y, a boolean scalar; None without a projection.
+        early: norms of the gradients at the first and at the middle step of at least three; None if they were fewer.
     """
 
     y: Vector
     memory: Memory
     gradient: Vector | None
     projected: Tensor | None = None
+    early: tuple[Tensor, Tensor] | None = None
+
+    def watched(self, checks: Checks) -> dict[str, Tensor]:
+        """Diagnostics of the steps, with a warning if the gradient grew in both halves of them."""
+        if self.gradient is None:
+            return {}
+        last = self.gradient.norm()
+        return {"lower_residual": last, **watched_growth(checks, self.early, last)}
 
 
 class LowerRule:
@@ -182,12 +200,24 @@ class LowerRule:
         that norm is the last one.
         """
         solved = Solved(y, memory, None)
+        early = []
         with span("lower solve"):
-            for _ in range(steps):
+            for k in range(steps):
                 solved = self.step(solved.y, solved.memory, draw())
+                if steps > 2 and k in (0, steps // 2) and solved.gradient is not None:
+                    early.append(solved.gradient.norm())
                 if tol > 0 and solved.gradient is not None and solved.gradient.norm() <= tol:
                     break
-        return solved
+        return solved._replace(early=(early[0], early[1])) if len(early) == 2 else solved
+
+
+def watched_growth(checks: Checks, early: tuple[Tensor, Tensor] | None, last: Tensor) -> dict[str, Tensor]:
+    """How the norm of the gradient changed over lower steps, with a warning if it grew in both halves of them."""
+    if early is None:
+        return {}
+    first, middle = early
+    checks.alert("growing lower gradient", GROWING, (middle > GROWTH * first) & (last > GROWTH * middle))
+    return {"lower_growth": last / first.clamp_min(torch.finfo(first.dtype).tiny)}
 
 
 class LowerRules:

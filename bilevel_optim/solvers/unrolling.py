@@ -45,7 +45,7 @@ def update_vjp(
     y = Vector(v.detach().clone().requires_grad_() for v in values)
     g = Vector(v.detach().clone().requires_grad_() for v in gradient)
     with torch.enable_grad():
-        m = [{key: _leaf(value, v) for key, value in state.items()} for state, v in zip(memory, y, strict=True)]
+        m = [{key: _leaf(key, value, v) for key, value in state.items()} for state, v in zip(memory, y, strict=True)]
         new_y, new_m = _updated(rule.optimizer, y, m, rule.limits.clipped(g, rule.lead))
         new_y = [*rule.limits.projected(Vector(new_y), rule.lead)]
     outputs, seeds = list(new_y), list(adjoint)
@@ -92,8 +92,8 @@ def _is_smooth(value: Any, like: Tensor) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.shape == like.shape and value.requires_grad
 
 
-def _leaf(value: Any, like: Tensor) -> Any:
-    if not isinstance(value, Tensor):
+def _leaf(key: str, value: Any, like: Tensor) -> Any:
+    if not isinstance(value, Tensor) or key == "step":  # a count, which for a number y has the shape of y
         return value
     leaf = value.detach().clone()
     return leaf.requires_grad_() if leaf.is_floating_point() and leaf.shape == like.shape else leaf

@@ -155,7 +155,7 @@ def train(
             log(step, {**learner.metrics(), **point, "lr": outer.param_groups[0]["lr"]})
 
     if checkpoint is not None and checkpoint.exists():
-        saved = torch.load(checkpoint, weights_only=False)
+        saved = torch.load(checkpoint, weights_only=True)
         learner.load_state_dict(saved["learner"])
         outer.load_state_dict(saved["outer"])
         step, seconds, curve, best = (saved[key] for key in ("step", "seconds", "curve", "best"))

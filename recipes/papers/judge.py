@@ -73,7 +73,9 @@ def judge(
     surplus = interval([(c - m) - (r - m) / 2 for c, m, r in pairs])
     if surplus.low > 0:
         return Verdict(HOLDS, figures)
-    return Verdict(OTHER if surplus.high < 0 else UNDECIDED, figures)
+    if surplus.high < 0:
+        return Verdict(OTHER, figures)
+    return Verdict(UNDECIDED, f"the control's part in the gain is about half ({figures})")
 
 
 def _within(rule: Within, scores: Mapping[str, Sequence[float]], edges: Mapping[str, Sequence[str]]) -> Verdict:

@@ -29,7 +29,8 @@ computed, by the rules of `judge.py`:
   control, or the budget is too small.
 
 Scores: less is better; in brackets 95 % intervals over seeds. Every method has the best setting of a grid, which goes
-on until no neighbour is better, chosen with another seed than those it is judged with.
+on until no neighbour is better, chosen with another seed than those it is judged with. Seconds, and the verdicts at
+equal seconds, are those of a machine that had other work at the time.
 
 | experiment | claim | paper | here | verdict | at equal seconds | minutes |
 |---|---|---|---|---|---|---|"""

@@ -1,18 +1,83 @@
 """What a step says about itself: keys, shapes, and the same as plain floats."""
 
 import math
+import re
+from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bilevel_optim as bo
+from bilevel_optim.hypergradient.finite_difference import stencil
 
-from ..registry import ARGUMENTS, each
+from ..registry import ARGUMENTS, ROWS, each
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "diagnostics.md"
+ENTRIES = [
+    [cell.strip() for cell in line.strip("| ").split(" | ")]
+    for line in PAGE.read_text().splitlines()
+    if line.startswith("| `")
+]
+SOMETIMES = ("projected_*", "vectorize_fallback", "compile_fallback")
 
 
-def stepped(row, tasks):
+def documented(row, tasks):
+    """Shapes by key, as the page has them for a method."""
+    found = {}
+    for key, shape, *_, methods in ENTRIES:
+        names = re.findall(r"`([^`]*)`", methods)
+        named = row.name in names or row.cls.__name__ in names
+        if methods == "all":
+            holds = True
+        elif methods.startswith("all but"):
+            holds = not named
+        elif methods.startswith("all with"):
+            holds = tasks and row.declared.tasks != "rows"
+        elif methods.startswith("those with"):
+            own = row.declared.lower_steps and row.declared.lower_optimizer != "none"
+            holds = own and not named
+        else:
+            holds = named
+        if holds:
+            assert key not in found, f"{key} of {row.name} is on the page twice"
+            found[key.strip("`")] = shape
+    return found
+
+
+def length(optimizer, shape, tasks):
+    """Of a vector of this shape; None: a scalar."""
+    if shape == "copies":
+        return len(stencil(optimizer.order, optimizer.stencil).nodes)
+    if shape == "directions":
+        return optimizer.directions
+    if shape == "levels":
+        return optimizer.levels + 1
+    return int(optimizer.diagnostics["task_count"]) if shape == "tasks" and tasks else None
+
+
+@each()
+def test_every_key_of_every_method_is_documented_with_its_shape(row):
+    for tasks in {False, row.takes_tasks} - ({False} if row.declared.tasks == "required" else set()):
+        optimizer, _ = stepped(row, tasks, lower_steps=4)
+        known, found = documented(row, tasks), optimizer.diagnostics
+        if any(name.startswith("projected_") for name in found):
+            assert known["projected_*"] == "scalar"
+        assert {name for name in found if not name.startswith("projected_")} == known.keys() - set(SOMETIMES)
+        for name, value in found.items():
+            n = length(optimizer, known.get(name, "scalar"), tasks)
+            assert value.shape == (() if n is None else (n,)), name
+
+
+def test_the_page_names_methods_that_there_are():
+    names = {name for *_, methods in ENTRIES for name in re.findall(r"`([^`]*)`", methods)}
+    known = {row.name for row in ROWS} | {row.cls.__name__ for row in ROWS} | {"lower_steps", "tasks=", "floor"}
+    assert names <= known
+    assert all(len(entry) == 5 for entry in ENTRIES)
+
+
+def stepped(row, tasks, **options):
     problem = row.quadratic(tasks=tasks)
-    optimizer = row(problem.x, problem.y, short=True)
+    optimizer = row(problem.x, problem.y, short=True, **options)
     loss = problem.run(optimizer, 2)
     return optimizer, loss
 

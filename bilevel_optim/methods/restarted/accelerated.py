@@ -90,7 +90,7 @@ class Accelerated(Restarted, BilevelOptimizer):
         zero, steps = fresh and self.lower_restart == "zero", [self.lower_steps]
         if fresh:
             steps.insert(0, self.lower_steps * zero if self.restart_steps is None else self.restart_steps)
-        here = Descent(oracle.at(lower=oracle.y.zeros_like()) if zero else oracle, [], None)
+        here = Descent(oracle.at(lower=oracle.y.zeros_like()) if zero else oracle, [], {})
         for count in steps:
             given = changed(given, solver=None) if self._own_solver else given
             here = given.descended(here.oracle, count, tol=self.lower_tol)

@@ -1,0 +1,55 @@
+"""Gradients of one loss at whatever is placed, of a sample whole or of its parts one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..problem.objective import Sample
+from ..problem.vector import Vector
+
+if TYPE_CHECKING:
+    from .oracle import Oracle
+
+__all__ = ["slopes"]
+
+
+def slopes(
+    oracle: Oracle,
+    level: str,
+    sample: Sample,
+    x: Vector,
+    y: Vector,
+    variables: Sequence[Tensor],
+    *,
+    frozen: bool = False,
+) -> tuple[Tensor, Sequence[Tensor | None]]:
+    """A loss and its gradient in some variables; None where it does not depend on one.
+
+    Args:
+        oracle: evaluates the loss.
+        level: ``"upper"`` or ``"lower"``.
+        sample: on what.
+        x: the upper variables.
+        y: the lower variables, on some of which it must depend.
+        variables: in what to differentiate.
+        frozen: features are constants.
+    """
+    if sample.parts is None:
+        features = oracle.features.frozen(oracle, level, sample) if frozen else None
+        loss = oracle.evaluated(level, sample, x, y, features=features)
+        return loss, oracle.differentiate(loss, variables)
+    loss = torch.zeros((), device=oracle.device)
+    total: list[Tensor | None] = [None] * len(variables)
+    for part in sample.parts:
+        more, gradients = slopes(oracle, level, part, x, y, variables, frozen=frozen)
+        loss = loss + more.detach()
+        total = [s if t is None else t if s is None else s + t for s, t in zip(total, gradients, strict=True)]
+        del more, gradients  # with the graph, before the next one is made
+    if level == "lower":
+        oracle.session.lower_sample = sample
+    share = 1 / len(sample.parts)
+    return loss * share, [None if t is None else t * share for t in total]

@@ -1,0 +1,129 @@
+"""What diverges is seen: in ``diagnostics`` always, and in one warning that says what to change."""
+
+import warnings
+
+import pytest
+import torch
+
+import bilevel_optim as bo
+from bilevel_optim.solvers.linear import cg, fixed_point, minres, neumann, neumann_term
+
+from ..problems import Quadratic
+from ..registry import each
+
+# Rows whose lower steps an optimizer makes, several of them from one gradient to the next.
+SOLVES = (
+    "AID",
+    "ITD",
+    "ITD-checkpoint",
+    "FirstOrder",
+    "F2SA",
+    "StocBiO",
+    "AmIGO",
+    "BA",
+    "RAHGD-descent",
+    "PZOBO",
+    "GDA",
+)
+
+
+def quadratic(H):
+    return lambda v: bo.Vector([H @ v[0]])
+
+
+def run(row, lower_lr, steps=1, **options):
+    problem = row.quadratic(n=6)
+    with torch.no_grad():
+        problem.y[0] += 1.0
+    optimizer = row(problem.x, problem.y, lower_lr=lower_lr, lower_steps=12, lr=0.0, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            problem.apply(optimizer.backward)
+    return optimizer, [str(w.message) for w in caught if issubclass(w.category, bo.BilevelWarning)]
+
+
+@each(SOLVES)
+def test_lower_steps_that_diverge_are_seen(row):
+    """L = 2, so steps of 1.5 multiply the fastest direction by -2 at each."""
+    optimizer, found = run(row, 1.5, steps=2)
+    growing = [text for text in found if "the gradient of the lower loss grows" in text]
+    assert len(growing) == 1  # once in an optimizer's life
+    assert "lower_lr" in growing[0]
+    if row.name != "PZOBO":
+        assert float(optimizer.diagnostics["lower_growth"]) > 16
+
+
+@each(SOLVES)
+def test_lower_steps_that_converge_are_not_taken_for_diverging(row):
+    optimizer, found = run(row, 0.4, steps=4)
+    assert not [text for text in found if "grows" in text]
+    if row.name != "PZOBO":
+        assert float(optimizer.diagnostics["lower_growth"]) < 4
+
+
+def test_steps_at_the_solution_and_a_rough_start_are_not_taken_for_diverging():
+    """Rounding errors, and Adam's first steps, may multiply a tiny gradient."""
+    for kind in (torch.optim.SGD, torch.optim.Adam):
+        problem = Quadratic(n=6, kappa=2.0)
+        problem.solve()
+        optimizer = bo.AID(
+            problem.x, problem.y, lr=0.0, lower_lr=1e-3, lower_steps=20, linear_steps=20, lower_optimizer=kind
+        )
+        problem.run(optimizer, 3)  # a warning would be an error
+
+
+@pytest.mark.parametrize("solve", [neumann, fixed_point])
+@pytest.mark.parametrize(("eigenvalues", "lr", "diverged"), [((1.0, 2.0), 0.5, False), ((1.0, 5.0), 0.5, True)])
+def test_a_series_that_diverges_says_so(solve, eigenvalues, lr, diverged):
+    H, b = torch.diag(torch.tensor(eigenvalues)), bo.Vector([torch.ones(2)])
+    result = solve(quadratic(H), b, steps=10, lr=lr)
+    assert bool(result.diverged) == diverged
+    assert float(result.relative) == pytest.approx(float(result.residual) / 2**0.5)
+    assert bool(neumann_term(quadratic(H), b, steps=9, terms=10, lr=lr).diverged) == diverged
+    lanes = solve(lambda v: v * torch.tensor([1.0, max(eigenvalues)]), [torch.ones(2, 3)], steps=9, lr=lr, lanes=True)
+    assert lanes.diverged.tolist() == [False, diverged]
+
+
+def test_negative_curvature_makes_a_series_grow_and_minres_does_not():
+    H, b = torch.diag(torch.tensor([1.0, -0.5])), bo.Vector([torch.ones(2)])
+    assert neumann(quadratic(H), b, steps=20, lr=0.5).diverged
+    assert not minres(quadratic(H), b, steps=20).diverged
+
+
+def test_solvers_at_a_vanishing_right_hand_side_do_not_diverge():
+    H = torch.diag(torch.tensor([1.0, 2.0]))
+    for solve in (cg, minres):
+        assert not solve(quadratic(H), [torch.zeros(2)], [torch.full((2,), 1e-9)], steps=1).diverged
+    assert not fixed_point(quadratic(H), [torch.zeros(2)], [torch.full((2,), 1e-9)], steps=3, lr=0.5).diverged
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (bo.AID, {"linear_solver": "neumann", "linear_lr": 1.0, "lower_steps": 5}),
+        (bo.AID, {"linear_solver": "fixed_point", "linear_lr": 1.0, "lower_steps": 5}),
+        (bo.StocBiO, {"linear_lr": 1.0, "lower_steps": 5}),
+    ],
+)
+def test_a_method_warns_once_of_a_diverging_series(cls, options):
+    problem = Quadratic(n=6, kappa=10.0)
+    optimizer = cls(problem.x, problem.y, lr=0.0, lower_lr=0.1, linear_steps=10, **options)
+    with pytest.warns(bo.BilevelWarning, match="is not solved but diverges") as caught:
+        problem.apply(optimizer.backward)
+    assert len(caught) == 1
+    assert float(optimizer.diagnostics["linear_relative_residual"]) > 1
+    problem.apply(optimizer.backward)  # no second warning
+
+
+def test_uneven_copies_of_a_forward_stencil_are_seen():
+    """The copy of the weight 3 nu is pushed past a kink, where the others are not."""
+    x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+    optimizer = bo.F2SA([x], [y], lr=0.0, lower_lr=0.1, lower_steps=200, order=3, nu=0.1, stencil="forward")
+
+    def lower():
+        return (y - x).square().sum() / 2 - 50 * (y - 0.25).clamp(min=0).square().sum().clamp(max=100.0)
+
+    with pytest.warns(bo.BilevelWarning, match="not similarly far"):
+        optimizer.backward(lambda: -y.sum() + x.sum(), lower)
+    assert optimizer.diagnostics["spread"][-1] > 10 * optimizer.diagnostics["spread"][1]

@@ -1,0 +1,115 @@
+"""What ``docs/security.md`` says: nothing from a checkpoint or from data is run."""
+
+import ast
+import io
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+import bilevel_optim as bo
+
+from .problems import values
+from .registry import ARGUMENTS, each
+
+ROOT = Path(__file__).parent.parent
+TREES = {
+    path.relative_to(ROOT).as_posix(): ast.parse(path.read_text())
+    for folder in ("bilevel_optim", "recipes")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+}
+UNPICKLER = "recipes/few_shot/data/pickles.py"  # whose class refuses all but arrays
+PROCESSES = "recipes/common/processes.py"  # runs the recipes themselves again
+FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "subprocess", "ctypes", "socket", "urllib"}
+RUNNING = {"eval", "exec", "compile", "__import__"}
+
+
+def imported(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            yield node.module.split(".")[0]
+
+
+def calls(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), {k.arg: ast.unparse(k.value) for k in node.keywords}
+
+
+@pytest.mark.parametrize("path", TREES)
+def test_nothing_is_unpickled_and_nothing_evaluated(path):
+    allowed = {UNPICKLER: {"pickle"}, PROCESSES: {"subprocess"}}.get(path, set())
+    if path.startswith("bilevel_optim/"):
+        assert not allowed
+    found = set(imported(TREES[path])) & FORBIDDEN
+    assert found <= allowed | ({"urllib"} if path.startswith("recipes/") else set())
+    for function, options in calls(TREES[path]):
+        assert function not in RUNNING, path
+        assert function not in ("os.system", "os.popen", "pickle.load", "pickle.loads"), path
+        if function == "torch.load":
+            assert options.get("weights_only") == "True", path
+        if function.endswith("load") and "allow_pickle" in options:
+            assert options["allow_pickle"] == "False", path
+
+
+@each()
+def test_checkpoints_load_with_weights_only(row):
+    """Nothing in the file of any method asks for a function that torch does not know to be safe."""
+    problem = row.quadratic(n=5)
+    optimizer = row(problem.x, problem.y, short=True)
+    problem.run(optimizer, 2)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    assert not torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    file.seek(0)
+    optimizer.load_state_dict(torch.load(file, weights_only=True))
+    problem.run(optimizer)
+
+
+RAN = []
+
+
+class Payload:
+    """What a pickle can do."""
+
+    def __reduce__(self):
+        return RAN.append, ("run",)
+
+
+@pytest.mark.parametrize("form", ["archive", "bare pickle"])
+def test_a_payload_in_a_state_dict_is_not_run(form):
+    x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
+    optimizer = bo.AID([x], [y], **ARGUMENTS)
+    losses = (lambda: (y - 1).square().sum(), lambda: (y - x).square().sum())
+    optimizer.step(*losses)
+    before, state = values([x, y]), optimizer.state_dict()
+    file = io.BytesIO()
+    if form == "archive":
+        torch.save({"method": "AID", "payload": Payload()}, file)
+    else:
+        pickle.dump({"method": "AID", "payload": Payload()}, file, protocol=2)
+    state["param_groups"][0]["bilevel"] = file.getvalue()
+    with pytest.raises((pickle.UnpicklingError, ValueError, RuntimeError)):
+        optimizer.load_state_dict(state)
+    assert RAN == []
+    assert all(torch.equal(a, b) for a, b in zip(before, values([x, y]), strict=True))
+    assert optimizer.oracle_counts["upper_grad"] == 1
+    optimizer.step(*losses)
+
+
+def test_options_in_a_checkpoint_assign_no_other_attribute():
+    x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
+    optimizer = bo.F2SA([x], [y], **ARGUMENTS)
+    optimizer.step(lambda: (y - 1).square().sum(), lambda: (y - x).square().sum())
+    state = optimizer.state_dict()
+    own = torch.load(io.BytesIO(state["param_groups"][0]["bilevel"]), weights_only=True)
+    own["options"] |= {"lower_factory": "os.system", "order": 7, "nu": 0.5}
+    file = io.BytesIO()
+    torch.save(own, file)
+    state["param_groups"][0]["bilevel"] = file.getvalue()
+    optimizer.load_state_dict(state)
+    assert (optimizer.nu, optimizer.order, optimizer.lower_factory) == (0.5, 2, torch.optim.SGD)
