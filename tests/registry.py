@@ -73,6 +73,13 @@ class Row:
         """Backward passes at one x until y, and what else is carried from step to step, has settled there."""
         return 2 if self.declared.lower_steps else 60
 
+    @property
+    def refused(self):
+        """Arguments of the base class that it does not take."""
+        refused = {"lower_steps"} if not self.declared.lower_steps else set()
+        refused |= {"lower_optimizer"} if self.declared.lower_optimizer == "none" else set()
+        return refused | ({"warm_start"} if self.declared.initial else set())  # always from x
+
     def __call__(self, upper, lower, *, short=False, **arguments):
         """An optimizer; ``short``: few iterations and directions, where nothing has to be accurate."""
         options = {**self.options, **({"linear_steps": 2} if short and "linear_steps" in self.options else {})}
@@ -81,11 +88,8 @@ class Row:
         if options.get("direction") == "orthogonal":  # a basis of directions is exact for a linear response
             accurate = not short and isinstance(upper[0], torch.Tensor)
             options["directions"] = sum(t.numel() for t in upper) if accurate else 2
-        refused = {"lower_steps"} if not self.declared.lower_steps else set()
-        refused |= {"lower_optimizer"} if self.declared.lower_optimizer == "none" else set()
-        refused |= {"warm_start"} if self.declared.initial else set()  # always from x
         arguments = {**ARGUMENTS, **options, **arguments}
-        return self.cls(upper, lower, **{name: value for name, value in arguments.items() if name not in refused})
+        return self.cls(upper, lower, **{name: value for name, value in arguments.items() if name not in self.refused})
 
     def quadratic(self, n=8, m=3, kappa=2.0, dtype=torch.float64, tasks=False) -> Problem:
         """A problem of the method's kind with a closed form."""
@@ -132,7 +136,7 @@ ERRORS: dict[str, dict[str, list[Any]]] = {
     "AID": {
         **{"lower_lr": [-0.1], "lower_steps": WHOLE, "vectorize": [0, -2, "yes"], "hvp": ["fast"], "generator": [3]},
         **{"lower_optimizer": ["adam"], "tasks_per_step": [0], "lower_batch": [1.5], "upper_batch": [-1]},
-        **{"lower_init": [3], "linear_solver": ["gmres"], "linear_steps": WHOLE, "linear_tol": [-1e-3]},
+        **{"lower_init": [3], "linear_solver": ["gmres", []], "linear_steps": WHOLE, "linear_tol": [-1e-3]},
         **{"linear_lr": [0.0], "damping": [-1.0]},
     },
     "ITD": {"truncate": [-1], "checkpoint": [1], "lower_optimizer": [LBFGS, partial(bo.AGD, momentum=0.5)]},
@@ -166,11 +170,12 @@ ERRORS: dict[str, dict[str, list[Any]]] = {
     "FSLA": {"beta": [-0.1, 1.5], "lower_optimizer": [bo.AGD]},
     "SVRB": {
         **{"averaging": [0.0, 1.5], "beta": [-0.1, {"z": 0.1}], "beta_unit": ["m"], "floor": [0.0], "radius": [0.0]},
-        **{"ceilings": [{"V": 0.0}, {"H": 1.0}], "schedule": ["linear"], "schedule_offset": [-1.0], "restarts": [0]},
-        **{"initial_steps": [-1], "lazy": ["yes"], "variant": ["exact_mean"]},
+        **{"ceilings": [{"V": 0.0}, {"H": 1.0}, 3], "schedule": ["linear"], "schedule_offset": [-1.0], "restarts": [0]},
+        **{"initial_steps": [-1], "lazy": ["yes"], "variant": ["exact_mean", {}]},
+        "state_device": ["nowhere", 0],
     },
-    "RSVRB": {"task_batch": [0], "probes": [0], "probabilities": ["best", [0.5, 0.0]], "variant": ["blocks"]},
-    "BSVRB": {"ceilings": [{"V": 1.0}], "version": [3], "beta": [1.0]},
+    "RSVRB": {"task_batch": [0], "probes": [0], "probabilities": ["best", [0.5, 0.0], {}], "variant": ["blocks"]},
+    "BSVRB": {"ceilings": [{"V": 1.0}], "version": [3, []], "beta": [1.0]},
     "STABLE": {"beta": [-1.0]},
     "GDA": {"simultaneous": [1]},
     "RAGDA": {

@@ -120,11 +120,11 @@ def _perturbed(
         return (flat[i].to(moves.dtype) + moves).to(point.dtype)
 
     if len(parts) == 1:
-        return part(*parts[0]).view(-1, *point.shape)
+        return part(*parts[0]).view(len(keys), *point.shape)
     out = point.new_empty(len(keys), point.numel())
     for q, i in parts:
         out[q, i] = part(q, i)
-    return out.view(-1, *point.shape)
+    return out.view(len(keys), *point.shape)
 
 
 def _accumulated(

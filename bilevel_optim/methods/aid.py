@@ -127,7 +127,7 @@ class AID(BilevelOptimizer):
         damping: float = 0.0,
         **common: Unpack[CommonOptions],
     ) -> None:
-        require("linear_solver", linear_solver, linear_solver in _SOLVE)
+        require("linear_solver", linear_solver, linear_solver in tuple(_SOLVE))
         require("linear_steps", linear_steps, is_count(linear_steps))
         require("linear_tol", linear_tol, is_number(linear_tol) and linear_tol >= 0)
         require("linear_lr", linear_lr, linear_lr is None or (is_number(linear_lr) and 0 < linear_lr < math.inf))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -97,6 +96,10 @@ class Checkpointed(Optimizer):
         own = {k: v for k, v in self.__dict__.items() if k not in REMADE and not k.startswith("_optimizer_")}
         return {**super().__getstate__(), **own, "_rules": LowerRules(self.lower_factory, self.limits)}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch's own optimizers have it; added groups would get it from here
+
     def _initialise(self) -> None:
         """Before the first step, let the state show what a step would remember."""
         if self._ledger.steps == 0:
@@ -140,7 +143,7 @@ def checked(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
         own: dict[str, Any] = torch.load(
             io.BytesIO(written), map_location=None if torch.cuda.is_available() else "cpu", weights_only=True
         )
-    except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
+    except Exception as error:  # torch raises what it likes for bytes that are not its own
         raise ValueError(f"the state dict is damaged: its {OWN!r} entry cannot be read") from error
     if "kept" not in own:
         raise ValueError("the state dict is incomplete: it does not say what it keeps")

@@ -42,7 +42,7 @@ def recalled(state: State, parameters: Sequence[Tensor]) -> dict[str, Vector]:
     return {
         name: Vector(state[p][name] for p in parameters)
         for name in first
-        if not name.startswith((SOLVER, TABLE)) and all(name in state[p] for p in parameters)
+        if not name.startswith((SOLVER, TABLE)) and all(name in state.get(p, {}) for p in parameters)
     }
 
 

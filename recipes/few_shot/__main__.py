@@ -54,7 +54,7 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
         if args.picture:
             learner = learner_of(args, name, args.seed, episodes["train"])
             bodies = {"before": features(learner, episodes["test"])}
-            learner.network.load_state_dict(torch.load(checkpoint, weights_only=False)["best"])
+            learner.network.load_state_dict(torch.load(checkpoint, weights_only=True)["best"])
             bodies["after"] = features(learner, episodes["test"])
             stem_of = Path(f"{stem}_{name}_features")
             results[name]["separation"] = picture(stem_of, f"{name}: images of unseen classes", bodies)

@@ -116,7 +116,7 @@ class BSVRB(RecursiveOptimizer):
         task_batch: int = 10,
         **recursive: Unpack[RecursiveOptions],
     ) -> None:
-        require("version", version, version in self.VERSIONS and not isinstance(version, bool))
+        require("version", version, is_count(version) and version in self.VERSIONS)
         require("task_batch", task_batch, is_count(task_batch) and task_batch > 0)
         self.version, self.task_batch = version, task_batch
         options: RecursiveOptions = {"beta_unit": "absolute", **recursive}

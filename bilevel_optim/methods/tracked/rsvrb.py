@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -158,16 +158,15 @@ class RSVRB(RecursiveOptimizer):
         variant: str = "self_normalised",
         **recursive: Unpack[RecursiveOptions],
     ) -> None:
-        require("variant", variant, variant in self.VARIANTS)
+        require("variant", variant, variant in tuple(self.VARIANTS))
         require("task_batch", task_batch, is_count(task_batch) and task_batch > 0)
         require("probes", probes, probes is None or (is_count(probes) and probes > 0))
         self.variant, self.task_batch, self.probes = variant, task_batch, 4 * task_batch if probes is None else probes
         if probabilities is None:
             drawing = Drawing(task_batch, self.probes)
         else:
-            given = None if isinstance(probabilities, str) else torch.as_tensor(probabilities).double()
-            valid = probabilities == "adaptive" if given is None else _are_chances(given)
-            require("probabilities", probabilities, valid)
+            given = None if isinstance(probabilities, str) else _chances(probabilities)
+            require("probabilities", probabilities, given is not None or probabilities == "adaptive")
             chances = None if given is None else (given / given.sum(), (given / given.sum()).cumsum(0))
             drawing = Weighted(task_batch, self.probes, chances)
         rule = self.VARIANTS[variant]
@@ -178,5 +177,11 @@ class RSVRB(RecursiveOptimizer):
         )  # fmt: skip
 
 
-def _are_chances(chances: Tensor) -> bool:
-    return chances.dim() == 1 and len(chances) > 0 and bool((chances > 0).all() and chances.isfinite().all())
+def _chances(given: Any) -> Tensor | None:
+    """The probabilities that are given, as they are; None if they are none."""
+    try:
+        chances = torch.as_tensor(given, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    sound = chances.dim() == 1 and len(chances) > 0 and bool((chances > 0).all() and chances.isfinite().all())
+    return chances if sound else None

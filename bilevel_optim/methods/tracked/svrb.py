@@ -132,7 +132,7 @@ class SVRB(RecursiveOptimizer):
         variant: str = "faithful",
         **recursive: Unpack[RecursiveOptions],
     ) -> None:
-        require("variant", variant, variant in self.VARIANTS)
+        require("variant", variant, variant in tuple(self.VARIANTS))
         self.variant = variant
         rule = self.VARIANTS[variant]
         super().__init__(upper, lower, rule, Drawing(), lr=lr, lower_lr=lower_lr, beta=beta, floor=floor, **recursive)

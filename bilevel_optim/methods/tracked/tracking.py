@@ -96,8 +96,12 @@ class RecursiveOptimizer(BilevelOptimizer):
         require("floor", floor, is_number(floor) and 0 < floor < math.inf)
         require("beta_unit", beta_unit, beta_unit in ("q", "absolute"))
         require("averaging", averaging, is_number(averaging) and 0 < averaging <= 1)
-        limits = ceilings or {}
-        valid = set(limits) <= set(kind.limits) and all(is_number(c) and c > 0 for c in limits.values())
+        limits = {} if ceilings is None else ceilings
+        valid = (
+            isinstance(limits, dict)
+            and set(limits) <= set(kind.limits)
+            and all(is_number(c) and c > 0 for c in limits.values())
+        )
         require("ceilings", ceilings, valid)
         require("radius", radius, is_number(radius) and radius > 0)
         require("schedule", schedule, schedule in SCHEDULES)
@@ -116,7 +120,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         self.floor, self.averaging, self.radius = float(floor), float(averaging), float(radius)
         self.schedule, self.schedule_offset, self.restarts = schedule, float(schedule_offset), restarts
         self.initial_steps, self.lazy = initial_steps, lazy
-        self.state_device = None if state_device is None else torch.device(state_device)
+        self.state_device = None if state_device is None else _device(state_device)
 
     # ------------------------------------------------------------------------------------------------ steps
 
@@ -383,3 +387,12 @@ def is_weight(value: object) -> bool:
 def _rates(given: Given) -> Tensor:
     """Learning rates of the lower groups."""
     return torch.tensor([float(group["lr"]) for group in given.lower_groups], dtype=torch.float64)
+
+
+def _device(given: Any) -> torch.device:
+    """The device that an argument names."""
+    require("state_device", given, isinstance(given, (str, torch.device)))
+    try:
+        return torch.device(given)
+    except RuntimeError as error:
+        raise ValueError(f"Invalid state_device value: {given}") from error

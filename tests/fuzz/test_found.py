@@ -1,0 +1,58 @@
+"""What the fuzz has found, small."""
+
+import copy
+
+import pytest
+import torch
+
+from ..problems import same, values
+from ..registry import each
+from .runs import Case, Run
+from .toys import Kind
+
+
+@each(("AID",))
+def test_groups_added_to_a_copy_are_those_added_to_the_original(row):
+    problem = row.quadratic(n=4, m=2)
+    optimizer = row(problem.x, problem.y)
+    loaded = row(problem.x, problem.y)
+    loaded.load_state_dict(optimizer.state_dict())
+    keys = []
+    for one in (optimizer, copy.deepcopy(optimizer), loaded):
+        one.add_param_group({"params": [torch.zeros(1, requires_grad=True)], "level": "lower"})
+        keys.append(one.param_groups[-1].keys())
+    assert keys[0] == keys[1] == keys[2]
+
+
+@each(("SVRB", "F2SA"))
+def test_a_proposal_makes_no_state_for_a_new_parameter(row):
+    run = Run(Case(row.name))
+    run.step()
+    run.add_group("upper")
+    before = len(run.optimizer.state)
+    run.step("propose")
+    assert len(run.optimizer.state) == before
+
+
+@each(("HOZOG", "PZOBO", "ESMAML"))
+def test_empty_parameters_among_those_that_are_perturbed(row):
+    full, empty = (Run(Case(row.name, Kind(upper=upper))) for upper in (((2,),), ((0, 2), (2,), (0,))))
+    for run in (full, empty):
+        for _ in range(2):
+            run.step()
+    assert same(values([full.problem.x[0], *full.problem.y]), values([empty.problem.x[1], *empty.problem.y]))
+
+
+@pytest.mark.parametrize("features", [False, True])
+@each(("PZOBO", "F2SA", "F2SA-4-independent"))
+def test_first_looks_draw_no_random_numbers(row, features):
+    """An optimizer that has looked at the losses before, and one that looks now, go on alike."""
+    case = Case(row.name, Kind(dropout=True, features=features))
+    old, new = Run(case), Run(case)
+    saved = old.saved()
+    old.step()
+    for run in (old, new):
+        run.load(saved)
+        for _ in range(2):
+            run.step()
+    assert same(values(old.problem.tensors), values(new.problem.tensors))
