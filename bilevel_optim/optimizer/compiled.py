@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -46,6 +45,14 @@ class Call(NamedTuple):
     update: bool
     chances: dict[str, Any]
     kind: Kind | None
+
+
+class Place(NamedTuple):
+    """Marks of the objectives, and states of the optimizer's and of torch's generator, where they matter."""
+
+    marks: list[tuple[Any, ...]]
+    own: Tensor | None
+    default: Tensor | None
 
 
 class Compiled(StepFunctions):
@@ -123,28 +130,37 @@ class Compiled(StepFunctions):
     def _captured(self, capture: Capture, upper: Loss | None, lower: Loss | None, tasks: Any, update: bool) -> Tensor:
         """A step, captured if it can be."""
         sources = self._sources(upper, lower, tasks)
-        with self._drawing(sources):
+        start = self._place(sources)
+        try:
             return self._single(capture, self._call(capture, sources, update))
+        except BaseException:
+            self._return_to(sources, start)
+            raise
 
     def _sources(self, upper: Loss | None, lower: Loss | None, tasks: Any) -> Sources:
         f = None if upper is None else as_objective(upper, "upper")
         return Sources(f, None if lower is None else as_objective(lower, "lower"), tasks)
 
-    @contextmanager
-    def _drawing(self, sources: Sources) -> Generator[None]:
-        """Put what draws back if the block raises: generators, and positions in the data."""
+    def _place(self, sources: Sources) -> Place:
+        """Where what draws is: positions in the data, and the generators that matter."""
+        plain = sources.tasks is None
+        marks = []
+        for objective in sources[:2]:
+            if objective is not None:
+                marks.append(objective.mark())
+                plain = plain and type(objective.data) in (list, tuple, type(None))
+        own = None if self.generator is None else self.generator.get_state()
+        return Place(marks, own, None if plain else torch.get_rng_state())
+
+    def _return_to(self, sources: Sources, place: Place) -> None:
+        """Let everything draw from such a place again."""
         objectives = [objective for objective in sources[:2] if objective is not None]
-        marks = [objective.mark() for objective in objectives]
-        default, own = torch.get_rng_state(), None if self.generator is None else self.generator.get_state()
-        try:
-            yield
-        except BaseException:
-            for objective, mark in zip(objectives, marks, strict=True):
-                objective.rewind(mark)
-            if self.generator is not None and own is not None:
-                self.generator.set_state(own)
-            torch.set_rng_state(default)
-            raise
+        for objective, mark in zip(objectives, place.marks, strict=True):
+            objective.rewind(mark)
+        if self.generator is not None and place.own is not None:
+            self.generator.set_state(place.own)
+        if place.default is not None:
+            torch.set_rng_state(place.default)
 
     def _call(self, capture: Capture, sources: Sources, update: bool, ahead: int = 0) -> Call:
         """The next step but so many, with what the method draws for it."""

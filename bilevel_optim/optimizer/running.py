@@ -63,15 +63,14 @@ class Running(Compiled):
 
     def _chained(self, capture: Capture, sources: Sources, steps: int) -> list[Tensor]:
         """Captured steps one after the other, and a single one where they end; at least one step."""
-        marks: list[Any] = []
+        places = [self._place(sources)]  # at the beginning, and before the draws of each step
         chain: list[Flat] = []
         binding: Binding | None = None
         call: Call | None = None
         last: Any = None  # the step that follows: with what has been drawn for it
-        with self._drawing(sources):
+        try:
             while last is None and len(chain) < steps:
-                own = None if self.generator is None else self.generator.get_state()
-                marks.append((own, torch.get_rng_state(), [None if o is None else o.mark() for o in sources[:2]]))
+                places.append(self._place(sources))
                 call = self._next_call(capture, sources, call, len(chain))
                 if call.kind is None or call.kind.reason is not None or call.kind.draws is None:
                     last = partial(self._single, capture, call)
@@ -86,19 +85,20 @@ class Running(Compiled):
                 else:
                     binding = found
                     chain.append(data)
-        if binding is None:
-            return [last()]
-        losses, sound = self._linked(capture, binding, chain)
+        except BaseException:
+            self._return_to(sources, places[0])
+            raise
+        losses, sound = self._linked(capture, binding, chain) if binding is not None else ([], 0)
         if sound < len(chain):  # go back to where the steps that are kept have ended
-            own, default, positions = marks[sound]
-            for objective, mark in zip(sources[:2], positions, strict=True):
-                if objective is not None:
-                    objective.rewind(mark)
-            if self.generator is not None:
-                self.generator.set_state(own)
-            torch.set_rng_state(default)
+            self._return_to(sources, places[sound + 1])
             return [*losses, self._captured(capture, *sources, update=True)]
-        return losses if last is None else [*losses, last()]
+        if last is not None:
+            try:
+                losses.append(last())
+            except BaseException:
+                self._return_to(sources, places[-1])
+                raise
+        return losses
 
     def _next_call(self, capture: Capture, sources: Sources, before: Call | None, ahead: int) -> Call:
         """The call of the next step; of the same kind as the one before if nothing says otherwise."""
