@@ -63,13 +63,10 @@ class Binding:
                     raise Untraceable("a step forgets what it remembered")
                 self.results += [((entries, name), i) for entries, i in zip(places[level], slots, strict=True)]
         self.results += [((lower[0], TABLE + name), i) for name, i in out["tables"].items()]
-        constants = []
         for entries, known in zip(lower, out["solver"] or (), strict=False):
             for name, value in known.items():
                 if isinstance(value, Slot):
                     self.results.append(((entries, SOLVER + name), value))
-                else:
-                    constants.append((entries, SOLVER + name))
         known_places = {(id(entries), name) for entries, name in self.reads}
         if any((id(entries), name) not in known_places for (entries, name), _ in self.results):
             raise Untraceable("what a step remembers has not settled")
@@ -192,7 +189,7 @@ def flattened(data: Any) -> Flat:
 def _flatten(parts: Iterable[Any], tensors: list[Tensor], constants: list[Any]) -> None:
     for part in parts:
         kind = type(part)
-        if kind is Tensor:
+        if kind is Tensor or isinstance(part, Tensor):
             tensors.append(part)
         elif kind in _ATOMS:
             constants.append(part)

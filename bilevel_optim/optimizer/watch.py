@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec
 
 from ..problem.tracing import Untraceable
 
 __all__ = ["Watch", "same", "undisturbed"]
 
-_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, TreeSpec)
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _DEPTH = 3  # functions that call functions that call functions
 _SMALL = 64  # entries of a container that is watched by value
@@ -102,13 +103,16 @@ class Watch:
             if isinstance(value, (FunctionType, MethodType)):
                 if depth:
                     self._follow(value, depth - 1)
-            elif not isinstance(value, (*_PLAIN, *_CONTAINERS, type, ModuleType, Tensor)):
+            else:
                 self._attributes(value, code.co_names)
 
-    def _attributes(self, owner: Any, names: Sequence[str]) -> None:
+    def _attributes(self, owner: Any, names: Sequence[str], depth: int = _DEPTH) -> None:
         own = getattr(owner, "__dict__", None)
-        if isinstance(own, dict):
-            self.places += [_Place(own, name) for name in names if name in own]
+        if isinstance(own, dict) and not isinstance(owner, (type, ModuleType, Tensor)):
+            found = [_Place(own, name) for name in names if name in own]
+            self.places += found
+            for place in found if depth else ():
+                self._attributes(place.value, names, depth - 1)
 
     def _objects(self) -> list[Any]:
         return [*self.identities, *(place.value for place in self.places)]

@@ -4,6 +4,7 @@ import copy
 import random
 import warnings
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -293,6 +294,51 @@ def test_what_changes_in_sight_is_seen():
     assert close(*results, 1e-12)
     assert "compile_fallback" not in optimizer.diagnostics
     assert graphs(optimizer) >= 2
+
+
+class Config:
+    """Attributes of attributes."""
+
+    def __init__(self):
+        self.factor = 1.0
+
+
+class Trainer:
+    """A loss that reads a number two attributes away."""
+
+    def __init__(self, x, y):
+        self.x, self.y, self.config = x, y, Config()
+
+    def lower(self):
+        return base(self.x, self.y, self.config.factor)
+
+
+def test_attributes_of_attributes_are_in_sight():
+    results = []
+    for optimizer, losses, x, y in simple(lambda x, y: Trainer(x, y).lower):
+        for k in range(10):
+            losses[1].__self__.config.factor = 1.0 if k < 6 else 2.0  # uses 1, 2, 4 of the graph are compared, 3 is not
+            optimizer.step(*losses)
+        results.append((x.detach(), y.detach()))
+    assert close(*results, 1e-12)
+    assert graphs(optimizer) == 2
+
+
+class Batch(NamedTuple):
+    rows: torch.Tensor
+    label: nn.Parameter
+
+
+def test_batches_of_any_pytree_are_arguments():
+    results = []
+    for optimizer, _, x, y in simple(lambda x, y: lambda: base(x, y)):
+        batches = [Batch(torch.full((2,), 0.1 * k, dtype=torch.float64), nn.Parameter(torch.ones(2))) for k in range(3)]
+        lower = bo.Objective(lambda b, x=x, y=y: base(x, y) + (b.rows * y * b.label.detach()).sum(), batches)
+        for _ in range(8):
+            optimizer.step(bo.Objective(lambda y=y: (y - 1).square().sum()), lower)
+        results.append((x.detach(), y.detach()))
+    assert close(*results, 1e-12)
+    assert graphs(optimizer) == 1
 
 
 def test_a_tensor_that_is_written_in_place_is_an_argument():

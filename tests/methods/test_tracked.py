@@ -775,3 +775,14 @@ def test_two_groups_have_their_own_lower_learning_rates_also_when_behind():
         optimizer.catch_up()
         results.append(values([x, a, b]))
     torch.testing.assert_close(*results, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("cls", [bo.STABLE, bo.SVRB])
+def test_a_cross_derivative_that_is_zero_at_first_is_a_dependence(cls):
+    """With g = |y - 1|^2/2 + exp(x) y^2/2 it vanishes at y = 0."""
+    x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+    optimizer = cls([x], [y], lr=0.1, lower_lr=0.5, floor=0.1)
+    lower = bo.Objective(lambda: (y - 1).square().sum() / 2 + (x.exp() * y.square()).sum() / 2)
+    for _ in range(5):
+        optimizer.step(bo.Objective(lambda: (y - 0.2).square().sum()), lower)
+    assert x > 0  # a larger penalty brings y, which tends to 1/2, nearer to 0.2
