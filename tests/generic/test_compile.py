@@ -385,6 +385,7 @@ def test_a_run_keeps_what_came_before_a_failure(at):
         optimizer.run(upper, lower, steps=4)
         with pytest.raises(bo.NonFiniteError, match=f"outer step {at}"):
             optimizer.run(upper, lower, steps=12)
+        assert lower.draw().batch is data[3 * at]
         results.append((x.detach(), y.detach()))
     assert close(*results, 1e-12)
 
