@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.optim import SGD, Optimizer
 
 from ..distributed.ranks import Ranks
@@ -40,6 +39,7 @@ from . import memory, method
 from .adapting import Adapting
 from .checkpoint import OWN, REMADE, Checkpointed, initialises
 from .declaration import register
+from .entry import hooked, walled
 from .ledger import Ledger
 from .method import ColdOptions, CommonOptions, Loss, as_objective
 from .results import Results
@@ -132,9 +132,8 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         )
         method.require_sizes(tasks_per_step=tasks_per_step, lower_batch=lower_batch, upper_batch=upper_batch)
         self.tasks_per_step, self.lower_batch, self.upper_batch = tasks_per_step, lower_batch, upper_batch
-        self.lower_init = lower_init
         self.lower_steps, self.warm_start, self.check_finite = lower_steps, warm_start, check_finite
-        self.generator = generator
+        self.lower_init, self.generator = lower_init, generator
         self.diagnostics: dict[str, Any] = {}
         self.numbers: dict[str, Any] = {}
         self.lower_factory = lower_optimizer or SGD
@@ -149,7 +148,8 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
 
     # ------------------------------------------------------------------------------------------------ verbs
 
-    @_disable_dynamo
+    @hooked
+    @walled
     def step(  # type: ignore[override]
         self,
         upper: Loss | None = None,
@@ -229,7 +229,7 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         self._update()
         return result
 
-    @_disable_dynamo
+    @walled
     def backward(self, upper: Loss, lower: Loss | None = None, *, tasks: Any = None) -> Tensor:
         """Improve y, and set ``.grad`` of the upper parameters to the estimate of the hypergradient.
 

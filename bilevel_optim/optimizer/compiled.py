@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import NonFiniteError
 from ..hypergradient import Estimate
 from ..oracle.oracle import Oracle
 from ..oracle.session import Options
@@ -25,7 +24,7 @@ from .replay import Sources, StepGraph, fed, values_of
 from .step import Given, Update
 from .watch import undisturbed
 
-__all__ = ["Compiled"]
+__all__ = ["Call", "Compiled", "Place"]
 
 
 NOT_GUARDED = ("params", "lr", "param_names", "initial_lr", OWN)  # of a parameter group; the rates are arguments
@@ -164,13 +163,17 @@ class Compiled(StepFunctions):
 
     def _call(self, capture: Capture, sources: Sources, update: bool, ahead: int = 0) -> Call:
         """The next step but so many, with what the method draws for it."""
-        device = self.param_groups[-1]["params"][0].device
-        chances = self.chances(self.generator, partial(self._options.ranks.agreed, device=device))
+        chances = self._chances()
         if capture.reason is not None:
             return Call(sources, update, chances, None)
         return Call(
             sources, update, chances, capture.kind(self._guard(capture, sources, update, chances, ahead), sources)
         )
+
+    def _chances(self) -> dict[str, Any]:
+        """What the method draws for a step."""
+        device = self.param_groups[-1]["params"][0].device
+        return self.chances(self.generator, partial(self._options.ranks.agreed, device=device))
 
     def _guard(
         self, capture: Capture, sources: Sources, update: bool, chances: dict[str, Any], ahead: int
@@ -253,7 +256,7 @@ class Compiled(StepFunctions):
             graph = StepGraph(
                 self, oracle, given, call.sources, log.draws, call.update, self._options, arguments, capture.backend
             )
-        return Binding(graph, self.state, oracle.live_x, oracle.live_y, flattened((log.drawn, call.chances)))
+        return Binding(graph, self.state, oracle.live_x, oracle.live_y, flattened(log.drawn, call.chances))
 
     def _require_capturable(self, oracle: Oracle) -> None:
         """Raise for what is known not to be captured."""
@@ -269,14 +272,14 @@ class Compiled(StepFunctions):
     def _replayed(self, capture: Capture, kind: Kind, call: Call, results: Sequence[Drawn]) -> Tensor:
         """A step by its graph."""
         assert kind.draws is not None
-        data = flattened((results, call.chances))
+        data = flattened(results, call.chances)
         binding = kind.binding(data)
         if binding is None or not binding.holds(self.state):
             kind.bindings[:] = [b for b in kind.bindings if b is not binding]
             return self._fed(kind, call, results) if capture.full else self._learnt(capture, kind, call, results)
         if binding.due():
             return self._compared(capture, kind, call, results, binding, data)
-        outputs = binding.run(binding.arguments(), capture.rates(self.param_groups, binding.device), data)
+        outputs = binding.run(binding.arguments(), capture.rates(self.param_groups, binding.device), data.tensors)
         if self.check_finite and self._troubled(binding, outputs):
             return self._fed(kind, call, results)
         return self._write(binding, outputs, outputs[binding.out["loss"]])
@@ -286,16 +289,13 @@ class Compiled(StepFunctions):
         return self._eagerly(call._replace(sources=fed(call.sources, kind.draws or (), results)))
 
     def _troubled(self, binding: Binding, outputs: Sequence[Tensor]) -> bool:
-        """Whether a step has to be made eagerly after all, because of an alert; raises for what is not finite."""
+        """Whether a step has to be made eagerly after all: something is not finite, or an alert is on."""
         flags = outputs[binding.out["flags"]]
         if not bool(flags.any()):
             return False
-        step, raised = binding.step, flags.tolist()
-        for (oracle, hint), amiss in zip(step.finite, raised, strict=False):
-            if amiss:
-                raise NonFiniteError(oracle, self._ledger.steps, hint)
-        on = {key for key, amiss in zip(step.alerts, raised[len(step.finite) :], strict=True) if amiss}
-        return not on <= self._ledger.warned or type(self).react is not StepFunctions.react
+        amiss, *raised = flags.tolist()
+        on = {key for key, is_on in zip(binding.step.alerts, raised, strict=True) if is_on}
+        return amiss or not on <= self._ledger.warned or type(self).react is not StepFunctions.react
 
     def _write(self, binding: Binding, outputs: Sequence[Tensor], loss: Tensor) -> Tensor:
         """Write a captured step."""
@@ -314,7 +314,7 @@ class Compiled(StepFunctions):
         """An eager step, with which the captured one is compared."""
         rates = capture.rates(self.param_groups, binding.device)
         try:
-            outputs = binding.run(binding.arguments(), rates, data)
+            outputs = binding.run(binding.arguments(), rates, data.tensors)
         except Exception as error:
             capture.refuse(f"{type(error).__name__}: {error}".splitlines()[0], kind)
             return self._fed(kind, call, results)

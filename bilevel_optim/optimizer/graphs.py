@@ -137,6 +137,8 @@ def _lifted(module: GraphModule) -> list[Tensor]:
                 if argument.is_write and value in outside:
                     raise Untraceable(f"a loss writes into a tensor that is not its own ({node.target})")
     graph.eliminate_dead_code()
+    for node in graph.nodes:
+        node.meta.pop("val", None)  # of one fake mode each, which Inductor's C++ wrapper takes for its own
     graph.lint()
     module.recompile()
     return captured

@@ -54,11 +54,11 @@ class Ledger:
         self.__dict__.update(after)
         self.buffers.complete = True
 
-    def add(self, counts: Mapping[str, int], loss: Tensor) -> Tensor:
-        """Enter a step of these oracle calls, about which nothing else was found; gives its loss."""
+    def add(self, counts: Mapping[str, int], loss: Tensor, steps: int = 1) -> Tensor:
+        """Enter steps of these oracle calls each, about which nothing else was found; gives the loss of the last."""
         for name, count in counts.items():
-            self.counts[name] += count
-        self.steps += 1
+            self.counts[name] += steps * count
+        self.steps += steps
         self.last_loss = loss
         return loss
 

@@ -390,6 +390,37 @@ def test_a_run_keeps_what_came_before_a_failure(at):
     assert close(*results, 1e-12)
 
 
+def test_a_loss_that_is_infinite_while_its_gradient_is_not_fails():
+    """Nothing but the value shows it."""
+    for optimizer, _, x, y in simple(lambda x, y: lambda: base(x, y)):
+        offsets = [torch.zeros((), dtype=torch.float64) for _ in range(8)]
+        offsets[6].fill_(torch.inf)  # a step of the graph alone
+        upper = bo.Objective(lambda offset, y=y: (y - 1).square().sum() + offset, offsets)
+        for _ in range(6):
+            optimizer.step(upper, lambda x=x, y=y: base(x, y))
+        before = x.clone(), y.clone()
+        with pytest.raises(bo.NonFiniteError, match="loss"):
+            optimizer.step(upper, lambda x=x, y=y: base(x, y))
+        assert torch.equal(x, before[0])
+        assert torch.equal(y, before[1])
+
+
+def test_batches_with_other_strides_get_a_graph_of_their_own():
+    """A graph addresses the memory of its arguments by the strides that it was made for."""
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(3, 2, generator=generator, dtype=torch.float64) for _ in range(24)]
+    data = [r if k < 12 else r.t().contiguous().t() for k, r in enumerate(rows)]
+    results = []
+    for optimizer, _, x, y in simple(lambda x, y: lambda: base(x, y)):
+        if optimizer._capture is not None:
+            optimizer.compile(backend="inductor")
+        lower = bo.Objective(lambda batch, x=x, y=y: base(x, y) + (batch @ y).square().mean(), data)
+        for _ in range(8):
+            optimizer.step(lambda y=y: (y - 1).square().sum(), lower)
+        results.append((x.detach(), y.detach()))
+    assert close(*results, 1e-11)
+
+
 def test_a_run_gives_the_losses_of_the_steps():
     (eager, losses, x, _), (captured, others, z, _) = simple(lambda x, y: lambda: base(x, y))
     assert torch.equal(eager.run(*losses, steps=3), torch.stack([captured.step(*others) for _ in range(3)]))
