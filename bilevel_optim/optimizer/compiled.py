@@ -295,7 +295,7 @@ class Compiled(StepFunctions):
             return False
         amiss, *raised = flags.tolist()
         on = {key for key, is_on in zip(binding.step.alerts, raised, strict=True) if is_on}
-        return amiss or not on <= self._ledger.warned or type(self).react is not StepFunctions.react
+        return amiss or not on <= self._ledger.warned or self.reacts_to(self.numbers) in on
 
     def _write(self, binding: Binding, outputs: Sequence[Tensor], loss: Tensor) -> Tensor:
         """Write a captured step."""

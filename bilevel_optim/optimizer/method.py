@@ -132,15 +132,18 @@ class StepFunctions(ABC):
             estimate, session = make(oracle, given), oracle.session
             session.conclude()
             alerts = session.checks.verify(given.steps, oracle.session.warned) if self.check_finite else set()
-            again = self.react(alerts, oracle, given, estimate) if alerts else None
-            if again is None:
+            if not alerts or self.reacts_to(given.numbers) not in alerts:
                 return estimate
-            oracle, given = again
+            oracle, given = self.react(oracle, given, estimate)
             session.checks = Checks()
 
-    def react(self, alerts: set[str], oracle: Oracle, given: Given, estimate: Estimate) -> tuple[Oracle, Given] | None:
-        """Where and with what the estimate is to be made again after alerts; None if it stands."""
+    def reacts_to(self, numbers: Mapping[str, Any]) -> str | None:
+        """The alert after which the estimate is made again, if there is one, with the plain numbers of a step."""
         return None
+
+    def react(self, oracle: Oracle, given: Given, estimate: Estimate) -> tuple[Oracle, Given]:
+        """Where and with what the estimate is made again after that alert."""
+        raise NotImplementedError
 
     def together(self, tasks: int) -> list[slice]:
         """Which of the drawn tasks make one stacked problem: all of them."""

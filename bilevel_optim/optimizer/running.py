@@ -14,7 +14,7 @@ from ..problem.parameters import is_count, require
 from .binding import Binding, Flat, flattened
 from .capture import Capture
 from .compiled import Call, Compiled, Place
-from .method import Loss, StepFunctions
+from .method import Loss
 from .replay import Sources
 
 __all__ = ["Running"]
@@ -151,7 +151,7 @@ class Running(Compiled):
         if not bool(flags.any()):
             return len(flags)
         step = binding.step
-        known = self._ledger.warned if type(self).react is StepFunctions.react else set()
+        known = self._ledger.warned - {self.reacts_to(self.numbers)}
         matters = [True] + [key not in known for key in step.alerts]
         failed = (flags & flags.new_tensor(matters)).any(1).tolist()
         return failed.index(True) if any(failed) else len(flags)
