@@ -38,6 +38,7 @@ from ..solvers.lower import LowerRules
 from . import memory, method
 from .adapting import Adapting
 from .checkpoint import OWN, REMADE, Checkpointed, initialises
+from .compiled import Look
 from .declaration import register
 from .entry import hooked, walled
 from .ledger import Ledger
@@ -203,19 +204,18 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         *,
         update: bool,
         chances: dict[str, Any] | None = None,
-        look: Callable[[Oracle, Estimate, Given, Update | None], None] | None = None,
+        look: Look | None = None,
     ) -> Tensor:
-        """A step, or all of it but the update of x; ``look`` sees it before it is written."""
+        """A step, or all of it but the update of x; ``look`` sees it before, and may give what is to be written."""
         attempt, oracle, groups = self._opened(upper, lower)
         with attempt:
             estimate, given = self._proposed(oracle, groups, tasks, chances=chances)
             advance_buffers(oracle, estimate.lower)
             with torch.no_grad():
                 new = self.update(oracle.x, estimate.gradient, given.after(estimate)) if update else None
-                if look is not None:
-                    look(oracle, estimate, given, new)
+                instead = None if look is None else look(oracle, estimate, given, new)
                 moves = [] if new is None else self._writes_of_update(oracle.live_x, new, estimate.numbers)
-                attempt.commit([*self._writes(oracle, estimate), *moves])
+                attempt.commit(instead or [*self._writes(oracle, estimate), *moves])
         assert self._ledger.last_loss is not None
         return self._ledger.last_loss
 

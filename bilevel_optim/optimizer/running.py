@@ -16,6 +16,7 @@ from .capture import Capture
 from .compiled import Call, Compiled, Place
 from .method import Loss
 from .replay import Sources
+from .transaction import make
 
 __all__ = ["Running"]
 
@@ -142,8 +143,7 @@ class Running(Compiled):
             if not sound:
                 return [], 0
             losses, _, own, outputs = linked(chain[:sound])
-        self._ledger.add(binding.step.counts, losses[-1][-1], sound - 1)
-        self._write(own, outputs, losses[-1][-1])
+        make(self._writes_of(own, outputs, losses[-1][-1], sound))
         return losses, sound
 
     def _sound(self, binding: Binding, flags: Tensor) -> int:
