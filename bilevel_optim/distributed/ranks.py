@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from ..problem.random import apart
 from ..problem.vector import Vector, is_sharded
 from .failures import exchange, report
 
@@ -87,5 +88,15 @@ class Ranks:
         """This rank's part of drawn tasks, and how many they are."""
         if self.world == 1:
             return tasks, count
+        if count < self.world:  # what belongs to x moves on with the tasks, on every rank alike
+            raise ValueError(f"{count} tasks cannot be shared by {self.world} ranks, of which each needs at least one")
         part = slice(self.rank, count, self.world)
         return tree_map(lambda t: t[part] if isinstance(t, Tensor) else t, tasks), len(range(count)[part])
+
+    def own(self, generator: torch.Generator | None, steps: int) -> torch.Generator | None:
+        """Where this rank draws the data of its tasks, so that all ranks' generators go on alike."""
+        return generator if self.world == 1 else apart(generator, self.rank, steps)
+
+    def place(self, index: int) -> int:
+        """Which of all drawn tasks the one of this index in this rank's part is."""
+        return self.rank + self.world * index

@@ -8,6 +8,7 @@ import torch
 from ..problems import same, values
 from ..registry import each
 from .runs import Case, Run
+from .strategies import data_of
 from .toys import Kind
 
 
@@ -56,3 +57,14 @@ def test_first_looks_draw_no_random_numbers(row, features):
         for _ in range(2):
             run.step()
     assert same(values(old.problem.tensors), values(new.problem.tensors))
+
+
+@each(lambda row: not row.variant)
+def test_features_with_running_statistics_advance_them_once(row):
+    """Methods that differentiate features apart advanced them at every step but those that looked."""
+    data = data_of(row)[-1]
+    options = (("lower_batch", 2), ("upper_batch", 2)) if data == "tasks" else ()
+    run = Run(Case(row.name, Kind(buffers=True, features=True, data=data), options=options))
+    for k in (1, 2):
+        run.step()
+        assert run.problem.norm.num_batches_tracked == k
