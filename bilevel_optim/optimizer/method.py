@@ -97,15 +97,16 @@ class StepFunctions(ABC):
         count = task_layer.task_count(sampler, self.tasks_per_step)
         drawn = task_layer.sample(sampler, count, given.generator)
         tasks, share = given.ranks.share(drawn, count)
+        source = given.ranks.stream(given.generator)
         sizes = {"lower": self.lower_batch, "upper": self.upper_batch}
         loss, gradient, mean = torch.zeros((), device=oracle.device), oracle.x.zeros_like(), oracle.y.zeros_like()
         estimates: list[Estimate] = []
         for part in self.together(share):
             some, n = task_layer.select(tasks, part), len(range(share)[part])
-            draws = task_layer.TaskDraws(sampler, some, n, sizes, given.generator)
+            draws = task_layer.TaskDraws(sampler, some, n, sizes, source)
             own = given.anew()
-            if part.start:  # every part has chances of its own
-                own = changed(own, chances=self.chances(given.generator, given.ranks.agreed))
+            if part.start:  # every part has chances of its own, and other ranks may have no such part
+                own = changed(own, chances=self.chances(source, lambda number: number))
             start = task_layer.starting_points(oracle.y, oracle.lower_names(), some, n, given.lower_init)
             estimate = self.checked(stacked(oracle, start, draws.batch), own, self.estimate)
             loss, gradient = loss + estimate.loss / count, gradient + estimate.gradient * (1 / count)

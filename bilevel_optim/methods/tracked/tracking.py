@@ -16,7 +16,7 @@ from ...hypergradient.recursive import Points, flat, shaped
 from ...hypergradient.storm import ball
 from ...optimizer.base import BilevelOptimizer, CommonOptions
 from ...optimizer.memory import TABLE
-from ...optimizer.step import Given, Update
+from ...optimizer.step import Given, Update, changed
 from ...oracle.oracle import Oracle
 from ...problem.parameters import LEVELS, Params, is_count, is_number, level_groups, require
 from ...problem.tasks import TaskDraws, task_count
@@ -298,6 +298,7 @@ class RecursiveOptimizer(BilevelOptimizer):
 
         if ranks.world == 1 or sampler is None:
             return measured(slice(None))
+        given = changed(given, generator=ranks.stream(given.generator))
         mine, shapes = slice(ranks.rank, n, ranks.world), trackers.shapes(len(x), look.now["y"].shape[1])
         new, old = ({name: x.new_zeros(n, *shape) for name, shape in shapes.items()} for _ in range(2))
         loss, sums = torch.zeros((), device=oracle.device), x.new_zeros(2, 0 if trackers.apart else len(x))
