@@ -1,11 +1,15 @@
 """Functions run by several processes of one group."""
 
+import multiprocessing
 import os
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+# Processes come from one that has imported everything already, which is started once.
+multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.checkpoint", "tests.registry"])
 
 
 def _main(rank, world, address, function, results, arguments, timeout):
@@ -28,7 +32,13 @@ def together(world, tmp_path, function, *arguments, timeout=60.0, lost=()):
     with mp.Manager() as manager:
         results = manager.dict()
         address = f"file://{tmp_path}/rendezvous-{function.__name__}-{world}"
-        context = mp.spawn(_main, (world, address, function, results, arguments, timeout), nprocs=world, join=False)
+        context = mp.start_processes(
+            _main,
+            (world, address, function, results, arguments, timeout),
+            nprocs=world,
+            join=False,
+            start_method="forkserver",
+        )
         for process in context.processes:
             process.join(120)
         codes = [process.exitcode for process in context.processes]
