@@ -67,7 +67,7 @@ class Ranks:
         """Which of these tensors do not hold the same bits on all ranks (shards are not looked at)."""
         if self.group is None:
             return []
-        marks = [torch.zeros((), dtype=torch.int64) if is_sharded(t) else _mark(t) for t in tensors]
+        marks = [torch.zeros((), dtype=torch.int64, device="cpu") if is_sharded(t) else _mark(t) for t in tensors]
         own = torch.stack([mark.to(tensors[0].device) for mark in marks])
         sums = exchange(self.group, "sum", torch.cat([own, own * own])).tolist()
         pairs = zip(sums[: len(own)], sums[len(own) :], strict=True)

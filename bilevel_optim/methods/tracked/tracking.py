@@ -174,12 +174,12 @@ class RecursiveOptimizer(BilevelOptimizer):
         size = max(CHUNK // (p * (len(x) if trackers.apart else p)), self.drawing.batch(m), 1)
         found: list[Rows] = []
         counts: list[Rows] = []
-        for ids in torch.split(torch.arange(m), size):
+        for ids in torch.split(torch.arange(m, device="cpu"), size):
             draws, y = self._draws(sampler, ids, given), flat([t[ids.to(t.device)] for t in table.positions], len(ids))
             for _ in range(self.initial_steps):
                 points = Points(oracle, draws, x, y, apart=False)
                 y = y - rates.to(y) * flat(points.at(x, y).lower(points.g)[1], len(ids))
-            shares = torch.full((len(ids),), 1 / m, dtype=torch.float64)
+            shares = torch.full((len(ids),), 1 / m, dtype=torch.float64, device="cpu")
             points = Points(oracle, draws, x, y, apart=trackers.apart, weights=None if trackers.apart else shares)
             rows = trackers.opened(points, x, y, rates)
             value, total, derivatives = trackers.derivatives(points, x, rows)
@@ -193,7 +193,8 @@ class RecursiveOptimizer(BilevelOptimizer):
         whole = {name: torch.cat([part[name] for part in found]) for name in found[0]}
         diagnostics = {name: torch.stack([part[name] for part in counts]).sum() for name in counts[0]}
         clock = Clock.started(len(trackers.shrinking), len(trackers.moving), kinds)
-        return self._kept(oracle, loss, direction, {**diagnostics, "rows_touched": torch.tensor(m)}, clock, whole)
+        diagnostics["rows_touched"] = torch.tensor(m, device="cpu")
+        return self._kept(oracle, loss, direction, diagnostics, clock, whole)
 
     def _on(self, oracle: Oracle, given: Given, table: Table, sampler: Any) -> Estimate:
         """A later step looks at the rows of some tasks; all others follow their rule."""
@@ -215,7 +216,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         rows, active = self._followed({**look.now, **tracked}, measured.new, active, given, table.spread(_rates(given)))
         loss = measured.loss / n if trackers.apart else measured.loss
         residual = rows["w"].norm() / n**0.5
-        diagnostics = {**active, "lower_residual": residual, "rows_touched": torch.tensor(n)}
+        diagnostics = {**active, "lower_residual": residual, "rows_touched": torch.tensor(n, device="cpu")}
         if look.whole:
             return self._kept(oracle, loss, direction, diagnostics, after, rows, tables=drawn.tables)
         writes, final, mean = self._settled(look, rows)
@@ -245,7 +246,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         total = trackers.hypergradients(rows).sum(0) if after.exhausted and self.rule.mean else None
         eager = self.lazy is False or (self.lazy is None and table.count * table.width <= EAGER)
         if after.exhausted or (eager and not self.rule.rests):
-            others = torch.ones(table.count, dtype=torch.bool)
+            others = torch.ones(table.count, dtype=torch.bool, device="cpu")
             others[look.ids] = False
             for ids in table.chunks(others.nonzero().flatten()):
                 caught = table.gather(ids, after)
@@ -339,8 +340,8 @@ class RecursiveOptimizer(BilevelOptimizer):
 
     def _table(self, given: Given, y: Vector) -> Table:
         """The rows of all problems; y has one for each."""
-        group = torch.tensor([i for i, group in enumerate(given.lower_groups) for _ in group["params"]])
-        groups = group.repeat_interleave(torch.tensor([t[0].numel() for t in y]))
+        group = torch.tensor([i for i, group in enumerate(given.lower_groups) for _ in group["params"]], device="cpu")
+        groups = group.repeat_interleave(torch.tensor([t[0].numel() for t in y], device="cpu"))
         tables = {name: t for name, t in given.tables.items() if name not in CHANCES}
         least = self.floor if self.rule.floored else None
         return Table(y, tables, self.trackers.shrinking, self.trackers.moving, groups, least, self.radius)
@@ -387,7 +388,7 @@ def is_weight(value: object) -> bool:
 
 def _rates(given: Given) -> Tensor:
     """Learning rates of the lower groups."""
-    return torch.tensor([float(group["lr"]) for group in given.lower_groups], dtype=torch.float64)
+    return torch.tensor([float(group["lr"]) for group in given.lower_groups], dtype=torch.float64, device="cpu")
 
 
 def _device(given: Any) -> torch.device:
