@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ..problem.random import draw_seed, hashed
+from ..problem.random import hashed
 from ..problem.vector import Vector, is_sharded
 from .failures import exchange, report
 
@@ -73,11 +74,12 @@ class Ranks:
         pairs = zip(sums[: len(own)], sums[len(own) :], strict=True)
         return [i for i, (total, squares) in enumerate(pairs) if total * total != self.world * squares]
 
-    def stream(self, generator: torch.Generator | None) -> torch.Generator | None:
-        """Where this rank draws what concerns it alone, so that the ranks' generators stay together."""
+    def stream(self, generator: torch.Generator | None, step: int) -> torch.Generator | None:
+        """Where this rank draws what concerns it alone, so that the ranks' generators stay as that of one process."""
         if generator is None or self.world == 1:
             return generator
-        return torch.Generator(generator.device).manual_seed(hashed(draw_seed(generator), self.rank))
+        state = blake2b(bytes(generator.get_state().tolist()), digest_size=7).digest()
+        return torch.Generator(generator.device).manual_seed(hashed(int.from_bytes(state), step, self.rank))
 
     def same(self, vector: Vector) -> Vector:
         """The vector that the first rank has, written into this one."""

@@ -97,7 +97,7 @@ class StepFunctions(ABC):
         count = task_layer.task_count(sampler, self.tasks_per_step)
         drawn = task_layer.sample(sampler, count, given.generator)
         tasks, share = given.ranks.share(drawn, count)
-        source = given.ranks.stream(given.generator)
+        source = given.ranks.stream(given.generator, given.steps)
         sizes = {"lower": self.lower_batch, "upper": self.upper_batch}
         loss, gradient, mean = torch.zeros((), device=oracle.device), oracle.x.zeros_like(), oracle.y.zeros_like()
         estimates: list[Estimate] = []

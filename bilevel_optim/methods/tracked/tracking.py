@@ -299,7 +299,7 @@ class RecursiveOptimizer(BilevelOptimizer):
 
         if ranks.world == 1 or sampler is None:
             return measured(slice(None))
-        given = changed(given, generator=ranks.stream(given.generator))
+        given = changed(given, generator=ranks.stream(given.generator, given.steps))
         mine, shapes = slice(ranks.rank, n, ranks.world), trackers.shapes(len(x), look.now["y"].shape[1])
         new, old = ({name: x.new_zeros(n, *shape) for name, shape in shapes.items()} for _ in range(2))
         loss, sums = torch.zeros((), device=oracle.device), x.new_zeros(2, 0 if trackers.apart else len(x))
