@@ -21,16 +21,17 @@ from ...oracle.oracle import Oracle
 from ...problem.parameters import LEVELS, Params, is_count, is_number, level_groups, require
 from ...problem.tasks import TaskDraws, task_count
 from ...problem.vector import Vector
+from . import watching
 from .drawing import CHANCES, Drawing
 from .rows import CHUNK, STAMPS, Clock, Rows, Table, table_of
-from .trackers import Measured
+from .trackers import Matrices, Measured
 from .variants import Look, Variant
 
 __all__ = ["RecursiveOptimizer", "RecursiveOptions", "is_weight"]
 
 EAGER = 1 << 16  # entries of all rows together up to which every row is kept current
 SCHEDULES = ("constant", "cube_root")
-DEFAULT_BETA, LOUD_BETA, PATIENCE = 0.1, 0.3, 100
+DEFAULT_BETA = 0.1
 
 
 class RecursiveOptions(CommonOptions, total=False):
@@ -184,7 +185,7 @@ class RecursiveOptimizer(BilevelOptimizer):
             rows = trackers.opened(points, x, y, rates)
             value, total, derivatives = trackers.derivatives(points, x, rows)
             tracked, active = trackers.projected({name: derivatives[name] for name in trackers.names})
-            if trackers.apart:  # otherwise the shares are in the weights
+            if isinstance(trackers, Matrices):  # otherwise the shares are in the weights
                 value, total = value / m, trackers.hypergradients({**derivatives, **tracked}).sum(0) / m
             loss, direction = loss + value, direction + total
             rows, active = self._followed({**rows, **tracked}, tracked, active, given, rates)
@@ -192,6 +193,7 @@ class RecursiveOptimizer(BilevelOptimizer):
             counts.append(active)
         whole = {name: torch.cat([part[name] for part in found]) for name in found[0]}
         diagnostics = {name: torch.stack([part[name] for part in counts]).sum() for name in counts[0]}
+        watching.held(oracle.checks, diagnostics, m, self.floor)
         clock = Clock.started(len(trackers.shrinking), len(trackers.moving), kinds)
         diagnostics["rows_touched"] = torch.tensor(m, device="cpu")
         return self._kept(oracle, loss, direction, diagnostics, clock, whole)
@@ -209,13 +211,17 @@ class RecursiveOptimizer(BilevelOptimizer):
             flat(given.upper_memory["direction"])[0], trackers, self.drawing, given.generator,
         )  # fmt: skip
         if sampler is not None and not look.whole:
-            self._warn_if_loud(oracle, given)
+            steady = self.beta_unit == "q" and self.schedule == "constant" and self.restarts is None
+            share = self.trackers.resting(max(self.beta.values())) if steady else 0.0
+            watching.loud(oracle.checks, share, given.steps)
         measured = self._measured(look, oracle, given, sampler)
         tracked, active = trackers.track(look.now, measured, look.msvr if self.rule.rests else look.storm)
         direction = self.rule.direction(look, tracked, measured)
         rows, active = self._followed({**look.now, **tracked}, measured.new, active, given, table.spread(_rates(given)))
         loss = measured.loss / n if trackers.apart else measured.loss
         residual = rows["w"].norm() / n**0.5
+        if look.whole:  # of a few rows the drawing decides too
+            watching.held(oracle.checks, active, n, self.floor)
         diagnostics = {**active, "lower_residual": residual, "rows_touched": torch.tensor(n, device="cpu")}
         if look.whole:
             return self._kept(oracle, loss, direction, diagnostics, after, rows, tables=drawn.tables)
@@ -243,7 +249,8 @@ class RecursiveOptimizer(BilevelOptimizer):
         table, trackers, after = look.table, self.trackers, look.clocks[1]
         final = after.rebased() if after.exhausted else after
         writes = table.writes(look.ids, rows, final)
-        total = trackers.hypergradients(rows).sum(0) if after.exhausted and self.rule.mean else None
+        z = trackers.hypergradients if after.exhausted and isinstance(trackers, Matrices) and self.rule.mean else None
+        total = None if z is None else z(rows).sum(0)
         eager = self.lazy is False or (self.lazy is None and table.count * table.width <= EAGER)
         if after.exhausted or (eager and not self.rule.rests):
             others = torch.ones(table.count, dtype=torch.bool, device="cpu")
@@ -251,7 +258,7 @@ class RecursiveOptimizer(BilevelOptimizer):
             for ids in table.chunks(others.nonzero().flatten()):
                 caught = table.gather(ids, after)
                 writes += table.writes(ids, caught, final)
-                total = None if total is None else total + trackers.hypergradients(caught).sum(0)
+                total = None if z is None or total is None else total + z(caught).sum(0)
         return writes, final, None if total is None else total / table.count
 
     def _kept(
@@ -368,17 +375,6 @@ class RecursiveOptimizer(BilevelOptimizer):
         """Mixing weights of a step."""
         factor = (self.drawing.share(m) if self.beta_unit == "q" else 1.0) * self._pace(given.steps) ** 2
         return self.trackers.weights({name: min(beta * factor, 1.0) for name, beta in self.beta.items()})
-
-    def _warn_if_loud(self, oracle: Oracle, given: Given) -> None:
-        beta = self.trackers.resting(max(self.beta.values()))
-        steady = self.beta_unit == "q" and self.schedule == "constant" and self.restarts is None
-        if steady and given.steps > PATIENCE and beta > LOUD_BETA:
-            oracle.checks.alert(
-                "loud beta",
-                f"beta = {beta:g} in units of the part of the tasks in a step makes the drawing of tasks the largest "
-                "error; use 0.1 or less, or schedule='cube_root'",
-                torch.ones((), dtype=torch.bool, device=oracle.device),
-            )
 
 
 def is_weight(value: object) -> bool:
