@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ..problem.random import hashed
+from ..problem.random import apart
 from ..problem.vector import Vector, is_sharded
 from .failures import exchange, report
 
@@ -74,13 +73,6 @@ class Ranks:
         pairs = zip(sums[: len(own)], sums[len(own) :], strict=True)
         return [i for i, (total, squares) in enumerate(pairs) if total * total != self.world * squares]
 
-    def stream(self, generator: torch.Generator | None, step: int) -> torch.Generator | None:
-        """Where this rank draws what concerns it alone, so that the ranks' generators stay as that of one process."""
-        if generator is None or self.world == 1:
-            return generator
-        state = blake2b(bytes(generator.get_state().tolist()), digest_size=7).digest()
-        return torch.Generator(generator.device).manual_seed(hashed(int.from_bytes(state), step, self.rank))
-
     def same(self, vector: Vector) -> Vector:
         """The vector that the first rank has, written into this one."""
         if self.group is not None:
@@ -107,8 +99,18 @@ class Ranks:
         """This rank's part of drawn tasks, and how many they are."""
         if self.world == 1:
             return tasks, count
+        if count < self.world:  # what belongs to x moves on with the tasks, on every rank alike
+            raise ValueError(f"{count} tasks cannot be shared by {self.world} ranks, of which each needs at least one")
         part = slice(self.rank, count, self.world)
         return tree_map(lambda t: t[part] if isinstance(t, Tensor) else t, tasks), len(range(count)[part])
+
+    def own(self, generator: torch.Generator | None, steps: int) -> torch.Generator | None:
+        """Where this rank draws the data of its tasks, so that all ranks' generators go on alike."""
+        return generator if self.world == 1 else apart(generator, self.rank, steps)
+
+    def place(self, index: int) -> int:
+        """Which of all drawn tasks the one of this index in this rank's part is."""
+        return self.rank + self.world * index
 
 
 def _mark(tensor: Tensor, piece: int = 2**22) -> Tensor:

@@ -97,25 +97,25 @@ class StepFunctions(ABC):
         count = task_layer.task_count(sampler, self.tasks_per_step)
         drawn = task_layer.sample(sampler, count, given.generator)
         tasks, share = given.ranks.share(drawn, count)
-        source = given.ranks.stream(given.generator, given.steps)
+        generator = given.ranks.own(given.generator, given.steps)
+        whole = self.together(count)  # every part has chances of its own
+        chances = [given.chances, *(self.chances(given.generator, int) for _ in whole[1:])]
         sizes = {"lower": self.lower_batch, "upper": self.upper_batch}
-        loss, gradient, mean = torch.zeros((), device=oracle.device), oracle.x.zeros_like(), oracle.y.zeros_like()
+        loss, gradient, mean = oracle.x[0].new_zeros(()), oracle.x.zeros_like(), oracle.y.zeros_like()
         estimates: list[Estimate] = []
         for part in self.together(share):
             some, n = task_layer.select(tasks, part), len(range(share)[part])
-            draws = task_layer.TaskDraws(sampler, some, n, sizes, source)
-            own = given.anew()
-            if part.start:  # every part has chances of its own, and other ranks may have no such part
-                own = changed(own, chances=self.chances(source, lambda number: number))
+            draws = task_layer.TaskDraws(sampler, some, n, sizes, generator)
+            own = changed(given.anew(), chances=chances[given.ranks.place(part.start) if len(whole) > 1 else 0])
             start = task_layer.starting_points(oracle.y, oracle.lower_names(), some, n, given.lower_init)
             estimate = self.checked(stacked(oracle, start, draws.batch), own, self.estimate)
-            loss, gradient = loss + estimate.loss / count, gradient + estimate.gradient * (1 / count)
+            loss, gradient = loss + (estimate.loss / count).to(loss), gradient + estimate.gradient * (1 / count)
             y = start if estimate.lower is None else estimate.lower
             mean = mean + Vector(t.sum(0) / count for t in y)
             estimates.append(estimate)
         loss, gradient, mean = given.ranks.total(loss, gradient, mean)
         # What belongs to x stays; what belongs to the tasks' y goes with them.
-        kept = estimates[-1] if estimates else Estimate(loss, gradient)
+        kept = estimates[-1]
         return Estimate(
             loss,
             gradient,

@@ -31,12 +31,12 @@ def differing(rank):
 
 
 def uneven():
-    """Three tasks of which each rank has a part and draws rows: the parameters and the generator afterwards."""
+    """Five tasks of which each rank has a part and draws rows: the parameters and the generator afterwards."""
     ends = {}
     for row in DRAWING:
         rows = row.declared.tasks == "rows"
-        problem, generator = Tasks(m=3, rows=rows), seeded(2)
-        options = {"task_batch": 3} if row.name == "RSVRB" else {} if rows else {"tasks_per_step": 3}
+        problem, generator = Tasks(m=5, rows=rows), seeded(2)
+        options = {"task_batch": 5} if row.name == "RSVRB" else {} if rows else {"tasks_per_step": 5}
         options |= {"lower_batch": 2, "upper_batch": 2, "generator": generator, "process_group": dist.group.WORLD}
         optimizer = row(problem.x, problem.y, short=True, **options)
         for _ in range(3):

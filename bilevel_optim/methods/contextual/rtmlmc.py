@@ -215,7 +215,7 @@ class RTMLMC(BilevelOptimizer):
         bound = float(self.smoothness or curvature or 1.0)
         chances = None if self.one_level else level_probabilities(self.levels, self.base_level)
         several = chances is not None and len(chances) > 1
-        nothing = torch.zeros((), device=oracle.device)
+        nothing = oracle.x[0].new_zeros(())
         part = Estimate(nothing, oracle.x.zeros_like(), lower=oracle.y.zeros_like())
         if mine:
             starts = Vector(t[mine] for t in self._starts(oracle, given, contexts))
@@ -232,7 +232,7 @@ class RTMLMC(BilevelOptimizer):
             if "neumann_ratio" in part.diagnostics:
                 oracle.checks.alert("growing series", GROWING_SERIES, part.diagnostics["neumann_ratio"] > 1 + 1e-4)
         loss, gradient, mean, correction = given.ranks.total(
-            part.loss, part.gradient, part.lower, part.diagnostics.get("correction", nothing.double())
+            part.loss.to(nothing), part.gradient, part.lower, part.diagnostics.get("correction", nothing.double())
         )
         diagnostics, numbers = dict(part.diagnostics), dict[str, Any]()
         if curvature:

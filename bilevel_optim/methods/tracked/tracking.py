@@ -306,15 +306,15 @@ class RecursiveOptimizer(BilevelOptimizer):
 
         if ranks.world == 1 or sampler is None:
             return measured(slice(None))
-        given = changed(given, generator=ranks.stream(given.generator, given.steps))
+        given = changed(given, generator=ranks.own(given.generator, given.steps))
         mine, shapes = slice(ranks.rank, n, ranks.world), trackers.shapes(len(x), look.now["y"].shape[1])
         new, old = ({name: x.new_zeros(n, *shape) for name, shape in shapes.items()} for _ in range(2))
-        loss, sums = torch.zeros((), device=oracle.device), x.new_zeros(2, 0 if trackers.apart else len(x))
+        loss, sums = x.new_zeros(()), x.new_zeros(2, 0 if trackers.apart else len(x))
         if range(n)[mine]:
             loss, found, last, sums = measured(mine)
             for name in shapes:
                 new[name][mine], old[name][mine] = found[name], last[name]
-        loss, sums, *parts = ranks.total(loss, sums, *new.values(), *old.values())
+        loss, sums, *parts = ranks.total(loss.to(x), sums, *new.values(), *old.values())
         new, old = (dict(zip(shapes, half, strict=True)) for half in (parts[: len(new)], parts[len(new) :]))
         return Measured(loss, new, old, sums)
 
