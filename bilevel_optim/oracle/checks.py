@@ -50,7 +50,7 @@ class Checks:
         """
         tensors = [*(t for *_, vector in self._finite for t in vector if t.numel()), *(t for *_, t in self._scalars)]
         alerts = [on.reshape(()) for *_, on in self._alerts]
-        like = next(iter((*tensors, *alerts)), torch.empty(()))
+        like = next(iter((*tensors, *alerts)), torch.empty((), device="cpu"))
         kind = torch.promote_types(torch.float32, like.dtype)
         spoilt = torch.zeros((), dtype=kind, device=like.device)  # stays 0, or becomes no number
         for t in tensors:

@@ -51,7 +51,7 @@ class Drawing:
     def draw(self, sampler: Any, m: int, given: Given) -> Drawn:
         """The tasks of a step; without a sampler the one problem."""
         if sampler is None or self.task_batch is None:
-            return Drawn(torch.arange(m), torch.ones(m, dtype=torch.float64), {})
+            return Drawn(torch.arange(m, device="cpu"), torch.ones(m, dtype=torch.float64, device="cpu"), {})
         return self.some(sampler, m, given)
 
     def some(self, sampler: Any, m: int, given: Given) -> Drawn:

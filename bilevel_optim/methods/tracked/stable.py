@@ -108,12 +108,14 @@ class STABLE(RecursiveOptimizer):
         moved = dict(zip((id(p) for group in given.upper_groups for p in group["params"]), update.x - x, strict=True))
         movement = flat([moved.get(id(p), torch.zeros_like(p)) for p in self._parameters("upper")])[0]
         V, H, m = given.tables["V"], given.tables["H"], len(given.tables["H"])
+        movement = movement[: V.shape[1]]  # of tensors added since, which stand behind the others, nothing is known
         size = max(CHUNK // H[0].numel(), 1)
         right = (V.mT @ movement.to(V)).to(H).unsqueeze(-1)  # autocast may have made it narrower
         parts = [
             torch.linalg.solve_ex(h, r).result
             for h, r in zip(torch.split(H, size), torch.split(right, size), strict=True)
         ]
-        rows = flat(given.lower, m) - torch.cat(parts).squeeze(-1).to(movement.device)
+        rows, shift = flat(given.lower, m), torch.cat(parts).squeeze(-1).to(movement.device)
+        rows = rows - torch.nn.functional.pad(shift, (0, rows.shape[1] - shift.shape[1]))
         like = Vector(t.reshape(m, -1) for t in given.lower).lane(0)
         return replace(update, lower=Vector(r.view_as(t) for r, t in zip(shaped(rows, like), given.lower, strict=True)))

@@ -16,21 +16,22 @@ from ...hypergradient.recursive import Points, flat, shaped
 from ...hypergradient.storm import ball
 from ...optimizer.base import BilevelOptimizer, CommonOptions
 from ...optimizer.memory import TABLE
-from ...optimizer.step import Given, Update
+from ...optimizer.step import Given, Update, changed
 from ...oracle.oracle import Oracle
 from ...problem.parameters import LEVELS, Params, is_count, is_number, level_groups, require
 from ...problem.tasks import TaskDraws, task_count
 from ...problem.vector import Vector
+from . import watching
 from .drawing import CHANCES, Drawing
 from .rows import CHUNK, STAMPS, Clock, Rows, Table, table_of
-from .trackers import Measured
+from .trackers import Matrices, Measured
 from .variants import Look, Variant
 
 __all__ = ["RecursiveOptimizer", "RecursiveOptions", "is_weight"]
 
 EAGER = 1 << 16  # entries of all rows together up to which every row is kept current
 SCHEDULES = ("constant", "cube_root")
-DEFAULT_BETA, LOUD_BETA, PATIENCE = 0.1, 0.3, 100
+DEFAULT_BETA = 0.1
 
 
 class RecursiveOptions(CommonOptions, total=False):
@@ -174,17 +175,17 @@ class RecursiveOptimizer(BilevelOptimizer):
         size = max(CHUNK // (p * (len(x) if trackers.apart else p)), self.drawing.batch(m), 1)
         found: list[Rows] = []
         counts: list[Rows] = []
-        for ids in torch.split(torch.arange(m), size):
+        for ids in torch.split(torch.arange(m, device="cpu"), size):
             draws, y = self._draws(sampler, ids, given), flat([t[ids.to(t.device)] for t in table.positions], len(ids))
             for _ in range(self.initial_steps):
                 points = Points(oracle, draws, x, y, apart=False)
                 y = y - rates.to(y) * flat(points.at(x, y).lower(points.g)[1], len(ids))
-            shares = torch.full((len(ids),), 1 / m, dtype=torch.float64)
+            shares = torch.full((len(ids),), 1 / m, dtype=torch.float64, device="cpu")
             points = Points(oracle, draws, x, y, apart=trackers.apart, weights=None if trackers.apart else shares)
             rows = trackers.opened(points, x, y, rates)
             value, total, derivatives = trackers.derivatives(points, x, rows)
             tracked, active = trackers.projected({name: derivatives[name] for name in trackers.names})
-            if trackers.apart:  # otherwise the shares are in the weights
+            if isinstance(trackers, Matrices):  # otherwise the shares are in the weights
                 value, total = value / m, trackers.hypergradients({**derivatives, **tracked}).sum(0) / m
             loss, direction = loss + value, direction + total
             rows, active = self._followed({**rows, **tracked}, tracked, active, given, rates)
@@ -192,8 +193,10 @@ class RecursiveOptimizer(BilevelOptimizer):
             counts.append(active)
         whole = {name: torch.cat([part[name] for part in found]) for name in found[0]}
         diagnostics = {name: torch.stack([part[name] for part in counts]).sum() for name in counts[0]}
+        watching.held(oracle.checks, diagnostics, m, self.floor)
         clock = Clock.started(len(trackers.shrinking), len(trackers.moving), kinds)
-        return self._kept(oracle, loss, direction, {**diagnostics, "rows_touched": torch.tensor(m)}, clock, whole)
+        diagnostics["rows_touched"] = torch.tensor(m, device="cpu")
+        return self._kept(oracle, loss, direction, diagnostics, clock, whole)
 
     def _on(self, oracle: Oracle, given: Given, table: Table, sampler: Any) -> Estimate:
         """A later step looks at the rows of some tasks; all others follow their rule."""
@@ -208,14 +211,18 @@ class RecursiveOptimizer(BilevelOptimizer):
             flat(given.upper_memory["direction"])[0], trackers, self.drawing, given.generator,
         )  # fmt: skip
         if sampler is not None and not look.whole:
-            self._warn_if_loud(oracle, given)
+            steady = self.beta_unit == "q" and self.schedule == "constant" and self.restarts is None
+            share = self.trackers.resting(max(self.beta.values())) if steady else 0.0
+            watching.loud(oracle.checks, share, given.steps)
         measured = self._measured(look, oracle, given, sampler)
         tracked, active = trackers.track(look.now, measured, look.msvr if self.rule.rests else look.storm)
         direction = self.rule.direction(look, tracked, measured)
         rows, active = self._followed({**look.now, **tracked}, measured.new, active, given, table.spread(_rates(given)))
         loss = measured.loss / n if trackers.apart else measured.loss
         residual = rows["w"].norm() / n**0.5
-        diagnostics = {**active, "lower_residual": residual, "rows_touched": torch.tensor(n)}
+        if look.whole:  # of a few rows the drawing decides too
+            watching.held(oracle.checks, active, n, self.floor)
+        diagnostics = {**active, "lower_residual": residual, "rows_touched": torch.tensor(n, device="cpu")}
         if look.whole:
             return self._kept(oracle, loss, direction, diagnostics, after, rows, tables=drawn.tables)
         writes, final, mean = self._settled(look, rows)
@@ -242,15 +249,16 @@ class RecursiveOptimizer(BilevelOptimizer):
         table, trackers, after = look.table, self.trackers, look.clocks[1]
         final = after.rebased() if after.exhausted else after
         writes = table.writes(look.ids, rows, final)
-        total = trackers.hypergradients(rows).sum(0) if after.exhausted and self.rule.mean else None
+        z = trackers.hypergradients if after.exhausted and isinstance(trackers, Matrices) and self.rule.mean else None
+        total = None if z is None else z(rows).sum(0)
         eager = self.lazy is False or (self.lazy is None and table.count * table.width <= EAGER)
         if after.exhausted or (eager and not self.rule.rests):
-            others = torch.ones(table.count, dtype=torch.bool)
+            others = torch.ones(table.count, dtype=torch.bool, device="cpu")
             others[look.ids] = False
             for ids in table.chunks(others.nonzero().flatten()):
                 caught = table.gather(ids, after)
                 writes += table.writes(ids, caught, final)
-                total = None if total is None else total + trackers.hypergradients(caught).sum(0)
+                total = None if z is None or total is None else total + z(caught).sum(0)
         return writes, final, None if total is None else total / table.count
 
     def _kept(
@@ -298,6 +306,7 @@ class RecursiveOptimizer(BilevelOptimizer):
 
         if ranks.world == 1 or sampler is None:
             return measured(slice(None))
+        given = changed(given, generator=ranks.own(given.generator, given.steps))
         mine, shapes = slice(ranks.rank, n, ranks.world), trackers.shapes(len(x), look.now["y"].shape[1])
         new, old = ({name: x.new_zeros(n, *shape) for name, shape in shapes.items()} for _ in range(2))
         loss, sums = x.new_zeros(()), x.new_zeros(2, 0 if trackers.apart else len(x))
@@ -338,8 +347,8 @@ class RecursiveOptimizer(BilevelOptimizer):
 
     def _table(self, given: Given, y: Vector) -> Table:
         """The rows of all problems; y has one for each."""
-        group = torch.tensor([i for i, group in enumerate(given.lower_groups) for _ in group["params"]])
-        groups = group.repeat_interleave(torch.tensor([t[0].numel() for t in y]))
+        group = torch.tensor([i for i, group in enumerate(given.lower_groups) for _ in group["params"]], device="cpu")
+        groups = group.repeat_interleave(torch.tensor([t[0].numel() for t in y], device="cpu"))
         tables = {name: t for name, t in given.tables.items() if name not in CHANCES}
         least = self.floor if self.rule.floored else None
         return Table(y, tables, self.trackers.shrinking, self.trackers.moving, groups, least, self.radius)
@@ -367,17 +376,6 @@ class RecursiveOptimizer(BilevelOptimizer):
         factor = (self.drawing.share(m) if self.beta_unit == "q" else 1.0) * self._pace(given.steps) ** 2
         return self.trackers.weights({name: min(beta * factor, 1.0) for name, beta in self.beta.items()})
 
-    def _warn_if_loud(self, oracle: Oracle, given: Given) -> None:
-        beta = self.trackers.resting(max(self.beta.values()))
-        steady = self.beta_unit == "q" and self.schedule == "constant" and self.restarts is None
-        if steady and given.steps > PATIENCE and beta > LOUD_BETA:
-            oracle.checks.alert(
-                "loud beta",
-                f"beta = {beta:g} in units of the part of the tasks in a step makes the drawing of tasks the largest "
-                "error; use 0.1 or less, or schedule='cube_root'",
-                torch.ones((), dtype=torch.bool, device=oracle.device),
-            )
-
 
 def is_weight(value: object) -> bool:
     """Whether value is a number that can be a mixing weight."""
@@ -386,7 +384,7 @@ def is_weight(value: object) -> bool:
 
 def _rates(given: Given) -> Tensor:
     """Learning rates of the lower groups."""
-    return torch.tensor([float(group["lr"]) for group in given.lower_groups], dtype=torch.float64)
+    return torch.tensor([float(group["lr"]) for group in given.lower_groups], dtype=torch.float64, device="cpu")
 
 
 def _device(given: Any) -> torch.device:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...hypergradient.storm import corrected, msvr, storm
 from .drawing import Drawing
 from .rows import Clock, Rows, Table
-from .trackers import Measured, Trackers
+from .trackers import Matrices, Measured, Trackers
 
 __all__ = ["Look", "Variant", "blockwise", "exact", "probed", "summed"]
 
@@ -47,6 +47,12 @@ class Look:
         """Whether every row is looked at."""
         return len(self.ids) == self.table.count
 
+    @property
+    def z(self) -> Callable[[Rows], Tensor]:
+        """What makes the hypergradients of rows, where the trackers have all that it takes."""
+        assert isinstance(self.trackers, Matrices)
+        return self.trackers.hypergradients
+
     def storm(self, name: str, tracker: Tensor, new: Tensor, old: Tensor) -> Tensor:
         """The step of a tracker that also shrinks where nobody looks."""
         return storm(tracker, new, old, self.betas[name], self.scale)
@@ -77,7 +83,7 @@ class Variant:
 
 def exact(look: Look, tracked: Rows, measured: Measured) -> Tensor:
     """The mean of all z, from the change of those looked at."""
-    z, m = look.trackers.hypergradients, look.table.count
+    z, m = look.z, look.table.count
     if look.whole:
         return z(tracked).mean(0)
     beta = look.trackers.resting(look.betas["d"])
@@ -86,7 +92,7 @@ def exact(look: Look, tracked: Rows, measured: Measured) -> Tensor:
 
 def probed(look: Look, tracked: Rows, measured: Measured) -> Tensor:
     """STORM over z of probes, before and after the step."""
-    z = look.trackers.hypergradients
+    z = look.z
     if look.whole:
         return z(tracked).mean(0)
     probes = look.drawing.probe(look.table.count, look.generator)
