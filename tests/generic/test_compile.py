@@ -491,7 +491,7 @@ def test_copies_of_a_captured_optimizer_capture_anew():
     assert graphs(other) == 0
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::bilevel_optim.errors.BilevelWarning")
 def test_compiled_by_inductor(request):
     """The default backend; for all methods with ``--slow``."""
     names = [row.name for row in ROWS] if request.config.getoption("--slow") else ["SOBA"]
