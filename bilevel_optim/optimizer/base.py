@@ -85,8 +85,7 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         hvp: ``"exact"`` Hessian-vector products by double backward, or ``"finite-difference"`` of first-order
             gradients. Default: ``"exact"``.
         process_group: average all oracles over the ranks of this ``torch.distributed`` group, each of which has its own
-            part of the data and the same parameters. Sharded lower parameters (FSDP2) work with methods that need first
-            derivatives only. Default: None.
+            part of the data and the same parameters, which is looked at in the first step. Default: None.
 
     Attributes:
         oracle_counts: cumulative number of ``upper_grad``, ``lower_grad``, ``hvp``, ``jvp`` and ``loss`` evaluations,
@@ -270,6 +269,7 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         groups = groups or {level: level_groups(self.param_groups, level) for level in LEVELS}
         x, y = (tensors_of(groups[level], level) for level in LEVELS)
         session = self._ledger.session(self._options)
+        session.require_alike(x, y, lambda: names_of(self.param_groups))
         return Oracle(x, y, f, g, names=lambda: names_of(self.param_groups), session=session)
 
     @property

@@ -75,4 +75,4 @@ class Ledger:
         """Go on from what `saved` gave."""
         self.steps, self.last_loss = saved["steps_done"], saved["last_loss"]
         self.counts.update(saved["oracle_counts"])
-        self.found = replace(self.found, fallback=saved["fallback"])
+        self.found = replace(self.found, fallback=saved["fallback"], alike=False)

@@ -119,7 +119,10 @@ class StepFunctions(ABC):
         return Estimate(
             loss,
             gradient,
-            {**_over_parts([estimate.diagnostics for estimate in estimates]), "task_count": torch.tensor(count)},
+            {
+                **_over_parts([estimate.diagnostics for estimate in estimates]),
+                "task_count": torch.tensor(count, device="cpu"),
+            },
             upper_memory=kept.upper_memory,
             numbers=kept.numbers,
             lower=mean if self.warm_start else None,
@@ -232,7 +235,9 @@ class StepFunctions(ABC):
 
     def probe(self) -> Optimizer:
         """The lower optimizer made for a dummy parameter, to see what it is."""
-        return self.lower_factory([{"params": [torch.zeros(1, 1, requires_grad=True)], "lr": self.default_lr["lower"]}])
+        return self.lower_factory(
+            [{"params": [torch.zeros(1, 1, device="cpu", requires_grad=True)], "lr": self.default_lr["lower"]}]
+        )
 
     def require_elementwise(self, what: str = "copies of y") -> None:
         """Raise if the lower optimizer would mix what is stacked."""

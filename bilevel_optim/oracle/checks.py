@@ -50,7 +50,7 @@ class Checks:
         """
         amiss = [~torch.stack([t.isfinite().all() for t in vector if t.numel()]).all() for *_, vector in self._finite]
         flags = [*amiss, *(on.reshape(()) for *_, on in self._alerts)]
-        together = torch.stack(flags) if flags else torch.zeros(0, dtype=torch.bool)
+        together = torch.stack(flags) if flags else torch.zeros(0, dtype=torch.bool, device="cpu")
         return [(oracle, hint) for oracle, hint, _ in self._finite], [key for key, *_ in self._alerts], together
 
     def verify(self, step: int, warned: set[str]) -> set[str]:

@@ -263,6 +263,7 @@ def _by_differences(oracle: Oracle, sample: Sample, gradient: bool) -> LowerSyst
         return _counted(oracle, Vector(), product)
     oracle.count("lower_grad")
     system = _counted(oracle, slope(y, "lower"), product)
+    oracle.checks.finite("lower_grad", system.gradient)
     if session.found.kinked:
         oracle.checks.alert(
             "kinks",

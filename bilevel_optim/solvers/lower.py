@@ -107,7 +107,7 @@ class LowerRule:
         # An optimizer that is not what its class is known for has to make its steps itself.
         known = is_known(self.optimizer)
         self._kind = type(self.optimizer) if known else Optimizer
-        trial = [{"params": [torch.zeros(1, 1, requires_grad=True)], **_options(groups[0])}]
+        trial = [{"params": [torch.zeros(1, 1, device="cpu", requires_grad=True)], **_options(groups[0])}]
         self._asks = needs_closure(self.optimizer if known else factory(trial))
 
     def follow(self, groups: Sequence[dict[str, Any]]) -> None:

@@ -241,9 +241,10 @@ class RTMLMC(BilevelOptimizer):
             moments = level_layer.added(given.numbers.get("moments"), self.levels, depths[0], correction)
             numbers["moments"], diagnostics["correction"] = moments, correction
             diagnostics["level_variance"] = level_layer.watched(oracle.checks, moments, self.base_level)
-        diagnostics["level_counts"] = torch.tensor(depths).bincount(minlength=self.levels + 1)
-        diagnostics["lower_steps"] = torch.tensor(sum(2 ** (k + 1) - 2 - k for k in depths))
-        diagnostics["smoothness"], diagnostics["task_count"] = torch.tensor(bound), torch.tensor(len(depths))
+        diagnostics["level_counts"] = torch.tensor(depths, device="cpu").bincount(minlength=self.levels + 1)
+        steps = sum(2 ** (k + 1) - 2 - k for k in depths)
+        for name, number in (("lower_steps", steps), ("smoothness", bound), ("task_count", len(depths))):
+            diagnostics[name] = torch.tensor(number, device="cpu")
         return Estimate(loss, gradient, diagnostics, lower=mean if self.warm_start else None, numbers=numbers)
 
     def _curvature(self, oracle: Oracle, given: Given, contexts: Contexts) -> float:

@@ -52,7 +52,7 @@ class Drawing:
     def draw(self, sampler: Any, m: int, given: Given) -> Drawn:
         """The tasks of a step; without a sampler the one problem."""
         if sampler is None or self.task_batch is None:
-            return Drawn(torch.arange(m), torch.ones(m, dtype=torch.float64), {})
+            return Drawn(torch.arange(m, device="cpu"), torch.ones(m, dtype=torch.float64, device="cpu"), {})
         return self.some(sampler, m, given)
 
     def some(self, sampler: Any, m: int, given: Given) -> Drawn:
@@ -116,7 +116,7 @@ class Weighted(Drawing):
         return ("size",) if self.chances is None else ()
 
     def opened(self, m: int) -> Rows:
-        even = torch.full((m,), 1 / m, dtype=torch.float64)
+        even = torch.full((m,), 1 / m, dtype=torch.float64, device="cpu")
         return {} if self.chances else dict(zip(CHANCES, (even, even.cumsum(0)), strict=True))
 
     def noted(self, derivatives: Rows, before: Rows) -> Rows:

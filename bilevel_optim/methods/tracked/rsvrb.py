@@ -180,7 +180,7 @@ class RSVRB(RecursiveOptimizer):
 def _chances(given: Any) -> Tensor | None:
     """The probabilities that are given, as they are; None if they are none."""
     try:
-        chances = torch.as_tensor(given, dtype=torch.float64)
+        chances = torch.as_tensor(given, dtype=torch.float64, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         return None
     sound = chances.dim() == 1 and len(chances) > 0 and bool((chances > 0).all() and chances.isfinite().all())

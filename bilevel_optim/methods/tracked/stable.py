@@ -111,13 +111,15 @@ class STABLE(RecursiveOptimizer):
         split, y = Split(given.lower, given.ranks), Vector(map(Split.local, given.lower))
         V, H = (Split.local(given.tables[name]) for name in ("V", "H"))
         m = len(H)
+        movement = movement[: V.shape[1]]  # of tensors added since, which stand behind the others, nothing is known
         size = max(CHUNK // H[0].numel(), 1)
         right = (V.mT @ movement.to(V)).to(H).unsqueeze(-1)  # autocast may have made it narrower
         parts = [
             torch.linalg.solve_ex(h, r).result
             for h, r in zip(torch.split(H, size), torch.split(right, size), strict=True)
         ]
-        rows = flat(y, m) - torch.cat(parts).squeeze(-1).to(movement.device)
+        rows, shift = flat(y, m), torch.cat(parts).squeeze(-1).to(movement.device)
+        rows = rows - torch.nn.functional.pad(shift, (0, rows.shape[1] - shift.shape[1]))
         like = Vector(t.reshape(m, -1) for t in y).lane(0)
         new = (split.whole(r.view_as(t)) for r, t in zip(shaped(rows, like), y, strict=True))
         return replace(update, lower=Vector(new))

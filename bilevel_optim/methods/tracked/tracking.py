@@ -22,15 +22,16 @@ from ...oracle.oracle import Oracle
 from ...problem.parameters import LEVELS, Params, is_count, is_number, level_groups, require
 from ...problem.tasks import TaskDraws, task_count
 from ...problem.vector import Vector
+from . import watching
 from .drawing import CHANCES, Drawing
 from .rows import CHUNK, STAMPS, Clock, Rows, Table, table_of
-from .trackers import Measured
+from .trackers import Matrices, Measured
 from .variants import Look, Variant, settled, shared
 
 __all__ = ["RecursiveOptimizer", "RecursiveOptions", "is_weight"]
 
 SCHEDULES = ("constant", "cube_root")
-DEFAULT_BETA, LOUD_BETA, PATIENCE = 0.1, 0.3, 100
+DEFAULT_BETA = 0.1
 
 
 class RecursiveOptions(CommonOptions, total=False):
@@ -178,18 +179,18 @@ class RecursiveOptimizer(BilevelOptimizer):
         size = max(CHUNK // (p * (len(x) if trackers.apart else p)), self.drawing.batch(m), 1)
         found: list[Rows] = []
         counts: list[Rows] = []
-        for ids in torch.split(torch.arange(table.count), size):
+        for ids in torch.split(torch.arange(table.count, device="cpu"), size):
             draws = self._draws(sampler, ids + table.split.start, given, own=bool(table.split))
             y = flat([t[ids.to(t.device)] for t in table.positions], len(ids))
             for _ in range(self.initial_steps):
                 points = Points(oracle, draws, x, y, apart=False)
                 y = y - rates.to(y) * flat(points.at(x, y).lower(points.g)[1], len(ids))
-            shares = torch.full((len(ids),), 1 / m, dtype=torch.float64)
+            shares = torch.full((len(ids),), 1 / m, dtype=torch.float64, device="cpu")
             points = Points(oracle, draws, x, y, apart=trackers.apart, weights=None if trackers.apart else shares)
             rows = trackers.opened(points, x, y, rates)
             value, total, derivatives = trackers.derivatives(points, x, rows)
             tracked, active = trackers.projected({name: derivatives[name] for name in trackers.names})
-            if trackers.apart:  # otherwise the shares are in the weights
+            if isinstance(trackers, Matrices):  # otherwise the shares are in the weights
                 value, total = value / m, trackers.hypergradients({**derivatives, **tracked}).sum(0) / m
             loss, direction = loss + value, direction + total
             rows, active = self._followed({**rows, **tracked}, tracked, active, given, rates)
@@ -200,8 +201,9 @@ class RecursiveOptimizer(BilevelOptimizer):
         if table.split:
             loss, direction, *sums = given.ranks.total(loss.to(x), direction, *(t.to(x) for t in active.values()))
             active = dict(zip(active, sums, strict=True))
+        watching.held(oracle.checks, active, m, self.floor)
         clock = Clock.started(len(trackers.shrinking), len(trackers.moving), kinds)
-        diagnostics, tables = {**active, "rows_touched": torch.tensor(m)}, self.drawing.opened(m)
+        diagnostics, tables = {**active, "rows_touched": torch.tensor(m, device="cpu")}, self.drawing.opened(m)
         return self._kept(oracle, loss, direction, diagnostics, clock, whole, table=table, tables=tables)
 
     def _on(self, oracle: Oracle, given: Given, table: Table, sampler: Any) -> Estimate:
@@ -219,15 +221,20 @@ class RecursiveOptimizer(BilevelOptimizer):
             flat(given.upper_memory["direction"])[0], trackers, self.drawing, given,
         )  # fmt: skip
         if sampler is not None and not look.whole:
-            self._warn_if_loud(oracle, given)
+            steady = self.beta_unit == "q" and self.schedule == "constant" and self.restarts is None
+            share = self.trackers.resting(max(self.beta.values())) if steady else 0.0
+            watching.loud(oracle.checks, share, given.steps)
         measured = self._measured(look, oracle, given, sampler)
         tracked, active = trackers.track(look.now, measured, look.msvr if self.rule.rests else look.storm)
         direction = self.rule.direction(look, tracked, measured)
         rows, active = self._followed({**look.now, **tracked}, measured.new, active, given, table.spread(_rates(given)))
         loss = measured.loss / n if trackers.apart else measured.loss
         squares, *sums = look.total(rows["w"].square().sum(), *active.values())
-        diagnostics = {**dict(zip(active, sums, strict=True)), "lower_residual": (squares / n).sqrt()}
-        diagnostics["rows_touched"] = torch.tensor(n)
+        active = dict(zip(active, sums, strict=True))
+        if look.whole:  # of a few rows the drawing decides too
+            watching.held(oracle.checks, active, n, self.floor)
+        residual = (squares / n).sqrt()
+        diagnostics = {**active, "lower_residual": residual, "rows_touched": torch.tensor(n, device="cpu")}
         if look.whole:
             return self._kept(oracle, loss, direction, diagnostics, after, rows, table=table, tables=drawn.tables)
         writes, final, mean = settled(look, rows, self.rule, self.lazy)
@@ -327,8 +334,8 @@ class RecursiveOptimizer(BilevelOptimizer):
 
     def _table(self, given: Given, y: Vector) -> Table:
         """The rows of all problems; y has one for each."""
-        group = torch.tensor([i for i, group in enumerate(given.lower_groups) for _ in group["params"]])
-        groups = group.repeat_interleave(torch.tensor([t[0].numel() for t in y]))
+        group = torch.tensor([i for i, group in enumerate(given.lower_groups) for _ in group["params"]], device="cpu")
+        groups = group.repeat_interleave(torch.tensor([t[0].numel() for t in y], device="cpu"))
         tables = {name: Split.local(t) for name, t in given.tables.items() if name not in CHANCES}
         least = self.floor if self.rule.floored else None
         split, own = Split(y, given.ranks), Vector(map(Split.local, y))
@@ -359,17 +366,6 @@ class RecursiveOptimizer(BilevelOptimizer):
         factor = (self.drawing.share(m) if self.beta_unit == "q" else 1.0) * self._pace(given.steps) ** 2
         return self.trackers.weights({name: min(beta * factor, 1.0) for name, beta in self.beta.items()})
 
-    def _warn_if_loud(self, oracle: Oracle, given: Given) -> None:
-        beta = self.trackers.resting(max(self.beta.values()))
-        steady = self.beta_unit == "q" and self.schedule == "constant" and self.restarts is None
-        if steady and given.steps > PATIENCE and beta > LOUD_BETA:
-            oracle.checks.alert(
-                "loud beta",
-                f"beta = {beta:g} in units of the part of the tasks in a step makes the drawing of tasks the largest "
-                "error; use 0.1 or less, or schedule='cube_root'",
-                torch.ones((), dtype=torch.bool, device=oracle.device),
-            )
-
 
 def is_weight(value: object) -> bool:
     """Whether value is a number that can be a mixing weight."""
@@ -378,7 +374,7 @@ def is_weight(value: object) -> bool:
 
 def _rates(given: Given) -> Tensor:
     """Learning rates of the lower groups."""
-    return torch.tensor([float(group["lr"]) for group in given.lower_groups], dtype=torch.float64)
+    return torch.tensor([float(group["lr"]) for group in given.lower_groups], dtype=torch.float64, device="cpu")
 
 
 def _device(given: Any) -> torch.device:

@@ -13,7 +13,7 @@ from ...hypergradient.storm import corrected, msvr, storm
 from ...optimizer.step import Given
 from .drawing import Drawing
 from .rows import Clock, Rows, Table
-from .trackers import Measured, Trackers
+from .trackers import Matrices, Measured, Trackers
 
 __all__ = ["Look", "Variant", "blockwise", "exact", "probed", "settled", "shared", "summed"]
 
@@ -53,6 +53,12 @@ class Look:
     def total(self, *sums: Tensor) -> tuple[Tensor, ...]:
         """Sums over all rows looked at, from those over this rank's."""
         return self.given.ranks.total(*sums) if self.table.split else sums
+
+    @property
+    def z(self) -> Callable[[Rows], Tensor]:
+        """What makes the hypergradients of rows, where the trackers have all that it takes."""
+        assert isinstance(self.trackers, Matrices)
+        return self.trackers.hypergradients
 
     def storm(self, name: str, tracker: Tensor, new: Tensor, old: Tensor) -> Tensor:
         """The step of a tracker that also shrinks where nobody looks."""
@@ -106,21 +112,22 @@ def settled(look: Look, rows: Rows, rule: Variant, lazy: bool | None) -> tuple[l
     table, trackers, after = look.table, look.trackers, look.clocks[1]
     final = after.rebased() if after.exhausted else after
     writes = table.writes(look.ids, rows, final)
-    total = trackers.hypergradients(rows).sum(0) if after.exhausted and rule.mean else None
+    z = trackers.hypergradients if after.exhausted and isinstance(trackers, Matrices) and rule.mean else None
+    total = None if z is None else z(rows).sum(0)
     eager = lazy is False or (lazy is None and table.count * table.width <= EAGER)
     if after.exhausted or (eager and not rule.rests):
-        others = torch.ones(table.count, dtype=torch.bool)
+        others = torch.ones(table.count, dtype=torch.bool, device="cpu")
         others[look.ids] = False
         for ids in table.chunks(others.nonzero().flatten()):
             caught = table.gather(ids, after)
             writes += table.writes(ids, caught, final)
-            total = None if total is None else total + trackers.hypergradients(caught).sum(0)
+            total = None if z is None or total is None else total + z(caught).sum(0)
     return writes, final, None if total is None else look.total(total)[0] / table.total
 
 
 def exact(look: Look, tracked: Rows, measured: Measured) -> Tensor:
     """The mean of all z, from the change of those looked at."""
-    z, m = look.trackers.hypergradients, look.table.total
+    z, m = look.z, look.table.total
     if look.whole:
         return look.total(z(tracked).sum(0) / m)[0]
     new, old = look.total(z(tracked).sum(0) / m, z(look.now).sum(0) / m)
@@ -129,7 +136,7 @@ def exact(look: Look, tracked: Rows, measured: Measured) -> Tensor:
 
 def probed(look: Look, tracked: Rows, measured: Measured) -> Tensor:
     """STORM over z of probes, before and after the step."""
-    z, table = look.trackers.hypergradients, look.table
+    z, table = look.z, look.table
     if look.whole:
         return look.total(z(tracked).sum(0) / table.total)[0]
     drawn = look.drawing.probe(table.total, look.given)

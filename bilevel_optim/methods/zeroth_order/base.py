@@ -67,7 +67,7 @@ class ZerothOrder(BilevelOptimizer):
 
     def chances(self, generator: torch.Generator | None, agreed: Callable[[int], int]) -> dict[str, Any]:
         """The seed of the directions."""
-        return {"seed": torch.tensor(agreed(draw_seed(generator)))}
+        return {"seed": torch.tensor(agreed(draw_seed(generator)), device="cpu")}
 
     def drawn_directions(self, oracle: Oracle, given: Given) -> Directions:
         """The directions of this step, the same on every rank."""
