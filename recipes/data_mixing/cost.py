@@ -9,6 +9,7 @@ Batches are as small as can be, so that little of it are activations, which are 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
+
+import bilevel_optim as bo
 
 from ..common import Parser, progress, save, show
 from .learning import LINEAR, METHODS, problem
@@ -46,7 +49,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # comes again as the operations on its shards
         found = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
-            given = tree_leaves(args[1] if "allgather" in func.__name__ or "reduce_scatter" in func.__name__ else args)
+            given = tree_leaves(args[1] if "reduce_scatter" in func.__name__ else args[0])  # of shards, the whole
             size = sum(t.numel() * t.element_size() for t in given if isinstance(t, Tensor))
             name = func.__name__.split(".")[0].strip("_").removesuffix("_base")
             self.sent[name] = self.sent.get(name, 0) + size
@@ -77,7 +80,8 @@ def measured(name: str, args: Any, ranks: Ranks) -> dict[str, Any]:
         process_group=ranks.group, **inner,
     )  # fmt: skip
     whole = sum(p.numel() * p.element_size() for p in model.parameters())  # of a DTensor: of all its shards
-    with Ledger([*model.parameters()]) as ledger:
+    with warnings.catch_warnings(), Ledger([*model.parameters()]) as ledger:
+        warnings.simplefilter("ignore", bo.BilevelWarning)  # the values mean nothing
         for _ in range(3):
             before, ledger.sent = dict(optimizer.oracle_counts), {}
             held, ledger.peak = ledger.bytes(), 0
