@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar, Self, TypedDict
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ __all__ = [
 ]
 
 Loss = Objective | Callable[..., Tensor]
+HINT = " (pass the class, or a function that makes one: lambda groups: torch.optim.SGD(groups, momentum=0.9))"
 
 
 class ColdOptions(TypedDict, total=False):
@@ -82,6 +84,15 @@ class StepFunctions(ABC):
     lower_factory: Callable[[Any], Optimizer]
     limits: Limits
     default_lr: dict[str, float]
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        """As for any class, but that a missing or unknown argument is one of the method, not of a base class."""
+        if arguments or options:  # copies are made without
+            try:
+                inspect.signature(cls).bind(*arguments, **options)
+            except TypeError as error:
+                raise TypeError(f"{cls.__name__}: {error}") from None
+        return super().__new__(cls)
 
     @abstractmethod
     def estimate(self, oracle: Oracle, given: Given) -> Estimate:
@@ -283,7 +294,9 @@ def require_common(*, lower_optimizer: Any, generator: Any, vectorize: Any, hvp:
     """Raise unless these arguments of every method are what they should be."""
     require("vectorize", vectorize, isinstance(vectorize, bool) or (is_count(vectorize) and vectorize > 0))
     require("hvp", hvp, hvp in ("exact", "finite-difference"))
-    require("lower_optimizer", lower_optimizer, lower_optimizer is None or callable(lower_optimizer))
+    made = isinstance(lower_optimizer, Optimizer)
+    wording = f"Invalid lower_optimizer value: {{value}}{HINT if made else ''}"
+    require("lower_optimizer", lower_optimizer, lower_optimizer is None or callable(lower_optimizer), wording)
     require("generator", generator, generator is None or isinstance(generator, torch.Generator))
     require("lower_init", lower_init, lower_init is None or callable(lower_init))
 
