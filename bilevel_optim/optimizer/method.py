@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Self, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor
@@ -84,15 +83,6 @@ class StepFunctions(ABC):
     lower_factory: Callable[[Any], Optimizer]
     limits: Limits
     default_lr: dict[str, float]
-
-    def __new__(cls, *arguments: Any, **options: Any) -> Self:
-        """As for any class, but that a missing or unknown argument is one of the method, not of a base class."""
-        if arguments or options:  # copies are made without
-            try:
-                inspect.signature(cls).bind(*arguments, **options)
-            except TypeError as error:
-                raise TypeError(f"{cls.__name__}: {error}") from None
-        return super().__new__(cls)
 
     @abstractmethod
     def estimate(self, oracle: Oracle, given: Given) -> Estimate:
