@@ -104,9 +104,9 @@ class Ranks:
         part = slice(self.rank, count, self.world)
         return tree_map(lambda t: t[part] if isinstance(t, Tensor) else t, tasks), len(range(count)[part])
 
-    def own(self, generator: torch.Generator | None, steps: int) -> torch.Generator | None:
+    def own(self, generator: torch.Generator | None, *numbers: int) -> torch.Generator | None:
         """Where this rank draws the data of its tasks, so that all ranks' generators go on alike."""
-        return generator if self.world == 1 else apart(generator, self.rank, steps)
+        return generator if self.world == 1 else apart(generator, self.rank, *numbers)
 
     def place(self, index: int) -> int:
         """Which of all drawn tasks the one of this index in this rank's part is."""

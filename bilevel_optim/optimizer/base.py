@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.optim import SGD, Optimizer
 
 from ..distributed.ranks import Ranks
@@ -39,7 +38,9 @@ from ..solvers.lower import LowerRules
 from . import memory, method
 from .adapting import Adapting
 from .checkpoint import OWN, REMADE, Checkpointed, initialises
+from .compiled import Look
 from .declaration import register
+from .entry import hooked, walled
 from .ledger import Ledger
 from .method import ColdOptions, CommonOptions, Loss, as_objective
 from .results import Results
@@ -131,9 +132,8 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         )
         method.require_sizes(tasks_per_step=tasks_per_step, lower_batch=lower_batch, upper_batch=upper_batch)
         self.tasks_per_step, self.lower_batch, self.upper_batch = tasks_per_step, lower_batch, upper_batch
-        self.lower_init = lower_init
         self.lower_steps, self.warm_start, self.check_finite = lower_steps, warm_start, check_finite
-        self.generator = generator
+        self.lower_init, self.generator = lower_init, generator
         self.diagnostics: dict[str, Any] = {}
         self.numbers: dict[str, Any] = {}
         self.lower_factory = lower_optimizer or SGD
@@ -148,7 +148,8 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
 
     # ------------------------------------------------------------------------------------------------ verbs
 
-    @_disable_dynamo
+    @hooked
+    @walled
     def step(  # type: ignore[override]
         self,
         upper: Loss | None = None,
@@ -202,19 +203,18 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         *,
         update: bool,
         chances: dict[str, Any] | None = None,
-        look: Callable[[Oracle, Estimate, Given, Update | None], None] | None = None,
+        look: Look | None = None,
     ) -> Tensor:
-        """A step, or all of it but the update of x; ``look`` sees it before it is written."""
+        """A step, or all of it but the update of x; ``look`` sees it before, and may give what is to be written."""
         attempt, oracle, groups = self._opened(upper, lower)
         with attempt:
             estimate, given = self._proposed(oracle, groups, tasks, chances=chances)
             advance_buffers(oracle, estimate.lower)
             with torch.no_grad():
                 new = self.update(oracle.x, estimate.gradient, given.after(estimate)) if update else None
-                if look is not None:
-                    look(oracle, estimate, given, new)
+                instead = None if look is None else look(oracle, estimate, given, new)
                 moves = [] if new is None else self._writes_of_update(oracle.live_x, new, estimate.numbers)
-                attempt.commit([*self._writes(oracle, estimate), *moves])
+                attempt.commit(instead or [*self._writes(oracle, estimate), *moves])
         assert self._ledger.last_loss is not None
         return self._ledger.last_loss
 
@@ -228,7 +228,7 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         self._update()
         return result
 
-    @_disable_dynamo
+    @walled
     def backward(self, upper: Loss, lower: Loss | None = None, *, tasks: Any = None) -> Tensor:
         """Improve y, and set ``.grad`` of the upper parameters to the estimate of the hypergradient.
 

@@ -137,15 +137,18 @@ class StepFunctions(ABC):
             estimate, session = make(oracle, given), oracle.session
             session.conclude()
             alerts = session.checks.verify(given.steps, oracle.session.warned) if self.check_finite else set()
-            again = self.react(alerts, oracle, given, estimate) if alerts else None
-            if again is None:
+            if not alerts or self.reacts_to(given.numbers) not in alerts:
                 return estimate
-            oracle, given = again
+            oracle, given = self.react(oracle, given, estimate)
             session.checks = Checks()
 
-    def react(self, alerts: set[str], oracle: Oracle, given: Given, estimate: Estimate) -> tuple[Oracle, Given] | None:
-        """Where and with what the estimate is to be made again after alerts; None if it stands."""
+    def reacts_to(self, numbers: Mapping[str, Any]) -> str | None:
+        """The alert after which the estimate is made again, if there is one, with the plain numbers of a step."""
         return None
+
+    def react(self, oracle: Oracle, given: Given, estimate: Estimate) -> tuple[Oracle, Given]:
+        """Where and with what the estimate is made again after that alert."""
+        raise NotImplementedError
 
     def together(self, tasks: int) -> list[slice]:
         """Which of the drawn tasks make one stacked problem: all of them."""
@@ -204,7 +207,7 @@ class StepFunctions(ABC):
         for name, value in (("lower_clip", self.limits.clip), ("lower_projection", self.limits.projection)):
             if value is not None and declared is not None and declared.lower_optimizer == "none":
                 raise ValueError(f"Invalid {name} value: {value} ({type(self).__name__} makes its lower steps itself)")
-        if self.stationary and not is_known(probe) and not self._shown("resting", rests_without_gradient):
+        if self.stationary and not is_known(probe) and not _shown(self, "resting", rests_without_gradient):
             raise ValueError(
                 f"Invalid lower_optimizer value: {type(probe).__name__} moves y where the gradient is zero (a clamp, a "
                 "projection or a penalty in a hook or in its step), so y does not end where the implicit hypergradient "
@@ -220,19 +223,12 @@ class StepFunctions(ABC):
                 f"{name} cannot be differentiated through; use one of torch's optimizers with a differentiable "
                 "argument, such as SGD or Adam, or AID"
             )
-        if not is_known(probe) and not self._shown("differentiable", can_be_differentiated):
+        if not is_known(probe) and not _shown(self, "differentiable", can_be_differentiated):
             raise ValueError(
                 f"{name} has an update whose derivative by autograd is not its difference quotient (a hook or its step "
                 "changes gradients or parameters out of autograd's sight); use lower_clip= or lower_projection=, which "
                 "are differentiated, or a method that does not differentiate the lower steps, such as F2SA or AID"
             )
-
-    def _shown(self, what: str, test: Callable[[Callable[[Any], Optimizer], float], bool]) -> bool:
-        """What a test of the lower optimizer found, which is made once."""
-        known = self.__dict__.setdefault("_lower_shown", {})
-        if what not in known:
-            known[what] = test(self.lower_factory, self.default_lr["lower"])
-        return bool(known[what])
 
     def probe(self) -> Optimizer:
         """The lower optimizer made for a dummy parameter, to see what it is."""
@@ -244,7 +240,7 @@ class StepFunctions(ABC):
         """Raise if the lower optimizer would mix what is stacked."""
         probe = self.probe()
         kind = type(probe)
-        mixes = not is_known(probe) and not self._shown("elementwise", acts_elementwise)
+        mixes = not is_known(probe) and not _shown(self, "elementwise", acts_elementwise)
         if issubclass(kind, NOT_ELEMENTWISE) or mixes:
             raise ValueError(
                 f"Invalid lower_optimizer value: {kind.__name__} does not treat every entry alone, so it would mix the "
@@ -259,6 +255,14 @@ class StepFunctions(ABC):
                 f"Invalid lower_optimizer value: {kind.__name__} evaluates gradients at points of its own, but the "
                 "lower step takes an estimate made before; use SGD, Adam or the like"
             )
+
+
+def _shown(method: StepFunctions, what: str, test: Callable[[Callable[[Any], Optimizer], float], bool]) -> bool:
+    """What a test of a method's lower optimizer found, which is made once."""
+    known = vars(method).setdefault("_lower_shown", {})
+    if what not in known:
+        known[what] = test(method.lower_factory, method.default_lr["lower"])
+    return bool(known[what])
 
 
 def as_objective(loss: Loss, level: str) -> Objective:

@@ -80,14 +80,19 @@ class Objective:
 
         ``once`` promises that there will be a single evaluation, which saves keeping the random state.
         """
-        if self.data is None:
-            return self.sample(once=once)
+        if self.accumulate == 1:
+            return self.sample(*self.arguments(), once=once)
         with span("draw"):
             batches = [self._next() for _ in range(self.accumulate)]
-        if len(batches) == 1:
-            return self.sample(batches[0], once=once)
         parts = [self.sample(batch, once=once) for batch in batches]
         return Sample(_Mean(parts), once=once, parts=parts)
+
+    def arguments(self) -> tuple[Any, ...]:
+        """What `draw` evaluates the loss on: the next batch, if there are data."""
+        if self.data is None:
+            return ()
+        with span("draw"):
+            return (self._next(),)
 
     def sample(self, *arguments: Any, once: bool = False) -> Sample:
         """The sample of a given batch (without an argument, for a loss without data)."""

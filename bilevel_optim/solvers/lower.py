@@ -13,7 +13,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 from ..oracle.checks import Checks
 from ..problem.profiling import span
-from ..problem.tracing import Untraceable, traced
+from ..problem.tracing import Untraceable, cut, traced
 from ..problem.vector import Vector, is_sharded
 from .agd import AGD
 from .functional import Memory, Rate, descended, rates_of, sgd, updated
@@ -137,7 +137,9 @@ class LowerRule:
 
     def step(self, y: Vector, memory: Memory, gradient: Gradient) -> Solved:
         """One step on the gradients that ``gradient`` evaluates, at y or where the optimizer asks for them."""
-        return self._limited(y, memory, gradient) if self.limits else self._step(y, memory, gradient)
+        solved = self._limited(y, memory, gradient) if self.limits else self._step(y, memory, gradient)
+        cut()
+        return solved
 
     def _limited(self, y: Vector, memory: Memory, gradient: Gradient) -> Solved:
         last: list[Vector] = []

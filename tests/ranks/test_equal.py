@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import bilevel_optim as bo
 
@@ -53,7 +55,26 @@ def on_tasks(row, dtype, rank=None, world=1, **options):
     if row.declared.tasks == "required":
         return ended(row, row.cleaning(dtype=dtype), steps=2, tasks_per_step=5, **options)
     few = {"task_batch": 1 + world % 2} if "RSVRB" in row.name else {"tasks_per_step": 5}
-    return ended(row, row.quadratic(tasks=True, dtype=dtype), steps=3, **few, **options)
+    return ended(row, row.quadratic(tasks=True, dtype=dtype), steps=2, **few, **options)
+
+
+def on_rows(row, dtype, rank=None, world=1, rows=7, **options):
+    """Each rank has the rows of its tasks only; they look at those that the first rank draws."""
+    problem = Tasks(m=rows, rows=True, dtype=dtype)
+    if rank is not None:
+        problem.y = [split(t.detach(), world).requires_grad_() for t in problem.y]
+    optimizer = row(problem.x, problem.y, short=True, generator=seeded(2 + (rank or 0)), **options)
+    losses = [problem.run(optimizer) for _ in range(4)]
+    optimizer.catch_up()
+    if rank is not None:
+        sizes = [len(t.to_local()) for name, t in optimizer.state[problem.y[0]].items() if name.startswith("rows.")]
+        assert set(sizes) == {len(torch.arange(rows).chunk(world)[rank])}
+        problem.y = [t.full_tensor() for t in problem.y]
+    return flat([*problem.x, *problem.y, *losses])
+
+
+def split(t, world):
+    return distribute_tensor(t, init_device_mesh("cpu", (world,)), [Shard(0)])
 
 
 def cases(dtype, every):
@@ -64,8 +85,15 @@ def cases(dtype, every):
                 yield f"{row.name}, data", partial(on_data, row, dtype)
             if row.takes_tasks:
                 yield f"{row.name}, tasks", partial(on_tasks, row, dtype)
+            if row.declared.tasks == "rows":
+                few = {"task_batch": 2} if row.declared.random else {}
+                yield f"{row.name}, rows", partial(on_rows, row, dtype, **few)
             if row.name == "PZOBO":
                 yield "PZOBO, own directions", partial(on_tasks, row, dtype, share_directions_across_tasks=False)
+
+
+def sharded_cases(every):
+    return {name: row for name, row in SHARDED.items() if every or name in ("F2SA-2", "AID, differences", "AID", "ITD")}
 
 
 def sharded(cls, options, kept=False, rank=None, world=1):
@@ -90,7 +118,7 @@ def sharded(cls, options, kept=False, rank=None, world=1):
 
     options = options if cls is bo.SOBA else {"lower_steps": 3, **options}
     optimizer = cls([x], net.parameters(), lr=0.5, lower_lr=0.1, **options)
-    for _ in range(3):
+    for _ in range(2):
         optimizer.step(upper, lower)
     with torch.no_grad():
         outputs = net(X)
@@ -113,13 +141,32 @@ def refusals(rank, world):
     with pytest.raises(ValueError, match=f"{world - 1} tasks cannot be shared by {world} ranks"):
         problem.run(optimizer)
 
+    rows = partial(on_rows, next(row for row in ROWS if row.name == "RSVRB"), torch.float64, rank, world)
+    with pytest.raises(ValueError, match="these are split over the ranks"):
+        rows(probabilities="adaptive", process_group=dist.group.WORLD)
+    with pytest.raises(ValueError, match="such that each has some"):
+        rows(rows=world - 1, process_group=dist.group.WORLD)
+    with pytest.raises(ValueError, match="need these as process_group"):
+        rows()
+
+
+def sampled(rank, world):
+    """Where the ranks draw data of their own, and look at few rows."""
+    row = next(row for row in ROWS if row.name == "RSVRB-faithful")
+    options = {"rank": rank, "world": world, "lower_batch": 2, "process_group": dist.group.WORLD}
+    return [
+        on_tasks(row, torch.float64, **options).tolist(),
+        on_rows(row, torch.float64, task_batch=3, **options).tolist(),
+    ]
+
 
 def all_cases(rank, world, dtype, every):
     options = {"rank": rank, "world": world}
     group = dist.group.WORLD
     found = {name: run(**options, process_group=group).tolist() for name, run in cases(dtype, every)}
     if dtype == torch.float64:
-        found |= {f"{name}, sharded": sharded(*row, **options).tolist() for name, row in SHARDED.items()}
+        found |= {f"{name}, sharded": sharded(*row, **options).tolist() for name, row in sharded_cases(every).items()}
+        found["sampled"] = sampled(rank, world)
         refusals(rank, world)
     return found
 
@@ -135,7 +182,8 @@ def test_every_method_on_several_ranks_is_that_on_one(world, dtype, every, tmp_p
     results = together(world, tmp_path, all_cases, world, dtype, every)
     expected = {name: run(world=world) for name, run in cases(dtype, every)}
     if dtype == torch.float64:
-        expected |= {f"{name}, sharded": sharded(*row) for name, row in SHARDED.items()}
+        expected |= {f"{name}, sharded": sharded(*row) for name, row in sharded_cases(every).items()}
+        assert all(results[rank]["sampled"] == results[0]["sampled"] for rank in range(world))
     for name, values in expected.items():
         tolerance = 1e-6 if dtype == torch.float32 else 1e-7 if "differences" in name or "sharded" in name else 1e-10
         for rank in range(world):
