@@ -19,7 +19,7 @@ from ..problem.vector import Vector, is_sharded
 from . import memory
 from .step import Update
 
-__all__ = ["Attempt", "Write", "agree_on_fallback", "writes_of", "writes_of_update"]
+__all__ = ["Attempt", "Write", "agree_on_fallback", "make", "writes_of", "writes_of_update"]
 
 Write = Callable[[], object]
 
@@ -70,18 +70,7 @@ class Attempt:
 
     def commit(self, writes: Sequence[Write]) -> None:
         """Accept the step and make the writes, each of which may be repeated; an interrupt waits for them."""
-        done = 0
-        try:
-            self._accepted = True
-            while done < len(writes):
-                writes[done]()
-                done += 1
-        except KeyboardInterrupt:
-            self._accepted = True
-            while done < len(writes):
-                writes[done]()
-                done += 1
-            raise
+        make([partial(setattr, self, "_accepted", True), *writes])
 
     def _restore_modes(self) -> None:
         """Leave what an interrupt at the wrong moment has left on, and give the live tensors their storages."""
@@ -103,6 +92,20 @@ class Attempt:
         if self._generator is not None:
             self._generator.set_state(own)
         set_default_state(self._device, random)
+
+
+def make(writes: Sequence[Write]) -> None:
+    """Make writes, each of which may be repeated; an interrupt waits for them."""
+    done = 0
+    try:
+        while done < len(writes):
+            writes[done]()
+            done += 1
+    except KeyboardInterrupt:
+        while done < len(writes):
+            writes[done]()
+            done += 1
+        raise
 
 
 def agree_on_fallback(oracle: Oracle, ranks: Ranks) -> None:
