@@ -6,13 +6,14 @@ Tensors are with the parameters, each of which has some; everything else is one 
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -51,6 +52,15 @@ class Checkpointed(Optimizer):
     _options: Options
     _ledger: Ledger
     _placeholders = False  # the state holds zeros that only show what a step would remember
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        """As for any class, but that a missing or unknown argument is one of the method, not of a base class."""
+        if arguments or options:  # copies are made without
+            try:
+                inspect.signature(cls).bind(*arguments, **options)
+            except TypeError as error:
+                raise TypeError(f"{cls.__name__}: {error}") from None
+        return super().__new__(cls)
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch; what does not belong to one parameter is the entry ``"bilevel"`` of the first group.
