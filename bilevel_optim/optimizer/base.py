@@ -238,6 +238,7 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         wrapped = vars(self).get("_optimizer")
         if wrapped is not None:  # Lightning's wrapper inherits from this class, and would keep the results to itself
             return wrapped.backward(upper, lower, tasks=tasks)  # type: ignore[no-any-return]
+        self._opt_called = True  # schedulers may go on: it is another optimizer's step that follows
         if self._capture is not None:
             return self._captured(self._capture, upper, lower, tasks, update=False)
         return self._stepped(upper, lower, tasks, update=False)
@@ -370,9 +371,8 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         if not moved:
             return
         given = self._given(groups, moved, tensors_of(groups["lower"], "lower"))
-        gradient = Vector(p.grad for p in moved)
         with Attempt(self.generator) as attempt:
-            update = self.update(Vector(p.detach() for p in moved), gradient, given)
+            update = self.update(Vector(p.detach() for p in moved), Vector(p.grad for p in moved), given)
             attempt.commit(self._writes_of_update(moved, update, {}))
 
     def _writes_of_update(self, moved: Sequence[Tensor], update: Update, numbers: dict[str, Any]) -> list[Write]:

@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 Loss = Objective | Callable[..., Tensor]
+HINT = " (pass the class, or a function that makes one: lambda groups: torch.optim.SGD(groups, momentum=0.9))"
 
 
 class ColdOptions(TypedDict, total=False):
@@ -287,7 +288,9 @@ def require_common(*, lower_optimizer: Any, generator: Any, vectorize: Any, hvp:
     """Raise unless these arguments of every method are what they should be."""
     require("vectorize", vectorize, isinstance(vectorize, bool) or (is_count(vectorize) and vectorize > 0))
     require("hvp", hvp, hvp in ("exact", "finite-difference"))
-    require("lower_optimizer", lower_optimizer, lower_optimizer is None or callable(lower_optimizer))
+    made = isinstance(lower_optimizer, Optimizer)
+    wording = f"Invalid lower_optimizer value: {{value}}{HINT if made else ''}"
+    require("lower_optimizer", lower_optimizer, lower_optimizer is None or callable(lower_optimizer), wording)
     require("generator", generator, generator is None or isinstance(generator, torch.Generator))
     require("lower_init", lower_init, lower_init is None or callable(lower_init))
 

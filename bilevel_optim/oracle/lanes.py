@@ -18,7 +18,7 @@ from torch.func import vmap
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ..problem import random
-from ..problem.objective import Objective, Sample
+from ..problem.objective import Objective, Sample, require_fit
 from ..problem.tasks import select
 from ..problem.vector import Vector, is_sharded
 from . import batched
@@ -196,7 +196,12 @@ class LaneLoss:
 
     def _at(self, batch: Any, *values: Tensor) -> Tensor:
         with Substitution(self.live, values):
-            return as_scalar(self.level, self.loss(batch))
+            try:
+                loss = self.loss(batch)
+            except TypeError as error:
+                require_fit(self.loss, (batch,), error)
+                raise
+            return as_scalar(self.level, loss)
 
     def _require_redirection(self, batch: Any) -> None:
         """Raise if the result depends on what the live tensors hold: then the loss reads them out of torch's sight."""

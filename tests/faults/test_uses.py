@@ -1,6 +1,7 @@
 """What crashed, or said nothing that helps, in ordinary use."""
 
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -89,3 +90,104 @@ def test_a_floor_above_the_curvature_is_warned_about(row, over):
     with pytest.warns(bo.BilevelWarning, match="floor=1000 is above") if over else nullcontext():
         problem.run(optimizer)
     assert bool(optimizer.diagnostics["projected_H"]) == over
+
+
+def apart():
+    """x, and y = x below."""
+    x, y = (torch.full((2,), v, requires_grad=True) for v in (2.0, 0.0))
+    return x, y, lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2
+
+
+@pytest.mark.parametrize("cls", [bo.AID, bo.F2SA, bo.PZOBO])
+def test_a_loss_with_other_arguments_is_told_what_to_do(cls):
+    x, y, upper, lower = apart()
+    optimizer = cls([x], [y], lr=0.1, lower_lr=0.5, lower_steps=2)
+
+    def of_a_batch(batch):
+        return lower() * batch
+
+    with pytest.raises(TypeError, match=r"takes a batch, but has no data: pass bo\.Objective\(of_a_batch, data\)"):
+        optimizer.step(upper, of_a_batch)
+    with pytest.raises(TypeError, match="does not take one argument; without data and tasks it is called with none"):
+        optimizer.step(upper, bo.Objective(lower, [1.0]))
+    with pytest.raises(TypeError, match="does not take one argument"):
+        optimizer.step(upper, of_a_batch, tasks=bo.TensorTasks(torch.ones(2, 1)))
+
+    def wrong_within():
+        return lower() + len(3)
+
+    with pytest.raises(TypeError, match="has no len"):
+        optimizer.step(upper, wrong_within)
+
+
+def test_an_instance_where_a_class_is_wanted():
+    x, y, *_ = apart()
+    with pytest.raises(ValueError, match=r"Invalid lower_optimizer value: SGD(.|\n)*pass the class, or a function"):
+        bo.AID([x], [y], lr=0.1, lower_lr=0.5, lower_steps=2, lower_optimizer=torch.optim.SGD([y], lr=0.1))
+
+
+@each(lambda row: not row.variant)
+def test_a_missing_argument_is_one_of_the_method(row):
+    """That of MAML was one of ITD."""
+    problem = row.quadratic()
+    with pytest.raises(TypeError, match=f"^{row.cls.__name__}: missing a required(.*) argument: 'lr'"):
+        row.cls(problem.x, problem.y, lower_lr=0.1, lower_steps=1)
+
+
+def test_an_empty_batch_is_not_a_matter_of_the_rates():
+    x, y, _, lower = apart()
+    nothing = torch.zeros(0)
+    optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.5, lower_steps=2)
+    with pytest.raises(bo.NonFiniteError, match=r"Look at the data first \(the mean over an empty batch is NaN"):
+        optimizer.step(lambda: (y.sum() - nothing).mean(), lower)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_scheduler_goes_on_after_backward_and_the_step_of_another_optimizer(compiled):
+    """It warned that it was called before ``optimizer.step()``."""
+    x, y, upper, lower = apart()
+    optimizer, adam = bo.SOBA([x], [y], lr=0.1, lower_lr=0.5), torch.optim.Adam([x], lr=0.1)
+    if compiled:
+        optimizer.compile(backend="eager")
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for _ in range(2):
+        optimizer.backward(upper, lower)
+        adam.step()
+        scheduler.step()
+    assert optimizer.param_groups[1]["lr"] == 0.125
+
+
+def test_numbers_of_other_libraries():
+    numpy = pytest.importorskip("numpy")
+    ends = []
+    for steps, rate in ((3, 0.1), (numpy.int64(3), numpy.float32(0.1))):
+        x, y, upper, lower = apart()
+        optimizer = bo.AID([x], [y], lr=rate, lower_lr=0.5, lower_steps=steps)
+        optimizer.step(upper, lower)
+        optimizer.load_state_dict(optimizer.state_dict())
+        ends.append(x.detach())
+    close(*ends, 1e-7)
+    with pytest.raises(ValueError, match="Invalid scale value: -1"):
+        bo.PZOBO([x], [y], lr=0.1, lower_lr=0.5, lower_steps=2, scale=-1)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_large_convolutions_run_one_by_one_on_a_cpu(large):
+    """Grouped ones took 1.2 to 1.5 times as long; small ones gain by them."""
+    net = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 2, stride=2), torch.nn.Flatten(), torch.nn.LazyLinear(1))
+    images, x = torch.randn(32, 1, 64 if large else 8, 64), torch.zeros(1, requires_grad=True)
+    net(images)
+    optimizer = bo.F2SA([x], net.parameters(), lr=0.1, lower_lr=0.01, lower_steps=1)
+    for _ in range(2):
+        optimizer.step(lambda: net(images).square().mean(), lambda: (net(images) - x).square().mean())
+        reason = optimizer.diagnostics.get("vectorize_fallback", "")
+        assert ("faster one by one" in reason) == large
+
+
+def test_progress_is_shown_on_a_terminal_only(capfd):
+    """It flooded logs."""
+    running = pytest.importorskip("recipes.common.running")
+    assert list(running.progress(range(3), "steps")) == [0, 1, 2]
+    assert capfd.readouterr().err == ""
+    others = [p for p in Path(running.__file__).parents[1].rglob("*.py") if "import tqdm" in p.read_text()]
+    assert [p.name for p in others] == ["running.py"]

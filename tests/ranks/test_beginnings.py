@@ -46,7 +46,7 @@ def uneven():
 
 
 def both(rank):
-    return differing(rank), uneven()
+    return [differing(rank), uneven()]
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
