@@ -407,7 +407,8 @@ def test_an_interrupt_at_any_time_leaves_a_whole_step_or_none():
             except KeyboardInterrupt:
                 interrupts += 1
             except RuntimeError as error:  # torch's vmap ends a level that it had not begun when it was interrupted
-                assert isinstance(error.__context__, KeyboardInterrupt)
+                if not isinstance(error.__context__, KeyboardInterrupt):
+                    raise
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
             assert torch._C._len_torch_function_stack() == torch._C._functorch.get_dynamic_layer_stack_depth() == 0
