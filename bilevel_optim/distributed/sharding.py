@@ -6,7 +6,6 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -30,7 +29,7 @@ class Split:
     """
 
     def __init__(self, tensors: Sequence[Tensor], ranks: Ranks) -> None:
-        self.total, self.start, self._mesh = len(tensors[0]), 0, None
+        self.total, self.start, self._mesh = len(tensors[0]) if tensors[0].dim() else 1, 0, None
         if not any(map(is_sharded, tensors)):
             return
         from torch.distributed.tensor import DTensor, Shard
