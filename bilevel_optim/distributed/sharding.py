@@ -26,11 +26,13 @@ class Split:
         ranks: the processes that share the run.
 
     Attributes:
-        total, start: number of all rows, and which is the first that this rank has.
+        total: number of all rows.
+        start, count: which is the first that this rank has, and how many it has.
     """
 
     def __init__(self, tensors: Sequence[Tensor], ranks: Ranks) -> None:
-        self.total, self.start, self._mesh = len(tensors[0]) if tensors[0].dim() else 1, 0, None
+        self.total = len(tensors[0]) if tensors[0].dim() else 1
+        self.start, self.count, self._mesh = 0, self.total, None
         if not any(map(is_sharded, tensors)):
             return
         from torch.distributed.tensor import DTensor, Shard
@@ -47,6 +49,7 @@ class Split:
         if size * (ranks.world - 1) >= self.total:
             raise ValueError(f"{self.total} rows cannot be split over {ranks.world} ranks such that each has some")
         self.start = size * ranks.rank
+        self.count = min(size, self.total - self.start)
 
     def __bool__(self) -> bool:
         return self._mesh is not None
@@ -66,9 +69,9 @@ class Split:
         shape = torch.Size((self.total, *rows.shape[1:]))
         return DTensor.from_local(rows, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=rows.stride())
 
-    def own(self, ids: Tensor, count: int) -> Tensor:
-        """Which of these rows this rank has, of ``count``: their places among the numbers given."""
-        return ((ids >= self.start) & (ids < self.start + count)).nonzero().flatten()
+    def own(self, ids: Tensor) -> Tensor:
+        """Which of these rows this rank has: their places among the numbers given."""
+        return ((ids >= self.start) & (ids < self.start + self.count)).nonzero().flatten()
 
 
 class Gathered:

@@ -214,7 +214,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         if n < m and not self.rule.rests:
             keep = math.isfinite(self.radius)
             after = clock.ticked(table, betas, _rates(given).tolist(), self._tau(given), keep)
-        own = table.split.own(drawn.ids, table.count)
+        own = table.split.own(drawn.ids)
         ids, scale = drawn.ids[own] - table.split.start, drawn.scale[own].to(oracle.device)
         look = Look(
             table, ids, table.gather(ids, clock), n == m, scale, betas, (clock, after),
@@ -303,7 +303,7 @@ class RecursiveOptimizer(BilevelOptimizer):
             return trackers.measure(points, now, x, x_last)
 
         alone = given.ranks.world == 1 or sampler is None
-        return measured(slice(None)) if alone else shared(look, measured, x)
+        return measured(slice(None)) if alone else shared(look, measured, oracle)
 
     # ------------------------------------------------------------------------------------------------ rows
 
@@ -325,6 +325,11 @@ class RecursiveOptimizer(BilevelOptimizer):
             for ids in table.chunks(late):
                 for write in table.writes(ids, table.gather(ids, clock), clock):
                     write.table[write.rows] = write.values
+
+    def rows_of(self, lower: Sequence[Tensor]) -> int:
+        """A leading dimension that all have is taken for that of the tasks."""
+        sizes = {t.shape[0] if t.dim() else 0 for t in lower}
+        return sizes.pop() if len(sizes) == 1 else 0
 
     def place_of(self, name: str, parameter: Tensor) -> torch.device | None:
         """Tables are where the user wants them, but probabilities, from which is drawn on the host."""

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from ...hypergradient.estimate import Write
+from ...hypergradient.recursive import flat
 from ...hypergradient.storm import corrected, msvr, storm
 from ...optimizer.step import Given
+from ...oracle.oracle import Oracle
 from .drawing import Drawing
 from .rows import Clock, Rows, Table
 from .trackers import Matrices, Measured, Trackers
@@ -69,9 +71,9 @@ class Look:
         return msvr(tracker, new, old, self.betas[name], self.drawing.share(self.table.total))
 
 
-def shared(look: Look, measure: Callable[[slice], Measured], x: Tensor) -> Measured:
+def shared(look: Look, measure: Callable[[slice], Measured], oracle: Oracle) -> Measured:
     """What the ranks measure of the rows looked at: each of its own, or, where every rank has all rows, by turns."""
-    ranks, split, n = look.given.ranks, look.table.split, len(look.ids)
+    ranks, split, n, x = look.given.ranks, look.table.split, len(look.ids), flat(oracle.x)[0]
     mine, trackers = slice(None) if split else slice(ranks.rank, n, ranks.world), look.trackers
     shapes = trackers.shapes(len(x), look.now["y"].shape[1])
     new, old = ({name: x.new_zeros(n, *shape) for name, shape in shapes.items()} for _ in range(2))
@@ -80,6 +82,8 @@ def shared(look: Look, measure: Callable[[slice], Measured], x: Tensor) -> Measu
         loss, found, last, sums = measure(mine)
         for name in shapes:
             new[name][mine], old[name][mine] = found[name], last[name]
+    else:
+        oracle.session.note_reached(oracle.x)  # this rank cannot tell
     if split:
         loss, sums = ranks.total(loss.to(x), sums)
         return Measured(loss, new, old, sums)
@@ -140,7 +144,7 @@ def probed(look: Look, tracked: Rows, measured: Measured) -> Tensor:
     if look.whole:
         return look.total(z(tracked).sum(0) / table.total)[0]
     drawn = look.drawing.probe(table.total, look.given)
-    probes = drawn[table.split.own(drawn, table.count)] - table.split.start
+    probes = drawn[table.split.own(drawn)] - table.split.start
     before, after = (table.gather(probes, clock) for clock in look.clocks)
     both = torch.isin(probes, look.ids)
     where = torch.searchsorted(look.ids, probes[both])
