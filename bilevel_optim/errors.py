@@ -5,6 +5,12 @@ from torch.autograd.gradcheck import GradcheckError as _TorchGradcheckError
 __all__ = ["BilevelWarning", "GradcheckError", "NonFiniteError", "RankError"]
 
 
+REMEDY = (
+    "Look at the data first (the mean over an empty batch is NaN, as is what is made of a NaN in them); if they are "
+    "right, a smaller lr or lower_lr is the usual remedy"
+)
+
+
 class NonFiniteError(ArithmeticError):
     """An oracle returned NaN or infinity; parameters and state are as they were before the call.
 
@@ -17,7 +23,7 @@ class NonFiniteError(ArithmeticError):
         self.oracle, self.step = oracle, step
         super().__init__(
             f"Non-finite values in {oracle} at outer step {step}; the parameters and the optimizer's state "
-            f"are unchanged. {hint or 'A smaller lr or lower_lr is the usual remedy'}. "
+            f"are unchanged. {hint or REMEDY}. "
             "check_finite=False turns this check off."
         )
 

@@ -393,14 +393,14 @@ class Cleaning(Problem):
         features: the body is given as ``features=``.
         tied: embeddings and scores share their weights, instead of the network.
         dropout: probability for the body's output.
-        rank: which half of the data of each kind, of two processes.
+        part: which part of the data of each kind, of how many.
     """
 
     lr = 0.5
 
     def __init__(
         self, losses=2, *, initial=False, form="whole", rows=False, features=False, tied=False, dropout=0.0, n=30,
-        dtype=torch.float64, rank=None, weighted=True,
+        dtype=torch.float64, part=None, weighted=True,
     ):  # fmt: skip
         generator = seeded(0)
 
@@ -410,9 +410,10 @@ class Cleaning(Problem):
         (X, Xv), teacher = (random(n, 5), random(n, 5)), random(5, 3)
         t, tv = (X @ teacher).argmax(1), (Xv @ teacher).argmax(1)
         t[: n // 3] = torch.randint(0, 3, (n // 3,), generator=generator)
-        part = slice(None) if rank is None else slice(n // 2 * rank, n // 2 * (rank + 1))
+        index = torch.arange(n)
         self.X, self.Xv, self.t, self.tv = X.to(dtype), Xv.to(dtype), t, tv
-        self.index, self.form, self.dropout, self.weighted = torch.arange(n)[part], form, dropout, weighted
+        self.index, self.form = index if part is None else index.chunk(part[1])[part[0]], form
+        self.dropout, self.weighted = dropout, weighted
         self.fails: list[Any] = []  # (level, evaluations until then, "raise" or "nan")
         self.evaluations = dict.fromkeys(("upper", "lower", "features"), 0)
         self.weights = torch.zeros(n, dtype=dtype, requires_grad=True)

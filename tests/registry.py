@@ -148,6 +148,7 @@ ERRORS: dict[str, dict[str, list[Any]]] = {
         **{"directions": [0, 1.5], "smoothing": [0.0, -1e-2, inf], "smoothing_mode": ["both"]},
         **{"direction": ["cauchy"], "scale": ["biased", nan], "difference": ["backward"], "lower_optimizer": [LBFGS]},
         "share_directions_across_tasks": [1],
+        "over_ranks": ["paths"],
     },
     "RAHGD": {
         **{"momentum": [1.0, -0.1], "restart_radius": [0.0, nan], "restart_period": [0, 1.5], "lower_momentum": [1.0]},

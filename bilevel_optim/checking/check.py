@@ -291,7 +291,7 @@ class _DrawnTasks:
         return [Objective(objective.loss, [batch], features=objective.features) for batch in batches]
 
     def sample(self, n: int, generator: torch.Generator | None) -> tuple[Tensor, Any]:
-        positions = torch.arange(n) % self.count
+        positions = torch.arange(n, device="cpu") % self.count
         return positions, select(self.tasks, positions)
 
     def lower(self, tasks: tuple[Tensor, Any], n: int | None, generator: torch.Generator | None) -> Any:

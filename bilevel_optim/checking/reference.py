@@ -174,10 +174,10 @@ class _Truth:
 
     def _hessian(self, y: Vector) -> Tensor:
         point, size = self.oracle.at(lower=y), sum(t.numel() for t in y)
-        rows = torch.zeros(size, size, dtype=torch.float64)
+        rows = torch.zeros(size, size, dtype=torch.float64, device="cpu")
         for sample in self._lower:
             with point.lower_system(sample, gradient=False) as system:
-                for i, unit in enumerate(torch.eye(size, dtype=torch.float64)):
+                for i, unit in enumerate(torch.eye(size, dtype=torch.float64, device="cpu")):
                     rows[i] += _flat(system.hvp(_unflat(unit, y)))
         rows /= len(self._lower)
         return (rows + rows.T) / 2
@@ -187,7 +187,7 @@ class _Truth:
         x = self.oracle.x
         epsilon = self._unit**0.2 * max(1.0, float(x.norm()) / len(_flat(x)) ** 0.5)
         formula = stencil(4)
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device="cpu")
         for node, weight in zip(formula.nodes, formula.weights, strict=True):
             moved = x + probe * (node * epsilon)
             value, _ = self.upper(self.solve(solution, moved)[0], moved)
@@ -209,8 +209,8 @@ def _probes(x: Vector, directions: int) -> list[Vector]:
     """Unit vectors in the space of x: a basis if it is small enough, random ones otherwise."""
     size = sum(t.numel() for t in x)
     if size <= directions:
-        return [_unflat(e, x) for e in torch.eye(size, dtype=torch.float64)]
-    random = torch.randn(directions, size, dtype=torch.float64)
+        return [_unflat(e, x) for e in torch.eye(size, dtype=torch.float64, device="cpu")]
+    random = torch.randn(directions, size, dtype=torch.float64, device="cpu")
     return [_unflat(d / d.norm(), x) for d in random]
 
 

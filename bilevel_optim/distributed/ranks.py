@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from ..problem.random import apart
 from ..problem.vector import Vector, is_sharded
 from .failures import exchange, report
 
@@ -61,6 +63,16 @@ class Ranks:
             return number
         return int(exchange(self.group, "first", torch.tensor([number], device=device)))
 
+    def differing(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Which of these tensors do not hold the same bits on all ranks (shards are not looked at)."""
+        if self.group is None:
+            return []
+        marks = [torch.zeros((), dtype=torch.int64, device="cpu") if is_sharded(t) else _mark(t) for t in tensors]
+        own = torch.stack([mark.to(tensors[0].device) for mark in marks])
+        sums = exchange(self.group, "sum", torch.cat([own, own * own])).tolist()
+        pairs = zip(sums[: len(own)], sums[len(own) :], strict=True)
+        return [i for i, (total, squares) in enumerate(pairs) if total * total != self.world * squares]
+
     def same(self, vector: Vector) -> Vector:
         """The vector that the first rank has, written into this one."""
         if self.group is not None:
@@ -87,5 +99,31 @@ class Ranks:
         """This rank's part of drawn tasks, and how many they are."""
         if self.world == 1:
             return tasks, count
+        if count < self.world:  # what belongs to x moves on with the tasks, on every rank alike
+            raise ValueError(f"{count} tasks cannot be shared by {self.world} ranks, of which each needs at least one")
         part = slice(self.rank, count, self.world)
         return tree_map(lambda t: t[part] if isinstance(t, Tensor) else t, tasks), len(range(count)[part])
+
+    def own(self, generator: torch.Generator | None, *numbers: int) -> torch.Generator | None:
+        """Where this rank draws the data of its tasks, so that all ranks' generators go on alike."""
+        return generator if self.world == 1 else apart(generator, self.rank, *numbers)
+
+    def place(self, index: int) -> int:
+        """Which of all drawn tasks the one of this index in this rank's part is."""
+        return self.rank + self.world * index
+
+
+def _mark(tensor: Tensor, piece: int = 2**22) -> Tensor:
+    """A number of 24 bits that follows from a tensor's bits and their places."""
+    words = (
+        tensor.detach()
+        .reshape(-1)
+        .view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64))
+    )
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, len(words), piece):
+        some = words[start : start + piece].long()
+        place = torch.arange(start, start + len(some), device=some.device)
+        mixed = (some ^ (some >> 29)) * (2 * place + 0x9E3779B1)  # modulo 2^64
+        total = total + (mixed ^ (mixed >> 31)).sum()
+    return (total ^ (total >> 24)) & 0xFFFFFF

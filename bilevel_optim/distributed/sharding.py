@@ -1,4 +1,4 @@
-"""Sharded parameters (FSDP2): the full ones that a forward pass uses in their place, and the way there and back."""
+"""Sharded parameters: rows of which each rank has some, and FSDP2: the full ones that a forward pass uses."""
 
 from __future__ import annotations
 
@@ -6,12 +6,72 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ..problem.vector import Vector, is_sharded
+from .ranks import Ranks
 
-__all__ = ["Gathered"]
+__all__ = ["Gathered", "Split"]
+
+
+class Split:
+    """Rows that are split over the ranks: tensors (``DTensor``) of which each rank has a part of the first dimension.
+
+    Without sharded tensors this rank has all rows.
+
+    Args:
+        tensors: all with a row for each problem.
+        ranks: the processes that share the run.
+
+    Attributes:
+        total: number of all rows.
+        start, count: which is the first that this rank has, and how many it has.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], ranks: Ranks) -> None:
+        self.total = len(tensors[0]) if tensors[0].dim() else 1
+        self.start, self.count, self._mesh = 0, self.total, None
+        if not any(map(is_sharded, tensors)):
+            return
+        from torch.distributed.tensor import DTensor, Shard
+
+        sharded = [t for t in tensors if isinstance(t, DTensor)]
+        self._mesh = sharded[0].device_mesh
+        if len(sharded) < len(tensors) or any(
+            (t.device_mesh, t.placements) != (self._mesh, (Shard(0),)) for t in sharded
+        ):
+            raise ValueError("rows can be split along their first dimension only, all lower parameters alike: Shard(0)")
+        if ranks.world != self._mesh.size():
+            raise ValueError("rows that are split over ranks need these as process_group")
+        size = -(-self.total // ranks.world)
+        if size * (ranks.world - 1) >= self.total:
+            raise ValueError(f"{self.total} rows cannot be split over {ranks.world} ranks such that each has some")
+        self.start = size * ranks.rank
+        self.count = min(size, self.total - self.start)
+
+    def __bool__(self) -> bool:
+        return self._mesh is not None
+
+    @staticmethod
+    def local(t: Tensor) -> Tensor:
+        """The rows that this rank has, in the tensor's own memory."""
+        return t.detach().to_local() if is_sharded(t) else t  # type: ignore[attr-defined]
+
+    def whole(self, rows: Tensor) -> Tensor:
+        """The tensor of which this rank has these rows."""
+        if self._mesh is None:
+            return rows
+        from torch.distributed.tensor import DTensor, Shard
+
+        rows = rows.contiguous()
+        shape = torch.Size((self.total, *rows.shape[1:]))
+        return DTensor.from_local(rows, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=rows.stride())
+
+    def own(self, ids: Tensor) -> Tensor:
+        """Which of these rows this rank has: their places among the numbers given."""
+        return ((ids >= self.start) & (ids < self.start + self.count)).nonzero().flatten()
 
 
 class Gathered:

@@ -107,18 +107,18 @@ class Directions:
         """One such point."""
         return self.points([(j, s)]).lane(0)
 
-    def combine(self, coefficients: Tensor) -> Vector:
-        r""":math:`\sum_j c_j D^{-1} \hat u_j`."""
-        parts = []
+    def combine(self, coefficients: Tensor, own: slice = slice(None)) -> Vector:
+        r""":math:`\sum_j c_j D^{-1} \hat u_j`, over those directions only that the coefficients are of."""
+        parts, keys, rows = [], self._keys[own], self._rows[own]
         for i, (t, offset) in enumerate(zip(self.x, self._offsets, strict=True)):
             factors = coefficients * self._scale
             if self._lengths:
-                factors = factors / self._lengths[i].to(factors)
+                factors = factors / self._lengths[i][own].to(factors)
             if self.kind == "block_sphere" and self._restored:
                 factors = factors * self._sizes[i]
             if self._metric is not None:
                 factors = factors / self._metric[i].to(factors)
-            parts.append(accumulated(t, factors, self._keys, self._rows, self._p, offset, ENTRIES[self.kind]))
+            parts.append(accumulated(t, factors, keys, rows, self._p, offset, ENTRIES[self.kind]))
         return Vector(parts)
 
     def _moved(self, x: Vector, which: Sequence[int], factors: Sequence[float], *, smoothed: bool = True) -> Vector:

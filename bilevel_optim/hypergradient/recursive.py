@@ -6,6 +6,7 @@ Points are flat here: x has shape (d,), rows of y have shape (n, p).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -105,7 +106,7 @@ def products(points: Points, x: Tensor, rows: Tensor, r: Tensor) -> tuple[Tensor
 
 def flat(vector: Sequence[Tensor], n: int = 1) -> Tensor:
     """The tensors of a vector, n rows each, side by side, in float32 at least: small weights need it."""
-    return _precise(torch.cat([t.detach().reshape(n, -1) for t in vector], 1))
+    return _precise(torch.cat([t.detach().reshape(n, -1 if n else prod(t.shape[1:])) for t in vector], 1))
 
 
 def shaped(rows: Tensor, like: Sequence[Tensor]) -> Vector:

@@ -75,12 +75,15 @@ def floor(matrices: Tensor, least: Tensor | float) -> Projected:
 def ceiling(matrices: Tensor, most: float) -> Projected:
     """The nearest matrices with spectral norm at most ``most``; shape (n, d, p)."""
     outside = torch.linalg.matrix_norm(matrices) > most  # Frobenius: an upper bound of the spectral norm
+    outside &= matrices.isfinite().all(-1).all(-1)  # others are reported by whoever evaluated them
     if outside.any():
         # Singular values from the smaller Gram matrix.
         some = matrices[outside]
         tall = some if some.shape[-2] >= some.shape[-1] else some.mT
-        squares, vectors = torch.linalg.eigh(tall.mT @ tall)
-        factors = (most / squares.clamp_min(torch.finfo(squares.dtype).tiny).sqrt()).clamp_max(1.0)
+        size = tall.abs().amax((-2, -1), keepdim=True)  # whose square may be out of range
+        squares, vectors = torch.linalg.eigh((tall / size).mT @ (tall / size))
+        roots = squares.clamp_min(torch.finfo(squares.dtype).tiny).sqrt() * size.squeeze(-1)
+        factors = (most / roots).clamp_max(1.0)
         tall = (tall @ vectors * factors.unsqueeze(-2)) @ vectors.mT
         matrices = matrices.clone()
         matrices[outside] = tall if some.shape[-2] >= some.shape[-1] else tall.mT
@@ -97,7 +100,12 @@ def ball(vectors: Tensor, radius: float) -> Projected:
 
 
 def corrected(u: Tensor, V: Tensor, H: Tensor, v: Tensor) -> Tensor:
-    """The hypergradients :math:`u - V H^{-1} v` of every row, shape (n, d)."""
+    """The hypergradients :math:`u - V H^{-1} v` of every row, shape (n, d).
+
+    A row whose trackers have all shrunk out of range has that of u, which is next to nothing.
+    """
+    gone = H.abs().amax((-2, -1), keepdim=True) < torch.finfo(H.dtype).tiny ** 0.5
+    H = torch.where(gone, torch.eye(H.shape[-1], dtype=H.dtype, device=H.device), H)
     solution: Tensor = torch.linalg.solve_ex(H, v.unsqueeze(-1)).result
     return u - (V @ solution).squeeze(-1)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..distributed.ranks import Ranks
 from ..oracle.copies import evaluate_copies
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
@@ -19,6 +20,7 @@ __all__ = ["full_zeroth_order", "partial_zeroth_order"]
 
 NOISE_LIMIT = 10.0  # predicted noise over signal of one estimate above which it is called meaningless
 ERROR_LIMIT = 1e-2  # likewise for the rounding error of the differences
+AGREEMENT = 1e-4  # relative deviation of what ranks must have in common, above which it is no rounding
 
 
 def partial_zeroth_order(
@@ -28,6 +30,7 @@ def partial_zeroth_order(
     *,
     central: bool = False,
     upper_sample: Sample | None = None,
+    ranks: Ranks | None = None,
 ) -> Estimate:
     r"""Estimate :math:`\nabla_x f + \frac1Q \sum_j \langle \delta_j, \nabla_y f\rangle\, u_j` (PZOBO).
 
@@ -41,16 +44,17 @@ def partial_zeroth_order(
         directions: :math:`u_j` and :math:`\mu`.
         central: :math:`\delta_j = (y_N(x + \mu u_j) - y_N(x - \mu u_j)) / 2\mu`.
         upper_sample: sample of f. Default: the next one.
+        ranks: processes that share the directions, and must have the same data. Default: this one follows all paths.
     """
     sample = upper_sample or oracle.f.draw()
     found: list[tuple[Tensor, Vector, Vector]] = []
 
-    def measure(upper: Vector, ends: Vector, base: Vector) -> Tensor:
+    def measure(upper: Vector, ends: Vector, base: Vector) -> tuple[Tensor, Tensor]:
         if not found:
             found.append(oracle.at(lower=base).upper(sample))
-        return (ends - Vector(t.unsqueeze(0) for t in base)).lane_dot(found[0][2])
+        return (ends - Vector(t.unsqueeze(0) for t in base)).lane_dot(found[0][2]), found[0][0]
 
-    indirect, base, diagnostics = _indirect(oracle, paths, directions, central, measure)
+    indirect, base, diagnostics = _indirect(oracle, paths, directions, central, measure, ranks or Ranks())
     loss, direct, _ = found[0]
     _warn_of_noise(oracle, directions, direct.norm(), diagnostics)
     diagnostics["direct_norm"] = direct.norm()
@@ -64,6 +68,7 @@ def full_zeroth_order(
     *,
     central: bool = False,
     upper_sample: Sample | None = None,
+    ranks: Ranks | None = None,
 ) -> Estimate:
     r"""Estimate the gradient of :math:`\Phi_N(x) = f(x, y_N(x))` by differences along random directions (HOZOG).
 
@@ -78,11 +83,12 @@ def full_zeroth_order(
         directions: :math:`u_j` and :math:`\mu`.
         central: :math:`(\Phi_N(x + \mu u_j) - \Phi_N(x - \mu u_j)) / 2\mu` instead.
         upper_sample: sample of f. Default: the next one.
+        ranks: processes that share the directions, and must have the same data. Default: this one follows all paths.
     """
     sample = upper_sample or oracle.f.draw()
     found: list[Tensor] = []
 
-    def measure(upper: Vector, ends: Vector, base: Vector) -> Tensor:
+    def measure(upper: Vector, ends: Vector, base: Vector) -> tuple[Tensor, Tensor]:
         n = len(upper[0])
         ones = [1.0] * n
         values = evaluate_copies(oracle, ends, ones, ones, sample, sample, wrt="nothing", upper_copies=upper).upper
@@ -90,9 +96,10 @@ def full_zeroth_order(
         if not found:
             found.append(values[0].clone())
             oracle.checks.scalar("loss", found[0])
-        return values.double() - found[0].double() if values.device.type != "mps" else values - found[0]
+        wide = values if values.device.type == "mps" else values.double()
+        return wide - found[0], found[0]
 
-    gradient, base, diagnostics = _indirect(oracle, paths, directions, central, measure)
+    gradient, base, diagnostics = _indirect(oracle, paths, directions, central, measure, ranks or Ranks())
     loss = found[0]
     differences = diagnostics["coefficients"] * (directions.smoothing * (2 if central else 1))
     diagnostics["difference_error"] = _rounding(Vector([loss]), differences.square())
@@ -107,35 +114,45 @@ def _indirect(
     paths: Paths,
     directions: Directions,
     central: bool,
-    measure: Callable[[Vector, Vector, Vector], Tensor],
+    measure: Callable[[Vector, Vector, Vector], tuple[Tensor, Tensor]],
+    ranks: Ranks,
 ) -> tuple[Vector, Vector, dict[str, Tensor]]:
     r""":math:`\frac1Q \sum_j c_j u_j`, with :math:`c_j` the difference quotients of ``measure``, and the base.
 
-    A direction whose coefficient is not finite is left out, and the mean is over the others.
+    A direction whose coefficient is not finite is left out, and the mean is over the others. ``measure`` gives also the
+    upper loss at the base. Each rank follows the base and the paths of its own directions.
     """
-    signs = (1.0, -1.0) if central else (1.0,)
-    lanes = [(0, 0.0), *((j, s) for j in range(directions.count) for s in signs)]
+    signs, own = (1.0, -1.0) if central else (1.0,), slice(ranks.rank, None, ranks.world)
+    lanes = [(0, 0.0), *((j, s) for j in range(directions.count)[own] for s in signs)]
     measured, moved, on_the_way = [], [], []
     base: Vector | None = None
     done = 0
     while done < len(lanes):
         part = lanes[done : done + paths.at_once(len(lanes))]
         upper = directions.points(part)
-        ends, slopes, values = paths.run(upper)
-        on_the_way.append(values)
+        ends, slopes, sums = paths.run(upper)
+        on_the_way.append(sums)
         if base is None:
             base = ends.lane(0).clone()
             oracle.checks.finite("lower_grad", base)
-            oracle.checks.scalar("loss", values[0])
+            oracle.checks.scalar("loss", sums[0])
             residual = None if slopes is None else slopes.lane(0).norm()
-        measured.append(measure(upper, ends, base))
+        values, loss = measure(upper, ends, base)
+        measured.append(values)
         difference = ends - Vector(t.unsqueeze(0) for t in base)
         moved.append(difference.lane_dot(difference))
         done += len(part)
         del upper, ends, difference
+    assert base is not None
     values, squares = torch.cat(measured)[1:], torch.cat(moved)[1:]
     coefficients = values.view(-1, len(signs)) @ values.new_tensor(signs) / (len(signs) * directions.smoothing)
     sound = coefficients.isfinite() & torch.cat(on_the_way)[1:].view(-1, len(signs)).isfinite().all(1)
+    mine = torch.where(sound, coefficients, 0.0)
+    if ranks.world > 1:
+        common = [base.norm(), torch.cat(on_the_way)[0], loss]
+        coefficients, squares, sound = _together(
+            oracle, ranks, directions.count, [coefficients, squares.view(-1, len(signs)), sound], common
+        )
     oracle.checks.alert(
         "dropped directions",
         "the lower solve or a loss at some perturbed x is not finite; those directions are left out. A smaller "
@@ -143,9 +160,8 @@ def _indirect(
         ~sound.all(),
     )
     kept = sound.sum()
-    estimate = directions.combine(torch.where(sound, coefficients, 0.0) / kept)
+    (estimate,) = ranks.total(directions.combine(mine / kept, own))
     oracle.checks.finite("lower_grad", estimate, "Every perturbed lower solve diverged: use a smaller smoothing")
-    assert base is not None
     diagnostics = {
         "indirect_norm": estimate.norm(),
         "coefficients": coefficients,
@@ -156,6 +172,23 @@ def _indirect(
     if residual is not None:
         diagnostics["lower_residual"] = residual
     return estimate, base, diagnostics
+
+
+def _together(
+    oracle: Oracle, ranks: Ranks, count: int, found: list[Tensor], common: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the ranks found along their directions, for all of them; ``common`` must be the same on each."""
+    rows = torch.column_stack([t.to(found[0]) for t in found])
+    numbers, same = rows.new_zeros(count, rows.shape[1]), torch.stack([t.to(rows) for t in common])
+    numbers[ranks.rank :: ranks.world] = rows
+    numbers, mean, square = ranks.total(numbers, same / ranks.world, same.square() / ranks.world)
+    oracle.checks.refuse(
+        "with over_ranks='directions' all ranks must have the same data and random numbers, but their lower solves or "
+        "upper losses differ: seed loaders and torch alike on all ranks, or give each its part of the data with "
+        "over_ranks='data'",
+        (square - mean.square() > AGREEMENT**2 * square).any(),
+    )
+    return numbers[:, 0], numbers[:, 1:-1].flatten(), numbers[:, -1] > 0.5
 
 
 def _rounding(base: Vector, squares: Tensor) -> Tensor:

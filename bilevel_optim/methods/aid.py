@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Unpack
+from typing import Any, Unpack
 
 from ..hypergradient import Estimate, implicit
 from ..optimizer.base import BilevelOptimizer, CommonOptions
@@ -157,8 +157,10 @@ class AID(BilevelOptimizer):
             return partial(stop, lr=given.linear_rates(self.linear_lr))
         return stop
 
-    def react(self, alerts: set[str], oracle: Oracle, given: Given, estimate: Estimate) -> tuple[Oracle, Given] | None:
-        """Change from CG to MINRES where that is allowed and the lower Hessian is not positive definite."""
-        if "indefinite" not in alerts or self.linear_solver != "auto" or "linear_solver" in given.numbers:
-            return None
+    def reacts_to(self, numbers: Mapping[str, Any]) -> str | None:
+        """A lower Hessian that is not positive definite, where the solver may change."""
+        return "indefinite" if self.linear_solver == "auto" and "linear_solver" not in numbers else None
+
+    def react(self, oracle: Oracle, given: Given, estimate: Estimate) -> tuple[Oracle, Given]:
+        """Change from CG to MINRES."""
         return oracle, changed(given, numbers={**given.numbers, "linear_solver": "minres"})

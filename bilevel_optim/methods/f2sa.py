@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -245,7 +245,7 @@ class F2SA(BilevelOptimizer):
             "the copies of y are not similarly far from y* (see diagnostics['spread'] for the nodes "
             f"{formula.nodes}): those at negative nodes minimise g - |j| nu f, which is no longer strongly convex, "
             "so the hypergradient is not reliable. Use a smaller nu, stencil='forward' or order=1"
-            + (". Changing to stencil='forward' from here on" if self._may_change(given) else "")
+            + (". Changing to stencil='forward' from here on" if self.reacts_to(given.numbers) else "")
         )
 
     def _watch_rounding(self, oracle: Oracle) -> None:
@@ -259,13 +259,12 @@ class F2SA(BilevelOptimizer):
                 torch.ones((), dtype=torch.bool, device=oracle.device),
             )
 
-    def _may_change(self, given: Given) -> bool:
-        return self._given_stencil == "auto" and "stencil" not in given.numbers
+    def reacts_to(self, numbers: Mapping[str, Any]) -> str | None:
+        """Copies that diverge, where the stencil may change."""
+        return "diverging copies" if self._given_stencil == "auto" and "stencil" not in numbers else None
 
-    def react(self, alerts: set[str], oracle: Oracle, given: Given, estimate: Estimate) -> tuple[Oracle, Given] | None:
-        """Change to a forward stencil, from the copy that is sound, when copies at negative nodes diverge."""
-        if "diverging copies" not in alerts or not self._may_change(given):
-            return None
+    def react(self, oracle: Oracle, given: Given, estimate: Estimate) -> tuple[Oracle, Given]:
+        """Change to a forward stencil, from the copy that is sound: those at negative nodes diverge."""
         nodes = self._formula(given).nodes
         sound = estimate.memory["copies"].lane(nodes.index(min(j for j in nodes if j > 0)))
         return oracle.at(lower=sound), changed(given.anew(), numbers={**given.numbers, "stencil": "forward"})

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.optim import SGD, Optimizer
 
 from ..distributed.ranks import Ranks
@@ -39,7 +38,9 @@ from ..solvers.lower import LowerRules
 from . import memory, method
 from .adapting import Adapting
 from .checkpoint import OWN, REMADE, Checkpointed, initialises
+from .compiled import Look
 from .declaration import register
+from .entry import hooked, walled
 from .ledger import Ledger
 from .method import ColdOptions, CommonOptions, Loss, as_objective
 from .results import Results
@@ -85,8 +86,7 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         hvp: ``"exact"`` Hessian-vector products by double backward, or ``"finite-difference"`` of first-order
             gradients. Default: ``"exact"``.
         process_group: average all oracles over the ranks of this ``torch.distributed`` group, each of which has its own
-            part of the data and the same parameters. Sharded lower parameters (FSDP2) work with methods that need first
-            derivatives only. Default: None.
+            part of the data and the same parameters, which is looked at in the first step. Default: None.
 
     Attributes:
         oracle_counts: cumulative number of ``upper_grad``, ``lower_grad``, ``hvp``, ``jvp`` and ``loss`` evaluations,
@@ -132,9 +132,8 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         )
         method.require_sizes(tasks_per_step=tasks_per_step, lower_batch=lower_batch, upper_batch=upper_batch)
         self.tasks_per_step, self.lower_batch, self.upper_batch = tasks_per_step, lower_batch, upper_batch
-        self.lower_init = lower_init
         self.lower_steps, self.warm_start, self.check_finite = lower_steps, warm_start, check_finite
-        self.generator = generator
+        self.lower_init, self.generator = lower_init, generator
         self.diagnostics: dict[str, Any] = {}
         self.numbers: dict[str, Any] = {}
         self.lower_factory = lower_optimizer or SGD
@@ -149,7 +148,8 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
 
     # ------------------------------------------------------------------------------------------------ verbs
 
-    @_disable_dynamo
+    @hooked
+    @walled
     def step(  # type: ignore[override]
         self,
         upper: Loss | None = None,
@@ -203,19 +203,18 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         *,
         update: bool,
         chances: dict[str, Any] | None = None,
-        look: Callable[[Oracle, Estimate, Given, Update | None], None] | None = None,
+        look: Look | None = None,
     ) -> Tensor:
-        """A step, or all of it but the update of x; ``look`` sees it before it is written."""
+        """A step, or all of it but the update of x; ``look`` sees it before, and may give what is to be written."""
         attempt, oracle, groups = self._opened(upper, lower)
         with attempt:
             estimate, given = self._proposed(oracle, groups, tasks, chances=chances)
             advance_buffers(oracle, estimate.lower)
             with torch.no_grad():
                 new = self.update(oracle.x, estimate.gradient, given.after(estimate)) if update else None
-                if look is not None:
-                    look(oracle, estimate, given, new)
+                instead = None if look is None else look(oracle, estimate, given, new)
                 moves = [] if new is None else self._writes_of_update(oracle.live_x, new, estimate.numbers)
-                attempt.commit([*self._writes(oracle, estimate), *moves])
+                attempt.commit(instead or [*self._writes(oracle, estimate), *moves])
         assert self._ledger.last_loss is not None
         return self._ledger.last_loss
 
@@ -229,7 +228,7 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         self._update()
         return result
 
-    @_disable_dynamo
+    @walled
     def backward(self, upper: Loss, lower: Loss | None = None, *, tasks: Any = None) -> Tensor:
         """Improve y, and set ``.grad`` of the upper parameters to the estimate of the hypergradient.
 
@@ -239,6 +238,7 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         wrapped = vars(self).get("_optimizer")
         if wrapped is not None:  # Lightning's wrapper inherits from this class, and would keep the results to itself
             return wrapped.backward(upper, lower, tasks=tasks)  # type: ignore[no-any-return]
+        self._opt_called = True  # schedulers may go on: it is another optimizer's step that follows
         if self._capture is not None:
             return self._captured(self._capture, upper, lower, tasks, update=False)
         return self._stepped(upper, lower, tasks, update=False)
@@ -270,6 +270,7 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         groups = groups or {level: level_groups(self.param_groups, level) for level in LEVELS}
         x, y = (tensors_of(groups[level], level) for level in LEVELS)
         session = self._ledger.session(self._options)
+        session.require_alike(x, y, lambda: names_of(self.param_groups))
         return Oracle(x, y, f, g, names=lambda: names_of(self.param_groups), session=session)
 
     @property
@@ -370,9 +371,8 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         if not moved:
             return
         given = self._given(groups, moved, tensors_of(groups["lower"], "lower"))
-        gradient = Vector(p.grad for p in moved)
         with Attempt(self.generator) as attempt:
-            update = self.update(Vector(p.detach() for p in moved), gradient, given)
+            update = self.update(Vector(p.detach() for p in moved), Vector(p.grad for p in moved), given)
             attempt.commit(self._writes_of_update(moved, update, {}))
 
     def _writes_of_update(self, moved: Sequence[Tensor], update: Update, numbers: dict[str, Any]) -> list[Write]:

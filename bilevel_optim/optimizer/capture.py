@@ -113,6 +113,15 @@ class Capture:
         del self.kinds[4 * MOST_GRAPHS :]
         return self.kinds[0]
 
+    def familiar(self, kind: Kind) -> bool:
+        """Whether a kind of steps is the first that was met, or other steps of the same losses are captured."""
+        return len(self.kinds) == 1 or any(
+            other.bindings
+            and len(other.watches) == len(kind.watches)
+            and all(map(Watch.stands_for, other.watches, (w.function for w in kind.watches)))
+            for other in self.kinds
+        )
+
     def hyperparameters(self, own: dict[str, Any]) -> list[str]:
         """Names of the attributes that are plain values and not results."""
         if not self._names:

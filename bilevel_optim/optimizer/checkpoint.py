@@ -6,21 +6,24 @@ Tensors are with the parameters, each of which has some; everything else is one 
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..distributed.ranks import Ranks
+from ..distributed.sharding import Split
 from ..oracle.session import Options
 from ..problem.parameters import LEVELS
+from ..problem.tasks import TensorTasks
 from ..solvers.limits import Limits
 from ..solvers.lower import LowerRules
 from . import memory
@@ -49,6 +52,15 @@ class Checkpointed(Optimizer):
     _options: Options
     _ledger: Ledger
     _placeholders = False  # the state holds zeros that only show what a step would remember
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        """As for any class, but that a missing or unknown argument is one of the method, not of a base class."""
+        if arguments or options:  # copies are made without
+            try:
+                inspect.signature(cls).bind(*arguments, **options)
+            except TypeError as error:
+                raise TypeError(f"{cls.__name__}: {error}") from None
+        return super().__new__(cls)
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch; what does not belong to one parameter is the entry ``"bilevel"`` of the first group.
@@ -86,6 +98,10 @@ class Checkpointed(Optimizer):
         self.numbers = own["numbers"]
         for name in self.saved_options:
             setattr(self, name, own["options"][name])
+
+    def rows_of(self, lower: Sequence[Tensor]) -> int | None:
+        """How many rows tables will have that mix these parameters; 0 for a single problem, None if there are none."""
+        return None
 
     def place_of(self, name: str, parameter: Tensor) -> torch.device | None:
         """The device of an entry of ``state[parameter]`` that is loaded; None for where it was saved."""
@@ -190,12 +206,15 @@ def initialises(optimizer: Optimizer) -> bool:
 def initial_state(optimizer: Checkpointed, ranks: Ranks) -> dict[Tensor, dict[str, Any]]:
     """Zeros shaped as what a first step would remember of each parameter.
 
-    Found by a step of a twin with parameters of one entry; empty where that does not tell, because what is remembered
-    depends on the losses (tables with a row for each task or term).
+    Found by a step of a twin with parameters of one entry, or, where rows mix all parameters, by one of full size for a
+    single task. Empty where that does not tell.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    levels = [(group["level"], p) for group in optimizer.param_groups for p in group["params"]]
+    parameters, rows = [p for _, p in levels], optimizer.rows_of([p for level, p in levels if level == "lower"])
+    shapes = [[1] * p.dim() if rows is None else _one_row(p, level, rows) for level, p in levels]
     ones = [
-        torch.zeros([1] * p.dim(), dtype=p.dtype, device=p.device, requires_grad=p.requires_grad) for p in parameters
+        torch.zeros(shape, dtype=p.dtype, device=p.device, requires_grad=p.requires_grad)
+        for shape, p in zip(shapes, parameters, strict=True)
     ]
     twin = copy.deepcopy(optimizer, {id(ranks): Ranks(), **{id(p): q for p, q in zip(parameters, ones, strict=True)}})
     twin.check_finite = False
@@ -204,31 +223,46 @@ def initial_state(optimizer: Checkpointed, ranks: Ranks) -> dict[Tensor, dict[st
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _step(twin)
+            _step(twin, None if not rows else TensorTasks(torch.zeros(1, 1)))
     except Exception:
         return {}
     found = {p: twin.state[q] for p, q in zip(parameters, ones, strict=True) if q in twin.state}
-    if any(name.startswith(memory.TABLE) for entries in found.values() for name in entries):
-        return {}
+    if rows is not None:
+        split = Split([p for level, p in levels if level == "lower"], ranks) if rows else None
+        return {p: {n: _rows(n, value, split) for n, value in entries.items()} for p, entries in found.items()}
     return {p: {name: _widened(value, p) for name, value in entries.items()} for p, entries in found.items()}
 
 
-def _step(twin: Any) -> None:
+def _one_row(parameter: Tensor, level: str, rows: int) -> list[int]:
+    """The shape of a parameter if there were a single task."""
+    return [1, *parameter.shape[1:]] if level == "lower" and rows else list(parameter.shape)
+
+
+def _rows(name: str, value: Any, split: Split | None) -> Any:
+    """Zeros in place of an entry, with a row for each task in place of a table's only one."""
+    if split is None or not isinstance(value, Tensor) or not name.startswith(memory.TABLE):
+        return torch.zeros_like(value) if isinstance(value, Tensor) else value
+    return split.whole(value.new_zeros(split.count, *value.shape[1:]))
+
+
+def _step(twin: Any, tasks: Any) -> None:
     x, y = ([p for g in twin.param_groups if g["level"] == level for p in g["params"]] for level in LEVELS)
 
     def shift() -> Tensor:
         return torch.stack([p.sum().float() for p in x]).sum()
 
-    def upper() -> Tensor:
+    def upper(_: Any = None) -> Tensor:
         return torch.stack([(p.float() - 1).square().sum() for p in y]).sum() + shift().square()
 
-    def lower() -> Tensor:
+    def lower(_: Any = None) -> Tensor:
         return torch.stack([(p.float() - shift()).square().sum() for p in y]).sum()
 
     if twin.one_loss:
         twin.step(lambda: shift().square() - lower())
-    else:
+    elif tasks is None:
         twin.step(upper, lower)
+    else:
+        twin.step(upper, lower, tasks=tasks)
 
 
 def _widened(value: Any, parameter: Tensor) -> Any:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import NonFiniteError
 from ..hypergradient import Estimate
 from ..oracle.oracle import Oracle
 from ..oracle.session import Options
@@ -23,9 +22,13 @@ from .ledger import Ledger
 from .method import Loss, StepFunctions, as_objective
 from .replay import Sources, StepGraph, fed, values_of
 from .step import Given, Update
+from .transaction import Write, make
 from .watch import undisturbed
 
-__all__ = ["Compiled"]
+__all__ = ["Call", "Compiled", "Look", "Place"]
+
+# Sees a step before it is written; may give the writes that are to be made instead.
+Look = Callable[[Oracle, Estimate, Given, Update | None], list[Write] | None]
 
 
 NOT_GUARDED = ("params", "lr", "param_names", "initial_lr", OWN)  # of a parameter group; the rates are arguments
@@ -164,13 +167,17 @@ class Compiled(StepFunctions):
 
     def _call(self, capture: Capture, sources: Sources, update: bool, ahead: int = 0) -> Call:
         """The next step but so many, with what the method draws for it."""
-        device = self.param_groups[-1]["params"][0].device
-        chances = self.chances(self.generator, partial(self._options.ranks.agreed, device=device))
+        chances = self._chances()
         if capture.reason is not None:
             return Call(sources, update, chances, None)
         return Call(
             sources, update, chances, capture.kind(self._guard(capture, sources, update, chances, ahead), sources)
         )
+
+    def _chances(self) -> dict[str, Any]:
+        """What the method draws for a step."""
+        device = self.param_groups[-1]["params"][0].device
+        return self.chances(self.generator, partial(self._options.ranks.agreed, device=device))
 
     def _guard(
         self, capture: Capture, sources: Sources, update: bool, chances: dict[str, Any], ahead: int
@@ -202,7 +209,8 @@ class Compiled(StepFunctions):
             loss = self._eagerly(call)
         elif kind.draws is None:
             kind.seen += 1
-            loss = self._eagerly(call) if kind.seen == 1 else self._learnt(capture, kind, call)
+            known = self._ledger.steps and capture.familiar(kind)  # a run that goes on: nothing is new
+            loss = self._learnt(capture, kind, call) if kind.seen > 1 or known else self._eagerly(call)
         else:
             results = drawn(kind.draws, *call.sources, self.generator)
             loss = self._replayed(capture, kind, call, results)
@@ -229,16 +237,22 @@ class Compiled(StepFunctions):
             assert kind.draws is not None
             log, sources = Log(kind.draws, list(results)), fed(call.sources, kind.draws, results)
 
-        def look(oracle: Oracle, estimate: Estimate, given: Given, update: Update | None) -> None:
+        def look(oracle: Oracle, estimate: Estimate, given: Given, update: Update | None) -> list[Write] | None:
             try:
                 if log.reason is not None:
                     raise Untraceable(log.reason)
                 self._require_capturable(oracle)
                 binding = self._traced(capture, call, log, oracle, given)
+            except Untraceable as reason:
+                if kind.seen > 1:  # else what is remembered may not have settled
+                    capture.refuse(str(reason), kind)
+                return None
+            rates, data = capture.rates(self.param_groups, binding.device), flattened(log.drawn, call.chances)
+            writes = self._agreed(capture, kind, binding, (rates, data.tensors), oracle, estimate, update)
+            if writes is not None:
                 kind.bindings.append(binding)
                 kind.draws = log.draws
-            except Untraceable as reason:
-                capture.refuse(str(reason), kind)
+            return writes
 
         return self._stepped(*sources, update=call.update, chances=call.chances, look=look)
 
@@ -253,7 +267,7 @@ class Compiled(StepFunctions):
             graph = StepGraph(
                 self, oracle, given, call.sources, log.draws, call.update, self._options, arguments, capture.backend
             )
-        return Binding(graph, self.state, oracle.live_x, oracle.live_y, flattened((log.drawn, call.chances)))
+        return Binding(graph, self.state, oracle.live_x, oracle.live_y, flattened(log.drawn, call.chances))
 
     def _require_capturable(self, oracle: Oracle) -> None:
         """Raise for what is known not to be captured."""
@@ -261,7 +275,7 @@ class Compiled(StepFunctions):
             raise Untraceable("ranks exchange results in a step")
         if oracle.sharded:
             raise Untraceable("parameters are sharded")
-        if not self._ledger.buffers.constant and self._ledger.steps:
+        if self._ledger.buffers.changing:
             raise Untraceable("module buffers change (BatchNorm in training mode)")
         if oracle.session.found.fallback is not None:
             raise Untraceable(f"vmap does not work ({oracle.session.found.fallback})")
@@ -269,63 +283,81 @@ class Compiled(StepFunctions):
     def _replayed(self, capture: Capture, kind: Kind, call: Call, results: Sequence[Drawn]) -> Tensor:
         """A step by its graph."""
         assert kind.draws is not None
-        data = flattened((results, call.chances))
+        data = flattened(results, call.chances)
         binding = kind.binding(data)
         if binding is None or not binding.holds(self.state):
             kind.bindings[:] = [b for b in kind.bindings if b is not binding]
             return self._fed(kind, call, results) if capture.full else self._learnt(capture, kind, call, results)
         if binding.due():
             return self._compared(capture, kind, call, results, binding, data)
-        outputs = binding.run(binding.arguments(), capture.rates(self.param_groups, binding.device), data)
+        outputs = binding.run(binding.arguments(), capture.rates(self.param_groups, binding.device), data.tensors)
         if self.check_finite and self._troubled(binding, outputs):
             return self._fed(kind, call, results)
-        return self._write(binding, outputs, outputs[binding.out["loss"]])
+        loss: Tensor = outputs[binding.out["loss"]]
+        make(self._writes_of(binding, outputs, loss))
+        return loss
 
     def _fed(self, kind: Kind, call: Call, results: Sequence[Drawn]) -> Tensor:
         """An eager step on what has been drawn."""
         return self._eagerly(call._replace(sources=fed(call.sources, kind.draws or (), results)))
 
     def _troubled(self, binding: Binding, outputs: Sequence[Tensor]) -> bool:
-        """Whether a step has to be made eagerly after all, because of an alert; raises for what is not finite."""
+        """Whether a step has to be made eagerly after all: something is not finite, or an alert is on."""
         flags = outputs[binding.out["flags"]]
         if not bool(flags.any()):
             return False
-        step, raised = binding.step, flags.tolist()
-        for (oracle, hint), amiss in zip(step.finite, raised, strict=False):
-            if amiss:
-                raise NonFiniteError(oracle, self._ledger.steps, hint)
-        on = {key for key, amiss in zip(step.alerts, raised[len(step.finite) :], strict=True) if amiss}
-        return not on <= self._ledger.warned or type(self).react is not StepFunctions.react
+        amiss, *raised = flags.tolist()
+        on = {key for key, is_on in zip(binding.step.alerts, raised, strict=True) if is_on}
+        return amiss or not on <= self._ledger.warned or self.reacts_to(self.numbers) in on
 
-    def _write(self, binding: Binding, outputs: Sequence[Tensor], loss: Tensor) -> Tensor:
-        """Write a captured step."""
-        binding.write(outputs)
+    def _writes_of(self, binding: Binding, outputs: Sequence[Tensor], loss: Tensor, steps: int = 1) -> list[Write]:
+        """The writes of captured steps, the last of which gave this."""
         step, out = binding.step, binding.out
-        if step.numbers:
-            self.numbers = {**self.numbers, **step.numbers}
-        self.diagnostics = {
+        diagnostics = {
             name: outputs[value] if isinstance(value, Slot) else value for name, value in out["diagnostics"].items()
         }
-        return self._ledger.add(step.counts, loss)
+        numbers = {**self.numbers, **step.numbers}
+        return [
+            partial(binding.write, outputs),
+            partial(vars(self).update, numbers=numbers, diagnostics=diagnostics),
+            partial(self._ledger.enter, self._ledger.after_steps(step.counts, loss, steps)),
+        ]
+
+    def _agreed(
+        self,
+        capture: Capture,
+        kind: Kind,
+        binding: Binding,
+        arguments: tuple[Sequence[Tensor], Sequence[Tensor]],
+        oracle: Oracle,
+        estimate: Estimate,
+        update: Update | None,
+    ) -> list[Write] | None:
+        """The writes of a captured step, which has been made eagerly too, with the same result; None if it differs."""
+        try:
+            outputs = binding.run(binding.arguments(), *arguments)
+        except Exception as error:
+            capture.refuse(f"{type(error).__name__}: {error}".splitlines()[0], kind)
+            return None
+        what = difference(binding, outputs, estimate, update)
+        if what is not None:
+            capture.refuse(
+                f"a captured step differs from the eager one in {what}: a loss depends on something that a graph does "
+                "not see (data that it draws itself, a counter, a global), or is too sensitive to rounding"
+            )
+            return None
+        session = oracle.session
+        noted = partial(self._ledger.enter, {"found": session.found, "warned": session.warned})
+        return [noted, *self._writes_of(binding, outputs, outputs[binding.out["loss"]])]
 
     def _compared(
         self, capture: Capture, kind: Kind, call: Call, results: Sequence[Drawn], binding: Binding, data: Flat
     ) -> Tensor:
-        """An eager step, with which the captured one is compared."""
-        rates = capture.rates(self.param_groups, binding.device)
-        try:
-            outputs = binding.run(binding.arguments(), rates, data)
-        except Exception as error:
-            capture.refuse(f"{type(error).__name__}: {error}".splitlines()[0], kind)
-            return self._fed(kind, call, results)
+        """A captured step, compared with the eager one."""
+        arguments = capture.rates(self.param_groups, binding.device), data.tensors
 
-        def look(oracle: Oracle, estimate: Estimate, given: Given, update: Update | None) -> None:
-            what = difference(binding, outputs, estimate, update)
-            if what is not None:
-                capture.refuse(
-                    f"a captured step differs from the eager one in {what}: a loss depends on something that a graph "
-                    "does not see (data that it draws itself, a counter, a global), or is too sensitive to rounding"
-                )
+        def look(oracle: Oracle, estimate: Estimate, given: Given, update: Update | None) -> list[Write] | None:
+            return self._agreed(capture, kind, binding, arguments, oracle, estimate, update)
 
         sources = fed(call.sources, kind.draws or (), results)
         return self._stepped(*sources, update=call.update, chances=call.chances, look=look)

@@ -7,14 +7,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
+from torch._guards import tracing as installed
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..problem.tracing import Untraceable, tracing
+from .parts import in_parts, number_parts
 
 __all__ = ["Backend", "Graph", "Signature", "backend_of", "signature"]
 
+LONGEST = 3000  # operations of a graph that is compiled as a whole
+LARGE = 2**14  # entries of a tensor from which on operations take longer than calls of compiled parts
 Backend = Callable[[GraphModule, list[Tensor]], Callable[..., Any]]
 
 
@@ -61,7 +68,7 @@ class Graph:
             return [leaf for leaf in results[0] if isinstance(leaf, Tensor)]
 
         try:
-            with tracing(), torch.enable_grad():
+            with tracing() as cuts, torch.enable_grad():
                 module = make_fx(flat)(*(t.detach() for t in tensors))
         except Untraceable:
             raise
@@ -71,11 +78,16 @@ class Graph:
         self._constants = [None if isinstance(leaf, Tensor) else leaf for leaf in found]
         self._is_tensor = [isinstance(leaf, Tensor) for leaf in found]
         self.outputs = sum(self._is_tensor)
+        number_parts(module, cuts)
         self._captured = _lifted(module)
         self.nodes = len(module.graph.nodes)
         self.shared: frozenset[int] | None = None
+        long = self.nodes > LONGEST or any(t.numel() > LARGE for t in tensors)
+        parts = in_parts(module, backend) if long else None
+        for node in module.graph.nodes:
+            node.meta.pop("val", None)  # of a fake mode each, which Inductor's C++ wrapper takes for its own
         with torch.no_grad():
-            self._run = backend(module, [*(t.detach() for t in tensors), *self._captured])
+            self._run = parts or backend(module, [*(t.detach() for t in tensors), *self._captured])
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The tensors of the result."""
@@ -119,6 +131,7 @@ def _lifted(module: GraphModule) -> list[Tensor]:
                 raise Untraceable("the loss uses a tensor with a graph of its own")
             with graph.inserting_after(place[-1]) if place else graph.inserting_before(None):
                 new = graph.placeholder(f"captured_{len(captured)}")
+            new.meta["val"] = value.detach()
             place.append(new)
             node.replace_all_uses_with(new)
             graph.erase_node(node)
@@ -155,7 +168,15 @@ def backend_of(backend: str | Callable[..., Any], mode: str | None, options: dic
         import torch._inductor as inductor
 
         settings = {**(inductor.list_mode_options(mode) if mode and mode != "default" else {}), **(options or {})}
-        return lambda module, example: inductor.compile(module, [*example], options=settings or None)
+
+        def compiled(module: GraphModule, example: list[Tensor]) -> Callable[..., Any]:
+            # Inductor keeps in its cache what was compiled in a shape environment, as dynamo has one.
+            context = TracingContext(FakeTensorMode(shape_env=ShapeEnv(assume_static_by_default=True)))
+            with torch.no_grad(), installed(context):
+                found: Callable[..., Any] = inductor.compile(module, [*example], options=settings or None)
+                return found
+
+        return compiled
     if backend == "eager":
         return lambda module, example: module.forward
     if callable(backend):

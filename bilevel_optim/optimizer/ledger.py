@@ -54,13 +54,10 @@ class Ledger:
         self.__dict__.update(after)
         self.buffers.complete = True
 
-    def add(self, counts: Mapping[str, int], loss: Tensor) -> Tensor:
-        """Enter a step of these oracle calls, about which nothing else was found; gives its loss."""
-        for name, count in counts.items():
-            self.counts[name] += count
-        self.steps += 1
-        self.last_loss = loss
-        return loss
+    def after_steps(self, counts: Mapping[str, int], loss: Tensor, steps: int = 1) -> dict[str, Any]:
+        """What becomes of it with steps of these oracle calls each, the last with this loss, and nothing else new."""
+        total = {name: count + steps * counts.get(name, 0) for name, count in self.counts.items()}
+        return {"counts": total, "steps": self.steps + steps, "last_loss": loss}
 
     def saved(self) -> dict[str, Any]:
         """What a state dict holds of it."""
@@ -75,4 +72,4 @@ class Ledger:
         """Go on from what `saved` gave."""
         self.steps, self.last_loss = saved["steps_done"], saved["last_loss"]
         self.counts.update(saved["oracle_counts"])
-        self.found = replace(self.found, fallback=saved["fallback"])
+        self.found = replace(self.found, fallback=saved["fallback"], alike=False)

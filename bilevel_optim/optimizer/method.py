@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 Loss = Objective | Callable[..., Tensor]
+HINT = " (pass the class, or a function that makes one: lambda groups: torch.optim.SGD(groups, momentum=0.9))"
 
 
 class ColdOptions(TypedDict, total=False):
@@ -71,6 +72,7 @@ class StepFunctions(ABC):
     declared: ClassVar[Method]  # what tables, recipes and tests need to know of a method
     saved_options: tuple[str, ...] = ()  # names of hyper-parameters that a user may change during a run
     one_loss = False  # whether step takes one loss, from which `objectives` makes the two
+    joined: ClassVar[Mapping[str, Callable[[Tensor], Tensor]]] = {}  # how diagnostics of parts of the tasks become one
     responds = True  # whether the estimate lives on y's response to x in the lower loss
 
     lower_steps: int
@@ -97,28 +99,33 @@ class StepFunctions(ABC):
         count = task_layer.task_count(sampler, self.tasks_per_step)
         drawn = task_layer.sample(sampler, count, given.generator)
         tasks, share = given.ranks.share(drawn, count)
+        generator = given.ranks.own(given.generator, given.steps)
+        whole = self.together(count)  # every part has chances of its own
+        chances = [given.chances, *(self.chances(given.generator, int) for _ in whole[1:])]
         sizes = {"lower": self.lower_batch, "upper": self.upper_batch}
-        loss, gradient, mean = torch.zeros((), device=oracle.device), oracle.x.zeros_like(), oracle.y.zeros_like()
+        loss, gradient, mean = oracle.x[0].new_zeros(()), oracle.x.zeros_like(), oracle.y.zeros_like()
+        draws = task_layer.TaskDraws(sampler, tasks, share, sizes, generator)
         estimates: list[Estimate] = []
-        for part in self.together(share):
+        for part in reversed(self.together(share)):  # module buffers advance by the first task
             some, n = task_layer.select(tasks, part), len(range(share)[part])
-            draws = task_layer.TaskDraws(sampler, some, n, sizes, given.generator)
-            own = given.anew()
-            if part.start:  # every part has chances of its own
-                own = changed(own, chances=self.chances(given.generator, given.ranks.agreed))
+            apart = len(whole) == count > 1
+            own = changed(given.anew(), chances=chances[given.ranks.place(part.start) if apart else 0])
             start = task_layer.starting_points(oracle.y, oracle.lower_names(), some, n, given.lower_init)
-            estimate = self.checked(stacked(oracle, start, draws.batch), own, self.estimate)
-            loss, gradient = loss + estimate.loss / count, gradient + estimate.gradient * (1 / count)
+            estimate = self.checked(stacked(oracle, start, draws.of(part)), own, self.estimate)
+            loss, gradient = loss + (estimate.loss / count).to(loss), gradient + estimate.gradient * (1 / count)
             y = start if estimate.lower is None else estimate.lower
             mean = mean + Vector(t.sum(0) / count for t in y)
-            estimates.append(estimate)
+            estimates.insert(0, changed(estimate, start=None, lower=None, solver=None))  # graphs and copies of y go
         loss, gradient, mean = given.ranks.total(loss, gradient, mean)
         # What belongs to x stays; what belongs to the tasks' y goes with them.
-        kept = estimates[-1] if estimates else Estimate(loss, gradient)
+        kept = estimates[-1]
         return Estimate(
             loss,
             gradient,
-            {**_over_parts([estimate.diagnostics for estimate in estimates]), "task_count": torch.tensor(count)},
+            {
+                **_over_parts([estimate.diagnostics for estimate in estimates], self.joined),
+                "task_count": torch.tensor(count, device="cpu"),
+            },
             upper_memory=kept.upper_memory,
             numbers=kept.numbers,
             lower=mean if self.warm_start else None,
@@ -132,15 +139,18 @@ class StepFunctions(ABC):
             estimate, session = make(oracle, given), oracle.session
             session.conclude()
             alerts = session.checks.verify(given.steps, oracle.session.warned) if self.check_finite else set()
-            again = self.react(alerts, oracle, given, estimate) if alerts else None
-            if again is None:
+            if not alerts or self.reacts_to(given.numbers) not in alerts:
                 return estimate
-            oracle, given = again
+            oracle, given = self.react(oracle, given, estimate)
             session.checks = Checks()
 
-    def react(self, alerts: set[str], oracle: Oracle, given: Given, estimate: Estimate) -> tuple[Oracle, Given] | None:
-        """Where and with what the estimate is to be made again after alerts; None if it stands."""
+    def reacts_to(self, numbers: Mapping[str, Any]) -> str | None:
+        """The alert after which the estimate is made again, if there is one, with the plain numbers of a step."""
         return None
+
+    def react(self, oracle: Oracle, given: Given, estimate: Estimate) -> tuple[Oracle, Given]:
+        """Where and with what the estimate is made again after that alert."""
+        raise NotImplementedError
 
     def together(self, tasks: int) -> list[slice]:
         """Which of the drawn tasks make one stacked problem: all of them."""
@@ -199,7 +209,7 @@ class StepFunctions(ABC):
         for name, value in (("lower_clip", self.limits.clip), ("lower_projection", self.limits.projection)):
             if value is not None and declared is not None and declared.lower_optimizer == "none":
                 raise ValueError(f"Invalid {name} value: {value} ({type(self).__name__} makes its lower steps itself)")
-        if self.stationary and not is_known(probe) and not self._shown("resting", rests_without_gradient):
+        if self.stationary and not is_known(probe) and not _shown(self, "resting", rests_without_gradient):
             raise ValueError(
                 f"Invalid lower_optimizer value: {type(probe).__name__} moves y where the gradient is zero (a clamp, a "
                 "projection or a penalty in a hook or in its step), so y does not end where the implicit hypergradient "
@@ -215,29 +225,24 @@ class StepFunctions(ABC):
                 f"{name} cannot be differentiated through; use one of torch's optimizers with a differentiable "
                 "argument, such as SGD or Adam, or AID"
             )
-        if not is_known(probe) and not self._shown("differentiable", can_be_differentiated):
+        if not is_known(probe) and not _shown(self, "differentiable", can_be_differentiated):
             raise ValueError(
                 f"{name} has an update whose derivative by autograd is not its difference quotient (a hook or its step "
                 "changes gradients or parameters out of autograd's sight); use lower_clip= or lower_projection=, which "
                 "are differentiated, or a method that does not differentiate the lower steps, such as F2SA or AID"
             )
 
-    def _shown(self, what: str, test: Callable[[Callable[[Any], Optimizer], float], bool]) -> bool:
-        """What a test of the lower optimizer found, which is made once."""
-        known = self.__dict__.setdefault("_lower_shown", {})
-        if what not in known:
-            known[what] = test(self.lower_factory, self.default_lr["lower"])
-        return bool(known[what])
-
     def probe(self) -> Optimizer:
         """The lower optimizer made for a dummy parameter, to see what it is."""
-        return self.lower_factory([{"params": [torch.zeros(1, 1, requires_grad=True)], "lr": self.default_lr["lower"]}])
+        return self.lower_factory(
+            [{"params": [torch.zeros(1, 1, device="cpu", requires_grad=True)], "lr": self.default_lr["lower"]}]
+        )
 
     def require_elementwise(self, what: str = "copies of y") -> None:
         """Raise if the lower optimizer would mix what is stacked."""
         probe = self.probe()
         kind = type(probe)
-        mixes = not is_known(probe) and not self._shown("elementwise", acts_elementwise)
+        mixes = not is_known(probe) and not _shown(self, "elementwise", acts_elementwise)
         if issubclass(kind, NOT_ELEMENTWISE) or mixes:
             raise ValueError(
                 f"Invalid lower_optimizer value: {kind.__name__} does not treat every entry alone, so it would mix the "
@@ -254,6 +259,14 @@ class StepFunctions(ABC):
             )
 
 
+def _shown(method: StepFunctions, what: str, test: Callable[[Callable[[Any], Optimizer], float], bool]) -> bool:
+    """What a test of a method's lower optimizer found, which is made once."""
+    known = vars(method).setdefault("_lower_shown", {})
+    if what not in known:
+        known[what] = test(method.lower_factory, method.default_lr["lower"])
+    return bool(known[what])
+
+
 def as_objective(loss: Loss, level: str) -> Objective:
     """The objective that a loss stands for."""
     if isinstance(loss, Objective):
@@ -263,12 +276,18 @@ def as_objective(loss: Loss, level: str) -> Objective:
     return Objective(loss)
 
 
-def _over_parts(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Diagnostics of several parts of a step: stacked, unless there is only one."""
+def _same(stack: Tensor) -> Tensor:
+    return stack
+
+
+def _over_parts(parts: Sequence[dict[str, Any]], joined: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
+    """Diagnostics of several parts of a step: stacked, or joined, unless there is only one."""
     if len(parts) <= 1:
         return dict(parts[0]) if parts else {}
     return {
-        name: torch.stack([part[name] for part in parts]) if all(isinstance(p[name], Tensor) for p in parts) else value
+        name: joined.get(name, _same)(torch.stack([part[name] for part in parts]))
+        if all(isinstance(p[name], Tensor) for p in parts)
+        else value
         for name, value in parts[-1].items()
     }
 
@@ -277,7 +296,9 @@ def require_common(*, lower_optimizer: Any, generator: Any, vectorize: Any, hvp:
     """Raise unless these arguments of every method are what they should be."""
     require("vectorize", vectorize, isinstance(vectorize, bool) or (is_count(vectorize) and vectorize > 0))
     require("hvp", hvp, hvp in ("exact", "finite-difference"))
-    require("lower_optimizer", lower_optimizer, lower_optimizer is None or callable(lower_optimizer))
+    made = isinstance(lower_optimizer, Optimizer)
+    wording = f"Invalid lower_optimizer value: {{value}}{HINT if made else ''}"
+    require("lower_optimizer", lower_optimizer, lower_optimizer is None or callable(lower_optimizer), wording)
     require("generator", generator, generator is None or isinstance(generator, torch.Generator))
     require("lower_init", lower_init, lower_init is None or callable(lower_init))
 

@@ -78,7 +78,6 @@ class StepGraph:
     Attributes:
         graph: the compiled graph.
         counts: oracle calls of a step.
-        finite: what has to be finite: oracle and hint.
         alerts: keys of the warnings that a step may give.
         numbers: plain numbers that it changes.
     """
@@ -97,7 +96,6 @@ class StepGraph:
         times: int = 1,
     ) -> None:
         self.alerts: list[str] = []
-        self.finite: list[tuple[str, str]] = []
         self.numbers: dict[str, Any] = {}
         found = oracle.session.found
 
@@ -125,7 +123,7 @@ class StepGraph:
                 }
                 self.numbers |= moved.numbers
             self.counts = {name: count for name, count in session.counts.items() if count}
-            self.finite, self.alerts, flags = session.checks.flags()
+            self.alerts, flags = session.checks.flags()
             return {**results, "flags": flags}
 
         def several(values: dict[str, Any]) -> dict[str, Any]:

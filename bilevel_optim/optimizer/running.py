@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem.feeding import drawn
+from ..problem.feeding import Draw, drawn
 from ..problem.parameters import is_count, require
 from .binding import Binding, Flat, flattened
 from .capture import Capture
-from .compiled import Call, Compiled
-from .method import Loss, StepFunctions
+from .compiled import Call, Compiled, Place
+from .method import Loss
 from .replay import Sources
+from .transaction import make
 
 __all__ = ["Running"]
 
@@ -54,29 +55,32 @@ class Running(Compiled):
         """
         require("steps", steps, is_count(steps) and steps > 0)
         losses: list[Tensor] = []
-        while len(losses) < steps:
+        done = 0
+        while done < steps:
             if self._capture is None or self.finished():
-                losses.append(self.step(upper, lower, tasks=tasks))
+                losses.append(self.step(upper, lower, tasks=tasks).reshape(1))
             else:
-                losses += self._chained(self._capture, self._sources(upper, lower, tasks), steps - len(losses))
-        return torch.stack(losses)
+                losses += self._chained(self._capture, self._sources(upper, lower, tasks), steps - done)
+            done = sum(map(len, losses))
+        return torch.cat(losses)
 
     def _chained(self, capture: Capture, sources: Sources, steps: int) -> list[Tensor]:
         """Captured steps one after the other, and a single one where they end; at least one step."""
-        places = [self._place(sources)]  # at the beginning, and before the draws of each step
+        start = self._place(sources)
         chain: list[Flat] = []
+        draws: Sequence[Draw] = ()
         binding: Binding | None = None
         call: Call | None = None
         last: Any = None  # the step that follows: with what has been drawn for it
         try:
             while last is None and len(chain) < steps:
-                places.append(self._place(sources))
                 call = self._next_call(capture, sources, call, len(chain))
                 if call.kind is None or call.kind.reason is not None or call.kind.draws is None:
                     last = partial(self._single, capture, call)
                     break
-                results = drawn(call.kind.draws, *sources, self.generator)
-                data = flattened((results, call.chances))
+                draws = call.kind.draws
+                results = drawn(draws, *sources, self.generator)
+                data = flattened(results, call.chances)
                 found = call.kind.binding(data)
                 if found is None or not found.chains or found is not (binding or found) or not found.holds(self.state):
                     last = partial(self._replayed, capture, call.kind, call, results)
@@ -86,19 +90,26 @@ class Running(Compiled):
                     binding = found
                     chain.append(data)
         except BaseException:
-            self._return_to(sources, places[0])
+            self._return_to(sources, start)
             raise
         losses, sound = self._linked(capture, binding, chain) if binding is not None else ([], 0)
-        if sound < len(chain):  # go back to where the steps that are kept have ended
-            self._return_to(sources, places[sound + 1])
-            return [*losses, self._captured(capture, *sources, update=True)]
+        if sound < len(chain):
+            self._return_behind(sources, start, draws, sound)
+            return [*losses, self._captured(capture, *sources, update=True).reshape(1)]
         if last is not None:
             try:
-                losses.append(last())
+                losses.append(last().reshape(1))
             except BaseException:
-                self._return_to(sources, places[-1])
+                self._return_behind(sources, start, draws, len(chain))
                 raise
         return losses
+
+    def _return_behind(self, sources: Sources, start: Place, draws: Sequence[Draw], steps: int) -> None:
+        """Let everything draw again from where so many steps that drew this have ended."""
+        self._return_to(sources, start)
+        for _ in range(steps):
+            self._chances()
+            drawn(draws, *sources, self.generator)
 
     def _next_call(self, capture: Capture, sources: Sources, before: Call | None, ahead: int) -> Call:
         """The call of the next step; of the same kind as the one before if nothing says otherwise."""
@@ -110,7 +121,6 @@ class Running(Compiled):
     def _linked(self, capture: Capture, binding: Binding, chain: Sequence[Flat]) -> tuple[list[Tensor], int]:
         """The losses of captured steps that follow each other, of those before the first that failed, and how many."""
         rates = capture.rates(self.param_groups, binding.device)
-
         many = binding.several(rates, chain)
         times = 1 if many is None else many.step.times
 
@@ -120,23 +130,20 @@ class Running(Compiled):
             arguments, i = binding.arguments(), 0
             while i < len(part):
                 own, n = (many, times) if many is not None and i + times <= len(part) else (binding, 1)
-                data = part[i] if n == 1 else Flat([t for one in part[i : i + n] for t in one.tensors], [])
-                outputs = own.run(arguments, rates, data)
+                outputs = own.run(arguments, rates, [t for one in part[i : i + n] for t in one.tensors])
                 arguments = own.following(arguments, outputs)
-                losses += [outputs[own.out["loss"]]] if n == 1 else outputs[own.out["losses"]].unbind()
-                flags += [outputs[own.out["flags"]]] if n == 1 else outputs[own.out["flags"]].unbind()
+                losses.append(outputs[own.out["losses"]] if n > 1 else outputs[own.out["loss"]].reshape(1))
+                flags.append(outputs[own.out["flags"]] if n > 1 else outputs[own.out["flags"]][None])
                 i += n
             return losses, flags, own, outputs
 
         losses, flags, own, outputs = linked(chain)
-        sound = len(chain) if not self.check_finite else self._sound(binding, torch.stack(flags))
+        sound = len(chain) if not self.check_finite else self._sound(binding, torch.cat(flags))
         if sound < len(chain):  # nothing has been written: make the sound ones again
             if not sound:
                 return [], 0
             losses, _, own, outputs = linked(chain[:sound])
-        for loss in losses[:-1]:
-            self._ledger.add(binding.step.counts, loss)
-        self._write(own, outputs, losses[-1])
+        make(self._writes_of(own, outputs, losses[-1][-1], sound))
         return losses, sound
 
     def _sound(self, binding: Binding, flags: Tensor) -> int:
@@ -144,7 +151,7 @@ class Running(Compiled):
         if not bool(flags.any()):
             return len(flags)
         step = binding.step
-        known = self._ledger.warned if type(self).react is StepFunctions.react else set()
-        matters = [True] * len(step.finite) + [key not in known for key in step.alerts]
+        known = self._ledger.warned - {self.reacts_to(self.numbers)}
+        matters = [True] + [key not in known for key in step.alerts]
         failed = (flags & flags.new_tensor(matters)).any(1).tolist()
         return failed.index(True) if any(failed) else len(flags)

@@ -38,6 +38,11 @@ class Buffers:
         """Whether no evaluation changes any buffer."""
         return self.complete and not self._changing
 
+    @property
+    def changing(self) -> bool:
+        """Whether some evaluation was seen to change one."""
+        return bool(self._changing)
+
     def kept(self) -> AbstractContextManager[list[bool]]:
         """Restore the buffers that the block changes; gives a list that is non-empty afterwards if there are any."""
         return nullcontext([]) if self.constant else self._kept()

@@ -43,15 +43,19 @@ class Checks:
         """Raise ValueError with ``message`` if the boolean scalar ``on`` is true."""
         self.alert(REFUSAL, message, on)
 
-    def flags(self) -> tuple[list[tuple[str, str]], list[str], Tensor]:
-        """For a graph: what has to be finite and the keys of the alerts, and in this order whether something is amiss.
+    def flags(self) -> tuple[list[str], Tensor]:
+        """In place of `verify`, in a graph: keys of the alerts; whether anything is amiss, and which alerts are on.
 
-        In place of `verify`; nothing is read.
+        Nothing is read. What is amiss, if anything, an eager step finds out.
         """
-        amiss = [~torch.stack([t.isfinite().all() for t in vector if t.numel()]).all() for *_, vector in self._finite]
-        flags = [*amiss, *(on.reshape(()) for *_, on in self._alerts)]
-        together = torch.stack(flags) if flags else torch.zeros(0, dtype=torch.bool)
-        return [(oracle, hint) for oracle, hint, _ in self._finite], [key for key, *_ in self._alerts], together
+        tensors = [*(t for *_, vector in self._finite for t in vector if t.numel()), *(t for *_, t in self._scalars)]
+        alerts = [on.reshape(()) for *_, on in self._alerts]
+        like = next(iter((*tensors, *alerts)), torch.empty((), device="cpu"))
+        kind = torch.promote_types(torch.float32, like.dtype)
+        spoilt = torch.zeros((), dtype=kind, device=like.device)  # stays 0, or becomes no number
+        for t in tensors:
+            spoilt = spoilt + t.sum(dtype=kind) * 0
+        return [key for key, *_ in self._alerts], torch.stack([spoilt.isnan(), *alerts])
 
     def verify(self, step: int, warned: set[str]) -> set[str]:
         """Raise `NonFiniteError` for the first oracle that failed; warn; return the keys of the alerts that were on.

@@ -16,6 +16,7 @@ from ..problem import random
 from ..problem.objective import Sample
 from ..problem.vector import Vector, stack
 from . import batched
+from .differentiable import has_large_convolutions
 from .oracle import Oracle, filled
 from .substitution import Substitution
 
@@ -225,6 +226,8 @@ def _together(oracle: Oracle, points: _Points) -> Copies:
             assert f is not None
             return _only_values(f)
         _look(oracle, g.sum(), y, None if points.upper is None else x, wrt)
+        if not session.found.vmapped and has_large_convolutions(g):
+            raise batched.Unsuited("convolutions of this size are faster one by one on a CPU")
         total = (g * g.new_tensor(points.g_weights)).sum()
         if f is None:
             f = torch.full_like(g, torch.nan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["has_fused", "has_kinks", "twice_differentiable", "working_unit"]
+__all__ = ["has_fused", "has_kinks", "has_large_convolutions", "twice_differentiable", "working_unit"]
+
+LARGE = 1 << 17  # entries of what goes into a convolution
 
 
 class _PlainWeightNorm(TorchFunctionMode):
@@ -39,16 +41,25 @@ def has_kinks(loss: Tensor) -> bool:
     return _has(loss, _KINKED)
 
 
+def has_large_convolutions(loss: Tensor) -> bool:
+    """Whether it contains convolutions of so many numbers that on a CPU grouped ones are slower than one by one."""
+    found = (getattr(node, "_saved_input", None) for node in _nodes(loss) if node.name().startswith("Convolution"))
+    return any(isinstance(t, Tensor) and t.device.type == "cpu" and t.numel() >= LARGE for t in found)
+
+
 def _has(loss: Tensor, names: tuple[str, ...]) -> bool:
+    return any(node.name().startswith(names) for node in _nodes(loss))
+
+
+def _nodes(loss: Tensor) -> Iterator[Any]:
+    """The operations of a loss."""
     seen, stack = set(), [loss.grad_fn]
     while stack:
         node = stack.pop()
         if node is not None and node not in seen:
-            if node.name().startswith(names):
-                return True
+            yield node
             seen.add(node)
             stack += [parent for parent, _ in node.next_functions]
-    return False
 
 
 def working_unit(t: Tensor) -> float:

@@ -75,11 +75,11 @@ class Apart:
 
     def __init__(self, oracle: Oracle, sample: Sample) -> None:
         assert sample.features is not None
-        self.oracle, self.features = oracle, sample.features
+        self.oracle, self.features, self._last = oracle, sample.features, sample
         self.usable = not oracle.sharded and (not oracle.shared or oracle.session.options.ranks.world == 1)
         if not self.usable:
             return
-        with oracle.placed() as (self._x, _):
+        with oracle.session.buffers_kept(), oracle.placed() as (self._x, _):
             values, structure = tree_flatten(oracle.call(sample.features))
         smooth = [i for i, value in enumerate(values) if isinstance(value, Tensor) and value.requires_grad]
         self._roots = [values[i] for i in smooth]
@@ -91,7 +91,7 @@ class Apart:
 
     def at(self, y: Vector, sample: Sample) -> tuple[Oracle, Sample]:
         """The oracle whose upper variables are z and x, and the sample for it of one with these features."""
-        oracle = self.oracle
+        oracle, self._last = self.oracle, sample
 
         def loss() -> Any:
             return sample(self._part)
@@ -112,6 +112,7 @@ class Apart:
     def pulled_back(self) -> Vector:
         """The sum of the derivatives, in x alone."""
         oracle, count = self.oracle, len(self._roots)
+        oracle.session.lower_sample = self._last  # whole, as buffers go with it
         direct = Vector(self._total[count:])
         if not count:
             return direct

@@ -18,9 +18,9 @@ from torch.func import vmap
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ..problem import random
-from ..problem.objective import Objective, Sample
+from ..problem.objective import Objective, Sample, require_fit
 from ..problem.tasks import select
-from ..problem.vector import Vector
+from ..problem.vector import Vector, is_sharded
 from . import batched
 from .evaluation import placed
 from .features import require_free_of_lower
@@ -187,7 +187,8 @@ class LaneLoss:
         session = self.oracle.session
         with session.buffers_kept():
             if self.level not in session.found.redirected:
-                self._require_redirection(batch)
+                if not any(map(is_sharded, self.live)):  # which cannot hold a row, and does not mix with one
+                    self._require_redirection(batch)
                 session.found.redirected |= {self.level}
             parts = _each(self.oracle, self._at, batch, lanes, len(lanes[0]), alike=self.alike)
         session.found.vmapped_tasks |= session.found.fallback is None and session.options.at_once(len(lanes[0])) > 1
@@ -195,7 +196,12 @@ class LaneLoss:
 
     def _at(self, batch: Any, *values: Tensor) -> Tensor:
         with Substitution(self.live, values):
-            return as_scalar(self.level, self.loss(batch))
+            try:
+                loss = self.loss(batch)
+            except TypeError as error:
+                require_fit(self.loss, (batch,), error)
+                raise
+            return as_scalar(self.level, loss)
 
     def _require_redirection(self, batch: Any) -> None:
         """Raise if the result depends on what the live tensors hold: then the loss reads them out of torch's sight."""

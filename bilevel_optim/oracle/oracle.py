@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..problem.objective import Objective, Sample
+from ..problem.tracing import cut
 from ..problem.vector import Vector, is_sharded
 from . import second_order
 from .checks import Checks
@@ -219,6 +220,7 @@ class Oracle:
     def call(self, sample: Sample, *arguments: Any, graph: bool = True) -> Any:
         """What a sample's function returns on its arguments, or on others, with the random numbers of that sample."""
         forget_casts(self.device)
+        cut()
         watched = self.session.gathered.watching() if self.sharded else nullcontext()
         with watched, torch.set_grad_enabled(graph), nullcontext() if sample.once else sample.replayed(self.device):
             return sample(*arguments)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..problem.objective import Sample
 from ..problem.profiling import span
+from ..problem.tracing import cut
 from ..problem.vector import Vector, stack
 from . import batched
 from .differentiable import has_fused, has_kinks, twice_differentiable, working_unit
@@ -150,6 +151,7 @@ def pulled(
     parts = [(i, g) for i, g in enumerate(gradients) if g is not None and g.requires_grad]
     if not parts:
         return [None] * len(variables)
+    cut()
     with twice_differentiable(plain):
         return torch.autograd.grad(
             [g for _, g in parts],
@@ -263,6 +265,7 @@ def _by_differences(oracle: Oracle, sample: Sample, gradient: bool) -> LowerSyst
         return _counted(oracle, Vector(), product)
     oracle.count("lower_grad")
     system = _counted(oracle, slope(y, "lower"), product)
+    oracle.checks.finite("lower_grad", system.gradient)
     if session.found.kinked:
         oracle.checks.alert(
             "kinks",

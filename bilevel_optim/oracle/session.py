@@ -61,6 +61,7 @@ class Findings:
     vmapped: bool = False  # vmap is known to work on copies of these losses
     vmapped_tasks: bool = False  # the same, over tasks
     redirected: frozenset[str] = frozenset()  # losses known to read y where torch sees it
+    alike: bool = False  # all ranks are known to have begun with the same parameters
     reaches_lower: bool = False  # the lower loss is known to depend on every lower parameter
     reaches_upper: bool = False  # some loss is known to depend on some upper parameter
     features_checked: frozenset[str] = frozenset()  # levels whose features are known not to depend on y
@@ -112,6 +113,20 @@ class Session:
         self.buffers_skipped |= bool(changed)
 
     # ------------------------------------------------------------------------------------------------ first looks
+
+    def require_alike(self, x: Sequence[Tensor], y: Sequence[Tensor], names: Callable[[], Sequence[str]]) -> None:
+        """At the first step, raise on all ranks unless they hold the same parameters."""
+        if self.found.alike:
+            return
+        differing = self.options.ranks.differing([*x, *y])
+        if differing:
+            called = [f"{'upper' if i < len(x) else 'lower'} parameter {names()[i]}" for i in differing[:3]]
+            raise ValueError(
+                f"the ranks of process_group hold different values of {', '.join(called)}"
+                f"{', ...' if len(differing) > 3 else ''}, so that each would solve a problem of its own; seed them "
+                "alike, load one checkpoint, or broadcast the parameters of one rank (torch.distributed.broadcast)"
+            )
+        self.found.alike = True
 
     def require_reached(self, gradients: Sequence[Tensor | None], names: Callable[[], Iterable[str]]) -> None:
         """Raise if the lower loss does not depend on some lower parameter (after the first step, on any)."""

@@ -199,7 +199,9 @@ def drawn(
     for source, how in draws:
         objective = objectives.get(source)
         if objective is not None:
-            found.append(_drawn(objective.draw(once=how)))
+            kind = type(objective)
+            plain = kind.draw is Objective.draw and kind.sample is Objective.sample and objective.accumulate == 1
+            found.append(Drawn(objective.arguments()) if plain else _drawn(objective.draw(once=how)))
         elif source == "tasks":
             sampled = tasks.sample(how, generator)
             found.append(Drawn(sampled))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+import inspect
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from .profiling import span
 from .random import default_state, set_default_state
 
-__all__ = ["Objective", "Sample", "require_state"]
+__all__ = ["Objective", "Sample", "require_fit", "require_state"]
 
 
 class Objective:
@@ -79,14 +80,19 @@ class Objective:
 
         ``once`` promises that there will be a single evaluation, which saves keeping the random state.
         """
-        if self.data is None:
-            return self.sample(once=once)
+        if self.accumulate == 1:
+            return self.sample(*self.arguments(), once=once)
         with span("draw"):
             batches = [self._next() for _ in range(self.accumulate)]
-        if len(batches) == 1:
-            return self.sample(batches[0], once=once)
         parts = [self.sample(batch, once=once) for batch in batches]
         return Sample(_Mean(parts), once=once, parts=parts)
+
+    def arguments(self) -> tuple[Any, ...]:
+        """What `draw` evaluates the loss on: the next batch, if there are data."""
+        if self.data is None:
+            return ()
+        with span("draw"):
+            return (self._next(),)
 
     def sample(self, *arguments: Any, once: bool = False) -> Sample:
         """The sample of a given batch (without an argument, for a loss without data)."""
@@ -304,7 +310,13 @@ class Sample:
         """The loss on the sample, or on other arguments (its features, if these are known)."""
         if arguments:
             return self.loss(*arguments)
-        return self.loss(*self.arguments) if self.features is None else self.loss(self.features())
+        if self.features is not None:
+            return self.loss(self.features())
+        try:
+            return self.loss(*self.arguments)
+        except TypeError as error:
+            require_fit(self.loss, self.arguments, error)
+            raise
 
     def replayed(self, device: torch.device) -> AbstractContextManager[None]:
         """Evaluate with the random numbers of the first evaluation; later draws do not notice the repetition."""
@@ -347,6 +359,24 @@ def _set_random_state(data: Any, state: dict[str, Any]) -> None:
         generator = _generator_of(data)
         assert generator is not None
         generator.set_state(state["generator"].cpu())
+
+
+def require_fit(loss: Callable[..., Any], arguments: Sequence[Any], error: TypeError) -> None:
+    """After an error of a call, raise one that says what to do about it if the loss does not take these arguments."""
+    try:
+        inspect.signature(loss).bind(*arguments)
+    except TypeError:
+        name = getattr(loss, "__name__", type(loss).__name__)
+        if arguments:
+            raise TypeError(
+                f"the loss {name} is called with one batch, but does not take one argument; without data and tasks it "
+                f"is called with none ({error})"
+            ) from error
+        raise TypeError(
+            f"the loss {name} takes a batch, but has no data: pass bo.Objective({name}, data), or tasks= ({error})"
+        ) from error
+    except ValueError:  # nothing is known of what it takes
+        return
 
 
 def require_state(state: Any, owner: str, **kinds: type) -> None:

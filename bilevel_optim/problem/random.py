@@ -13,6 +13,7 @@ from .vector import Vector
 
 __all__ = [
     "Counters",
+    "apart",
     "default_state",
     "device_of",
     "draw_index",
@@ -70,6 +71,13 @@ def draw_index(count: int, generator: torch.Generator | None) -> int:
 def draw_seed(generator: torch.Generator | None) -> int:
     """A random number to make others from."""
     return draw_index(2**62, generator)
+
+
+def apart(generator: torch.Generator | None, *numbers: int) -> torch.Generator:
+    """A generator that depends on these numbers and on the state of another, which stays where it is."""
+    twin = torch.Generator(device_of(generator))
+    twin.set_state(torch.get_rng_state() if generator is None else generator.get_state())
+    return twin.manual_seed(hashed(draw_seed(twin), *numbers))
 
 
 def kept(device: torch.device) -> AbstractContextManager[None]:

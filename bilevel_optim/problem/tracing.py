@@ -6,9 +6,12 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-__all__ = ["Untraceable", "traced", "tracing"]
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-_TRACING = ContextVar("tracing", default=False)
+__all__ = ["Untraceable", "cut", "traced", "tracing"]
+
+_CUTS: ContextVar[list[Node] | None] = ContextVar("cuts", default=None)
 
 
 class Untraceable(Exception):
@@ -17,14 +20,24 @@ class Untraceable(Exception):
 
 def traced() -> bool:
     """Whether a step is being traced: no value may be read, and a loop makes all its steps."""
-    return _TRACING.get()
+    return _CUTS.get() is not None
+
+
+def cut() -> None:
+    """Here something begins or ends that a step repeats: if it is being traced, its graph may be cut here."""
+    cuts = _CUTS.get()
+    if cuts is not None:
+        mode = get_proxy_mode()
+        if mode is not None:
+            cuts.append(next(iter(reversed(mode.tracer.graph.nodes))))
 
 
 @contextmanager
-def tracing() -> Generator[None]:
-    """Trace what the block does."""
-    token = _TRACING.set(True)
+def tracing() -> Generator[list[Node]]:
+    """Trace what the block does; gives a list of the nodes after which the graph may be cut."""
+    cuts: list[Node] = []
+    token = _CUTS.set(cuts)
     try:
-        yield
+        yield cuts
     finally:
-        _TRACING.reset(token)
+        _CUTS.reset(token)

@@ -70,7 +70,7 @@ class Vector(tuple[Tensor, ...]):
         parts: list[Tensor] = [torch.linalg.vector_norm(t, dtype=_accumulator(t)) for t in self]
         if len(parts) == 1:
             return parts[0]
-        return torch.linalg.vector_norm(torch.stack(parts)) if parts else torch.zeros(())
+        return torch.linalg.vector_norm(torch.stack(parts)) if parts else torch.zeros((), device="cpu")
 
     def lane_dot(self, other: Sequence[Tensor]) -> Tensor:
         """Inner product of each lane of stacked tensors with the same lane of others, or one vector; shape (n,)."""
@@ -83,7 +83,7 @@ class Vector(tuple[Tensor, ...]):
     def max_abs(self) -> Tensor:
         """Largest absolute entry; NaN or infinite exactly if some entry is."""
         parts = [_largest(t) for t in self if t.numel()]
-        return torch.stack(parts).max() if parts else torch.zeros(())
+        return torch.stack(parts).max() if parts else torch.zeros((), device="cpu")
 
     def sum(self) -> Tensor:
         """Sum of all entries; not finite if one of them is not."""
@@ -151,4 +151,4 @@ def _whole(t: Tensor) -> Tensor:
 
 
 def _total(parts: list[Tensor]) -> Tensor:
-    return torch.stack(parts).sum() if len(parts) > 1 else parts[0] if parts else torch.zeros(())
+    return torch.stack(parts).sum() if len(parts) > 1 else parts[0] if parts else torch.zeros((), device="cpu")

@@ -95,7 +95,7 @@ class Contexts:
             if level not in self._all:
                 generator = self.counters.generator(TASKS, 1)
                 self._all[level] = draw(self.sampler, level, self.tasks, self.count, None, generator)
-            return [select(self._all[level], torch.tensor(slots))] * times
+            return [select(self._all[level], torch.tensor(slots, device="cpu"))] * times
         parts = [
             tree_flatten(
                 draw(
@@ -136,7 +136,11 @@ class Contexts:
                     part = oracle.call(Sample(evaluate, (batch,), once=True), graph=False)
                 kept = (oracle.x, list(slots), part)
                 self._features = kept if self.deterministic else None
-            yield kept[2] if kept[1] == [*slots] else select(kept[2], torch.tensor([*map(kept[1].index, slots)]))
+            yield (
+                kept[2]
+                if kept[1] == [*slots]
+                else select(kept[2], torch.tensor([*map(kept[1].index, slots)], device="cpu"))
+            )
 
 
 @dataclass(frozen=True)
@@ -200,7 +204,7 @@ def coupled_path(
             Vector(t[active] for t in last).copy_(_epoch(oracle, contexts, going, before, e, rates))
             if e == base_level:
                 first = last.clone()
-    back = torch.tensor(order).argsort().tolist()
+    back = torch.tensor(order, device="cpu").argsort().tolist()
     oracle.checks.finite("lower_grad", last, "A smaller lower_lr, or a larger smoothness, is the usual remedy")
     points = (Vector(t[back] for t in part) for part in (first, previous, last))
     return CoupledPath(contexts, own, [*depths], base_level, *points)

@@ -13,7 +13,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 from ..oracle.checks import Checks
 from ..problem.profiling import span
-from ..problem.tracing import Untraceable, traced
+from ..problem.tracing import Untraceable, cut, traced
 from ..problem.vector import Vector, is_sharded
 from .agd import AGD
 from .functional import Memory, Rate, descended, rates_of, sgd, updated
@@ -107,7 +107,7 @@ class LowerRule:
         # An optimizer that is not what its class is known for has to make its steps itself.
         known = is_known(self.optimizer)
         self._kind = type(self.optimizer) if known else Optimizer
-        trial = [{"params": [torch.zeros(1, 1, requires_grad=True)], **_options(groups[0])}]
+        trial = [{"params": [torch.zeros(1, 1, device="cpu", requires_grad=True)], **_options(groups[0])}]
         self._asks = needs_closure(self.optimizer if known else factory(trial))
 
     def follow(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -137,7 +137,9 @@ class LowerRule:
 
     def step(self, y: Vector, memory: Memory, gradient: Gradient) -> Solved:
         """One step on the gradients that ``gradient`` evaluates, at y or where the optimizer asks for them."""
-        return self._limited(y, memory, gradient) if self.limits else self._step(y, memory, gradient)
+        solved = self._limited(y, memory, gradient) if self.limits else self._step(y, memory, gradient)
+        cut()
+        return solved
 
     def _limited(self, y: Vector, memory: Memory, gradient: Gradient) -> Solved:
         last: list[Vector] = []

@@ -26,11 +26,13 @@ class _Probe:
         self.rule = self.rule_for(self.random(1.0))
 
     def rule_for(self, like: Vector) -> LowerRule:
-        single = [torch.zeros(shape, dtype=torch.float64, requires_grad=True) for shape in SHAPES]
+        single = [torch.zeros(shape, dtype=torch.float64, device="cpu", requires_grad=True) for shape in SHAPES]
         return LowerRule(self._factory, [{"params": single, "lr": self._lr}], like)
 
     def random(self, scale: float) -> Vector:
-        return Vector(scale * torch.randn(s, dtype=torch.float64, generator=self._generator) for s in SHAPES)
+        return Vector(
+            scale * torch.randn(s, dtype=torch.float64, device="cpu", generator=self._generator) for s in SHAPES
+        )
 
     def ends(self, rule: LowerRule, y: Vector, gradients: list[Vector]) -> Vector:
         """After a step along each of these gradients."""
@@ -41,7 +43,7 @@ class _Probe:
 
 
 def _along(gradient: Vector) -> Callable[[Vector], tuple[torch.Tensor, Vector]]:
-    return lambda _: (torch.zeros(()), gradient)
+    return lambda _: (gradient[0].new_zeros(()), gradient)
 
 
 def rests_without_gradient(factory: Factory, lr: float) -> bool:

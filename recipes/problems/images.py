@@ -43,4 +43,6 @@ def load_images(
             raise SystemExit(f"{error} (--download fetches it into {root})") from error
         whole, test = (Part((part.data.flatten(1).float() / 255 - MEAN) / STD, part.targets) for part in parts)
         order = torch.randperm(len(whole.labels), generator=generator)
+    if min(*sizes, len(test.labels)) < 1 or sum(sizes) > len(order):
+        raise SystemExit(f"{sizes[0]} training and {sizes[1]} validation examples cannot be taken out of {len(order)}")
     return whole.take(order[: sizes[0]]), whole.take(order[sizes[0] : sum(sizes)]), test

@@ -5,9 +5,12 @@ import copy
 import pytest
 import torch
 
+import bilevel_optim as bo
+
 from ..problems import same, values
 from ..registry import each
-from .runs import Case, Run
+from .runs import Case, Run, called
+from .strategies import data_of
 from .toys import Kind
 
 
@@ -56,3 +59,45 @@ def test_first_looks_draw_no_random_numbers(row, features):
         for _ in range(2):
             run.step()
     assert same(values(old.problem.tensors), values(new.problem.tensors))
+
+
+@each(lambda row: not row.variant)
+def test_features_with_running_statistics_advance_them_once(row):
+    """Methods that differentiate features apart advanced them at every step but those that looked."""
+    data = data_of(row)[-1]
+    options = (("lower_batch", 2), ("upper_batch", 2)) if data == "tasks" else ()
+    run = Run(Case(row.name, Kind(buffers=True, features=True, data=data), options=options))
+    for k in (1, 2):
+        run.step()
+        assert run.problem.norm.num_batches_tracked == k
+
+
+@each(("AID", "PRAHGD"))
+def test_a_gradient_that_only_differences_begin_with_is_looked_at(row):
+    """The products, which are made at other points, did not show it."""
+    run = Run(Case(row.name, options=(("hvp", "finite-difference"),)))
+    run.step()
+    for k in range(1, 30):
+        problem = run.problem
+        problem.fails, problem.fired = [["lower", k, "gradient"]], 0
+        outcome = called(run.step)
+        assert isinstance(outcome, bo.NonFiniteError) == bool(problem.fired), k
+        if not problem.fired:
+            break
+
+
+@pytest.mark.parametrize("level", ["upper", "lower"])
+@each(("STABLE", "SVRB"))
+def test_an_update_after_a_group_was_added(row, level):
+    """STABLE moved y with what it knew of tensors that it had not seen."""
+    ends = []
+    for added in (False, True):
+        run = Run(Case(row.name))
+        run.step()
+        run.step("backward")
+        if added:
+            run.add_group(level)
+            run.problem.spare_x.grad = torch.ones(1)
+        run.optimizer.step()
+        ends.append(values([*run.problem.x, *run.problem.y]))
+    assert same(*ends)

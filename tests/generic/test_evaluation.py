@@ -1,19 +1,11 @@
-"""How losses are evaluated makes no difference: vmap or loop, features apart or inline, precision, device, ranks."""
+"""How losses are evaluated makes no difference: vmap or loop, features apart or inline, precision, device."""
 
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-import torch.nn.functional as F
-from torch import nn
-from torch.distributed.fsdp import fully_shard
 
-import bilevel_optim as bo
-
-from ..problems import P1, Tasks, close, flat, seeded
+from ..problems import Tasks, close, flat, seeded
 from ..registry import HALF, ROWS, each
 
 FORMS = pytest.mark.parametrize(
@@ -141,95 +133,3 @@ def test_cuda_equals_cpu(row):
         results.append(flat(problem.parameters).cpu())
     if results:
         torch.testing.assert_close(*results, rtol=1e-6, atol=1e-9)
-
-
-# ---------------------------------------------------------------------------------------------------- two processes
-
-DATA = [row for row in ROWS if row.name in ("AID", "AID-differences", "ITD", "F2SA", "PZOBO", "MRBO", "SABA", "RAHGD")]
-TASKS = [row for row in ROWS if row.name in ("AID", "F2SA", "PZOBO", "SVRB", "RSVRB", "RSVRB-free", "BSVRB")]
-CONTEXTS = [row for row in ROWS if row.name in ("RTMLMC", "DLSGD")]
-SHARDED = {
-    "F2SA-2": (bo.F2SA, {"order": 2}),
-    "F2SA-1, Adam": (bo.F2SA, {"order": 1, "lower_optimizer": torch.optim.Adam, "normalize": False}),
-    "AID, differences": (bo.AID, {"hvp": "finite-difference", "linear_solver": "fixed_point"}),
-    "FirstOrder": (bo.FirstOrder, {}),
-    # Second derivatives: the module keeps its full parameters after a backward pass.
-    "AID": (bo.AID, {"damping": 1.0}, True),
-    "ITD": (bo.ITD, {"lower_optimizer": partial(torch.optim.SGD, momentum=0.5)}, True),
-    "StocBiO": (bo.StocBiO, {}, True),
-    "SOBA": (bo.SOBA, {}, True),
-}
-
-
-def on_tasks(row, group=None):
-    """The ranks share the tasks of a step, one of them none if there is one only."""
-    problem = P1() if row in CONTEXTS else row.quadratic(tasks=True)
-    options = {"tasks_per_step": 5} if row in CONTEXTS else {"tasks_per_step": 3}
-    if row.declared.tasks == "rows":
-        options = {"task_batch": 1} if row.declared.random else {}
-    optimizer = row(problem.x, problem.y, short=True, generator=seeded(2), process_group=group, **options)
-    losses = [problem.run(optimizer) for _ in range(4)]
-    return flat([*problem.x, *problem.y, *losses])
-
-
-def on_data(row, group=None, rank=None):
-    """Each rank has half of the data; directions are those of rank 0, whatever the others draw."""
-    return outcome(row, steps=3, rank=rank, process_group=group, generator=seeded(rank or 0))[0]
-
-
-def sharded(cls, options, kept=False, rank=None):
-    """With the module under FSDP2 if there is a rank; half of the data each. Also what the module says afterwards."""
-    torch.manual_seed(0)
-    X, t, Xv = torch.randn(20, 8), torch.randint(0, 4, (20,)), torch.randn(20, 8)
-    net, x = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), torch.zeros(20, requires_grad=True)
-    half = slice(None) if rank is None else slice(10 * rank, 10 * rank + 10)
-    if rank is not None:
-        fully_shard(net[0])
-        fully_shard(net)
-        if kept:
-            net.set_reshard_after_backward(False)
-        options = {**options, "process_group": dist.group.WORLD}
-
-    def lower():
-        return (x.sigmoid()[half] * F.cross_entropy(net(X[half]), t[half], reduction="none")).mean()
-
-    def upper():
-        return F.cross_entropy(net(Xv[half]), t[half])
-
-    options = options if cls is bo.SOBA else {"lower_steps": 3, **options}
-    optimizer = cls([x], net.parameters(), lr=0.5, lower_lr=0.1, **options)
-    for _ in range(3):
-        optimizer.step(upper, lower)
-    with torch.no_grad():
-        outputs = net(X)
-    if rank is not None:
-        net.reshard()
-    return flat([x, *(p.full_tensor() if rank is not None else p for p in net.parameters()), outputs])
-
-
-def everything(group=None, rank=None):
-    found = {f"data {row.name}": on_data(row, group, rank) for row in DATA}
-    found |= {f"tasks {row.name}": on_tasks(row, group) for row in (*TASKS, *CONTEXTS)}
-    return found | {f"sharded {name}": sharded(*row, rank=rank) for name, row in SHARDED.items()}
-
-
-def run(rank, address, results):
-    torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-    results[rank] = {name: value.tolist() for name, value in everything(dist.group.WORLD, rank).items()}
-    with pytest.raises(RuntimeError, match="set_reshard_after_backward"):
-        sharded(bo.AID, {}, rank=rank)
-    dist.destroy_process_group()
-
-
-def test_two_ranks_equal_one(tmp_path):
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(run, (f"file://{tmp_path}/rendezvous", results), nprocs=2)
-        results = dict(results)
-    for name, expected in everything().items():
-        tolerance = 1e-7 if "differences" in name or "sharded" in name or "F2SA" in name else 1e-10
-        for rank in (0, 1):
-            got = torch.tensor(results[rank][name])
-            torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")

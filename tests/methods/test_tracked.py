@@ -12,6 +12,8 @@ import bilevel_optim as bo
 
 from ..problems import Problem, close, seeded, values
 
+pytestmark = pytest.mark.filterwarnings("ignore:floor=")  # which noise puts above the curvature here, on purpose
+
 
 class Family(Problem):
     """m quadratic tasks: g = y'Ay/2 - y'(Bx + b), f = y'Py/2 - c'y + x'Qx/2 - q'x + x'Ry; batches are noise on them.

@@ -1,11 +1,20 @@
 """Functions run by several processes of one group."""
 
+import multiprocessing
 import os
+import traceback
 from datetime import timedelta
+from itertools import count
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+# Processes come from one that has imported everything already, which is started once.
+multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.checkpoint", "tests.registry"])
+
+
+NUMBERS = count()
 
 
 def _main(rank, world, address, function, results, arguments, timeout):
@@ -15,7 +24,11 @@ def _main(rank, world, address, function, results, arguments, timeout):
     dist.init_process_group(
         "gloo", init_method=address, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
     )
-    results[rank] = function(rank, *arguments)
+    try:
+        results[rank] = function(rank, *arguments)
+    except BaseException:
+        results[f"error on rank {rank}"] = traceback.format_exc()
+        os._exit(1)
     if not any(isinstance(found, tuple) for found in results.values()):
         dist.barrier()
         dist.destroy_process_group()
@@ -23,14 +36,22 @@ def _main(rank, world, address, function, results, arguments, timeout):
         os._exit(0)  # a group that has lost a rank cannot be closed
 
 
-def together(world, tmp_path, function, *arguments, timeout=60.0, lost=()):
+def together(world, tmp_path, function, *given, arguments=(), timeout=200.0, lost=()):
     """What the function returns on each rank, called as ``function(rank, *arguments)``; those lost return nothing."""
     with mp.Manager() as manager:
         results = manager.dict()
-        address = f"file://{tmp_path}/rendezvous-{function.__name__}-{world}"
-        context = mp.spawn(_main, (world, address, function, results, arguments, timeout), nprocs=world, join=False)
+        address = f"file://{tmp_path}/rendezvous-{next(NUMBERS)}"
+        context = mp.start_processes(
+            _main,
+            (world, address, function, results, (*given, *arguments), timeout),
+            nprocs=world,
+            join=False,
+            start_method="forkserver",
+        )
         for process in context.processes:
-            process.join(120)
+            process.join(400)
+        errors = [text for rank, text in dict(results).items() if isinstance(rank, str)]
+        assert not errors, "\n".join(errors)
         codes = [process.exitcode for process in context.processes]
-        assert all(code == 0 for rank, code in enumerate(codes) if rank not in lost), (codes, dict(results))
+        assert all(code == 0 for rank, code in enumerate(codes) if rank not in lost), codes
         return dict(results)

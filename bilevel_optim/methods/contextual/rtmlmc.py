@@ -215,7 +215,7 @@ class RTMLMC(BilevelOptimizer):
         bound = float(self.smoothness or curvature or 1.0)
         chances = None if self.one_level else level_probabilities(self.levels, self.base_level)
         several = chances is not None and len(chances) > 1
-        nothing = torch.zeros((), device=oracle.device)
+        nothing = oracle.x[0].new_zeros(())
         part = Estimate(nothing, oracle.x.zeros_like(), lower=oracle.y.zeros_like())
         if mine:
             starts = Vector(t[mine] for t in self._starts(oracle, given, contexts))
@@ -232,7 +232,7 @@ class RTMLMC(BilevelOptimizer):
             if "neumann_ratio" in part.diagnostics:
                 oracle.checks.alert("growing series", GROWING_SERIES, part.diagnostics["neumann_ratio"] > 1 + 1e-4)
         loss, gradient, mean, correction = given.ranks.total(
-            part.loss, part.gradient, part.lower, part.diagnostics.get("correction", nothing.double())
+            part.loss.to(nothing), part.gradient, part.lower, part.diagnostics.get("correction", nothing.double())
         )
         diagnostics, numbers = dict(part.diagnostics), dict[str, Any]()
         if curvature:
@@ -241,9 +241,10 @@ class RTMLMC(BilevelOptimizer):
             moments = level_layer.added(given.numbers.get("moments"), self.levels, depths[0], correction)
             numbers["moments"], diagnostics["correction"] = moments, correction
             diagnostics["level_variance"] = level_layer.watched(oracle.checks, moments, self.base_level)
-        diagnostics["level_counts"] = torch.tensor(depths).bincount(minlength=self.levels + 1)
-        diagnostics["lower_steps"] = torch.tensor(sum(2 ** (k + 1) - 2 - k for k in depths))
-        diagnostics["smoothness"], diagnostics["task_count"] = torch.tensor(bound), torch.tensor(len(depths))
+        diagnostics["level_counts"] = torch.tensor(depths, device="cpu").bincount(minlength=self.levels + 1)
+        steps = sum(2 ** (k + 1) - 2 - k for k in depths)
+        for name, number in (("lower_steps", steps), ("smoothness", bound), ("task_count", len(depths))):
+            diagnostics[name] = torch.tensor(number, device="cpu")
         return Estimate(loss, gradient, diagnostics, lower=mean if self.warm_start else None, numbers=numbers)
 
     def _curvature(self, oracle: Oracle, given: Given, contexts: Contexts) -> float:

@@ -45,6 +45,7 @@ class ESMAML(Initialised, ZerothOrder):
         smoothing_mode, direction, scale: as for `PZOBO`.
         difference: ``"central"``, antithetic pairs, or ``"forward"``, against the unperturbed point, for half the
             paths. Default: ``"central"``.
+        over_ranks: as for `PZOBO`. Default: ``"data"``.
         lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer` and `PZOBO`.
 
     State: none.
@@ -93,6 +94,7 @@ class ESMAML(Initialised, ZerothOrder):
         direction: str = "gaussian",
         scale: str | float = "unbiased",
         difference: str = "central",
+        over_ranks: str = "data",
         **common: Unpack[ColdOptions],
     ) -> None:
         super().__init__(
@@ -107,6 +109,7 @@ class ESMAML(Initialised, ZerothOrder):
             direction=direction,
             scale=scale,
             difference=difference,
+            over_ranks=over_ranks,
             warm_start=False,
             **common,
         )

@@ -75,7 +75,9 @@ class Accelerated(Restarted, BilevelOptimizer):
         here = self._solved(oracle.at(upper=ahead.point), given, now.step == 0)
         estimate = here.kept(self.hypergradient(here.oracle, given))
         return changed(
-            estimate.noting(restarts=torch.tensor(now.restarts), epoch_step=torch.tensor(now.step)),
+            estimate.noting(
+                restarts=torch.tensor(now.restarts, device="cpu"), epoch_step=torch.tensor(now.step, device="cpu")
+            ),
             solver=None if self._own_solver else estimate.solver,
             upper_memory=ahead.memory,
             numbers=now.numbers,

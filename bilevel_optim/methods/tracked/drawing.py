@@ -12,6 +12,7 @@ from torch import Tensor
 from ...optimizer.step import Given
 from ...problem.random import device_of
 from ...problem.tasks import sample
+from ...problem.vector import Vector
 from .rows import Rows
 
 __all__ = ["CHANCES", "Drawing", "Drawn", "Weighted", "importance_probabilities"]
@@ -51,7 +52,7 @@ class Drawing:
     def draw(self, sampler: Any, m: int, given: Given) -> Drawn:
         """The tasks of a step; without a sampler the one problem."""
         if sampler is None or self.task_batch is None:
-            return Drawn(torch.arange(m), torch.ones(m, dtype=torch.float64), {})
+            return Drawn(torch.arange(m, device="cpu"), torch.ones(m, dtype=torch.float64, device="cpu"), {})
         return self.some(sampler, m, given)
 
     def some(self, sampler: Any, m: int, given: Given) -> Drawn:
@@ -59,19 +60,24 @@ class Drawing:
         drawn = sample(sampler, self.batch(m), given.generator)
         if not isinstance(drawn, Tensor) or drawn.is_floating_point() or drawn.dim() != 1:
             raise ValueError("a few rows need a sampler of task ids: sample(n, generator) must return n row numbers")
-        ids, counts = torch.unique(drawn.cpu().long(), return_counts=True)
+        ids, counts = torch.unique(agreed(drawn.long(), given), return_counts=True)
         if len(ids) and not (int(ids[0]) >= 0 and int(ids[-1]) < m):
             raise ValueError(f"tasks.sample returned ids from {int(ids[0])} to {int(ids[-1])} for {m} rows")
         return Drawn(ids, counts.double() / self.share(m), {})
 
-    def probe(self, m: int, generator: torch.Generator | None) -> Tensor:
+    def probe(self, m: int, given: Given) -> Tensor:
         """Rows for the direction, independent of those that see data."""
-        return torch.randint(m, (self.probes,), generator=generator, device=device_of(generator)).cpu()
+        generator = given.generator
+        return agreed(torch.randint(m, (self.probes,), generator=generator, device=device_of(generator)), given)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What rows remember for later draws."""
         return ()
+
+    def opened(self, m: int) -> Rows:
+        """Tables for later draws, as they begin."""
+        return {}
 
     def noted(self, derivatives: Rows, before: Rows) -> Rows:
         """That, after something was seen of them."""
@@ -102,18 +108,29 @@ class Weighted(Drawing):
         device = device_of(given.generator)
         uniform = torch.rand(n, generator=given.generator, dtype=torch.float64, device=device).cpu()
         drawn = torch.searchsorted(sums, uniform * sums[-1], right=True).clamp_max(m - 1)
-        ids, counts = torch.unique(drawn, return_counts=True)
+        ids, counts = torch.unique(agreed(drawn, given), return_counts=True)
         return Drawn(ids, counts / (n * chances[ids]), tables)
 
     @property
     def notes(self) -> tuple[str, ...]:
         return ("size",) if self.chances is None else ()
 
+    def opened(self, m: int) -> Rows:
+        even = torch.full((m,), 1 / m, dtype=torch.float64, device="cpu")
+        return {} if self.chances else dict(zip(CHANCES, (even, even.cumsum(0)), strict=True))
+
     def noted(self, derivatives: Rows, before: Rows) -> Rows:
         if self.chances is not None:
             return {}
         size = torch.stack([t.flatten(1).square().sum(1) for t in derivatives.values()]).sum(0)
         return {"size": (before["size"] + size) / 2 if "size" in before else size}
+
+
+def agreed(drawn: Tensor, given: Given) -> Tensor:
+    """What the first rank has drawn."""
+    if given.ranks.world == 1:
+        return drawn.cpu()
+    return given.ranks.same(Vector([drawn.to(given.lower[0].device)]))[0].cpu()
 
 
 def importance_probabilities(sizes: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...distributed.sharding import Split
 from ...hypergradient.estimate import Write
 from ...hypergradient.recursive import flat, shaped
 from ...hypergradient.storm import floor
@@ -103,14 +104,15 @@ class Table:
     rows, `writes` says where they belong.
 
     Attributes:
-        positions: tensors of the first position y, each (m, ...).
-        tables: everything else by name, each (m, ...): trackers, positions, their values ``NAME_last`` at the last
+        positions: tensors of the first position y, each (m, ...), or those of the rows that this rank has.
+        tables: everything else by name, likewise: trackers, positions, their values ``NAME_last`` at the last
             step, whatever else a method keeps, and `STAMPS`.
         trackers: names of what shrinks.
         moving: (position, velocity) names.
         groups: for each entry of a row of y, the index of its learning rate.
         least: lowest eigenvalue of ``H``, which is kept above it also when the row is not looked at; None: not.
         radius: of the ball :math:`\Pi` projects y to.
+        split: which of all rows these are.
     """
 
     positions: Vector
@@ -120,11 +122,17 @@ class Table:
     groups: Tensor
     least: float | None
     radius: float
+    split: Split
 
     @property
     def count(self) -> int:
-        """Number of rows."""
+        """Number of rows, of this rank if they are split."""
         return len(self.positions[0])
+
+    @property
+    def total(self) -> int:
+        """Number of rows of all ranks."""
+        return self.split.total
 
     @property
     def device(self) -> torch.device:

@@ -77,7 +77,7 @@ class RSVRB(RecursiveOptimizer):
             behind has shrunk by :math:`e^{-16}`, one step brings all up to date, and needs room for a second copy.
         lower_batch, upper_batch: rows per batch of a task. Default: all.
         check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`. Processes share the tasks of a
-            step; each has all rows.
+            step; each has all rows, or, of lower parameters split along their first dimension (``DTensor``), its own.
 
     State: as with every method of this kind (`RecursiveOptimizer`); ``rows.scale``, :math:`s_i`, by which ``rows.u``,
     ``v``, ``V`` and ``H`` are divided (``"self_normalised"``); for adaptive probabilities ``rows.size``,
@@ -180,7 +180,7 @@ class RSVRB(RecursiveOptimizer):
 def _chances(given: Any) -> Tensor | None:
     """The probabilities that are given, as they are; None if they are none."""
     try:
-        chances = torch.as_tensor(given, dtype=torch.float64)
+        chances = torch.as_tensor(given, dtype=torch.float64, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         return None
     sound = chances.dim() == 1 and len(chances) > 0 and bool((chances > 0).all() and chances.isfinite().all())

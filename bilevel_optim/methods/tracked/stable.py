@@ -7,6 +7,7 @@ from typing import Unpack
 
 import torch
 
+from ...distributed.sharding import Split
 from ...hypergradient.recursive import flat, shaped
 from ...optimizer.declaration import Method
 from ...optimizer.step import Given, Update
@@ -107,13 +108,18 @@ class STABLE(RecursiveOptimizer):
             return update
         moved = dict(zip((id(p) for group in given.upper_groups for p in group["params"]), update.x - x, strict=True))
         movement = flat([moved.get(id(p), torch.zeros_like(p)) for p in self._parameters("upper")])[0]
-        V, H, m = given.tables["V"], given.tables["H"], len(given.tables["H"])
+        split, y = Split(given.lower, given.ranks), Vector(map(Split.local, given.lower))
+        V, H = (Split.local(given.tables[name]) for name in ("V", "H"))
+        m = len(H)
+        movement = movement[: V.shape[1]]  # of tensors added since, which stand behind the others, nothing is known
         size = max(CHUNK // H[0].numel(), 1)
         right = (V.mT @ movement.to(V)).to(H).unsqueeze(-1)  # autocast may have made it narrower
         parts = [
             torch.linalg.solve_ex(h, r).result
             for h, r in zip(torch.split(H, size), torch.split(right, size), strict=True)
         ]
-        rows = flat(given.lower, m) - torch.cat(parts).squeeze(-1).to(movement.device)
-        like = Vector(t.reshape(m, -1) for t in given.lower).lane(0)
-        return replace(update, lower=Vector(r.view_as(t) for r, t in zip(shaped(rows, like), given.lower, strict=True)))
+        rows, shift = flat(y, m), torch.cat(parts).squeeze(-1).to(movement.device)
+        rows = rows - torch.nn.functional.pad(shift, (0, rows.shape[1] - shift.shape[1]))
+        like = Vector(t.reshape(m, -1) for t in y).lane(0)
+        new = (split.whole(r.view_as(t)) for r, t in zip(shaped(rows, like), y, strict=True))
+        return replace(update, lower=Vector(new))

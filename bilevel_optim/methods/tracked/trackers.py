@@ -61,10 +61,6 @@ class Trackers(ABC):
     def shapes(self, d: int, p: int) -> dict[str, tuple[int, ...]]:
         """Shapes of one row of what is made of each task."""
 
-    @abstractmethod
-    def hypergradients(self, rows: Rows) -> Tensor:
-        """Values of z, shape (n, d), where the rows have them."""
-
     @property
     def shrinking(self) -> Names:
         """Trackers of a row that shrink if it is not looked at."""
@@ -114,6 +110,7 @@ class Matrices(Trackers):
         return {"u": (d,), "v": (p,), "w": (p,), "V": (d, p), "H": (p, p)}
 
     def hypergradients(self, rows: Rows) -> Tensor:
+        """Values of z, shape (n, d)."""
         return corrected(rows["u"], rows["V"], rows["H"], rows["v"])
 
     def projected(self, rows: Rows) -> Projected:
@@ -183,6 +180,3 @@ class Products(Trackers):
 
     def shapes(self, d: int, p: int) -> dict[str, tuple[int, ...]]:
         return {"w": (p,), "s": (p,)}
-
-    def hypergradients(self, rows: Rows) -> Tensor:
-        raise NotImplementedError

@@ -10,6 +10,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from ...distributed.sharding import Split
 from ...hypergradient import Estimate
 from ...hypergradient.estimate import Write
 from ...hypergradient.recursive import Points, flat, shaped
@@ -21,16 +22,16 @@ from ...oracle.oracle import Oracle
 from ...problem.parameters import LEVELS, Params, is_count, is_number, level_groups, require
 from ...problem.tasks import TaskDraws, task_count
 from ...problem.vector import Vector
+from . import watching
 from .drawing import CHANCES, Drawing
 from .rows import CHUNK, STAMPS, Clock, Rows, Table, table_of
-from .trackers import Measured
-from .variants import Look, Variant
+from .trackers import Matrices, Measured
+from .variants import Look, Variant, settled, shared
 
 __all__ = ["RecursiveOptimizer", "RecursiveOptions", "is_weight"]
 
-EAGER = 1 << 16  # entries of all rows together up to which every row is kept current
 SCHEDULES = ("constant", "cube_root")
-DEFAULT_BETA, LOUD_BETA, PATIENCE = 0.1, 0.3, 100
+DEFAULT_BETA = 0.1
 
 
 class RecursiveOptions(CommonOptions, total=False):
@@ -148,6 +149,10 @@ class RecursiveOptimizer(BilevelOptimizer):
 
     def _step(self, oracle: Oracle, given: Given, y: Vector, sampler: Any = None) -> Estimate:
         table = self._table(given, y)
+        if table.split:
+            if self.drawing.notes:
+                raise ValueError("adaptive probabilities need all rows on every rank: these are split over the ranks")
+            oracle = oracle.at(lower=table.positions)
         return (self._on if self._goes_on(table, given) else self._begun)(oracle, given, table, sampler)
 
     def _goes_on(self, table: Table, given: Given) -> bool:
@@ -166,7 +171,7 @@ class RecursiveOptimizer(BilevelOptimizer):
 
     def _begun(self, oracle: Oracle, given: Given, table: Table, sampler: Any) -> Estimate:
         """The first step looks at every task, because the recursion has to start close to the truth."""
-        trackers, m, kinds, p = self.trackers, table.count, int(table.groups.max()) + 1, len(table.groups)
+        trackers, m, kinds, p = self.trackers, table.total, int(table.groups.max()) + 1, len(table.groups)
         if math.isfinite(self.radius) and kinds > 1:
             raise ValueError("a radius needs all lower parameters in one group, as they make one step of one length")
         x, rates = flat(oracle.x)[0], table.spread(_rates(given))
@@ -174,54 +179,68 @@ class RecursiveOptimizer(BilevelOptimizer):
         size = max(CHUNK // (p * (len(x) if trackers.apart else p)), self.drawing.batch(m), 1)
         found: list[Rows] = []
         counts: list[Rows] = []
-        for ids in torch.split(torch.arange(m), size):
-            draws, y = self._draws(sampler, ids, given), flat([t[ids.to(t.device)] for t in table.positions], len(ids))
+        for ids in torch.split(torch.arange(table.count, device="cpu"), size):
+            draws = self._draws(sampler, ids + table.split.start, given, own=bool(table.split))
+            y = flat([t[ids.to(t.device)] for t in table.positions], len(ids))
             for _ in range(self.initial_steps):
                 points = Points(oracle, draws, x, y, apart=False)
                 y = y - rates.to(y) * flat(points.at(x, y).lower(points.g)[1], len(ids))
-            shares = torch.full((len(ids),), 1 / m, dtype=torch.float64)
+            shares = torch.full((len(ids),), 1 / m, dtype=torch.float64, device="cpu")
             points = Points(oracle, draws, x, y, apart=trackers.apart, weights=None if trackers.apart else shares)
             rows = trackers.opened(points, x, y, rates)
             value, total, derivatives = trackers.derivatives(points, x, rows)
             tracked, active = trackers.projected({name: derivatives[name] for name in trackers.names})
-            if trackers.apart:  # otherwise the shares are in the weights
+            if isinstance(trackers, Matrices):  # otherwise the shares are in the weights
                 value, total = value / m, trackers.hypergradients({**derivatives, **tracked}).sum(0) / m
             loss, direction = loss + value, direction + total
             rows, active = self._followed({**rows, **tracked}, tracked, active, given, rates)
             found.append({name: t.to(self.state_device or t.device) for name, t in rows.items()})
             counts.append(active)
         whole = {name: torch.cat([part[name] for part in found]) for name in found[0]}
-        diagnostics = {name: torch.stack([part[name] for part in counts]).sum() for name in counts[0]}
+        active = {name: torch.stack([part[name] for part in counts]).sum() for name in counts[0]}
+        if table.split:
+            loss, direction, *sums = given.ranks.total(loss.to(x), direction, *(t.to(x) for t in active.values()))
+            active = dict(zip(active, sums, strict=True))
+        watching.held(oracle.checks, active, m, self.floor)
         clock = Clock.started(len(trackers.shrinking), len(trackers.moving), kinds)
-        return self._kept(oracle, loss, direction, {**diagnostics, "rows_touched": torch.tensor(m)}, clock, whole)
+        diagnostics, tables = {**active, "rows_touched": torch.tensor(m, device="cpu")}, self.drawing.opened(m)
+        return self._kept(oracle, loss, direction, diagnostics, clock, whole, table=table, tables=tables)
 
     def _on(self, oracle: Oracle, given: Given, table: Table, sampler: Any) -> Estimate:
         """A later step looks at the rows of some tasks; all others follow their rule."""
-        trackers, clock, m = self.trackers, Clock.read(given.numbers), table.count
+        trackers, clock, m = self.trackers, Clock.read(given.numbers), table.total
         drawn, betas = self.drawing.draw(sampler, m, given), self._betas(given, m)
         n, after = len(drawn.ids), clock.waited()
         if n < m and not self.rule.rests:
             keep = math.isfinite(self.radius)
             after = clock.ticked(table, betas, _rates(given).tolist(), self._tau(given), keep)
+        own = table.split.own(drawn.ids)
+        ids, scale = drawn.ids[own] - table.split.start, drawn.scale[own].to(oracle.device)
         look = Look(
-            table, drawn.ids, table.gather(drawn.ids, clock), drawn.scale.to(oracle.device), betas, (clock, after),
-            flat(given.upper_memory["direction"])[0], trackers, self.drawing, given.generator,
+            table, ids, table.gather(ids, clock), n == m, scale, betas, (clock, after),
+            flat(given.upper_memory["direction"])[0], trackers, self.drawing, given,
         )  # fmt: skip
         if sampler is not None and not look.whole:
-            self._warn_if_loud(oracle, given)
+            steady = self.beta_unit == "q" and self.schedule == "constant" and self.restarts is None
+            share = self.trackers.resting(max(self.beta.values())) if steady else 0.0
+            watching.loud(oracle.checks, share, given.steps)
         measured = self._measured(look, oracle, given, sampler)
         tracked, active = trackers.track(look.now, measured, look.msvr if self.rule.rests else look.storm)
         direction = self.rule.direction(look, tracked, measured)
         rows, active = self._followed({**look.now, **tracked}, measured.new, active, given, table.spread(_rates(given)))
         loss = measured.loss / n if trackers.apart else measured.loss
-        residual = rows["w"].norm() / n**0.5
-        diagnostics = {**active, "lower_residual": residual, "rows_touched": torch.tensor(n)}
+        squares, *sums = look.total(rows["w"].square().sum(), *active.values())
+        active = dict(zip(active, sums, strict=True))
+        if look.whole:  # of a few rows the drawing decides too
+            watching.held(oracle.checks, active, n, self.floor)
+        residual = (squares / n).sqrt()
+        diagnostics = {**active, "lower_residual": residual, "rows_touched": torch.tensor(n, device="cpu")}
         if look.whole:
-            return self._kept(oracle, loss, direction, diagnostics, after, rows, tables=drawn.tables)
-        writes, final, mean = self._settled(look, rows)
+            return self._kept(oracle, loss, direction, diagnostics, after, rows, table=table, tables=drawn.tables)
+        writes, final, mean = settled(look, rows, self.rule, self.lazy)
         # Made anew from all rows, the mean is rid of what rounding has added up.
         direction = direction if mean is None else mean
-        return self._kept(oracle, loss, direction, diagnostics, final, writes=writes, tables=drawn.tables)
+        return self._kept(oracle, loss, direction, diagnostics, final, table=table, writes=writes, tables=drawn.tables)
 
     def _followed(self, rows: Rows, seen: Rows, active: Rows, given: Given, rates: Tensor) -> tuple[Rows, Rows]:
         """Rows with positions after the step, and before it; and how many projections changed something."""
@@ -237,22 +256,6 @@ class RecursiveOptimizer(BilevelOptimizer):
             after |= {name: moved, f"{name}_last": at}
         return after, active
 
-    def _settled(self, look: Look, rows: Rows) -> tuple[list[Write], Clock, Tensor | None]:
-        """Writes of the rows looked at and of those to be brought up to date; the clock then; the mean z, if made."""
-        table, trackers, after = look.table, self.trackers, look.clocks[1]
-        final = after.rebased() if after.exhausted else after
-        writes = table.writes(look.ids, rows, final)
-        total = trackers.hypergradients(rows).sum(0) if after.exhausted and self.rule.mean else None
-        eager = self.lazy is False or (self.lazy is None and table.count * table.width <= EAGER)
-        if after.exhausted or (eager and not self.rule.rests):
-            others = torch.ones(table.count, dtype=torch.bool)
-            others[look.ids] = False
-            for ids in table.chunks(others.nonzero().flatten()):
-                caught = table.gather(ids, after)
-                writes += table.writes(ids, caught, final)
-                total = None if total is None else total + trackers.hypergradients(caught).sum(0)
-        return writes, final, None if total is None else total / table.count
-
     def _kept(
         self,
         oracle: Oracle,
@@ -262,21 +265,24 @@ class RecursiveOptimizer(BilevelOptimizer):
         clock: Clock,
         rows: Rows | None = None,
         *,
+        table: Table,
         writes: Sequence[Write] = (),
         tables: Rows | None = None,
     ) -> Estimate:
         """The estimate d, and what is to be kept: all rows, or writes into some."""
         lower, tables = None, tables or {}
         if rows is not None:
-            tables = tables | table_of(rows, clock, self.state_device or oracle.device)
+            own = table_of(rows, clock, self.state_device or oracle.device)
+            tables = tables | {name: table.split.whole(t) for name, t in own.items()}
             one = Vector(t.reshape(len(rows["y"]), -1) for t in oracle.y).lane(0)
-            lower = Vector(part.view_as(t) for part, t in zip(shaped(rows["y"], one), oracle.y, strict=True))
+            parts = zip(shaped(rows["y"], one), oracle.y, strict=True)
+            lower = Vector(table.split.whole(part.view_as(t)) for part, t in parts)
         precise = [t.to(direction.dtype) for t in oracle.x]  # what is remembered of d is not rounded as the step is
         return Estimate(
             loss,
             shaped(direction, oracle.x),
             diagnostics,
-            memory={} if self.warm_start else {"initial": oracle.y},
+            memory={} if self.warm_start else {"initial": Vector(map(table.split.whole, oracle.y))},
             upper_memory={"direction": shaped(direction, precise).clone(), "previous": oracle.x.clone()},
             tables=tables,
             lower=lower,
@@ -286,28 +292,18 @@ class RecursiveOptimizer(BilevelOptimizer):
 
     def _measured(self, look: Look, oracle: Oracle, given: Given, sampler: Any) -> Measured:
         """Derivatives of the rows looked at, at both points; each rank takes care of a part of the tasks."""
-        trackers, n, ranks = self.trackers, len(look.ids), given.ranks
+        trackers, table = self.trackers, look.table
         x, x_last = flat(oracle.x)[0], flat(given.upper_memory["previous"])[0]
 
         def measured(part: slice) -> Measured:
             now = {name: t[part] for name, t in look.now.items()}
-            weights = None if trackers.apart else look.scale[part] / look.table.count
-            draws = self._draws(sampler, look.ids[part], given)
+            weights = None if trackers.apart else look.scale[part] / table.total
+            draws = self._draws(sampler, look.ids[part] + table.split.start, given, own=True)
             points = Points(oracle, draws, x, now["y"], apart=trackers.apart, weights=weights)
             return trackers.measure(points, now, x, x_last)
 
-        if ranks.world == 1 or sampler is None:
-            return measured(slice(None))
-        mine, shapes = slice(ranks.rank, n, ranks.world), trackers.shapes(len(x), look.now["y"].shape[1])
-        new, old = ({name: x.new_zeros(n, *shape) for name, shape in shapes.items()} for _ in range(2))
-        loss, sums = torch.zeros((), device=oracle.device), x.new_zeros(2, 0 if trackers.apart else len(x))
-        if range(n)[mine]:
-            loss, found, last, sums = measured(mine)
-            for name in shapes:
-                new[name][mine], old[name][mine] = found[name], last[name]
-        loss, sums, *parts = ranks.total(loss, sums, *new.values(), *old.values())
-        new, old = (dict(zip(shapes, half, strict=True)) for half in (parts[: len(new)], parts[len(new) :]))
-        return Measured(loss, new, old, sums)
+        alone = given.ranks.world == 1 or sampler is None
+        return measured(slice(None)) if alone else shared(look, measured, oracle)
 
     # ------------------------------------------------------------------------------------------------ rows
 
@@ -330,6 +326,11 @@ class RecursiveOptimizer(BilevelOptimizer):
                 for write in table.writes(ids, table.gather(ids, clock), clock):
                     write.table[write.rows] = write.values
 
+    def rows_of(self, lower: Sequence[Tensor]) -> int:
+        """A leading dimension that all have is taken for that of the tasks."""
+        sizes = {t.shape[0] if t.dim() else 0 for t in lower}
+        return sizes.pop() if len(sizes) == 1 else 0
+
     def place_of(self, name: str, parameter: Tensor) -> torch.device | None:
         """Tables are where the user wants them, but probabilities, from which is drawn on the host."""
         if name in [TABLE + chance for chance in CHANCES]:
@@ -338,16 +339,19 @@ class RecursiveOptimizer(BilevelOptimizer):
 
     def _table(self, given: Given, y: Vector) -> Table:
         """The rows of all problems; y has one for each."""
-        group = torch.tensor([i for i, group in enumerate(given.lower_groups) for _ in group["params"]])
-        groups = group.repeat_interleave(torch.tensor([t[0].numel() for t in y]))
-        tables = {name: t for name, t in given.tables.items() if name not in CHANCES}
+        group = torch.tensor([i for i, group in enumerate(given.lower_groups) for _ in group["params"]], device="cpu")
+        groups = group.repeat_interleave(torch.tensor([t[0].numel() for t in y], device="cpu"))
+        tables = {name: Split.local(t) for name, t in given.tables.items() if name not in CHANCES}
         least = self.floor if self.rule.floored else None
-        return Table(y, tables, self.trackers.shrinking, self.trackers.moving, groups, least, self.radius)
+        split, own = Split(y, given.ranks), Vector(map(Split.local, y))
+        return Table(own, tables, self.trackers.shrinking, self.trackers.moving, groups, least, self.radius, split)
 
-    def _draws(self, sampler: Any, ids: Tensor, given: Given) -> TaskDraws | None:
-        """The data of tasks; None for a single problem, which has its own."""
-        sizes = {"lower": self.lower_batch, "upper": self.upper_batch}
-        return None if sampler is None else TaskDraws(sampler, ids, len(ids), sizes, given.generator)
+    def _draws(self, sampler: Any, ids: Tensor, given: Given, *, own: bool) -> TaskDraws | None:
+        """The data of tasks, perhaps this rank's own; None for a single problem, which has its own."""
+        if sampler is None:
+            return None
+        generator = given.ranks.own(given.generator, given.steps, *ids[:1].tolist()) if own else given.generator
+        return TaskDraws(sampler, ids, len(ids), {"lower": self.lower_batch, "upper": self.upper_batch}, generator)
 
     # ------------------------------------------------------------------------------------------------ sizes of steps
 
@@ -367,17 +371,6 @@ class RecursiveOptimizer(BilevelOptimizer):
         factor = (self.drawing.share(m) if self.beta_unit == "q" else 1.0) * self._pace(given.steps) ** 2
         return self.trackers.weights({name: min(beta * factor, 1.0) for name, beta in self.beta.items()})
 
-    def _warn_if_loud(self, oracle: Oracle, given: Given) -> None:
-        beta = self.trackers.resting(max(self.beta.values()))
-        steady = self.beta_unit == "q" and self.schedule == "constant" and self.restarts is None
-        if steady and given.steps > PATIENCE and beta > LOUD_BETA:
-            oracle.checks.alert(
-                "loud beta",
-                f"beta = {beta:g} in units of the part of the tasks in a step makes the drawing of tasks the largest "
-                "error; use 0.1 or less, or schedule='cube_root'",
-                torch.ones((), dtype=torch.bool, device=oracle.device),
-            )
-
 
 def is_weight(value: object) -> bool:
     """Whether value is a number that can be a mixing weight."""
@@ -386,7 +379,7 @@ def is_weight(value: object) -> bool:
 
 def _rates(given: Given) -> Tensor:
     """Learning rates of the lower groups."""
-    return torch.tensor([float(group["lr"]) for group in given.lower_groups], dtype=torch.float64)
+    return torch.tensor([float(group["lr"]) for group in given.lower_groups], dtype=torch.float64, device="cpu")
 
 
 def _device(given: Any) -> torch.device:

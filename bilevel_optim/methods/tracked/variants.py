@@ -8,12 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...hypergradient.estimate import Write
+from ...hypergradient.recursive import flat
 from ...hypergradient.storm import corrected, msvr, storm
+from ...optimizer.step import Given
+from ...oracle.oracle import Oracle
 from .drawing import Drawing
 from .rows import Clock, Rows, Table
-from .trackers import Measured, Trackers
+from .trackers import Matrices, Measured, Trackers
 
-__all__ = ["Look", "Variant", "blockwise", "exact", "probed", "summed"]
+__all__ = ["Look", "Variant", "blockwise", "exact", "probed", "settled", "shared", "summed"]
+
+
+EAGER = 1 << 16  # entries of all rows together up to which every row is kept current
 
 
 @dataclass(frozen=True)
@@ -22,30 +29,38 @@ class Look:
 
     Attributes:
         table: all rows.
-        ids, now: numbers of those looked at, in increasing order, and these rows.
+        ids, now: numbers of those looked at, in increasing order, and these rows; of rows that are split over ranks
+            those of this rank, counted from its first one.
+        whole: whether every row is looked at.
         scale: 1/m over the share of the draws that were this task, 1 in expectation over the draws.
         betas: mixing weights, by name.
         clocks: now and after the step.
         direction: d as it was.
         trackers, drawing: of the method.
-        generator: source of random numbers.
+        given: of the step.
     """
 
     table: Table
     ids: Tensor
     now: Rows
+    whole: bool
     scale: Tensor
     betas: dict[str, float]
     clocks: tuple[Clock, Clock]
     direction: Tensor
     trackers: Trackers
     drawing: Drawing
-    generator: torch.Generator | None
+    given: Given
+
+    def total(self, *sums: Tensor) -> tuple[Tensor, ...]:
+        """Sums over all rows looked at, from those over this rank's."""
+        return self.given.ranks.total(*sums) if self.table.split else sums
 
     @property
-    def whole(self) -> bool:
-        """Whether every row is looked at."""
-        return len(self.ids) == self.table.count
+    def z(self) -> Callable[[Rows], Tensor]:
+        """What makes the hypergradients of rows, where the trackers have all that it takes."""
+        assert isinstance(self.trackers, Matrices)
+        return self.trackers.hypergradients
 
     def storm(self, name: str, tracker: Tensor, new: Tensor, old: Tensor) -> Tensor:
         """The step of a tracker that also shrinks where nobody looks."""
@@ -53,7 +68,28 @@ class Look:
 
     def msvr(self, name: str, tracker: Tensor, new: Tensor, old: Tensor) -> Tensor:
         """The step of a tracker that rests where nobody looks."""
-        return msvr(tracker, new, old, self.betas[name], self.drawing.share(self.table.count))
+        return msvr(tracker, new, old, self.betas[name], self.drawing.share(self.table.total))
+
+
+def shared(look: Look, measure: Callable[[slice], Measured], oracle: Oracle) -> Measured:
+    """What the ranks measure of the rows looked at: each of its own, or, where every rank has all rows, by turns."""
+    ranks, split, n, x = look.given.ranks, look.table.split, len(look.ids), flat(oracle.x)[0]
+    mine, trackers = slice(None) if split else slice(ranks.rank, n, ranks.world), look.trackers
+    shapes = trackers.shapes(len(x), look.now["y"].shape[1])
+    new, old = ({name: x.new_zeros(n, *shape) for name, shape in shapes.items()} for _ in range(2))
+    loss, sums = x.new_zeros(()), x.new_zeros(2, 0 if trackers.apart else len(x))
+    if range(n)[mine]:
+        loss, found, last, sums = measure(mine)
+        for name in shapes:
+            new[name][mine], old[name][mine] = found[name], last[name]
+    else:
+        oracle.session.note_reached(oracle.x)  # this rank cannot tell
+    if split:
+        loss, sums = ranks.total(loss.to(x), sums)
+        return Measured(loss, new, old, sums)
+    loss, sums, *parts = ranks.total(loss.to(x), sums, *new.values(), *old.values())
+    new, old = (dict(zip(shapes, half, strict=True)) for half in (parts[: len(new)], parts[len(new) :]))
+    return Measured(loss, new, old, sums)
 
 
 @dataclass(frozen=True)
@@ -75,27 +111,47 @@ class Variant:
     rests: bool = False
 
 
+def settled(look: Look, rows: Rows, rule: Variant, lazy: bool | None) -> tuple[list[Write], Clock, Tensor | None]:
+    """Writes of the rows looked at and of those to be brought up to date; the clock then; the mean z, if made."""
+    table, trackers, after = look.table, look.trackers, look.clocks[1]
+    final = after.rebased() if after.exhausted else after
+    writes = table.writes(look.ids, rows, final)
+    z = trackers.hypergradients if after.exhausted and isinstance(trackers, Matrices) and rule.mean else None
+    total = None if z is None else z(rows).sum(0)
+    eager = lazy is False or (lazy is None and table.count * table.width <= EAGER)
+    if after.exhausted or (eager and not rule.rests):
+        others = torch.ones(table.count, dtype=torch.bool, device="cpu")
+        others[look.ids] = False
+        for ids in table.chunks(others.nonzero().flatten()):
+            caught = table.gather(ids, after)
+            writes += table.writes(ids, caught, final)
+            total = None if z is None or total is None else total + z(caught).sum(0)
+    return writes, final, None if total is None else look.total(total)[0] / table.total
+
+
 def exact(look: Look, tracked: Rows, measured: Measured) -> Tensor:
     """The mean of all z, from the change of those looked at."""
-    z, m = look.trackers.hypergradients, look.table.count
+    z, m = look.z, look.table.total
     if look.whole:
-        return z(tracked).mean(0)
-    beta = look.trackers.resting(look.betas["d"])
-    return storm(look.direction, z(tracked).sum(0) / m, z(look.now).sum(0) / m, beta)
+        return look.total(z(tracked).sum(0) / m)[0]
+    new, old = look.total(z(tracked).sum(0) / m, z(look.now).sum(0) / m)
+    return storm(look.direction, new, old, look.trackers.resting(look.betas["d"]))
 
 
 def probed(look: Look, tracked: Rows, measured: Measured) -> Tensor:
     """STORM over z of probes, before and after the step."""
-    z = look.trackers.hypergradients
+    z, table = look.z, look.table
     if look.whole:
-        return z(tracked).mean(0)
-    probes = look.drawing.probe(look.table.count, look.generator)
-    before, after = (look.table.gather(probes, clock) for clock in look.clocks)
-    where = torch.searchsorted(look.ids, probes).clamp_max(len(look.ids) - 1)
-    both = look.ids[where] == probes
+        return look.total(z(tracked).sum(0) / table.total)[0]
+    drawn = look.drawing.probe(table.total, look.given)
+    probes = drawn[table.split.own(drawn)] - table.split.start
+    before, after = (table.gather(probes, clock) for clock in look.clocks)
+    both = torch.isin(probes, look.ids)
+    where = torch.searchsorted(look.ids, probes[both])
     for name, values in tracked.items():
-        after[name][both] = values[where[both]]
-    return storm(look.direction, z(after).mean(0), z(before).mean(0), look.betas["d"])
+        after[name][both] = values[where]
+    new, old = look.total(z(after).sum(0) / len(drawn), z(before).sum(0) / len(drawn))
+    return storm(look.direction, new, old, look.betas["d"])
 
 
 def summed(look: Look, tracked: Rows, measured: Measured) -> Tensor:
@@ -105,9 +161,9 @@ def summed(look: Look, tracked: Rows, measured: Measured) -> Tensor:
 
 def blockwise(look: Look, tracked: Rows, measured: Measured) -> Tensor:
     """STORM over hypergradients with this sample's factors and the tracked H, after and before the step."""
-    weights = (look.scale / look.table.count).to(look.direction)
-    new, old = (
+    weights = (look.scale / look.table.total).to(look.direction)
+    new, old = look.total(*(
         weights @ corrected(part["u"], part["V"], rows["H"], part["v"])
         for part, rows in ((measured.new, tracked), (measured.old, look.now))
-    )
+    ))  # fmt: skip
     return storm(look.direction, new, old, look.betas["d"])

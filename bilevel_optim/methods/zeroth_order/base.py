@@ -7,10 +7,12 @@ from typing import Any, Unpack
 
 import torch
 
+from ...distributed.ranks import Ranks
 from ...hypergradient import Estimate
 from ...hypergradient.directions import KINDS, Directions
 from ...optimizer.base import BilevelOptimizer, ColdOptions
 from ...optimizer.step import Given
+from ...oracle.lanes import one_of_many
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, is_count, is_number, require
 from ...problem.random import draw_seed
@@ -25,7 +27,7 @@ class ZerothOrder(BilevelOptimizer):
 
     Args:
         upper, lower, lr, lower_lr, lower_steps, warm_start, common: see `BilevelOptimizer`.
-        directions, smoothing, smoothing_mode, direction, scale, difference: see `PZOBO`.
+        directions, smoothing, smoothing_mode, direction, scale, difference, over_ranks: see `PZOBO`.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class ZerothOrder(BilevelOptimizer):
         direction: str = "gaussian",
         scale: str | float = "unbiased",
         difference: str = "forward",
+        over_ranks: str = "data",
         warm_start: bool = False,
         **common: Unpack[ColdOptions],
     ) -> None:
@@ -51,8 +54,10 @@ class ZerothOrder(BilevelOptimizer):
         require("direction", direction, direction in KINDS)
         require("scale", scale, scale in ("unbiased", "none") or (is_number(scale) and 0 < float(scale) < float("inf")))
         require("difference", difference, difference in ("forward", "central"))
+        require("over_ranks", over_ranks, over_ranks in ("data", "directions"))
         self.directions, self.smoothing, self.smoothing_mode = directions, smoothing, smoothing_mode
         self.direction, self.scale, self.difference = direction, scale, difference
+        self.over_ranks = over_ranks
         super().__init__(
             upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, warm_start=warm_start, **common
         )
@@ -62,7 +67,7 @@ class ZerothOrder(BilevelOptimizer):
 
     def chances(self, generator: torch.Generator | None, agreed: Callable[[int], int]) -> dict[str, Any]:
         """The seed of the directions."""
-        return {"seed": torch.tensor(agreed(draw_seed(generator)))}
+        return {"seed": torch.tensor(agreed(draw_seed(generator)), device="cpu")}
 
     def drawn_directions(self, oracle: Oracle, given: Given) -> Directions:
         """The directions of this step, the same on every rank."""
@@ -85,7 +90,14 @@ class ZerothOrder(BilevelOptimizer):
 
         The samples of all the paths' steps are drawn before the first of them, so that every path sees the same.
         """
-        directions = self.drawn_directions(oracle, given)
+        directions, ranks = self.drawn_directions(oracle, given), Ranks()
+        if self.over_ranks == "directions" and oracle.shared:
+            if oracle.sharded:
+                raise ValueError(
+                    "over_ranks='directions' lets each rank follow paths of its own, which sharded lower parameters "
+                    "(DTensor) cannot do: use over_ranks='data'"
+                )
+            oracle, ranks = one_of_many(oracle), given.ranks
         samples = [oracle.g.draw() for _ in range(self.lower_steps)]
         paths = Paths(oracle, given.rule, samples, from_upper=from_upper)
-        return estimator(oracle, paths, directions, central=self.difference == "central")
+        return estimator(oracle, paths, directions, central=self.difference == "central", ranks=ranks)

@@ -35,7 +35,7 @@ class HOZOG(ZerothOrder):
         lower_steps: N, the lower steps of every path.
         directions: Q, random directions per step. Default: 8.
         smoothing: :math:`\mu > 0`, the length of a difference. Default: 1e-2.
-        smoothing_mode, direction, scale, difference, warm_start: as for `PZOBO`.
+        smoothing_mode, direction, scale, difference, over_ranks, warm_start: as for `PZOBO`.
         lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer` and `PZOBO`.
 
     State: ``initial`` y without warm starts.

@@ -63,6 +63,11 @@ class PZOBO(ZerothOrder):
             the indirect term of a tensor of :math:`p_l` entries by :math:`1/p_l`, which for networks leaves the direct
             gradient. Default: ``"unbiased"``.
         difference: ``"forward"``, or ``"central"``: both sides, for twice the paths. Default: ``"forward"``.
+        over_ranks: what the ranks of ``process_group`` share. ``"data"``: each has a part of the data, and all follow
+            every path together, exchanging gradients at each of its steps. ``"directions"``: all have the same data
+            and random numbers, and each follows the unperturbed path and those of its part of the directions by
+            itself; one vector like x and a few numbers for each direction are exchanged in a step. With ``tasks``
+            the ranks share these instead. Default: ``"data"``.
         warm_start: start each lower solve at the end of the last unperturbed path. Default: False, as in the paper.
         share_directions_across_tasks: with tasks, one set of directions for all of them, as in the paper; otherwise
             each task has its own, which has less variance. Default: True.
@@ -129,6 +134,7 @@ class PZOBO(ZerothOrder):
         direction: str = "gaussian",
         scale: str | float = "unbiased",
         difference: str = "forward",
+        over_ranks: str = "data",
         warm_start: bool = False,
         share_directions_across_tasks: bool = True,
         **common: Unpack[ColdOptions],
@@ -148,6 +154,7 @@ class PZOBO(ZerothOrder):
             direction=direction,
             scale=scale,
             difference=difference,
+            over_ranks=over_ranks,
             warm_start=warm_start,
             **common,
         )

@@ -1,0 +1,37 @@
+"""What the methods with a memory of each lower problem warn of, when a step shows it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...oracle.checks import Checks
+from .rows import Rows
+
+__all__ = ["held", "loud"]
+
+LOUD_BETA, PATIENCE = 0.3, 100
+
+
+def loud(checks: Checks, beta: float, steps: int) -> None:
+    """Warn of a weight, in units of the part of the tasks in a step, that lets their drawing be the largest error."""
+    if steps > PATIENCE and beta > LOUD_BETA:
+        checks.alert(
+            "loud beta",
+            f"beta = {beta:g} in units of the part of the tasks in a step makes the drawing of tasks the largest "
+            "error; use 0.1 or less, or schedule='cube_root'",
+            torch.ones((), dtype=torch.bool, device="cpu"),
+        )
+
+
+def held(checks: Checks, projected: Rows, rows: int, least: float) -> None:
+    """Warn if the floor decides about the Hessians of half of the rows that were looked at, or more."""
+    count: Tensor | None = projected.get("projected_H")
+    if count is not None:
+        checks.alert(
+            "floor",
+            f"floor={least:g} is above the least eigenvalue of the lower Hessian for half of the tasks or more (see "
+            'diagnostics["projected_H"]), so that the hypergradient is that of another problem; use a floor below the '
+            "curvature of the lower loss, or add curvature to the loss",
+            2 * count >= rows,
+        )

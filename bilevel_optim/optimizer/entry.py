@@ -1,0 +1,44 @@
+"""What stands around the verbs of an optimizer: torch's hooks and profile, and a wall that no compiler looks behind."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+__all__ = ["hooked", "walled"]
+
+Verb = TypeVar("Verb", bound=Callable[..., Any])
+
+
+def walled(verb: Verb) -> Verb:
+    """A method that ``torch.compile`` calls, but does not look into."""
+    return cast(Verb, _disable_dynamo(verb))
+
+
+def hooked(step: Verb) -> Verb:
+    """``Optimizer.step`` with its hooks and its range in a profile, at no cost where there are none.
+
+    torch wraps every ``step`` in the same, hooks or not; it leaves alone what says that it is ``hooked``.
+    """
+    with_hooks = Optimizer.profile_hook_step(step)
+
+    @functools.wraps(step)
+    def called(self: Any, *arguments: Any, **named: Any) -> Any:
+        if (
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or _global_optimizer_pre_hooks
+            or _global_optimizer_post_hooks
+            or torch.autograd.profiler._is_profiler_enabled
+        ):
+            return with_hooks(self, *arguments, **named)
+        return step(self, *arguments, **named)
+
+    called.hooked = True  # type: ignore[attr-defined]
+    return cast(Verb, called)

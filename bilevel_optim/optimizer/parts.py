@@ -1,0 +1,156 @@
+"""A long graph in parts, of which equal ones are compiled once: a lower step, a product, whatever is repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+__all__ = ["in_parts", "number_parts"]
+
+Function = Callable[..., Any]
+WORTH = 0.7  # of the operations may be left, if equal parts count once, for parts to be worth it
+SHORT = 4  # operations that are not worth a compilation
+
+
+class _Call(NamedTuple):
+    """A part of the graph.
+
+    Attributes:
+        kind: which of the different parts it is.
+        inputs: numbers of the values that it takes.
+        outputs: numbers of the values that it gives.
+        done: numbers of the values that nobody needs after it.
+    """
+
+    kind: _Kind
+    inputs: list[int]
+    outputs: list[int]
+    done: list[int]
+
+
+class _Kind:
+    """All parts that are the same operations, compiled when the first of them is called."""
+
+    def __init__(self, whole: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> None:
+        self.whole, self.nodes, self.inputs = whole, nodes, inputs
+        self.outputs: list[int] = []  # places of the operations whose results some part of the kind has to give
+        self.run: Function | None = None
+
+    def __call__(self, values: list[Tensor], backend: Callable[..., Function]) -> Sequence[Tensor]:
+        if self.run is None:
+            module = self._module()
+            self.run = module.forward if len(self.nodes) <= SHORT else backend(module, values)
+        results: Sequence[Tensor] = self.run(*values)
+        return results
+
+    def _module(self) -> fx.GraphModule:
+        graph = fx.Graph()
+        copies = {node: graph.placeholder(f"value_{i}") for i, node in enumerate(self.inputs)}
+        for node in self.nodes:
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+            copies[node].meta = {}
+        graph.output([copies[self.nodes[i]] for i in self.outputs])
+        return fx.GraphModule(self.whole, graph)
+
+
+def number_parts(module: fx.GraphModule, ends: Sequence[fx.Node]) -> None:
+    """Note in ``meta`` of which part each operation is, of a graph that may be cut after ``ends``."""
+    behind, k = set(ends), 0
+    for node in module.graph.nodes:
+        node.meta["part"] = k
+        k += node in behind
+
+
+def in_parts(module: fx.GraphModule, backend: Callable[..., Function]) -> Callable[..., list[Any]] | None:
+    """The graph as a function that calls its parts; None if these are hardly ever equal.
+
+    Args:
+        module: a traced graph, whose operations have in ``meta`` their part and their value.
+        backend: compiles a part for example arguments.
+    """
+    places, result = [], None
+    parts: dict[int, list[fx.Node]] = {}
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            places.append(node)
+        elif node.op == "output":
+            result = node.args[0]
+        else:
+            parts.setdefault(node.meta["part"], []).append(node)
+    assert isinstance(result, (list, tuple))
+    owner = {node: k for k, nodes in parts.items() for node in nodes}
+    number = {node: i for i, node in enumerate((*places, *owner))}
+    last: dict[fx.Node, int] = {}
+    for k, nodes in parts.items():
+        for node in nodes:
+            for used in node.all_input_nodes:
+                last[used] = k
+    for node in result:
+        if isinstance(node, fx.Node):
+            last[node] = max(parts) + 1
+    kinds: dict[Any, _Kind] = {}
+    met: list[tuple[_Kind, list[fx.Node], list[fx.Node]]] = []
+    for k, nodes in parts.items():
+        key, inputs = _structure(nodes)
+        kind = kinds.setdefault(key, _Kind(module, nodes, inputs))
+        given = [i for i, node in enumerate(nodes) if last.get(node, -1) > k]
+        if any(not isinstance(nodes[i].meta.get("val"), Tensor) for i in given):
+            return None
+        kind.outputs = sorted({*kind.outputs, *given})
+        met.append((kind, nodes, inputs))
+    if sum(len(kind.nodes) for kind in kinds.values()) > WORTH * len(owner):
+        return None
+    calls = []
+    for kind, nodes, inputs in met:
+        outputs = [nodes[i] for i in kind.outputs]
+        k = owner[nodes[0]]
+        done = [number[n] for n in (*inputs, *outputs) if last.get(n, -1) <= k]
+        calls.append(_Call(kind, [number[n] for n in inputs], [number[n] for n in outputs], done))
+    wanted = [number[node] if isinstance(node, fx.Node) else None for node in result]
+
+    def run(*arguments: Tensor) -> list[Any]:
+        values: dict[int, Tensor] = dict(enumerate(arguments))
+        del arguments
+        for call in calls:
+            values.update(zip(call.outputs, call.kind([values[i] for i in call.inputs], backend), strict=True))
+            for i in call.done:
+                values.pop(i, None)
+        return [None if i is None else values[i] for i in wanted]
+
+    return run
+
+
+def _structure(nodes: Sequence[fx.Node]) -> tuple[Any, list[fx.Node]]:
+    """What two parts have in common if they are the same operations on values of the same kinds; what a part takes."""
+    place = {node: i for i, node in enumerate(nodes)}
+    inputs: dict[fx.Node, int] = {}
+
+    def named(node: fx.Node) -> Any:
+        return _Name("own", place[node]) if node in place else _Name("given", inputs.setdefault(node, len(inputs)))
+
+    operations = tuple(
+        (node.target, _frozen(map_arg(node.args, named)), _frozen(map_arg(node.kwargs, named))) for node in nodes
+    )
+    values = [node.meta.get("val") for node in inputs]
+    kinds = tuple((v.shape, v.stride(), v.dtype, v.device) if isinstance(v, Tensor) else repr(v) for v in values)
+    return (operations, kinds), list(inputs)
+
+
+class _Name(NamedTuple):
+    """A value of a part, wherever the part is."""
+
+    whose: str
+    place: int
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, (_Name, str)) or callable(value):
+        return value
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return tuple((k, _frozen(v)) for k, v in value.items())
+    return type(value), repr(value)  # 1, 1.0, True and 0.0, -0.0 are different constants

@@ -1,0 +1,237 @@
+"""What crashed, or said nothing that helps, in ordinary use."""
+
+from contextlib import nullcontext
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+import bilevel_optim as bo
+
+from ..problems import Tasks, close, same, seeded, values
+from ..registry import each
+
+
+@pytest.fixture
+def elsewhere():
+    """A default device on which nothing can be computed; parameters and data stay on theirs."""
+
+    def on(make):
+        def run(*arguments, **options):
+            torch.set_default_device("meta")
+            try:
+                return make(*arguments, **options)
+            finally:
+                torch.set_default_device(None)
+
+        return run
+
+    return on
+
+
+@each(("AID", "AID-minres", "F2SA", "ESMAML", "PZOBO", "PRAHGD", "RTMLMC", "SVRB", "RSVRB", "GDA"))
+def test_the_default_device_need_not_be_that_of_the_parameters(row, elsewhere):
+    def run(problem, optimizer):
+        for _ in range(2):
+            problem.run(optimizer)
+        optimizer.load_state_dict(optimizer.state_dict())
+        problem.run(optimizer)
+        return values(problem.x, problem.y)
+
+    ends = []
+    for device in (lambda make: make, elsewhere):
+        torch.manual_seed(0)
+        problem = row.quadratic(tasks=row.takes_tasks)
+        ends.append(device(run)(problem, row(problem.x, problem.y, short=True)))
+    assert same(*ends)
+
+
+def test_checking_does_not_mind_the_default_device(elsewhere):
+    x, y = (torch.full((2,), v, requires_grad=True) for v in (2.0, 0.0))
+    optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.5, lower_steps=3)
+    losses = [lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2]
+    report = elsewhere(bo.check_hypergradient)(optimizer, *losses, rtol=1e3)
+    assert report.bias >= 0
+
+
+@pytest.mark.parametrize("big", [1e200, float("inf")])
+def test_a_ceiling_of_derivatives_out_of_range(big):
+    """Their squares were not finite: nothing but NaN was left of them, or the decomposition failed."""
+    x, y = torch.tensor([1.0, 0.5], requires_grad=True), torch.zeros(2, requires_grad=True)
+    optimizer = bo.SVRB([x], [y], lr=0.1, lower_lr=0.1, ceilings={"V": 1.0})
+    losses = [lambda: (y - 1).square().sum() / 2, lambda: y.square().sum() / 2 + big * (x * y).sum()]
+    if big == float("inf"):
+        with pytest.raises(bo.NonFiniteError):
+            optimizer.step(*losses)
+    else:
+        optimizer.step(*losses)
+        close(x.grad, torch.ones(2), 1e-12)  # -V H^-1 v with V in the ball, which is the identity there
+        assert optimizer.diagnostics["projected_V"] == 1
+
+
+def test_rows_that_are_forgotten_do_not_spoil_the_mean():
+    """With a weight of 1 their Hessian went to zero, and the mean was NaN, for which the rates were blamed."""
+    ends = []
+    for dtype in (torch.float64, torch.float32):
+        problem = Tasks(m=30, rows=True, dtype=dtype)
+        options = {"variant": "exact_mean", "beta": 1.0, "beta_unit": "absolute", "generator": seeded(1)}
+        optimizer = bo.RSVRB(problem.x, problem.y, lr=0.02, lower_lr=0.02, task_batch=2, **options)
+        for _ in range(40):
+            problem.run(optimizer)
+        ends.append(problem.x[0].detach().double())
+    close(*ends, 1e-3)
+
+
+@each(("SVRB", "RSVRB", "BSVRB", "STABLE"))
+@pytest.mark.parametrize("over", [True, False])
+def test_a_floor_above_the_curvature_is_warned_about(row, over):
+    problem = row.quadratic(tasks=True)
+    optimizer = row(problem.x, problem.y, short=True, floor=1e3 if over else 1e-3)
+    with pytest.warns(bo.BilevelWarning, match="floor=1000 is above") if over else nullcontext():
+        problem.run(optimizer)
+    assert bool(optimizer.diagnostics["projected_H"]) == over
+
+
+def apart():
+    """x, and y = x below."""
+    x, y = (torch.full((2,), v, requires_grad=True) for v in (2.0, 0.0))
+    return x, y, lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2
+
+
+@pytest.mark.parametrize("cls", [bo.AID, bo.F2SA, bo.PZOBO])
+def test_a_loss_with_other_arguments_is_told_what_to_do(cls):
+    x, y, upper, lower = apart()
+    optimizer = cls([x], [y], lr=0.1, lower_lr=0.5, lower_steps=2)
+
+    def of_a_batch(batch):
+        return lower() * batch
+
+    with pytest.raises(TypeError, match=r"takes a batch, but has no data: pass bo\.Objective\(of_a_batch, data\)"):
+        optimizer.step(upper, of_a_batch)
+    with pytest.raises(TypeError, match="does not take one argument; without data and tasks it is called with none"):
+        optimizer.step(upper, bo.Objective(lower, [1.0]))
+    with pytest.raises(TypeError, match="does not take one argument"):
+        optimizer.step(upper, of_a_batch, tasks=bo.TensorTasks(torch.ones(2, 1)))
+
+    def wrong_within():
+        return lower() + len(3)
+
+    with pytest.raises(TypeError, match="has no len"):
+        optimizer.step(upper, wrong_within)
+
+
+def test_an_instance_where_a_class_is_wanted():
+    x, y, *_ = apart()
+    with pytest.raises(ValueError, match=r"Invalid lower_optimizer value: SGD(.|\n)*pass the class, or a function"):
+        bo.AID([x], [y], lr=0.1, lower_lr=0.5, lower_steps=2, lower_optimizer=torch.optim.SGD([y], lr=0.1))
+
+
+@each(lambda row: not row.variant)
+def test_a_missing_argument_is_one_of_the_method(row):
+    """That of MAML was one of ITD."""
+    problem = row.quadratic()
+    with pytest.raises(TypeError, match=f"^{row.cls.__name__}: missing a required(.*) argument: 'lr'"):
+        row.cls(problem.x, problem.y, lower_lr=0.1, lower_steps=1)
+
+
+def test_an_empty_batch_is_not_a_matter_of_the_rates():
+    x, y, _, lower = apart()
+    nothing = torch.zeros(0)
+    optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.5, lower_steps=2)
+    with pytest.raises(bo.NonFiniteError, match=r"Look at the data first \(the mean over an empty batch is NaN"):
+        optimizer.step(lambda: (y.sum() - nothing).mean(), lower)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_scheduler_goes_on_after_backward_and_the_step_of_another_optimizer(compiled):
+    """It warned that it was called before ``optimizer.step()``."""
+    x, y, upper, lower = apart()
+    optimizer, adam = bo.SOBA([x], [y], lr=0.1, lower_lr=0.5), torch.optim.Adam([x], lr=0.1)
+    if compiled:
+        optimizer.compile(backend="eager")
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for _ in range(2):
+        optimizer.backward(upper, lower)
+        adam.step()
+        scheduler.step()
+    assert optimizer.param_groups[1]["lr"] == 0.125
+
+
+def test_numbers_of_other_libraries():
+    numpy = pytest.importorskip("numpy")
+    ends = []
+    for steps, rate in ((3, 0.1), (numpy.int64(3), numpy.float32(0.1))):
+        x, y, upper, lower = apart()
+        optimizer = bo.AID([x], [y], lr=rate, lower_lr=0.5, lower_steps=steps)
+        optimizer.step(upper, lower)
+        optimizer.load_state_dict(optimizer.state_dict())
+        ends.append(x.detach())
+    close(*ends, 1e-7)
+    with pytest.raises(ValueError, match="Invalid scale value: -1"):
+        bo.PZOBO([x], [y], lr=0.1, lower_lr=0.5, lower_steps=2, scale=-1)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_large_convolutions_run_one_by_one_on_a_cpu(large):
+    """Grouped ones took 1.2 to 1.5 times as long; small ones gain by them."""
+    net = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 2, stride=2), torch.nn.Flatten(), torch.nn.LazyLinear(1))
+    images, x = torch.randn(32, 1, 64 if large else 8, 64), torch.zeros(1, requires_grad=True)
+    net(images)
+    optimizer = bo.F2SA([x], net.parameters(), lr=0.1, lower_lr=0.01, lower_steps=1)
+    for _ in range(2):
+        optimizer.step(lambda: net(images).square().mean(), lambda: (net(images) - x).square().mean())
+        reason = optimizer.diagnostics.get("vectorize_fallback", "")
+        assert ("faster one by one" in reason) == large
+
+
+def test_large_convolutions_in_features_run_one_by_one_too():
+    """At the second look there is no graph of them, which is no reason to raise."""
+    body, head = torch.nn.Conv2d(1, 1, 2, stride=2), torch.nn.LazyLinear(1)
+    images = torch.randn(32, 1, 64, 64)
+    head(body(images).flatten(1))
+    optimizer = bo.PZOBO(body.parameters(), head.parameters(), lr=1e-3, lower_lr=1e-3, lower_steps=2, smoothing=1e-2)
+    lower = bo.Objective(lambda part: head(part).square().mean(), features=lambda: body(images).flatten(1))
+    optimizer.step(lambda: (head(body(images).flatten(1)) - 1).square().mean(), lower)
+    assert "faster one by one" in optimizer.diagnostics["vectorize_fallback"]
+
+
+def test_progress_is_shown_on_a_terminal_only(capfd):
+    """It flooded logs."""
+    running = pytest.importorskip("recipes.common.running")
+    assert list(running.progress(range(3), "steps")) == [0, 1, 2]
+    assert capfd.readouterr().err == ""
+    others = [p for p in Path(running.__file__).parents[1].rglob("*.py") if "import tqdm" in p.read_text()]
+    assert [p.name for p in others] == ["running.py"]
+
+
+@pytest.mark.parametrize("size", [False, 2])
+@each(("ITD", "MAML"))
+def test_tasks_that_are_not_evaluated_at_once_are_finished_one_after_another(row, size):
+    """Graphs of all of them were kept: memory grew with their number."""
+    ends, seen = [], []
+    for vectorize in (size, True):
+        torch.manual_seed(0)
+        problem, numbers = row.quadratic(tasks=True), {}
+        f, g = problem.losses
+
+        def noted(loss, problem=problem, numbers=numbers):
+            def called(batch):
+                if not torch._C._functorch.is_batchedtensor(next(iter(tree_leaves(batch)))):
+                    key = float(next(iter(tree_leaves(batch))).sum())
+                    seen.append(numbers.setdefault(key, len(numbers)))
+                return loss(batch)
+
+            return called
+
+        options = {"vectorize": vectorize, "tasks_per_step": 5, "generator": seeded(3)}
+        optimizer = row(problem.x, problem.y, short=True, **options)
+        for _ in range(2):
+            seen.clear()
+            optimizer.step(f, noted(g), tasks=problem.tasks)
+        if vectorize is False:
+            assert sum(a != b for a, b in pairwise(seen)) < 5 < len(seen)  # each of five by itself
+        ends.append([*values(problem.x, problem.y), optimizer.diagnostics["lower_residual"]])
+    for one, other in zip(*ends, strict=True):
+        close(one, other, 1e-12)
