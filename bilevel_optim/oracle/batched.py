@@ -9,9 +9,13 @@ from typing import TypeVar
 
 from .session import Session
 
-__all__ = ["no_slow_batching", "run"]
+__all__ = ["Unsuited", "no_slow_batching", "run", "slices"]
 
 Part = TypeVar("Part")
+
+
+class Unsuited(RuntimeError):
+    """The evaluations could be batched, but the loop is better."""
 
 
 def run(
@@ -43,10 +47,12 @@ def run(
     def attempt() -> list[Part]:
         if first is not None:
             first()
-        return [together(slice(i, min(i + size, n))) for i in range(0, n, size)]
+        return [together(part) for part in slices(size, n)]
 
     try:
         return attempt()
+    except Unsuited as error:
+        reason = str(error)
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
         if _passes(attempt):  # then it was not vmap's
@@ -54,6 +60,11 @@ def run(
     results = [alone(i) for i in range(n)]
     session.found.fallback = reason
     return results
+
+
+def slices(size: int, n: int) -> list[slice]:
+    """The parts of n things, so many in each."""
+    return [slice(i, min(i + size, n)) for i in range(0, n, size)]
 
 
 def _passes(attempt: Callable[[], object]) -> bool:
