@@ -31,7 +31,8 @@ class Split:
     """
 
     def __init__(self, tensors: Sequence[Tensor], ranks: Ranks) -> None:
-        self.total, self.start, self.count, self._mesh = len(tensors[0]), 0, len(tensors[0]), None
+        self.total = len(tensors[0]) if tensors[0].dim() else 1
+        self.start, self.count, self._mesh = 0, self.total, None
         if not any(map(is_sharded, tensors)):
             return
         from torch.distributed.tensor import DTensor, Shard

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import ClassVar, Unpack
+
+import torch
 
 from ..hypergradient import Estimate, unrolled
 from ..optimizer.base import BilevelOptimizer, CommonOptions
 from ..optimizer.declaration import Method, counts
 from ..optimizer.step import Given
+from ..oracle import batched
 from ..oracle.oracle import Oracle
 from ..problem.parameters import Params, is_count, require
 
@@ -98,6 +101,12 @@ class ITD(BilevelOptimizer):
         self.truncate, self.checkpoint = truncate, checkpoint
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
         self.require_differentiable()
+
+    joined: ClassVar = {"lower_residual": torch.linalg.vector_norm, "lower_growth": torch.amax}
+
+    def together(self, tasks: int) -> list[slice]:
+        """As many tasks as are evaluated at once: the graphs of the others are gone by then."""
+        return batched.slices(self._options.at_once(max(tasks, 1)), tasks)
 
     def estimate(self, oracle: Oracle, given: Given) -> Estimate:
         """Lower steps, and backpropagation through them."""

@@ -72,6 +72,7 @@ class StepFunctions(ABC):
     declared: ClassVar[Method]  # what tables, recipes and tests need to know of a method
     saved_options: tuple[str, ...] = ()  # names of hyper-parameters that a user may change during a run
     one_loss = False  # whether step takes one loss, from which `objectives` makes the two
+    joined: ClassVar[Mapping[str, Callable[[Tensor], Tensor]]] = {}  # how diagnostics of parts of the tasks become one
     responds = True  # whether the estimate lives on y's response to x in the lower loss
 
     lower_steps: int
@@ -103,17 +104,18 @@ class StepFunctions(ABC):
         chances = [given.chances, *(self.chances(given.generator, int) for _ in whole[1:])]
         sizes = {"lower": self.lower_batch, "upper": self.upper_batch}
         loss, gradient, mean = oracle.x[0].new_zeros(()), oracle.x.zeros_like(), oracle.y.zeros_like()
+        draws = task_layer.TaskDraws(sampler, tasks, share, sizes, generator)
         estimates: list[Estimate] = []
-        for part in self.together(share):
+        for part in reversed(self.together(share)):  # module buffers advance by the first task
             some, n = task_layer.select(tasks, part), len(range(share)[part])
-            draws = task_layer.TaskDraws(sampler, some, n, sizes, generator)
-            own = changed(given.anew(), chances=chances[given.ranks.place(part.start) if len(whole) > 1 else 0])
+            apart = len(whole) == count > 1
+            own = changed(given.anew(), chances=chances[given.ranks.place(part.start) if apart else 0])
             start = task_layer.starting_points(oracle.y, oracle.lower_names(), some, n, given.lower_init)
-            estimate = self.checked(stacked(oracle, start, draws.batch), own, self.estimate)
+            estimate = self.checked(stacked(oracle, start, draws.of(part)), own, self.estimate)
             loss, gradient = loss + (estimate.loss / count).to(loss), gradient + estimate.gradient * (1 / count)
             y = start if estimate.lower is None else estimate.lower
             mean = mean + Vector(t.sum(0) / count for t in y)
-            estimates.append(estimate)
+            estimates.insert(0, changed(estimate, start=None, lower=None, solver=None))  # graphs and copies of y go
         loss, gradient, mean = given.ranks.total(loss, gradient, mean)
         # What belongs to x stays; what belongs to the tasks' y goes with them.
         kept = estimates[-1]
@@ -121,7 +123,7 @@ class StepFunctions(ABC):
             loss,
             gradient,
             {
-                **_over_parts([estimate.diagnostics for estimate in estimates]),
+                **_over_parts([estimate.diagnostics for estimate in estimates], self.joined),
                 "task_count": torch.tensor(count, device="cpu"),
             },
             upper_memory=kept.upper_memory,
@@ -274,12 +276,18 @@ def as_objective(loss: Loss, level: str) -> Objective:
     return Objective(loss)
 
 
-def _over_parts(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Diagnostics of several parts of a step: stacked, unless there is only one."""
+def _same(stack: Tensor) -> Tensor:
+    return stack
+
+
+def _over_parts(parts: Sequence[dict[str, Any]], joined: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
+    """Diagnostics of several parts of a step: stacked, or joined, unless there is only one."""
     if len(parts) <= 1:
         return dict(parts[0]) if parts else {}
     return {
-        name: torch.stack([part[name] for part in parts]) if all(isinstance(p[name], Tensor) for p in parts) else value
+        name: joined.get(name, _same)(torch.stack([part[name] for part in parts]))
+        if all(isinstance(p[name], Tensor) for p in parts)
+        else value
         for name, value in parts[-1].items()
     }
 

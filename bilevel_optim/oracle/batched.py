@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from .session import Session
 
-__all__ = ["no_slow_batching", "run"]
+__all__ = ["no_slow_batching", "run", "slices"]
 
 Part = TypeVar("Part")
 
@@ -43,7 +43,7 @@ def run(
     def attempt() -> list[Part]:
         if first is not None:
             first()
-        return [together(slice(i, min(i + size, n))) for i in range(0, n, size)]
+        return [together(part) for part in slices(size, n)]
 
     try:
         return attempt()
@@ -54,6 +54,11 @@ def run(
     results = [alone(i) for i in range(n)]
     session.found.fallback = reason
     return results
+
+
+def slices(size: int, n: int) -> list[slice]:
+    """The parts of n things, so many in each."""
+    return [slice(i, min(i + size, n)) for i in range(0, n, size)]
 
 
 def _passes(attempt: Callable[[], object]) -> bool:

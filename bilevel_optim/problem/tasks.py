@@ -205,6 +205,20 @@ class TaskDraws:
     ) -> None:
         self.sampler, self.tasks, self.count, self.sizes, self.generator = sampler, tasks, count, sizes, generator
         self._all: dict[str, Any] = {}
+        self._kept: dict[str, list[Any]] = {"lower": [], "upper": []}
+
+    def of(self, part: slice) -> Callable[[str], Any]:
+        """Gives the batches of some of the tasks; whichever part comes first, all of them are drawn together."""
+        taken = {"lower": 0, "upper": 0}
+
+        def batch(level: str) -> Any:
+            kept, k = self._kept[level], taken[level]
+            if k == len(kept):
+                kept.append(self.batch(level))
+            taken[level] += 1
+            return kept[k] if part == slice(0, self.count) else select(kept[k], part)
+
+        return batch
 
     def batch(self, level: str) -> Any:
         """One batch of each task."""

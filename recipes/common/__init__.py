@@ -1,13 +1,14 @@
 """What the programs share: the command line, the loops that time and tune, the methods by name, and what is written."""
 
 from .arguments import Parser, share
-from .intervals import interval
+from .intervals import Interval, interval
 from .processes import alone, peak
 from .report import CALLS, draw, environment, figure, plot, rows, save, save_json, show, table
 from .running import gradients, median_curve, progress, spend, summary, synchronize, timed, train, tuned
 
 __all__ = [
     "CALLS",
+    "Interval",
     "Parser",
     "alone",
     "draw",

@@ -28,7 +28,7 @@ def gradients(optimizer: bo.BilevelOptimizer) -> float:
 
 def progress(items: Iterable[Any] | None = None, label: str = "", **options: Any) -> Any:
     """A progress bar, on a terminal only."""
-    return tqdm(items, desc=f"{label:12}", disable=None, **{"unit": "step", **options})
+    return tqdm(items, desc=f"{label:12}", **{"unit": "step", "disable": None, **options})
 
 
 def synchronize(device: torch.device | str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .problem import Part, folder
 
-__all__ = ["SparseFeatures", "load_newsgroups"]
+__all__ = ["SparseFeatures", "load_newsgroups", "stripped", "texts_of"]
 
 
 class SparseFeatures:
@@ -121,17 +121,17 @@ def _vectors(root: Path, download: bool, keep: bool, least: int) -> tuple[Any, A
     """Features and numbers of the groups, of the training and the test part."""
     from sklearn.feature_extraction.text import TfidfVectorizer
 
-    (train, train_groups), (test, test_groups) = (_texts(root, part, download) for part in ("train", "test"))
+    (train, train_groups), (test, test_groups) = (texts_of(root, part, download) for part in ("train", "test"))
     if not keep:
-        train, test = _stripped(train), _stripped(test)
+        train, test = stripped(train), stripped(test)
     numbers = {name: i for i, name in enumerate(sorted(set(train_groups)))}
     vectorizer = TfidfVectorizer(min_df=least)
     whole, held_out = vectorizer.fit_transform(train), vectorizer.transform(test)
     return whole, held_out, [numbers[g] for g in train_groups], [numbers[g] for g in test_groups]
 
 
-def _texts(root: Path, part: str, download: bool) -> tuple[list[str], list[str]]:
-    """Texts and group names."""
+def texts_of(root: Path, part: str, download: bool) -> tuple[list[str], list[str]]:
+    """Texts and group names of the part ``train`` or ``test``; see `load_newsgroups`."""
     lines, folder = root / f"{part}.jsonl.xz", root / f"20news-bydate-{part}"
     if lines.exists():
         with lzma.open(lines, "rt", encoding="utf-8", newline="\n") as file:
@@ -149,7 +149,7 @@ def _texts(root: Path, part: str, download: bool) -> tuple[list[str], list[str]]
     return list(bunch.data), [bunch.target_names[t] for t in bunch.target]
 
 
-def _stripped(texts: list[str]) -> list[str]:
+def stripped(texts: list[str]) -> list[str]:
     """Without headers, footers and quotes, as scikit-learn's ``remove=`` does it."""
     from sklearn.datasets import _twenty_newsgroups as rules
 

@@ -1,10 +1,12 @@
 """What crashed, or said nothing that helps, in ordinary use."""
 
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import bilevel_optim as bo
 
@@ -191,3 +193,34 @@ def test_progress_is_shown_on_a_terminal_only(capfd):
     assert capfd.readouterr().err == ""
     others = [p for p in Path(running.__file__).parents[1].rglob("*.py") if "import tqdm" in p.read_text()]
     assert [p.name for p in others] == ["running.py"]
+
+
+@pytest.mark.parametrize("size", [False, 2])
+@each(("ITD", "MAML"))
+def test_tasks_that_are_not_evaluated_at_once_are_finished_one_after_another(row, size):
+    """Graphs of all of them were kept: memory grew with their number."""
+    ends, seen = [], []
+    for vectorize in (size, True):
+        torch.manual_seed(0)
+        problem, numbers = row.quadratic(tasks=True), {}
+        f, g = problem.losses
+
+        def noted(loss, problem=problem, numbers=numbers):
+            def called(batch):
+                if not torch._C._functorch.is_batchedtensor(next(iter(tree_leaves(batch)))):
+                    key = float(next(iter(tree_leaves(batch))).sum())
+                    seen.append(numbers.setdefault(key, len(numbers)))
+                return loss(batch)
+
+            return called
+
+        options = {"vectorize": vectorize, "tasks_per_step": 5, "generator": seeded(3)}
+        optimizer = row(problem.x, problem.y, short=True, **options)
+        for _ in range(2):
+            seen.clear()
+            optimizer.step(f, noted(g), tasks=problem.tasks)
+        if vectorize is False:
+            assert sum(a != b for a, b in pairwise(seen)) < 5 < len(seen)  # each of five by itself
+        ends.append([*values(problem.x, problem.y), optimizer.diagnostics["lower_residual"]])
+    for one, other in zip(*ends, strict=True):
+        close(one, other, 1e-12)

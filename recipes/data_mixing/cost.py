@@ -1,0 +1,141 @@
+"""Memory and communication of a step of each method on each rank, measured beside what is worked out.
+
+    python -m recipes.data_mixing.cost --scale 1m
+    torchrun --nproc-per-node 2 -m recipes.data_mixing.cost --scale 1m --parallel fsdp
+
+Counted are the bytes of all tensors that are alive, and those that collectives are given; not the process's memory.
+Batches are as small as can be, so that little of it are activations, which are as in training.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+import bilevel_optim as bo
+
+from ..common import Parser, progress, save, show
+from .learning import LINEAR, METHODS, problem
+from .network import SIZES, Ranks, network, ranks_of
+
+__all__ = ["STATE", "Ledger", "gradients", "main", "measured"]
+
+
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts bytes while it is active.
+
+    Attributes:
+        peak: most bytes of tensors that were alive at once, of those made since.
+        sent: bytes that each collective was given, by its name.
+    """
+
+    def __init__(self, known: Sequence[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.alive: Any = WeakIdKeyDictionary()
+        self.peak, self.sent = 0, dict[str, int]()
+        for tensor in known:
+            self._note(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # comes again as the operations on its shards
+        found = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            given = tree_leaves(args[1] if "reduce_scatter" in func.__name__ else args[0])  # of shards, the whole
+            size = sum(t.numel() * t.element_size() for t in given if isinstance(t, Tensor))
+            name = func.__name__.split(".")[0].strip("_").removesuffix("_base")
+            self.sent[name] = self.sent.get(name, 0) + size
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor):
+                self._note(tensor)
+        self.peak = max(self.peak, self.bytes())
+        return found
+
+    def _note(self, tensor: Tensor) -> None:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        self.alive[local.untyped_storage()] = True
+
+    def bytes(self) -> int:
+        """Of the tensors that are alive now."""
+        return sum(storage.nbytes() for storage in self.alive)
+
+
+def measured(name: str, args: Any, ranks: Ranks) -> dict[str, Any]:
+    """State, peak and communication of the third step of a method, in units of the parameters of the whole model."""
+    setting = METHODS[name]
+    model = network(args, 0, ranks, keep=setting.kept)
+    texts = {k: torch.randint(90, (1000,), generator=torch.Generator().manual_seed(0)) for k in "ab"}
+    x, upper, lower = problem(texts, texts["a"], model, args, 0, ranks)
+    inner = {} if setting.single else {"lower_steps": args.lower_steps}
+    optimizer = setting.make(
+        [x], model.parameters(), lr=0.1, lower_lr=1e-3, lower_optimizer=torch.optim.Adam,
+        process_group=ranks.group, **inner,
+    )  # fmt: skip
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())  # of a DTensor: of all its shards
+    with warnings.catch_warnings(), Ledger([*model.parameters()]) as ledger:
+        warnings.simplefilter("ignore", bo.BilevelWarning)  # the values mean nothing
+        for _ in range(3):
+            before, ledger.sent = dict(optimizer.oracle_counts), {}
+            held, ledger.peak = ledger.bytes(), 0
+            optimizer.backward(upper, lower)
+    return {
+        "state": held / whole,
+        "peak": ledger.peak / whole,
+        "sent": {k: v / whole for k, v in ledger.sent.items() if v > whole / 100},
+        "calls": {k: v - before[k] for k, v in optimizer.oracle_counts.items()},
+    }
+
+
+# Tensors of the size of the parameters that stay between steps: parameters, Adam's two moments for each copy of them,
+# what the method remembers.
+STATE = {"f2sa": 1 + 2 + 4, "aid": 1 + 2 + 1, "soba": 1 + 2 + 1, "first-order": 1 + 2}
+
+
+def gradients(name: str, lower_steps: int) -> int:
+    """Gradients of the size of the parameters that a step averages over the ranks; one of finite differences is two."""
+    products = int(LINEAR["linear_steps"])
+    counts = {"f2sa": 2 * lower_steps, "aid": lower_steps + 2 + 2 * products, "soba": 3, "first-order": lower_steps + 1}
+    return counts[name]
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Run the program; returns the numbers that it writes."""
+    parser = Parser(__doc__, device=True)
+    parser.methods(METHODS, list(METHODS))
+    parser.add_argument("--scale", choices=[*SIZES], default="1m", help="parameters of the model; default: 1m")
+    parser.add_argument("--parallel", choices=["ddp", "fsdp"], default="ddp", help="default: ddp")
+    parser.option("lower_steps", 2, "of a step")
+    args = parser.parse(arguments)
+    ranks = ranks_of(args.device)
+    args.length, args.batch = 16, 2 * ranks.world
+    shards = ranks.world if args.parallel == "fsdp" else 1
+    results = {}
+    for name in progress(args.optimizer, "measure", disable=True if ranks.rank else None):
+        r = measured(name, args, ranks)
+        sends = gradients(name, args.lower_steps) if ranks.group is not None else 0
+        results[name] = {**r, "state, worked out": STATE[name] / shards, "gradients": sends}
+    if ranks.rank:
+        return results
+    show(
+        f"A step on each of {ranks.world} ranks, {args.parallel}, scale {args.scale}, {args.lower_steps} lower steps; "
+        "in units of the whole model's parameters",
+        ("", "state", "worked out", "peak", "gradients, worked out", "all-reduced", "reduce-scattered", "all-gathered"),
+        [
+            [name, r["state"], r["state, worked out"], r["peak"], r["gradients"],
+             *(r["sent"].get(k) for k in ("allreduce", "reduce_scatter", "allgather"))]
+            for name, r in results.items()
+        ],
+    )  # fmt: skip
+    return save(args, args.out / f"data_mixing_cost_{args.scale}_{args.parallel}_{ranks.world}", {"results": results})
+
+
+if __name__ == "__main__":
+    main()

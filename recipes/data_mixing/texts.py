@@ -1,0 +1,127 @@
+"""Sources and a target as characters: texts that come with Python and torch, or the 20 Newsgroups."""
+
+from __future__ import annotations
+
+import ast
+import random
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..problems.newsgroups import stripped, texts_of
+from ..problems.problem import folder
+
+__all__ = ["LOADERS", "VOCABULARY", "Texts", "encoded", "python", "windows"]
+
+CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
+VOCABULARY = len(CHARACTERS) + 1  # the last stands for all others
+CODES = bytes(CHARACTERS.find(chr(i)) % VOCABULARY for i in range(256))
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+LIMIT = 400_000  # characters of each source
+
+
+class Texts(NamedTuple):
+    """What models are trained on, and what they are to be good at.
+
+    Attributes:
+        sources: texts by name.
+        target: ``train`` (for the control that is trained on it), ``validation`` (the upper loss) and ``test``.
+        pair: the two sources that a grid of shares is made of.
+    """
+
+    sources: dict[str, Tensor]
+    target: dict[str, Tensor]
+    pair: tuple[str, str]
+
+
+def encoded(text: str) -> Tensor:
+    """Characters as numbers below `VOCABULARY`."""
+    return torch.frombuffer(bytearray(text.encode("ascii", "replace").translate(CODES)), dtype=torch.uint8).long()
+
+
+def windows(text: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
+    """Windows of length + 1 characters at random places."""
+    starts = torch.randint(len(text) - length, (count, 1), generator=generator)
+    return text[starts + torch.arange(length + 1)]
+
+
+def python() -> Texts:
+    """Docstrings and code of the standard library, torch's C++ headers, shuffled words; target: Python's help."""
+    docstrings, code = [], []
+    for text, tree in _modules():
+        whole = [node for node in ast.walk(tree) if isinstance(node, DOCUMENTED) and ast.get_docstring(node)]
+        docstrings += [str(ast.get_docstring(node)) for node in whole]
+        lines = text.splitlines()
+        for first, last in ((node.body[0].lineno, node.body[0].end_lineno or 0) for node in whole):
+            lines[first - 1 : last] = [""] * (last - first + 1)
+        code.append("\n".join(line for line in lines if line.strip()))
+        if min(sum(map(len, docstrings)), sum(map(len, code))) > LIMIT:
+            break
+    headers = _shuffled(sorted((Path(torch.__file__).parent / "include" / "c10").rglob("*.h")))
+    sources = {
+        "docstrings": "\n\n".join(docstrings),
+        "code": "\n".join(code),
+        "headers": "\n".join(path.read_text(errors="ignore") for path in headers),
+        "noise": " ".join(_shuffled("\n".join(docstrings).split())),
+    }
+    return Texts(
+        {name: encoded(text[:LIMIT]) for name, text in sources.items()},
+        _parts([topics[name] for name in sorted(topics)], (0.5, 0.25, 0.25)),
+        ("headers", "code"),
+    )
+
+
+def newsgroups(root: Path | None, download: bool) -> Texts:
+    """The 20 Newsgroups by their first names (comp, rec, ...); target: soc.religion.christian."""
+    where, goal = folder(root, "20newsgroups"), "soc.religion.christian"
+    posts, groups = texts_of(where, "train", download)
+    tests, test_groups = texts_of(where, "test", download)
+    own: dict[str, list[str]] = {}
+    for text, group in zip(stripped(posts), groups, strict=True):
+        own.setdefault(goal if group == goal else group.split(".")[0], []).append(text)
+    target = own.pop(goal)
+    held = [text for text, group in zip(stripped(tests), test_groups, strict=True) if group == goal]
+    own = {name: own[name] for name in sorted(own)}
+    return Texts(
+        {name: encoded("\n\n".join(_shuffled(texts))[:LIMIT]) for name, texts in own.items()},
+        {**_parts(target, (0.5, 0.5)), "test": encoded("\n\n".join(held))},
+        ("comp", "talk"),
+    )
+
+
+LOADERS: dict[str, Callable[[Path | None, bool], Texts]] = {
+    "python": lambda root, download: python(),
+    "20newsgroups": newsgroups,
+}
+
+
+def _shuffled(items: Iterable[str] | Iterable[Path]) -> list[Any]:
+    found = [*items]
+    random.Random(0).shuffle(found)
+    return found
+
+
+def _parts(texts: Sequence[str], parts: Sequence[float]) -> dict[str, Tensor]:
+    """Shares of the texts, in a random order."""
+    texts, found, start = _shuffled(texts), {}, 0.0
+    for name, part in zip(("train", "validation", "test"), parts, strict=False):
+        found[name] = encoded("\n\n".join(texts[round(start * len(texts)) : round((start + part) * len(texts))]))
+        start += part
+    return found
+
+
+def _modules() -> Iterator[tuple[str, ast.Module]]:
+    """Sources and syntax trees of the standard library's modules, in a random order."""
+    for path in _shuffled(sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))):
+        if {"site-packages", "test", "tests", "pydoc_data"} & {*path.parts}:
+            continue
+        try:
+            text = path.read_text()
+            yield text, ast.parse(text)
+        except (SyntaxError, UnicodeDecodeError):  # templates, and files that are to be wrong
+            continue

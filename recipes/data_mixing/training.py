@@ -1,0 +1,67 @@
+"""Models trained from scratch on a mixture, which is what weights are judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..common import Interval, interval
+from .network import Ranks, mean_over, network, shared
+from .texts import windows
+
+__all__ = ["mean_curve", "mixed", "regret", "trained", "valley"]
+
+
+def mixed(texts: Sequence[Tensor], weights: Sequence[float], count: int, length: int, g: torch.Generator) -> Tensor:
+    """A batch of windows: of each text its share, rounded up or down at random (systematic sampling)."""
+    ends = torch.tensor([0.0, *weights], dtype=torch.float64).cumsum(0)
+    ends = (ends / ends[-1] * count + torch.rand((), generator=g, dtype=torch.float64)).floor().long()
+    counts = ends.diff().tolist()
+    return torch.cat([windows(text, n, length, g) for text, n in zip(texts, counts, strict=True) if n])
+
+
+def trained(
+    texts: Sequence[Tensor], weights: Sequence[float], test: Tensor, args: Any, seed: int, ranks: Ranks
+) -> list[dict[str, float]]:
+    """Train a model from scratch with these shares of the texts: its held-out loss against the characters seen."""
+    model, generator = network(args, seed, ranks, replicate=True), torch.Generator().manual_seed(seed)
+    adam = torch.optim.Adam(model.parameters(), lr=args.lower_lr)
+    rate = torch.optim.lr_scheduler.OneCycleLR(adam, args.lower_lr, args.train_steps, cycle_momentum=False)
+    judged = shared(windows(test, args.judged, args.length, torch.Generator().manual_seed(0)), ranks)
+    curve = []
+    for k in range(args.train_steps):
+        batch = shared(mixed(texts, weights, args.batch, args.length, generator), ranks)
+        adam.zero_grad()
+        model(batch).mean().backward()
+        adam.step()
+        rate.step()
+        if (k + 1) % max(args.train_steps // 6, 1) == 0 or k + 1 == args.train_steps:
+            with torch.no_grad():
+                loss = torch.cat([model(part) for part in torch.split(judged, args.batch)]).mean()
+            characters = (k + 1) * args.batch * args.length
+            curve.append({"characters": characters, "held-out loss": float(mean_over(ranks, loss))})
+    return curve
+
+
+def mean_curve(curves: Sequence[Sequence[Mapping[str, float]]]) -> list[dict[str, float]]:
+    """The mean over the seeds."""
+    return [
+        {key: sum(p[key] for p in points) / len(points) for key in points[0]} for points in zip(*curves, strict=True)
+    ]
+
+
+def valley(grid: Mapping[float, Sequence[float]]) -> Interval:
+    """The share with the least loss by a parabola through those of a grid: its mean over seeds, with an interval."""
+    shares = torch.tensor([*grid], dtype=torch.float64)
+    found = torch.tensor([*grid.values()], dtype=torch.float64)  # (shares, seeds)
+    powers = torch.stack([torch.ones_like(shares), shares, shares**2], 1)
+    _, slope, curvature = torch.linalg.lstsq(powers, found).solution
+    return interval((-slope / (2 * curvature)).tolist())
+
+
+def regret(losses: Sequence[float], best: Sequence[float]) -> Interval:
+    """The excess over the losses of the best, seed by seed."""
+    return interval([a - b for a, b in zip(losses, best, strict=True)])
