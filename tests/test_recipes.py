@@ -293,6 +293,26 @@ def test_bilevel_suite_resumes(run, tmp_path):
     assert first["best"]["aid"][0]["value"] < first["start"]
 
 
+def test_captured_steps_in_the_recipes(run, monkeypatch):
+    """The same results, by the graphs themselves; a suite's run starts its clock when they are made."""
+    captured = []
+
+    def compile(optimizer, **options):
+        captured.append(optimizer)
+        function(optimizer, backend="eager", **options)
+
+    function = bo.BilevelOptimizer.compile
+    monkeypatch.setattr(bo.BilevelOptimizer, "compile", compile)
+    (eager, _), (again, _) = (run("hyper_cleaning", f"--steps 6 --optimizer aid {flag}") for flag in ("", "--compile"))
+    assert len(captured) == captured[0].captured_graphs == 1
+    found, known = (numbers["results"]["aid"] for numbers in (again, eager))
+    assert [p["loss"] for p in found["curve"]] == pytest.approx([p["loss"] for p in known["curve"]], rel=1e-4)
+    arguments = "--seconds 0.05 --evaluations 2 --seeds 1 --problem quadratics --examples 500 --dims 8 3 --ratios 3"
+    numbers, _ = run("benchmarks.bilevel_suite", f"{arguments} --methods soba --steps 0.1 --compile")
+    assert captured[-1].captured_graphs == 1
+    assert numbers["best"]["soba"][0]["compile_fallback"] is None
+
+
 def test_golden_trajectories_of_the_linear_representation(run):
     """T25 of the PZOBO specification, to step 10: deterministic methods within 1 %, random ones in their order."""
     names = ["itd", "aid-fp", "first-order", "pzobo-code", "pzobo-16", "pzobo"]
