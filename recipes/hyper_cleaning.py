@@ -76,6 +76,8 @@ def clean(problem: Cleaning, wrong: Tensor, name: str, args: Any) -> dict[str, A
     momentum = {"lower_momentum": MOMENTUM} if name.endswith("rahgd") else {"lower_optimizer": NESTEROV}
     rates = {"lr": args.own_lr if name in OWN_STEP else args.lr, "lower_lr": problem.lower_lr}
     optimizer = METHODS[name]([x], [y], lower_steps=args.lower_steps, **rates, **momentum)
+    if args.compile:
+        optimizer.compile()
     adam = torch.optim.Adam([x], lr=args.lr)
 
     def step() -> Tensor:
@@ -103,7 +105,7 @@ def clean(problem: Cleaning, wrong: Tensor, name: str, args: Any) -> dict[str, A
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Run the recipe; returns the numbers that it writes."""
-    parser = Parser(__doc__, seed=True, device=True)
+    parser = Parser(__doc__, seed=True, device=True, compiled=True)
     parser.data(SETTINGS)
     parser.methods(METHODS, ["aid", "itd", "f2sa"])
     parser.option("corruption", 0.5, "part of the labels made wrong", type=share)

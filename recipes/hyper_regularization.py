@@ -144,6 +144,8 @@ def run(problem: Reweighting, method: Method, rates: tuple[float, float], seed: 
         sources = losses = upper, lower
         given, scale = {}, problem.tasks or 1  # the stacked losses are sums, the objective is a mean
     optimizer = method.optimizer(x, y, lr=lr / scale, lower_lr=lower_lr, convexity=problem.ridge, **options)
+    if args.compile:
+        optimizer.compile()
     scheduler, solution = decaying(optimizer, method), problem.y
 
     def step() -> None:
@@ -185,7 +187,7 @@ def load(args: Any) -> Reweighting:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Run the recipe; returns the numbers that it writes."""
-    parser = Parser(__doc__)
+    parser = Parser(__doc__, compiled=True)
     parser.data(SETTINGS)
     parser.option("tasks", 1, "number of lower problems")
     offered = stochastic()

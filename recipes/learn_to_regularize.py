@@ -67,6 +67,9 @@ def regularize(problem: Regularised, name: str, args: Any) -> dict[str, Any]:
         generator=torch.Generator(y.device).manual_seed(args.seed), **options,
     )  # fmt: skip
 
+    if args.compile:
+        optimizer.compile()
+
     @torch.no_grad()
     def measure(k: int, loss: Tensor | None) -> dict[str, float]:
         return {
@@ -92,7 +95,7 @@ def regularize(problem: Regularised, name: str, args: Any) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Run the recipe; returns the numbers that it writes."""
-    parser = Parser(__doc__, seed=True, device=True)
+    parser = Parser(__doc__, seed=True, device=True, compiled=True)
     parser.data(SETTINGS)
     parser.add_argument("--keep-headers", action="store_true", help="keep headers, footers and quotes of the texts")
     parser.methods(METHODS, [*METHODS][:8])

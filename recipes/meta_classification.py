@@ -75,6 +75,8 @@ def learn(problem: Centre, test: Part, name: str, args: Any) -> dict[str, Any]:
         [problem.x], [problem.y], lr=args.lr, tasks_per_step=args.tasks_per_step, lower_batch=args.rows,
         upper_batch=4 * args.rows, generator=torch.Generator().manual_seed(args.seed), **options,
     )  # fmt: skip
+    if args.compile:
+        optimizer.compile()
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda t: (t + 1) ** -0.5, lambda t: 1.0])
 
     def step() -> None:
@@ -100,7 +102,7 @@ def learn(problem: Centre, test: Part, name: str, args: Any) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Run the recipe; returns the numbers that it writes."""
-    parser = Parser(__doc__, seed=True)
+    parser = Parser(__doc__, seed=True, compiled=True)
     parser.data(("digits", "cifar_fs", "omniglot"), download=False)
     parser.methods(METHODS, [*METHODS][:7])
     parser.option("steps", 200, "updates of the centre")

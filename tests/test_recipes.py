@@ -116,6 +116,11 @@ def timed_eagerly(numbers):
     assert all(row["us"]["eager"] > 0 and not row["errors"] for row in rows.values())
 
 
+def exchanged(r):
+    assert [*r["results"]] == ["soba, 1", "rows-split, 1"]
+    assert all(row["state"] > 0 == row["bytes"] for row in r["results"].values())
+
+
 # Arguments with which each program is run, what it writes, and what is true of the numbers.
 RUNS = {
     "compare": (
@@ -170,10 +175,15 @@ RUNS = {
         "speed",
         timed_eagerly,
     ),
+    "benchmarks.ranks": (
+        "--ranks 1 --cases soba rows-split --examples 8 --width 4 --tasks 8 --repeats 1",
+        "ranks",
+        exchanged,
+    ),
     "benchmarks.overhead": ("--n 40 --steps 2 --repeats 1", None, None),
     "benchmarks.paths": ("--directions 2 --chunk 2 --repeats 1", None, None),
 }
-PLAIN = ("contextual", "conditioning", "many_tasks")  # without a figure
+PLAIN = ("contextual", "conditioning", "many_tasks", "ranks")  # without a figure
 
 
 def test_every_program_has_a_run():
@@ -281,6 +291,26 @@ def test_bilevel_suite_resumes(run, tmp_path):
     assert len(records.read_text().splitlines()) == 6
     assert any(json.loads(line)["result"]["diverged"] for line in records.read_text().splitlines())
     assert first["best"]["aid"][0]["value"] < first["start"]
+
+
+def test_captured_steps_in_the_recipes(run, monkeypatch):
+    """The same results, by the graphs themselves; a suite's run starts its clock when they are made."""
+    captured = []
+
+    def compile(optimizer, **options):
+        captured.append(optimizer)
+        function(optimizer, backend="eager", **options)
+
+    function = bo.BilevelOptimizer.compile
+    monkeypatch.setattr(bo.BilevelOptimizer, "compile", compile)
+    (eager, _), (again, _) = (run("hyper_cleaning", f"--steps 6 --optimizer aid {flag}") for flag in ("", "--compile"))
+    assert len(captured) == captured[0].captured_graphs == 1
+    found, known = (numbers["results"]["aid"] for numbers in (again, eager))
+    assert [p["loss"] for p in found["curve"]] == pytest.approx([p["loss"] for p in known["curve"]], rel=1e-4)
+    arguments = "--seconds 0.05 --evaluations 2 --seeds 1 --problem quadratics --examples 500 --dims 8 3 --ratios 3"
+    numbers, _ = run("benchmarks.bilevel_suite", f"{arguments} --methods soba --steps 0.1 --compile")
+    assert captured[-1].captured_graphs == 1
+    assert numbers["best"]["soba"][0]["compile_fallback"] is None
 
 
 def test_golden_trajectories_of_the_linear_representation(run):

@@ -53,6 +53,7 @@ def test_algorithms_in_jax_are_those_of_the_library(name):
     close(torch.cat([t.flatten() for t in ends()]), values(library(name)), 1e-13)
 
 
+@pytest.mark.slow
 def test_random_ones_in_jax_go_on():
     pytest.importorskip("jax")
     advance, ends = in_jax.loop("logistic", "sustain", shape("logistic", torch.float64), STEPS)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from traceback import clear_frames
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_dynamic_layer_stack_depth, pop_dynamic_layer_stack_and_undo_to_depth
 from torch.overrides import _pop_mode
 
 from ..distributed.ranks import Ranks
@@ -50,7 +52,7 @@ class Attempt:
 
     def __enter__(self) -> Self:
         own = None if self._generator is None else self._generator.get_state()
-        modes = torch._C._len_torch_function_stack(), torch.is_grad_enabled()
+        modes = torch._C._len_torch_function_stack(), get_dynamic_layer_stack_depth(), torch.is_grad_enabled()
         self._before = default_state(self._device), own, modes
         if self.oracle is not None:
             self._data = [(objective, objective.mark()) for objective in (self.oracle.f, self.oracle.g)]
@@ -60,8 +62,10 @@ class Attempt:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         failed = error is not None and not self._accepted
+        if error is not None:
+            self._restore_modes(error)
         if failed:
-            self._restore_modes()
+            self._restore_storages()
         if self._buffers is not None:
             reason = (kind, error, trace) if failed else (None, None, None)
             self._buffers.__exit__(*reason)
@@ -72,12 +76,19 @@ class Attempt:
         """Accept the step and make the writes, each of which may be repeated; an interrupt waits for them."""
         make([partial(setattr, self, "_accepted", True), *writes])
 
-    def _restore_modes(self) -> None:
-        """Leave what an interrupt at the wrong moment has left on, and give the live tensors their storages."""
-        *_, (depth, enabled) = self._before
+    def _restore_modes(self, error: BaseException) -> None:
+        """End what an interrupt at the wrong moment has left on."""
+        *_, (depth, layers, enabled) = self._before
         while torch._C._len_torch_function_stack() > depth:
             _pop_mode()  # type: ignore[no-untyped-call]
+        if get_dynamic_layer_stack_depth() > layers:  # of vmap, whose block ends them when the last frame lets it go
+            clear_frames(error.__traceback__)
+        if get_dynamic_layer_stack_depth() > layers:
+            pop_dynamic_layer_stack_and_undo_to_depth(layers)
         torch.set_grad_enabled(enabled)
+
+    def _restore_storages(self) -> None:
+        """Give the live tensors their own, where an interrupt has left another."""
         if self.oracle is not None:
             # The oracle's point at the beginning was made of the live tensors' own storages.
             own = (*self.oracle.live_x, *self.oracle.live_y), (*self.oracle.x, *self.oracle.y)

@@ -9,9 +9,13 @@ from typing import TypeVar
 
 from .session import Session
 
-__all__ = ["no_slow_batching", "run", "slices"]
+__all__ = ["Unsuited", "no_slow_batching", "run", "slices"]
 
 Part = TypeVar("Part")
+
+
+class Unsuited(RuntimeError):
+    """The evaluations could be batched, but the loop is better."""
 
 
 def run(
@@ -47,6 +51,8 @@ def run(
 
     try:
         return attempt()
+    except Unsuited as error:
+        reason = str(error)
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
         if _passes(attempt):  # then it was not vmap's

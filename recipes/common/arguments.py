@@ -48,9 +48,12 @@ class Parser(argparse.ArgumentParser):
         seed: offer ``--seed``.
         device: offer ``--device``.
         out: offer ``--out``, the folder of what is written.
+        compiled: offer ``--compile``.
     """
 
-    def __init__(self, doc: str | None, *, seed: bool = False, device: bool = False, out: bool = True) -> None:
+    def __init__(
+        self, doc: str | None, *, seed: bool = False, device: bool = False, out: bool = True, compiled: bool = False
+    ) -> None:
         super().__init__(description=(doc or "").split("\n")[0])
         self.tables: dict[str, tuple[str, Mapping[str, Mapping[str, Any]]]] = {}
         if seed:
@@ -59,6 +62,8 @@ class Parser(argparse.ArgumentParser):
             self.add_argument("--device", default="cpu", help="default: cpu")
         if out:
             self.option("out", Path("results"), "folder of what is written")
+        if compiled:
+            self.add_argument("--compile", action="store_true", help="steps run captured, where they can be")
         self.add_argument("--threads", type=count, help="of torch; default: those that it takes")
 
     def option(self, name: str, default: Any, text: str, *, shown: str | None = None, **options: Any) -> None:

@@ -62,7 +62,9 @@ def run(trial: Trial) -> list[Point]:
     options = {key: value for key, value in trial.setting.items() if key not in ("lr", "lower_lr")}
     method = method._replace(make=partial(method.make, **options))
     rates = len(problem.train) * trial.setting["lr"], trial.setting["lower_lr"] * problem.lower_lr
-    args = SimpleNamespace(samples=trial.budget, batch=32, task_batch=10, evaluations=scale["evaluations"])
+    args = SimpleNamespace(
+        samples=trial.budget, batch=32, task_batch=10, evaluations=scale["evaluations"], compile=False
+    )
     found = reweight(problem, method, rates, trial.seed, args)
     start = found["curve"][0]["solved"]
     curve = [

@@ -186,6 +186,17 @@ def test_large_convolutions_run_one_by_one_on_a_cpu(large):
         assert ("faster one by one" in reason) == large
 
 
+def test_large_convolutions_in_features_run_one_by_one_too():
+    """At the second look there is no graph of them, which is no reason to raise."""
+    body, head = torch.nn.Conv2d(1, 1, 2, stride=2), torch.nn.LazyLinear(1)
+    images = torch.randn(32, 1, 64, 64)
+    head(body(images).flatten(1))
+    optimizer = bo.PZOBO(body.parameters(), head.parameters(), lr=1e-3, lower_lr=1e-3, lower_steps=2, smoothing=1e-2)
+    lower = bo.Objective(lambda part: head(part).square().mean(), features=lambda: body(images).flatten(1))
+    optimizer.step(lambda: (head(body(images).flatten(1)) - 1).square().mean(), lower)
+    assert "faster one by one" in optimizer.diagnostics["vectorize_fallback"]
+
+
 def test_progress_is_shown_on_a_terminal_only(capfd):
     """It flooded logs."""
     running = pytest.importorskip("recipes.common.running")

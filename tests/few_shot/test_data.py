@@ -131,7 +131,7 @@ def write_pickles(root, form, name="mini-imagenet-cache-{}.pkl", size=10):
         first += COUNTS[split]
 
 
-@pytest.mark.parametrize("form", ["class_dict", "labels"])
+@pytest.mark.parametrize("form", ["class_dict", pytest.param("labels", marks=pytest.mark.slow)])
 def test_pickles_are_read(tmp_path, form):
     write_pickles(tmp_path / "p", form)
     images = load("miniimagenet", tmp_path / "p", tmp_path / "cache", size=10)

@@ -226,7 +226,7 @@ def test_programs_give_what_the_references_give():
 
 
 @needs_triton
-@pytest.mark.parametrize("capability", ["80", "90"])
+@pytest.mark.parametrize("capability", [pytest.param("80", marks=pytest.mark.slow), "90"])
 def test_programs_compile_without_a_gpu(capability, tmp_path):
     found = json.loads(ask("-m", "tests.layers.triton_alone", capability, TRITON_CACHE_DIR=str(tmp_path)))
     assert len(found) == 11

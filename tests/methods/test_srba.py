@@ -133,6 +133,7 @@ def test_the_recursion_telescopes():
         assert torch.allclose(one, rest[0], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_converges_linearly_where_soba_stalls():
     norms = {}
     for cls in (bo.SRBA, bo.SOBA):

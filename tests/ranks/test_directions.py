@@ -39,12 +39,13 @@ def on_ranks(rank):
         for name in CASES
     }  # fmt: skip
     problem = Quadratic(n=4, m=3)
-    with torch.no_grad():
-        problem.y[0].add_(rank)  # as if the ranks had other data
     optimizer = bo.PZOBO(
         problem.x, problem.y, lr=0.05, lower_lr=0.1, lower_steps=3, over_ranks="directions",
         process_group=dist.group.WORLD, warm_start=True,
     )  # fmt: skip
+    problem.run(optimizer)
+    with torch.no_grad():
+        problem.y[0].add_(rank)  # as if the ranks had other data
     with pytest.raises(ValueError, match="must have the same data"):
         problem.run(optimizer)
     return found
