@@ -365,8 +365,8 @@ def test_normalisation_in_evaluation_mode_is_captured_until_it_is_trained():
         if captured:
             optimizer.compile(backend="eager")
         losses = (
-            lambda net=net: net(rows).square().mean(),
-            lambda net=net, x=x: (net(rows) - x.sum() + 1).square().mean(),
+            lambda net=net, rows=rows: net(rows).square().mean(),
+            lambda net=net, rows=rows, x=x: (net(rows) - x.sum() + 1).square().mean(),
         )
         for _ in range(6):
             optimizer.step(*losses)
