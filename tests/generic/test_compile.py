@@ -148,7 +148,7 @@ def test_with_tasks(row, request):
     assert graphs(captured) or captured.diagnostics["compile_fallback"]
 
 
-WITH_TASKS = ("AID", "F2SA", "MAML")
+WITH_TASKS = ("AID", "MAML")
 CHOSEN = ("ITD", "F2SA", "SOBA")
 
 
