@@ -224,6 +224,7 @@ def test_what_is_counted():
     assert ledger.bytes() == 80
 
 
+@pytest.mark.slow
 def test_cost_is_as_worked_out(tmp_path):
     found = cost.main(["--scale", "tiny", "--out", str(tmp_path)])
     for name, r in found["results"].items():
@@ -235,8 +236,8 @@ def test_cost_is_as_worked_out(tmp_path):
 def everything(rank, parallel):
     """What one rank of two finds, or one alone."""
     ranks = ALONE if rank is None else Ranks(rank, 2, dist.group.WORLD)
-    SIZES["small"] = {"width": 8, "layers": 2, "heads": 2}
-    args = arguments(parallel=parallel, steps=4, warmup=1, train_steps=4, judged=24)
+    SIZES["small"] = {"width": 8, "layers": 1, "heads": 2}
+    args = arguments(parallel=parallel, steps=3, warmup=1, lower_steps=1, train_steps=2, judged=12)
     pieces = {"a": cycles(4), "b": noise()}
     found = {
         name: [*learning.learned(name, pieces, cycles(5), args, 0, ranks)["weights"].values()]
@@ -244,15 +245,16 @@ def everything(rank, parallel):
     }
     found["doremi"] = [*learning.doremi(pieces, args, 0, ranks)["weights"].values()]
     cost_args = arguments(parallel=parallel, lower_steps=2)
-    for name in () if rank is None else learning.METHODS:
+    for name in () if rank is None else ("f2sa", "first-order"):
         r = cost.measured(name, cost_args, ranks)
-        sent = r["sent"]["allreduce" if parallel == "ddp" else "reduce_scatter"]
-        assert sent == pytest.approx(cost.gradients(name, 2), rel=0.02), name
+        sent = r["sent"]["allreduce" if parallel == "ddp" else "reducescatter"]
+        assert sent == pytest.approx(cost.gradients(name, 2, parallel == "fsdp"), rel=0.02), name
     curve = training.trained([*pieces.values()], [0.3, 0.7], cycles(5), args, 0, ranks)
     return found | {"trained": [p["held-out loss"] for p in curve]}
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the linear system of the implicit hypergradient is not solved")  # a step or two
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_find_what_one_finds(parallel, tmp_path):
     torch.set_default_dtype(torch.float64)

@@ -116,6 +116,11 @@ def timed_eagerly(numbers):
     assert all(row["us"]["eager"] > 0 and not row["errors"] for row in rows.values())
 
 
+def exchanged(r):
+    assert [*r["results"]] == ["soba, 1", "rows-split, 1"]
+    assert all(row["state"] > 0 == row["bytes"] for row in r["results"].values())
+
+
 # Arguments with which each program is run, what it writes, and what is true of the numbers.
 RUNS = {
     "compare": (
@@ -170,10 +175,15 @@ RUNS = {
         "speed",
         timed_eagerly,
     ),
+    "benchmarks.ranks": (
+        "--ranks 1 --cases soba rows-split --examples 8 --width 4 --tasks 8 --repeats 1",
+        "ranks",
+        exchanged,
+    ),
     "benchmarks.overhead": ("--n 40 --steps 2 --repeats 1", None, None),
     "benchmarks.paths": ("--directions 2 --chunk 2 --repeats 1", None, None),
 }
-PLAIN = ("contextual", "conditioning", "many_tasks")  # without a figure
+PLAIN = ("contextual", "conditioning", "many_tasks", "ranks")  # without a figure
 
 
 def test_every_program_has_a_run():

@@ -188,6 +188,7 @@ class Compiled(StepFunctions):
             update,
             sources.tasks is None,
             self.kind_of_step(self._ledger.steps + ahead),
+            self._ledger.buffers.changing,
             torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
             self.numbers,
             [value for value in chances.values() if not isinstance(value, Tensor)],

@@ -40,8 +40,8 @@ class Buffers:
 
     @property
     def changing(self) -> bool:
-        """Whether some evaluation was seen to change one."""
-        return bool(self._changing)
+        """Whether evaluations change some, with the modules in the modes that they are in."""
+        return bool(self._changing) and any(module.training for module in self._changing)
 
     def kept(self) -> AbstractContextManager[list[bool]]:
         """Restore the buffers that the block changes; gives a list that is non-empty afterwards if there are any."""

@@ -29,6 +29,14 @@ from .network import SIZES, Ranks, network, ranks_of
 __all__ = ["STATE", "Ledger", "gradients", "main", "measured"]
 
 
+KINDS = {"allreduce": "all-reduced", "reducescatter": "reduce-scattered", "allgather": "all-gathered"}
+
+
+def _size(tree: Any) -> int:
+    """Bytes of the tensors in it."""
+    return sum(t.numel() * t.element_size() for t in tree_leaves(tree) if isinstance(t, Tensor))
+
+
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts bytes while it is active.
 
@@ -48,11 +56,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # comes again as the operations on its shards
         found = func(*args, **(kwargs or {}))
-        if func.namespace == "c10d":
-            given = tree_leaves(args[1] if "reduce_scatter" in func.__name__ else args[0])  # of shards, the whole
-            size = sum(t.numel() * t.element_size() for t in given if isinstance(t, Tensor))
-            name = func.__name__.split(".")[0].strip("_").removesuffix("_base")
-            self.sent[name] = self.sent.get(name, 0) + size
+        name = func.__name__.replace("_", "")
+        kind = next((k for k in KINDS if "c10d" in func.namespace and k in name), None)
+        if kind is not None:  # of shards and the whole, the whole
+            self.sent[kind] = self.sent.get(kind, 0) + max(map(_size, (args[0], args[1:], found)))
         for tensor in tree_leaves(found):
             if isinstance(tensor, Tensor):
                 self._note(tensor)
@@ -99,11 +106,14 @@ def measured(name: str, args: Any, ranks: Ranks) -> dict[str, Any]:
 STATE = {"f2sa": 1 + 2 + 4, "aid": 1 + 2 + 1, "soba": 1 + 2 + 1, "first-order": 1 + 2}
 
 
-def gradients(name: str, lower_steps: int) -> int:
-    """Gradients of the size of the parameters that a step averages over the ranks; one of finite differences is two."""
+def gradients(name: str, lower_steps: int, sharded: bool) -> int:
+    """Gradients of the size of the parameters that a step averages over the ranks; one of finite differences is two.
+
+    FSDP2 reduces those of the parameters also where only those of the shares are asked for: twice in a step.
+    """
     products = int(LINEAR["linear_steps"])
     counts = {"f2sa": 2 * lower_steps, "aid": lower_steps + 2 + 2 * products, "soba": 3, "first-order": lower_steps + 1}
-    return counts[name]
+    return counts[name] + 2 * (sharded and name in ("f2sa", "aid"))
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -120,17 +130,17 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     results = {}
     for name in progress(args.optimizer, "measure", disable=True if ranks.rank else None):
         r = measured(name, args, ranks)
-        sends = gradients(name, args.lower_steps) if ranks.group is not None else 0
+        sends = gradients(name, args.lower_steps, args.parallel == "fsdp") if ranks.group is not None else 0
         results[name] = {**r, "state, worked out": STATE[name] / shards, "gradients": sends}
     if ranks.rank:
         return results
     show(
         f"A step on each of {ranks.world} ranks, {args.parallel}, scale {args.scale}, {args.lower_steps} lower steps; "
         "in units of the whole model's parameters",
-        ("", "state", "worked out", "peak", "gradients, worked out", "all-reduced", "reduce-scattered", "all-gathered"),
+        ("", "state", "worked out", "peak", "gradients, worked out", *KINDS.values()),
         [
             [name, r["state"], r["state, worked out"], r["peak"], r["gradients"],
-             *(r["sent"].get(k) for k in ("allreduce", "reduce_scatter", "allgather"))]
+             *map(r["sent"].get, KINDS)]
             for name, r in results.items()
         ],
     )  # fmt: skip

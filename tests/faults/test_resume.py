@@ -175,3 +175,17 @@ def test_buffers_advance_once_per_step_and_counts_continue(row, tasks):
     twin.run(other, 2)
     assert same([*values(problem.x, problem.y), *problem.buffers()], [*values(twin.x, twin.y), *twin.buffers()])
     assert optimizer.oracle_counts == other.oracle_counts
+
+
+@each(("RTMLMC", "DLSGD"))
+def test_buffers_advance_once_per_step_with_conjugate_gradients(row):
+    problem = Normalised(row)
+    optimizer = problem.optimizer(short=True, lower_batch=4, upper_batch=4, neumann="cg")
+    for k in (1, 2):
+        problem.run(optimizer)
+        assert problem.norm.num_batches_tracked == k
+    before = problem.buffers()
+    problem.fails = ["upper", 1, "nan"]
+    with pytest.raises(bo.NonFiniteError):
+        problem.run(optimizer)
+    assert same(before, problem.buffers())

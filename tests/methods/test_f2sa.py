@@ -351,6 +351,7 @@ def test_shared_samples_are_free_of_one_over_nu():
     assert relative[0] < 1
 
 
+@pytest.mark.slow
 def test_independent_samples_pay_one_over_nu():
     deviations = [spread("independent", nu)[1] for nu in (0.03, 0.01, 0.003)]
     assert deviations[1] / deviations[0] == pytest.approx(3, rel=0.15)

@@ -526,6 +526,7 @@ def test_t22_convergence_on_the_noisy_family(variant, bound):
     assert sum(means) / 2 < bound * (10_000 / 4000) ** (2 / 3) * 1.5, means
 
 
+@pytest.mark.slow
 def test_noise_of_the_data_is_averaged():
     """In the last third, the gradient of one short noisy run is far below that of plain estimates."""
     norms = {}

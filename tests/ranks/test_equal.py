@@ -8,8 +8,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 import bilevel_optim as bo
 
@@ -96,25 +97,27 @@ def sharded_cases(every):
     return {name: row for name, row in SHARDED.items() if every or name in ("F2SA-2", "AID, differences", "AID", "ITD")}
 
 
-def sharded(cls, options, kept=False, rank=None, world=1):
+def sharded(cls, options, kept=False, rank=None, world=1, recomputed=False, **policy):
     """With the module under FSDP2 if there is a rank; a part of the data each. Also what the module says afterwards."""
     torch.manual_seed(0)
     X, t, Xv = torch.randn(20, 8), torch.randint(0, 4, (20,)), torch.randn(20, 8)
     net, x = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), torch.zeros(20, requires_grad=True)
     part = slice(None)
+    if recomputed:
+        net[0].forward = partial(checkpoint, net[0].forward, use_reentrant=False)
     if rank is not None:
         part = torch.arange(20).chunk(world)[rank]
-        fully_shard(net[0])
-        fully_shard(net)
+        fully_shard(net[0], **policy)
+        fully_shard(net, **policy)
         if kept:
             net.set_reshard_after_backward(False)
         options = {**options, "process_group": dist.group.WORLD}
 
     def lower():
-        return (x.sigmoid()[part] * F.cross_entropy(net(X[part]), t[part], reduction="none")).mean()
+        return (x.sigmoid()[part] * F.cross_entropy(net(X[part]).double(), t[part], reduction="none")).mean()
 
     def upper():
-        return F.cross_entropy(net(Xv[part]), t[part])
+        return F.cross_entropy(net(Xv[part]).double(), t[part])
 
     options = options if cls is bo.SOBA else {"lower_steps": 3, **options}
     optimizer = cls([x], net.parameters(), lr=0.5, lower_lr=0.1, **options)
@@ -125,6 +128,13 @@ def sharded(cls, options, kept=False, rank=None, world=1):
     if rank is not None:
         net.reshard()
     return flat([x, *(p.full_tensor() if rank is not None else p for p in net.parameters()), outputs])
+
+
+def mixed_precision(*case, **options):
+    """x goes the same way, to the precision of the parameters that the module computes with."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float64)
+    mixed, exact = (sharded(*case, **options, **given)[:20] for given in ({"mp_policy": policy}, {}))
+    assert 0 < (mixed - exact).norm() < 0.02 * exact.norm()
 
 
 def refusals(rank, world):
@@ -167,6 +177,8 @@ def all_cases(rank, world, dtype, every):
     if dtype == torch.float64:
         found |= {f"{name}, sharded": sharded(*row, **options).tolist() for name, row in sharded_cases(every).items()}
         found["sampled"] = sampled(rank, world)
+        found["AID, sharded, recomputed"] = sharded(*SHARDED["AID"], **options, recomputed=True).tolist()
+        mixed_precision(*SHARDED["AID"], **options)
         refusals(rank, world)
     return found
 
@@ -182,6 +194,7 @@ def test_every_method_on_several_ranks_is_that_on_one(world, dtype, every, tmp_p
     results = together(world, tmp_path, all_cases, world, dtype, every)
     expected = {name: run(world=world) for name, run in cases(dtype, every)}
     if dtype == torch.float64:
+        expected["AID, sharded, recomputed"] = sharded(*SHARDED["AID"])
         expected |= {f"{name}, sharded": sharded(*row) for name, row in sharded_cases(every).items()}
         assert all(results[rank]["sampled"] == results[0]["sampled"] for rank in range(world))
     for name, values in expected.items():
