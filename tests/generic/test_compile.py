@@ -16,6 +16,7 @@ from torch import nn
 
 import bilevel_optim as bo
 from bilevel_optim.optimizer import graphs as graph_module
+from bilevel_optim.problem.tracing import cut
 
 from ..problems import seeded
 from ..registry import ROWS, each
@@ -120,6 +121,8 @@ def compared(row, rounding=None, both=None, **arguments):
         for name, value in eager.state[parameter].items():
             assert close([value], [captured.state[mine][name]], rounding), name
     assert eager.numbers == captured.numbers
+    for name in ("upper_grad", "lower_grad"):
+        assert eager.oracle_counts[name] == captured.oracle_counts[name]
     return captured
 
 
@@ -190,6 +193,7 @@ def resumed(row, saved, backend):
         for objective, position in zip(problem.losses, saved["data"], strict=True):
             objective.load_state_dict(position)
         problem.step(optimizer, MORE)
+        assert graphs(optimizer) == 1
         return [t.detach() for t in (*problem.x, *problem.y)], optimizer.oracle_counts
     problem.step(optimizer, SAVE_AT)
     state = {
@@ -239,6 +243,31 @@ def test_parts_of_long_graphs_are_the_whole(row, request, monkeypatch):
     captured = compared(row, **longer)
     assert graphs(captured) == 1
     assert any(map(callable, made))
+
+
+def test_parts_that_differ_in_a_constant_or_in_their_arguments_are_two(monkeypatch):
+    monkeypatch.setattr(graph_module, "LARGE", 0)
+
+    def chain(values):
+        a, b = values
+        for k in range(9):
+            cut()
+            if k == 3:
+                a, b = b - b * 2.0 + b.sin() + a.cos() * 0.1, a  # another value in one place
+            else:
+                a, b = b - a * (3.0 if k == 5 else 2.0) + b.sin() + a.cos() * 0.1, a
+        return [a, b]
+
+    values = [torch.tensor([0.3, -0.2]), torch.tensor([0.7, 0.4])]
+    sizes = []
+
+    def backend(module, example):
+        sizes.append(len(module.graph.nodes))
+        return module.forward
+
+    graph = graph_module.Graph(chain, values, backend)
+    assert close(chain(values), graph(values), 1e-6)
+    assert len(sizes) == 3
 
 
 def simple(lower, upper=None, **arguments):
@@ -482,13 +511,29 @@ def test_a_loss_that_is_infinite_while_its_gradient_is_not_fails():
         offsets = [torch.zeros((), dtype=torch.float64) for _ in range(8)]
         offsets[6].fill_(torch.inf)  # a step of the graph alone
         upper = bo.Objective(lambda offset, y=y: (y - 1).square().sum() + offset, offsets)
+        (lower,) = (lambda x=x, y=y: base(x, y),)  # one function, so that the graph is used
         for _ in range(6):
-            optimizer.step(upper, lambda x=x, y=y: base(x, y))
+            optimizer.step(upper, lower)
         before = x.clone(), y.clone()
         with pytest.raises(bo.NonFiniteError, match="loss"):
-            optimizer.step(upper, lambda x=x, y=y: base(x, y))
+            optimizer.step(upper, lower)
         assert torch.equal(x, before[0])
         assert torch.equal(y, before[1])
+
+
+@pytest.mark.filterwarnings("ignore::bilevel_optim.errors.BilevelWarning")
+def test_a_known_alert_makes_no_step_eager(monkeypatch):
+    """A lower Hessian that is not positive definite is warned of once; CG goes on, and so do the graphs."""
+    made = []
+    function = bo.BilevelOptimizer._stepped
+    monkeypatch.setattr(bo.BilevelOptimizer, "_stepped", lambda *a, **k: made.append(0) or function(*a, **k))
+    _, (optimizer, _, x, y) = simple(lambda x, y: lambda: base(x, y))
+    signs = torch.tensor([1.0, -0.1], dtype=torch.float64)
+    losses = lambda: (y - 1).square().sum(), lambda: (signs * (y - x).square()).sum()
+    for _ in range(12):
+        optimizer.step(*losses)
+    assert "indefinite" in optimizer._ledger.warned
+    assert len(made) == 6  # the first, the one that is traced, and those that are compared: uses 1, 2, 4, 8
 
 
 def test_batches_with_other_strides_get_a_graph_of_their_own():

@@ -1,5 +1,7 @@
 """What of torch drives a ``torch.optim.Optimizer`` drives these: schedulers, hooks, scaling, averages, compilation."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from torch.optim import lr_scheduler, swa_utils
@@ -201,3 +203,21 @@ def test_the_representation_shows_levels_and_arguments(row):
     for i, group in enumerate(optimizer.param_groups):
         assert f"({i}) {group['level']}: {sum(p.numel() for p in group['params'])} numbers" in text
     assert "bilevel" not in text
+
+
+@pytest.mark.parametrize("when", ["pre", "post"])
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_one_hook_alone_is_called(when, everywhere):
+    """No other is there that would let torch's own wrapper in."""
+    x, y = (torch.zeros(1, requires_grad=True) for _ in range(2))
+    optimizer, calls = bo.SOBA([x], [y], lr=0.1, lower_lr=0.1), []
+    if everywhere:
+        register = getattr(import_module("torch.optim.optimizer"), f"register_optimizer_step_{when}_hook")
+    else:
+        register = getattr(optimizer, f"register_step_{when}_hook")
+    handle = register(lambda *_: calls.append(when))
+    try:
+        optimizer.step(lambda: (y - 1).square().sum(), lambda: (y - x).square().sum())
+    finally:
+        handle.remove()
+    assert calls == [when]
