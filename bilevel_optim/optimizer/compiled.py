@@ -213,7 +213,7 @@ class Compiled(StepFunctions):
             known = self._ledger.steps and capture.familiar(kind)  # a run that goes on: nothing is new
             loss = self._learnt(capture, kind, call) if kind.seen > 1 or known else self._eagerly(call)
         else:
-            results = drawn(kind.draws, *call.sources, self.generator)
+            results = drawn(kind.draws, *call.sources, self.generator, call.chances)
             loss = self._replayed(capture, kind, call, results)
         reason = capture.reason or (None if kind is None else kind.reason)
         if reason is not None:
@@ -236,7 +236,7 @@ class Compiled(StepFunctions):
             )
         else:
             assert kind.draws is not None
-            log, sources = Log(kind.draws, list(results)), fed(call.sources, kind.draws, results)
+            log, sources = Log(kind.draws, list(results)), fed(call.sources, kind.draws, results, call.chances)
 
         def look(oracle: Oracle, estimate: Estimate, given: Given, update: Update | None) -> list[Write] | None:
             try:
@@ -300,7 +300,7 @@ class Compiled(StepFunctions):
 
     def _fed(self, kind: Kind, call: Call, results: Sequence[Drawn]) -> Tensor:
         """An eager step on what has been drawn."""
-        return self._eagerly(call._replace(sources=fed(call.sources, kind.draws or (), results)))
+        return self._eagerly(call._replace(sources=fed(call.sources, kind.draws or (), results, call.chances)))
 
     def _troubled(self, binding: Binding, outputs: Sequence[Tensor]) -> bool:
         """Whether a step has to be made eagerly after all: something is not finite, or an alert is on."""
@@ -360,5 +360,5 @@ class Compiled(StepFunctions):
         def look(oracle: Oracle, estimate: Estimate, given: Given, update: Update | None) -> list[Write] | None:
             return self._agreed(capture, kind, binding, arguments, oracle, estimate, update)
 
-        sources = fed(call.sources, kind.draws or (), results)
+        sources = fed(call.sources, kind.draws or (), results, call.chances)
         return self._stepped(*sources, update=call.update, chances=call.chances, look=look)

@@ -79,7 +79,7 @@ class Running(Compiled):
                     last = partial(self._single, capture, call)
                     break
                 draws = call.kind.draws
-                results = drawn(draws, *sources, self.generator)
+                results = drawn(draws, *sources, self.generator, call.chances)
                 data = flattened(results, call.chances)
                 found = call.kind.binding(data)
                 if found is None or not found.chains or found is not (binding or found) or not found.holds(self.state):
@@ -108,8 +108,8 @@ class Running(Compiled):
         """Let everything draw again from where so many steps that drew this have ended."""
         self._return_to(sources, start)
         for _ in range(steps):
-            self._chances()
-            drawn(draws, *sources, self.generator)
+            chances = self._chances()
+            drawn(draws, *sources, self.generator, chances)
 
     def _next_call(self, capture: Capture, sources: Sources, before: Call | None, ahead: int) -> Call:
         """The call of the next step; of the same kind as the one before if nothing says otherwise."""

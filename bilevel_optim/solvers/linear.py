@@ -334,7 +334,7 @@ def neumann_term(
     b: Sequence[Tensor],
     start: Sequence[Tensor] | None = None,
     *,
-    steps: int,
+    steps: int | Tensor,
     terms: int,
     lr: float | Sequence[float],
     lanes: bool = False,
@@ -347,7 +347,7 @@ def neumann_term(
         product: v -> H v, which may be another random H at each call.
         b: right-hand side.
         start: must be None: a series has no starting point.
-        steps: n, the number of products.
+        steps: n, the number of products. A tensor is not read: all N - 1 products are made, and the first n count.
         terms: N, the length of the series.
         lr: :math:`\eta < 2 / \lambda_{\max}(H)`, one number or one per tensor.
         lanes: report a residual for each lane of stacked tensors. Default: False.
@@ -361,10 +361,15 @@ def neumann_term(
     norm = Vector.lane_norm if lanes else Vector.norm
     term = Vector(b)
     b_norm = norm(term)
-    for _ in range(steps):
-        term = term - product(term * lr)
+    if isinstance(steps, Tensor):
+        for k in range(terms - 1):
+            counts, new = k < steps, term - product(term * lr)
+            term = Vector(torch.where(counts, a, b) for a, b in zip(new, term, strict=True))
+    else:
+        for _ in range(steps):
+            term = term - product(term * lr)
     residual = norm(term)
-    done = torch.full_like(residual, steps, dtype=torch.int64)
+    done = torch.zeros_like(residual, dtype=torch.int64) + steps
     return _finished(term * lr * float(terms), residual, done, b_norm, b_norm)
 
 
