@@ -12,7 +12,7 @@ from torch import Tensor
 from ..hypergradient import Estimate
 from ..oracle.oracle import Oracle
 from ..oracle.session import Options
-from ..problem.feeding import Drawn, Log, Noted, NotedTasks, drawn
+from ..problem.feeding import Drawn, Draws, Log, Noted, NotedTasks, drawn
 from ..problem.parameters import require
 from ..problem.tracing import Untraceable
 from .binding import Binding, Flat, Slot, difference, flattened
@@ -252,7 +252,7 @@ class Compiled(StepFunctions):
             writes = self._agreed(capture, kind, binding, (rates, data.tensors), oracle, estimate, update)
             if writes is not None:
                 kind.bindings.append(binding)
-                kind.draws = log.draws
+                kind.draws = Draws(log.draws)
             return writes
 
         return self._stepped(*sources, update=call.update, chances=call.chances, look=look)

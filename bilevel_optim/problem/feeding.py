@@ -7,6 +7,8 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from .objective import Objective, Sample
 from .tracing import traced
 
-__all__ = ["Draw", "Drawn", "Fed", "FedTasks", "Log", "Noted", "NotedTasks", "drawn", "several_of"]
+__all__ = ["Draw", "Drawn", "Draws", "Fed", "FedTasks", "Log", "Noted", "NotedTasks", "drawn", "several_of"]
 
 
 class Draw(NamedTuple):
@@ -37,6 +39,15 @@ class Draw(NamedTuple):
     def made(self, chances: Mapping[str, Any]) -> bool:
         """Whether it is, with these chances of a step."""
         return self.unless is None or self.unless[1] <= int(chances[self.unless[0]])
+
+
+class Draws(list[Draw]):
+    """All draws of a step, in their order."""
+
+    @cached_property
+    def runs(self) -> list[tuple[Draw, int]]:
+        """Equal draws that follow each other, with their number."""
+        return [(draw, len([*same])) for draw, same in groupby(self)]
 
 
 class Drawn(NamedTuple):
@@ -229,7 +240,7 @@ class FedTasks:
 
 
 def drawn(
-    draws: Sequence[Draw],
+    draws: Draws,
     upper: Objective | None,
     lower: Objective | None,
     tasks: Any,
@@ -240,15 +251,17 @@ def drawn(
     found: list[Drawn] = []
     sampled: Any = None
     objectives = {"upper": upper, "lower": lower}
-    for draw in draws:
+    for draw, times in draws.runs:
         source, how, unless = draw
         objective = objectives.get(source)
         if unless is not None and not draw.made(chances):
             found.append(found[-1])
         elif objective is not None:
             kind = type(objective)
-            plain = kind.draw is Objective.draw and kind.sample is Objective.sample and objective.accumulate == 1
-            found.append(Drawn(objective.arguments()) if plain else _drawn(objective.draw(once=how)))
+            if kind.draw is Objective.draw and kind.sample is Objective.sample and objective.accumulate == 1:
+                found += map(Drawn, (objective.arguments(),) if times == 1 else objective.take(times))
+            else:
+                found += [_drawn(objective.draw(once=how)) for _ in range(times)]
         elif source == "tasks":
             sampled = tasks.sample(how, generator)
             found.append(Drawn(sampled))

@@ -94,6 +94,20 @@ class Objective:
         with span("draw"):
             return (self._next(),)
 
+    def take(self, times: int) -> list[tuple[Any, ...]]:
+        """`arguments` of so many draws."""
+        if type(self.data) not in (list, tuple):
+            return [self.arguments() for _ in range(times)]
+        batches: list[tuple[Any, ...]] = []
+        with span("draw"):
+            while len(batches) < times:
+                batches.append((self._next(),))
+                if self._iterator is not None:
+                    more = [*zip(islice(self._iterator, times - len(batches)))]
+                    self._position += len(more)
+                    batches += more
+        return batches
+
     def sample(self, *arguments: Any, once: bool = False) -> Sample:
         """The sample of a given batch (without an argument, for a loss without data)."""
         sample = Sample(self.loss, arguments, once=once, features=self.features)
@@ -338,6 +352,8 @@ def _replayed(device: torch.device, state: tuple[Tensor, ...]) -> Generator[None
 
 def _random_state(data: Any) -> dict[str, Any]:
     """What decides the order of the next pass over ``data``: its own generator, else torch's default one."""
+    if type(data) in (list, tuple):
+        return {}
     own = _own_state(data)
     return {"default": torch.get_rng_state()} if own is None else {"generator": own}
 
@@ -355,7 +371,7 @@ def _generator_of(data: Any) -> torch.Generator | None:
 def _set_random_state(data: Any, state: dict[str, Any]) -> None:
     if "default" in state:
         torch.set_rng_state(state["default"])
-    else:
+    elif "generator" in state:
         generator = _generator_of(data)
         assert generator is not None
         generator.set_state(state["generator"].cpu())
