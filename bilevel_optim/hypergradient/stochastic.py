@@ -27,13 +27,13 @@ class ImplicitSamples(NamedTuple):
         upper: of f, for its value and gradients.
         products: of g, one for each Hessian-vector product.
         cross: of g, for the cross product.
-        count: how many products count, a tensor where these are more.
+        number: how many products count, a tensor where these are more.
     """
 
     upper: Sample
     products: list[Sample]
     cross: Sample
-    count: int | Tensor
+    number: int | Tensor
 
     @classmethod
     def draw(cls, oracle: Oracle, products: int) -> ImplicitSamples:

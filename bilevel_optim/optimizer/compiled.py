@@ -90,7 +90,8 @@ class Compiled(StepFunctions):
         steps run eagerly, with a warning, once, and the reason in ``diagnostics["compile_fallback"]``. Data of other
         shapes, other options or other losses make other graphs, at most 16.
 
-        A captured CG makes all its iterations (frozen where it has converged), which ``oracle_counts`` counts.
+        A captured CG makes all its iterations (frozen where it has converged) and a randomised series all its products
+        (of which those of its term count); ``oracle_counts`` has what was computed.
 
         Args:
             fullgraph: raise where a step cannot be captured. Default: False.

@@ -174,7 +174,7 @@ def backend_of(backend: str | Callable[..., Any], mode: str | None, options: dic
             # Inductor keeps in its cache what was compiled in a shape environment, as dynamo has one.
             fake = FakeTensorMode(shape_env=ShapeEnv())
             with torch.no_grad(), installed(TracingContext(fake)):
-                known = [fake.from_tensor(t, static_shapes=True) for t in example]
+                known: list[Any] = [fake.from_tensor(t, static_shapes=True) for t in example]
                 found: Callable[..., Any] = inductor.compile(module, known, options=settings or None)
             give_workspace(found)
             replayed = settings.get("triton.cudagraphs") and any(t.is_cuda for t in example)

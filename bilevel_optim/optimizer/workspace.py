@@ -98,6 +98,8 @@ def _split(body: list[ast.stmt]) -> tuple[list[ast.stmt], list[ast.stmt]]:
     aliases = _Aliases()
     own = {name for s in body if isinstance(s, ast.Assign) for t in s.targets for name in _names(t)}
     for statement in body:
+        if "self" in _names(statement) or not isinstance(statement, (ast.Assign, ast.Expr, ast.Delete, ast.Return)):
+            raise _Unknown
         used = [name for name in _names(statement) if name in own]
         if isinstance(statement, ast.Return):
             aliases.join([RETURNED, *used])
@@ -106,12 +108,10 @@ def _split(body: list[ast.stmt]) -> tuple[list[ast.stmt], list[ast.stmt]]:
                 aliases.join([RETURNED, *used])
             elif not _is_allocation(statement):
                 aliases.join(used)
-        elif not isinstance(statement, (ast.Expr, ast.Delete)) or "self" in _names(statement):
-            raise _Unknown
     kept: list[ast.stmt] = []
     remaining: list[ast.stmt] = []
     known: set[str] = set()
-    space = BYTES
+    space: float = BYTES
     for statement in body:
         target = _target(statement)
         if target is not None and aliases.root(target) != aliases.root(RETURNED):
@@ -162,7 +162,8 @@ def _renames(statement: ast.stmt, known: set[str]) -> bool:
 
 def _bytes(statement: ast.stmt) -> float:
     """Of a new tensor; infinite if it is not small, or its size is not written there."""
-    assert isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call)
+    assert isinstance(statement, ast.Assign)
+    assert isinstance(statement.value, ast.Call)
     try:
         sizes, strides = (ast.literal_eval(argument) for argument in statement.value.args[:2])
     except ValueError:
