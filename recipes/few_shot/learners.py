@@ -337,7 +337,7 @@ LEARNERS: dict[str, tuple[type[Learner], dict[str, Any]]] = {
     "aid": (HeadAdapting, {"method": bo.AID, **HEAD, "options": {**STEPS, "linear_steps": 10}}),
     "itd": (HeadAdapting, {"method": bo.ITD, **HEAD, "options": STEPS}),
     "f2sa": (HeadAdapting, {"method": bo.F2SA, **HEAD, "options": {**STEPS, "nu": 0.1}}),
-    "bome": (HeadAdapting, {"method": bo.BOME, **HEAD, "options": STEPS}),
+    "bome": (HeadAdapting, {"method": bo.BOME, **HEAD, "options": {**STEPS, "joint_steps": 10, "joint_lr": 0.03, "eta": 1.0}}),
     "anil": (
         HeadAdapting,
         {"method": bo.ANIL, "ridge": 0.0, "momentum": 0.0, "initial": True, "options": {**SLOW, "lower_steps": 5}},
