@@ -154,9 +154,7 @@ class Schedule(RuleBasedStateMachine):
                 run.optimizer.diagnostics = {}
             self.random = torch.get_rng_state()
 
-    @precondition(
-        lambda self: self.checks and self.case.kind.data in ("none", "tasks") and not self.case.kind.dropout
-    )
+    @precondition(lambda self: self.checks and self.case.kind.data in ("none", "tasks") and not self.case.kind.dropout)
     @rule()
     def check(self):
         """Changes nothing, whatever it finds."""
