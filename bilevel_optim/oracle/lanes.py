@@ -24,7 +24,8 @@ from ..problem.vector import Vector, is_sharded
 from . import batched
 from .evaluation import placed
 from .features import require_free_of_lower
-from .oracle import Oracle, filled
+from .first_order import filled
+from .oracle import Oracle
 from .session import as_scalar
 from .substitution import Substitution
 
@@ -243,8 +244,12 @@ class LaneFeatures:
             self.oracle.session.found.features_checked |= {self.level}
         if hasattr(self.features, "stacked"):
             return self.features.stacked(batch)
-        parts = _each(self.oracle, self.features, batch, [], len(tree_leaves(batch)[0]), alike=self.alike)
+        parts = _each(self.oracle, self._of_one, batch, [], len(tree_leaves(batch)[0]), alike=self.alike)
         return parts[0] if len(parts) == 1 else tree_map(lambda *ts: torch.cat(ts), *parts)
+
+    def _of_one(self, batch: Any) -> Any:
+        with Substitution((), ()):  # vmap cannot advance running statistics
+            return self.features(batch)
 
 
 def _each(
