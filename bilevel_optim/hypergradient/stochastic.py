@@ -27,18 +27,18 @@ class ImplicitSamples(NamedTuple):
         upper: of f, for its value and gradients.
         products: of g, one for each Hessian-vector product.
         cross: of g, for the cross product.
-        number: how many products count, a tensor where these are more.
+        number: how many products count, as a tensor, if not all do. Default: None.
     """
 
     upper: Sample
     products: list[Sample]
     cross: Sample
-    number: int | Tensor
+    number: Tensor | None = None
 
     @classmethod
     def draw(cls, oracle: Oracle, products: int) -> ImplicitSamples:
         """The next samples: one of f, then those of g."""
-        return cls(oracle.f.draw(), [oracle.g.draw() for _ in range(products)], oracle.g.draw(), products)
+        return cls(oracle.f.draw(), [oracle.g.draw() for _ in range(products)], oracle.g.draw())
 
     @classmethod
     def draw_some(cls, oracle: Oracle, products: Tensor, most: int) -> ImplicitSamples:
@@ -46,7 +46,7 @@ class ImplicitSamples(NamedTuple):
         upper = oracle.f.draw()
         with several_of("products", products, most) as number:
             samples = [oracle.g.draw() for _ in range(number + 1)]
-        return cls(upper, samples[:-1], samples[-1], products if traced() else number)
+        return cls(upper, samples[:-1], samples[-1], products if traced() else None)
 
 
 def stochastic_implicit(

@@ -359,15 +359,11 @@ def neumann_term(
     if start is not None:
         raise ValueError("Invalid start: a Neumann series starts from zero; use fixed_point for a warm start")
     norm = Vector.lane_norm if lanes else Vector.norm
-    term = Vector(b)
-    b_norm = norm(term)
-    if isinstance(steps, Tensor):
-        for k in range(terms - 1):
-            counts, new = k < steps, term - product(term * lr)
-            term = Vector(torch.where(counts, a, b) for a, b in zip(new, term, strict=True))
-    else:
-        for _ in range(steps):
-            term = term - product(term * lr)
+    term, b_norm = Vector(b), norm(Vector(b))
+    count = steps if isinstance(steps, Tensor) else None
+    for k in range(int(steps) if count is None else terms - 1):
+        new = term - product(term * lr)
+        term = new if count is None else Vector(map(torch.where, [k < count] * len(term), new, term))
     residual = norm(term)
     done = torch.zeros_like(residual, dtype=torch.int64) + steps
     return _finished(term * lr * float(terms), residual, done, b_norm, b_norm)

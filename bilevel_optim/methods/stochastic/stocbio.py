@@ -66,7 +66,8 @@ class NeumannMethod(BilevelOptimizer):
         """The estimate on these samples at the oracle's point; nothing of it is remembered."""
         lr = given.linear_rates(self.linear_lr)
         if self.randomised:
-            solve = partial(linear.neumann_term, steps=samples.number, terms=self.linear_steps, lr=lr)
+            steps = len(samples.products) if samples.number is None else samples.number
+            solve = partial(linear.neumann_term, steps=steps, terms=self.linear_steps, lr=lr)
         else:
             solve = partial(linear.neumann, steps=self.linear_steps, lr=lr)
         return changed(stochastic_implicit(oracle, samples, solve), memory={})
