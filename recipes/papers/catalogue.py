@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import (
+    bound,
     cleaning,
     contexts,
     kappa,
@@ -20,7 +21,21 @@ from .experiment import Experiment
 
 __all__ = ["EXPERIMENTS"]
 
-MODULES = (representation, mnist, order, news, reweighting, saddle, kappa, cleaning, texts, contexts, meta, newsvendor)
+MODULES = (
+    representation,
+    mnist,
+    order,
+    bound,
+    news,
+    reweighting,
+    saddle,
+    kappa,
+    cleaning,
+    texts,
+    contexts,
+    meta,
+    newsvendor,
+)
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.id: experiment for module in MODULES for experiment in module.EXPERIMENTS
 }
