@@ -380,7 +380,7 @@ def test_a_reason_is_warned_of_once_and_raised_if_asked_for():
     with pytest.raises(ValueError, match="Invalid dynamic value"):
         optimizer.compile(dynamic=True)
     with pytest.raises(RuntimeError, match="host"):
-        bo.PAID([torch.ones(1, requires_grad=True)], [torch.ones(1, requires_grad=True)], lr=0.1, lower_lr=0.1,
+        bo.iMCN([torch.ones(1, requires_grad=True)], [torch.ones(1, requires_grad=True)], lr=0.1, lower_lr=0.1,
                 lower_steps=1).compile(fullgraph=True)  # fmt: skip
 
 
