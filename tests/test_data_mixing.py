@@ -189,6 +189,8 @@ RUN = (
     "--scale small --steps 4 --warmup 1 --lower-steps 2 --lr 0.5 "
     "--train-steps 5 --seeds 2 --grid 0.2 0.5 0.8 --judged 12"
 )
+
+
 def test_the_program(tmp_path, capsys):
     given = [*RUN.split(), "--optimizer", "f2sa", "first-order", "--out", str(tmp_path)]
     numbers = program.main(given)
