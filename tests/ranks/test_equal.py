@@ -104,7 +104,7 @@ def sharded(cls, options, kept=False, rank=None, world=1, recomputed=False, **po
     net, x = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), torch.zeros(20, requires_grad=True)
     part = slice(None)
     if recomputed:
-        net[0].forward = partial(checkpoint, net[0].forward, use_reentrant=False)
+        net[0].forward = partial(checkpoint, net[0].forward, use_reentrant=recomputed == "reentrant")
     if rank is not None:
         part = torch.arange(20).chunk(world)[rank]
         fully_shard(net[0], **policy)
@@ -141,6 +141,9 @@ def refusals(rank, world):
     """What cannot be, on all ranks alike."""
     with pytest.raises(RuntimeError, match="set_reshard_after_backward"):
         sharded(bo.AID, {}, rank=rank, world=world)
+    for method in (bo.F2SA, bo.FirstOrder):  # torch loses the gradients of the first block
+        with pytest.raises(ValueError, match="use_reentrant=True"), pytest.warns(UserWarning, match="requires_grad"):
+            sharded(method, {}, rank=rank, world=world, recomputed="reentrant")
     with pytest.raises(ValueError, match="sharded lower parameters"):
         sharded(bo.PZOBO, {"over_ranks": "directions"}, rank=rank, world=world)
     problem = Tasks(m=world + 1)

@@ -121,3 +121,15 @@ def test_a_trainer_of_its_own_trains_x_by_the_loss_alone(row, transformers, tmp_
     trainer.train()
     assert same(before, values(problem.y))
     assert not optimizer.oracle_counts["lower_grad"]
+
+
+@each(TOOLED)
+def test_a_whole_step_inside_is_followed_by_another_update(row, transformers, tmp_path, monkeypatch):
+    """The Trainer's own ``step()`` comes after it, and finds the hypergradient that it has left."""
+    monkeypatch.setitem(SHAPES, "step", lambda trainer, problem: problem.run(trainer.optimizer.optimizer))
+    problem, _, optimizer, schedule = begun(row)
+    for _ in range(STEPS):
+        problem.run(optimizer)
+        optimizer.step()
+        schedule.step()
+    assert same(trained(transformers, row, "step", tmp_path)[STEPS:], values(problem.x, problem.y))
