@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -72,4 +72,4 @@ class Ledger:
         """Go on from what `saved` gave."""
         self.steps, self.last_loss = saved["steps_done"], saved["last_loss"]
         self.counts.update(saved["oracle_counts"])
-        self.found = replace(self.found, fallback=saved["fallback"], alike=False)
+        self.found = Findings(fallback=saved["fallback"])  # first looks are made where a new optimizer makes them

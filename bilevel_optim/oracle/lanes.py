@@ -243,8 +243,12 @@ class LaneFeatures:
             self.oracle.session.found.features_checked |= {self.level}
         if hasattr(self.features, "stacked"):
             return self.features.stacked(batch)
-        parts = _each(self.oracle, self.features, batch, [], len(tree_leaves(batch)[0]), alike=self.alike)
+        parts = _each(self.oracle, self._of_one, batch, [], len(tree_leaves(batch)[0]), alike=self.alike)
         return parts[0] if len(parts) == 1 else tree_map(lambda *ts: torch.cat(ts), *parts)
+
+    def _of_one(self, batch: Any) -> Any:
+        with Substitution((), ()):  # vmap cannot advance running statistics
+            return self.features(batch)
 
 
 def _each(

@@ -76,6 +76,9 @@ def cases(draw, family):
     options["vectorize"] = draw(st.sampled_from((True, False, 2)))
     if declared.second_order and row.cls.__name__ != "iMCN" and "hvp" not in row.options:
         options["hvp"] = draw(st.sampled_from(("exact", "finite-difference")))
+    if declared.family == "contextual":  # an estimate of the smoothness costs more than the rest of the schedule
+        options |= {"levels": draw(st.integers(2, 3)), "neumann_steps": 2}
+        options["smoothness"] = draw(st.sampled_from((8.0, 8.0, 8.0, None)))
     if kind.data == "tasks":
         options["lower_batch"] = draw(st.sampled_from((None, 2)))
         options["upper_batch"] = draw(st.sampled_from((None, 3)))

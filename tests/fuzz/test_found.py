@@ -101,3 +101,27 @@ def test_an_update_after_a_group_was_added(row, level):
         run.optimizer.step()
         ends.append(values([*run.problem.x, *run.problem.y]))
     assert same(*ends)
+
+
+@each(("HOZOG", "AID", "F2SA"))
+def test_features_of_tasks_with_running_statistics_are_vectorised(row):
+    """A new optimizer evaluated them in a loop from its first look on, one that was loaded at once: other roundings."""
+    options = (("lower_batch", 2), ("tasks_per_step", 3))
+    run = Run(Case(row.name, Kind(buffers=True, features=True, data="tasks"), options=options))
+    for _ in range(2):
+        run.step()
+    assert "vectorize_fallback" not in run.optimizer.diagnostics
+
+
+def test_an_optimizer_that_goes_back_looks_where_a_new_one_does():
+    """It knew from before that vmap works on the head, and fell back to the loop later in the step than a new one."""
+    case = Case("F2SA", Kind(features=True, data="tasks"), options=(("tasks_per_step", 3),))
+    old, new = Run(case), Run(case)
+    saved, left = old.saved(), []
+    old.step()
+    old.load(saved)
+    for run in (old, new):
+        run.problem.fails = [["lower", 1000, "raise"]]
+        run.step()
+        left.append(run.problem.fails[0][1])  # evaluations that do not fail
+    assert left[0] == left[1] < 1000
