@@ -22,6 +22,7 @@ from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
 from ..problem.parameters import Params, is_number, require
 from ..problem.vector import Vector, stack
+from ..solvers.lower import Solved
 
 __all__ = ["F2SA"]
 
@@ -29,6 +30,10 @@ SAMPLES = ("shared", "independent")
 DIVERGED = "A smaller lower_lr helps, or if copies at negative nodes diverge a smaller nu"
 ROUNDING_LIMIT = 0.05  # rounding of the losses over nu above which their differences are not to be trusted
 SPREAD_LIMIT = 10.0  # how much further from y* one copy may be than another, per unit of its perturbation
+LEAVING = (
+    10.0  # how much further a copy at a negative node may go than those at positive nodes while its gradient grows
+)
+MOVED = 1e-2  # of its distance from y*: less is no matter
 UNEVEN = (
     "the copies of y are not similarly far from y* for their perturbations (see diagnostics['spread']), so their "
     "difference is not a derivative: use more lower_steps, or a smaller nu"
@@ -174,7 +179,7 @@ class F2SA(BilevelOptimizer):
         n, interpolation = len(formula.nodes), [float(w) for w in formula.interpolation]
         copies, kept = self._copies(oracle, given, n, interpolation)
         rule, memory = given.solver_for(copies) if kept else changed(given, solver=None).solver_for(copies)
-        solved = rule.run(copies, memory, self.lower_steps, partial(self._perturbed, oracle, formula))
+        start, solved = copies, rule.run(copies, memory, self.lower_steps, partial(self._perturbed, oracle, formula))
         copies = solved.y
         oracle.checks.finite("lower_grad", copies, DIVERGED)
         self._watch_rounding(oracle)
@@ -184,7 +189,7 @@ class F2SA(BilevelOptimizer):
         found = solved.watched(oracle.checks)
         if solved.gradient is not None:
             found["lower_residual"] = solved.gradient.lane_norm()
-        spread = self._watched_spread(oracle, y, copies, formula, given)
+        spread = self._watched_spread(oracle, y, solved, start, formula, given)
         return changed(
             estimate.noting(**found, spread=spread),
             lower=y,
@@ -221,11 +226,15 @@ class F2SA(BilevelOptimizer):
 
         return gradient
 
-    def _watched_spread(self, oracle: Oracle, y: Vector, copies: Vector, formula: Stencil, given: Given) -> Tensor:
+    def _watched_spread(
+        self, oracle: Oracle, y: Vector, solved: Solved, start: Vector, formula: Stencil, given: Given
+    ) -> Tensor:
         """Distance of each copy from y* per unit of perturbation; similar for all as long as nu is small enough.
 
-        For a quadratic pair it is proportional to 1/(1 + j nu r), so it shows a negative copy near its pole or beyond.
+        For a quadratic pair it is proportional to 1/(1 + j nu r), so it shows a negative copy near its pole or beyond;
+        but of order 2, where y* is taken for the mean of the two copies.
         """
+        copies = solved.y
         nodes = torch.tensor(formula.nodes, dtype=torch.float64, device=oracle.device)
         distances = (copies - Vector(t.unsqueeze(0) for t in y)).lane_norm()
         spread = torch.where(nodes == 0, torch.nan, distances / (nodes.abs() * self.nu).clamp_min(1e-300))
@@ -233,18 +242,21 @@ class F2SA(BilevelOptimizer):
             known = torch.stack([spread[i] for i, j in enumerate(formula.nodes) if j])
             rounding = 1e4 * torch.finfo(y[0].dtype).eps * y.norm()
             limit = SPREAD_LIMIT * max(map(abs, formula.nodes))
-            apart = (known.max() > limit * known.min()) & (distances.max() > rounding)
-            if any(j < 0 for j in formula.nodes):
-                oracle.checks.alert("diverging copies", self._diverging(formula, given), apart)
+            apart = known.max() > limit * known.min()
+            if negative := sum(j < 0 for j in formula.nodes):
+                apart = apart | _leaving(solved, start, distances, negative).any()
+                text = self._diverging(formula, given)
+                oracle.checks.alert("diverging copies", text, apart & (distances.max() > rounding))
             else:
-                oracle.checks.alert("uneven copies", UNEVEN, apart)
+                oracle.checks.alert("uneven copies", UNEVEN, apart & (distances.max() > rounding))
         return spread
 
     def _diverging(self, formula: Stencil, given: Given) -> str:
         return (
-            "the copies of y are not similarly far from y* (see diagnostics['spread'] for the nodes "
-            f"{formula.nodes}): those at negative nodes minimise g - |j| nu f, which is no longer strongly convex, "
-            "so the hypergradient is not reliable. Use a smaller nu, stencil='forward' or order=1"
+            "the copies of y are not similarly far from y*, or go away from it (see diagnostics['spread'], of order 2 "
+            f"diagnostics['lower_residual'], for the nodes {formula.nodes}): those at negative nodes minimise "
+            "g - |j| nu f, which is no longer strongly convex, so the hypergradient is not reliable. Use a smaller nu, "
+            "stencil='forward' or order=1"
             + (". Changing to stencil='forward' from here on" if self.reacts_to(given.numbers) else "")
         )
 
@@ -274,3 +286,18 @@ class F2SA(BilevelOptimizer):
         return super().update(
             x, gradient * (1 / gradient.norm().clamp_min(1e-30)) if self.normalize else gradient, given
         )
+
+
+def _leaving(solved: Solved, start: Vector, distances: Tensor, negative: int) -> Tensor:
+    """Which of the first so many copies go away: far beside the others, and uphill.
+
+    A gradient that grows over steps of a convex problem has a step size or a momentum that is too large, or noise; then
+    it grows for the copies at positive nodes too, whose problems are the steeper ones.
+    """
+    if solved.early is None or solved.gradient is None:
+        return distances.new_zeros((), dtype=torch.bool)
+    (first, middle), last = solved.early, solved.gradient.lane_norm()
+    moved = (solved.y - start).lane_norm()
+    others = moved[negative:].max()
+    far = (moved > LEAVING * others) & (moved > MOVED * distances)
+    return (far & (middle > first) & (last > middle))[:negative]

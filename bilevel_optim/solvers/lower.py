@@ -59,7 +59,8 @@ class Solved(NamedTuple):
         memory: the optimizer's memory.
         gradient: the last gradient, before it was clipped; None without steps.
         projected: whether the projection moved the last y, a boolean scalar; None without a projection.
-        early: norms of the gradients at the first and at the middle step of at least three; None if they were fewer.
+        early: norms of the gradients at the first and at the middle step of at least three, of stacked copies those of
+            each; None if they were fewer.
     """
 
     y: Vector
@@ -73,7 +74,8 @@ class Solved(NamedTuple):
         if self.gradient is None:
             return {}
         last = self.gradient.norm()
-        return {"lower_residual": last, **watched_growth(checks, self.early, last)}
+        early = None if self.early is None else (self.early[0].norm(), self.early[1].norm())
+        return {"lower_residual": last, **watched_growth(checks, early, last)}
 
 
 class LowerRule:
@@ -225,7 +227,7 @@ class LowerRule:
             for k in range(steps):
                 solved = self.step(solved.y, solved.memory, draw())
                 if steps > 2 and k in (0, steps // 2) and solved.gradient is not None:
-                    early.append(solved.gradient.norm())
+                    early.append(solved.gradient.lane_norm() if self.lead else solved.gradient.norm())
                 if tol > 0 and solved.gradient is not None and solved.gradient.norm() <= tol:
                     break
         return solved._replace(early=(early[0], early[1])) if len(early) == 2 else solved

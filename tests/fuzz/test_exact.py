@@ -1,4 +1,4 @@
-"""The hypergradient is that of a dense reference, wherever the method is exact, on problems of many kinds."""
+"""Where a method is exact, its hypergradient is a dense reference's, and its lower steps are torch's own."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from bilevel_optim.optimizer.declaration import FAMILIES
 
 from ..problems import assign, flat
 from ..registry import ROWS
-from .runs import Case
-from .strategies import kinds
+from .runs import OPTIMIZERS, Case, Run, called
+from .strategies import CHOICES, kinds
 
 EXACT = [row for row in ROWS if row.tolerance is not None and row.declared.tasks != "required"]
+SOLVING = [row for row in ROWS if row.declared.lower_steps and row.declared.solves and not row.declared.initial]
 
 
 @st.composite
@@ -59,5 +60,58 @@ def test_hypergradient(family, budget):
         assert error < allowed, f"{float(error):.2g}, allowed {allowed:.1g}"
         if row.declared.solves and problem.tasks is None and not row.declared.initial:
             torch.testing.assert_close(flat(problem.lower_tensors), flat(solution), rtol=1e-4, atol=1e-4)
+
+    check()
+
+
+@st.composite
+def solves_of(draw, family):
+    """A method of the family whose lower steps an optimizer makes, and how many steps where."""
+    row = draw(st.sampled_from([row for row in SOLVING if row.declared.family == family]))
+    kind = draw(kinds(row, exact=True).filter(lambda kind: kind.data != "tasks"))  # then y is a mean over the tasks
+    choices = [o for o in CHOICES[row.declared.lower_optimizer] if o != "lbfgs" or not kind.groups]
+    options = {"lower_steps": draw(st.integers(1, 3)), "lr": 0.0, "lower_lr": 0.1, "warm_start": True}
+    options |= {"growth": 0.0} if row.cls.__name__ in ("BA", "BSA") else {}
+    paths = family == "zeroth-order"  # which begin with an optimizer of their own in each step
+    ways = st.lists(st.sampled_from(("step", "load", "deepcopy", "pickle")), min_size=1, max_size=1 if paths else 3)
+    return Case(row.name, kind, draw(st.sampled_from(choices)), True, tuple(sorted(options.items()))), draw(ways)
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if any(row.declared.family == f for row in SOLVING)])
+def test_lower_steps(family, budget):
+    """At a held x, steps in several calls, resumed or not, are those of the optimizer itself in one go."""
+
+    @budget(4)
+    @given(solves_of(family))
+    def check(drawn):
+        case, ways = drawn
+        run, problem = Run(case), case.problem()
+        rates = []
+        for group in run.optimizer.param_groups:
+            if group["level"] == "upper":
+                group["lr"] = 0.0
+            else:
+                rates += [group["lr"]] * len(group["params"])
+        groups = [{"params": problem.y, "lr": rates[0]}]
+        if case.kind.groups:
+            groups = [{"params": [y], "lr": rate} for y, rate in zip(problem.y, rates, strict=True)]
+        own = (OPTIMIZERS[case.optimizer] or torch.optim.SGD)(groups)
+
+        def closure():
+            loss = -problem.upper() if problem.single else problem.lower()
+            loss.backward(inputs=problem.y)
+            return loss
+
+        for how in ways:
+            if how != "step":
+                run = run.again(how)
+            called(run.step)
+            for _ in range(dict(case.options)["lower_steps"]):
+                own.zero_grad()
+                own.step(closure)
+        # The live y of F2SA is extrapolated from copies, with an error of order nu^2 = 1e-8.
+        torch.testing.assert_close(
+            flat(run.problem.y), flat(problem.y), rtol=0, atol=1e-6 if family == "penalty" else 1e-12
+        )
 
     check()

@@ -508,6 +508,48 @@ def test_automatic_stencil_changes_to_forward():
     problem.run(resumed)
 
 
+DESCENTS = {"sgd": None, "momentum": partial(torch.optim.SGD, momentum=0.9), "adam": torch.optim.Adam}
+
+
+@pytest.mark.parametrize("nu_r", [1.04, 1.44])
+@pytest.mark.parametrize("descent", DESCENTS)
+def test_a_negative_copy_that_goes_away_is_seen_at_order_two(descent, nu_r):
+    """Both copies are equally far from their mean, but only one of them moves, uphill."""
+    problem = PenaltyQuadratic(r=2.88)
+    options = {"lower_lr": problem.lr, "lower_steps": 5, "nu": nu_r / 2.88, "lower_optimizer": DESCENTS[descent]}
+    optimizer = bo.F2SA(problem.x, problem.y, lr=0.01, stencil="central", **options)
+    with pytest.warns(bo.BilevelWarning, match="or go away from it"):
+        problem.run(optimizer, 10)
+    away, solved = optimizer.diagnostics["lower_residual"].tolist()
+    assert away > 5 * solved
+    assert optimizer.diagnostics["spread"].tolist() == pytest.approx([optimizer.diagnostics["spread"][0].item()] * 2)
+
+
+def test_automatic_stencil_changes_to_forward_at_order_two():
+    problem = PenaltyQuadratic(r=2.88)
+    optimizer = bo.F2SA(problem.x, problem.y, lr=0.0, lower_lr=problem.lr, lower_steps=20, nu=0.5)
+    with pytest.warns(bo.BilevelWarning, match="Changing to stencil='forward'"):
+        problem.run(optimizer, 60)
+    close(problem.x[0].grad, problem.predicted(stencil(2, "forward").nodes, 0.5), 1e-6, 1e-6)
+
+
+@pytest.mark.parametrize("samples", ["shared", "independent"])
+@pytest.mark.parametrize("nu_r", [0.1, 0.9])
+def test_noise_and_slow_copies_raise_no_alarm(samples, nu_r):
+    """Below the pole every copy goes downhill, the negative one slowly; noise is the same for both."""
+    problem = PenaltyQuadratic(r=2.88)
+    rows = torch.randn(64, len(problem.y[0]), generator=seeded(1))
+
+    def lower(row):
+        return problem.lower() + (row * problem.y[0]).sum(1).mean()
+
+    objective = bo.Objective(lower, list(rows.split(4)))
+    options = {"lower_lr": problem.lr, "lower_steps": 4, "nu": nu_r / 2.88, "samples": samples}
+    optimizer = bo.F2SA(problem.x, problem.y, lr=0.01, **options)
+    for _ in range(60):
+        optimizer.step(problem.upper, objective)  # warnings are errors here
+
+
 @pytest.mark.parametrize("p", [2, 4, 6])
 def test_good_nu_raises_no_alarm(p):
     problem = PenaltyQuadratic(r=2.88)
