@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import bilevel_optim as bo
+from recipes.common.ledger import Ledger
 from recipes.data_mixing import __main__ as program
 from recipes.data_mixing import cost, learning, texts, training
 from recipes.data_mixing.network import SIZES, Ranks, Transformer
@@ -223,7 +224,7 @@ def test_the_program(tmp_path, capsys):
 
 def test_what_is_counted():
     known = torch.zeros(10, dtype=torch.float64)
-    with cost.Ledger([known]) as ledger:
+    with Ledger([known]) as ledger:
         a = torch.zeros(100, dtype=torch.float64)
         b = a + 1
         del a

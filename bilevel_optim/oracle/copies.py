@@ -375,10 +375,9 @@ def _look(oracle: Oracle, g: Tensor, y: Vector, x: Vector | None, wrt: str) -> N
 
 
 def _gradient(oracle: Oracle, total: Tensor, variables: Vector, wrt: str, *, of_lower: bool = False) -> Vector:
-    """``of_lower``: the sum is g alone, so that it can be seen what it depends on."""
     if wrt == "lower":
         gradients = oracle.differentiate(total, variables)
-        if of_lower:
+        if of_lower:  # of g alone, so that it can be seen what it depends on
             oracle.session.require_reached(gradients, oracle.lower_names)
         return filled(gradients, variables)
     if not total.requires_grad:  # neither loss depends on x; whether that is a mistake is decided over the whole step
