@@ -27,13 +27,20 @@ SHARDED = {
     "F2SA-2": (bo.F2SA, {"order": 2}),
     "F2SA-1, Adam": (bo.F2SA, {"order": 1, "lower_optimizer": torch.optim.Adam, "normalize": False}),
     "AID, differences": (bo.AID, {"hvp": "finite-difference", "linear_solver": "fixed_point"}),
+    "F2SA, Adam, from the start": (bo.F2SA, {"lower_optimizer": torch.optim.Adam, "warm_start": False}),
     "FirstOrder": (bo.FirstOrder, {}),
     # Second derivatives: the module keeps its full parameters after a backward pass.
     "AID": (bo.AID, {"damping": 1.0}, True),
+    "AID, Adam, from the start": (
+        bo.AID,
+        {"damping": 1.0, "lower_optimizer": torch.optim.Adam, "warm_start": False},
+        True,
+    ),
     "ITD": (bo.ITD, {"lower_optimizer": partial(torch.optim.SGD, momentum=0.5)}, True),
     "StocBiO": (bo.StocBiO, {}, True),
     "SOBA": (bo.SOBA, {}, True),
 }
+FEW = ("F2SA-2", "AID, differences", "AID", "AID, Adam, from the start", "ITD")
 
 
 def ended(row, problem, steps, seed=2, **options):
@@ -94,7 +101,7 @@ def cases(dtype, every):
 
 
 def sharded_cases(every):
-    return {name: row for name, row in SHARDED.items() if every or name in ("F2SA-2", "AID, differences", "AID", "ITD")}
+    return {name: row for name, row in SHARDED.items() if every or name in FEW}
 
 
 def sharded(cls, options, kept=False, rank=None, world=1, recomputed=False, **policy):
