@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,9 @@ class Binding:
 
     def __init__(self, step: StepGraph, state: Any, x: Sequence[Tensor], y: Sequence[Tensor], data: Flat) -> None:
         self.step, self.x, self.y, self.uses, self.device = step, list(x), list(y), 0, y[0].device
-        self._constants, self._shapes = data.constants, [(t.shape, t.dtype, t.stride()) for t in data.tensors]
+        self._constants, self._types = data.constants, [*map(type, data.constants)]
+        self._plain = all(kind in _ATOMS for kind in self._types)
+        self._shapes, self._strides = [*map(_SHAPE, data.tensors)], [*map(Tensor.stride, data.tensors)]
         upper, lower = [state[p] for p in x], [state[p] for p in y]
         self.entries = [*upper, *lower]
         self._state = state
@@ -92,15 +95,14 @@ class Binding:
     def fits(self, data: Flat) -> bool:
         """Whether the graph was made for data like these."""
         tensors, constants = data
-        if len(constants) != len(self._constants) or len(tensors) != len(self._shapes):
+        if [*map(type, constants)] != self._types:
             return False
-        for known, now in zip(self._constants, constants, strict=True):
-            if known is not now and not same(known, now):
+        if self._plain:
+            if constants != self._constants:
                 return False
-        for t, (shape, dtype, stride) in zip(tensors, self._shapes, strict=True):
-            if t.shape != shape or t.dtype is not dtype or t.stride() != stride:
-                return False
-        return True
+        elif not all(map(same, self._constants, constants)):
+            return False
+        return [*map(_SHAPE, tensors)] == self._shapes and [*map(Tensor.stride, tensors)] == self._strides
 
     def due(self) -> bool:
         """Count a use; whether it is one to be compared with an eager step."""
@@ -231,6 +233,7 @@ def _flatten(parts: Iterable[Any], tensors: list[Tensor], constants: list[Any]) 
 
 
 _ATOMS = (type(None), int, float, bool, str)
+_SHAPE = attrgetter("shape", "dtype")
 _SEQUENCES = (tuple, list)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..hypergradient import Estimate
 from ..oracle.oracle import Oracle
 from ..oracle.session import Options
-from ..problem.feeding import Drawn, Log, Noted, NotedTasks, drawn
+from ..problem.feeding import Drawn, Draws, Log, Noted, NotedTasks, drawn
 from ..problem.parameters import require
 from ..problem.tracing import Untraceable
 from .binding import Binding, Flat, Slot, difference, flattened
@@ -90,7 +90,8 @@ class Compiled(StepFunctions):
         steps run eagerly, with a warning, once, and the reason in ``diagnostics["compile_fallback"]``. Data of other
         shapes, other options or other losses make other graphs, at most 16.
 
-        A captured CG makes all its iterations (frozen where it has converged), which ``oracle_counts`` counts.
+        A captured CG makes all its iterations (frozen where it has converged) and a randomised series all its products
+        (of which those of its term count); ``oracle_counts`` has what was computed.
 
         Args:
             fullgraph: raise where a step cannot be captured. Default: False.
@@ -213,7 +214,7 @@ class Compiled(StepFunctions):
             known = self._ledger.steps and capture.familiar(kind)  # a run that goes on: nothing is new
             loss = self._learnt(capture, kind, call) if kind.seen > 1 or known else self._eagerly(call)
         else:
-            results = drawn(kind.draws, *call.sources, self.generator)
+            results = drawn(kind.draws, *call.sources, self.generator, call.chances)
             loss = self._replayed(capture, kind, call, results)
         reason = capture.reason or (None if kind is None else kind.reason)
         if reason is not None:
@@ -236,7 +237,7 @@ class Compiled(StepFunctions):
             )
         else:
             assert kind.draws is not None
-            log, sources = Log(kind.draws, list(results)), fed(call.sources, kind.draws, results)
+            log, sources = Log(kind.draws, list(results)), fed(call.sources, kind.draws, results, call.chances)
 
         def look(oracle: Oracle, estimate: Estimate, given: Given, update: Update | None) -> list[Write] | None:
             try:
@@ -252,7 +253,7 @@ class Compiled(StepFunctions):
             writes = self._agreed(capture, kind, binding, (rates, data.tensors), oracle, estimate, update)
             if writes is not None:
                 kind.bindings.append(binding)
-                kind.draws = log.draws
+                kind.draws = Draws(log.draws)
             return writes
 
         return self._stepped(*sources, update=call.update, chances=call.chances, look=look)
@@ -300,7 +301,7 @@ class Compiled(StepFunctions):
 
     def _fed(self, kind: Kind, call: Call, results: Sequence[Drawn]) -> Tensor:
         """An eager step on what has been drawn."""
-        return self._eagerly(call._replace(sources=fed(call.sources, kind.draws or (), results)))
+        return self._eagerly(call._replace(sources=fed(call.sources, kind.draws or (), results, call.chances)))
 
     def _troubled(self, binding: Binding, outputs: Sequence[Tensor]) -> bool:
         """Whether a step has to be made eagerly after all: something is not finite, or an alert is on."""
@@ -360,5 +361,5 @@ class Compiled(StepFunctions):
         def look(oracle: Oracle, estimate: Estimate, given: Given, update: Update | None) -> list[Write] | None:
             return self._agreed(capture, kind, binding, arguments, oracle, estimate, update)
 
-        sources = fed(call.sources, kind.draws or (), results)
+        sources = fed(call.sources, kind.draws or (), results, call.chances)
         return self._stepped(*sources, update=call.update, chances=call.chances, look=look)

@@ -35,11 +35,14 @@ class Sources(NamedTuple):
     tasks: Any
 
 
-def fed(sources: Sources, draws: Sequence[Draw], results: Sequence[Drawn]) -> Sources:
-    """The sources in place of which these results are given, in this order."""
+def fed(
+    sources: Sources, draws: Sequence[Draw], results: Sequence[Drawn], chances: Mapping[str, Any] | None = None
+) -> Sources:
+    """The sources in place of which these results are given, in this order: those of a step with these chances."""
     by_source: dict[str, deque[Drawn]] = {k: deque() for k in ("upper", "lower", "tasks", "tasks.upper", "tasks.lower")}
     for draw, result in zip(draws, results, strict=True):
-        by_source[draw.source].append(result)
+        if chances is None or draw.made(chances):
+            by_source[draw.source].append(result)
     return Sources(
         None if sources.upper is None else Fed(sources.upper, "upper", by_source["upper"]),
         None if sources.lower is None else Fed(sources.lower, "lower", by_source["lower"]),

@@ -151,6 +151,23 @@ def test_with_tasks(row, request):
     assert graphs(captured) or captured.diagnostics["compile_fallback"]
 
 
+@each(lambda row: row.name in ("SUSTAIN", "TTSA", "BSA"))
+def test_a_random_number_of_products_is_one_graph(row):
+    ends = []
+    for captured in (False, True):
+        problem = Regression(row)
+        optimizer = problem.optimizer(row, linear_steps=5, generator=seeded(3))
+        if captured:
+            optimizer.compile(backend="eager", fullgraph=True)
+        losses = [problem.step(optimizer) for _ in range(6)] + [*problem.run(optimizer, 14)]
+        ends.append([torch.stack(losses), *problem.x, *problem.y, optimizer.generator.get_state()])
+        positions = [objective.state_dict()["position"] for objective in problem.losses]
+        ends[-1].append(torch.tensor(positions))
+    assert graphs(optimizer) == 1
+    assert close(*ends, 1e-12)
+    assert ends[0][-1].tolist() == ends[1][-1].tolist()
+
+
 WITH_TASKS = ("AID", "MAML")
 CHOSEN = ("ITD", "F2SA", "SOBA")
 
