@@ -47,7 +47,7 @@ class Binding:
         self.entries = [*upper, *lower]
         self._state = state
         self._several: Any = None  # False if there is none
-        self._sizes = len(upper[0]), len(lower[0])
+        self._sizes = (None if step.reads is not None else len(upper[0])), len(lower[0])
         places = {"memory": lower, "upper_memory": upper}
         self.out = out = step.graph.structured([Slot(i) for i in range(step.graph.outputs)])
         self.reads: list[Place] = []
@@ -89,7 +89,8 @@ class Binding:
         return (
             state.get(x) is self.entries[0]
             and state.get(y) is self.entries[split]
-            and (len(self.entries[0]), len(self.entries[split])) == self._sizes
+            and self._sizes[0] in (None, len(self.entries[0]))
+            and self._sizes[1] == len(self.entries[split])
         )
 
     def fits(self, data: Flat) -> bool:
@@ -147,6 +148,18 @@ class Binding:
             if _close(one, many.following(start, many.run(start, rates, data)), start):
                 self._several = many
         return self._several or None
+
+    def estimate(self, outputs: Sequence[Tensor]) -> Estimate:
+        """What the graph has estimated, as far as an update of x asks for it."""
+        out = self.out
+        memory, upper_memory = (
+            {name: Vector(outputs[i] for i in slots) for name, slots in out[level].items()}
+            for level in ("memory", "upper_memory")
+        )
+        gradient = Vector(outputs[i] for i in out["gradient"])
+        return Estimate(
+            outputs[out["loss"]], gradient, memory=memory, upper_memory=upper_memory, numbers=self.step.numbers
+        )
 
     def write(self, outputs: Sequence[Tensor]) -> None:
         """Write what a step has computed."""

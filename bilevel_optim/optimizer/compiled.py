@@ -19,16 +19,25 @@ from .binding import Binding, Flat, Slot, difference, flattened
 from .capture import PLAIN, Capture, Identity, Kind
 from .checkpoint import OWN
 from .ledger import Ledger
-from .method import Loss, StepFunctions, as_objective
+from .method import Loss, as_objective
 from .replay import Sources, StepGraph, fed, values_of
 from .step import Given, Update
 from .transaction import Write, make
+from .updating import Updating
 from .watch import undisturbed
 
-__all__ = ["Call", "Compiled", "Look", "Place"]
+__all__ = ["Call", "Compiled", "Look", "Place", "Seen"]
 
-# Sees a step before it is written; may give the writes that are to be made instead.
-Look = Callable[[Oracle, Estimate, Given, Update | None], list[Write] | None]
+
+class Seen(NamedTuple):
+    """What is written instead of an eager step, but for an update of x that is to follow from the estimate."""
+
+    writes: list[Write]
+    estimate: Estimate
+
+
+# Sees a step before it is written.
+Look = Callable[[Oracle, Estimate, Given, Update | None], Seen | None]
 
 
 NOT_GUARDED = ("params", "lr", "param_names", "initial_lr", OWN)  # of a parameter group; the rates are arguments
@@ -58,7 +67,7 @@ class Place(NamedTuple):
     default: Tensor | None
 
 
-class Compiled(StepFunctions):
+class Compiled(Updating):
     """The part of an optimizer that runs captured steps."""
 
     _capture: Capture | None = None
@@ -129,6 +138,7 @@ class Compiled(StepFunctions):
 
     # What the optimizer gives: a whole step.
     step: Callable[..., Any]
+    standing: Callable[..., dict[str, Any]]
     _stepped: Callable[..., Tensor]
 
     def _captured(self, capture: Capture, upper: Loss | None, lower: Loss | None, tasks: Any, update: bool) -> Tensor:
@@ -169,10 +179,11 @@ class Compiled(StepFunctions):
     def _call(self, capture: Capture, sources: Sources, update: bool, ahead: int = 0) -> Call:
         """The next step but so many, with what the method draws for it."""
         chances = self._chances()
-        if capture.reason is not None:
+        kind = None if capture.reason is not None else self.kind_of_step(self._ledger.steps + ahead, self.numbers)
+        if kind is None:
             return Call(sources, update, chances, None)
         return Call(
-            sources, update, chances, capture.kind(self._guard(capture, sources, update, chances, ahead), sources)
+            sources, update, chances, capture.kind(self._guard(capture, sources, update, chances, kind), sources)
         )
 
     def _chances(self) -> dict[str, Any]:
@@ -180,18 +191,15 @@ class Compiled(StepFunctions):
         device = self.param_groups[-1]["params"][0].device
         return self.chances(self.generator, partial(self._options.ranks.agreed, device=device))
 
-    def _guard(
-        self, capture: Capture, sources: Sources, update: bool, chances: dict[str, Any], ahead: int
-    ) -> list[Any]:
+    def _guard(self, capture: Capture, sources: Sources, update: bool, chances: dict[str, Any], kind: Any) -> list[Any]:
         """What decides, beside the losses, which operations a step is made of."""
         own = self.__dict__
         guard: list[Any] = [
             update,
             sources.tasks is None,
-            self.kind_of_step(self._ledger.steps + ahead),
+            kind,
             self._ledger.buffers.changing,
             torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
-            self.numbers,
             [value for value in chances.values() if not isinstance(value, Tensor)],
             [own[name] for name in capture.hyperparameters(own)],
         ]
@@ -239,7 +247,7 @@ class Compiled(StepFunctions):
             assert kind.draws is not None
             log, sources = Log(kind.draws, list(results)), fed(call.sources, kind.draws, results, call.chances)
 
-        def look(oracle: Oracle, estimate: Estimate, given: Given, update: Update | None) -> list[Write] | None:
+        def look(oracle: Oracle, estimate: Estimate, given: Given, update: Update | None) -> Seen | None:
             try:
                 if log.reason is not None:
                     raise Untraceable(log.reason)
@@ -250,24 +258,24 @@ class Compiled(StepFunctions):
                     capture.refuse(str(reason), kind)
                 return None
             rates, data = capture.rates(self.param_groups, binding.device), flattened(log.drawn, call.chances)
-            writes = self._agreed(capture, kind, binding, (rates, data.tensors), oracle, estimate, update)
-            if writes is not None:
+            seen = self._agreed(capture, kind, binding, (rates, data.tensors), oracle, estimate, update)
+            if seen is not None:
                 kind.bindings.append(binding)
                 kind.draws = Draws(log.draws)
-            return writes
+            return seen
 
         return self._stepped(*sources, update=call.update, chances=call.chances, look=look)
 
     def _traced(self, capture: Capture, call: Call, log: Log, oracle: Oracle, given: Given) -> Binding:
         """The graph of a step that has been made, at its beginning."""
-        arguments = {
-            **values_of(given, oracle.x, oracle.y, capture.rates(self.param_groups, oracle.device)),
-            "data": (log.drawn, call.chances),
-        }
+        rates = capture.rates(self.param_groups, oracle.device)
+        arguments = values_of(given, oracle.x, oracle.y, rates, self.estimate_reads)
+        arguments["data"] = log.drawn, call.chances
+        update = call.update and not self.declared.host_update
         functions = [f for o in call.sources[:2] if o is not None for f in (o.loss, o.features) if f is not None]
         with undisturbed(*functions):
             graph = StepGraph(
-                self, oracle, given, call.sources, log.draws, call.update, self._options, arguments, capture.backend
+                self, oracle, given, call.sources, log.draws, update, self._options, arguments, capture.backend
             )
         return Binding(graph, self.state, oracle.live_x, oracle.live_y, flattened(log.drawn, call.chances))
 
@@ -296,7 +304,10 @@ class Compiled(StepFunctions):
         if self.check_finite and self._troubled(binding, outputs):
             return self._fed(kind, call, results)
         loss: Tensor = outputs[binding.out["loss"]]
-        make(self._writes_of(binding, outputs, loss))
+        writes = self._writes_of(binding, outputs, loss)
+        if call.update and self.declared.host_update:
+            writes += self._update_after(binding.estimate(outputs), binding.x, binding.y)
+        make(writes)
         return loss
 
     def _fed(self, kind: Kind, call: Call, results: Sequence[Drawn]) -> Tensor:
@@ -317,7 +328,7 @@ class Compiled(StepFunctions):
         step, out = binding.step, binding.out
         diagnostics = {
             name: outputs[value] if isinstance(value, Slot) else value for name, value in out["diagnostics"].items()
-        }
+        } | self.standing(self.numbers)
         numbers = {**self.numbers, **step.numbers}
         return [
             partial(binding.write, outputs),
@@ -334,8 +345,8 @@ class Compiled(StepFunctions):
         oracle: Oracle,
         estimate: Estimate,
         update: Update | None,
-    ) -> list[Write] | None:
-        """The writes of a captured step, which has been made eagerly too, with the same result; None if it differs."""
+    ) -> Seen | None:
+        """What a captured step is, which has been made eagerly too, with the same result; None if it differs."""
         try:
             outputs = binding.run(binding.arguments(), *arguments)
         except Exception as error:
@@ -350,7 +361,8 @@ class Compiled(StepFunctions):
             return None
         session = oracle.session
         noted = partial(self._ledger.enter, {"found": session.found, "warned": session.warned})
-        return [noted, *self._writes_of(binding, outputs, outputs[binding.out["loss"]])]
+        writes: list[Write] = [noted, *self._writes_of(binding, outputs, outputs[binding.out["loss"]])]
+        return Seen(writes, binding.estimate(outputs))
 
     def _compared(
         self, capture: Capture, kind: Kind, call: Call, results: Sequence[Drawn], binding: Binding, data: Flat
@@ -358,7 +370,7 @@ class Compiled(StepFunctions):
         """A captured step, compared with the eager one."""
         arguments = capture.rates(self.param_groups, binding.device), data.tensors
 
-        def look(oracle: Oracle, estimate: Estimate, given: Given, update: Update | None) -> list[Write] | None:
+        def look(oracle: Oracle, estimate: Estimate, given: Given, update: Update | None) -> Seen | None:
             return self._agreed(capture, kind, binding, arguments, oracle, estimate, update)
 
         sources = fed(call.sources, kind.draws or (), results, call.chances)

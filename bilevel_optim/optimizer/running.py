@@ -106,7 +106,7 @@ class Running(Compiled):
 
     def _chains(self, binding: Binding) -> bool:
         """Whether steps with this graph may follow each other."""
-        return binding.chains and binding.holds(self.state)
+        return binding.chains and not self.declared.host_update and binding.holds(self.state)
 
     def _return_behind(self, sources: Sources, start: Place, draws: Draws, steps: int) -> None:
         """Let everything draw again from where so many steps that drew this have ended."""
@@ -118,7 +118,8 @@ class Running(Compiled):
     def _next_call(self, capture: Capture, sources: Sources, before: Call | None, ahead: int) -> Call:
         """The call of the next step; of the same kind as the one before if nothing says otherwise."""
         steps = self._ledger.steps + ahead
-        if before is None or self.kind_of_step(steps) != self.kind_of_step(steps - 1):
+        now, last = (self.kind_of_step(k, self.numbers) for k in (steps, steps - 1))
+        if before is None or now is None or now != last:
             return self._call(capture, sources, True, ahead)
         if not before.chances:
             return before
