@@ -175,6 +175,43 @@ def test_numbers_of_other_libraries():
         bo.PZOBO([x], [y], lr=0.1, lower_lr=0.5, lower_steps=2, scale=-1)
 
 
+@pytest.mark.parametrize("rate", [-1.0, float("nan"), float("inf"), "0.1"])
+@pytest.mark.parametrize("level", [0, 1])
+def test_a_rate_that_is_none(level, rate):
+    """NaN was written to x; a group's rate may be set at any time."""
+    x, y, upper, lower = apart()
+    names = ("lr", "lower_lr")
+    with pytest.raises(ValueError, match=f"Invalid (learning rate|{names[level]} value): {rate}"):
+        bo.AID([x], [y], **{"lr": 0.1, "lower_lr": 0.5, names[level]: rate}, lower_steps=2)
+    optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.5, lower_steps=2)
+    optimizer.param_groups[level]["lr"] = rate
+    before = values([x, y])
+    with pytest.raises(ValueError, match=f"Invalid learning rate: {rate} "):
+        optimizer.step(upper, lower)
+    assert same(before, values([x, y]))
+
+
+def test_a_floor_without_a_bound_and_complex_parameters_are_refused():
+    """They were accepted, and what is not finite written, or a gradient that is none."""
+    x, y, *_ = apart()
+    with pytest.raises(ValueError, match="Invalid floor value: inf"):
+        bo.SVRB([x], [y], lr=0.1, lower_lr=0.1, floor=float("inf"))
+    for level in (0, 1):
+        parts = [[x], [y]]
+        parts[level] = [torch.zeros(2, dtype=torch.complex64, requires_grad=True)]
+        with pytest.raises(ValueError, match=r"is complex; pass what torch\.view_as_real gives"):
+            bo.SVRB(*parts, lr=0.1, lower_lr=0.1)
+
+
+def test_a_method_of_one_loss_speaks_of_the_loss():
+    """It spoke of the lower one."""
+    x, y, upper, _ = apart()
+    optimizer = bo.GDA([x], [y], lr=0.1, lower_lr=0.1, lower_steps=1)
+    for loss, said in ((lambda: upper() * x, "must return a scalar"), (lambda: x.sum(), "does not depend on lower")):
+        with pytest.raises(ValueError, match=f"^the loss {said}"):
+            optimizer.step(loss)
+
+
 @pytest.mark.parametrize("large", [False, True])
 def test_large_convolutions_run_one_by_one_on_a_cpu(large):
     """Grouped ones took 1.2 to 1.5 times as long; small ones gain by them."""
