@@ -130,17 +130,23 @@ def digits(args: Any) -> Task:
     return classification(parts, lambda: nn.Sequential(nn.Linear(64, 32), nn.Tanh()), 32, None, generator, args)
 
 
-def mnist(args: Any) -> Task:
-    """LeNet on 32x32 images; D_in 10,000 and D_out 50,000 of the training set."""
+def normalised() -> nn.Module:
+    """LeNet's features, normalised: that bounds the curvature of the lower loss, whatever x becomes."""
+    return nn.Sequential(lenet(), nn.LayerNorm(84, elementwise_affine=False))
+
+
+def padded(args: Any) -> tuple[Part, Part, Part]:
+    """MNIST as 32x32 images; D_in and D_out of the training set, and the test set."""
     generator = torch.Generator().manual_seed(args.seed)
     parts = load_images("mnist", args.data_root, args.download, tuple(args.sizes), generator)
     resize = partial(F.interpolate, size=(32, 32), mode="bilinear", align_corners=False)
     inner, outer, test = (Part(resize(a.view(-1, 1, 28, 28)), labels) for a, labels in parts)
-    # The normalisation bounds the curvature of the lower loss, whatever x becomes.
-    return classification(
-        (inner, outer, test), lambda: nn.Sequential(lenet(), nn.LayerNorm(84, elementwise_affine=False)), 84, 256,
-        generator, args,
-    )  # fmt: skip
+    return inner, outer, test
+
+
+def mnist(args: Any) -> Task:
+    """LeNet; D_in 10,000 and D_out 50,000 of the training set."""
+    return classification(padded(args), normalised, 84, 256, torch.Generator().manual_seed(args.seed), args)
 
 
 def regression(layers: tuple[int, ...], n: int, ridge: float, args: Any) -> Task:

@@ -27,6 +27,7 @@ contexts are shifted by ``--shift`` alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from .common.methods import PAPER
 
 SIDE, WIDTH, RANGE = 100, 64, 15.0
 HOLDING, SHORTAGE, SHARPNESS = 1.0, 4.0, 5.0
+Loss = Callable[[tuple[Tensor, Tensor]], Tensor]
 METHODS = ("erm", "wdro", "rt-mlmc", "dl-sgd", "aid", "no-implicit", "rt-mlmc-paper")
 
 
@@ -109,17 +111,23 @@ class Newsvendor:
         self.tasks = bo.TensorTasks((rows, self.eta))
 
 
+def losses(rule: Rule, y: Tensor, price: float) -> tuple[Loss, Loss]:
+    """Upper and lower loss of rows of one context, which they repeat."""
+
+    def upper(batch: tuple[Tensor, Tensor]) -> Tensor:
+        xi, eta = batch
+        loss: Tensor = smooth_cost(rule(y), eta).mean() - price * (y - xi[0]).square().sum()
+        return loss
+
+    return upper, lambda batch: -upper(batch)
+
+
 def learn(problem: Newsvendor, name: str, price: float, args: Any) -> dict[str, Any]:
     """Learn the rule with one method; returns its curve."""
     torch.manual_seed(args.seed)
     rule, y = Rule(), torch.zeros(SIDE, requires_grad=True)
     generator = torch.Generator().manual_seed(args.seed)
-
-    def upper(batch: tuple[Tensor, Tensor]) -> Tensor:
-        xi, eta = batch  # rows of one context, which they repeat
-        loss: Tensor = smooth_cost(rule(y), eta).mean() - price * (y - xi[0]).square().sum()
-        return loss
-
+    upper, lower = losses(rule, y, price)
     common: dict[str, Any] = {
         "lr": args.lr, "tasks_per_step": args.tasks_per_step, "lower_batch": args.rows, "upper_batch": args.rows,
         "lower_init": lambda ids: problem.xi[ids], "generator": generator,
@@ -140,7 +148,7 @@ def learn(problem: Newsvendor, name: str, price: float, args: Any) -> dict[str, 
 
     def step() -> None:
         if isinstance(optimizer, bo.BilevelOptimizer):
-            optimizer.step(upper, lambda batch: -upper(batch), tasks=problem.tasks)
+            optimizer.step(upper, lower, tasks=problem.tasks)
         else:
             xi, eta = problem.tasks.lower(problem.tasks.sample(args.tasks_per_step, generator), args.rows, generator)
             shifted = _shifted(rule, xi, eta, price) if name == "wdro" else xi

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from torch import Tensor
+
 from ..oracle.oracle import Oracle
+from ..problem.feeding import several_of
 from ..problem.objective import Sample
 from ..problem.profiling import span
+from ..problem.tracing import traced
 from ..problem.vector import Vector
 from ..solvers.linear import LinearSolution
 from .estimate import Estimate
@@ -23,16 +27,26 @@ class ImplicitSamples(NamedTuple):
         upper: of f, for its value and gradients.
         products: of g, one for each Hessian-vector product.
         cross: of g, for the cross product.
+        number: how many products count, as a tensor, if not all do. Default: None.
     """
 
     upper: Sample
     products: list[Sample]
     cross: Sample
+    number: Tensor | None = None
 
     @classmethod
     def draw(cls, oracle: Oracle, products: int) -> ImplicitSamples:
         """The next samples: one of f, then those of g."""
         return cls(oracle.f.draw(), [oracle.g.draw() for _ in range(products)], oracle.g.draw())
+
+    @classmethod
+    def draw_some(cls, oracle: Oracle, products: Tensor, most: int) -> ImplicitSamples:
+        """Likewise for a random number of products; if it is being traced, for the most that there may be."""
+        upper = oracle.f.draw()
+        with several_of("products", products, most) as number:
+            samples = [oracle.g.draw() for _ in range(number + 1)]
+        return cls(upper, samples[:-1], samples[-1], products if traced() else None)
 
 
 def stochastic_implicit(

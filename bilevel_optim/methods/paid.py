@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Unpack
+from collections.abc import Mapping
+from typing import Any, Unpack
 
 from ..optimizer.base import CommonOptions
 from ..optimizer.declaration import Method
@@ -63,7 +64,7 @@ class PAID(AID):
     """
 
     declared = Method(
-        uncaptured="the host decides from the gradient when to perturb x",
+        host_update=True,
         paper="arXiv:2203.03830",
         family="implicit",
         when="baseline of PRAHGD: AID that leaves strict saddle points by perturbations",
@@ -101,6 +102,10 @@ class PAID(AID):
         self.gradient_threshold, self.perturbation = gradient_threshold, perturbation
         self.perturbation_period = perturbation_period
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **options)
+
+    def kind_of_step(self, steps: int, numbers: Mapping[str, Any]) -> Any:
+        """The numbers are those of the update."""
+        return self.lower_step_count(steps)
 
     def update(self, x: Vector, gradient: Vector, given: Given) -> Update:
         """The step of `AID`, and perhaps a perturbation after it."""

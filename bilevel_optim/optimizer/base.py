@@ -37,7 +37,7 @@ from ..solvers.limits import Clip, Projection, limits_of
 from ..solvers.lower import LowerRules
 from . import memory, method
 from .adapting import Adapting
-from .checkpoint import OWN, REMADE, Checkpointed, initialises
+from .checkpoint import OWN, REMADE, Checkpointed
 from .compiled import Look
 from .declaration import register
 from .entry import hooked, walled
@@ -45,8 +45,8 @@ from .ledger import Ledger
 from .method import ColdOptions, CommonOptions, Loss, as_objective
 from .results import Results
 from .running import Running
-from .step import Given, Groups, Start, Update, changed
-from .transaction import Attempt, Write, agree_on_fallback, writes_of, writes_of_update
+from .step import Given, Groups, Start, changed
+from .transaction import Attempt, Write, agree_on_fallback, writes_of
 
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "Loss", "as_objective"]
 
@@ -211,10 +211,17 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
             estimate, given = self._proposed(oracle, groups, tasks, chances=chances)
             advance_buffers(oracle, estimate.lower)
             with torch.no_grad():
-                new = self.update(oracle.x, estimate.gradient, given.after(estimate)) if update else None
-                instead = None if look is None else look(oracle, estimate, given, new)
-                moves = [] if new is None else self._writes_of_update(oracle.live_x, new, estimate.numbers)
-                attempt.commit(instead or [*self._writes(oracle, estimate), *moves])
+                late = look is not None and self.declared.host_update
+                new = self.update(oracle.x, estimate.gradient, given.after(estimate)) if update and not late else None
+                seen = None if look is None else look(oracle, estimate, given, new)
+                writes = self._writes(oracle, estimate) if seen is None else seen.writes
+                if late and update:
+                    writes += self._update_after(
+                        estimate if seen is None else seen.estimate, oracle.live_x, oracle.live_y
+                    )
+                elif new is not None and seen is None:
+                    writes += self._writes_of_update(oracle.live_x, new, estimate.numbers)
+                attempt.commit(writes)
         assert self._ledger.last_loss is not None
         return self._ledger.last_loss
 
@@ -349,6 +356,7 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         """Writes of what a step has computed, but for x; ``.grad`` of x is the estimate."""
         session = oracle.session
         diagnostics = {"hypergradient_norm": estimate.gradient.norm(), **estimate.diagnostics}
+        diagnostics |= self.standing(self.numbers)
         if session.found.fallback is not None:
             diagnostics["vectorize_fallback"] = session.found.fallback
         numbers = {**self.numbers, **estimate.numbers}
@@ -357,28 +365,6 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
             partial(vars(self).update, numbers=numbers, diagnostics=diagnostics),
             partial(self._ledger.enter, self._ledger.after(session, estimate.loss)),
         ]
-
-    @torch.no_grad()
-    def _update(self) -> None:
-        """Update the upper parameters that have a ``.grad``."""
-        if initialises(self):
-            return self._initialise()
-        require_rates(self.param_groups)
-        groups = {level: level_groups(self.param_groups, level) for level in LEVELS}
-        for group in groups["upper"]:
-            group["params"] = [p for p in group["params"] if p.grad is not None]
-        moved = [p for group in groups["upper"] for p in group["params"]]
-        if not moved:
-            return
-        given = self._given(groups, moved, tensors_of(groups["lower"], "lower"))
-        with Attempt(self.generator) as attempt:
-            update = self.update(Vector(p.detach() for p in moved), Vector(p.grad for p in moved), given)
-            attempt.commit(self._writes_of_update(moved, update, {}))
-
-    def _writes_of_update(self, moved: Sequence[Tensor], update: Update, numbers: dict[str, Any]) -> list[Write]:
-        """Writes of an update of x, after those of an estimate with these numbers."""
-        writes = writes_of_update(self.state, moved, partial(self._parameters, "lower"), update)
-        return [*writes, partial(vars(self).update, numbers={**self.numbers, **numbers, **update.numbers})]
 
     # ------------------------------------------------------------------------------------------------ state
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -39,12 +40,14 @@ class Binding:
 
     def __init__(self, step: StepGraph, state: Any, x: Sequence[Tensor], y: Sequence[Tensor], data: Flat) -> None:
         self.step, self.x, self.y, self.uses, self.device = step, list(x), list(y), 0, y[0].device
-        self._constants, self._shapes = data.constants, [(t.shape, t.dtype, t.stride()) for t in data.tensors]
+        self._constants, self._types = data.constants, [*map(type, data.constants)]
+        self._plain = all(kind in _ATOMS for kind in self._types)
+        self._shapes, self._strides = [*map(_SHAPE, data.tensors)], [*map(Tensor.stride, data.tensors)]
         upper, lower = [state[p] for p in x], [state[p] for p in y]
         self.entries = [*upper, *lower]
         self._state = state
         self._several: Any = None  # False if there is none
-        self._sizes = len(upper[0]), len(lower[0])
+        self._sizes = (None if step.reads is not None else len(upper[0])), len(lower[0])
         places = {"memory": lower, "upper_memory": upper}
         self.out = out = step.graph.structured([Slot(i) for i in range(step.graph.outputs)])
         self.reads: list[Place] = []
@@ -86,21 +89,21 @@ class Binding:
         return (
             state.get(x) is self.entries[0]
             and state.get(y) is self.entries[split]
-            and (len(self.entries[0]), len(self.entries[split])) == self._sizes
+            and self._sizes[0] in (None, len(self.entries[0]))
+            and self._sizes[1] == len(self.entries[split])
         )
 
     def fits(self, data: Flat) -> bool:
         """Whether the graph was made for data like these."""
         tensors, constants = data
-        if len(constants) != len(self._constants) or len(tensors) != len(self._shapes):
+        if [*map(type, constants)] != self._types:
             return False
-        for known, now in zip(self._constants, constants, strict=True):
-            if known is not now and not same(known, now):
+        if self._plain:
+            if constants != self._constants:
                 return False
-        for t, (shape, dtype, stride) in zip(tensors, self._shapes, strict=True):
-            if t.shape != shape or t.dtype is not dtype or t.stride() != stride:
-                return False
-        return True
+        elif not all(map(same, self._constants, constants)):
+            return False
+        return [*map(_SHAPE, tensors)] == self._shapes and [*map(Tensor.stride, tensors)] == self._strides
 
     def due(self) -> bool:
         """Count a use; whether it is one to be compared with an eager step."""
@@ -145,6 +148,18 @@ class Binding:
             if _close(one, many.following(start, many.run(start, rates, data)), start):
                 self._several = many
         return self._several or None
+
+    def estimate(self, outputs: Sequence[Tensor]) -> Estimate:
+        """What the graph has estimated, as far as an update of x asks for it."""
+        out = self.out
+        memory, upper_memory = (
+            {name: Vector(outputs[i] for i in slots) for name, slots in out[level].items()}
+            for level in ("memory", "upper_memory")
+        )
+        gradient = Vector(outputs[i] for i in out["gradient"])
+        return Estimate(
+            outputs[out["loss"]], gradient, memory=memory, upper_memory=upper_memory, numbers=self.step.numbers
+        )
 
     def write(self, outputs: Sequence[Tensor]) -> None:
         """Write what a step has computed."""
@@ -231,6 +246,7 @@ def _flatten(parts: Iterable[Any], tensors: list[Tensor], constants: list[Any]) 
 
 
 _ATOMS = (type(None), int, float, bool, str)
+_SHAPE = attrgetter("shape", "dtype")
 _SEQUENCES = (tuple, list)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BilevelWarning
-from ..problem.feeding import Draw
+from ..problem.feeding import Draws
 from .binding import Binding, Flat
 from .graphs import Backend, backend_of
 from .replay import Sources
@@ -54,7 +54,7 @@ class Kind:
     guard: list[Any]
     watches: list[Watch]
     seen: int = 0
-    draws: list[Draw] | None = None
+    draws: Draws | None = None
     bindings: list[Binding] = field(default_factory=list)
     reason: str | None = None
 

@@ -12,23 +12,32 @@ from torch import Tensor
 from ..hypergradient import Estimate
 from ..oracle.oracle import Oracle
 from ..oracle.session import Options
-from ..problem.feeding import Drawn, Log, Noted, NotedTasks, drawn
+from ..problem.feeding import Drawn, Draws, Log, Noted, NotedTasks, drawn
 from ..problem.parameters import require
 from ..problem.tracing import Untraceable
 from .binding import Binding, Flat, Slot, difference, flattened
 from .capture import PLAIN, Capture, Identity, Kind
 from .checkpoint import OWN
 from .ledger import Ledger
-from .method import Loss, StepFunctions, as_objective
+from .method import Loss, as_objective
 from .replay import Sources, StepGraph, fed, values_of
 from .step import Given, Update
 from .transaction import Write, make
+from .updating import Updating
 from .watch import undisturbed
 
-__all__ = ["Call", "Compiled", "Look", "Place"]
+__all__ = ["Call", "Compiled", "Look", "Place", "Seen"]
 
-# Sees a step before it is written; may give the writes that are to be made instead.
-Look = Callable[[Oracle, Estimate, Given, Update | None], list[Write] | None]
+
+class Seen(NamedTuple):
+    """What is written instead of an eager step, but for an update of x that is to follow from the estimate."""
+
+    writes: list[Write]
+    estimate: Estimate
+
+
+# Sees a step before it is written.
+Look = Callable[[Oracle, Estimate, Given, Update | None], Seen | None]
 
 
 NOT_GUARDED = ("params", "lr", "param_names", "initial_lr", OWN)  # of a parameter group; the rates are arguments
@@ -58,7 +67,7 @@ class Place(NamedTuple):
     default: Tensor | None
 
 
-class Compiled(StepFunctions):
+class Compiled(Updating):
     """The part of an optimizer that runs captured steps."""
 
     _capture: Capture | None = None
@@ -90,7 +99,8 @@ class Compiled(StepFunctions):
         steps run eagerly, with a warning, once, and the reason in ``diagnostics["compile_fallback"]``. Data of other
         shapes, other options or other losses make other graphs, at most 16.
 
-        A captured CG makes all its iterations (frozen where it has converged), which ``oracle_counts`` counts.
+        A captured CG makes all its iterations (frozen where it has converged) and a randomised series all its products
+        (of which those of its term count); ``oracle_counts`` has what was computed.
 
         Args:
             fullgraph: raise where a step cannot be captured. Default: False.
@@ -128,6 +138,7 @@ class Compiled(StepFunctions):
 
     # What the optimizer gives: a whole step.
     step: Callable[..., Any]
+    standing: Callable[..., dict[str, Any]]
     _stepped: Callable[..., Tensor]
 
     def _captured(self, capture: Capture, upper: Loss | None, lower: Loss | None, tasks: Any, update: bool) -> Tensor:
@@ -168,10 +179,11 @@ class Compiled(StepFunctions):
     def _call(self, capture: Capture, sources: Sources, update: bool, ahead: int = 0) -> Call:
         """The next step but so many, with what the method draws for it."""
         chances = self._chances()
-        if capture.reason is not None:
+        kind = None if capture.reason is not None else self.kind_of_step(self._ledger.steps + ahead, self.numbers)
+        if kind is None:
             return Call(sources, update, chances, None)
         return Call(
-            sources, update, chances, capture.kind(self._guard(capture, sources, update, chances, ahead), sources)
+            sources, update, chances, capture.kind(self._guard(capture, sources, update, chances, kind), sources)
         )
 
     def _chances(self) -> dict[str, Any]:
@@ -179,18 +191,15 @@ class Compiled(StepFunctions):
         device = self.param_groups[-1]["params"][0].device
         return self.chances(self.generator, partial(self._options.ranks.agreed, device=device))
 
-    def _guard(
-        self, capture: Capture, sources: Sources, update: bool, chances: dict[str, Any], ahead: int
-    ) -> list[Any]:
+    def _guard(self, capture: Capture, sources: Sources, update: bool, chances: dict[str, Any], kind: Any) -> list[Any]:
         """What decides, beside the losses, which operations a step is made of."""
         own = self.__dict__
         guard: list[Any] = [
             update,
             sources.tasks is None,
-            self.kind_of_step(self._ledger.steps + ahead),
+            kind,
             self._ledger.buffers.changing,
             torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
-            self.numbers,
             [value for value in chances.values() if not isinstance(value, Tensor)],
             [own[name] for name in capture.hyperparameters(own)],
         ]
@@ -213,7 +222,7 @@ class Compiled(StepFunctions):
             known = self._ledger.steps and capture.familiar(kind)  # a run that goes on: nothing is new
             loss = self._learnt(capture, kind, call) if kind.seen > 1 or known else self._eagerly(call)
         else:
-            results = drawn(kind.draws, *call.sources, self.generator)
+            results = drawn(kind.draws, *call.sources, self.generator, call.chances)
             loss = self._replayed(capture, kind, call, results)
         reason = capture.reason or (None if kind is None else kind.reason)
         if reason is not None:
@@ -236,9 +245,9 @@ class Compiled(StepFunctions):
             )
         else:
             assert kind.draws is not None
-            log, sources = Log(kind.draws, list(results)), fed(call.sources, kind.draws, results)
+            log, sources = Log(kind.draws, list(results)), fed(call.sources, kind.draws, results, call.chances)
 
-        def look(oracle: Oracle, estimate: Estimate, given: Given, update: Update | None) -> list[Write] | None:
+        def look(oracle: Oracle, estimate: Estimate, given: Given, update: Update | None) -> Seen | None:
             try:
                 if log.reason is not None:
                     raise Untraceable(log.reason)
@@ -249,24 +258,24 @@ class Compiled(StepFunctions):
                     capture.refuse(str(reason), kind)
                 return None
             rates, data = capture.rates(self.param_groups, binding.device), flattened(log.drawn, call.chances)
-            writes = self._agreed(capture, kind, binding, (rates, data.tensors), oracle, estimate, update)
-            if writes is not None:
+            seen = self._agreed(capture, kind, binding, (rates, data.tensors), oracle, estimate, update)
+            if seen is not None:
                 kind.bindings.append(binding)
-                kind.draws = log.draws
-            return writes
+                kind.draws = Draws(log.draws)
+            return seen
 
         return self._stepped(*sources, update=call.update, chances=call.chances, look=look)
 
     def _traced(self, capture: Capture, call: Call, log: Log, oracle: Oracle, given: Given) -> Binding:
         """The graph of a step that has been made, at its beginning."""
-        arguments = {
-            **values_of(given, oracle.x, oracle.y, capture.rates(self.param_groups, oracle.device)),
-            "data": (log.drawn, call.chances),
-        }
+        rates = capture.rates(self.param_groups, oracle.device)
+        arguments = values_of(given, oracle.x, oracle.y, rates, self.estimate_reads)
+        arguments["data"] = log.drawn, call.chances
+        update = call.update and not self.declared.host_update
         functions = [f for o in call.sources[:2] if o is not None for f in (o.loss, o.features) if f is not None]
         with undisturbed(*functions):
             graph = StepGraph(
-                self, oracle, given, call.sources, log.draws, call.update, self._options, arguments, capture.backend
+                self, oracle, given, call.sources, log.draws, update, self._options, arguments, capture.backend
             )
         return Binding(graph, self.state, oracle.live_x, oracle.live_y, flattened(log.drawn, call.chances))
 
@@ -295,12 +304,15 @@ class Compiled(StepFunctions):
         if self.check_finite and self._troubled(binding, outputs):
             return self._fed(kind, call, results)
         loss: Tensor = outputs[binding.out["loss"]]
-        make(self._writes_of(binding, outputs, loss))
+        writes = self._writes_of(binding, outputs, loss)
+        if call.update and self.declared.host_update:
+            writes += self._update_after(binding.estimate(outputs), binding.x, binding.y)
+        make(writes)
         return loss
 
     def _fed(self, kind: Kind, call: Call, results: Sequence[Drawn]) -> Tensor:
         """An eager step on what has been drawn."""
-        return self._eagerly(call._replace(sources=fed(call.sources, kind.draws or (), results)))
+        return self._eagerly(call._replace(sources=fed(call.sources, kind.draws or (), results, call.chances)))
 
     def _troubled(self, binding: Binding, outputs: Sequence[Tensor]) -> bool:
         """Whether a step has to be made eagerly after all: something is not finite, or an alert is on."""
@@ -316,7 +328,7 @@ class Compiled(StepFunctions):
         step, out = binding.step, binding.out
         diagnostics = {
             name: outputs[value] if isinstance(value, Slot) else value for name, value in out["diagnostics"].items()
-        }
+        } | self.standing(self.numbers)
         numbers = {**self.numbers, **step.numbers}
         return [
             partial(binding.write, outputs),
@@ -333,8 +345,8 @@ class Compiled(StepFunctions):
         oracle: Oracle,
         estimate: Estimate,
         update: Update | None,
-    ) -> list[Write] | None:
-        """The writes of a captured step, which has been made eagerly too, with the same result; None if it differs."""
+    ) -> Seen | None:
+        """What a captured step is, which has been made eagerly too, with the same result; None if it differs."""
         try:
             outputs = binding.run(binding.arguments(), *arguments)
         except Exception as error:
@@ -349,7 +361,8 @@ class Compiled(StepFunctions):
             return None
         session = oracle.session
         noted = partial(self._ledger.enter, {"found": session.found, "warned": session.warned})
-        return [noted, *self._writes_of(binding, outputs, outputs[binding.out["loss"]])]
+        writes: list[Write] = [noted, *self._writes_of(binding, outputs, outputs[binding.out["loss"]])]
+        return Seen(writes, binding.estimate(outputs))
 
     def _compared(
         self, capture: Capture, kind: Kind, call: Call, results: Sequence[Drawn], binding: Binding, data: Flat
@@ -357,8 +370,8 @@ class Compiled(StepFunctions):
         """A captured step, compared with the eager one."""
         arguments = capture.rates(self.param_groups, binding.device), data.tensors
 
-        def look(oracle: Oracle, estimate: Estimate, given: Given, update: Update | None) -> list[Write] | None:
+        def look(oracle: Oracle, estimate: Estimate, given: Given, update: Update | None) -> Seen | None:
             return self._agreed(capture, kind, binding, arguments, oracle, estimate, update)
 
-        sources = fed(call.sources, kind.draws or (), results)
+        sources = fed(call.sources, kind.draws or (), results, call.chances)
         return self._stepped(*sources, update=call.update, chances=call.chances, look=look)

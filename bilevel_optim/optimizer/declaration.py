@@ -58,6 +58,7 @@ class Method:
             alone; ``"differentiable"``; ``"given gradient"``, one that asks for one gradient per step; ``"none"``.
         converges: its estimate tends to the hypergradient as y and all else settles.
         uncaptured: why ``compile`` does not capture its steps as a whole, if it does not.
+        host_update: the host decides from values how x moves, so that ``compile`` captures the estimate alone.
         solves: y tends to y*(x) where x is held.
         variants: other configurations worth testing and listing: arguments by name.
         settings: arguments that suit a standard problem, by its name; ``"problem/variant"`` for a variant, whose own
@@ -86,6 +87,7 @@ class Method:
     converges: bool = True
     solves: bool = True
     uncaptured: str = ""
+    host_update: bool = False
     variants: Mapping[str, Arguments] = field(default_factory=dict)
     settings: Mapping[str, Arguments] = field(default_factory=dict)
     elsewhere: Mapping[str, str] = field(default_factory=dict)

@@ -17,6 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..problem.tracing import Untraceable, tracing
 from .parts import in_parts, number_parts
+from .workspace import give_workspace
 
 __all__ = ["Backend", "Graph", "Signature", "backend_of", "signature"]
 
@@ -171,9 +172,11 @@ def backend_of(backend: str | Callable[..., Any], mode: str | None, options: dic
 
         def compiled(module: GraphModule, example: list[Tensor]) -> Callable[..., Any]:
             # Inductor keeps in its cache what was compiled in a shape environment, as dynamo has one.
-            context = TracingContext(FakeTensorMode(shape_env=ShapeEnv(assume_static_by_default=True)))
-            with torch.no_grad(), installed(context):
-                found: Callable[..., Any] = inductor.compile(module, [*example], options=settings or None)
+            fake = FakeTensorMode(shape_env=ShapeEnv())
+            with torch.no_grad(), installed(TracingContext(fake)):
+                known: list[Any] = [fake.from_tensor(t, static_shapes=True) for t in example]
+                found: Callable[..., Any] = inductor.compile(module, known, options=settings or None)
+            give_workspace(found)
             replayed = settings.get("triton.cudagraphs") and any(t.is_cuda for t in example)
             # The next replay of a CUDA graph writes over what this one gives.
             return (lambda *values: [t.clone() for t in found(*values)]) if replayed else found

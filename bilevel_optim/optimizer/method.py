@@ -73,6 +73,7 @@ class StepFunctions(ABC):
     saved_options: tuple[str, ...] = ()  # names of hyper-parameters that a user may change during a run
     one_loss = False  # whether step takes one loss, from which `objectives` makes the two
     joined: ClassVar[Mapping[str, Callable[[Tensor], Tensor]]] = {}  # how diagnostics of parts of the tasks become one
+    estimate_reads: tuple[str, ...] | None = None  # names of what it reads of what is remembered of x; None: of all
     responds = True  # whether the estimate lives on y's response to x in the lower loss
 
     lower_steps: int
@@ -175,9 +176,12 @@ class StepFunctions(ABC):
         """Lower steps of the next outer step, after so many."""
         return self.lower_steps
 
-    def kind_of_step(self, steps: int) -> Any:
-        """What decides, of the number of steps made, which operations the next one is made of."""
-        return self.lower_step_count(steps)
+    def kind_of_step(self, steps: int, numbers: Mapping[str, Any]) -> Any:
+        """What decides, of the number of steps made and of the plain numbers, which operations the next one is made of.
+
+        For a method with ``host_update``: its estimate. None if the host has to make it.
+        """
+        return self.lower_step_count(steps), numbers
 
     def objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
         """The two objectives of a step."""

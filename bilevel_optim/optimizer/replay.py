@@ -35,11 +35,14 @@ class Sources(NamedTuple):
     tasks: Any
 
 
-def fed(sources: Sources, draws: Sequence[Draw], results: Sequence[Drawn]) -> Sources:
-    """The sources in place of which these results are given, in this order."""
+def fed(
+    sources: Sources, draws: Sequence[Draw], results: Sequence[Drawn], chances: Mapping[str, Any] | None = None
+) -> Sources:
+    """The sources in place of which these results are given, in this order: those of a step with these chances."""
     by_source: dict[str, deque[Drawn]] = {k: deque() for k in ("upper", "lower", "tasks", "tasks.upper", "tasks.lower")}
     for draw, result in zip(draws, results, strict=True):
-        by_source[draw.source].append(result)
+        if chances is None or draw.made(chances):
+            by_source[draw.source].append(result)
     return Sources(
         None if sources.upper is None else Fed(sources.upper, "upper", by_source["upper"]),
         None if sources.lower is None else Fed(sources.lower, "lower", by_source["lower"]),
@@ -47,13 +50,18 @@ def fed(sources: Sources, draws: Sequence[Draw], results: Sequence[Drawn]) -> So
     )
 
 
-def values_of(given: Given, x: Sequence[Tensor], y: Sequence[Tensor], rates: Sequence[Tensor]) -> dict[str, Any]:
-    """What of a step is values, as a pytree: the arguments of its graph but for what is drawn."""
+def values_of(
+    given: Given, x: Sequence[Tensor], y: Sequence[Tensor], rates: Sequence[Tensor], reads: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """What of a step is values, as a pytree: the arguments of its graph but for what is drawn.
+
+    ``reads`` are the names of what it reads of what is remembered of x. Default: all of it.
+    """
     return {
         "x": list(x),
         "y": list(y),
         "memory": {name: list(vector) for name, vector in given.memory.items()},
-        "upper_memory": {name: list(vector) for name, vector in given.upper_memory.items()},
+        "upper_memory": {n: list(vector) for n, vector in given.upper_memory.items() if reads is None or n in reads},
         "tables": dict(given.tables),
         "solver": None if given.solver is None else [dict(entries) for entries in given.solver],
         "rates": list(rates),
@@ -111,7 +119,9 @@ class StepGraph:
             stands = method.estimate if tasks is None else partial(method.estimate_tasks, sampler=tasks)
             estimate = stands(at, start)
             results = _results(estimate, values)
-            self.numbers = dict(estimate.numbers)
+            self.numbers = {
+                k: v for k, v in estimate.numbers.items() if k not in given.numbers or given.numbers[k] != v
+            }
             if update:
                 with torch.no_grad():
                     moved = method.update(here.x, estimate.gradient, start.after(estimate))
@@ -135,7 +145,7 @@ class StepGraph:
                 flags.append(results["flags"])
             return {**results, "losses": torch.stack(losses), "flags": torch.stack(flags)}
 
-        self.arguments, self.times = arguments, times
+        self.arguments, self.times, self.reads = arguments, times, method.estimate_reads
         self._again = partial(StepGraph, method, oracle, given, sources, draws, update, options)
         self._backend = backend
         self.graph = Graph(step if times == 1 else several, arguments, backend)

@@ -49,6 +49,10 @@ class Results:
                 found[f"{name}/max"] = max(numbers, default=math.nan)
         return found
 
+    def standing(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        """Diagnostics of a step that are plain numbers before it."""
+        return {}
+
     def extra_repr(self) -> str:
         """The method's own arguments, as ``torch.nn.Module.extra_repr`` gives those of a module."""
         arguments = inspect.signature(type(self)).parameters

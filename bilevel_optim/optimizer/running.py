@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem.feeding import Draw, drawn
+from ..problem.feeding import Draws, drawn
 from ..problem.parameters import is_count, require
 from .binding import Binding, Flat, flattened
 from .capture import Capture
@@ -68,7 +68,7 @@ class Running(Compiled):
         """Captured steps one after the other, and a single one where they end; at least one step."""
         start = self._place(sources)
         chain: list[Flat] = []
-        draws: Sequence[Draw] = ()
+        draws = Draws()
         binding: Binding | None = None
         call: Call | None = None
         last: Any = None  # the step that follows: with what has been drawn for it
@@ -79,10 +79,10 @@ class Running(Compiled):
                     last = partial(self._single, capture, call)
                     break
                 draws = call.kind.draws
-                results = drawn(draws, *sources, self.generator)
+                results = drawn(draws, *sources, self.generator, call.chances)
                 data = flattened(results, call.chances)
-                found = call.kind.binding(data)
-                if found is None or not found.chains or found is not (binding or found) or not found.holds(self.state):
+                found = binding if binding is not None and binding.fits(data) else call.kind.binding(data)
+                if found is None or found is not (binding or found) or not (binding or self._chains(found)):
                     last = partial(self._replayed, capture, call.kind, call, results)
                 elif found.due():
                     last = partial(self._compared, capture, call.kind, call, results, found, data)
@@ -104,19 +104,28 @@ class Running(Compiled):
                 raise
         return losses
 
-    def _return_behind(self, sources: Sources, start: Place, draws: Sequence[Draw], steps: int) -> None:
+    def _chains(self, binding: Binding) -> bool:
+        """Whether steps with this graph may follow each other."""
+        return binding.chains and not self.declared.host_update and binding.holds(self.state)
+
+    def _return_behind(self, sources: Sources, start: Place, draws: Draws, steps: int) -> None:
         """Let everything draw again from where so many steps that drew this have ended."""
         self._return_to(sources, start)
         for _ in range(steps):
-            self._chances()
-            drawn(draws, *sources, self.generator)
+            chances = self._chances()
+            drawn(draws, *sources, self.generator, chances)
 
     def _next_call(self, capture: Capture, sources: Sources, before: Call | None, ahead: int) -> Call:
         """The call of the next step; of the same kind as the one before if nothing says otherwise."""
         steps = self._ledger.steps + ahead
-        if before is None or before.chances or self.kind_of_step(steps) != self.kind_of_step(steps - 1):
+        now, last = (self.kind_of_step(k, self.numbers) for k in (steps, steps - 1))
+        if before is None or now is None or now != last:
             return self._call(capture, sources, True, ahead)
-        return before
+        if not before.chances:
+            return before
+        if all(isinstance(value, Tensor) for value in before.chances.values()):
+            return before._replace(chances=self._chances())
+        return self._call(capture, sources, True, ahead)
 
     def _linked(self, capture: Capture, binding: Binding, chain: Sequence[Flat]) -> tuple[list[Tensor], int]:
         """The losses of captured steps that follow each other, of those before the first that failed, and how many."""

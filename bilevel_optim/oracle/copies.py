@@ -17,7 +17,8 @@ from ..problem.objective import Sample
 from ..problem.vector import Vector, stack
 from . import batched
 from .differentiable import has_large_convolutions
-from .oracle import Oracle, filled
+from .first_order import filled
+from .oracle import Oracle
 from .substitution import Substitution
 
 __all__ = ["Copies", "evaluate_copies"]

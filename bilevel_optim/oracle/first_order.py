@@ -14,7 +14,7 @@ from ..problem.vector import Vector
 if TYPE_CHECKING:
     from .oracle import Oracle
 
-__all__ = ["slopes"]
+__all__ = ["filled", "lower_slope", "slopes"]
 
 
 def slopes(
@@ -53,3 +53,27 @@ def slopes(
         oracle.session.lower_sample = sample
     share = 1 / len(sample.parts)
     return loss * share, [None if t is None else t * share for t in total]
+
+
+def lower_slope(oracle: Oracle, level: str, sample: Sample) -> tuple[Tensor, Vector]:
+    """Value of a loss and its gradient in y alone, with features that are constants.
+
+    Args:
+        oracle: evaluates the loss, and counts its gradient.
+        level: ``"upper"`` or ``"lower"``.
+        sample: on what.
+    """
+    session = oracle.session
+    with session.buffers_kept(), oracle.placed() as (x, y):
+        loss, gradients = slopes(oracle, level, sample, x, y, y, frozen=True)
+    if level == "lower":
+        session.require_reached(gradients, oracle.lower_names)
+    oracle.count(f"{level}_grad")
+    loss, gradient = oracle.averaged(loss.detach(), filled(gradients, oracle.y))
+    oracle.checks.scalar("loss", loss)
+    return loss, gradient
+
+
+def filled(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Vector:
+    """Gradients with zeros for the tensors that were not reached."""
+    return Vector(torch.zeros_like(t) if g is None else g for g, t in zip(gradients, like, strict=True))

@@ -24,7 +24,8 @@ from ..problem.vector import Vector, is_sharded
 from . import batched
 from .evaluation import placed
 from .features import require_free_of_lower
-from .oracle import Oracle, filled
+from .first_order import filled
+from .oracle import Oracle
 from .session import as_scalar
 from .substitution import Substitution
 

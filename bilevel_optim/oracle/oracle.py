@@ -15,11 +15,11 @@ from ..problem.vector import Vector, is_sharded
 from . import second_order
 from .checks import Checks
 from .features import Features
-from .first_order import slopes
+from .first_order import filled, lower_slope, slopes
 from .second_order import LowerSystem, UpperSystem
 from .session import Session, as_scalar, forget_casts
 
-__all__ = ["Oracle", "filled"]
+__all__ = ["Oracle"]
 
 
 class Oracle:
@@ -158,13 +158,7 @@ class Oracle:
 
     def lower(self, sample: Sample) -> tuple[Tensor, Vector]:
         """Value of g and its gradient in y."""
-        with self.session.buffers_kept(), self.placed() as (x, y):
-            loss, gradients = slopes(self, "lower", sample, x, y, y, frozen=True)
-        self.session.require_reached(gradients, self.lower_names)
-        self.count("lower_grad")
-        loss, gradient = self.averaged(loss.detach(), filled(gradients, self.y))
-        self.checks.scalar("loss", loss)
-        return loss, gradient
+        return lower_slope(self, "lower", sample)
 
     def upper_system(self, sample: Sample) -> AbstractContextManager[UpperSystem]:
         """Value, gradient and Hessian-vector products of f in both variables together: a graph kept inside the block.
@@ -240,11 +234,6 @@ class Oracle:
         return (
             results if self.session.options.ranks.group is None or not self.shared else self.session.averaged(*results)
         )
-
-
-def filled(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Vector:
-    """Gradients with zeros for the tensors that were not reached."""
-    return Vector(torch.zeros_like(t) if g is None else g for g, t in zip(gradients, like, strict=True))
 
 
 def _by_backward(loss: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +16,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from .objective import Objective, Sample
+from .tracing import traced
 
-__all__ = ["Draw", "Drawn", "Fed", "FedTasks", "Log", "Noted", "NotedTasks", "drawn"]
+__all__ = ["Draw", "Drawn", "Draws", "Fed", "FedTasks", "Log", "Noted", "NotedTasks", "drawn", "several_of"]
 
 
 class Draw(NamedTuple):
@@ -23,10 +28,26 @@ class Draw(NamedTuple):
         source: ``"upper"`` or ``"lower"``, of the two objectives; ``"tasks"``; ``"tasks.upper"`` or ``"tasks.lower"``,
             for the tasks drawn before.
         how: whether an objective's sample is evaluated once; or how many are drawn.
+        unless: name and place: it is made only where the chance of this name is at least the place, and what was drawn
+            before stands in for it otherwise.
     """
 
     source: str
     how: Any
+    unless: tuple[str, int] | None = None
+
+    def made(self, chances: Mapping[str, Any]) -> bool:
+        """Whether it is, with these chances of a step."""
+        return self.unless is None or self.unless[1] <= int(chances[self.unless[0]])
+
+
+class Draws(list[Draw]):
+    """All draws of a step, in their order."""
+
+    @cached_property
+    def runs(self) -> list[tuple[Draw, int]]:
+        """Equal draws that follow each other, with their number."""
+        return [(draw, len([*same])) for draw, same in groupby(self)]
 
 
 class Drawn(NamedTuple):
@@ -52,8 +73,41 @@ class Log:
     reason: str | None = None
 
     def note(self, source: str, how: Any, result: Drawn) -> None:
-        self.draws.append(Draw(source, how))
+        some = _SOME.get()
+        self.draws.append(Draw(source, how, None if some is None else (some.name, some.made)))
         self.drawn.append(result)
+        if some is not None:
+            some.log, some.made = self, some.made + 1
+
+
+@dataclass
+class _Some:
+    """Draws of which there are more or fewer in other steps."""
+
+    name: str
+    made: int = 0
+    log: Log | None = None
+
+
+_SOME: ContextVar[_Some | None] = ContextVar("some", default=None)
+
+
+@contextmanager
+def several_of(name: str, count: Tensor, most: int) -> Generator[int]:
+    """Gives how many draws to make, and one more: ``count``, a chance of this name, or if it is traced the most."""
+    if traced():
+        yield most
+        return
+    some = _Some(name)
+    token = _SOME.set(some)
+    try:
+        number = int(count)
+        yield number
+        if some.log is not None:
+            for _ in range(most - number):
+                some.log.note(*some.log.draws[-1][:2], some.log.drawn[-1])
+    finally:
+        _SOME.reset(token)
 
 
 class _Standing(Objective):
@@ -186,22 +240,28 @@ class FedTasks:
 
 
 def drawn(
-    draws: Sequence[Draw],
+    draws: Draws,
     upper: Objective | None,
     lower: Objective | None,
     tasks: Any,
     generator: torch.Generator | None,
+    chances: Mapping[str, Any],
 ) -> list[Drawn]:
-    """Make these draws."""
+    """Make these draws, those that a step with these chances makes."""
     found: list[Drawn] = []
     sampled: Any = None
     objectives = {"upper": upper, "lower": lower}
-    for source, how in draws:
+    for draw, times in draws.runs:
+        source, how, unless = draw
         objective = objectives.get(source)
-        if objective is not None:
+        if unless is not None and not draw.made(chances):
+            found.append(found[-1])
+        elif objective is not None:
             kind = type(objective)
-            plain = kind.draw is Objective.draw and kind.sample is Objective.sample and objective.accumulate == 1
-            found.append(Drawn(objective.arguments()) if plain else _drawn(objective.draw(once=how)))
+            if kind.draw is Objective.draw and kind.sample is Objective.sample and objective.accumulate == 1:
+                found += map(Drawn, (objective.arguments(),) if times == 1 else objective.take(times))
+            else:
+                found += [_drawn(objective.draw(once=how)) for _ in range(times)]
         elif source == "tasks":
             sampled = tasks.sample(how, generator)
             found.append(Drawn(sampled))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .profiling import span
-from .random import default_state, set_default_state
+from .random import default_state, order_of, own_order, set_default_state, set_order
 
 __all__ = ["Objective", "Sample", "require_fit", "require_state"]
 
@@ -94,6 +94,20 @@ class Objective:
         with span("draw"):
             return (self._next(),)
 
+    def take(self, times: int) -> list[tuple[Any, ...]]:
+        """`arguments` of so many draws."""
+        if type(self.data) not in (list, tuple):
+            return [self.arguments() for _ in range(times)]
+        batches: list[tuple[Any, ...]] = []
+        with span("draw"):
+            while len(batches) < times:
+                batches.append((self._next(),))
+                if self._iterator is not None:
+                    more = [*zip(islice(self._iterator, times - len(batches)))]
+                    self._position += len(more)
+                    batches += more
+        return batches
+
     def sample(self, *arguments: Any, once: bool = False) -> Sample:
         """The sample of a given batch (without an argument, for a loss without data)."""
         sample = Sample(self.loss, arguments, once=once, features=self.features)
@@ -108,11 +122,11 @@ class Objective:
         """Samples of the (first) batches of a pass; the position in the data and what decides their order stay."""
         if self.data is None:
             return [self.sample()]
-        random = _random_state(self.data)
+        random = order_of(self.data)
         try:
             batches = list(islice(self.data, most))
         finally:
-            _set_random_state(self.data, random)
+            set_order(self.data, random)
         if not batches:
             raise ValueError("the data of an Objective gave no batch")
         return [self.sample(batch) for batch in batches]
@@ -150,7 +164,7 @@ class Objective:
         assert self.data is not None
         for _ in range(2):
             if self._iterator is None:
-                self._start = _random_state(self.data)
+                self._start = order_of(self.data)
                 self._iterator, self._position = iter(self.data), 0
                 self._passes += 1
             for batch in self._iterator:
@@ -170,7 +184,7 @@ class Objective:
         """
         position = self._position if self._iterator is not None else 0
         start = {k: v.clone() for k, v in self._start.items()} if position else {}
-        return {"position": position, "passes": self._passes, "present": _own_state(self.data), **start}
+        return {"position": position, "passes": self._passes, "present": own_order(self.data), **start}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved position: restarts the pass as it was started, and skips the batches already drawn.
@@ -182,7 +196,7 @@ class Objective:
         """
         require_state(state, type(self).__name__, position=int)
         start: dict[str, Any] = {k: state[k] for k in ("generator", "default") if k in state}
-        if state["position"] and (self.data is None or ("generator" in start) != (_own_state(self.data) is not None)):
+        if state["position"] and (self.data is None or ("generator" in start) != (own_order(self.data) is not None)):
             raise ValueError(
                 f"the state is that of other data: at position {state['position']}, "
                 f"{'with' if 'generator' in start else 'without'} a generator of their own"
@@ -196,19 +210,19 @@ class Objective:
             assert self.data is not None
             if passes > 1 and getattr(self.data, "persistent_workers", False):
                 iter(self.data)  # the first pass draws a seed for the workers, later ones do not
-            _set_random_state(self.data, start)
+            set_order(self.data, start)
             for _ in range(position):
                 self._next()
         self._passes = passes
         if present is not None:
-            _set_random_state(self.data, {"generator": present})
+            set_order(self.data, {"generator": present})
         torch.set_rng_state(default)
 
     def mark(self) -> tuple[Any, ...]:
         """The present position, for `rewind`; costs next to nothing."""
         if self.data is None:
             return ()
-        return self._passes, self._position, self._iterator is None, self._start, _own_state(self.data)
+        return self._passes, self._position, self._iterator is None, self._start, own_order(self.data)
 
     def rewind(self, mark: tuple[Any, ...]) -> None:
         """Go back to a position, as after loading a state; data that do not repeat their order cannot."""
@@ -218,7 +232,7 @@ class Objective:
         if (passes, position) != (self._passes, self._position):
             self._resume(passes, 0 if fresh else position, start, present)
         elif present is not None:
-            _set_random_state(self.data, {"generator": present})
+            set_order(self.data, {"generator": present})
 
     def __repr__(self) -> str:
         name = getattr(self.loss, "__name__", type(self.loss).__name__)
@@ -334,31 +348,6 @@ def _replayed(device: torch.device, state: tuple[Tensor, ...]) -> Generator[None
         yield
     finally:
         set_default_state(device, present)
-
-
-def _random_state(data: Any) -> dict[str, Any]:
-    """What decides the order of the next pass over ``data``: its own generator, else torch's default one."""
-    own = _own_state(data)
-    return {"default": torch.get_rng_state()} if own is None else {"generator": own}
-
-
-def _own_state(data: Any) -> Tensor | None:
-    generator = _generator_of(data)
-    return None if generator is None else generator.get_state()
-
-
-def _generator_of(data: Any) -> torch.Generator | None:
-    generator = getattr(data, "generator", None) or getattr(getattr(data, "sampler", None), "generator", None)
-    return generator if isinstance(generator, torch.Generator) else None
-
-
-def _set_random_state(data: Any, state: dict[str, Any]) -> None:
-    if "default" in state:
-        torch.set_rng_state(state["default"])
-    else:
-        generator = _generator_of(data)
-        assert generator is not None
-        generator.set_state(state["generator"].cpu())
 
 
 def require_fit(loss: Callable[..., Any], arguments: Sequence[Any], error: TypeError) -> None:

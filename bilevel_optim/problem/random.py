@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,10 @@ __all__ = [
     "draw_seed",
     "hashed",
     "kept",
+    "order_of",
+    "own_order",
     "set_default_state",
+    "set_order",
     "uniform_ball",
 ]
 
@@ -114,3 +118,32 @@ def uniform_ball(like: Sequence[Tensor], radius: float, generator: torch.Generat
     uniform = torch.rand((), generator=generator, dtype=torch.float32, device=device)
     length = radius * uniform.double() ** (1 / max(sum(t.numel() for t in like), 1))
     return Vector((n * (length / normal.norm())).to(n.dtype) for n in normal)
+
+
+def order_of(data: Any) -> dict[str, Any]:
+    """What decides the order of the next pass over ``data``: its own generator, else torch's default one."""
+    if type(data) in (list, tuple):
+        return {}
+    own = own_order(data)
+    return {"default": torch.get_rng_state()} if own is None else {"generator": own}
+
+
+def own_order(data: Any) -> Tensor | None:
+    """The state of a generator that data have."""
+    generator = _generator_of(data)
+    return None if generator is None else generator.get_state()
+
+
+def _generator_of(data: Any) -> torch.Generator | None:
+    generator = getattr(data, "generator", None) or getattr(getattr(data, "sampler", None), "generator", None)
+    return generator if isinstance(generator, torch.Generator) else None
+
+
+def set_order(data: Any, state: dict[str, Any]) -> None:
+    """Go back to what `order_of` gave."""
+    if "default" in state:
+        torch.set_rng_state(state["default"])
+    elif "generator" in state:
+        generator = _generator_of(data)
+        assert generator is not None
+        generator.set_state(state["generator"].cpu())

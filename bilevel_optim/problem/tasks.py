@@ -210,13 +210,19 @@ class TaskDraws:
     def of(self, part: slice) -> Callable[[str], Any]:
         """Gives the batches of some of the tasks; whichever part comes first, all of them are drawn together."""
         taken = {"lower": 0, "upper": 0}
+        last: dict[str, tuple[Any, Any]] = {}  # by level: the last batch of all tasks, and that of these
 
         def batch(level: str) -> Any:
             kept, k = self._kept[level], taken[level]
             if k == len(kept):
                 kept.append(self.batch(level))
             taken[level] += 1
-            return kept[k] if part == slice(0, self.count) else select(kept[k], part)
+            whole = kept[k]
+            if part == slice(0, self.count):
+                return whole
+            if last.get(level, (None, None))[0] is not whole:  # the same object again, by which features are known
+                last[level] = whole, select(whole, part)
+            return last[level][1]
 
         return batch
 

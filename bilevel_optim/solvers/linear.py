@@ -338,7 +338,7 @@ def neumann_term(
     b: Sequence[Tensor],
     start: Sequence[Tensor] | None = None,
     *,
-    steps: int,
+    steps: int | Tensor,
     terms: int,
     lr: float | Sequence[float],
     lanes: bool = False,
@@ -351,7 +351,7 @@ def neumann_term(
         product: v -> H v, which may be another random H at each call.
         b: right-hand side.
         start: must be None: a series has no starting point.
-        steps: n, the number of products.
+        steps: n, the number of products. A tensor is not read: all N - 1 products are made, and the first n count.
         terms: N, the length of the series.
         lr: :math:`\eta < 2 / \lambda_{\max}(H)`, one number or one per tensor.
         lanes: report a residual for each lane of stacked tensors. Default: False.
@@ -363,12 +363,13 @@ def neumann_term(
     if start is not None:
         raise ValueError("Invalid start: a Neumann series starts from zero; use fixed_point for a warm start")
     norm = Vector.lane_norm if lanes else Vector.norm
-    term = Vector(b)
-    b_norm = norm(term)
-    for _ in range(steps):
-        term = term - product(term * lr)
+    term, b_norm = Vector(b), norm(Vector(b))
+    count = steps if isinstance(steps, Tensor) else None
+    for k in range(int(steps) if count is None else terms - 1):
+        new = term - product(term * lr)
+        term = new if count is None else Vector(map(torch.where, [k < count] * len(term), new, term))
     residual = norm(term)
-    done = torch.full_like(residual, steps, dtype=torch.int64)
+    done = torch.zeros_like(residual, dtype=torch.int64) + steps
     return _finished(term * lr * float(terms), residual, done, b_norm, b_norm)
 
 

@@ -322,6 +322,8 @@ HEAD: dict[str, Any] = {
 }  # the lower problem of arXiv:2110.07004, with its code's momentum
 STEPS: dict[str, Any] = {"lower_lr": 0.01, "lower_steps": 30}
 PATHS: dict[str, Any] = {**STEPS, "directions": 1, "smoothing": 0.1, "warm_start": True}
+# One joint step from a head that is zero tells the body nothing: f has no gradient in it.
+JOINT: dict[str, Any] = {"joint_steps": 10, "joint_lr": 0.03, "eta": 1.0}
 ADAPT: dict[str, Any] = {"lower_lr": 0.4, "lower_steps": 1}
 SLOW: dict[str, Any] = {"lower_lr": 0.1}
 NEAR: dict[str, Any] = {**SLOW, "proximal": 2.0, "linear_steps": 3}
@@ -337,7 +339,7 @@ LEARNERS: dict[str, tuple[type[Learner], dict[str, Any]]] = {
     "aid": (HeadAdapting, {"method": bo.AID, **HEAD, "options": {**STEPS, "linear_steps": 10}}),
     "itd": (HeadAdapting, {"method": bo.ITD, **HEAD, "options": STEPS}),
     "f2sa": (HeadAdapting, {"method": bo.F2SA, **HEAD, "options": {**STEPS, "nu": 0.1}}),
-    "bome": (HeadAdapting, {"method": bo.BOME, **HEAD, "options": STEPS}),
+    "bome": (HeadAdapting, {"method": bo.BOME, **HEAD, "options": {**STEPS, **JOINT}}),
     "anil": (
         HeadAdapting,
         {"method": bo.ANIL, "ridge": 0.0, "momentum": 0.0, "initial": True, "options": {**SLOW, "lower_steps": 5}},

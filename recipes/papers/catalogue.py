@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
-from . import cleaning, contexts, kappa, meta, news, newsvendor, order, representation, reweighting, saddle, texts
+from . import (
+    bound,
+    cleaning,
+    contexts,
+    kappa,
+    meta,
+    mnist,
+    news,
+    newsvendor,
+    order,
+    representation,
+    reweighting,
+    saddle,
+    texts,
+)
 from .experiment import Experiment
 
 __all__ = ["EXPERIMENTS"]
 
-MODULES = (representation, order, news, reweighting, saddle, kappa, cleaning, texts, contexts, meta, newsvendor)
+MODULES = (
+    representation,
+    mnist,
+    order,
+    bound,
+    news,
+    reweighting,
+    saddle,
+    kappa,
+    cleaning,
+    texts,
+    contexts,
+    meta,
+    newsvendor,
+)
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.id: experiment for module in MODULES for experiment in module.EXPERIMENTS
 }

@@ -79,7 +79,7 @@ def experiment(share: float) -> Experiment:
             "full": {"share": share, "data": "mnist", "sizes": [20_000, 5000], "budget": 20_000, "seeds": 5,
                      "evaluations": 10},
         },
-        moves=4,
+        moves=14,
         departures=(
             "1,000 training and 300 validation images at the scale cpu (20,000 and 5,000 in the paper)",
             "6 steps of conjugate gradients, lower steps of 2/L (the weights of 1/2 halve the curvature), lower "

@@ -120,7 +120,10 @@ def compared(row, rounding=None, both=None, **arguments):
         assert close([parameter.grad], [mine.grad], rounding)
         for name, value in eager.state[parameter].items():
             assert close([value], [captured.state[mine][name]], rounding), name
-    assert eager.numbers == captured.numbers
+    assert captured.numbers.keys() == eager.numbers.keys()
+    for name, value in eager.numbers.items():
+        now = captured.numbers[name]
+        assert now == value or now == pytest.approx(value, rel=rounding), name
     for name in ("upper_grad", "lower_grad"):
         assert eager.oracle_counts[name] == captured.oracle_counts[name]
     return captured
@@ -149,6 +152,23 @@ def test_with_tasks(row, request):
         pytest.skip("one of each kind is enough: run with --slow")
     captured = compared(row, make=partial(Regression, tasks=True), rounding=1e-9)
     assert graphs(captured) or captured.diagnostics["compile_fallback"]
+
+
+@each(lambda row: row.name in ("SUSTAIN", "TTSA", "BSA"))
+def test_a_random_number_of_products_is_one_graph(row):
+    ends = []
+    for captured in (False, True):
+        problem = Regression(row)
+        optimizer = problem.optimizer(row, linear_steps=5, generator=seeded(3))
+        if captured:
+            optimizer.compile(backend="eager", fullgraph=True)
+        losses = [problem.step(optimizer) for _ in range(6)] + [*problem.run(optimizer, 14)]
+        ends.append([torch.stack(losses), *problem.x, *problem.y, optimizer.generator.get_state()])
+        positions = [objective.state_dict()["position"] for objective in problem.losses]
+        ends[-1].append(torch.tensor(positions))
+    assert graphs(optimizer) == 1
+    assert close(*ends, 1e-12)
+    assert ends[0][-1].tolist() == ends[1][-1].tolist()
 
 
 WITH_TASKS = ("AID", "MAML")
@@ -360,7 +380,7 @@ def test_a_reason_is_warned_of_once_and_raised_if_asked_for():
     with pytest.raises(ValueError, match="Invalid dynamic value"):
         optimizer.compile(dynamic=True)
     with pytest.raises(RuntimeError, match="host"):
-        bo.PAID([torch.ones(1, requires_grad=True)], [torch.ones(1, requires_grad=True)], lr=0.1, lower_lr=0.1,
+        bo.iMCN([torch.ones(1, requires_grad=True)], [torch.ones(1, requires_grad=True)], lr=0.1, lower_lr=0.1,
                 lower_steps=1).compile(fullgraph=True)  # fmt: skip
 
 

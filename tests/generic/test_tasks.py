@@ -245,6 +245,31 @@ def test_features_of_tasks_are_evaluated_once():
     assert problem.evaluations["features"] == 2
 
 
+@pytest.mark.parametrize("method", ["BOME", "PZOBO"])
+def test_features_of_tasks_that_are_taken_one_by_one_are_evaluated_once_for_each(method):
+    """Not at every lower step: what each task's batch was, it is again."""
+    calls = []
+    counts = {}
+    x, y = torch.eye(3, dtype=torch.float64, requires_grad=True), torch.zeros(3, dtype=torch.float64).requires_grad_()
+
+    def features(batch):
+        calls.append(1)
+        return batch @ x
+
+    data = torch.randn(4, 5, 3, dtype=torch.float64, generator=seeded())
+    own = {"directions": 1, "share_directions_across_tasks": False, "generator": seeded()}
+    for steps in (2, 7):
+        optimizer = getattr(bo, method)(
+            [x], [y], lr=0.1, lower_lr=0.1, lower_steps=steps, **(own if method == "PZOBO" else {"joint_steps": steps})
+        )
+        objectives = [bo.Objective(lambda z: ((z @ y) - 1).square().mean(), features=features) for _ in range(2)]
+        optimizer.backward(*objectives, tasks=bo.TensorTasks(data))
+        calls.clear()
+        optimizer.backward(*objectives, tasks=bo.TensorTasks(data))
+        counts[steps] = len(calls)
+    assert counts[2] == counts[7]
+
+
 class Whitened:
     """Features of one task, or of several, normalised by the largest input of each."""
 

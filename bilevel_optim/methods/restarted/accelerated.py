@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self, Unpack
 
 import torch
@@ -15,7 +15,7 @@ from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, as_groups, is_count, is_number, require, unnamed
 from ...problem.vector import Vector
 from ...solvers.agd import agd_or
-from .restart import Momentum, Point, Restarted
+from .restart import Momentum, Point, Progress, Restarted
 from .theory import Constants
 
 __all__ = ["Accelerated", "AcceleratedOptions", "Perturbed"]
@@ -39,6 +39,7 @@ class Accelerated(Restarted, BilevelOptimizer):
 
     constants: ClassVar[Callable[..., Constants]]  # those of the problems that the method is for
     theorem: ClassVar[Callable[..., dict[str, Any]]] = Constants.first_order
+    estimate_reads = ("previous", "sum", "perturbation")
 
     def __init__(
         self,
@@ -75,13 +76,23 @@ class Accelerated(Restarted, BilevelOptimizer):
         here = self._solved(oracle.at(upper=ahead.point), given, now.step == 0)
         estimate = here.kept(self.hypergradient(here.oracle, given))
         return changed(
-            estimate.noting(
-                restarts=torch.tensor(now.restarts, device="cpu"), epoch_step=torch.tensor(now.step, device="cpu")
-            ),
+            estimate,
             solver=None if self._own_solver else estimate.solver,
             upper_memory=ahead.memory,
             numbers=now.numbers,
         )
+
+    def kind_of_step(self, steps: int, numbers: Mapping[str, Any]) -> Any:
+        """The first step of an epoch is the host's."""
+        now = Progress.of(numbers)
+        return (self.iteration, now.swapped) if now.step or now.swapped else None
+
+    def standing(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        """Where the run stands."""
+        now = Progress.of(numbers)
+        return {
+            name: torch.tensor(n, device="cpu") for name, n in (("restarts", now.restarts), ("epoch_step", now.step))
+        }
 
     @abstractmethod
     def hypergradient(self, oracle: Oracle, given: Given) -> Estimate:

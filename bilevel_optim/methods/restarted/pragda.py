@@ -69,7 +69,7 @@ class RAGDA(Accelerated, MinimaxOptimizer):
     """
 
     declared = Method(
-        uncaptured="it restarts where it has travelled far, which the host decides",
+        host_update=True,
         paper="arXiv:2307.00126",
         family="minimax",
         when="full batches and bad conditioning, with gradients only",
@@ -164,7 +164,7 @@ class PRAGDA(Perturbed, RAGDA):
     """
 
     declared = Method(
-        uncaptured="it restarts where it has travelled far, which the host decides",
+        host_update=True,
         paper="arXiv:2307.00126",
         family="minimax",
         when="as RAGDA, where the way may lead past saddle points",

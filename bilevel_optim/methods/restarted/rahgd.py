@@ -103,7 +103,7 @@ class RAHGD(Accelerated):
     """
 
     declared = Method(
-        uncaptured="it restarts where it has travelled far, which the host decides",
+        host_update=True,
         paper="arXiv:2307.00126",
         family="restarted",
         when="full batches and bad conditioning: momentum at both levels",
@@ -195,7 +195,7 @@ class PRAHGD(Perturbed, RAHGD):
     """
 
     declared = Method(
-        uncaptured="it restarts where it has travelled far, which the host decides",
+        host_update=True,
         paper="arXiv:2307.00126",
         family="restarted",
         when="as RAHGD, where the way may lead past saddle points",

@@ -16,7 +16,7 @@ from ...optimizer.base import REMADE
 from ...optimizer.memory import recalled, remember
 from ...optimizer.transaction import Attempt
 from ...oracle.evaluation import placed
-from ...oracle.oracle import filled
+from ...oracle.first_order import filled
 from ...problem.parameters import is_number, require, require_rates
 from ...problem.vector import Vector
 from .restart import Momentum, Point, Restarted

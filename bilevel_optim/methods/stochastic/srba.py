@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Unpack
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -113,7 +113,7 @@ class SRBA(SingleLoop):
         """There is no memory of tasks."""
         raise ValueError("SRBA goes on from its last step and takes no tasks; SOBA does")
 
-    def kind_of_step(self, steps: int) -> int | bool:
+    def kind_of_step(self, steps: int, numbers: Mapping[str, Any]) -> int | bool:
         """Whether it begins anew; without a period, which the data give, its place in it."""
         return steps if self.period is None else steps % self.period == 0
 

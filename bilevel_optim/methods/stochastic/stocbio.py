@@ -52,17 +52,24 @@ class NeumannMethod(BilevelOptimizer):
 
     def chances(self, generator: torch.Generator | None, agreed: Callable[[int], int]) -> dict[str, Any]:
         """Which term of a randomised series it is."""
-        return {"products": agreed(draw_index(self.linear_steps, generator))} if self.randomised else {}
+        if not self.randomised:
+            return {}
+        return {"products": torch.tensor(agreed(draw_index(self.linear_steps, generator)), device="cpu")}
 
     def samples(self, oracle: Oracle, given: Given) -> ImplicitSamples:
-        """Samples for one estimate; their number decides which term of a randomised series it is."""
-        return ImplicitSamples.draw(oracle, given.chances["products"] if self.randomised else self.linear_steps)
+        """Samples for one estimate, of which a randomised series takes as many as its term needs."""
+        if not self.randomised:
+            return ImplicitSamples.draw(oracle, self.linear_steps)
+        return ImplicitSamples.draw_some(oracle, given.chances["products"], self.linear_steps - 1)
 
     def hypergradient(self, oracle: Oracle, samples: ImplicitSamples, given: Given) -> Estimate:
         """The estimate on these samples at the oracle's point; nothing of it is remembered."""
-        solve = partial(linear.neumann, steps=len(samples.products), lr=given.linear_rates(self.linear_lr))
+        lr = given.linear_rates(self.linear_lr)
         if self.randomised:
-            solve = partial(linear.neumann_term, terms=self.linear_steps, **solve.keywords)
+            steps = len(samples.products) if samples.number is None else samples.number
+            solve = partial(linear.neumann_term, steps=steps, terms=self.linear_steps, lr=lr)
+        else:
+            solve = partial(linear.neumann, steps=self.linear_steps, lr=lr)
         return changed(stochastic_implicit(oracle, samples, solve), memory={})
 
     def estimate(self, oracle: Oracle, given: Given) -> Estimate:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Unpack
+from typing import Any, Unpack
 
 from torch import Tensor
 
@@ -132,7 +133,7 @@ class VRBO(NeumannMethod):
         )
         self.require_given_gradient()
 
-    def kind_of_step(self, steps: int) -> bool:
+    def kind_of_step(self, steps: int, numbers: Mapping[str, Any]) -> bool:
         """Whether it begins anew."""
         return steps % self.period == 0
 
@@ -141,7 +142,7 @@ class VRBO(NeumannMethod):
         rule, memory = given.solver_for(oracle.y)
         last = Recursion.remembered(given) if self.warm_start else None
         begins = last is None
-        anchor = begins or self.kind_of_step(given.steps)
+        anchor = begins or self.kind_of_step(given.steps, given.numbers)
         if last is None:
             last = Recursion(oracle.x, oracle.y, oracle.x.zeros_like(), self._lower_anchor(oracle))
         point, estimate = oracle, None

@@ -1,0 +1,97 @@
+"""Compiled graphs keep the memory of what they do not return, and of nothing else."""
+
+import pytest
+import torch
+
+from bilevel_optim.optimizer.graphs import Graph, backend_of
+from bilevel_optim.optimizer.workspace import with_workspace
+
+from ..problems import seeded
+
+SOURCE = """
+def empty_strided_cpu(sizes, strides, dtype):
+    return torch.empty_strided(sizes, strides, dtype=dtype)
+
+reinterpret_tensor = lambda t, sizes, strides, offset: t.as_strided(sizes, strides, offset)
+
+class Runner:
+    def call(self, args):
+        arg0_1, = args
+        args.clear()
+        buf0 = empty_strided_cpu((3, ), (1, ), torch.float64)
+        torch.mul(arg0_1, 2, out=buf0)
+        buf1 = empty_strided_cpu((2, 3), (3, 1), torch.float64)
+        buf2 = reinterpret_tensor(buf1, (3, ), (1, ), 3)  # alias
+        torch.add(buf0, 1, out=buf2)
+        buf3 = buf0; del buf0  # reuse
+        torch.exp(arg0_1, out=buf3)
+        buf4 = empty_strided_cpu((3, ), (1, ), torch.float64)
+        buf5 = buf4; del buf4  # reuse
+        torch.add(buf3, arg0_1, out=buf5)
+        {more}
+        del arg0_1
+        return (buf2, buf5, )
+
+call = Runner().call
+"""
+
+
+def written(tmp_path, more="buf6 = None"):
+    """A function as Inductor writes it, from a file."""
+    file = tmp_path / f"written_{abs(hash(more))}.py"
+    file.write_text(SOURCE.replace("{more}", more))
+    space = {"torch": torch, "__file__": str(file)}
+    exec(compile(file.read_text(), str(file), "exec"), space)
+    return space["call"]
+
+
+def test_what_is_returned_is_new_and_the_rest_is_not(tmp_path, monkeypatch):
+    made = []
+    empty = torch.empty_strided
+    monkeypatch.setattr(torch, "empty_strided", lambda *a, **k: made.append(a[0]) or empty(*a, **k))
+    call = with_workspace(written(tmp_path))
+    assert made == [(3,)]  # buf0, which is nobody's but the function's
+    x = torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64)
+    first = call([x])
+    kept = [t.clone() for t in first]
+    second = call([x + 1])
+    assert made[1:] == [(2, 3), (3,)] * 2
+    for at, (shifted, total) in ((x, kept), (x, first), (x + 1, second)):
+        torch.testing.assert_close(shifted, 2 * at + 1)
+        torch.testing.assert_close(total, at.exp() + at)
+
+
+@pytest.mark.parametrize("more", ["with torch.no_grad(): pass", "self.last = 1", "buf0 += 1", "if True: pass"])
+def test_code_of_another_form_is_left_alone(tmp_path, more):
+    call = written(tmp_path, more)
+    assert with_workspace(call) is call
+
+
+def test_a_function_of_somebody_else_is_left_alone():
+    def call(args):
+        return args
+
+    assert with_workspace(call) is call
+    assert with_workspace(len) is len
+
+
+@pytest.mark.slow
+def test_graphs_of_inductor_have_one(monkeypatch):
+    from bilevel_optim.optimizer import graphs
+
+    found = []
+    give = graphs.give_workspace
+    monkeypatch.setattr(graphs, "give_workspace", lambda compiled: found.append(give(compiled)))
+    a = torch.randn(8, 5, generator=seeded(0), dtype=torch.float64)
+
+    def function(v):
+        for _ in range(3):
+            v = v - 0.1 * (a.mT @ torch.tanh(a @ v))
+        return {"v": v, "norm": v.norm()}
+
+    graph = Graph(function, torch.ones(5, dtype=torch.float64), backend_of("inductor", None, None))
+    assert found == [True]
+    outputs = [graph([torch.full((5,), value, dtype=torch.float64)]) for value in (1.0, 2.0, 3.0)]
+    for value, output in zip((1.0, 2.0, 3.0), outputs, strict=True):
+        expected = function(torch.full((5,), value, dtype=torch.float64))
+        torch.testing.assert_close(graph.structured(output), expected)
