@@ -14,7 +14,7 @@ from recipes.common.methods import growing_penalty
 from recipes.common.records import Missing, Records
 from recipes.common.search import Axis, axis, search
 from recipes.papers import __main__ as program
-from recipes.papers import kappa, saddle
+from recipes.papers import bound, kappa, saddle
 from recipes.papers.catalogue import EXPERIMENTS
 from recipes.papers.experiment import SEARCH_SEED, Arm, Better, Experiment, Within
 from recipes.papers.judge import judge
@@ -400,3 +400,22 @@ def test_the_program(tmp_path, capsys, monkeypatch):
     assert "**HOLDS**" in written
     assert "not run" in written
     assert kappa.TARGET < 1
+
+
+def test_the_hard_instance_hides_its_chain():
+    """At zero the first coordinate alone has a slope; unseen ones are seen by chance, without a bias."""
+    chain = bound.Chain(4, 0.25, seed=0)
+    zero = torch.zeros(4, dtype=torch.float64)
+    assert chain.slope(zero).tolist() == pytest.approx([-math.exp(0.5), 0, 0, 0])
+    u = torch.tensor([1.2, 0.9, 0.1, 0.0], dtype=torch.float64)
+    exact = chain.slope(u)
+    assert exact[2] != 0  # the third is next
+    assert exact[3] == 0
+    torch.manual_seed(0)
+    drawn = torch.stack([chain.noisy(u) for _ in range(2000)])
+    assert torch.equal(drawn[:, :2], exact[:2].expand(2000, 2))
+    assert set((drawn[:, 2] / exact[2]).tolist()) == {0.0, 4.0}
+    assert float(drawn[:, 2].mean() / exact[2]) == pytest.approx(1, abs=0.15)
+    basis = chain.basis.T @ chain.basis
+    assert torch.allclose(basis, torch.eye(4, dtype=torch.float64))
+    assert chain.norm() > bound.STATIONARY

@@ -91,7 +91,13 @@ class BOME(BilevelOptimizer):
         converges=False,
         solves=False,
         variants={"value": {"barrier": "value", "joint_steps": 2}, "joint": {"joint_steps": 4}},
-        settings={"quadratic": {}, "quadratic/value": {}, "quadratic/joint": {}, "compare": {}, "stochastic": {"lower_steps": 10}},
+        settings={
+            "quadratic": {},
+            "quadratic/value": {},
+            "quadratic/joint": {},
+            "compare": {},
+            "stochastic": {"lower_steps": 10},
+        },
     )
 
     def __init__(
