@@ -131,14 +131,15 @@ class Session:
     def require_reached(self, gradients: Sequence[Tensor | None], names: Callable[[], Iterable[str]]) -> None:
         """Raise if the lower loss does not depend on some lower parameter (after the first step, on any)."""
         if self.found.reaches_lower:
-            if all(gradient is None for gradient in gradients):
+            if not (gradients and gradients[0] is not None) and all(gradient is None for gradient in gradients):
                 raise ValueError(self.independent("lower"))
         else:
             for gradient, name in zip(gradients, names(), strict=True):
                 if gradient is None:
                     raise ValueError(
                         f"the {self.called('lower')} does not depend on lower parameter {name}; leave it out of the "
-                        "lower parameters, or check that the loss reads the live tensor and not a detached or old one"
+                        "lower parameters, or check that the loss reads the live tensor and not a detached or old one "
+                        "(checkpointing with use_reentrant=True loses those of a first block)"
                     )
             self.found.reaches_lower = True
 
