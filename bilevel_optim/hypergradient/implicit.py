@@ -65,8 +65,10 @@ def implicit(
 
 def watched(oracle: Oracle, result: LinearSolution) -> dict[str, Tensor]:
     """Diagnostics of a solved system, with warnings where it is not solved."""
-    oracle.checks.alert("indefinite", INDEFINITE, result.indefinite.any())
+    lanes = oracle.lanes is not None
+    oracle.checks.alert("indefinite", INDEFINITE, result.indefinite.any() if lanes else result.indefinite)
     found = {"linear_residual": result.residual, "linear_iterations": result.iterations}
     if result.diverged is not None:
-        oracle.checks.alert("diverging system", DIVERGING, (result.diverged & ~result.indefinite).any())
+        alone = result.diverged > result.indefinite
+        oracle.checks.alert("diverging system", DIVERGING, alone.any() if lanes else alone)
     return found if result.relative is None else {**found, "linear_relative_residual": result.relative}

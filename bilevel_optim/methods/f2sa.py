@@ -33,7 +33,7 @@ SPREAD_LIMIT = 10.0  # how much further from y* one copy may be than another, pe
 LEAVING = (
     10.0  # how much further a copy at a negative node may go than those at positive nodes while its gradient grows
 )
-MOVED = 1e-2  # of its distance from y*: less is no matter
+MOVED = 5e-3  # of the distance of the two: less is no matter
 UNEVEN = (
     "the copies of y are not similarly far from y* for their perturbations (see diagnostics['spread']), so their "
     "difference is not a derivative: use more lower_steps, or a smaller nu"
@@ -189,7 +189,9 @@ class F2SA(BilevelOptimizer):
         found = solved.watched(oracle.checks)
         if solved.gradient is not None:
             found["lower_residual"] = solved.gradient.lane_norm()
-        spread = self._watched_spread(oracle, y, solved, start, formula, given)
+        spread = self._watched_spread(oracle, y, copies, formula, given)
+        if formula.nodes == (-1, 1) and solved.early is not None:
+            self._watch_leaving(oracle, solved, start, found["lower_residual"], given)
         return changed(
             estimate.noting(**found, spread=spread),
             lower=y,
@@ -226,30 +228,38 @@ class F2SA(BilevelOptimizer):
 
         return gradient
 
-    def _watched_spread(
-        self, oracle: Oracle, y: Vector, solved: Solved, start: Vector, formula: Stencil, given: Given
-    ) -> Tensor:
+    def _watched_spread(self, oracle: Oracle, y: Vector, copies: Vector, formula: Stencil, given: Given) -> Tensor:
         """Distance of each copy from y* per unit of perturbation; similar for all as long as nu is small enough.
 
         For a quadratic pair it is proportional to 1/(1 + j nu r), so it shows a negative copy near its pole or beyond;
         but of order 2, where y* is taken for the mean of the two copies.
         """
-        copies = solved.y
         nodes = torch.tensor(formula.nodes, dtype=torch.float64, device=oracle.device)
         distances = (copies - Vector(t.unsqueeze(0) for t in y)).lane_norm()
         spread = torch.where(nodes == 0, torch.nan, distances / (nodes.abs() * self.nu).clamp_min(1e-300))
-        if sum(j != 0 for j in formula.nodes) > 1:
+        if formula.nodes != (-1, 1) and sum(j != 0 for j in formula.nodes) > 1:
             known = torch.stack([spread[i] for i, j in enumerate(formula.nodes) if j])
             rounding = 1e4 * torch.finfo(y[0].dtype).eps * y.norm()
             limit = SPREAD_LIMIT * max(map(abs, formula.nodes))
-            apart = known.max() > limit * known.min()
-            if negative := sum(j < 0 for j in formula.nodes):
-                apart = apart | _leaving(solved, start, distances, negative).any()
-                text = self._diverging(formula, given)
-                oracle.checks.alert("diverging copies", text, apart & (distances.max() > rounding))
+            apart = (known.max() > limit * known.min()) & (distances.max() > rounding)
+            if any(j < 0 for j in formula.nodes):
+                oracle.checks.alert("diverging copies", self._diverging(formula, given), apart)
             else:
-                oracle.checks.alert("uneven copies", UNEVEN, apart & (distances.max() > rounding))
+                oracle.checks.alert("uneven copies", UNEVEN, apart)
         return spread
+
+    def _watch_leaving(self, oracle: Oracle, solved: Solved, start: Vector, last: Tensor, given: Given) -> None:
+        """Of order 2, see whether the copy at the negative node goes away: far beside the other one, and uphill.
+
+        Over steps of a convex problem a gradient grows with a step size or a momentum that is too large, or by noise;
+        then it grows for the copy at the positive node too, whose problem is the steeper one.
+        """
+        assert solved.early is not None
+        first, middle = solved.early
+        own, other = (solved.y - start).lane_norm().unbind()
+        apart = Vector(t[0] - t[1] for t in solved.y).norm()
+        text = self._diverging(stencil_of(self.order, "central"), given)
+        oracle.checks.alert_if("diverging copies", text, _leaves, own, other, apart, first[0], middle[0], last[0])
 
     def _diverging(self, formula: Stencil, given: Given) -> str:
         return (
@@ -288,16 +298,5 @@ class F2SA(BilevelOptimizer):
         )
 
 
-def _leaving(solved: Solved, start: Vector, distances: Tensor, negative: int) -> Tensor:
-    """Which of the first so many copies go away: far beside the others, and uphill.
-
-    A gradient that grows over steps of a convex problem has a step size or a momentum that is too large, or noise; then
-    it grows for the copies at positive nodes too, whose problems are the steeper ones.
-    """
-    if solved.early is None or solved.gradient is None:
-        return distances.new_zeros((), dtype=torch.bool)
-    (first, middle), last = solved.early, solved.gradient.lane_norm()
-    moved = (solved.y - start).lane_norm()
-    others = moved[negative:].max()
-    far = (moved > LEAVING * others) & (moved > MOVED * distances)
-    return (far & (middle > first) & (last > middle))[:negative]
+def _leaves(own: Any, other: Any, apart: Any, first: Any, middle: Any, last: Any) -> Any:
+    return (own > LEAVING * other) & (own > MOVED * apart) & (middle > first) & (last > middle)

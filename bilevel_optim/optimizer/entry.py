@@ -17,8 +17,14 @@ Verb = TypeVar("Verb", bound=Callable[..., Any])
 
 
 def walled(verb: Verb) -> Verb:
-    """A method that ``torch.compile`` calls, but does not look into."""
-    return cast(Verb, _disable_dynamo(verb))
+    """A method that ``torch.compile`` calls, but does not look into; at no cost where nothing is compiled."""
+    wall = _disable_dynamo(verb)
+
+    @functools.wraps(verb)
+    def called(*arguments: Any, **named: Any) -> Any:
+        return (wall if torch.compiler.is_dynamo_compiling() else verb)(*arguments, **named)
+
+    return cast(Verb, called)
 
 
 def hooked(step: Verb) -> Verb:

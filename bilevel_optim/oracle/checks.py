@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import warnings
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +28,7 @@ class Checks:
     def __init__(self) -> None:
         self._finite: list[tuple[str, str, Vector]] = []
         self._scalars: list[tuple[str, str, Tensor]] = []
-        self._alerts: list[tuple[str, str, Tensor]] = []
+        self._alerts: list[tuple[str, str, Callable[..., Any], tuple[Tensor, ...]]] = []
 
     def finite(self, oracle: str, tensors: Iterable[Tensor], hint: str = "") -> None:
         """Require that every entry of ``tensors``, which came out of ``oracle``, is finite."""
@@ -37,7 +40,14 @@ class Checks:
 
     def alert(self, key: str, message: str, on: Tensor) -> None:
         """Warn with ``message`` if the boolean scalar ``on`` is true, once in an optimizer's life for each ``key``."""
-        self._alerts.append((key, message, on))
+        self.alert_if(key, message, _itself, on)
+
+    def alert_if(self, key: str, message: str, test: Callable[..., Any], *figures: Tensor) -> None:
+        """The same if a test of scalars holds: they are read with all others, and it is made of numbers, on the host.
+
+        In a trace it is made of the scalar tensors themselves, so it consists of comparisons, ``&`` and ``|``.
+        """
+        self._alerts.append((key, message, test, figures))
 
     def refuse(self, message: str, on: Tensor) -> None:
         """Raise ValueError with ``message`` if the boolean scalar ``on`` is true."""
@@ -49,7 +59,7 @@ class Checks:
         Nothing is read. What is amiss, if anything, an eager step finds out.
         """
         tensors = [*(t for *_, vector in self._finite for t in vector if t.numel()), *(t for *_, t in self._scalars)]
-        alerts = [on.reshape(()) for *_, on in self._alerts]
+        alerts = [test(*figures).reshape(()) for *_, test, figures in self._alerts]
         like = next(iter((*tensors, *alerts)), torch.empty((), device="cpu"))
         kind = torch.promote_types(torch.float32, like.dtype)
         spoilt = torch.zeros((), dtype=kind, device=like.device)  # stays 0, or becomes no number
@@ -64,17 +74,18 @@ class Checks:
         """
         # A norm is cheap, and not finite if an entry is not; that one of finite entries overflows is seen afterwards.
         tensors = [t for *_, vector in self._finite for t in vector if t.numel()]
-        norms = _norms(tensors)
-        if not all(_read([*norms, *(value for *_, value in self._scalars)], torch.isfinite)):
+        norms = [*_norms(tensors), *(value for *_, value in self._scalars)]
+        numbers = _read([*norms, *(figure for *_, figures in self._alerts for figure in figures)])
+        if not all(map(math.isfinite, numbers[: len(norms)])):
             for oracle, hint, vector in self._finite:
                 if not bool(vector.max_abs().isfinite()):
                     raise NonFiniteError(oracle, step, hint)
             for oracle, hint, value in self._scalars:
                 if not bool(value.isfinite()):
                     raise NonFiniteError(oracle, step, hint)
-        on = set()
-        for (key, message, _), raised in zip(self._alerts, _read([on for *_, on in self._alerts], None), strict=True):
-            if raised:
+        on, remaining = set(), iter(numbers[len(norms) :])
+        for key, message, test, figures in self._alerts:
+            if test(*(next(remaining) for _ in figures)):
                 if key == REFUSAL:
                     raise ValueError(message)
                 on.add(key)
@@ -90,11 +101,15 @@ def _norms(tensors: list[Tensor]) -> list[Tensor]:
     return list(torch._foreach_norm(tensors)) if tensors else []
 
 
-def _read(flags: list[Tensor], test: Callable[[Tensor], Tensor] | None) -> list[bool]:
-    """Scalars, or what a test says of them, on the host."""
-    if not flags:
-        return []
-    kind, device = flags[0].dtype, flags[0].device
-    together = torch.stack([f if f.dtype == kind and f.device == device else f.to(device, kind) for f in flags])
-    read: list[bool] = (together if test is None else test(together)).tolist()
+def _itself(on: Any) -> Any:
+    return on
+
+
+def _read(scalars: list[Tensor]) -> list[float]:
+    """Scalars on the host, with one synchronisation."""
+    away = next((t for t in scalars if not t.is_cpu), None)
+    if away is None:  # costs less than to put them together
+        return [t.item() for t in scalars]
+    kind = functools.reduce(torch.promote_types, {t.dtype for t in scalars})
+    read: list[float] = torch.stack([t.to(away.device, kind) for t in scalars]).tolist()
     return read

@@ -194,9 +194,11 @@ class Oracle:
         loss = self.value(level, sample, features=features)
         if level == "lower":
             self.session.lower_sample = sample
-        # The graph does not show all that depends on x where features are constants.
-        objective = self.f if level == "upper" else self.g
-        whole = features is None and not self.sharded and (sample.features is None) == (objective.features is None)
+        whole = False
+        if level not in self.session.found.looked and not self.sharded and features is None:
+            # The graph does not show all that depends on x where features are constants.
+            objective = self.f if level == "upper" else self.g
+            whole = (sample.features is None) == (objective.features is None)
         return self.session.dependent(level, loss, y, x if whole else None)
 
     def value(self, level: str, sample: Sample, *, graph: bool = True, features: Any = None) -> Tensor:
@@ -215,6 +217,8 @@ class Oracle:
         """What a sample's function returns on its arguments, or on others, with the random numbers of that sample."""
         forget_casts(self.device)
         cut()
+        if sample.once and not self.sharded and graph is torch.is_grad_enabled():
+            return sample(*arguments)  # contexts cost more than small losses
         watched = self.session.gathered.watching() if self.sharded else nullcontext()
         with watched, torch.set_grad_enabled(graph), nullcontext() if sample.once else sample.replayed(self.device):
             return sample(*arguments)
@@ -227,7 +231,9 @@ class Oracle:
 
     def averaged(self, *results: Any) -> tuple[Any, ...]:
         """Mean over the ranks if these share the problem; otherwise nothing is averaged."""
-        return self.session.averaged(*results) if self.shared else results
+        return (
+            results if self.session.options.ranks.group is None or not self.shared else self.session.averaged(*results)
+        )
 
 
 def _by_backward(loss: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:

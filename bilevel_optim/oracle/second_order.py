@@ -169,14 +169,13 @@ def _by_graph(
     """The system of a gradient with a graph."""
     session = oracle.session
     x = session.gathered.full(x) if oracle.sharded else x
-    variables = {"lower": y, "upper": x, "both": Vector((*x, *y))}
-    like = {"lower": oracle.y, "upper": oracle.x, "both": Vector((*oracle.x, *oracle.y))}
 
     def product(v: Vector, wrt: str) -> Vector:
-        products = _products(oracle, gradients, variables[wrt], v, like[wrt], at=y)
+        like = _of_levels(wrt, oracle.x, oracle.y)
+        products = _products(oracle, gradients, _of_levels(wrt, x, y), v, like, at=y)
         if wrt != "lower":
             session.note_reached(products[: len(x)])
-        return Vector(oracle.averaged(_filled(products, like[wrt]))[0])
+        return Vector(oracle.averaged(_filled(products, like))[0])
 
     own = _filled(_own(oracle, gradients, oracle.y), oracle.y).detach() if gradient else Vector()
     loss, own = oracle.averaged(loss, own)
@@ -184,6 +183,10 @@ def _by_graph(
     if gradient:
         oracle.count("lower_grad")
     return _counted(oracle, own, product)
+
+
+def _of_levels(wrt: str, x: Vector, y: Vector) -> Vector:
+    return y if wrt == "lower" else x if wrt == "upper" else Vector((*x, *y))
 
 
 def _products(
@@ -241,7 +244,7 @@ def _by_differences(oracle: Oracle, sample: Sample, gradient: bool) -> LowerSyst
     def slope(at: Vector, wrt: str) -> Vector:
         point = oracle.at(lower=at)
         with session.buffers_kept(), point.placed() as (live_x, live_y):
-            variables = {"lower": live_y, "upper": live_x, "both": Vector((*live_x, *live_y))}[wrt]
+            variables = _of_levels(wrt, live_x, live_y)
             loss, gradients = slopes(point, "lower", sample, live_x, live_y, variables, frozen=wrt == "lower")
             if session.found.kinked is None and loss.requires_grad:
                 session.found.kinked = has_kinks(loss)
@@ -249,7 +252,7 @@ def _by_differences(oracle: Oracle, sample: Sample, gradient: bool) -> LowerSyst
             session.require_reached(gradients, oracle.lower_names)
         else:
             session.note_reached(gradients[: len(oracle.x)])
-        like = {"lower": y, "upper": oracle.x, "both": Vector((*oracle.x, *y))}[wrt]
+        like = _of_levels(wrt, oracle.x, y)
         loss, result = oracle.averaged(loss.detach(), _filled(gradients, like))
         oracle.checks.scalar("loss", loss)
         return Vector(result)

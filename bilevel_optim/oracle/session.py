@@ -131,7 +131,7 @@ class Session:
     def require_reached(self, gradients: Sequence[Tensor | None], names: Callable[[], Iterable[str]]) -> None:
         """Raise if the lower loss does not depend on some lower parameter (after the first step, on any)."""
         if self.found.reaches_lower:
-            if all(gradient is None for gradient in gradients):
+            if not (gradients and gradients[0] is not None) and all(gradient is None for gradient in gradients):
                 raise ValueError(self.independent("lower"))
         else:
             for gradient, name in zip(gradients, names(), strict=True):

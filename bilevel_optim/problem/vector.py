@@ -78,7 +78,15 @@ class Vector(tuple[Tensor, ...]):
 
     def lane_norm(self) -> Tensor:
         """Euclidean norm of each lane of stacked tensors, shape (n,)."""
-        return self.lane_dot(self).sqrt()
+        if any(map(is_sharded, self)):
+            return self.lane_dot(self).sqrt()
+        parts: list[Tensor] = [
+            torch.linalg.vector_norm(t, dim=tuple(range(1, t.dim())), dtype=_accumulator(t))
+            if t.dim() > 1
+            else t.abs().to(_accumulator(t))
+            for t in self
+        ]
+        return parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), dim=0)
 
     def max_abs(self) -> Tensor:
         """Largest absolute entry; NaN or infinite exactly if some entry is."""
@@ -134,7 +142,7 @@ def is_sharded(t: Tensor) -> bool:
 
 
 def _accumulator(t: Tensor) -> torch.dtype | None:
-    return torch.float64 if t.is_floating_point() and t.device.type != "mps" else None
+    return torch.float64 if t.is_floating_point() and not t.is_mps else None
 
 
 def _sum(t: Tensor, lanes: bool = False) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..kernels.cg import cg_step
 from ..problem.tracing import traced
 from ..problem.vector import Vector, is_sharded
+from .on_host import conjugate_gradients, relative
 
 __all__ = ["LinearSolution", "cg", "fixed_point", "minres", "neumann", "neumann_term"]
 
@@ -82,8 +83,11 @@ def cg(
     b, options = Vector(b), _Stop(steps, tol, atol, damping)
     if b[0].device.type == "cuda" and not any(map(is_sharded, b)):
         return _flat_cg(product, b, start, options, lanes)
+    begun = None if start is None else Vector(start)
+    if b[0].is_cpu and not (lanes or traced() or any(map(is_sharded, b))):
+        return LinearSolution(*conjugate_gradients(partial(_damped, product, damping=damping), b, begun, *options[:3]))
     dot = Vector.lane_dot if lanes else Vector.dot
-    return _cg(product, b, None if start is None else Vector(start), options, dot, partial(_cg_step, dot))
+    return _cg(product, b, begun, options, dot, partial(_cg_step, dot))
 
 
 class _Stop(NamedTuple):
@@ -121,7 +125,7 @@ def _cg(
         iterations = iterations + (active & ~negative)
     diverged = rr > 100 * (b_norm**2 if start is None else torch.maximum(b_norm**2, first))
     residual = rr.sqrt()
-    return LinearSolution(v, residual, iterations, indefinite, _relative(residual, b_norm), diverged)
+    return LinearSolution(v, residual, iterations, indefinite, relative(residual, b_norm), diverged)
 
 
 def _cg_step(
@@ -378,10 +382,6 @@ def _inverse(value: Tensor) -> Tensor:
     return torch.where(value > 0, 1 / torch.where(value > 0, value, 1.0), 0.0)
 
 
-def _relative(residual: Tensor, b_norm: Tensor) -> Tensor:
-    return residual / b_norm.clamp_min(torch.finfo(b_norm.dtype).tiny)
-
-
 def _seen_done(active: Tensor, k: int, tol: float) -> bool:
     """Whether the host looks before iteration k, and finds that no lane goes on."""
     return not traced() and (active.device.type == "cpu" or (tol > 0 and k % 10 == 0)) and not bool(active.any())
@@ -397,4 +397,4 @@ def _unfinished(r: Vector, b: Vector, norm: Callable[[Vector], Tensor], tol: flo
 
 def _finished(v: Vector, residual: Tensor, iterations: Tensor, b_norm: Tensor, first: Tensor) -> LinearSolution:
     diverged = residual > (1 + 1e-3) * torch.maximum(b_norm, first)
-    return LinearSolution(v, residual, iterations, torch.zeros_like(diverged), _relative(residual, b_norm), diverged)
+    return LinearSolution(v, residual, iterations, torch.zeros_like(diverged), relative(residual, b_norm), diverged)

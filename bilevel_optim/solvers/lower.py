@@ -244,8 +244,12 @@ def watched_growth(checks: Checks, early: tuple[Tensor, Tensor] | None, last: Te
     if early is None:
         return {}
     first, middle = early
-    checks.alert("growing lower gradient", GROWING, (middle > GROWTH * first) & (last > GROWTH * middle))
+    checks.alert_if("growing lower gradient", GROWING, _grows, first, middle, last)
     return {"lower_growth": last / first.clamp_min(torch.finfo(first.dtype).tiny)}
+
+
+def _grows(first: Any, middle: Any, last: Any) -> Any:
+    return (middle > GROWTH * first) & (last > GROWTH * middle)
 
 
 class LowerRules:

@@ -1,11 +1,13 @@
 """What crashed, or said nothing that helps, in ordinary use."""
 
+import math
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import bilevel_optim as bo
@@ -173,6 +175,43 @@ def test_numbers_of_other_libraries():
         bo.PZOBO([x], [y], lr=0.1, lower_lr=0.5, lower_steps=2, scale=-1)
 
 
+@pytest.mark.parametrize("rate", [-1.0, float("nan"), float("inf"), "0.1"])
+@pytest.mark.parametrize("level", [0, 1])
+def test_a_rate_that_is_none(level, rate):
+    """NaN was written to x; a group's rate may be set at any time."""
+    x, y, upper, lower = apart()
+    names = ("lr", "lower_lr")
+    with pytest.raises(ValueError, match=f"Invalid (learning rate|{names[level]} value): {rate}"):
+        bo.AID([x], [y], **{"lr": 0.1, "lower_lr": 0.5, names[level]: rate}, lower_steps=2)
+    optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.5, lower_steps=2)
+    optimizer.param_groups[level]["lr"] = rate
+    before = values([x, y])
+    with pytest.raises(ValueError, match=f"Invalid learning rate: {rate} "):
+        optimizer.step(upper, lower)
+    assert same(before, values([x, y]))
+
+
+def test_a_floor_without_a_bound_and_complex_parameters_are_refused():
+    """They were accepted, and what is not finite written, or a gradient that is none."""
+    x, y, *_ = apart()
+    with pytest.raises(ValueError, match="Invalid floor value: inf"):
+        bo.SVRB([x], [y], lr=0.1, lower_lr=0.1, floor=float("inf"))
+    for level in (0, 1):
+        parts = [[x], [y]]
+        parts[level] = [torch.zeros(2, dtype=torch.complex64, requires_grad=True)]
+        with pytest.raises(ValueError, match=r"is complex; pass what torch\.view_as_real gives"):
+            bo.SVRB(*parts, lr=0.1, lower_lr=0.1)
+
+
+def test_a_method_of_one_loss_speaks_of_the_loss():
+    """It spoke of the lower one."""
+    x, y, upper, _ = apart()
+    optimizer = bo.GDA([x], [y], lr=0.1, lower_lr=0.1, lower_steps=1)
+    for loss, said in ((lambda: upper() * x, "must return a scalar"), (lambda: x.sum(), "does not depend on lower")):
+        with pytest.raises(ValueError, match=f"^the loss {said}"):
+            optimizer.step(loss)
+
+
 @pytest.mark.parametrize("large", [False, True])
 def test_large_convolutions_run_one_by_one_on_a_cpu(large):
     """Grouped ones took 1.2 to 1.5 times as long; small ones gain by them."""
@@ -235,3 +274,69 @@ def test_tasks_that_are_not_evaluated_at_once_are_finished_one_after_another(row
         ends.append([*values(problem.x, problem.y), optimizer.diagnostics["lower_residual"]])
     for one, other in zip(*ends, strict=True):
         close(one, other, 1e-12)
+
+
+class Operators(TorchDispatchMode):
+    """Notes which operators run, and with which arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append((str(func), args))
+        return func(*args, **(kwargs or {}))
+
+
+@each(("GDA", "SOBA", "AID", "ITD", "F2SA", "FirstOrder"))
+def test_a_step_looks_at_its_tensors_with_euclidean_norms(row):
+    """A norm of infinite order took ten times as long on a CPU, and small problems twice their oracles."""
+    problem = row.quadratic()
+    optimizer = row(problem.x, problem.y, short=True)
+    problem.run(optimizer, 2)
+    with Operators() as step:
+        problem.run(optimizer)
+    norms = [args for name, args in step.calls if "norm" in name]
+    assert norms
+    assert not [args for args in norms if any(isinstance(a, float) and math.isinf(a) for a in args)]
+
+
+def test_a_small_step_runs_fewer_operators_of_its_own_than_its_losses_do():
+    x, y = torch.zeros(3, requires_grad=True), [torch.zeros(4, requires_grad=True) for _ in range(2)]
+
+    def loss():
+        return x.square().sum() - sum((part - x.sum()).square().sum() + (part * part.sin()).sum() for part in y)
+
+    optimizer = bo.GDA([x], y, lr=0.1, lower_lr=0.1, lower_steps=1)
+    for _ in range(2):
+        optimizer.step(loss)
+    with Operators() as step:
+        optimizer.step(loss)
+    with Operators() as by_hand:  # one gradient: x and y are moved from the same point
+        torch.autograd.grad(loss(), [x, *y])
+    assert len(step.calls) < 2 * len(by_hand.calls), [name for name, _ in step.calls]
+
+
+@pytest.mark.parametrize("steps", [2, 6])
+@each(("ITD", "ITD-checkpoint", "MAML", "ANIL"))
+def test_unrolled_steps_share_their_features(row, steps):
+    """The body was evaluated, kept and differentiated for every lower step."""
+    torch.manual_seed(0)
+    body, images = torch.nn.Linear(3, 4), torch.randn(5, 3)
+    head = torch.zeros(4, requires_grad=True)
+    start = [head.detach().clone().requires_grad_()] if row.declared.initial else []
+    calls = {"evaluated": 0, "differentiated": 0}
+
+    def features():
+        part = body(images).tanh()
+        calls["evaluated"] += 1
+        if part.requires_grad:
+            part.register_hook(lambda gradient: calls.update(differentiated=calls["differentiated"] + 1))
+        return part
+
+    lower = bo.Objective(lambda part: (part @ head - 1).square().mean() + head.square().sum(), features=features)
+    optimizer = row([*body.parameters(), *start], [head], lower_steps=steps)
+    for _ in range(2):  # the first step looks at the features once more
+        calls.update(evaluated=0, differentiated=0)
+        optimizer.step(lambda: (body(images).tanh() @ head).square().mean(), lower)
+    assert calls == {"evaluated": 1, "differentiated": 1}

@@ -94,7 +94,7 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@each()
+@each(lambda row: not row.variant)
 def test_metrics_are_the_last_step_as_floats(row):
     optimizer, loss = stepped(row, tasks=row.takes_tasks)
     with HostReads() as reads:

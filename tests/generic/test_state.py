@@ -28,6 +28,9 @@ def written(*parts):
         for row in ROWS
         for how in ("warm", "cold", "tasks")
         if row.declared.tasks != {"tasks": "none"}.get(how, "required" if how == "cold" else "")
+        and (
+            how == "warm" or not row.variant or row.declared.tasks == "rows"
+        )  # the base class makes these of each alike
     ],
 )
 def test_resumes_bit_for_bit(row, how):
@@ -47,8 +50,8 @@ def test_resumes_bit_for_bit(row, how):
     objectives = [o for o in problem.objectives if isinstance(o, bo.Objective)]
     torch.manual_seed(5)
     stops = {}
-    for k in range(5):
-        if k in (1, 3):
+    for k in range(4):
+        if k in (1, 2):
             data = [o.state_dict() for o in objectives]
             stops[k] = written(optimizer.state_dict(), values(problem.parameters), data, torch.get_rng_state())
         problem.run(optimizer)
@@ -61,7 +64,7 @@ def test_resumes_bit_for_bit(row, how):
         for objective, position in zip((o for o in again.objectives if isinstance(o, bo.Objective)), data, strict=True):
             objective.load_state_dict(position)
         torch.set_rng_state(random)
-        again.run(resumed, 5 - k)
+        again.run(resumed, 4 - k)
         assert same(end, values(again.parameters, (p.grad for p in again.x)))
         assert resumed.oracle_counts == optimizer.oracle_counts
 
@@ -113,11 +116,16 @@ def test_starts_of_the_lower_steps(row):
 # ---------------------------------------------------------------------------------------------------- failures
 
 
-@pytest.mark.parametrize("how", ["raise", "nan"])
 @pytest.mark.parametrize(
-    ("row", "form"),
-    [pytest.param(row, "whole", id=row.name) for row in ROWS if row.declared.tasks != "required"]
-    + [pytest.param(row, "tasks", id=f"{row.name}-tasks") for row in ROWS if row.takes_tasks and not row.variant],
+    ("row", "form", "how"),
+    [
+        pytest.param(row, form, how, id=f"{row.name}-{form}-{how}")
+        for row in ROWS
+        for form in ("whole", "tasks")
+        for how in ("raise", "nan")
+        if (row.declared.tasks != "required" if form == "whole" else row.takes_tasks and not row.variant)
+        and (how == "nan" or not row.variant)  # who evaluates a loss that raises is none of a variant's business
+    ],
 )
 def test_a_failing_loss_changes_nothing(row, form, how):
     problem = row.cleaning(form)
