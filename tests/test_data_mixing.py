@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import bilevel_optim as bo
+from recipes.common.ledger import Ledger
 from recipes.data_mixing import __main__ as program
 from recipes.data_mixing import cost, learning, texts, training
 from recipes.data_mixing.network import SIZES, Ranks, Transformer
@@ -178,13 +179,17 @@ def test_doremi_prefers_what_is_still_to_be_learned():
 
 def test_the_valley_and_the_regret():
     grid = {s: [(s - centre) ** 2 + centre for centre in (0.3, 0.4)] for s in (0.0, 0.2, 0.7, 1.0)}
-    found = training.valley(grid)
-    assert found.mean == pytest.approx(0.35)
+    assert training.valleys(grid) == pytest.approx([0.3, 0.4])
+    assert training.valleys({s: grid[s] for s in (0.2, 0.7)}) == [0.2, 0.2]
+    found = training.excess([1.0, 2.0], [0.5, 1.6])
+    assert found.mean == pytest.approx(0.45)
     assert (found.high - found.low) / 2 == pytest.approx(12.706 * 0.05)
-    assert training.regret([1.0, 2.0], [0.5, 1.5])[:3] == (0.5, 0.5, 0.5)
 
 
-RUN = "--scale small --steps 4 --warmup 1 --lower-steps 2 --train-steps 5 --seeds 2 --grid 0.2 0.5 0.8 --judged 12"
+RUN = (
+    "--scale small --steps 4 --warmup 1 --lower-steps 2 --lr 0.5 "
+    "--train-steps 5 --seeds 2 --grid 0.2 0.5 0.8 --judged 12"
+)
 
 
 def test_the_program(tmp_path, capsys):
@@ -203,16 +208,23 @@ def test_the_program(tmp_path, capsys):
     characters = {r["curve"][-1]["characters"] for r in mixtures.values()}
     assert characters == {5 * 12 * 6}
     pair = numbers["two sources"]
-    assert pair["learned"]["f2sa"]["distance"] == pair["learned"]["f2sa"]["weights"]["headers"] - pair["optimum"].mean
+    learnt = pair["learned"]["f2sa"]
+    shares = [w["headers"] for w in learnt["weights of seeds"]]
+    assert shares[0] != shares[1]  # each seed learns, and a model is trained on what it has found
+    assert learnt["distance"].mean == pytest.approx(sum(shares) / 2 - pair["optimum"].mean)
+    best = pair["grid"][f"{pair['best of grid']:g}"]["losses"]
+    assert learnt["regret"].mean == pytest.approx((sum(learnt["losses"]) - sum(best)) / 2)
+    assert numbers["minutes of the processor"] > 0
     # Nothing is run again that is in the records.
     again = program.main([*given, "--resume"])
     assert again["runs made"] == 0 < numbers["runs made"]
+    assert again["minutes of the processor"] == numbers["minutes of the processor"]
     assert again["mixtures"]["f2sa"]["losses"] == mixtures["f2sa"]["losses"]
 
 
 def test_what_is_counted():
     known = torch.zeros(10, dtype=torch.float64)
-    with cost.Ledger([known]) as ledger:
+    with Ledger([known]) as ledger:
         a = torch.zeros(100, dtype=torch.float64)
         b = a + 1
         del a

@@ -47,7 +47,9 @@ class Ranks:
         flat = torch.cat([t.reshape(-1).to(torch.promote_types(t.dtype, torch.float32)) for t in tensors])
         exchange(self.group, "sum", flat)
         parts = (flat / self.world).split([t.numel() for t in tensors])  # type: ignore[no-untyped-call]
-        means = iter(part.view_as(t).to(t.dtype) for part, t in zip(parts, tensors, strict=True))
+        # A number that is kept, as the loss is, must not keep all the rest with it.
+        own = (part.view_as(t) if t.dim() else part[0].clone() for part, t in zip(parts, tensors, strict=True))
+        means = iter(part.to(t.dtype) for part, t in zip(own, tensors, strict=True))
         return tuple(
             Vector(t if is_sharded(t) else next(means) for t in result) if isinstance(result, Vector) else next(means)
             for result in results

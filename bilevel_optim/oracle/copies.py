@@ -341,7 +341,9 @@ def _alone(oracle: Oracle, point: _Points) -> Copies:
         if watched:
             session.reaching("lower", g, y, x)
         _look(here, g, y, x, wrt)
-        total = b * g
+        total, variables, gradient = b * g, y if wrt == "lower" else x, None
+        if here.sharded:  # one graph over two evaluations would go back through what the second has dropped
+            gradient, total = _gradient(here, total, variables, wrt, of_lower=True), total.detach()
         if a:
             part = here.features.frozen(here, "upper", xi) if frozen else None
             f = here.evaluated("upper", xi, x, y, features=part)
@@ -352,7 +354,9 @@ def _alone(oracle: Oracle, point: _Points) -> Copies:
             f = here.value("upper", xi, graph=False)
         else:
             f = torch.full_like(g, torch.nan)
-        gradient = _gradient(here, total, y if wrt == "lower" else x, wrt)
+        if gradient is None or a:
+            rest = _gradient(here, total, variables, wrt)
+            gradient = rest if gradient is None else gradient + rest
     if wrt == "lower":
         gradient = stack([gradient])
     return Copies(f.detach().reshape(1), g.detach().reshape(1), gradient, total.detach())
@@ -370,9 +374,12 @@ def _look(oracle: Oracle, g: Tensor, y: Vector, x: Vector | None, wrt: str) -> N
         session.note_reached(torch.autograd.grad(g, list(x), retain_graph=True, allow_unused=True))
 
 
-def _gradient(oracle: Oracle, total: Tensor, variables: Vector, wrt: str) -> Vector:
+def _gradient(oracle: Oracle, total: Tensor, variables: Vector, wrt: str, *, of_lower: bool = False) -> Vector:
     if wrt == "lower":
-        return filled(oracle.differentiate(total, variables), variables)
+        gradients = oracle.differentiate(total, variables)
+        if of_lower:  # of g alone, so that it can be seen what it depends on
+            oracle.session.require_reached(gradients, oracle.lower_names)
+        return filled(gradients, variables)
     if not total.requires_grad:  # neither loss depends on x; whether that is a mistake is decided over the whole step
         return oracle.x.zeros_like()
     gradients = oracle.differentiate(total, variables)

@@ -138,7 +138,8 @@ class Session:
                 if gradient is None:
                     raise ValueError(
                         f"the {self.called('lower')} does not depend on lower parameter {name}; leave it out of the "
-                        "lower parameters, or check that the loss reads the live tensor and not a detached or old one"
+                        "lower parameters, or check that the loss reads the live tensor and not a detached or old one "
+                        "(checkpointing with use_reentrant=True loses those of a first block)"
                     )
             self.found.reaches_lower = True
 

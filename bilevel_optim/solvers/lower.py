@@ -95,7 +95,8 @@ class LowerRule:
         single = next((p for group in groups for p in group["params"]), None)
         self.lead = like[0].dim() - single.dim() if isinstance(single, Tensor) else 0  # dimensions that number copies
         # The optimizer works on tensors of its own, which hold values during its steps only.
-        self._empty = Vector(t.detach() if is_sharded(t) else t.new_zeros(()).expand(t.shape) for t in like)
+        # Those of shards keep their memory: the data of a DTensor cannot be exchanged.
+        self._empty = Vector(t.detach().clone() if is_sharded(t) else t.new_zeros(()).expand(t.shape) for t in like)
         self._scratch = Vector(t.detach().requires_grad_() for t in self._empty)
         remaining = iter(self._scratch)
         own = [{"params": [next(remaining) for _ in group["params"]], **_options(group)} for group in groups]
@@ -183,7 +184,10 @@ class LowerRule:
             values, kept = updated(self.optimizer, y, memory, slope)
             return Solved(Vector(values).detach(), kept, slope)
         for scratch, value, state in zip(self._scratch, y, memory, strict=True):
-            scratch.data = value.detach().clone()
+            if is_sharded(scratch):
+                scratch.detach().copy_(value)
+            else:
+                scratch.data = value.detach().clone()
             self.optimizer.state[scratch] = copy.deepcopy(state)
         last: list[Vector] = []
 
@@ -200,11 +204,13 @@ class LowerRule:
             else:  # hooks before the step see the gradient
                 closure()
                 self.optimizer.step()
-            new = self._scratch.detach()
+            new = Vector(t.detach().clone() if is_sharded(t) else t.detach() for t in self._scratch)
             states = [dict(self.optimizer.state[scratch]) for scratch in self._scratch]
         finally:
             for scratch, empty in zip(self._scratch, self._empty, strict=True):
-                scratch.grad, scratch.data = None, empty
+                scratch.grad = None
+                if not is_sharded(scratch):
+                    scratch.data = empty
             self.optimizer.state.clear()
         return Solved(new, states, last[0])
 

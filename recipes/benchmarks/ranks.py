@@ -4,11 +4,14 @@ r"""Seconds, memory and bytes exchanged of a step on 1, 2 and 4 gloo ranks of on
     python -m recipes.benchmarks.ranks --cases rows-split --ranks 1 2 4 --tasks 1000000
 
 x has a weight for each training example (``--examples``), y is a network (``--width``); ranks have equal parts of the
-data. ``rows`` has a lower problem of two variables for each of ``--tasks`` tasks. Every row of the table is made by
-processes of its own. *MiB at peak* is what the largest process takes beyond what it took before the optimizer was made,
-*of state* what it remembers in the end. *Bytes* are those that a rank gives to all collective operations of a step;
-beside them is what the method's formula needs (4 bytes for each number of a mean or sum), without losses and flags. The
-bytes of FSDP2's own gathers are not counted.
+data; with ``-fsdp2`` the network is sharded, layer by layer. ``rows`` has a lower problem of two variables for each of
+``--tasks`` tasks. Every row of the table is made by processes of its own, and shows the largest figures of the ranks.
+
+*MiB of state* is what the optimizer remembers, *tensors between steps* are those that are alive with parameters and
+data, *at peak* the most of them within a step; *the process* is what it takes at its peak beyond what it took before
+the optimizer was made, its first step included. *Reduced* are the bytes that a rank gives to sums over the ranks in a
+step (and *gathered* those of the whole that it gets from its parts); beside them is what the method's formula needs: 4
+bytes for each number, without losses, flags and numbers of tasks.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,25 +30,52 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.multiprocessing.spawn import start_processes
 
 import bilevel_optim as bo
 
 from ..common import Parser, alone, environment, peak, save, show, timed
+from ..common.ledger import Ledger
 
 T, K, Q, BATCH = 5, 5, 8, 16  # lower steps, products of the linear solver, directions, tasks in a step
-NETWORK: dict[str, tuple[type[bo.BilevelOptimizer], dict[str, Any], Callable[[int, int], int]]] = {
-    "aid": (bo.AID, {"lower_steps": T, "linear_steps": K}, lambda d, p: (T + K + 2) * p + 2 * d),
-    "f2sa": (bo.F2SA, {"lower_steps": T, "nu": 1e-2}, lambda d, p: 2 * T * p + 2 * d),
-    "soba": (bo.SOBA, {}, lambda d, p: 3 * p + 2 * d),
-    "pzobo-data": (bo.PZOBO, {"lower_steps": T, "directions": Q}, lambda d, p: (Q + 1) * T * p + p + d),
-    "pzobo-directions": (
-        bo.PZOBO,
-        {"lower_steps": T, "directions": Q, "over_ranks": "directions"},
-        lambda d, p: d + 3 * Q,
+Numbers = Callable[[int, int], int]  # of upper parameters d and lower ones p
+
+
+class Case(NamedTuple):
+    """A method with what a step of it exchanges.
+
+    Attributes:
+        cls, options: the method.
+        reduced: numbers that are summed over the ranks.
+        sharded: the same under FSDP2, where every gradient of the network is reduced, that of a loss by itself.
+        gathered: numbers of the whole that each rank gets from the shards: parameters in each forward and each backward
+            pass, vectors that are multiplied with second derivatives.
+    """
+
+    cls: type[bo.BilevelOptimizer]
+    options: dict[str, Any]
+    reduced: Numbers
+    sharded: Numbers | None = None
+    gathered: Numbers | None = None
+
+
+NETWORK = {
+    "aid": Case(
+        bo.AID, {"lower_steps": T, "linear_solver": "fixed_point", "linear_steps": K},
+        lambda d, p: (T + K + 2) * p + 2 * d,
+        lambda d, p: (T + K + 2) * p + 2 * d, lambda d, p: (2 * (T + 2) + K + 1) * p,
     ),
-}
+    "f2sa": Case(
+        bo.F2SA, {"lower_steps": T, "nu": 1e-2}, lambda d, p: 2 * T * p + d,
+        lambda d, p: 4 * (T + 1) * p + d, lambda d, p: 8 * (T + 1) * p,
+    ),
+    "soba": Case(bo.SOBA, {}, lambda d, p: 3 * p + 2 * d),
+    "pzobo-data": Case(bo.PZOBO, {"lower_steps": T, "directions": Q}, lambda d, p: (Q + 1) * T * p + p + d),
+    "pzobo-directions": Case(
+        bo.PZOBO, {"lower_steps": T, "directions": Q, "over_ranks": "directions"}, lambda d, p: d + 3 * Q
+    ),
+}  # fmt: skip
 FULLY = ("aid-fsdp2", "f2sa-fsdp2")
 ROWS = ("rows-all", "rows-split")
 CASES = (*NETWORK, *FULLY, *ROWS)
@@ -69,8 +99,18 @@ class Contexts:
     upper = lower
 
 
-def rows(case: str, world: int, tasks: int) -> tuple[bo.BilevelOptimizer, Callable[[], Any], int]:
-    """The optimizer, its step, and how many numbers a step has to exchange."""
+class Made(NamedTuple):
+    """What is measured, and how many numbers a step of it has to exchange."""
+
+    optimizer: bo.BilevelOptimizer
+    step: Callable[[], Any]
+    tensors: list[Tensor]
+    reduced: int
+    gathered: int = 0
+
+
+def rows(case: str, world: int, tasks: int) -> Made:
+    """A method with a row for each task."""
     x, y = torch.ones(4, requires_grad=True), torch.zeros(tasks, 2)
     if world > 1 and case == "rows-split":
         y = distribute_tensor(y, init_device_mesh("cpu", (world,)), [Shard(0)])
@@ -86,19 +126,19 @@ def rows(case: str, world: int, tasks: int) -> tuple[bo.BilevelOptimizer, Callab
         )
 
     d, p = 4, 2
-    return optimizer, step, 2 * d if case == "rows-split" else 2 * BATCH * (d + 2 * p + d * p + p * p)
+    return Made(optimizer, step, [x, y], 2 * d if case == "rows-split" else 2 * BATCH * (d + 2 * p + d * p + p * p))
 
 
-def network(case: str, rank: int, world: int, examples: int, width: int) -> tuple[Any, Callable[[], Any], int]:
+def network(case: str, rank: int, world: int, examples: int, width: int) -> Made:
     """The same for a network; the directions of a zeroth-order method need the same data on all ranks."""
     name = case.removesuffix("-fsdp2")
-    cls, options, needed = NETWORK[name]
+    chosen = NETWORK[name]
     torch.manual_seed(0)
-    whole = "over_ranks" in options
+    whole = "over_ranks" in chosen.options
     part = slice(None) if whole else slice(rank * examples // world, (rank + 1) * examples // world)
-    inputs, labels = torch.randn(examples, 64)[part], torch.randint(0, 10, (examples,))[part]
+    inputs, labels = torch.randn(examples, 64)[part].clone(), torch.randint(0, 16, (examples,))[part].clone()
     weights = torch.zeros(examples, requires_grad=True)
-    net = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 10))
+    net = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 16))
     size = sum(p.numel() for p in net.parameters())
     if world > 1 and case in FULLY:
         for layer in (*net[::2], net):
@@ -106,7 +146,7 @@ def network(case: str, rank: int, world: int, examples: int, width: int) -> tupl
             layer.set_reshard_after_backward(name == "f2sa")
     group = dist.group.WORLD if world > 1 else None
     lower = [*net.parameters()]
-    optimizer = cls([weights], lower, lr=1e-2, lower_lr=1e-2, process_group=group, **options)
+    optimizer = chosen.cls([weights], lower, lr=1e-2, lower_lr=1e-2, process_group=group, **chosen.options)
 
     def loss() -> Tensor:
         return F.cross_entropy(net(inputs), labels)
@@ -114,44 +154,47 @@ def network(case: str, rank: int, world: int, examples: int, width: int) -> tupl
     def weighted() -> Tensor:
         return (weights[part].sigmoid() * F.cross_entropy(net(inputs), labels, reduction="none")).mean()
 
-    return optimizer, lambda: optimizer.step(loss, weighted), needed(examples, size)
+    sharded = chosen.sharded if case in FULLY else None
+    return Made(
+        optimizer, lambda: optimizer.step(loss, weighted), [weights, inputs, labels, *lower],
+        (sharded or chosen.reduced)(examples, size),
+        chosen.gathered(examples, size) if sharded and chosen.gathered else 0,
+    )  # fmt: skip
+
+
+def measured(case: str, rank: int, world: int, args: argparse.Namespace) -> dict[str, float]:
+    """Figures of one rank of the group."""
+    torch.ones(8, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
+    before = peak()
+    made = rows(case, world, args.tasks) if case in ROWS else network(case, rank, world, args.examples, args.width)
+    made.step()  # the first one checks, and makes what later ones remember
+    seconds = median(timed(made.step, "cpu")[1] for _ in range(args.repeats))
+    process = peak() - before
+    state = [t for entries in made.optimizer.state.values() for t in entries.values() if isinstance(t, Tensor)]
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in state]
+    with Ledger([*made.tensors, *state]) as ledger:
+        made.step()
+        between = ledger.bytes()
+    sent = ledger.sent
+    return {
+        "seconds": seconds,
+        "state": sum(t.numel() * t.element_size() for t in local) / 2**20,
+        "between": between / 2**20,
+        "tensors": ledger.peak / 2**20,
+        "process": process,
+        "reduced": float(sum(sent.get(kind, 0) for kind in ("allreduce", "broadcast", "reducescatter"))),
+        "reduced, needed": 4.0 * made.reduced * (world > 1),
+        "gathered": float(sent.get("allgather", 0)),
+        "gathered, needed": 4.0 * made.gathered * (world > 1),
+    }
 
 
 def measure(rank: int, case: str, world: int, args: argparse.Namespace, folder: str) -> dict[str, float]:
-    """Figures of one rank, which are written into the folder."""
+    """Figures of one rank, a process of its own, which are written into the folder."""
     torch.set_num_threads(1)
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
-    sent = [0]
-
-    def counted(operation: Callable[..., Any]) -> Callable[..., Any]:
-        def call(tensor: Tensor, *arguments: Any, **named: Any) -> Any:
-            sent[0] += tensor.numel() * tensor.element_size()
-            return operation(tensor, *arguments, **named)
-
-        return call
-
-    operations: Any = dist.all_reduce, dist.broadcast
-    dist.all_reduce, dist.broadcast = (counted(operation) for operation in operations)
-    try:
-        torch.ones(8, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
-        before = peak()
-        made = rows(case, world, args.tasks) if case in ROWS else network(case, rank, world, args.examples, args.width)
-        optimizer, step, needed = made
-        step()  # the first one checks, and makes what later ones remember
-        sent[0] = 0
-        seconds = median(timed(step, "cpu")[1] for _ in range(args.repeats))
-    finally:
-        dist.all_reduce, dist.broadcast = operations
-    state = [t for entries in optimizer.state.values() for t in entries.values() if isinstance(t, Tensor)]
-    local = [t.to_local() if hasattr(t, "to_local") else t for t in state]
-    found = {
-        "seconds": seconds,
-        "peak": peak() - before,
-        "state": sum(t.numel() * t.element_size() for t in local) / 2**20,
-        "bytes": sent[0] / args.repeats if world > 1 else 0.0,
-        "needed": 4.0 * needed if world > 1 else 0.0,
-    }
+    found = measured(case, rank, world, args)
     if world > 1:
         Path(folder, f"{rank}.json").write_text(json.dumps(found))
         dist.barrier()
@@ -174,8 +217,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any] | None:
     parser = Parser(__doc__)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES, help="default: all")
     parser.option("ranks", [1, 2, 4], "numbers of processes")
-    parser.option("examples", 2048, "training examples, upper parameters")
-    parser.option("width", 512, "width of the network")
+    parser.option("examples", 512, "training examples, upper parameters")
+    parser.option("width", 1024, "width of the network")
     parser.option("tasks", 100_000, "tasks of the cases with rows")
     parser.option("repeats", 3, "timed steps")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)  # in a process of its own
@@ -192,8 +235,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any] | None:
                 {"error": figures} if isinstance(figures, str) else figures
             )
     print(", ".join(f"{k} {v}" for k, v in environment().items()))
-    keys = ("ranks", "seconds", "peak", "state", "bytes", "needed", "error")
-    header = ["case", "ranks", "s (median)", "MiB at peak", "MiB of state", "bytes", "bytes needed", ""]
+    keys = ("ranks", "seconds", "state", "between", "tensors", "process", "reduced", "reduced, needed", "gathered",
+            "gathered, needed", "error")  # fmt: skip
+    header = ["case", "ranks", "s (median)", "MiB of state", "tensors between steps", "at peak", "the process",
+              "bytes reduced", "needed", "gathered", "needed", ""]  # fmt: skip
     show("A step on several ranks", header, [[row["case"], *map(row.get, keys)] for row in found.values()])
     return save(args, args.out / "ranks", {"results": found})
 

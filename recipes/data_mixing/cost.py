@@ -10,69 +10,18 @@ Batches are as small as can be, so that little of it are activations, which are 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 import bilevel_optim as bo
 
 from ..common import Parser, progress, save, show
+from ..common.ledger import KINDS, Ledger
 from .learning import LINEAR, METHODS, problem
 from .network import SIZES, Ranks, network, ranks_of
 
-__all__ = ["STATE", "Ledger", "gradients", "main", "measured"]
-
-
-KINDS = {"allreduce": "all-reduced", "reducescatter": "reduce-scattered", "allgather": "all-gathered"}
-
-
-def _size(tree: Any) -> int:
-    """Bytes of the tensors in it."""
-    return sum(t.numel() * t.element_size() for t in tree_leaves(tree) if isinstance(t, Tensor))
-
-
-class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts bytes while it is active.
-
-    Attributes:
-        peak: most bytes of tensors that were alive at once, of those made since.
-        sent: bytes that each collective was given, by its name.
-    """
-
-    def __init__(self, known: Sequence[Tensor] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.alive: Any = WeakIdKeyDictionary()
-        self.peak, self.sent = 0, dict[str, int]()
-        for tensor in known:
-            self._note(tensor)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # comes again as the operations on its shards
-        found = func(*args, **(kwargs or {}))
-        name = func.__name__.replace("_", "")
-        kind = next((k for k in KINDS if "c10d" in func.namespace and k in name), None)
-        if kind is not None:  # of shards and the whole, the whole
-            self.sent[kind] = self.sent.get(kind, 0) + max(map(_size, (args[0], args[1:], found)))
-        for tensor in tree_leaves(found):
-            if isinstance(tensor, Tensor):
-                self._note(tensor)
-        self.peak = max(self.peak, self.bytes())
-        return found
-
-    def _note(self, tensor: Tensor) -> None:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        self.alive[local.untyped_storage()] = True
-
-    def bytes(self) -> int:
-        """Of the tensors that are alive now."""
-        return sum(storage.nbytes() for storage in self.alive)
+__all__ = ["STATE", "gradients", "main", "measured"]
 
 
 def measured(name: str, args: Any, ranks: Ranks) -> dict[str, Any]:

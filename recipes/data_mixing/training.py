@@ -12,7 +12,7 @@ from ..common import Interval, interval
 from .network import Ranks, mean_over, network, shared
 from .texts import windows
 
-__all__ = ["mean_curve", "mixed", "regret", "trained", "valley"]
+__all__ = ["excess", "mean_curve", "mixed", "trained", "valleys"]
 
 
 def mixed(texts: Sequence[Tensor], weights: Sequence[float], count: int, length: int, g: torch.Generator) -> Tensor:
@@ -53,15 +53,19 @@ def mean_curve(curves: Sequence[Sequence[Mapping[str, float]]]) -> list[dict[str
     ]
 
 
-def valley(grid: Mapping[float, Sequence[float]]) -> Interval:
-    """The share with the least loss by a parabola through those of a grid: its mean over seeds, with an interval."""
+def valleys(grid: Mapping[float, Sequence[float]]) -> list[float]:
+    """Of each seed, the share with the least loss by a parabola through those of a grid; of two or one, the better."""
+    if len(grid) < 3:
+        seeds = range(len(next(iter(grid.values()))))
+        return [min(grid, key=lambda share: grid[share][k]) for k in seeds]
     shares = torch.tensor([*grid], dtype=torch.float64)
     found = torch.tensor([*grid.values()], dtype=torch.float64)  # (shares, seeds)
     powers = torch.stack([torch.ones_like(shares), shares, shares**2], 1)
     _, slope, curvature = torch.linalg.lstsq(powers, found).solution
-    return interval((-slope / (2 * curvature)).tolist())
+    vertices: list[float] = (-slope / (2 * curvature)).tolist()
+    return vertices
 
 
-def regret(losses: Sequence[float], best: Sequence[float]) -> Interval:
-    """The excess over the losses of the best, seed by seed."""
-    return interval([a - b for a, b in zip(losses, best, strict=True)])
+def excess(found: Sequence[float], best: Sequence[float]) -> Interval:
+    """How much is found beyond the best, seed by seed."""
+    return interval([a - b for a, b in zip(found, best, strict=True)])

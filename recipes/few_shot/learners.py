@@ -323,7 +323,7 @@ HEAD: dict[str, Any] = {
 STEPS: dict[str, Any] = {"lower_lr": 0.01, "lower_steps": 30}
 PATHS: dict[str, Any] = {**STEPS, "directions": 1, "smoothing": 0.1, "warm_start": True}
 # One joint step from a head that is zero tells the body nothing: f has no gradient in it.
-JOINT: dict[str, Any] = {"joint_steps": 10, "joint_lr": 0.03, "eta": 1.0}
+JOINT: dict[str, Any] = {"joint_steps": 10, "joint_lr": 0.05, "eta": 5.0}
 ADAPT: dict[str, Any] = {"lower_lr": 0.4, "lower_steps": 1}
 SLOW: dict[str, Any] = {"lower_lr": 0.1}
 NEAR: dict[str, Any] = {**SLOW, "proximal": 2.0, "linear_steps": 3}

@@ -156,7 +156,7 @@ def test_bome_is_the_barrier_of_each_task():
 
         for _ in range(2):  # the head alone, from zero
             f, q = flat(upper(head), head), flat(lower(head), head)
-            moved = 0.03 * (f + max(q @ q - f @ q, 0) / (q @ q) * q)
+            moved = 0.05 * (f + max(5 * (q @ q) - f @ q, 0) / (q @ q) * q)
             parts = moved.split([h.numel() for h in head])
             head = [(h - m.view_as(h)).detach().requires_grad_() for h, m in zip(head, parts, strict=True)]
         ends, speed = head, [torch.zeros_like(v) for v in head]
@@ -166,7 +166,7 @@ def test_bome_is_the_barrier_of_each_task():
             ends = [(e - 0.01 * m).detach().requires_grad_() for e, m in zip(ends, speed, strict=True)]
         f, value = flat(upper(head), [*body, *head]), flat(lower(head), [*body, *head])
         q = value - torch.cat([flat(lower(ends), body), value.new_zeros(sum(h.numel() for h in head))])
-        multiplier = max(q @ q - f @ q, 0) / (q @ q)
+        multiplier = max(5 * (q @ q) - f @ q, 0) / (q @ q)
         expected = expected + (f + multiplier * q)[: sum(b.numel() for b in body)] / TASKS
     close(gradient(made), expected, 1e-12, 1e-8)
 

@@ -24,25 +24,32 @@ from .processes import together
 from .test_equal import split
 
 OPTIONS = {"lr": 0.5, "lower_lr": 0.1, "lower_steps": 2}
+SINGLE = {"lr": 0.5, "lower_lr": 0.1}
 ADAM = {**OPTIONS, "lr": 0.05, "lower_optimizer": torch.optim.Adam}
 KINDS = {
     "DDP, AID": (DistributedDataParallel, bo.AID, OPTIONS),
     "DDP, F2SA": (DistributedDataParallel, bo.F2SA, ADAM),
     "DDP, PRAHGD": (DistributedDataParallel, bo.PRAHGD, {**OPTIONS, "perturbation": 0.1}),  # draws random numbers
+    "DDP, RAHGD": (DistributedDataParallel, bo.RAHGD, OPTIONS),
+    "DDP, SOBA": (DistributedDataParallel, bo.SOBA, SINGLE),
+    "DDP, RSVRB": (DistributedDataParallel, bo.RSVRB, SINGLE),
+    "DDP, MAML": (DistributedDataParallel, bo.MAML, OPTIONS),
     "FSDP2, F2SA": (fully_shard, bo.F2SA, ADAM),
     "FSDP2, AID": (fully_shard, bo.AID, {**OPTIONS, "damping": 1.0}),
-    "FSDP2, SOBA": (fully_shard, bo.SOBA, {"lr": 0.5, "lower_lr": 0.1}),
+    "FSDP2, SOBA": (fully_shard, bo.SOBA, SINGLE),
+    "FSDP2, RAHGD": (fully_shard, bo.RAHGD, {**OPTIONS, "damping": 1.0}),
     "rows, RSVRB": (None, bo.RSVRB, {"task_batch": 3}),
     "rows, free": (None, bo.RSVRB, {"task_batch": 3, "variant": "matrix_free"}),
 }
+CELLS = [tuple(kind.split(", ")) for kind in KINDS]
 
 
 class Both(nn.Module):
     """The parameters of both levels, by their names."""
 
-    def __init__(self, x, lower):
+    def __init__(self, x, lower, start=()):
         super().__init__()
-        self.x, self.lower = nn.Parameter(x), lower
+        self.x, self.lower, self.start = nn.Parameter(x), lower, nn.ParameterList(start)
 
 
 def begun(kind, rank, world):
@@ -60,13 +67,16 @@ def begun(kind, rank, world):
     model = Both(torch.zeros(24), nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)))
     part = torch.arange(24).chunk(world)[rank]
     net, x = model.lower, model.x
+    if cls is bo.MAML:
+        model.start.extend(nn.Parameter(p.detach().clone()) for p in net.parameters())
+    upper = [x, *model.start]
     if wrapper is fully_shard:
         fully_shard(net[0])
         fully_shard(net)
         net.set_reshard_after_backward(cls is bo.F2SA)
     else:
         model = wrapper(model)
-    optimizer = cls([x], net.parameters(), **options)
+    optimizer = cls(upper, net.parameters(), **options)
 
     def lower():
         return (x.sigmoid()[part] * F.cross_entropy(net(X[part]), t[part], reduction="none")).mean()

@@ -27,13 +27,20 @@ SHARDED = {
     "F2SA-2": (bo.F2SA, {"order": 2}),
     "F2SA-1, Adam": (bo.F2SA, {"order": 1, "lower_optimizer": torch.optim.Adam, "normalize": False}),
     "AID, differences": (bo.AID, {"hvp": "finite-difference", "linear_solver": "fixed_point"}),
+    "F2SA, Adam, from the start": (bo.F2SA, {"lower_optimizer": torch.optim.Adam, "warm_start": False}),
     "FirstOrder": (bo.FirstOrder, {}),
     # Second derivatives: the module keeps its full parameters after a backward pass.
     "AID": (bo.AID, {"damping": 1.0}, True),
+    "AID, Adam, from the start": (
+        bo.AID,
+        {"damping": 1.0, "lower_optimizer": torch.optim.Adam, "warm_start": False},
+        True,
+    ),
     "ITD": (bo.ITD, {"lower_optimizer": partial(torch.optim.SGD, momentum=0.5)}, True),
     "StocBiO": (bo.StocBiO, {}, True),
     "SOBA": (bo.SOBA, {}, True),
 }
+FEW = ("F2SA-2", "AID, differences", "AID", "AID, Adam, from the start", "ITD")
 
 
 def ended(row, problem, steps, seed=2, **options):
@@ -94,7 +101,7 @@ def cases(dtype, every):
 
 
 def sharded_cases(every):
-    return {name: row for name, row in SHARDED.items() if every or name in ("F2SA-2", "AID, differences", "AID", "ITD")}
+    return {name: row for name, row in SHARDED.items() if every or name in FEW}
 
 
 def sharded(cls, options, kept=False, rank=None, world=1, recomputed=False, **policy):
@@ -104,7 +111,7 @@ def sharded(cls, options, kept=False, rank=None, world=1, recomputed=False, **po
     net, x = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), torch.zeros(20, requires_grad=True)
     part = slice(None)
     if recomputed:
-        net[0].forward = partial(checkpoint, net[0].forward, use_reentrant=False)
+        net[0].forward = partial(checkpoint, net[0].forward, use_reentrant=recomputed == "reentrant")
     if rank is not None:
         part = torch.arange(20).chunk(world)[rank]
         fully_shard(net[0], **policy)
@@ -141,6 +148,9 @@ def refusals(rank, world):
     """What cannot be, on all ranks alike."""
     with pytest.raises(RuntimeError, match="set_reshard_after_backward"):
         sharded(bo.AID, {}, rank=rank, world=world)
+    for method in (bo.F2SA, bo.FirstOrder):  # torch loses the gradients of the first block
+        with pytest.raises(ValueError, match="use_reentrant=True"), pytest.warns(UserWarning, match="requires_grad"):
+            sharded(method, {}, rank=rank, world=world, recomputed="reentrant")
     with pytest.raises(ValueError, match="sharded lower parameters"):
         sharded(bo.PZOBO, {"over_ranks": "directions"}, rank=rank, world=world)
     problem = Tasks(m=world + 1)

@@ -15,6 +15,7 @@ with warnings.catch_warnings():
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SHAPES = {
+    "closure=": lambda prepared, problem: prepared.step(closure=lambda: problem.apply(prepared.optimizer.backward)),
     "closure": lambda prepared, problem: prepared.step(lambda: problem.apply(prepared.optimizer.backward)),
     "backward, step": lambda prepared, problem: (problem.apply(prepared.optimizer.backward), prepared.step()),
     "losses, unwrapped": lambda prepared, problem: problem.run(prepared.optimizer),
@@ -31,3 +32,10 @@ def test_prepared_optimizers(row, shape):
         SHAPES[shape](prepared, problem)
         prepared.zero_grad()
     assert same(values(problem.x, problem.y), plain(row)[STEPS:])
+
+
+@each(TOOLED)
+def test_the_wrapper_takes_no_losses(row):
+    problem, optimizer = made(row)
+    with pytest.raises(TypeError, match="positional arguments"):
+        accelerate.Accelerator(cpu=True).prepare(optimizer).step(problem.upper, problem.lower)

@@ -25,10 +25,8 @@ SHAPES = {  # a way to step, and whether Lightning counts it in global_step
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@each(TOOLED)
-def test_manual_optimisation(row, shape):
-    take, counted = SHAPES[shape]
+def trained(row, take):
+    """A trainer after some steps made by ``take(wrapped optimizer, problem)``, and what it has come to."""
     problem, optimizer = made(row)
 
     class Module(lightning.LightningModule):
@@ -53,6 +51,20 @@ def test_manual_optimisation(row, shape):
     for group, ps in zip(optimizer.param_groups, (problem.x, problem.y), strict=True):
         group["params"] = list(ps)
     trainer.fit(module, DataLoader(torch.zeros(STEPS, 1), num_workers=0))
+    return trainer, problem, optimizer
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@each(TOOLED)
+def test_manual_optimisation(row, shape):
+    take, counted = SHAPES[shape]
+    trainer, problem, optimizer = trained(row, take)
     assert same(values(problem.x, problem.y), plain(row)[STEPS:])
     assert trainer.global_step == (STEPS if counted else 0)
     assert optimizer.state_dict()["state"][0]["step"] == STEPS
+
+
+@each(TOOLED)
+def test_the_wrapper_takes_no_losses(row):
+    with pytest.raises(TypeError, match="positional arguments"):
+        trained(row, lambda opt, problem: opt.step(problem.upper, problem.lower))

@@ -66,6 +66,11 @@ def test_a_compiled_step_is_a_step(row):
     ended = [train() for _ in range(STEPS)]
     assert same([*ended, *values(problem.x, problem.y)], plain(row))
 
+    problem, optimizer = made(row)
+    step = torch.compile(optimizer.step)
+    ended = [step(closure=lambda: problem.apply(optimizer.backward)) for _ in range(STEPS)]
+    assert same([*ended, *values(problem.x, problem.y)], plain(row))
+
 
 @each(TOOLED)
 def test_scaled_losses(row):
@@ -89,6 +94,8 @@ def test_scaled_losses(row):
     problem.x[0].grad.fill_(float("inf"))
     scaler.step(optimizer)
     assert same(before, values(problem.x))
+    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
+        scaler.step(optimizer, closure=lambda: problem.apply(optimizer.backward))
 
 
 SCHEDULERS = {
@@ -120,25 +127,59 @@ def test_no_scheduler_of_torch_is_left_out():
     assert offered <= SCHEDULERS.keys()
 
 
+CALLS = (
+    lambda problem, optimizer: problem.run(optimizer),
+    lambda problem, optimizer: optimizer.step(closure=lambda: problem.apply(optimizer.backward)),
+    lambda problem, optimizer: (problem.apply(optimizer.backward), optimizer.step())[0],
+)
+
+
 @pytest.mark.parametrize("name", SCHEDULERS)
-@each(("SOBA",))
+@each(TOOLED)
 def test_schedulers(row, name):
-    """Each sets the rates that it sets for torch's SGD, and the step uses them."""
-    problem, optimizer = made(row)
+    """Each sets the rates that it sets for torch's SGD, and a step uses them as if they had been set by hand."""
+    (problem, optimizer), (again, by_hand) = made(row), made(row)
     twin = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": 0.1}, {"params": [torch.zeros(1)], "lr": 0.1}])
     schedulers = [SCHEDULERS[name](o) for o in (optimizer, twin)]
-    start = values(problem.x)
-    for _ in range(4):
-        rates, before = [group["lr"] for group in optimizer.param_groups], values(problem.x)
-        assert rates == pytest.approx([group["lr"] for group in twin.param_groups])
-        loss = problem.run(optimizer)
+    seen = []
+    for call in (*CALLS, CALLS[0]):
+        seen.append([group["lr"] for group in twin.param_groups])
+        for group, rate in zip(by_hand.param_groups, seen[-1], strict=True):
+            group["lr"] = rate
+        losses = [call(problem, optimizer), again.run(by_hand)]
+        assert same([*losses[:1], *values(problem.x, problem.y)], [*losses[1:], *values(again.x, again.y)])
         twin.step()
-        moved = [(a - p.detach()) for a, p in zip(before, problem.x, strict=True)]
-        for shift, p in zip(moved, problem.x, strict=True):
-            torch.testing.assert_close(shift, rates[0] * p.grad)
         for scheduler in schedulers:
-            scheduler.step(*([float(loss)] if name == "ReduceLROnPlateau" else []))
-    assert not same(start, values(problem.x))
+            scheduler.step(*([float(losses[0])] if name == "ReduceLROnPlateau" else []))
+        assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in twin.param_groups]
+    assert len({*map(tuple, seen)}) > 1 or name in ("ReduceLROnPlateau", "ConstantLR")
+
+
+MOMENTUM = {
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, 10),
+}
+
+
+@pytest.mark.parametrize("name", MOMENTUM)
+@each(TOOLED)
+def test_schedulers_of_momentum_need_some(row, name):
+    with pytest.raises(ValueError, match="momentum"):
+        MOMENTUM[name](made(row)[1])
+
+
+@each(TOOLED)
+def test_averaged_weights(row):
+    """``swa_utils`` averages what the steps leave, of both levels."""
+    problem, optimizer = made(row)
+    model = torch.nn.ParameterList([*problem.x, *problem.y])
+    averaged, seen = swa_utils.AveragedModel(model), []
+    for call in CALLS:
+        call(problem, optimizer)
+        averaged.update_parameters(model)
+        seen.append(values(problem.x, problem.y))
+    for average, *each_step in zip(averaged.module.parameters(), *seen, strict=True):
+        torch.testing.assert_close(average.detach(), torch.stack(each_step).mean(0))
 
 
 def test_averaged_weights_and_batch_norm():

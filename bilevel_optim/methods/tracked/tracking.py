@@ -340,7 +340,7 @@ class RecursiveOptimizer(BilevelOptimizer):
     def _table(self, given: Given, y: Vector) -> Table:
         """The rows of all problems; y has one for each."""
         group = torch.tensor([i for i, group in enumerate(given.lower_groups) for _ in group["params"]], device="cpu")
-        groups = group.repeat_interleave(torch.tensor([t[0].numel() for t in y], device="cpu"))
+        groups = group.repeat_interleave(torch.tensor([t.shape[1:].numel() for t in y], device="cpu"))
         tables = {name: Split.local(t) for name, t in given.tables.items() if name not in CHANCES}
         least = self.floor if self.rule.floored else None
         split, own = Split(y, given.ranks), Vector(map(Split.local, y))

@@ -1,0 +1,67 @@
+"""Bytes of tensors that are alive, and of those that processes exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+__all__ = ["KINDS", "Ledger"]
+
+KINDS = {
+    "allreduce": "all-reduced",
+    "broadcast": "broadcast",
+    "reducescatter": "reduce-scattered",
+    "allgather": "all-gathered",
+}
+
+
+def _size(tree: Any) -> int:
+    """Bytes of the tensors in it."""
+    return sum(t.numel() * t.element_size() for t in tree_leaves(tree) if isinstance(t, Tensor))
+
+
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts bytes while it is active.
+
+    Args:
+        known: tensors that are there already.
+
+    Attributes:
+        peak: most bytes of tensors that were alive at once, of those made since.
+        sent: bytes that each kind of collective was given, of shards and the whole those of the whole.
+    """
+
+    def __init__(self, known: Sequence[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.alive: Any = WeakIdKeyDictionary()
+        self.peak, self.sent = 0, dict[str, int]()
+        for tensor in known:
+            self._note(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # comes again as the operations on its shards
+        found = func(*args, **(kwargs or {}))
+        name = func.__name__.replace("_", "")
+        kind = next((k for k in KINDS if "c10d" in func.namespace and k in name), None)
+        if kind is not None:
+            self.sent[kind] = self.sent.get(kind, 0) + max(map(_size, (args[0], args[1:], found)))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor):
+                self._note(tensor)
+        self.peak = max(self.peak, self.bytes())
+        return found
+
+    def _note(self, tensor: Tensor) -> None:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        self.alive[local.untyped_storage()] = True
+
+    def bytes(self) -> int:
+        """Of the tensors that are alive now."""
+        return sum(storage.nbytes() for storage in self.alive)
