@@ -109,6 +109,8 @@ ARMS = {
     "VRBO": Arm(partial(bo.VRBO, linear_steps=10, lower_steps=3), HVP),
     "F2SA-2, raw": f2sa(2, False),
     "F2SA-3": f2sa(3, True),
+    "F2SA-4": f2sa(4, True),
+    "F2SA-5": f2sa(5, True),
     "F2SA-1, growing penalty": Arm(growing, f2sa(1, False).grid, "1/nu grows like the seventh root of the steps"),
     "without": Arm(partial(bo.FirstOrder, lr=1.0, **STEPS), {"rate": axis(1.0)}, "x stays at its start"),
 }
