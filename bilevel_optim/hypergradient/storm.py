@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..problem.tracing import traced
 
 __all__ = ["Projected", "ball", "ceiling", "corrected", "floor", "msvr", "storm"]
 
@@ -64,32 +67,34 @@ def floor(matrices: Tensor, least: Tensor | float) -> Projected:
     eye = torch.eye(work.shape[-1], dtype=work.dtype, device=work.device)
     below = torch.linalg.cholesky_ex(work - _rows(bound * (1 - 1e-6), work) * eye).info != 0
     below &= work.isfinite().all(-1).all(-1)  # others are reported by whoever evaluated them
-    if below.any():
-        values, vectors = torch.linalg.eigh(work[below])
-        values = torch.maximum(values, bound[below].unsqueeze(-1))
-        matrices = matrices.clone()
-        matrices[below] = ((vectors * values.unsqueeze(-2)) @ vectors.mT).to(matrices.dtype)
-    return Projected(matrices, below.sum())
+
+    def raised(some: Tensor, bound: Tensor) -> Tensor:
+        values, vectors = torch.linalg.eigh(some)
+        values = torch.maximum(values, bound.unsqueeze(-1))
+        result: Tensor = (vectors * values.unsqueeze(-2)) @ vectors.mT
+        return result.to(matrices.dtype)
+
+    return Projected(_replaced(matrices, below, raised, work, bound), below.sum())
 
 
 def ceiling(matrices: Tensor, most: float) -> Projected:
     """The nearest matrices with spectral norm at most ``most``; shape (n, d, p)."""
     outside = torch.linalg.matrix_norm(matrices) > most  # Frobenius: an upper bound of the spectral norm
     outside &= matrices.isfinite().all(-1).all(-1)  # others are reported by whoever evaluated them
-    if outside.any():
+
+    def lowered(some: Tensor) -> Tensor:
         # Singular values from the smaller Gram matrix.
-        some = matrices[outside]
         tall = some if some.shape[-2] >= some.shape[-1] else some.mT
         size = tall.abs().amax((-2, -1), keepdim=True)  # whose square may be out of range
         squares, vectors = torch.linalg.eigh((tall / size).mT @ (tall / size))
         roots = squares.clamp_min(torch.finfo(squares.dtype).tiny).sqrt() * size.squeeze(-1)
         factors = (most / roots).clamp_max(1.0)
         tall = (tall @ vectors * factors.unsqueeze(-2)) @ vectors.mT
-        matrices = matrices.clone()
-        matrices[outside] = tall if some.shape[-2] >= some.shape[-1] else tall.mT
-        outside = outside.clone()
-        outside[outside.clone()] = (factors < 1).any(-1)
-    return Projected(matrices, outside.sum())
+        new = tall if some.shape[-2] >= some.shape[-1] else tall.mT
+        return torch.where((factors < 1).any(-1).view(-1, 1, 1), new, some)
+
+    inside = _replaced(matrices, outside, lowered, matrices)
+    return Projected(inside, (outside & (inside != matrices).flatten(1).any(1)).sum())
 
 
 def ball(vectors: Tensor, radius: float) -> Projected:
@@ -108,6 +113,21 @@ def corrected(u: Tensor, V: Tensor, H: Tensor, v: Tensor) -> Tensor:
     H = torch.where(gone, torch.eye(H.shape[-1], dtype=H.dtype, device=H.device), H)
     solution: Tensor = torch.linalg.solve_ex(H, v.unsqueeze(-1)).result
     return u - (V @ solution).squeeze(-1)
+
+
+def _replaced(
+    matrices: Tensor, chosen: Tensor, new: Callable[..., Tensor], works: Tensor, *arguments: Tensor
+) -> Tensor:
+    """The matrices with what ``new`` makes, of others and of arguments, in place of the chosen ones."""
+    if traced():
+        eye = torch.eye(*works.shape[-2:], dtype=works.dtype, device=works.device)
+        which = chosen.view(-1, 1, 1)
+        return torch.where(which, new(torch.where(which, works, eye), *arguments), matrices)
+    if not chosen.any():
+        return matrices
+    matrices = matrices.clone()
+    matrices[chosen] = new(works[chosen], *(argument[chosen] for argument in arguments))
+    return matrices
 
 
 def _rows(scale: Tensor | float, like: Tensor) -> Tensor | float:

@@ -80,8 +80,7 @@ class Binding:
         moved = out.get("x") or ()
         self.next += list(enumerate(moved))
         self.next += [(len(self.x) + k, i) for k, i in enumerate(out["lower"] or ())]
-        if out.get("x_lower"):
-            raise Untraceable("an update of x moves y too")
+        self.next += [(len(self.x) + k, i) for k, i in enumerate(out.get("x_lower") or ())]  # y moves along with x
 
     def holds(self, state: Any) -> bool:
         """Whether the optimizer's state is still kept where it was."""
@@ -172,6 +171,8 @@ class Binding:
             gradient = [outputs[i].clone() if i in shared else outputs[i] for i in out["gradient"]]
             if out["lower"] is not None:
                 torch._foreach_copy_(self.y, [outputs[i] for i in out["lower"]])
+            if out.get("x_lower"):
+                torch._foreach_copy_(self.y, [outputs[i] for i in out["x_lower"]])
             if out.get("x"):
                 torch._foreach_copy_(self.x, [outputs[i] for i in out["x"]])
         for parameter, value in zip(self.x, gradient, strict=True):
@@ -263,6 +264,8 @@ def difference(binding: Binding, outputs: Sequence[Tensor], estimate: Estimate, 
     pairs += [(name, vector, out["upper_memory"][name], None) for name, vector in estimate.upper_memory.items()]
     if update is not None:
         pairs.append(("x", update.x, out["x"], binding.x))
+        if update.lower is not None:
+            pairs.append(("y", update.lower, out["x_lower"], binding.y))
     for name, right, slots, base in pairs:
         if not _close(right, [outputs[i] for i in slots], base):
             return name

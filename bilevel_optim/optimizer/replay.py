@@ -162,7 +162,7 @@ def _advanced(values: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]
     return {
         **values,
         "x": results.get("x") or values["x"],
-        "y": results["lower"] or values["y"],
+        "y": results.get("x_lower") or results["lower"] or values["y"],
         "memory": {**values["memory"], **results["memory"]},
         "upper_memory": upper,
         "tables": {**values["tables"], **results["tables"]},

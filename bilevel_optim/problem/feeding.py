@@ -210,7 +210,9 @@ class NotedTasks:
         return self._batch("upper", tasks, n, generator)
 
     def _batch(self, level: str, tasks: Any, n: int | None, generator: torch.Generator | None) -> Any:
-        if len(tree_leaves(tasks)[0]) != self._count:
+        if not self._count:
+            self.log.reason = "the rows of tasks that a step looks at are chosen by the host"
+        elif len(tree_leaves(tasks)[0]) != self._count:
             self.log.reason = "the tasks of a step are solved in several parts"
         batch = getattr(self.source, level)(tasks, n, generator)
         self.log.note(f"tasks.{level}", n, Drawn(batch))

@@ -3,7 +3,8 @@ r"""What the library costs beyond its oracle calls: AID and ITD beside hand-writ
 One hypergradient of data cleaning with an MLP 784-256-10 on n = 4000 random examples: T = 100 gradient steps on the
 weighted loss, then conjugate gradients with K = 20 Hessian-vector products (AID, implicit), or backpropagation through
 the steps (ITD, unrolled). Every entry runs in a process of its own, for its peak memory; the time is the shortest of
-several repetitions, the entries in turn.
+several repetitions, the entries in turn. ``compiled``: after ``optimizer.compile()``, without the calls that make the
+graph; its peak memory has these in it.
 
     python -m recipes.benchmarks.overhead
     python -m recipes.benchmarks.overhead --memory        # peak memory against T
@@ -17,6 +18,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -29,6 +31,7 @@ from ..common import Parser, alone, environment, peak, show, timed
 from ..problems.networks import MLPCleaning
 from . import steps
 
+WARM_UP = 4  # calls: seen, traced and compared, compared again, used
 LR, RIDGE, K = 0.1, 0.037, 20  # with this ridge the Hessian is positive definite and CG needs all K iterations
 
 
@@ -45,6 +48,22 @@ def library(job: Job, kind: type[bo.BilevelOptimizer], **options: Any) -> Tensor
     optimizer = kind([job.x], job.net.parameters(), lr=0.0, lower_lr=LR, lower_steps=job.steps, **options)
     optimizer.backward(job.upper, job.lower)
     return job.x.grad
+
+
+def captured(job: Job, kind: type[bo.BilevelOptimizer], **options: Any) -> Callable[[], Tensor | None]:
+    """The same after ``compile``, once its graph is made; every call starts at the same y."""
+    optimizer = kind(
+        [job.x], job.net.parameters(), lr=0.0, lower_lr=LR, lower_steps=job.steps, warm_start=False, **options
+    )
+    optimizer.compile(fullgraph=True)
+
+    def again() -> Tensor | None:
+        optimizer.backward(job.upper, job.lower)
+        return job.x.grad
+
+    for _ in range(WARM_UP):
+        again()
+    return again
 
 
 def hand_implicit(job: Job) -> Tensor:
@@ -136,12 +155,14 @@ def torchopt_implicit(job: Job) -> Tensor:
     return torch.autograd.grad(job.upper(net=network(y)), job.x)[0]
 
 
-ENTRIES: dict[str, tuple[Callable[[Job], Tensor | None], str | None]] = {
+ENTRIES: dict[str, tuple[Callable[[Job], Any], str | None]] = {
     "implicit: hand-written": (hand_implicit, None),
     "implicit: bilevel_optim AID": (lambda job: library(job, bo.AID, linear_steps=K, warm_start=False), None),
+    "implicit: bilevel_optim AID compiled": (lambda job: captured(job, bo.AID, linear_steps=K), None),
     "implicit: torchopt custom_root": (torchopt_implicit, "torchopt"),
     "unrolled: hand-written": (hand_unrolled, None),
     "unrolled: bilevel_optim ITD": (lambda job: library(job, bo.ITD), None),
+    "unrolled: bilevel_optim ITD compiled": (lambda job: captured(job, bo.ITD), None),
     "unrolled: bilevel_optim ITD checkpoint": (lambda job: library(job, bo.ITD, checkpoint=True), None),
     "unrolled: higher": (higher_unrolled, "higher"),
     "unrolled: torchopt MetaSGD": (torchopt_unrolled, "torchopt"),
@@ -154,10 +175,12 @@ def measure(name: str, n: int, steps: int, device: str) -> dict[str, float]:
     torch.autograd.grad(job.lower(), list(job.net.parameters()))  # warm up
     # The first torch.optim object of a process imports torch's compiler: a second and 100 MiB that are nobody's here.
     torch.optim.SGD(job.net.parameters(), lr=LR)
+    run = ENTRIES[name][0]
+    call = run(job) if name.endswith("compiled") else partial(run, job)
     if device != "cpu":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    gradient, seconds = timed(lambda: ENTRIES[name][0](job), device)
+    gradient, seconds = timed(call, device)
     assert gradient is not None
     return {"seconds": seconds, "peak": peak(device), "norm": float(gradient.norm())}
 

@@ -81,7 +81,6 @@ class BSVRB(RecursiveOptimizer):
     """
 
     declared = Method(
-        uncaptured="the clock and the rows of its tables are kept by the host",
         paper="arXiv:2305.18730",
         family="tracked",
         when="as RSVRB, its predecessor; rows rest between visits",

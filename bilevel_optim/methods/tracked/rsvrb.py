@@ -108,7 +108,6 @@ class RSVRB(RecursiveOptimizer):
     """
 
     declared = Method(
-        uncaptured="the clock and the rows of its tables are kept by the host",
         paper="arXiv:2105.02266",
         family="tracked",
         when="up to millions of lower problems, each with a state worth keeping",

@@ -68,7 +68,6 @@ class STABLE(RecursiveOptimizer):
     """
 
     declared = Method(
-        uncaptured="the clock and the rows of its tables are kept by the host",
         paper="arXiv:2102.04671",
         family="tracked",
         when="baseline of SVRB: plain first derivatives, lower steps that follow x",

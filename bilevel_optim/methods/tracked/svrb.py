@@ -94,7 +94,6 @@ class SVRB(RecursiveOptimizer):
     """
 
     declared = Method(
-        uncaptured="the clock and the rows of its tables are kept by the host",
         paper="arXiv:2105.02266",
         family="tracked",
         when="noisy gradients and a small lower problem: the least noise per sample, the dearest step",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Unpack
 
@@ -142,6 +142,11 @@ class RecursiveOptimizer(BilevelOptimizer):
             )
         return self.checked(oracle, given, partial(self._step, y=oracle.y, sampler=sampler))
 
+    def kind_of_step(self, steps: int, numbers: Mapping[str, Any]) -> Any:
+        """The host makes the first step, and all if their sizes change with their number."""
+        steady = self.schedule == "constant" and self.restarts is None and "clock" in numbers
+        return (numbers, tuple(self.beta.items())) if steady else None
+
     def update(self, x: Vector, gradient: Vector, given: Given) -> Update:
         """The step along d, of the present pace."""
         pace = self._pace(given.steps - 1)  # the step has been counted by now
@@ -210,7 +215,8 @@ class RecursiveOptimizer(BilevelOptimizer):
         """A later step looks at the rows of some tasks; all others follow their rule."""
         trackers, clock, m = self.trackers, Clock.read(given.numbers), table.total
         drawn, betas = self.drawing.draw(sampler, m, given), self._betas(given, m)
-        n, after = len(drawn.ids), clock.waited()
+        n = len(drawn.ids)
+        after = clock.waited() if n < m else clock  # where every row is looked at, no time passes that one could miss
         if n < m and not self.rule.rests:
             keep = math.isfinite(self.radius)
             after = clock.ticked(table, betas, _rates(given).tolist(), self._tau(given), keep)
@@ -379,7 +385,8 @@ def is_weight(value: object) -> bool:
 
 def _rates(given: Given) -> Tensor:
     """Learning rates of the lower groups."""
-    return torch.tensor([float(group["lr"]) for group in given.lower_groups], dtype=torch.float64, device="cpu")
+    rates = [group["lr"] for group in given.lower_groups]
+    return torch.stack([torch.as_tensor(rate, dtype=torch.float64, device="cpu") for rate in rates])
 
 
 def _device(given: Any) -> torch.device:
