@@ -90,6 +90,15 @@ class Problem:
         return float((flat(t.grad for t in self.x) - truth).norm() / truth.norm())
 
 
+class Both(nn.Module):
+    """The parameters of both levels, by names; the problem goes on with these."""
+
+    def __init__(self, problem):
+        super().__init__()
+        self.upper, self.lower = nn.ParameterList(problem.x), nn.ParameterList(problem.y)
+        problem.x[:], problem.y[:] = self.upper, self.lower
+
+
 class Given(Problem):
     """A problem made of its parts."""
 

@@ -20,6 +20,7 @@ from ..problem.vector import Vector
 __all__ = ["Coordinates", "Reference", "reference_of"]
 
 DENSE_LIMIT = 512  # lower variables up to which the Hessian is formed
+PATIENCE = 100  # of the last steps of a lower solve
 MAX_BATCHES = 256  # batches of an objective that stand for its data
 
 Coordinates = Callable[[Vector], Tensor]
@@ -59,14 +60,14 @@ def reference_of(problems: Sequence[Oracle], starts: Sequence[Vector], kind: str
     parts, solutions, residual = list[Tensor](), list[Vector](), 0.0
     for problem, start in zip(problems, starts, strict=True):
         truth = _Truth(problem)
-        solution, norm = truth.solve(start)
-        residual = max(residual, norm)
+        solution, norm = truth.solve(start, patience=5 if dense else PATIENCE)  # Newton steps do the rest
         if dense:
-            gradient, solution = truth.dense(solution)
+            gradient, solution, norm = truth.dense(solution)
             parts.append(_flat(gradient))
         else:
             parts.append(torch.stack([truth.directional(probe, solution) for probe in probes]))
         solutions.append(solution)
+        residual = max(residual, norm)
     mean = torch.stack(parts).sum(0) / len(problems)
     if dense:
         return Reference(mean, _flat, "dense", solutions, residual)
@@ -108,8 +109,11 @@ class _Truth:
 
         return _mean(joined, self._upper)
 
-    def solve(self, start: Vector, x: Vector | None = None) -> tuple[Vector, float]:
-        """Minimiser of the averaged lower loss over y, and the norm of its gradient there."""
+    def solve(self, start: Vector, x: Vector | None = None, patience: int = PATIENCE) -> tuple[Vector, float]:
+        """Minimiser of the averaged lower loss over y, and the norm of its gradient there.
+
+        ``patience``: how many steps may be made that lessen the gradient by less than one per cent.
+        """
         variables = Vector(t.clone().requires_grad_() for t in start)
 
         def closure() -> float:
@@ -132,7 +136,7 @@ class _Truth:
         gradient = self.lower(y, x)[1]
         best, residual = y, float(gradient.norm())
         move, idle = gradient * -1e-3, 0
-        while residual > 0 and idle < 100:
+        while residual > 0 and idle < patience:
             y, change = y + move, gradient
             gradient = self.lower(y, x)[1]
             change, norm = gradient - change, float(gradient.norm())
@@ -145,8 +149,11 @@ class _Truth:
             move = gradient * (-float(move.dot(move)) / curvature)
         return best, residual
 
-    def dense(self, y: Vector) -> tuple[Vector, Vector]:
-        """Implicit differentiation with the whole lower Hessian, and the solution, polished by Newton steps."""
+    def dense(self, y: Vector) -> tuple[Vector, Vector, float]:
+        """Implicit differentiation with the whole lower Hessian; the solution, polished by Newton steps; its gradient.
+
+        Of the last, the norm.
+        """
         hessian = self._hessian(y)
         eigenvalues = torch.linalg.eigvalsh(hessian)
         if not eigenvalues[0] > self._unit * len(hessian) * eigenvalues[-1].abs():
@@ -155,7 +162,8 @@ class _Truth:
                 f"eigenvalue of its Hessian {float(eigenvalues[0]):.3g}, largest {float(eigenvalues[-1]):.3g})"
             )
         for _ in range(5):
-            step = torch.linalg.solve(hessian, _flat(self.lower(y)[1]))
+            slope = _flat(self.lower(y)[1])
+            step = torch.linalg.solve(hessian, slope)
             if not step.norm() > self._unit * _flat(y).norm():
                 break
             y = y - _unflat(step, y)
@@ -170,7 +178,7 @@ class _Truth:
         for sample in self._lower:
             with point.lower_system(sample, gradient=False) as system:
                 cross = cross + system.cross(v)
-        return Vector(gradient[:split]) - cross * (1 / len(self._lower)), y
+        return Vector(gradient[:split]) - cross * (1 / len(self._lower)), y, float(slope.norm())
 
     def _hessian(self, y: Vector) -> Tensor:
         point, size = self.oracle.at(lower=y), sum(t.numel() for t in y)

@@ -54,17 +54,26 @@ def exchange(group: Any, kind: str, flat: Tensor) -> Tensor:
         work.wait()  # on the device's stream: the host goes on
         return flat
     while True:
-        try:
-            work.wait(PATIENCE)
-        except RuntimeError as error:
-            if work.is_completed():
-                raise _gone(group, error) from error
-        else:
+        if _ended(group, work):
             return flat
         try:
             _look(group, operation, work)
         except dist.DistError as error:
             raise _gone(group, error) from error
+
+
+def _ended(group: Any, work: Any) -> bool:
+    """Wait a little for the operation: whether it has been completed."""
+    try:
+        work.wait(PATIENCE)
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        try:
+            work.wait()  # it may have been completed just after the patience ended: only now its own error is told
+        except RuntimeError as error:
+            raise _gone(group, error) from error
+    return True
 
 
 def _look(group: Any, pending: Exchange, work: Any) -> None:

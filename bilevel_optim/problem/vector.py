@@ -123,7 +123,10 @@ class Vector(tuple[Tensor, ...]):
         """Write ``values`` into these tensors."""
         if any(map(is_sharded, self)):
             for tensor, value in zip(self, values, strict=True):
-                tensor.copy_(value)
+                if is_sharded(tensor) and is_sharded(value):  # torch itself copies no fewer rows than there are ranks
+                    _local(tensor).copy_(_local(value.redistribute(placements=tensor.placements)))  # type: ignore[attr-defined]
+                else:
+                    tensor.copy_(value)
         else:
             torch._foreach_copy_(self, tuple(values))
 
@@ -151,6 +154,11 @@ def _sum(t: Tensor, lanes: bool = False) -> Tensor:
 
 def _largest(t: Tensor) -> Tensor:
     return _whole(t.abs().max()) if is_sharded(t) else torch.stack(torch.aminmax(t)).abs().max()
+
+
+def _local(t: Tensor) -> Tensor:
+    """The part of a sharded tensor that this rank has."""
+    return t.detach().to_local()  # type: ignore[attr-defined, no-any-return]
 
 
 def _whole(t: Tensor) -> Tensor:

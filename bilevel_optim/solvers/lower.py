@@ -185,7 +185,7 @@ class LowerRule:
             return Solved(Vector(values).detach(), kept, slope)
         for scratch, value, state in zip(self._scratch, y, memory, strict=True):
             if is_sharded(scratch):
-                scratch.detach().copy_(value)
+                Vector([scratch.detach()]).copy_([value])
             else:
                 scratch.data = value.detach().clone()
             self.optimizer.state[scratch] = copy.deepcopy(state)

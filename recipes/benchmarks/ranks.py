@@ -5,11 +5,10 @@ r"""Seconds, memory and bytes exchanged of a step on 1, 2 and 4 gloo ranks of on
 
 x has a weight for each training example (``--examples``), y is a network (``--width``); ranks have equal parts of the
 data; with ``-fsdp2`` the network is sharded, layer by layer. ``rows`` has a lower problem of two variables for each of
-``--tasks`` tasks. Every row of the table is made by processes of its own, and shows the largest figures of the ranks.
+``--tasks`` tasks. A row of the table shows the largest figures of the ranks.
 
 *MiB of state* is what the optimizer remembers, *tensors between steps* are those that are alive with parameters and
-data, *at peak* the most of them within a step; *the process* is what it takes at its peak beyond what it took before
-the optimizer was made, its first step included. *Reduced* are the bytes that a rank gives to sums over the ranks in a
+data, *at peak* the most of them within a step. *Reduced* are the bytes that a rank gives to sums over the ranks in a
 step (and *gathered* those of the whole that it gets from its parts); beside them is what the method's formula needs: 4
 bytes for each number, without losses, flags and numbers of tasks.
 """
@@ -35,7 +34,7 @@ from torch.multiprocessing.spawn import start_processes
 
 import bilevel_optim as bo
 
-from ..common import Parser, alone, environment, peak, save, show, timed
+from ..common import Parser, environment, save, show, timed
 from ..common.ledger import Ledger
 
 T, K, Q, BATCH = 5, 5, 8, 16  # lower steps, products of the linear solver, directions, tasks in a step
@@ -164,12 +163,9 @@ def network(case: str, rank: int, world: int, examples: int, width: int) -> Made
 
 def measured(case: str, rank: int, world: int, args: argparse.Namespace) -> dict[str, float]:
     """Figures of one rank of the group."""
-    torch.ones(8, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
-    before = peak()
     made = rows(case, world, args.tasks) if case in ROWS else network(case, rank, world, args.examples, args.width)
     made.step()  # the first one checks, and makes what later ones remember
     seconds = median(timed(made.step, "cpu")[1] for _ in range(args.repeats))
-    process = peak() - before
     state = [t for entries in made.optimizer.state.values() for t in entries.values() if isinstance(t, Tensor)]
     local = [t.to_local() if isinstance(t, DTensor) else t for t in state]
     with Ledger([*made.tensors, *state]) as ledger:
@@ -181,7 +177,6 @@ def measured(case: str, rank: int, world: int, args: argparse.Namespace) -> dict
         "state": sum(t.numel() * t.element_size() for t in local) / 2**20,
         "between": between / 2**20,
         "tensors": ledger.peak / 2**20,
-        "process": process,
         "reduced": float(sum(sent.get(kind, 0) for kind in ("allreduce", "broadcast", "reducescatter"))),
         "reduced, needed": 4.0 * made.reduced * (world > 1),
         "gathered": float(sent.get("allgather", 0)),
@@ -189,30 +184,34 @@ def measured(case: str, rank: int, world: int, args: argparse.Namespace) -> dict
     }
 
 
-def measure(rank: int, case: str, world: int, args: argparse.Namespace, folder: str) -> dict[str, float]:
-    """Figures of one rank, a process of its own, which are written into the folder."""
+def measure(rank: int, world: int, args: argparse.Namespace, folder: str) -> None:
+    """Write the figures of one rank into the folder."""
     torch.set_num_threads(1)
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
-    found = measured(case, rank, world, args)
+    for case in args.cases:
+        Path(folder, f"{case}-{rank}.json").write_text(json.dumps(measured(case, rank, world, args)))
+        if world > 1:
+            dist.barrier()
     if world > 1:
-        Path(folder, f"{rank}.json").write_text(json.dumps(found))
-        dist.barrier()
         dist.destroy_process_group()
-    return found
 
 
-def largest(case: str, world: int, args: argparse.Namespace) -> dict[str, float]:
-    """The largest figures of all ranks."""
-    if world == 1:
-        return measure(0, case, 1, args, "")
+def largest(world: int, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """The largest figures of all ranks, by the case."""
     with tempfile.TemporaryDirectory() as folder:
-        start_processes(measure, (case, world, args, folder), nprocs=world, start_method="spawn")  # type: ignore[no-untyped-call]
-        each = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
-    return {key: max(found[key] for found in each) for key in each[0]}
+        if world == 1:
+            measure(0, 1, args, folder)
+        else:
+            start_processes(measure, (world, args, folder), nprocs=world, start_method="spawn")  # type: ignore[no-untyped-call]
+        each = {
+            case: [json.loads(Path(folder, f"{case}-{rank}.json").read_text()) for rank in range(world)]
+            for case in args.cases
+        }
+    return {case: {key: max(one[key] for one in found) for key in found[0]} for case, found in each.items()}
 
 
-def main(arguments: list[str] | None = None) -> dict[str, Any] | None:
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Print the table and write its numbers."""
     parser = Parser(__doc__)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES, help="default: all")
@@ -221,24 +220,17 @@ def main(arguments: list[str] | None = None) -> dict[str, Any] | None:
     parser.option("width", 1024, "width of the network")
     parser.option("tasks", 100_000, "tasks of the cases with rows")
     parser.option("repeats", 3, "timed steps")
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)  # in a process of its own
     args = parser.parse(arguments)
-    if args.one:
-        print(json.dumps(largest(args.cases[0], args.ranks[0], args)))
-        return None
-    sizes = [f"--{name}={getattr(args, name)}" for name in ("examples", "width", "tasks", "repeats")]
-    found: dict[str, Any] = {}
-    for case in args.cases:
-        for world in args.ranks:
-            figures = alone("recipes.benchmarks.ranks", "--one", "--cases", case, "--ranks", world, *sizes)
-            found[f"{case}, {world}"] = {"case": case, "ranks": world} | (
-                {"error": figures} if isinstance(figures, str) else figures
-            )
+    worlds = {world: largest(world, args) for world in args.ranks}
+    found = {
+        f"{case}, {world}": {"case": case, "ranks": world, **worlds[world][case]}
+        for case in args.cases for world in worlds
+    }  # fmt: skip
     print(", ".join(f"{k} {v}" for k, v in environment().items()))
-    keys = ("ranks", "seconds", "state", "between", "tensors", "process", "reduced", "reduced, needed", "gathered",
-            "gathered, needed", "error")  # fmt: skip
-    header = ["case", "ranks", "s (median)", "MiB of state", "tensors between steps", "at peak", "the process",
-              "bytes reduced", "needed", "gathered", "needed", ""]  # fmt: skip
+    keys = ("ranks", "seconds", "state", "between", "tensors", "reduced", "reduced, needed", "gathered",
+            "gathered, needed")  # fmt: skip
+    header = ["case", "ranks", "s (median)", "MiB of state", "tensors between steps", "at peak", "bytes reduced",
+              "needed", "gathered", "needed"]  # fmt: skip
     show("A step on several ranks", header, [[row["case"], *map(row.get, keys)] for row in found.values()])
     return save(args, args.out / "ranks", {"results": found})
 

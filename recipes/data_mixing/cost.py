@@ -58,11 +58,14 @@ STATE = {"f2sa": 1 + 2 + 4, "aid": 1 + 2 + 1, "soba": 1 + 2 + 1, "first-order": 
 def gradients(name: str, lower_steps: int, sharded: bool) -> int:
     """Gradients of the size of the parameters that a step averages over the ranks; one of finite differences is two.
 
-    FSDP2 reduces those of the parameters also where only those of the shares are asked for: twice in a step.
+    FSDP2 reduces those of the parameters also where only those of the shares are asked for, and those of the two losses
+    of ``F2SA``, which are differentiated one after the other, by themselves.
     """
     products = int(LINEAR["linear_steps"])
-    counts = {"f2sa": 2 * lower_steps, "aid": lower_steps + 2 + 2 * products, "soba": 3, "first-order": lower_steps + 1}
-    return counts[name] + 2 * (sharded and name in ("f2sa", "aid"))
+    if name == "f2sa":
+        return 3 * (lower_steps + 1) if sharded else 2 * lower_steps
+    counts = {"aid": lower_steps + 2 + 2 * products + 2 * sharded, "soba": 3, "first-order": lower_steps + 1}
+    return counts[name]
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:

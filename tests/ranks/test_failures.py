@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import bilevel_optim as bo
+from bilevel_optim.distributed import failures
 
 from ..problems import Quadratic, same, values
 from .processes import together
@@ -119,3 +120,25 @@ def test_a_killed_rank_ends_the_step_on_the_others(world, tmp_path):
         error, unchanged = results[rank]
         assert "a rank is gone" in str(error)
         assert unchanged
+
+
+class Late:
+    """An operation that is completed just after the patience with it has ended."""
+
+    def __init__(self, fails):
+        self.fails, self.waits = fails, 0
+
+    def wait(self, patience=None):
+        self.waits += 1
+        if self.waits == 1 or self.fails:
+            raise RuntimeError("Operation timed out!" if self.waits == 1 else "Connection closed by peer")
+
+    def is_completed(self):
+        return True
+
+
+def test_an_operation_that_is_late_is_no_failure(monkeypatch):
+    monkeypatch.setattr(failures, "_gone", lambda group, error: bo.RankError(f"a rank is gone: {error}"))
+    assert failures._ended(None, Late(fails=False))
+    with pytest.raises(bo.RankError, match="Connection closed"):
+        failures._ended(None, Late(fails=True))

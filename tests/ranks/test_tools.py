@@ -8,14 +8,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..problems import flat, same, values
 from ..registry import ROWS
-from ..tools.test_torch import TOOLED
+from ..tools.test_torch import CALLS, TOOLED
 from .processes import together
 
-CALLS = {
-    "losses": lambda problem, optimizer: problem.run(optimizer),
-    "closure": lambda problem, optimizer: optimizer.step(closure=lambda: problem.apply(optimizer.backward)),
-    "backward, step": lambda problem, optimizer: (problem.apply(optimizer.backward), optimizer.step())[0],
-}
 KEPT = ("AID", "SOBA", "RAHGD")  # second derivatives: the module keeps its full parameters after a backward pass
 CELLS = [
     *(("DDP", call, name) for name in TOOLED for call in CALLS),

@@ -16,22 +16,13 @@ from torch.distributed.checkpoint.state_dict import (
 
 import bilevel_optim as bo
 
-from ..problems import Quadratic, assign, same, values
+from ..problems import Both, Quadratic, assign, same, values
 from ..registry import ROWS, each
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 PLAIN = next(row for row in ROWS if row.name == "RSVRB")
 ADAPTIVE = replace(PLAIN, variant="adaptive", options={**PLAIN.options, "probabilities": "adaptive"})
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
-
-
-class Both(nn.Module):
-    """The parameters of both levels, as distributed checkpoints find them by their names."""
-
-    def __init__(self, problem):
-        super().__init__()
-        self.upper, self.lower = nn.ParameterList(problem.x), nn.ParameterList(problem.y)
-        problem.x[:], problem.y[:] = self.upper, self.lower
 
 
 def made(row):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ..problems import same, values
+from ..problems import Both, same, values
 from ..registry import each
 from .test_torch import STEPS, TOOLED, made, plain
 
@@ -27,14 +27,14 @@ SHAPES = {  # a way to step, and whether Lightning counts it in global_step
 
 def trained(row, take):
     """A trainer after some steps made by ``take(wrapped optimizer, problem)``, and what it has come to."""
-    problem, optimizer = made(row)
+    problem, optimizer = made(row, Both)
 
     class Module(lightning.LightningModule):
         automatic_optimization = False
 
         def __init__(self):
             super().__init__()
-            self.upper, self.lower = nn.ParameterList(problem.x), nn.ParameterList(problem.y)
+            self.both = nn.ParameterList([*problem.x, *problem.y])
 
         def configure_optimizers(self):
             return optimizer
@@ -46,11 +46,7 @@ def trained(row, take):
         accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    module = Module()
-    problem.x[:], problem.y[:] = module.upper, module.lower
-    for group, ps in zip(optimizer.param_groups, (problem.x, problem.y), strict=True):
-        group["params"] = list(ps)
-    trainer.fit(module, DataLoader(torch.zeros(STEPS, 1), num_workers=0))
+    trainer.fit(Module(), DataLoader(torch.zeros(STEPS, 1), num_workers=0))
     return trainer, problem, optimizer
 
 

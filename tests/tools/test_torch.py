@@ -13,10 +13,18 @@ from ..registry import each
 
 TOOLED = ("AID", "F2SA", "SOBA", "RAHGD", "RSVRB", "MAML")
 STEPS = 3
+CALLS = {
+    "losses": lambda problem, optimizer: problem.run(optimizer),
+    "closure": lambda problem, optimizer: optimizer.step(closure=lambda: problem.apply(optimizer.backward)),
+    "backward, step": lambda problem, optimizer: (problem.apply(optimizer.backward), optimizer.step())[0],
+}
 
 
-def made(row, **options):
+def made(row, module=None, **options):
+    """A problem, whose tensors may become the parameters of a module, and an optimizer."""
     problem = row.quadratic()
+    if module is not None:
+        module(problem)
     return problem, row(problem.x, problem.y, short=True, **options)
 
 
@@ -127,13 +135,6 @@ def test_no_scheduler_of_torch_is_left_out():
     assert offered <= SCHEDULERS.keys()
 
 
-CALLS = (
-    lambda problem, optimizer: problem.run(optimizer),
-    lambda problem, optimizer: optimizer.step(closure=lambda: problem.apply(optimizer.backward)),
-    lambda problem, optimizer: (problem.apply(optimizer.backward), optimizer.step())[0],
-)
-
-
 @pytest.mark.parametrize("name", SCHEDULERS)
 @each(TOOLED)
 def test_schedulers(row, name):
@@ -142,7 +143,7 @@ def test_schedulers(row, name):
     twin = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": 0.1}, {"params": [torch.zeros(1)], "lr": 0.1}])
     schedulers = [SCHEDULERS[name](o) for o in (optimizer, twin)]
     seen = []
-    for call in (*CALLS, CALLS[0]):
+    for call in (*CALLS.values(), CALLS["losses"]):
         seen.append([group["lr"] for group in twin.param_groups])
         for group, rate in zip(by_hand.param_groups, seen[-1], strict=True):
             group["lr"] = rate
@@ -174,7 +175,7 @@ def test_averaged_weights(row):
     problem, optimizer = made(row)
     model = torch.nn.ParameterList([*problem.x, *problem.y])
     averaged, seen = swa_utils.AveragedModel(model), []
-    for call in CALLS:
+    for call in CALLS.values():
         call(problem, optimizer)
         averaged.update_parameters(model)
         seen.append(values(problem.x, problem.y))

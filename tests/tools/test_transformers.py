@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ..problems import same, values
+from ..problems import Both, same, values
 from ..registry import each
 from .test_torch import TOOLED, made
 
@@ -18,24 +18,21 @@ def transformers():
     return pytest.importorskip("transformers", reason="transformers is not installed: pip install .[tools]")
 
 
-class Both(nn.Module):
-    """The parameters of both levels; its loss is what a Trainer would minimise by itself."""
+class Model(Both):
+    """Its loss is what a Trainer would minimise by itself."""
 
-    def __init__(self, problem, optimizer):
-        super().__init__()
-        self.upper, self.lower = nn.ParameterList(problem.x), nn.ParameterList(problem.y)
-        problem.x[:], problem.y[:] = self.upper, self.lower
-        for group, ps in zip(optimizer.param_groups, (problem.x, problem.y), strict=True):
-            group["params"] = list(ps)
-        self.problem = [problem]
+    def __init__(self, problem):
+        super().__init__(problem)
+        self.problem = problem
+        problem.model = [self]
 
     def forward(self, row):
-        return {"loss": self.problem[0].upper() + 0 * row.sum()}
+        return {"loss": self.problem.upper() + 0 * row.sum()}
 
 
 def begun(row):
-    problem, optimizer = made(row)
-    model = Both(problem, optimizer)
+    problem, optimizer = made(row, Model)
+    (model,) = problem.model
     functions = [lambda k: 0.9**k, lambda k: 1.0]
     return problem, model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, functions)
 
