@@ -7,17 +7,18 @@ times as long as the kernel.
 from __future__ import annotations
 
 import ast
-import math
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import torch
 
 __all__ = ["give_workspace", "with_workspace"]
 
 ENTRIES = 2**14  # of an intermediate result that is kept
 BYTES = 2**22  # of all of them together
 DEPTH = 8  # of the wrappers around what Inductor has written
-RETURNED = "return"
+RETURNED, ALLOCATION = "return", "empty_strided_cpu"
 
 
 def give_workspace(compiled: Callable[..., Any]) -> bool:
@@ -53,24 +54,39 @@ def with_workspace(call: Callable[..., Any]) -> Callable[..., Any]:
     """
     function: Any = getattr(call, "__func__", call)
     code, space = getattr(function, "__code__", None), getattr(function, "__globals__", {})
-    if code is None or "empty_strided_cpu" not in space or "__file__" not in space:
+    if code is None or ALLOCATION not in space or "__file__" not in space:
         return call
     with open(space["__file__"]) as file:
         tree = ast.parse(file.read())
     functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     written = next((node for node in functions if node.lineno == code.co_firstlineno), None)
     try:
-        if written is None:
-            raise _Unknown
-        kept, remaining = _split(written.body)
+        places = [] if written is None else _places(written.body, space[ALLOCATION])
     except _Unknown:
         return call
-    parameters = [a for a in written.args.args if a.arg != "self"]
-    written.body, written.args.args, written.name = remaining, parameters, "call"
-    module, names = ast.Module([*kept, written], []), {**space}
-    exec(compile(ast.fix_missing_locations(module), space["__file__"], "exec"), names)
-    result: Callable[..., Any] = names["call"]
-    return result
+    return call if all(place is None for place in places) else _placed(call, function, places)
+
+
+def _placed(call: Callable[..., Any], function: types.FunctionType, places: list[Any]) -> Callable[..., Any]:
+    """A function without branches that gets these tensors where it allocates some, in this order; new ones for None."""
+    allocate, following = function.__globals__[ALLOCATION], iter(places)
+
+    def place(sizes: Any, strides: Any, dtype: Any) -> Any:
+        found = next(following)
+        return allocate(sizes, strides, dtype) if found is None else found
+
+    space = {**function.__globals__, ALLOCATION: place}
+    own: Any = types.FunctionType(function.__code__, space, function.__name__, function.__defaults__)
+    if own is not function and getattr(call, "__self__", None) is not None:
+        own = types.MethodType(own, call.__self__)  # type: ignore[attr-defined]
+
+    def called(arguments: Any) -> Any:
+        nonlocal following
+        following = iter(places)
+        return own(arguments)
+
+    called._boxed_call = True  # type: ignore[attr-defined]  # it empties the list of its arguments
+    return called
 
 
 class _Unknown(Exception):
@@ -93,41 +109,30 @@ class _Aliases:
             self.of[self.root(name)] = self.root(names[0])
 
 
-def _split(body: list[ast.stmt]) -> tuple[list[ast.stmt], list[ast.stmt]]:
-    """What is done once, and what remains to be done at every call."""
+def _places(body: list[ast.stmt], allocate: Callable[..., Any]) -> list[Any]:
+    """For each allocation of a function a tensor that is kept, as nothing that is returned can share it; or None."""
     aliases = _Aliases()
     own = {name for s in body if isinstance(s, ast.Assign) for t in s.targets for name in _names(t)}
     for statement in body:
         if "self" in _names(statement) or not isinstance(statement, (ast.Assign, ast.Expr, ast.Delete, ast.Return)):
             raise _Unknown
         used = [name for name in _names(statement) if name in own]
-        if isinstance(statement, ast.Return):
+        if isinstance(statement, ast.Return) or (isinstance(statement, ast.Assign) and _target(statement) is None):
             aliases.join([RETURNED, *used])
-        elif isinstance(statement, ast.Assign):
-            if _target(statement) is None:  # what it is called with
-                aliases.join([RETURNED, *used])
-            elif not _is_allocation(statement):
-                aliases.join(used)
-    kept: list[ast.stmt] = []
-    remaining: list[ast.stmt] = []
-    known: set[str] = set()
-    space: float = BYTES
-    for statement in body:
-        target = _target(statement)
-        if target is not None and aliases.root(target) != aliases.root(RETURNED):
-            size = _bytes(statement) if _is_allocation(statement) else 0 if _renames(statement, known) else space + 1
-            if size <= space:
-                space -= size
-                known.add(target)
-                kept.append(statement)
-                continue
-            known.discard(target)
-        if isinstance(statement, ast.Delete):
-            statement.targets = [t for t in statement.targets if not set(_names(t)) & known]
-            if not statement.targets:
-                continue
-        remaining.append(statement)
-    return kept, remaining
+        elif isinstance(statement, ast.Assign) and not _is_allocation(statement):
+            aliases.join(used)
+    places: list[Any] = []
+    space = BYTES
+    for statement in filter(_is_allocation, body):
+        sizes, strides, dtype = _form(statement)
+        entries = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        kept = aliases.root(str(_target(statement))) != aliases.root(RETURNED)
+        if kept and entries <= ENTRIES and 8 * entries <= space:
+            space -= 8 * entries
+            places.append(allocate(sizes, strides, dtype))
+        else:
+            places.append(None)
+    return places
 
 
 def _names(node: ast.AST) -> list[str]:
@@ -149,24 +154,16 @@ def _called(statement: ast.stmt) -> str | None:
 
 
 def _is_allocation(statement: ast.stmt) -> bool:
-    return _called(statement) == "empty_strided_cpu"
+    return _called(statement) == ALLOCATION
 
 
-def _renames(statement: ast.stmt, known: set[str]) -> bool:
-    """Whether it gives another name, or a view, to memory with a place."""
-    assert isinstance(statement, ast.Assign)
-    if isinstance(statement.value, ast.Name):
-        return statement.value.id in known
-    return _called(statement) == "reinterpret_tensor" and set(_names(statement.value)) <= known | {"reinterpret_tensor"}
-
-
-def _bytes(statement: ast.stmt) -> float:
-    """Of a new tensor; infinite if it is not small, or its size is not written there."""
+def _form(statement: ast.stmt) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Sizes, strides and type of a new tensor."""
     assert isinstance(statement, ast.Assign)
     assert isinstance(statement.value, ast.Call)
+    sizes, strides, dtype = statement.value.args
     try:
-        sizes, strides = (ast.literal_eval(argument) for argument in statement.value.args[:2])
-    except ValueError:
-        return math.inf
-    entries = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-    return 8 * entries if entries <= ENTRIES else math.inf
+        found = ast.literal_eval(sizes), ast.literal_eval(strides), getattr(torch, ast.unparse(dtype).split(".")[-1])
+    except ValueError as error:  # a size that is not written there
+        raise _Unknown from error
+    return found
