@@ -6,7 +6,7 @@ the steps (ITD, unrolled). Every entry runs in a process of its own, for its pea
 several repetitions, the entries in turn. ``compiled``: after ``optimizer.compile()``, without the calls that make the
 graph; its peak memory has these in it.
 
-    python -m recipes.benchmarks.overhead
+    python -m recipes.benchmarks.overhead --compiled
     python -m recipes.benchmarks.overhead --memory        # peak memory against T
     python -m recipes.benchmarks.overhead --step          # a step of every method on a tiny problem
 
@@ -193,6 +193,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.option("repeats", 3, "runs of every entry")
     parser.add_argument("--memory", action="store_true", help="peak memory for T = 10, 50, 100, 200 instead of times")
     parser.add_argument("--step", action="store_true", help="microseconds per step on a tiny problem instead")
+    parser.add_argument("--compiled", action="store_true", help="with compiled steps too")
     parser.add_argument("--only", nargs="+", help="with --step: these methods")
     args = parser.parse(arguments)
     if args.step:
@@ -202,6 +203,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(json.dumps(measure(args.only[0], args.n, args.steps, args.device)))
         return
     names = [k for k, (_, needs) in ENTRIES.items() if needs is None or importlib.util.find_spec(needs)]
+    names = [name for name in names if args.compiled or not name.endswith("compiled")]
     print(", ".join(f"{k} {v}" for k, v in environment(args.device).items()))
 
     def one(name: str, steps: int) -> dict[str, Any] | str:
