@@ -13,7 +13,8 @@ import bilevel_optim as bo
 from ..common import timed
 from ..common.search import axis
 from ..newsvendor import SIDE, Newsvendor, Rule, learn, losses
-from .experiment import Arm, Better, Experiment, Point, Trial, Within
+from .experiment import Arm, Better, Experiment, Point, Trial
+from .meta import time
 
 __all__ = ["EXPERIMENTS"]
 
@@ -108,33 +109,16 @@ def experiment(name: str, demands: int, shift: float = 0.0) -> Experiment:
     )
 
 
-def time(levels: int, low: float) -> Experiment:
-    """At this number of levels."""
-    return Experiment(
-        id=f"004-time-newsvendor-{levels}",
-        paper="arXiv:2310.18535",
-        figure="table 3",
-        claim=f"with {levels} levels an estimate of RT-MLMC takes 1/{low:g} of DL-SGD's time or less, 20 tasks at once "
-        "(newsvendor)",
-        value=f"{low:g}",
-        run=ratio,
-        arms={"DL-SGD / RT-MLMC": Arm(None)},
-        rule=Within(arm="DL-SGD / RT-MLMC", low=math.log10(low), high=3.0),
-        score="log10 of the ratio of times",
-        unit="estimates",
-        scales={
-            "smoke": {"budget": 1, "seeds": 3, "levels": 2, "count": 2, "deep": 1, "shallow": 1},
-            "cpu": {"budget": 1, "seeds": 5, "levels": levels, "count": 20, "deep": 2, "shallow": 12},
-            "full": {"budget": 1, "seeds": 20, "levels": levels, "count": 20, "deep": 10, "shallow": 50},
-        },
-        departures=(
-            "networks 100-64-64-1 and lambda = 10: the text has neither; how many tasks it has at once is not said",
-        ),
-    )
-
-
+TIME = partial(
+    time,
+    name="004-time-newsvendor",
+    figure="table 3",
+    where=" (newsvendor)",
+    run=ratio,
+    departure="networks 100-64-64-1 and lambda = 10: the text has neither; how many tasks it has at once is not said",
+)
 EXPERIMENTS = [
-    *(time(levels, low) for levels, low in ((2, 2.5), (4, 4.2), (6, 8.3), (8, 13.6))),
+    *(TIME(levels, value) for levels, value in ((2, "2.5"), (4, "4.2"), (6, "8.3"), (8, "13.6"))),
     *(experiment(f"004-newsvendor-{m}", m) for m in (10, 30, 50, 100)),
     experiment("004-newsvendor-shift", 30, 3.0),
 ]
