@@ -235,3 +235,28 @@ def test_each_lane_stops_at_its_own_tolerance(solve, spectra, iterations):
             assert result.indefinite[i] == one.indefinite == (i == 2)
     assert len(set(result.iterations.tolist())) == 3
     assert iterations is None or result.iterations.tolist() == iterations
+
+
+SYSTEMS = {
+    "definite": [[2.0, 0.5, 0.0], [0.5, 1.0, 0.0], [0.0, 0.0, 3.0]],
+    "indefinite": [[2.0, 0.0, 0.0], [0.0, -1.0, 0.0], [0.0, 0.0, 1.0]],
+    "not symmetric": [[1.0, 1000.0, 0.0], [-1000.0, 1.0, 0.0], [0.0, 0.0, 1.0]],  # so that the residual grows
+}
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("start", [None, [1.0, -1.0, 0.5]])
+@pytest.mark.parametrize("options", [{"steps": 2}, {"steps": 9, "tol": 1e-3}, {"steps": 9, "damping": 0.5}], ids=str)
+def test_one_system_and_a_lane_of_several_are_solved_alike(system, start, options):
+    """One is solved with Python numbers, several with tensors of them."""
+    matrix, b = torch.tensor(SYSTEMS[system]).double(), torch.tensor([1.0, 2.0, -1.0]).double()
+    begun = None if start is None else torch.tensor(start).double()
+    one = cg(lambda v: Vector([matrix @ v[0]]), [b], None if begun is None else [begun], **options)
+    some = cg(
+        lambda v: Vector([v[0] @ matrix.mT]), [b[None]], None if begun is None else [begun[None]], lanes=True, **options
+    )
+    torch.testing.assert_close(one.solution[0], some.solution[0][0], rtol=1e-10, atol=1e-12)
+    for name in ("residual", "relative", "iterations", "indefinite", "diverged"):
+        a, b = getattr(one, name), getattr(some, name)
+        torch.testing.assert_close(a.double(), b.reshape(()).double(), rtol=1e-9, atol=1e-12, msg=name)
+    assert bool(one.diverged) == (system == "not symmetric")

@@ -7,6 +7,7 @@ import bilevel_optim as bo
 from bilevel_optim.hypergradient import storm
 from bilevel_optim.hypergradient.recursive import Points, matrices, products
 from bilevel_optim.methods.tracked import rows
+from bilevel_optim.optimizer.graphs import Graph
 from bilevel_optim.oracle.session import Options, Session
 
 from ..methods.test_tracked import Family
@@ -192,3 +193,22 @@ def test_rows_of_half_precision_are_kept_in_single():
     single = {name for name, t in kept.items() if t.dtype == torch.float32}
     assert single == kept.keys() - {f"rows.{name}" for name in rows.STAMPS}
     assert {f"rows.{name}" for name in ("u", "v", "w", "V", "H", "y_last")} <= single
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 3), (4, 2, 3), (4, 3, 2)])
+def test_projections_in_a_graph_are_the_same(shape):
+    generator = torch.Generator().manual_seed(0)
+    matrices = torch.randn(shape, generator=generator, dtype=torch.float64)
+    matrices[0] = 0.1 * torch.eye(*shape[1:])  # in one of both sets
+
+    def projected(m):
+        found = [storm.ceiling(m, 1.0)] + ([storm.floor(m, 0.05)] if shape[1] == shape[2] else [])
+        return [part for one in found for part in one]
+
+    graph = Graph(projected, matrices, lambda module, example: module.forward)
+    other = matrices.flip(0).contiguous()
+    for values in (matrices, other):
+        expected, found = projected(values), graph.structured(graph([values]))
+        assert 0 < int(expected[1]) < len(values)
+        for a, b in zip(expected, found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
