@@ -53,7 +53,7 @@ def implicit(
     Returns:
         Estimate whose memory holds v as ``"linear_solution"``.
     """
-    loss, grad_x, grad_y = oracle.upper(upper_sample or oracle.f.draw())
+    loss, grad_x, grad_y = oracle.upper(upper_sample or oracle.f.draw(once=True))
     with oracle.lower_system(lower_sample or oracle.g.draw()) as system:
         with span("linear solve"):
             result = solve(system.hvp, grad_y, start, **({} if oracle.lanes is None else {"lanes": True}))

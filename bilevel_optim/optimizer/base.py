@@ -339,10 +339,8 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         return Given(
             upper_groups=groups["upper"],
             lower_groups=groups["lower"],
-            memory=memory.recalled(self.state, y),
+            **memory.remembered(self.state, y),
             upper_memory=memory.recalled(self.state, x),
-            tables=memory.tables_of(self.state, y),
-            solver=memory.remembered_solver(self.state, y),
             lower=Vector(y).detach(),
             numbers=dict(self.numbers),
             steps=self._ledger.steps,

@@ -26,13 +26,13 @@ class Checks:
     """
 
     def __init__(self) -> None:
-        self._finite: list[tuple[str, str, Vector]] = []
+        self._finite: list[tuple[str, str, list[Tensor]]] = []
         self._scalars: list[tuple[str, str, Tensor]] = []
         self._alerts: list[tuple[str, str, Callable[..., Any], tuple[Tensor, ...]]] = []
 
     def finite(self, oracle: str, tensors: Iterable[Tensor], hint: str = "") -> None:
         """Require that every entry of ``tensors``, which came out of ``oracle``, is finite."""
-        self._finite.append((oracle, hint, Vector(t.detach() for t in tensors)))
+        self._finite.append((oracle, hint, [t.detach() if t.requires_grad else t for t in tensors]))
 
     def scalar(self, oracle: str, value: Tensor, hint: str = "") -> None:
         """The same of a single number, at less cost."""
@@ -73,12 +73,12 @@ class Checks:
         A key is added to ``warned`` with its warning.
         """
         # A norm is cheap, and not finite if an entry is not; that one of finite entries overflows is seen afterwards.
-        tensors = [t for *_, vector in self._finite for t in vector if t.numel()]
-        norms = [*_norms(tensors), *(value for *_, value in self._scalars)]
-        numbers = _read([*norms, *(figure for *_, figures in self._alerts for figure in figures)])
+        norms = _norms([t for *_, vector in self._finite for t in vector])
+        norms += [value for *_, value in self._scalars]
+        numbers = _read([*norms, *[figure for *_, figures in self._alerts for figure in figures]])
         if not all(map(math.isfinite, numbers[: len(norms)])):
             for oracle, hint, vector in self._finite:
-                if not bool(vector.max_abs().isfinite()):
+                if not bool(Vector(vector).max_abs().isfinite()):
                     raise NonFiniteError(oracle, step, hint)
             for oracle, hint, value in self._scalars:
                 if not bool(value.isfinite()):
@@ -107,9 +107,9 @@ def _itself(on: Any) -> Any:
 
 def _read(scalars: list[Tensor]) -> list[float]:
     """Scalars on the host, with one synchronisation."""
-    away = next((t for t in scalars if not t.is_cpu), None)
-    if away is None:  # costs less than to put them together
+    if all([t.is_cpu for t in scalars]):  # costs less than to put them together
         return [t.item() for t in scalars]
+    away = next(t for t in scalars if not t.is_cpu)
     kind = functools.reduce(torch.promote_types, {t.dtype for t in scalars})
     read: list[float] = torch.stack([t.to(away.device, kind) for t in scalars]).tolist()
     return read

@@ -31,9 +31,13 @@ class Vector(tuple[Tensor, ...]):
     __slots__ = ()
 
     def __add__(self, other: Sequence[Tensor]) -> Vector:  # type: ignore[override]
+        if len(self) == 1:  # as are many, and foreach costs more than the sum
+            return Vector((self[0] + other[0],))
         return Vector(torch._foreach_add(self, tuple(other)))
 
     def __sub__(self, other: Sequence[Tensor]) -> Vector:
+        if len(self) == 1:
+            return Vector((self[0] - other[0],))
         return Vector(torch._foreach_sub(self, tuple(other)))
 
     def __mul__(self, factor: Scalar | Sequence[Scalar]) -> Vector:  # type: ignore[override]
@@ -53,8 +57,10 @@ class Vector(tuple[Tensor, ...]):
 
     def descended(self, direction: Sequence[Tensor], rates: Sequence[Scalar]) -> Vector:
         """This less the direction, with a learning rate for each tensor."""
-        if any(isinstance(rate, Tensor) for rate in rates):
+        if any([isinstance(rate, Tensor) for rate in rates]):
             return self - Vector(direction) * list(rates)
+        if len(self) == 1:
+            return Vector((torch.add(self[0], direction[0], alpha=-float(rates[0])),))
         if len(set(rates)) == 1:
             return Vector(torch._foreach_add(self, tuple(direction), alpha=-float(rates[0])))
         return Vector(torch.add(t, d, alpha=-float(rate)) for t, d, rate in zip(self, direction, rates, strict=True))
@@ -101,7 +107,7 @@ class Vector(tuple[Tensor, ...]):
         return Vector(t.clone() for t in self)
 
     def detach(self) -> Vector:
-        return Vector(t.detach() for t in self)
+        return Vector([t.detach() for t in self])
 
     def zeros_like(self) -> Vector:
         return Vector(torch.zeros_like(t) for t in self)
@@ -118,10 +124,12 @@ class Vector(tuple[Tensor, ...]):
             total = total + self.lane(j) * weights[j]
         return total
 
-    @torch.no_grad()
     def copy_(self, values: Iterable[Tensor]) -> None:
         """Write ``values`` into these tensors."""
-        if any(map(is_sharded, self)):
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self.copy_(values)
+        elif any(map(is_sharded, self)):
             for tensor, value in zip(self, values, strict=True):
                 if is_sharded(tensor) and is_sharded(value):  # torch itself copies no fewer rows than there are ranks
                     _local(tensor).copy_(_local(value.redistribute(placements=tensor.placements)))  # type: ignore[attr-defined]
