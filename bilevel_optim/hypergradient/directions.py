@@ -9,7 +9,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from ..kernels.counter import mixed, remainders
+from ..kernels.counter import mixed, mixed_number, remainders, signed
 from ..kernels.seeded import accumulated, perturbed, squares
 from ..problem.parameters import is_number, require
 from ..problem.vector import Vector
@@ -137,7 +137,7 @@ class Directions:
     def _seeded(self, seed: int | Tensor) -> tuple[Tensor, Tensor]:
         """Keys of all directions, and the row of the Hartley transform that each of them is."""
         j = torch.arange(self.count, device=self.x[0].device)
-        own = mixed(torch.as_tensor(seed, device=j.device))
+        own = signed(mixed_number(seed)) if isinstance(seed, int) else mixed(seed.to(j.device))
         if self.kind != "orthogonal":
             return mixed(own + j), torch.zeros_like(j)
         block, index = j // self._p, j % self._p

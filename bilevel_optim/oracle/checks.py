@@ -16,6 +16,8 @@ from ..problem.vector import Vector, is_sharded
 
 __all__ = ["Checks"]
 
+Message = str | Callable[[], str]  # or what makes it, if it is to be given
+
 REFUSAL = "refusal"  # the key of what is no warning but an error
 
 
@@ -28,7 +30,7 @@ class Checks:
     def __init__(self) -> None:
         self._finite: list[tuple[str, str, list[Tensor]]] = []
         self._scalars: list[tuple[str, str, Tensor]] = []
-        self._alerts: list[tuple[str, str, Callable[..., Any], tuple[Tensor, ...]]] = []
+        self._alerts: list[tuple[str, Message, Callable[..., Any], tuple[Tensor, ...]]] = []
 
     def finite(self, oracle: str, tensors: Iterable[Tensor], hint: str = "") -> None:
         """Require that every entry of ``tensors``, which came out of ``oracle``, is finite."""
@@ -38,11 +40,11 @@ class Checks:
         """The same of a single number, at less cost."""
         self._scalars.append((oracle, hint, value))
 
-    def alert(self, key: str, message: str, on: Tensor) -> None:
+    def alert(self, key: str, message: Message, on: Tensor) -> None:
         """Warn with ``message`` if the boolean scalar ``on`` is true, once in an optimizer's life for each ``key``."""
         self.alert_if(key, message, _itself, on)
 
-    def alert_if(self, key: str, message: str, test: Callable[..., Any], *figures: Tensor) -> None:
+    def alert_if(self, key: str, message: Message, test: Callable[..., Any], *figures: Tensor) -> None:
         """The same if a test of scalars holds: they are read with all others, and it is made of numbers, on the host.
 
         In a trace it is made of the scalar tensors themselves, so it consists of comparisons, ``&`` and ``|``.
@@ -87,11 +89,11 @@ class Checks:
         for key, message, test, figures in self._alerts:
             if test(*(next(remaining) for _ in figures)):
                 if key == REFUSAL:
-                    raise ValueError(message)
+                    raise ValueError(_text(message))
                 on.add(key)
                 if key not in warned:
                     warned.add(key)
-                    warnings.warn(message, BilevelWarning, stacklevel=5)
+                    warnings.warn(_text(message), BilevelWarning, stacklevel=5)
         return on
 
 
@@ -103,6 +105,10 @@ def _norms(tensors: list[Tensor]) -> list[Tensor]:
 
 def _itself(on: Any) -> Any:
     return on
+
+
+def _text(message: Message) -> str:
+    return message if isinstance(message, str) else message()
 
 
 def _read(scalars: list[Tensor]) -> list[float]:
