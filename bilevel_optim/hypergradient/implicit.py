@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 from torch import Tensor
@@ -69,6 +70,8 @@ def watched(oracle: Oracle, result: LinearSolution) -> dict[str, Tensor]:
     oracle.checks.alert("indefinite", INDEFINITE, result.indefinite.any() if lanes else result.indefinite)
     found = {"linear_residual": result.residual, "linear_iterations": result.iterations}
     if result.diverged is not None:
-        alone = result.diverged > result.indefinite
-        oracle.checks.alert("diverging system", DIVERGING, alone.any() if lanes else alone)
+        if lanes:
+            oracle.checks.alert("diverging system", DIVERGING, (result.diverged > result.indefinite).any())
+        else:
+            oracle.checks.alert_if("diverging system", DIVERGING, operator.gt, result.diverged, result.indefinite)
     return found if result.relative is None else {**found, "linear_relative_residual": result.relative}
