@@ -143,10 +143,11 @@ class Directions:
         block, index = j // self._p, j % self._p
         keys = mixed(own + block)
         # A random affine map of the index: every row is as likely as any other, and none comes twice in a block.
-        tried = (remainders(mixed(keys - 1), self._p).unsqueeze(1) + torch.arange(PRIME_GAP, device=j.device)) % self._p
+        first, shift = remainders(mixed(torch.stack([keys - 1, keys - 2])), self._p)
+        tried = (first.unsqueeze(1) + torch.arange(PRIME_GAP, device=j.device)) % self._p
         prime = torch.gcd(tried, torch.tensor(self._p, device=j.device)) == 1
         a = tried.gather(1, prime.int().argmax(1, keepdim=True)).squeeze(1)
-        return keys, (a * index + remainders(mixed(keys - 2), self._p)) % self._p
+        return keys, (a * index + shift) % self._p
 
     def _measured(self) -> list[Tensor]:
         """What the entries are divided by in each tensor, shape (Q,), so that lengths are what they should be."""
