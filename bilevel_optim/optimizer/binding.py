@@ -129,9 +129,11 @@ class Binding:
             new[k] = outputs[i]
         return new
 
-    @torch.no_grad()
     def run(self, arguments: Sequence[Tensor], rates: Sequence[Tensor], data: Sequence[Tensor]) -> Sequence[Tensor]:
         """What the graph computes."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.run(arguments, rates, data)
         return self.step.graph([*arguments, *rates, *data])
 
     def several(self, rates: Sequence[Tensor], chain: Sequence[Flat]) -> Binding | None:
@@ -165,15 +167,17 @@ class Binding:
 
     def write(self, outputs: Sequence[Tensor]) -> None:
         """Write what a step has computed."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.write(outputs)
         out, shared = self.out, self.step.graph.shared or ()
-        with torch.no_grad():
-            for table, rows, values in self._tables(outputs):
-                table[rows] = values
-            for (entries, name), i in self.results:
-                entries[name] = outputs[i].clone() if i in shared else outputs[i]
-            gradient = [outputs[i].clone() if i in shared else outputs[i] for i in out["gradient"]]
-            if self._moved:
-                torch._foreach_copy_([live for live, _ in self._moved], [outputs[i] for _, i in self._moved])
+        for table, rows, values in self._tables(outputs):
+            table[rows] = values
+        for (entries, name), i in self.results:
+            entries[name] = outputs[i].clone() if i in shared else outputs[i]
+        gradient = [outputs[i].clone() if i in shared else outputs[i] for i in out["gradient"]]
+        if self._moved:
+            torch._foreach_copy_([live for live, _ in self._moved], [outputs[i] for _, i in self._moved])
         for parameter, value in zip(self.x, gradient, strict=True):
             parameter.grad = value
 

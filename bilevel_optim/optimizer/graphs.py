@@ -184,19 +184,21 @@ class _Direct:
             self._listed = None if inner is None else listed(inner, values)
             if self._listed is None:
                 self._listed = self._compiled  # which is all there is
-            elif _alike(outputs, self._listed([*values])):
+            elif _alike(outputs, self._listed([*values]), values):
                 self._compiled = None
         return outputs
 
 
-def _alike(outputs: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether all are tensors, the same ones bit for bit, of which no two share memory."""
+def _alike(outputs: Sequence[Any], others: Sequence[Any], values: Sequence[Tensor]) -> bool:
+    """Whether all are tensors, the same bit for bit, and share memory alike, with each other and with these values."""
     if len(outputs) != len(others) or not all(isinstance(t, Tensor) for t in (*outputs, *others)):
         return False
-    forms = [[(t.shape, t.stride(), t.dtype, t.device) for t in some] for some in (outputs, others)]
-    places = [_storage(t) for t in (*outputs, *others) if t.numel()]
+    forms = [[(t.shape, t.stride(), t.dtype, t.device, t.storage_offset()) for t in some] for some in (outputs, others)]
+    places = [[_storage(t) for t in (*values, *some)] for some in (outputs, others)]
+    apart = {*places[0]} & {*places[1]} <= {*map(_storage, values), 0}
     same = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(outputs, others, strict=True))
-    return forms[0] == forms[1] and len(set(places)) == len(places) and same
+    first, second = ([*map(some.index, some)] for some in places)
+    return forms[0] == forms[1] and first == second and apart and same
 
 
 def backend_of(backend: str | Callable[..., Any], mode: str | None, options: dict[str, Any] | None) -> Backend:
