@@ -149,8 +149,8 @@ class Binding:
             start = one = self.arguments()
             for each in chain[:times]:
                 one = self.following(one, self.run(one, rates, each.tensors))
-            if _close(one, many.following(start, many.run(start, rates, data)), start):
-                self._several = many
+            if all(map(torch.equal, one, many.following(start, many.run(start, rates, data)))):
+                self._several = many  # bit for bit, so that it does not matter where a run was interrupted
         return self._several or None
 
     def estimate(self, outputs: Sequence[Tensor]) -> Estimate:
