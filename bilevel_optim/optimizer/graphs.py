@@ -184,7 +184,9 @@ class _Direct:
             self._listed = None if inner is None else listed(inner, values)
             if self._listed is None:
                 self._listed = self._compiled  # which is all there is
-            elif _alike(outputs, self._listed([*values]), values):
+                return outputs
+            first, second = (self._listed([*values]) for _ in range(2))
+            if _alike(outputs, first, values) and _alike(first, second, values):
                 self._compiled = None
         return outputs
 

@@ -112,3 +112,28 @@ def test_graphs_of_inductor_are_listed():
     for value, output in zip((1.0, 2.0, 3.0), outputs, strict=True):
         expected = function(torch.full((5,), value, dtype=torch.float64))
         torch.testing.assert_close(graph.structured(output), expected)
+
+
+@pytest.mark.parametrize("wrong", [None, "value", "memory", "number"])
+def test_layers_that_change_something_stay(monkeypatch, wrong):
+    """A list is used only where its results are those of what was compiled, bit for bit and in memory of their own."""
+    from bilevel_optim.optimizer import graphs
+
+    kept = torch.zeros(3)
+
+    def compiled(x):
+        return [x + 1, x.exp()]
+
+    def call(arguments):
+        (x,) = arguments
+        if wrong == "memory":
+            return torch.add(x, 1, out=kept), x.exp()
+        return (x + (1 + 1e-6 if wrong == "value" else 1), x.exp())[: 1 if wrong == "number" else 2]
+
+    monkeypatch.setattr(graphs, "written", lambda compiled: compiled)
+    monkeypatch.setattr(graphs, "listed", lambda *_: call)
+    direct = graphs._Direct(compiled)
+    for _ in range(2):
+        first, second = direct(torch.ones(3))
+        torch.testing.assert_close((first, second), (torch.full((3,), 2.0), torch.ones(3).exp()), rtol=0, atol=0)
+    assert (direct._compiled is None) == (wrong is None)
