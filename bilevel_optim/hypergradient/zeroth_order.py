@@ -57,8 +57,8 @@ def partial_zeroth_order(
 
     indirect, base, diagnostics = _indirect(oracle, paths, directions, central, measure, ranks or Ranks())
     loss, direct, _ = found[0]
-    _warn_of_noise(oracle, directions, direct.norm(), diagnostics)
     diagnostics["direct_norm"] = direct.norm()
+    _warn_of_noise(oracle, directions, diagnostics["direct_norm"], diagnostics)
     return Estimate(loss, direct + indirect, diagnostics, lower=base)
 
 

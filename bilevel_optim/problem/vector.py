@@ -41,12 +41,15 @@ class Vector(tuple[Tensor, ...]):
         return Vector(torch._foreach_sub(self, tuple(other)))
 
     def __mul__(self, factor: Scalar | Sequence[Scalar]) -> Vector:  # type: ignore[override]
+        alone = factor[0] if isinstance(factor, list) and len(factor) == len(self) == 1 else factor
+        if len(self) == 1 and isinstance(alone, float):
+            return Vector((self[0] * alone,))
         if isinstance(factor, Tensor) and factor.dim() == 1:
             return Vector(t * factor.to(t.dtype).view(-1, *[1] * (t.dim() - 1)) for t in self)
         if isinstance(factor, Tensor) and any(t.dim() == 0 for t in self):
             # Zero-dimensional tensors are equals in type promotion: a wider factor would widen them.
             return Vector(t * factor.to(t.dtype) for t in self)
-        if isinstance(factor, list) and any(isinstance(f, Tensor) for f in factor):
+        if isinstance(factor, list) and any([isinstance(f, Tensor) for f in factor]):
             return Vector(t * torch.as_tensor(f).to(t) for t, f in zip(self, factor, strict=True))
         return Vector(torch._foreach_mul(self, factor))  # type: ignore[arg-type]
 
