@@ -54,15 +54,16 @@ def test_starts(row):
     close(problem.y[0].detach(), solutions.mean(0), 1e-9, 1e-9)
 
 
+@pytest.mark.parametrize("verb", ["backward", "propose"])
 @each(("AID", "ITD", "F2SA", "PZOBO", "StocBiO", "RAHGD"))
-def test_nothing_of_a_step_waits_for_garbage_collection(row):
+def test_nothing_of_a_step_waits_for_garbage_collection(row, verb):
     """A cycle would keep the graphs of large bodies until the collector comes by chance."""
     problem, counts = Tasks(), []
     optimizer = row(problem.x, problem.y, short=True)
     gc.disable()
     try:
         for _ in range(4):
-            problem.apply(optimizer.backward)
+            problem.apply(getattr(optimizer, verb))
             counts.append(sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects()))
             if len(counts) == 2:  # the first steps also look at what the losses depend on
                 gc.collect()
