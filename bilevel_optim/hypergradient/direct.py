@@ -16,5 +16,5 @@ def direct(oracle: Oracle, upper_sample: Sample | None = None) -> Estimate:
         oracle: the losses; costs one upper gradient.
         upper_sample: sample of f. Default: the next one.
     """
-    loss, gradient, _ = oracle.upper(upper_sample or oracle.f.draw())
+    loss, gradient, _ = oracle.upper(upper_sample or oracle.f.draw(once=True))
     return Estimate(loss, gradient)

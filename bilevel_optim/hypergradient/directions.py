@@ -9,7 +9,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from ..kernels.counter import mixed, remainders
+from ..kernels.counter import mixed, mixed_number, remainders, signed
 from ..kernels.seeded import accumulated, perturbed, squares
 from ..problem.parameters import is_number, require
 from ..problem.vector import Vector
@@ -137,16 +137,17 @@ class Directions:
     def _seeded(self, seed: int | Tensor) -> tuple[Tensor, Tensor]:
         """Keys of all directions, and the row of the Hartley transform that each of them is."""
         j = torch.arange(self.count, device=self.x[0].device)
-        own = mixed(torch.as_tensor(seed, device=j.device))
+        own = signed(mixed_number(seed)) if isinstance(seed, int) else mixed(seed.to(j.device))
         if self.kind != "orthogonal":
             return mixed(own + j), torch.zeros_like(j)
         block, index = j // self._p, j % self._p
         keys = mixed(own + block)
         # A random affine map of the index: every row is as likely as any other, and none comes twice in a block.
-        tried = (remainders(mixed(keys - 1), self._p).unsqueeze(1) + torch.arange(PRIME_GAP, device=j.device)) % self._p
+        first, shift = remainders(mixed(torch.stack([keys - 1, keys - 2])), self._p)
+        tried = (first.unsqueeze(1) + torch.arange(PRIME_GAP, device=j.device)) % self._p
         prime = torch.gcd(tried, torch.tensor(self._p, device=j.device)) == 1
         a = tried.gather(1, prime.int().argmax(1, keepdim=True)).squeeze(1)
-        return keys, (a * index + remainders(mixed(keys - 2), self._p)) % self._p
+        return keys, (a * index + shift) % self._p
 
     def _measured(self) -> list[Tensor]:
         """What the entries are divided by in each tensor, shape (Q,), so that lengths are what they should be."""

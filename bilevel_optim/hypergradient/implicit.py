@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 from torch import Tensor
@@ -53,7 +54,7 @@ def implicit(
     Returns:
         Estimate whose memory holds v as ``"linear_solution"``.
     """
-    loss, grad_x, grad_y = oracle.upper(upper_sample or oracle.f.draw())
+    loss, grad_x, grad_y = oracle.upper(upper_sample or oracle.f.draw(once=True))
     with oracle.lower_system(lower_sample or oracle.g.draw()) as system:
         with span("linear solve"):
             result = solve(system.hvp, grad_y, start, **({} if oracle.lanes is None else {"lanes": True}))
@@ -69,6 +70,8 @@ def watched(oracle: Oracle, result: LinearSolution) -> dict[str, Tensor]:
     oracle.checks.alert("indefinite", INDEFINITE, result.indefinite.any() if lanes else result.indefinite)
     found = {"linear_residual": result.residual, "linear_iterations": result.iterations}
     if result.diverged is not None:
-        alone = result.diverged > result.indefinite
-        oracle.checks.alert("diverging system", DIVERGING, alone.any() if lanes else alone)
+        if lanes:
+            oracle.checks.alert("diverging system", DIVERGING, (result.diverged > result.indefinite).any())
+        else:
+            oracle.checks.alert_if("diverging system", DIVERGING, operator.gt, result.diverged, result.indefinite)
     return found if result.relative is None else {**found, "linear_relative_residual": result.relative}

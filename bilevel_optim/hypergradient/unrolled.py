@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..oracle.features import Apart
@@ -82,7 +81,7 @@ def unrolled(
         if differentiated > 2 and k in (0, differentiated // 2, differentiated - 1) and solved.gradient is not None:
             norms.append(solved.gradient.norm())
     oracle.checks.finite("lower_grad", solved.y)
-    loss, h, adjoint = oracle.at(lower=solved.y).upper(upper_sample or oracle.f.draw())
+    loss, h, adjoint = oracle.at(lower=solved.y).upper(upper_sample or oracle.f.draw(once=True))
     memory_adjoint: list[dict[str, Tensor]] = [{} for _ in adjoint]
     while trajectory:
         step = trajectory.pop()
@@ -115,10 +114,10 @@ def _differentiable(oracle: Oracle, y: Vector, parts: list[Apart]) -> tuple[Orac
     return (*apart.at(y, sample), apart) if apart.usable else (oracle.at(lower=y), sample, None)
 
 
-def _evaluated(step: _Step, y: Vector) -> tuple[Tensor, Vector]:
+def _evaluated(step: _Step, y: Vector) -> tuple[Tensor | None, Vector]:
     if step.system is None:
         return step.point.lower(step.sample)
-    return torch.zeros((), device=step.point.device), step.system.gradient
+    return None, step.system.gradient
 
 
 def _pulled_back(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,8 +57,8 @@ def partial_zeroth_order(
 
     indirect, base, diagnostics = _indirect(oracle, paths, directions, central, measure, ranks or Ranks())
     loss, direct, _ = found[0]
-    _warn_of_noise(oracle, directions, direct.norm(), diagnostics)
     diagnostics["direct_norm"] = direct.norm()
+    _warn_of_noise(oracle, directions, diagnostics["direct_norm"], diagnostics)
     return Estimate(loss, direct + indirect, diagnostics, lower=base)
 
 
@@ -201,22 +202,30 @@ def _rounding(base: Vector, squares: Tensor) -> Tensor:
 def _warn_of_noise(oracle: Oracle, directions: Directions, direct: Tensor, diagnostics: dict[str, Tensor]) -> None:
     """Warn if one estimate is mostly noise, or its differences mostly rounding."""
     variance = directions.variance
-    # E|estimate|^2 = (1 + variance) |indirect term|^2 tells both from one estimate.
-    size = diagnostics["indirect_norm"] / (1 + variance) ** 0.5
-    noise = size * variance**0.5
-    oracle.checks.alert(
+
+    def noisy(indirect: Any, direct: Any) -> Any:
+        # E|estimate|^2 = (1 + variance) |indirect term|^2 tells both from one estimate.
+        size = indirect / (1 + variance) ** 0.5
+        noise = size * variance**0.5 / NOISE_LIMIT
+        return (noise > size) & (noise > direct)
+
+    oracle.checks.alert_if(
         "noisy estimate",
-        f"the estimate of the hypergradient is mostly noise: with {directions.count} directions in "
-        f"{sum(t.numel() for t in directions.x):,} dimensions the standard deviation of its indirect term is "
-        f"{variance**0.5:.3g} times its size (see diagnostics['noise_to_signal']). Use more directions, fewer upper "
-        "parameters, or a method that differentiates (AID, ITD, F2SA)",
-        noise > NOISE_LIMIT * torch.maximum(size, direct.to(size)),
+        lambda: (
+            f"the estimate of the hypergradient is mostly noise: with {directions.count} directions in "
+            f"{sum(t.numel() for t in directions.x):,} dimensions the standard deviation of its indirect term is "
+            f"{variance**0.5:.3g} times its size (see diagnostics['noise_to_signal']). Use more directions, fewer "
+            "upper parameters, or a method that differentiates (AID, ITD, F2SA)"
+        ),
+        noisy,
+        diagnostics["indirect_norm"],
+        direct,
     )
-    error = diagnostics["difference_error"]
-    oracle.checks.alert(
+    oracle.checks.alert_if(
         "rounded differences",
         "the differences of the lower solves are mostly rounding (see diagnostics['difference_error']): the smoothing "
         "is too small for the precision, or the lower solution does not respond to x at all. Use a larger smoothing, "
         "or float64, and no autocast or TF32 in the lower loss",
-        error > ERROR_LIMIT,
+        lambda error: error > ERROR_LIMIT,
+        diagnostics["difference_error"],
     )

@@ -7,7 +7,7 @@ from math import pi
 import torch
 from torch import Tensor
 
-__all__ = ["mixed", "mixed_number", "precise", "remainders", "units"]
+__all__ = ["mixed", "mixed_number", "precise", "remainders", "signed", "units"]
 
 GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 SHIFTS = (30, 27, 31)
@@ -24,9 +24,9 @@ def mixed_number(value: int) -> int:
 
 def mixed(values: Tensor) -> Tensor:
     """The same of every entry: 64 bits each, as integers with a sign."""
-    values = values + _signed(GOLDEN)  # from here on in place: memory is most of the cost
-    values.bitwise_xor_(_shifted(values, SHIFTS[0])).mul_(_signed(FIRST))
-    values.bitwise_xor_(_shifted(values, SHIFTS[1])).mul_(_signed(SECOND))
+    values = values + signed(GOLDEN)  # from here on in place: memory is most of the cost
+    values.bitwise_xor_(_shifted(values, SHIFTS[0])).mul_(signed(FIRST))
+    values.bitwise_xor_(_shifted(values, SHIFTS[1])).mul_(signed(SECOND))
     return values.bitwise_xor_(_shifted(values, SHIFTS[2]))
 
 
@@ -67,7 +67,8 @@ def units(kind: str, keys: Tensor, rows: Tensor, period: int, index: Tensor, dty
     return (angle.cos() + angle.sin()).to(dtype) * signs
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
+    """A number below 2^64 as torch has it."""
     return value - (1 << 64) if value >> 63 else value
 
 

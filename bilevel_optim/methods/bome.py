@@ -135,7 +135,7 @@ class BOME(BilevelOptimizer):
         for _ in range(self.joint_steps - 1):
             oracle = self._settled(oracle, given)
         ends = given.anew().descended(oracle, self.lower_steps).oracle
-        loss, f_x, f_y = oracle.upper(oracle.f.draw())
+        loss, f_x, f_y = oracle.upper(oracle.f.draw(once=True))
         sample = oracle.g.draw()
         value, g_x, g_y = oracle.lower_jointly(sample)
         least, end_x, _ = ends.lower_jointly(sample)
@@ -151,7 +151,7 @@ class BOME(BilevelOptimizer):
         """After a step of y alone, for which the gradient of q is that of g."""
         gap = torch.zeros((), device=oracle.device)
         ends = given.anew().descended(oracle, self.lower_steps).oracle if self.barrier == "value" else None
-        _, f = lower_slope(oracle, "upper", oracle.f.draw())
+        _, f = lower_slope(oracle, "upper", oracle.f.draw(once=True))
         sample = oracle.g.draw()
         value, q = oracle.lower(sample)
         if ends is not None:

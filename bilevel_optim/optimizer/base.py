@@ -267,7 +267,9 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         """
         attempt, oracle, groups = self._opened(upper, lower)
         with attempt, self._ledger.buffers.kept():
-            return self._proposed(oracle, groups, tasks, still=still, start=start)[0]
+            estimate = self._proposed(oracle, groups, tasks, still=still, start=start)[0]
+            oracle.session.lower_sample = None  # a cycle, as after a step
+            return estimate
 
     def oracle(
         self, upper: Loss | None, lower: Loss | None = None, *, groups: dict[str, list[dict[str, Any]]] | None = None
@@ -339,10 +341,8 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         return Given(
             upper_groups=groups["upper"],
             lower_groups=groups["lower"],
-            memory=memory.recalled(self.state, y),
+            **memory.remembered(self.state, y),
             upper_memory=memory.recalled(self.state, x),
-            tables=memory.tables_of(self.state, y),
-            solver=memory.remembered_solver(self.state, y),
             lower=Vector(y).detach(),
             numbers=dict(self.numbers),
             steps=self._ledger.steps,

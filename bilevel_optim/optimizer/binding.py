@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from ..problem.vector import Vector
 from .memory import SOLVER, TABLE
 from .replay import StepGraph
 from .watch import same
+from .workspace import Form
 
 __all__ = ["Binding", "Flat", "Slot", "difference", "flattened"]
 
@@ -42,7 +42,7 @@ class Binding:
         self.step, self.x, self.y, self.uses, self.device = step, list(x), list(y), 0, y[0].device
         self._constants, self._types = data.constants, [*map(type, data.constants)]
         self._plain = all(kind in _ATOMS for kind in self._types)
-        self._shapes, self._strides = [*map(_SHAPE, data.tensors)], [*map(Tensor.stride, data.tensors)]
+        self._form = Form(data.tensors)
         upper, lower = [state[p] for p in x], [state[p] for p in y]
         self.entries = [*upper, *lower]
         self._state = state
@@ -82,6 +82,9 @@ class Binding:
         self.next += [(len(self.x) + k, i) for k, i in enumerate(out["lower"] or ())]
         self.next += [(len(self.x) + k, i) for k, i in enumerate(out.get("x_lower") or ())]  # y moves along with x
 
+        y_ends = out.get("x_lower") or out["lower"] or ()
+        self._moved = [*zip([*self.x, *self.y] if moved else self.y, (*moved, *y_ends), strict=bool(y_ends))]
+
     def holds(self, state: Any) -> bool:
         """Whether the optimizer's state is still kept where it was."""
         x, y, split = self.x[0], self.y[0], len(self.x)
@@ -102,7 +105,7 @@ class Binding:
                 return False
         elif not all(map(same, self._constants, constants)):
             return False
-        return [*map(_SHAPE, tensors)] == self._shapes and [*map(Tensor.stride, tensors)] == self._strides
+        return self._form.fits(tensors)
 
     def due(self) -> bool:
         """Count a use; whether it is one to be compared with an eager step."""
@@ -126,9 +129,11 @@ class Binding:
             new[k] = outputs[i]
         return new
 
-    @torch.no_grad()
     def run(self, arguments: Sequence[Tensor], rates: Sequence[Tensor], data: Sequence[Tensor]) -> Sequence[Tensor]:
         """What the graph computes."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.run(arguments, rates, data)
         return self.step.graph([*arguments, *rates, *data])
 
     def several(self, rates: Sequence[Tensor], chain: Sequence[Flat]) -> Binding | None:
@@ -144,8 +149,8 @@ class Binding:
             start = one = self.arguments()
             for each in chain[:times]:
                 one = self.following(one, self.run(one, rates, each.tensors))
-            if _close(one, many.following(start, many.run(start, rates, data)), start):
-                self._several = many
+            if all(map(torch.equal, one, many.following(start, many.run(start, rates, data)))):
+                self._several = many  # bit for bit, so that it does not matter where a run was interrupted
         return self._several or None
 
     def estimate(self, outputs: Sequence[Tensor]) -> Estimate:
@@ -162,19 +167,17 @@ class Binding:
 
     def write(self, outputs: Sequence[Tensor]) -> None:
         """Write what a step has computed."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.write(outputs)
         out, shared = self.out, self.step.graph.shared or ()
-        with torch.no_grad():
-            for table, rows, values in self._tables(outputs):
-                table[rows] = values
-            for (entries, name), i in self.results:
-                entries[name] = outputs[i].clone() if i in shared else outputs[i]
-            gradient = [outputs[i].clone() if i in shared else outputs[i] for i in out["gradient"]]
-            if out["lower"] is not None:
-                torch._foreach_copy_(self.y, [outputs[i] for i in out["lower"]])
-            if out.get("x_lower"):
-                torch._foreach_copy_(self.y, [outputs[i] for i in out["x_lower"]])
-            if out.get("x"):
-                torch._foreach_copy_(self.x, [outputs[i] for i in out["x"]])
+        for table, rows, values in self._tables(outputs):
+            table[rows] = values
+        for (entries, name), i in self.results:
+            entries[name] = outputs[i].clone() if i in shared else outputs[i]
+        gradient = [outputs[i].clone() if i in shared else outputs[i] for i in out["gradient"]]
+        if self._moved:
+            torch._foreach_copy_([live for live, _ in self._moved], [outputs[i] for _, i in self._moved])
         for parameter, value in zip(self.x, gradient, strict=True):
             parameter.grad = value
 
@@ -247,7 +250,6 @@ def _flatten(parts: Iterable[Any], tensors: list[Tensor], constants: list[Any]) 
 
 
 _ATOMS = (type(None), int, float, bool, str)
-_SHAPE = attrgetter("shape", "dtype")
 _SEQUENCES = (tuple, list)
 
 

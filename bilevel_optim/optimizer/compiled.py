@@ -19,7 +19,7 @@ from .binding import Binding, Flat, Slot, difference, flattened
 from .capture import PLAIN, Capture, Identity, Kind
 from .checkpoint import OWN
 from .ledger import Ledger
-from .method import Loss, as_objective
+from .method import Loss, StepFunctions, as_objective
 from .replay import Sources, StepGraph, fed, values_of
 from .step import Given, Update
 from .transaction import Write, make
@@ -188,6 +188,8 @@ class Compiled(Updating):
 
     def _chances(self) -> dict[str, Any]:
         """What the method draws for a step."""
+        if type(self).chances is StepFunctions.chances:
+            return {}
         device = self.param_groups[-1]["params"][0].device
         return self.chances(self.generator, partial(self._options.ranks.agreed, device=device))
 
@@ -300,15 +302,16 @@ class Compiled(Updating):
             return self._fed(kind, call, results) if capture.full else self._learnt(capture, kind, call, results)
         if binding.due():
             return self._compared(capture, kind, call, results, binding, data)
-        outputs = binding.run(binding.arguments(), capture.rates(self.param_groups, binding.device), data.tensors)
-        if self.check_finite and self._troubled(binding, outputs):
-            return self._fed(kind, call, results)
-        loss: Tensor = outputs[binding.out["loss"]]
-        writes = self._writes_of(binding, outputs, loss)
-        if call.update and self.declared.host_update:
-            writes += self._update_after(binding.estimate(outputs), binding.x, binding.y)
-        make(writes)
-        return loss
+        with torch.no_grad():
+            outputs = binding.run(binding.arguments(), capture.rates(self.param_groups, binding.device), data.tensors)
+            if not (self.check_finite and self._troubled(binding, outputs)):
+                loss: Tensor = outputs[binding.out["loss"]]
+                writes = self._writes_of(binding, outputs, loss)
+                if call.update and self.declared.host_update:
+                    writes += self._update_after(binding.estimate(outputs), binding.x, binding.y)
+                make(writes)
+                return loss
+        return self._fed(kind, call, results)
 
     def _fed(self, kind: Kind, call: Call, results: Sequence[Drawn]) -> Tensor:
         """An eager step on what has been drawn."""

@@ -17,7 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..problem.tracing import Untraceable, tracing
 from .parts import in_parts, number_parts
-from .workspace import give_workspace
+from .workspace import listed, written
 
 __all__ = ["Backend", "Graph", "Signature", "backend_of", "signature"]
 
@@ -152,6 +152,9 @@ def _lifted(module: GraphModule) -> list[Tensor]:
                     raise Untraceable(f"a loss writes into a tensor that is not its own ({node.target})")
     graph.eliminate_dead_code()
     graph.lint()
+    held = {name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))}
+    for name in held.difference(node.target for node in graph.nodes if node.op == "get_attr"):
+        delattr(module, name)  # or it would be an argument too
     module.recompile()
     return captured
 
@@ -161,6 +164,43 @@ def _reason(error: Exception) -> str:
     if "data-dependent" in text.lower() or "get value out of" in text or "_local_scalar_dense" in text:
         return "a value is read on the host (a branch on it, or .item())"
     return text
+
+
+class _Direct:
+    """What Inductor has compiled, without the layers around it once a call has shown that they change nothing."""
+
+    def __init__(self, compiled: Callable[..., Any]) -> None:
+        self._compiled: Callable[..., Any] | None = compiled
+        self._listed: Callable[..., Any] | None = None
+
+    def __call__(self, *values: Tensor) -> Sequence[Tensor]:
+        if self._compiled is None:
+            assert self._listed is not None
+            found: Sequence[Tensor] = self._listed([*values])
+            return found
+        outputs: Sequence[Tensor] = self._compiled(*values)
+        if self._listed is None:
+            inner = written(self._compiled)
+            self._listed = None if inner is None else listed(inner, values)
+            if self._listed is None:
+                self._listed = self._compiled  # which is all there is
+                return outputs
+            first, second = (self._listed([*values]) for _ in range(2))
+            if _alike(outputs, first, values) and _alike(first, second, values):
+                self._compiled = None
+        return outputs
+
+
+def _alike(outputs: Sequence[Any], others: Sequence[Any], values: Sequence[Tensor]) -> bool:
+    """Whether all are tensors, the same bit for bit, and share memory alike, with each other and with these values."""
+    if len(outputs) != len(others) or not all(isinstance(t, Tensor) for t in (*outputs, *others)):
+        return False
+    forms = [[(t.shape, t.stride(), t.dtype, t.device, t.storage_offset()) for t in some] for some in (outputs, others)]
+    places = [[_storage(t) for t in (*values, *some)] for some in (outputs, others)]
+    apart = {*places[0]} & {*places[1]} <= {*map(_storage, values), 0}
+    same = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(outputs, others, strict=True))
+    first, second = ([*map(some.index, some)] for some in places)
+    return forms[0] == forms[1] and first == second and apart and same
 
 
 def backend_of(backend: str | Callable[..., Any], mode: str | None, options: dict[str, Any] | None) -> Backend:
@@ -176,10 +216,10 @@ def backend_of(backend: str | Callable[..., Any], mode: str | None, options: dic
             with torch.no_grad(), installed(TracingContext(fake)):
                 known: list[Any] = [fake.from_tensor(t, static_shapes=True) for t in example]
                 found: Callable[..., Any] = inductor.compile(module, known, options=settings or None)
-            give_workspace(found)
-            replayed = settings.get("triton.cudagraphs") and any(t.is_cuda for t in example)
-            # The next replay of a CUDA graph writes over what this one gives.
-            return (lambda *values: [t.clone() for t in found(*values)]) if replayed else found
+            if settings.get("triton.cudagraphs") and any(t.is_cuda for t in example):
+                # The next replay of a CUDA graph writes over what this one gives.
+                return lambda *values: [t.clone() for t in found(*values)]
+            return _Direct(found)
 
         return compiled
     if backend == "eager":

@@ -25,8 +25,7 @@ __all__ = [
     "remember",
     "remember_solver",
     "remember_tables",
-    "remembered_solver",
-    "tables_of",
+    "remembered",
     "write_rows",
 ]
 
@@ -38,11 +37,25 @@ State = MutableMapping[Tensor, dict[str, Any]]
 
 def recalled(state: State, parameters: Sequence[Tensor]) -> dict[str, Vector]:
     """What is remembered of all these parameters, by name."""
-    first = state.get(parameters[0], {}) if parameters else {}
+    return _vectors([state.get(p, {}) for p in parameters])
+
+
+def remembered(state: State, parameters: Sequence[Tensor]) -> dict[str, Any]:
+    """What is remembered of the lower parameters: of all, tables whose rows mix them, the lower optimizer's state."""
+    own = [state.get(p, {}) for p in parameters]
+    solver = [{k[len(SOLVER) :]: v for k, v in entries.items() if k.startswith(SOLVER)} for entries in own]
     return {
-        name: Vector(state[p][name] for p in parameters)
-        for name in first
-        if not name.startswith((SOLVER, TABLE)) and all(name in state.get(p, {}) for p in parameters)
+        "memory": _vectors(own),
+        "tables": {k[len(TABLE) :]: v for k, v in own[0].items() if k.startswith(TABLE)},
+        "solver": solver if any(solver) else None,
+    }
+
+
+def _vectors(own: Sequence[dict[str, Any]]) -> dict[str, Vector]:
+    return {
+        name: Vector([entries[name] for entries in own])
+        for name in (own[0] if own else ())
+        if not name.startswith((SOLVER, TABLE)) and all([name in entries for entries in own])
     }
 
 
@@ -69,12 +82,6 @@ def owned(value: Any, parameter: Tensor) -> Any:
     return value.clone() if alias else value
 
 
-def remembered_solver(state: State, parameters: Sequence[Tensor]) -> Memory | None:
-    """The lower optimizer's state."""
-    kept = [{k[len(SOLVER) :]: v for k, v in state.get(p, {}).items() if k.startswith(SOLVER)} for p in parameters]
-    return kept if any(kept) else None
-
-
 def remember_solver(state: State, parameters: Sequence[Tensor], memory: Memory) -> None:
     """Write the lower optimizer's state in place of what it was."""
     for parameter, entries in zip(parameters, memory, strict=True):
@@ -82,11 +89,6 @@ def remember_solver(state: State, parameters: Sequence[Tensor], memory: Memory) 
         for name in [name for name in kept if name.startswith(SOLVER)]:
             del kept[name]
         kept.update({SOLVER + name: owned(value, parameter) for name, value in entries.items()})
-
-
-def tables_of(state: State, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Tables whose rows mix these parameters."""
-    return {k[len(TABLE) :]: v for k, v in state.get(parameters[0], {}).items() if k.startswith(TABLE)}
 
 
 def remember_tables(state: State, parameters: Sequence[Tensor], tables: Mapping[str, Tensor]) -> None:

@@ -125,7 +125,7 @@ class Given:
     def stepped(self, oracle: Oracle, gradient: Vector) -> Descent:
         """The oracle's point after one lower step along a given gradient."""
         rule, memory = self.solver_for(oracle.y)
-        solved = rule.step(oracle.y, memory, lambda _: (gradient[0].new_zeros(()), gradient))
+        solved = rule.step(oracle.y, memory, lambda _: (None, gradient))
         require_interior(oracle, rule, solved)
         oracle.checks.finite("lower_grad", solved.y)
         return Descent(oracle.at(lower=solved.y), solved.memory, {"lower_residual": gradient.norm()})

@@ -45,7 +45,7 @@ class Attempt:
         self, generator: torch.Generator | None, oracle: Oracle | None = None, buffers: Buffers | None = None
     ) -> None:
         self.oracle, self._generator, self._accepted = oracle, generator, False
-        self._buffers = None if buffers is None else buffers.kept_on_failure()
+        self._buffers = None if buffers is None or buffers.constant else buffers.kept_on_failure()
         self._device = torch.device("cpu") if oracle is None else oracle.device
         self._before: tuple[Any, ...] = ()
         self._data: list[tuple[Any, Any]] = []

@@ -1,41 +1,67 @@
-"""Code of Inductor whose small intermediate results have their places once and for all, not anew at every call.
+"""Code of Inductor as a list of calls, whose small intermediate results have their places once and for all.
 
-A small step is one kernel with a hundred and more intermediate results of a few numbers; to allocate these takes ten
-times as long as the kernel.
+A small step is one kernel with a hundred and more intermediate results of a few numbers; to allocate these, one by one
+and at every call, takes several times as long as the kernel.
 """
 
 from __future__ import annotations
 
 import ast
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from operator import getitem, itemgetter
 from typing import Any
 
-import torch
+from torch import Tensor
+from torch._C._dynamo import guards
 
-__all__ = ["give_workspace", "with_workspace"]
+__all__ = ["Form", "listed", "written"]
 
 ENTRIES = 2**14  # of an intermediate result that is kept
 BYTES = 2**22  # of all of them together
 DEPTH = 8  # of the wrappers around what Inductor has written
-RETURNED, ALLOCATION = "return", "empty_strided_cpu"
+RETURNED, ALLOCATION, VIEW = "return", "empty_strided_cpu", "reinterpret_tensor"
+CHECKS = ("assert_size_stride", "assert_size_stride_grouped", "assert_alignment")
+_ALIKE: Any = getattr(guards, CHECKS[1], None)  # at a third of the cost of comparisons here, where torch has it
 
 
-def give_workspace(compiled: Callable[..., Any]) -> bool:
-    """Change in place what ``torch._inductor.compile`` has returned; gives whether anything was found to change."""
-    found, seen, around = False, set[int](), [compiled]
+class Form:
+    """Sizes, strides and types of some tensors."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.sizes, self.strides = tuple(tuple(t.shape) for t in tensors), tuple(map(Tensor.stride, tensors))
+        self.types = [t.dtype for t in tensors]
+
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether other tensors have the same."""
+        if [t.dtype for t in tensors] != self.types:  # of as many, therefore
+            return False
+        if _ALIKE is None:
+            return (*map(Tensor.size, tensors),) == self.sizes and (*map(Tensor.stride, tensors),) == self.strides
+        try:
+            _ALIKE(tuple(tensors), self.sizes, self.strides, "input")
+        except AssertionError:
+            return False
+        return True
+
+
+def written(compiled: Callable[..., Any]) -> Callable[[list[Tensor]], Any] | None:
+    """What Inductor has written, out of what ``torch._inductor.compile`` returned; None if it is not found, or twice.
+
+    It takes a list of arguments, which it empties.
+    """
+    found: list[Any] = []
+    seen, around = set[int](), [compiled]
     for _ in range(DEPTH):
         inner = []
         for outer in around:
-            written = vars(outer).get("current_callable") if hasattr(outer, "__dict__") else None
-            if written is not None and not isinstance(outer, types.FunctionType):  # which has but a copy of it
-                new = with_workspace(written)
-                found = found or new is not written
-                outer.current_callable = new  # type: ignore[attr-defined]
+            own = vars(outer).get("current_callable") if hasattr(outer, "__dict__") else None
+            if own is not None and own not in found:
+                found.append(own)
             inner += [each for each in _inside(outer) if id(each) not in seen]
         around = list({id(each): each for each in inner}.values())
         seen.update(map(id, around))
-    return found
+    return found[0] if len(found) == 1 else None
 
 
 def _inside(outer: Any) -> Iterator[Any]:
@@ -46,47 +72,27 @@ def _inside(outer: Any) -> Iterator[Any]:
             yield value
 
 
-def with_workspace(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, which keeps the memory of what it does not return; itself, if it is not of a known form.
+def listed(call: Callable[..., Any], example: Sequence[Tensor]) -> Callable[..., Any] | None:
+    """The same function as a list of calls, of tensors like these; None if it is not of a known form.
+
+    Its results are new tensors, all else may have the same memory at every call: it is not for two threads at once.
 
     Args:
         call: the Python wrapper that Inductor has written around its kernels.
+        example: arguments, of the sizes and strides that it is for.
     """
     function: Any = getattr(call, "__func__", call)
     code, space = getattr(function, "__code__", None), getattr(function, "__globals__", {})
     if code is None or ALLOCATION not in space or "__file__" not in space:
-        return call
+        return None
     with open(space["__file__"]) as file:
         tree = ast.parse(file.read())
     functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
-    written = next((node for node in functions if node.lineno == code.co_firstlineno), None)
+    text = next((node for node in functions if node.lineno == code.co_firstlineno), None)
     try:
-        places = [] if written is None else _places(written.body, space[ALLOCATION])
+        return None if text is None else _Listing(text, space).function(example)
     except _Unknown:
-        return call
-    return call if all(place is None for place in places) else _placed(call, function, places)
-
-
-def _placed(call: Callable[..., Any], function: types.FunctionType, places: list[Any]) -> Callable[..., Any]:
-    """A function without branches that gets these tensors where it allocates some, in this order; new ones for None."""
-    allocate, following = function.__globals__[ALLOCATION], iter(places)
-
-    def place(sizes: Any, strides: Any, dtype: Any) -> Any:
-        found = next(following)
-        return allocate(sizes, strides, dtype) if found is None else found
-
-    space = {**function.__globals__, ALLOCATION: place}
-    own: Any = types.FunctionType(function.__code__, space, function.__name__, function.__defaults__)
-    if own is not function and getattr(call, "__self__", None) is not None:
-        own = types.MethodType(own, call.__self__)  # type: ignore[attr-defined]
-
-    def called(arguments: Any) -> Any:
-        nonlocal following
-        following = iter(places)
-        return own(arguments)
-
-    called._boxed_call = True  # type: ignore[attr-defined]  # it empties the list of its arguments
-    return called
+        return None
 
 
 class _Unknown(Exception):
@@ -109,61 +115,175 @@ class _Aliases:
             self.of[self.root(name)] = self.root(names[0])
 
 
-def _places(body: list[ast.stmt], allocate: Callable[..., Any]) -> list[Any]:
-    """For each allocation of a function a tensor that is kept, as nothing that is returned can share it; or None."""
-    aliases = _Aliases()
-    own = {name for s in body if isinstance(s, ast.Assign) for t in s.targets for name in _names(t)}
-    for statement in body:
-        if "self" in _names(statement) or not isinstance(statement, (ast.Assign, ast.Expr, ast.Delete, ast.Return)):
+class _Listing:
+    """Statements one after the other, without a branch, as calls on the entries of a list.
+
+    Attributes:
+        entries: what the list holds before the calls: constants, and what keeps its memory.
+        calls: of a function, on entries with these numbers, whose result is an entry of this number.
+        slots: the entry of each name.
+    """
+
+    def __init__(self, text: ast.FunctionDef, space: dict[str, Any]) -> None:
+        self.space, self.entries, self.calls = space, list[Any](), list[tuple[Any, tuple[int, ...], int]]()
+        self.slots: dict[str, int] = {}
+        self.fixed = set[int]()  # entries that are known before the calls
+        self.results: tuple[int, ...] = ()
+        self.given, self.left, self.large = 0, BYTES, False
+        own, self.arguments = text.body, text.args.args[-1].arg
+        names = {name for s in own if isinstance(s, ast.Assign) for t in s.targets for name in _names(t)}
+        self.aliases = _Aliases()
+        for statement in own:
+            if "self" in _names(statement) or not isinstance(statement, (ast.Assign, ast.Expr, ast.Delete, ast.Return)):
+                raise _Unknown
+            used = [name for name in _names(statement) if name in names]
+            if isinstance(statement, ast.Return) or (isinstance(statement, ast.Assign) and _target(statement) is None):
+                self.aliases.join([RETURNED, *used])
+            elif isinstance(statement, ast.Assign) and _called(statement.value) != ALLOCATION:
+                self.aliases.join(used)
+        for statement in own:
+            self._add(statement)
+
+    def function(self, example: Sequence[Tensor]) -> Callable[[list[Tensor]], tuple[Any, ...]]:
+        """The calls as a function of the arguments, which have to be like these."""
+        given, begin, results = self.given, self.entries, _picked(self.results)
+        calls = [(function, _picked(operands), slot) for function, operands, slot in self.calls]
+        form = Form(example)
+        if given != len(example):
             raise _Unknown
-        used = [name for name in _names(statement) if name in own]
-        if isinstance(statement, ast.Return) or (isinstance(statement, ast.Assign) and _target(statement) is None):
-            aliases.join([RETURNED, *used])
-        elif isinstance(statement, ast.Assign) and not _is_allocation(statement):
-            aliases.join(used)
-    places: list[Any] = []
-    space = BYTES
-    for statement in filter(_is_allocation, body):
-        sizes, strides, dtype = _form(statement)
-        entries = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-        kept = aliases.root(str(_target(statement))) != aliases.root(RETURNED)
-        if kept and entries <= ENTRIES and 8 * entries <= space:
-            space -= 8 * entries
-            places.append(allocate(sizes, strides, dtype))
+
+        def called(arguments: list[Tensor]) -> tuple[Any, ...]:
+            if not form.fits(arguments):
+                raise AssertionError("tensors of other sizes, strides or types than those that a graph was made for")
+            entries = begin.copy()
+            entries[:given] = arguments
+            arguments.clear()
+            for function, operands, slot in calls:
+                entries[slot] = function(*operands(entries))
+            return results(entries)
+
+        return called
+
+    def _add(self, statement: ast.stmt) -> None:
+        if isinstance(statement, ast.Delete):
+            for name in (name for target in statement.targets for name in _names(target)):
+                slot = self.slots.pop(name)
+                if self.large and slot not in self.fixed and slot not in self.slots.values():
+                    self.calls.append((_nothing, (), slot))
+        elif isinstance(statement, ast.Return):
+            value = statement.value
+            if not isinstance(value, ast.Tuple):
+                raise _Unknown
+            self.results = tuple(map(self._entry, value.elts))
+        elif isinstance(statement, ast.Expr):
+            called = _called(statement.value)
+            if called not in CHECKS and ast.unparse(statement) != f"{self.arguments}.clear()":
+                self._entry(statement.value)
+        elif isinstance(statement, ast.Assign):
+            self._assign(statement)
+
+    def _assign(self, statement: ast.Assign) -> None:
+        target, value = _target(statement), statement.value
+        if isinstance(value, ast.Name) and value.id == self.arguments and not self.entries:
+            for name in _names(statement.targets[0]):
+                self.slots[name] = self._new(None)
+            self.given = len(self.entries)
+        elif target is None:
+            raise _Unknown
+        elif _called(value) == ALLOCATION:
+            assert isinstance(value, ast.Call)
+            self.slots[target] = self._allocated(target, value)
         else:
-            places.append(None)
-    return places
+            self.slots[target] = self._entry(value)
+
+    def _allocated(self, name: str, value: ast.Call) -> int:
+        """A new tensor, made here if it may be kept."""
+        sizes, strides, dtype = map(self._literal, value.args)
+        entries = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        small = entries <= ENTRIES and 8 * entries <= self.left
+        self.large = self.large or not small
+        if self.aliases.root(name) == self.aliases.root(RETURNED) or not small:
+            return self._entry(value)
+        self.left -= 8 * entries
+        return self._new(self.space[ALLOCATION](sizes, strides, dtype), fixed=True)
+
+    def _new(self, value: Any, *, fixed: bool = False) -> int:
+        self.entries.append(value)
+        if fixed:
+            self.fixed.add(len(self.entries) - 1)
+        return len(self.entries) - 1
+
+    def _entry(self, node: ast.expr) -> int:
+        """The entry that holds the value of an expression."""
+        if isinstance(node, ast.Name) and node.id in self.slots:
+            return self.slots[node.id]
+        if isinstance(node, ast.Call):
+            named = [word.arg for word in node.keywords]
+            if None in named or any(isinstance(each, ast.Starred) for each in node.args):
+                raise _Unknown
+            function = self._literal(node.func)
+            operands = [*map(self._entry, node.args), *(self._entry(word.value) for word in node.keywords)]
+            if _called(node) == VIEW and self.fixed.issuperset(operands):
+                return self._new(function(*(self.entries[i] for i in operands)), fixed=True)
+            return self._result(_with_names(function, named) if named else function, operands)
+        if isinstance(node, ast.Subscript):
+            return self._result(getitem, [self._entry(node.value), self._entry(node.slice)])
+        if isinstance(node, (ast.Tuple, ast.List)) and any(name in self.slots for name in _names(node)):
+            return self._result(_tuple if isinstance(node, ast.Tuple) else _list, [*map(self._entry, node.elts)])
+        return self._new(self._literal(node), fixed=True)
+
+    def _result(self, function: Any, operands: list[int]) -> int:
+        slot = self._new(None)
+        self.calls.append((function, tuple(operands), slot))
+        return slot
+
+    def _literal(self, node: ast.expr) -> Any:
+        """A constant, or what stands in the module."""
+        if isinstance(node, ast.Name) and node.id in self.space:
+            return self.space[node.id]
+        if isinstance(node, ast.Attribute):
+            return getattr(self._literal(node.value), node.attr)
+        try:
+            return ast.literal_eval(node)
+        except ValueError as error:
+            raise _Unknown from error
+
+
+def _picked(numbers: tuple[int, ...]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """These entries of a list, as a tuple."""
+    if len(numbers) > 1:
+        return itemgetter(*numbers)
+    return lambda entries: tuple([entries[i] for i in numbers])
+
+
+def _with_names(function: Any, names: list[Any]) -> Callable[..., Any]:
+    """A function of its last arguments by name, as one of all by place."""
+    k = len(names)
+    return lambda *values: function(*values[:-k], **dict(zip(names, values[-k:], strict=True)))
+
+
+def _nothing() -> None:
+    return None
+
+
+def _tuple(*values: Any) -> tuple[Any, ...]:
+    return values
+
+
+def _list(*values: Any) -> list[Any]:
+    return [*values]
 
 
 def _names(node: ast.AST) -> list[str]:
     return [n.id for n in ast.walk(node) if isinstance(n, ast.Name)]
 
 
-def _target(statement: ast.stmt) -> str | None:
+def _target(statement: ast.Assign) -> str | None:
     """The one name that is assigned."""
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        target = statement.targets[0]
-        return target.id if isinstance(target, ast.Name) else None
-    return None
+    target = statement.targets[0] if len(statement.targets) == 1 else None
+    return target.id if isinstance(target, ast.Name) else None
 
 
-def _called(statement: ast.stmt) -> str | None:
-    """The function whose result is assigned."""
-    value = statement.value if isinstance(statement, ast.Assign) else None
+def _called(value: ast.expr) -> str | None:
+    """The function that is called, by its name in the module."""
     return value.func.id if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else None
-
-
-def _is_allocation(statement: ast.stmt) -> bool:
-    return _called(statement) == ALLOCATION
-
-
-def _form(statement: ast.stmt) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
-    """Sizes, strides and type of a new tensor."""
-    assert isinstance(statement, ast.Assign)
-    assert isinstance(statement.value, ast.Call)
-    sizes, strides, dtype = statement.value.args
-    try:
-        found = ast.literal_eval(sizes), ast.literal_eval(strides), getattr(torch, ast.unparse(dtype).split(".")[-1])
-    except ValueError as error:  # a size that is not written there
-        raise _Unknown from error
-    return found

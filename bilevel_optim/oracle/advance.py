@@ -28,7 +28,7 @@ def advance_buffers(oracle: Oracle, y: Sequence[Tensor] | None) -> None:
         y: the improved y; None: as it was.
     """
     session = oracle.session
-    sample = session.lower_sample
+    sample, session.lower_sample = session.lower_sample, None  # a cycle, which would outlive the step with its graphs
     if sample is None or not session.buffers_skipped:
         return
     oracle.count("loss")

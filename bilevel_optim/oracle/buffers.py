@@ -58,7 +58,7 @@ class Buffers:
 
     def kept_on_failure(self) -> AbstractContextManager[None]:
         """Restore the buffers that the block changes, if it raises."""
-        return nullcontext() if self.constant else self._kept_on_failure()
+        return self._kept_on_failure()
 
     @contextmanager
     def _kept_on_failure(self) -> Generator[None]:

@@ -16,6 +16,8 @@ from ..problem.vector import Vector, is_sharded
 
 __all__ = ["Checks"]
 
+Message = str | Callable[[], str]  # or what makes it, if it is to be given
+
 REFUSAL = "refusal"  # the key of what is no warning but an error
 
 
@@ -26,23 +28,23 @@ class Checks:
     """
 
     def __init__(self) -> None:
-        self._finite: list[tuple[str, str, Vector]] = []
+        self._finite: list[tuple[str, str, list[Tensor]]] = []
         self._scalars: list[tuple[str, str, Tensor]] = []
-        self._alerts: list[tuple[str, str, Callable[..., Any], tuple[Tensor, ...]]] = []
+        self._alerts: list[tuple[str, Message, Callable[..., Any], tuple[Tensor, ...]]] = []
 
     def finite(self, oracle: str, tensors: Iterable[Tensor], hint: str = "") -> None:
         """Require that every entry of ``tensors``, which came out of ``oracle``, is finite."""
-        self._finite.append((oracle, hint, Vector(t.detach() for t in tensors)))
+        self._finite.append((oracle, hint, [t.detach() if t.requires_grad else t for t in tensors]))
 
     def scalar(self, oracle: str, value: Tensor, hint: str = "") -> None:
         """The same of a single number, at less cost."""
         self._scalars.append((oracle, hint, value))
 
-    def alert(self, key: str, message: str, on: Tensor) -> None:
+    def alert(self, key: str, message: Message, on: Tensor) -> None:
         """Warn with ``message`` if the boolean scalar ``on`` is true, once in an optimizer's life for each ``key``."""
         self.alert_if(key, message, _itself, on)
 
-    def alert_if(self, key: str, message: str, test: Callable[..., Any], *figures: Tensor) -> None:
+    def alert_if(self, key: str, message: Message, test: Callable[..., Any], *figures: Tensor) -> None:
         """The same if a test of scalars holds: they are read with all others, and it is made of numbers, on the host.
 
         In a trace it is made of the scalar tensors themselves, so it consists of comparisons, ``&`` and ``|``.
@@ -73,12 +75,12 @@ class Checks:
         A key is added to ``warned`` with its warning.
         """
         # A norm is cheap, and not finite if an entry is not; that one of finite entries overflows is seen afterwards.
-        tensors = [t for *_, vector in self._finite for t in vector if t.numel()]
-        norms = [*_norms(tensors), *(value for *_, value in self._scalars)]
-        numbers = _read([*norms, *(figure for *_, figures in self._alerts for figure in figures)])
+        norms = _norms([t for *_, vector in self._finite for t in vector])
+        norms += [value for *_, value in self._scalars]
+        numbers = _read([*norms, *[figure for *_, figures in self._alerts for figure in figures]])
         if not all(map(math.isfinite, numbers[: len(norms)])):
             for oracle, hint, vector in self._finite:
-                if not bool(vector.max_abs().isfinite()):
+                if not bool(Vector(vector).max_abs().isfinite()):
                     raise NonFiniteError(oracle, step, hint)
             for oracle, hint, value in self._scalars:
                 if not bool(value.isfinite()):
@@ -87,11 +89,11 @@ class Checks:
         for key, message, test, figures in self._alerts:
             if test(*(next(remaining) for _ in figures)):
                 if key == REFUSAL:
-                    raise ValueError(message)
+                    raise ValueError(_text(message))
                 on.add(key)
                 if key not in warned:
                     warned.add(key)
-                    warnings.warn(message, BilevelWarning, stacklevel=5)
+                    warnings.warn(_text(message), BilevelWarning, stacklevel=5)
         return on
 
 
@@ -105,11 +107,15 @@ def _itself(on: Any) -> Any:
     return on
 
 
+def _text(message: Message) -> str:
+    return message if isinstance(message, str) else message()
+
+
 def _read(scalars: list[Tensor]) -> list[float]:
     """Scalars on the host, with one synchronisation."""
-    away = next((t for t in scalars if not t.is_cpu), None)
-    if away is None:  # costs less than to put them together
+    if all([t.is_cpu for t in scalars]):  # costs less than to put them together
         return [t.item() for t in scalars]
+    away = next(t for t in scalars if not t.is_cpu)
     kind = functools.reduce(torch.promote_types, {t.dtype for t in scalars})
     read: list[float] = torch.stack([t.to(away.device, kind) for t in scalars]).tolist()
     return read

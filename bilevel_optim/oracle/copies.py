@@ -226,10 +226,10 @@ def _together(oracle: Oracle, points: _Points) -> Copies:
         if g is None:
             assert f is not None
             return _only_values(f)
-        _look(oracle, g.sum(), y, None if points.upper is None else x, wrt)
+        _look(oracle, g, y, None if points.upper is None else x, wrt)
         if not session.found.vmapped and has_large_convolutions(g):
             raise batched.Unsuited("convolutions of this size are faster one by one on a CPU")
-        total = (g * g.new_tensor(points.g_weights)).sum()
+        total = (g if set(points.g_weights) == {1.0} else g * g.new_tensor(points.g_weights)).sum()
         if f is None:
             f = torch.full_like(g, torch.nan)
         else:
@@ -368,10 +368,10 @@ def _look(oracle: Oracle, g: Tensor, y: Vector, x: Vector | None, wrt: str) -> N
         return
     session = oracle.session
     if not session.found.reaches_lower:
-        gradients = torch.autograd.grad(g, list(y), retain_graph=True, allow_unused=True)
+        gradients = torch.autograd.grad(g.sum(), list(y), retain_graph=True, allow_unused=True)
         session.require_reached(gradients, oracle.lower_names)
     if x is not None and not session.found.reaches_upper:
-        session.note_reached(torch.autograd.grad(g, list(x), retain_graph=True, allow_unused=True))
+        session.note_reached(torch.autograd.grad(g.sum(), list(x), retain_graph=True, allow_unused=True))
 
 
 def _gradient(oracle: Oracle, total: Tensor, variables: Vector, wrt: str, *, of_lower: bool = False) -> Vector:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -100,7 +99,9 @@ class Session:
     @classmethod
     def begun(cls, options: Options, found: Findings, buffers: Buffers, warned: set[str]) -> Session:
         """The session of a new step."""
-        return cls(options, copy.copy(found), buffers, warned=set(warned))
+        own = object.__new__(Findings)
+        own.__dict__.update(found.__dict__)
+        return cls(options, own, buffers, warned=set(warned))
 
     def buffers_kept(self) -> AbstractContextManager[None]:
         """Leave module buffers (running statistics) as they are, whatever the block evaluates."""

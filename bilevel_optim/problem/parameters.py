@@ -101,6 +101,8 @@ def require_rates(groups: Iterable[Mapping[str, Any]]) -> None:
     """Raise ValueError unless all learning rates, which anybody may have written to, are such."""
     for group in groups:
         lr = group["lr"]
+        if type(lr) is float and 0 <= lr < math.inf:
+            continue
         if not isinstance(lr, Tensor) and not (is_number(lr) and 0 <= lr < math.inf):  # a tensor may be elsewhere
             raise ValueError(f"Invalid learning rate: {lr} (of {group.get('level', 'a')} parameters)")
 

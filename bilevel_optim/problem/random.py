@@ -130,6 +130,8 @@ def order_of(data: Any) -> dict[str, Any]:
 
 def own_order(data: Any) -> Tensor | None:
     """The state of a generator that data have."""
+    if type(data) in (list, tuple):
+        return None
     generator = _generator_of(data)
     return None if generator is None else generator.get_state()
 

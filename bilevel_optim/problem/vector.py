@@ -31,18 +31,25 @@ class Vector(tuple[Tensor, ...]):
     __slots__ = ()
 
     def __add__(self, other: Sequence[Tensor]) -> Vector:  # type: ignore[override]
+        if len(self) == 1:  # as are many, and foreach costs more than the sum
+            return Vector((self[0] + other[0],))
         return Vector(torch._foreach_add(self, tuple(other)))
 
     def __sub__(self, other: Sequence[Tensor]) -> Vector:
+        if len(self) == 1:
+            return Vector((self[0] - other[0],))
         return Vector(torch._foreach_sub(self, tuple(other)))
 
     def __mul__(self, factor: Scalar | Sequence[Scalar]) -> Vector:  # type: ignore[override]
+        alone = factor[0] if isinstance(factor, list) and len(factor) == len(self) == 1 else factor
+        if len(self) == 1 and isinstance(alone, float):
+            return Vector((self[0] * alone,))
         if isinstance(factor, Tensor) and factor.dim() == 1:
             return Vector(t * factor.to(t.dtype).view(-1, *[1] * (t.dim() - 1)) for t in self)
         if isinstance(factor, Tensor) and any(t.dim() == 0 for t in self):
             # Zero-dimensional tensors are equals in type promotion: a wider factor would widen them.
             return Vector(t * factor.to(t.dtype) for t in self)
-        if isinstance(factor, list) and any(isinstance(f, Tensor) for f in factor):
+        if isinstance(factor, list) and any([isinstance(f, Tensor) for f in factor]):
             return Vector(t * torch.as_tensor(f).to(t) for t, f in zip(self, factor, strict=True))
         return Vector(torch._foreach_mul(self, factor))  # type: ignore[arg-type]
 
@@ -53,8 +60,10 @@ class Vector(tuple[Tensor, ...]):
 
     def descended(self, direction: Sequence[Tensor], rates: Sequence[Scalar]) -> Vector:
         """This less the direction, with a learning rate for each tensor."""
-        if any(isinstance(rate, Tensor) for rate in rates):
+        if any([isinstance(rate, Tensor) for rate in rates]):
             return self - Vector(direction) * list(rates)
+        if len(self) == 1:
+            return Vector((torch.add(self[0], direction[0], alpha=-float(rates[0])),))
         if len(set(rates)) == 1:
             return Vector(torch._foreach_add(self, tuple(direction), alpha=-float(rates[0])))
         return Vector(torch.add(t, d, alpha=-float(rate)) for t, d, rate in zip(self, direction, rates, strict=True))
@@ -101,7 +110,7 @@ class Vector(tuple[Tensor, ...]):
         return Vector(t.clone() for t in self)
 
     def detach(self) -> Vector:
-        return Vector(t.detach() for t in self)
+        return Vector([t.detach() for t in self])
 
     def zeros_like(self) -> Vector:
         return Vector(torch.zeros_like(t) for t in self)
@@ -118,10 +127,12 @@ class Vector(tuple[Tensor, ...]):
             total = total + self.lane(j) * weights[j]
         return total
 
-    @torch.no_grad()
     def copy_(self, values: Iterable[Tensor]) -> None:
         """Write ``values`` into these tensors."""
-        if any(map(is_sharded, self)):
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self.copy_(values)
+        elif any(map(is_sharded, self)):
             for tensor, value in zip(self, values, strict=True):
                 if is_sharded(tensor) and is_sharded(value):  # torch itself copies no fewer rows than there are ranks
                     _local(tensor).copy_(_local(value.redistribute(placements=tensor.placements)))  # type: ignore[attr-defined]

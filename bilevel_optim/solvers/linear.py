@@ -396,5 +396,5 @@ def _unfinished(r: Vector, b: Vector, norm: Callable[[Vector], Tensor], tol: flo
 
 
 def _finished(v: Vector, residual: Tensor, iterations: Tensor, b_norm: Tensor, first: Tensor) -> LinearSolution:
-    diverged = residual > (1 + 1e-3) * torch.maximum(b_norm, first)
+    diverged = residual > (1 + 1e-3) * (b_norm if first is b_norm else torch.maximum(b_norm, first))
     return LinearSolution(v, residual, iterations, torch.zeros_like(diverged), relative(residual, b_norm), diverged)

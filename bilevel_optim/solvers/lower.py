@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 Factory = Callable[[Any], Optimizer]
-Gradient = Callable[[Vector], tuple[Tensor, Vector]]  # y -> g, its gradient
+Gradient = Callable[[Vector], tuple[Tensor | None, Vector]]  # y -> g (None if nobody asks for it), its gradient
 
 # Optimizers that do not treat every entry alone, and so would mix stacked copies.
 NOT_ELEMENTWISE = tuple(
@@ -98,6 +98,7 @@ class LowerRule:
         # Those of shards keep their memory: the data of a DTensor cannot be exchanged.
         self._empty = Vector(t.detach().clone() if is_sharded(t) else t.new_zeros(()).expand(t.shape) for t in like)
         self._scratch = Vector(t.detach().requires_grad_() for t in self._empty)
+        self._sizes = [(t.shape, t.dtype, t.device) for t in self._scratch]
         remaining = iter(self._scratch)
         own = [{"params": [next(remaining) for _ in group["params"]], **_options(group)} for group in groups]
         self.optimizer = factory(own)
@@ -121,22 +122,23 @@ class LowerRule:
     def fits(self, groups: Sequence[dict[str, Any]], like: Vector) -> bool:
         """Whether these groups and tensors have the sizes, types and devices that the rule was made for."""
         own = self.optimizer.param_groups
-        same = len(groups) == len(own) and all(
-            len(a["params"]) == len(b["params"]) for a, b in zip(groups, own, strict=True)
-        )
-        return same and all(
-            s.shape == t.shape and s.dtype == t.dtype and s.device == t.device
-            for s, t in zip(self._scratch, like, strict=True)
-        )
+        same = [len(group["params"]) for group in groups] == [len(group["params"]) for group in own]
+        return same and self._sizes == [(t.shape, t.dtype, t.device) for t in like]
 
     @property
     def evaluates_once(self) -> bool:
         """Whether a step is known to evaluate the gradient once only (a line search may do so more often)."""
         return not self._asks
 
+    @property
+    def plain(self) -> bool:
+        """Whether the update is a gradient step and nothing else."""
+        groups = self.optimizer.param_groups
+        return self._kind is SGD and not any([g["momentum"] or g["weight_decay"] or g["maximize"] for g in groups])
+
     def fresh(self) -> Memory:
         """The memory to begin with."""
-        return copy.deepcopy(self._initial)
+        return copy.deepcopy(self._initial) if any(self._initial) else [{} for _ in self._initial]
 
     def step(self, y: Vector, memory: Memory, gradient: Gradient) -> Solved:
         """One step on the gradients that ``gradient`` evaluates, at y or where the optimizer asks for them."""
@@ -147,7 +149,7 @@ class LowerRule:
     def _limited(self, y: Vector, memory: Memory, gradient: Gradient) -> Solved:
         last: list[Vector] = []
 
-        def clipped(at: Vector) -> tuple[Tensor, Vector]:
+        def clipped(at: Vector) -> tuple[Tensor | None, Vector]:
             loss, slope = gradient(at)
             last[:] = [slope]
             return loss, self.limits.clipped(slope, self.lead)
@@ -158,7 +160,7 @@ class LowerRule:
 
     def _step(self, y: Vector, memory: Memory, gradient: Gradient) -> Solved:
         groups, kind = self.optimizer.param_groups, self._kind
-        if kind is SGD and not any(g["momentum"] or g["weight_decay"] or g["maximize"] for g in groups):
+        if self.plain:
             _, slope = gradient(y)
             return Solved(descended(groups, y, slope), memory, slope)
         each = [group for group in groups for _ in group["params"]]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..problem.vector import Vector
-from .functional import Memory, can_be_unrolled, updated
+from .functional import Memory, can_be_unrolled, rates_of, updated
 from .lower import LowerRule
 
 __all__ = ["can_be_unrolled", "update_vjp"]
@@ -35,6 +35,8 @@ def update_vjp(
     Returns:
         Adjoints of y (through the update alone), of m, and of the gradient.
     """
+    if rule.plain and not rule.limits:
+        return adjoint, memory_adjoint, adjoint * [-rate for rate in rates_of(rule.optimizer.param_groups)]
     y = Vector(v.detach().clone().requires_grad_() for v in values)
     g = Vector(v.detach().clone().requires_grad_() for v in gradient)
     with torch.enable_grad():

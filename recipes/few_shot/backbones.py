@@ -56,11 +56,17 @@ class Norm(nn.Module):
 
 
 class Body(nn.Module):
-    """A backbone: images (n, channels, size, size) to features (n, width)."""
+    """A backbone: images (n, channels, size, size) to features (n, width).
 
-    def __init__(self, layers: nn.Module, channels: int, size: int) -> None:
+    Args:
+        layers: of it.
+        channels, size: of the images.
+        gain: mean squared length of its features over that of `cnn4`'s, both untrained.
+    """
+
+    def __init__(self, layers: nn.Module, channels: int, size: int, gain: float = 1.0) -> None:
         super().__init__()
-        self.layers, self.layout = layers, torch.contiguous_format
+        self.layers, self.layout, self.gain = layers, torch.contiguous_format, gain
         self.norms = [module for module in layers.modules() if isinstance(module, Norm)]
         with torch.no_grad():
             self.width: int = self(torch.zeros(2, channels, size, size)).shape[1]
@@ -132,7 +138,7 @@ def resnet12(channels: int, size: int, statistics: str = "batch", width: int = 6
     for module in layers.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, a=0.1, mode="fan_out", nonlinearity="leaky_relu")
-    return Body(layers, channels, size)
+    return Body(layers, channels, size, gain=10.0)
 
 
 BACKBONES = {"cnn4": cnn4, "resnet12": resnet12}

@@ -278,7 +278,8 @@ class Metric(Learner):
     r"""A head in closed form: prototypes (ProtoNet), or ridge regression that is differentiated through (R2-D2).
 
     Args:
-        head: ``"prototypes"``: scores are minus squared distances to the mean of each class; ``"ridge"``:
+        head: ``"prototypes"``: scores are minus squared distances to the mean of each class, ten times the mean over
+            features, since their sum makes the softmax hard before anything is learned; ``"ridge"``:
             :math:`W = Z^T (Z Z^T + \lambda I)^{-1} Y`, with a scale, an offset and :math:`\lambda` that are
             learned.
         common: see `Learner`.
@@ -307,7 +308,8 @@ class Metric(Learner):
         classes = F.one_hot(support.labels, self.way).to(known)
         if self.head == "prototypes":
             means = classes.mT @ known / classes.sum(1).unsqueeze(-1)
-            return 2 * asked @ means.mT - means.square().sum(-1).unsqueeze(1)  # but for what is equal for all classes
+            near = 2 * asked @ means.mT - means.square().sum(-1).unsqueeze(1)  # but for what is equal for all classes
+            return near * (10 / self.body.width)
         log_lambda, log_scale, offset = self.scales.parameters()
         inner = known @ known.mT
         shifted = inner + log_lambda.exp() * torch.eye(inner.shape[-1], device=inner.device)
@@ -327,6 +329,9 @@ JOINT: dict[str, Any] = {"joint_steps": 10, "joint_lr": 0.05, "eta": 5.0}
 ADAPT: dict[str, Any] = {"lower_lr": 0.4, "lower_steps": 1}
 SLOW: dict[str, Any] = {"lower_lr": 0.1}
 NEAR: dict[str, Any] = {**SLOW, "proximal": 2.0, "linear_steps": 3}
+
+# Plain steps of these sizes suit CNN4. Where features are longer they diverge, so that they are divided by `Body.gain`.
+SCALED = ("anil", "maml", "fomaml", "imaml", "reptile")
 
 # Each learner: its class, the method if it is a bilevel one, and the rest of the arguments.
 LEARNERS: dict[str, tuple[type[Learner], dict[str, Any]]] = {
@@ -373,5 +378,7 @@ def make(
     settings = dict(settings)
     if "options" in settings:
         settings["options"] = {**settings["options"], "vectorize": vectorize}
+    if name in SCALED:
+        settings["options"]["lower_lr"] /= body.gain
     generator = torch.Generator().manual_seed(seed)
     return kind(body, way, tasks=tasks, generator=generator, autocast=autocast, **settings)

@@ -467,3 +467,17 @@ def test_a_failed_step_draws_no_data_and_no_random_numbers(row, source):
     a, b = run(False), run(True)
     assert same(a[0], b[0])
     assert a[1] == b[1]
+
+
+def test_a_failed_first_step_has_looked_at_nothing():
+    """What it saw of the losses is seen anew: other losses may come after it."""
+    x, y, z = (torch.ones(2, requires_grad=True) for _ in range(3))
+    optimizer = bo.AID([x], [y, z], lr=0.1, lower_lr=0.1, lower_steps=2)
+
+    def failing():
+        raise RuntimeError("no data")
+
+    with pytest.raises(RuntimeError, match="no data"):
+        optimizer.step(failing, lambda: ((y - x).square() + z.square()).sum())
+    with pytest.raises(ValueError, match="does not depend on lower parameter 1"):
+        optimizer.step(lambda: y.square().sum(), lambda: (y - x).square().sum())

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import bilevel_optim as bo
-from recipes.few_shot.backbones import calibrate
+from recipes.few_shot.backbones import BACKBONES, calibrate
 from recipes.few_shot.learners import LEARNERS, HeadAdapting, make
 
 from ..problems import close
@@ -199,7 +199,8 @@ def test_prototypes_are_nearest_means():
     for i in range(TASKS):
         known, asked = made.body(support.images[i]), made.body(query.images[i])
         means = torch.stack([known[support.labels[i] == c].mean(0) for c in range(2)])
-        close(scores[i].softmax(-1), (-(torch.cdist(asked, means) ** 2)).softmax(-1), 1e-10, 1e-10)
+        distances = torch.cdist(asked, means).square() * 10 / known.shape[1]
+        close(scores[i].softmax(-1), (-distances).softmax(-1), 1e-10, 1e-10)
     value = F.cross_entropy(scores.flatten(0, 1), query.labels.flatten())
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(value, made.upper)])
     close(gradient(made), expected, 1e-12, 1e-10)
@@ -216,6 +217,17 @@ def test_the_ridge_head_solves_its_problem():
         weight = torch.linalg.inv(normal) @ known.T @ F.one_hot(support.labels[i], 2).double()
         close(scores[i], torch.tensor(log_scale).exp() * asked @ weight + offset, 1e-8, 1e-8)
     assert all(p.grad is not None for p in (made.backward(problems.episodes()), made.upper)[1])
+
+
+def test_steps_are_shorter_on_longer_features():
+    torch.manual_seed(0)
+    images = torch.randn(20, 3, 32, 32)
+    bodies = [BACKBONES[name](3, 32) for name in ("cnn4", "resnet12")]
+    with torch.no_grad():
+        short, long = (body(images).square().sum(1).mean() for body in bodies)
+    assert 0.7 < bodies[1].gain * short / long < 1.4
+    rates = [make("anil", body, 5, tasks=1, seed=0).optimizer.param_groups[-1]["lr"] for body in bodies]
+    assert rates == [0.1, 0.01]
 
 
 @pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")

@@ -16,6 +16,7 @@ from torch import nn
 
 import bilevel_optim as bo
 from bilevel_optim.optimizer import graphs as graph_module
+from bilevel_optim.optimizer.binding import Binding
 from bilevel_optim.problem.tracing import cut
 
 from ..problems import seeded
@@ -202,7 +203,7 @@ torch.save(resumed(row, torch.load(sys.argv[2]), backend=sys.argv[4]), sys.argv[
 """
 
 
-def resumed(row, saved, backend):
+def resumed(row, saved, backend, more=MORE, *, at_once=False):
     """What some more steps give of a run that goes on from what was saved, or that begins."""
     problem = Regression(row)
     optimizer = problem.optimizer(row)
@@ -214,7 +215,7 @@ def resumed(row, saved, backend):
         optimizer.load_state_dict(saved["optimizer"])
         for objective, position in zip(problem.losses, saved["data"], strict=True):
             objective.load_state_dict(position)
-        problem.step(optimizer, MORE)
+        (problem.run if at_once else problem.step)(optimizer, more)
         assert graphs(optimizer) == 1
         return [t.detach() for t in (*problem.x, *problem.y)], optimizer.oracle_counts
     problem.step(optimizer, SAVE_AT)
@@ -223,7 +224,7 @@ def resumed(row, saved, backend):
         "optimizer": copy.deepcopy(optimizer.state_dict()),
         "data": [objective.state_dict() for objective in problem.losses],
     }
-    problem.step(optimizer, MORE)
+    problem.step(optimizer, more)
     return state, [t.detach() for t in (*problem.x, *problem.y)], optimizer.oracle_counts
 
 
@@ -243,6 +244,22 @@ def test_a_captured_run_resumes_bit_for_bit(row, request, tmp_path):
     again, others = torch.load(tmp_path / "found.pt")
     assert counts == others
     assert all(map(torch.equal, values, again))
+
+
+@each(("SOBA", "FSLA"))
+def test_many_steps_at_once_go_on_bit_for_bit(row, request, monkeypatch):
+    """Several steps in one graph are those of a graph for each, wherever the run was saved."""
+    slow, made = request.config.getoption("--slow"), []
+    if row.name != "SOBA" and not slow:
+        pytest.skip("one is enough: run with --slow")
+    several = Binding.several
+    monkeypatch.setattr(Binding, "several", lambda *arguments: made.append(several(*arguments)) or made[-1])
+    for backend in ("eager", "inductor") if slow else ("eager",):
+        state, values, counts = resumed(row, None, backend, 40)
+        again, others = resumed(row, state, backend, 40, at_once=True)
+        assert counts == others
+        assert all(map(torch.equal, values, again)), backend
+        assert made.pop() is not None
 
 
 @each(("AID", "ITD", "F2SA", "PZOBO"))

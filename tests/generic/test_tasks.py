@@ -1,5 +1,6 @@
 """Many lower problems at once: what the base class does with them, and samplers that are not as they must be."""
 
+import gc
 from functools import partial
 
 import pytest
@@ -51,6 +52,24 @@ def test_starts(row):
     assert not torch.equal(problem.y[0].detach(), start)
     problem.apply(row(problem.x, problem.y, **no_steps, lower_init=lambda ids: solutions[ids]).backward)
     close(problem.y[0].detach(), solutions.mean(0), 1e-9, 1e-9)
+
+
+@pytest.mark.parametrize("verb", ["backward", "propose"])
+@each(("AID", "ITD", "F2SA", "PZOBO", "StocBiO", "RAHGD"))
+def test_nothing_of_a_step_waits_for_garbage_collection(row, verb):
+    """A cycle would keep the graphs of large bodies until the collector comes by chance."""
+    problem, counts = Tasks(), []
+    optimizer = row(problem.x, problem.y, short=True)
+    gc.disable()
+    try:
+        for _ in range(4):
+            problem.apply(getattr(optimizer, verb))
+            counts.append(sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects()))
+            if len(counts) == 2:  # the first steps also look at what the losses depend on
+                gc.collect()
+    finally:
+        gc.enable()
+    assert counts[3] == counts[2] <= counts[1]
 
 
 @pytest.mark.parametrize(

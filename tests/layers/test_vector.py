@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 from bilevel_optim.problem.vector import Vector, stack
@@ -11,8 +12,9 @@ def flat(v):
     return torch.cat([t.reshape(-1) for t in v])
 
 
-def test_algebra_is_that_of_the_concatenated_vector():
-    a, b = random(), random()
+@pytest.mark.parametrize("tensors", [3, 1])
+def test_algebra_is_that_of_the_concatenated_vector(tensors):
+    a, b = (Vector(random()[:tensors]) for _ in range(2))
     torch.testing.assert_close(flat(a + b), flat(a) + flat(b))
     torch.testing.assert_close(flat(a - b), flat(a) - flat(b))
     torch.testing.assert_close(flat(-a), -flat(a))
@@ -21,8 +23,11 @@ def test_algebra_is_that_of_the_concatenated_vector():
     torch.testing.assert_close(a.dot(b), flat(a) @ flat(b))
     torch.testing.assert_close(a.norm(), flat(a).norm())
     torch.testing.assert_close(a.max_abs(), flat(a).abs().max())
-    scaled = a * [1.0, 2.0, 3.0]
-    assert all(torch.equal(s, t * k) for s, t, k in zip(scaled, a, (1, 2, 3), strict=True))
+    scaled = a * [2.0, 3.0, 4.0][:tensors]
+    assert all(torch.equal(s, t * k) for s, t, k in zip(scaled, a, (2, 3, 4), strict=False))
+    rates = [2.0, 3.0, 4.0][:tensors]
+    torch.testing.assert_close(flat(a.descended(b, rates)), flat(a) - flat(b * rates))
+    torch.testing.assert_close(flat(a.descended(b, [0.5] * tensors)), flat(a) - 0.5 * flat(b))
     assert flat(a.zeros_like()).abs().max() == 0
     assert (a * 2).__class__ is Vector
 

@@ -1,10 +1,12 @@
 """Compiled graphs keep the memory of what they do not return, and of nothing else."""
 
+import weakref
+
 import pytest
 import torch
 
 from bilevel_optim.optimizer.graphs import Graph, backend_of
-from bilevel_optim.optimizer.workspace import with_workspace
+from bilevel_optim.optimizer.workspace import listed
 
 from ..problems import seeded
 
@@ -49,9 +51,9 @@ def test_what_is_returned_is_new_and_the_rest_is_not(tmp_path, monkeypatch):
     made = []
     empty = torch.empty_strided
     monkeypatch.setattr(torch, "empty_strided", lambda *a, **k: made.append(a[0]) or empty(*a, **k))
-    call = with_workspace(written(tmp_path))
-    assert made == [(3,)]  # buf0, which is nobody's but the function's
     x = torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64)
+    call = listed(written(tmp_path), [x])
+    assert made == [(3,)]  # buf0, which is nobody's but the function's
     first = call([x])
     kept = [t.clone() for t in first]
     second = call([x + 1])
@@ -63,25 +65,40 @@ def test_what_is_returned_is_new_and_the_rest_is_not(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("more", ["with torch.no_grad(): pass", "self.last = 1", "buf0 += 1", "if True: pass"])
 def test_code_of_another_form_is_left_alone(tmp_path, more):
-    call = written(tmp_path, more)
-    assert with_workspace(call) is call
+    assert listed(written(tmp_path, more), [torch.ones(3)]) is None
 
 
 def test_a_function_of_somebody_else_is_left_alone():
     def call(args):
         return args
 
-    assert with_workspace(call) is call
-    assert with_workspace(len) is len
+    assert listed(call, [torch.ones(3)]) is None
+    assert listed(len, [torch.ones(3)]) is None
+
+
+def test_tensors_of_another_form_are_refused(tmp_path):
+    x = torch.ones(3, dtype=torch.float64)
+    call = listed(written(tmp_path), [x])
+    for other in (x.float(), x[:2], x.repeat(2)[::2]):
+        with pytest.raises(AssertionError, match="other sizes, strides or types"):
+            call([other])
+
+
+def test_large_results_are_freed_where_the_code_frees_them(tmp_path):
+    more = """buf6 = empty_strided_cpu((40000, ), (1, ), torch.float64)
+        buf7 = torch.add(buf6, 1.0)
+        note(buf6)
+        del buf6
+        note(buf7)"""
+    seen = []
+    call = written(tmp_path, more)
+    call.__func__.__globals__["note"] = lambda t: seen.append((weakref.ref(t), [r() is not None for r, _ in seen]))
+    listed(call, [torch.ones(3, dtype=torch.float64)])([torch.ones(3, dtype=torch.float64)])
+    assert [alive for _, alive in seen] == [[], [False]]
 
 
 @pytest.mark.slow
-def test_graphs_of_inductor_have_one(monkeypatch):
-    from bilevel_optim.optimizer import graphs
-
-    found = []
-    give = graphs.give_workspace
-    monkeypatch.setattr(graphs, "give_workspace", lambda compiled: found.append(give(compiled)))
+def test_graphs_of_inductor_are_listed():
     a = torch.randn(8, 5, generator=seeded(0), dtype=torch.float64)
 
     def function(v):
@@ -90,8 +107,33 @@ def test_graphs_of_inductor_have_one(monkeypatch):
         return {"v": v, "norm": v.norm()}
 
     graph = Graph(function, torch.ones(5, dtype=torch.float64), backend_of("inductor", None, None))
-    assert found == [True]
     outputs = [graph([torch.full((5,), value, dtype=torch.float64)]) for value in (1.0, 2.0, 3.0)]
+    assert graph._run._compiled is None  # the layers around it are gone
     for value, output in zip((1.0, 2.0, 3.0), outputs, strict=True):
         expected = function(torch.full((5,), value, dtype=torch.float64))
         torch.testing.assert_close(graph.structured(output), expected)
+
+
+@pytest.mark.parametrize("wrong", [None, "value", "memory", "number"])
+def test_layers_that_change_something_stay(monkeypatch, wrong):
+    """A list is used only where its results are those of what was compiled, bit for bit and in memory of their own."""
+    from bilevel_optim.optimizer import graphs
+
+    kept = torch.zeros(3)
+
+    def compiled(x):
+        return [x + 1, x.exp()]
+
+    def call(arguments):
+        (x,) = arguments
+        if wrong == "memory":
+            return torch.add(x, 1, out=kept), x.exp()
+        return (x + (1 + 1e-6 if wrong == "value" else 1), x.exp())[: 1 if wrong == "number" else 2]
+
+    monkeypatch.setattr(graphs, "written", lambda compiled: compiled)
+    monkeypatch.setattr(graphs, "listed", lambda *_: call)
+    direct = graphs._Direct(compiled)
+    for _ in range(2):
+        first, second = direct(torch.ones(3))
+        torch.testing.assert_close((first, second), (torch.full((3,), 2.0), torch.ones(3).exp()), rtol=0, atol=0)
+    assert (direct._compiled is None) == (wrong is None)

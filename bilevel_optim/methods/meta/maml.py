@@ -248,7 +248,7 @@ class FOMAML(Initialised):
         """The gradient after adaptation, as if that were the identity in the initial point."""
         oracle, given = self.begun(oracle, given)
         here = given.descended(oracle, self.lower_steps)
-        loss, grad_x, grad_y = here.oracle.upper(oracle.f.draw())
+        loss, grad_x, grad_y = here.oracle.upper(oracle.f.draw(once=True))
         return self.through_start(oracle, here.kept(Estimate(loss, grad_x)), grad_y)
 
 

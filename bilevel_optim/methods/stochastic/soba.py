@@ -106,16 +106,15 @@ class SOBA(SingleLoop):
     def estimate(self, oracle: Oracle, given: Given) -> Estimate:
         """One step of y and of v, and the hypergradient with the present v."""
         rates = given.linear_rates(self.linear_lr)
-        zeta, xi = oracle.g.draw(), oracle.f.draw()
+        zeta, xi = oracle.g.draw(), oracle.f.draw(once=True)
         loss, grad_x, grad_y = oracle.upper(xi)
         v = self.solution(given)
         v = grad_y * rates if v is None else v
         with oracle.lower_system(zeta) as system:
             cross, product = system.both(v)
         residual = product - grad_y
-        oracle.checks.finite("hvp", residual)
         here = given.stepped(oracle, system.gradient)
-        memory = {"linear_solution": v - residual * rates} if self.warm_start else {}
+        memory = {"linear_solution": v.descended(residual, rates)} if self.warm_start else {}
         return here.kept(Estimate(loss, grad_x - cross, {"linear_residual": residual.norm()}, memory))
 
 
@@ -217,7 +216,7 @@ class FSLA(SingleLoop):
 
     def _linear_step(self, oracle: Oracle, given: Given) -> tuple[Vector, Tensor]:
         """The next v, and the residual of the one before."""
-        xi, zeta, rates = oracle.f.draw(), oracle.g.draw(), given.linear_rates(self.linear_lr)
+        xi, zeta, rates = oracle.f.draw(once=True), oracle.g.draw(), given.linear_rates(self.linear_lr)
         _, _, grad_y = oracle.upper(xi)
         v = self.solution(given)
         if v is None:

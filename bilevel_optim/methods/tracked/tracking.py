@@ -220,8 +220,10 @@ class RecursiveOptimizer(BilevelOptimizer):
         if n < m and not self.rule.rests:
             keep = math.isfinite(self.radius)
             after = clock.ticked(table, betas, _rates(given).tolist(), self._tau(given), keep)
-        own = table.split.own(drawn.ids)
-        ids, scale = drawn.ids[own] - table.split.start, drawn.scale[own].to(oracle.device)
+        ids, scale = drawn.ids, drawn.scale.to(oracle.device)
+        if table.split:
+            own = table.split.own(ids)
+            ids, scale = ids[own] - table.split.start, scale[own]
         look = Look(
             table, ids, table.gather(ids, clock), n == m, scale, betas, (clock, after),
             flat(given.upper_memory["direction"])[0], trackers, self.drawing, given,

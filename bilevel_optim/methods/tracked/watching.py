@@ -28,10 +28,13 @@ def held(checks: Checks, projected: Rows, rows: int, least: float) -> None:
     """Warn if the floor decides about the Hessians of half of the rows that were looked at, or more."""
     count: Tensor | None = projected.get("projected_H")
     if count is not None:
-        checks.alert(
+        checks.alert_if(
             "floor",
-            f"floor={least:g} is above the least eigenvalue of the lower Hessian for half of the tasks or more (see "
-            'diagnostics["projected_H"]), so that the hypergradient is that of another problem; use a floor below the '
-            "curvature of the lower loss, or add curvature to the loss",
-            2 * count >= rows,
+            lambda: (
+                f"floor={least:g} is above the least eigenvalue of the lower Hessian for half of the tasks or more "
+                '(see diagnostics["projected_H"]), so that the hypergradient is that of another problem; use a floor '
+                "below the curvature of the lower loss, or add curvature to the loss"
+            ),
+            lambda count: 2 * count >= rows,
+            count,
         )

@@ -16,6 +16,7 @@ from ...oracle.lanes import one_of_many
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, is_count, is_number, require
 from ...problem.random import draw_seed
+from ...problem.tracing import traced
 from ...problem.vector import is_sharded
 from ...solvers.paths import Paths
 
@@ -73,11 +74,12 @@ class ZerothOrder(BilevelOptimizer):
         """The directions of this step, the same on every rank."""
         if any(map(is_sharded, oracle.live_x)):
             raise ValueError(f"{type(self).__name__} cannot perturb sharded upper parameters (DTensor)")
+        seed = given.chances["seed"]
         return Directions(
             oracle.x,
             self.direction,
             self.directions,
-            seed=given.chances["seed"],
+            seed=seed if traced() else int(seed),
             smoothing=self.smoothing,
             relative=self.smoothing_mode == "relative",
             scale=self.scale,
