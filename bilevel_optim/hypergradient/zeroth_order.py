@@ -146,7 +146,8 @@ def _indirect(
         del upper, ends, difference
     assert base is not None
     values, squares = torch.cat(measured)[1:], torch.cat(moved)[1:]
-    coefficients = values.view(-1, len(signs)) @ values.new_tensor(signs) / (len(signs) * directions.smoothing)
+    values = values.view(-1, 2) @ values.new_tensor(signs) / 2 if central else values
+    coefficients = values / directions.smoothing
     sound = coefficients.isfinite() & torch.cat(on_the_way)[1:].view(-1, len(signs)).isfinite().all(1)
     mine = torch.where(sound, coefficients, 0.0)
     if ranks.world > 1:
@@ -154,21 +155,22 @@ def _indirect(
         coefficients, squares, sound = _together(
             oracle, ranks, directions.count, [coefficients, squares.view(-1, len(signs)), sound], common
         )
-    oracle.checks.alert(
+    dropped = (~sound).sum()
+    oracle.checks.alert_if(
         "dropped directions",
         "the lower solve or a loss at some perturbed x is not finite; those directions are left out. A smaller "
         "smoothing or lower_lr helps",
-        ~sound.all(),
+        lambda dropped: dropped > 0,
+        dropped,
     )
-    kept = sound.sum()
-    (estimate,) = ranks.total(directions.combine(mine / kept, own))
+    (estimate,) = ranks.total(directions.combine(mine / (directions.count - dropped), own))
     oracle.checks.finite("lower_grad", estimate, "Every perturbed lower solve diverged: use a smaller smoothing")
     diagnostics = {
         "indirect_norm": estimate.norm(),
         "coefficients": coefficients,
         "noise_to_signal": values.new_tensor(directions.variance**0.5),
         "difference_error": _rounding(base, squares) if paths.samples else squares.new_zeros(()),
-        "dropped_directions": (~sound).sum(),
+        "dropped_directions": dropped,
     }
     if residual is not None:
         diagnostics["lower_residual"] = residual

@@ -60,11 +60,12 @@ def units(kind: str, keys: Tensor, rows: Tensor, period: int, index: Tensor, dty
         # Half a unit is added to the upper part, whose logarithm is taken.
         radius = _shifted(bits, 32).to(dtype).add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
         return bits.bitwise_and_(0xFFFFFFFF).to(dtype).mul_(2 * pi * 2.0**-32).cos_().mul_(radius)
-    signs = (_shifted(bits, 63) * 2 - 1).to(dtype)
+    highest = bits < 0
     if kind == "sign":
-        return signs
+        return torch.where(highest, 1.0, -1.0).to(dtype)
     angle = (index * rows % period).double() / period * (2 * pi)
-    return (angle.cos() + angle.sin()).to(dtype) * signs
+    entries = (angle.cos() + angle.sin()).to(dtype)
+    return torch.where(highest, entries, -entries)
 
 
 def signed(value: int) -> int:
