@@ -42,7 +42,8 @@ class Binding:
         self.step, self.x, self.y, self.uses, self.device = step, list(x), list(y), 0, y[0].device
         self._constants, self._types = data.constants, [*map(type, data.constants)]
         self._plain = all(kind in _ATOMS for kind in self._types)
-        self._form = Form(data.tensors)
+        self._form, self._devices = Form(data.tensors), [t.device for t in data.tensors]
+        self._places = [t.device for t in (*self.x, *self.y)]
         upper, lower = [state[p] for p in x], [state[p] for p in y]
         self.entries = [*upper, *lower]
         self._state = state
@@ -86,13 +87,14 @@ class Binding:
         self._moved = [*zip([*self.x, *self.y] if moved else self.y, (*moved, *y_ends), strict=bool(y_ends))]
 
     def holds(self, state: Any) -> bool:
-        """Whether the optimizer's state is still kept where it was."""
+        """Whether the optimizer's state is still kept where it was, and the parameters are on their devices."""
         x, y, split = self.x[0], self.y[0], len(self.x)
         return (
             state.get(x) is self.entries[0]
             and state.get(y) is self.entries[split]
             and self._sizes[0] in (None, len(self.entries[0]))
             and self._sizes[1] == len(self.entries[split])
+            and [t.device for t in (*self.x, *self.y)] == self._places
         )
 
     def fits(self, data: Flat) -> bool:
@@ -105,7 +107,7 @@ class Binding:
                 return False
         elif not all(map(same, self._constants, constants)):
             return False
-        return self._form.fits(tensors)
+        return self._form.fits(tensors) and [t.device for t in tensors] == self._devices
 
     def due(self) -> bool:
         """Count a use; whether it is one to be compared with an eager step."""

@@ -16,7 +16,7 @@ from torch import nn
 
 import bilevel_optim as bo
 from bilevel_optim.optimizer import graphs as graph_module
-from bilevel_optim.optimizer.binding import Binding
+from bilevel_optim.optimizer.binding import Binding, Flat
 from bilevel_optim.problem.tracing import cut
 
 from ..problems import seeded
@@ -589,6 +589,33 @@ def test_batches_with_other_strides_get_a_graph_of_their_own():
             optimizer.step(lambda y=y: (y - 1).square().sum(), lower)
         results.append((x.detach(), y.detach()))
     assert close(*results, 1e-11)
+
+
+@pytest.mark.parametrize("moved", ["data", "parameters"])
+def test_what_is_on_another_device_is_not_given_to_a_graph(moved):
+    """A compiled kernel would read its address, whatever is there."""
+    x, y = (torch.zeros(3, requires_grad=True) for _ in range(2))
+    data = [torch.randn(4, 3, generator=seeded(k)) for k in range(3)]
+    optimizer = bo.SOBA([x], [y], lr=0.1, lower_lr=0.1)
+    optimizer.compile(backend="eager")
+
+    def losses(batches):
+        upper = bo.Objective(lambda b: (b @ y - 1).square().mean(), batches)
+        return upper, bo.Objective(lambda b: (b @ (y - x)).square().mean() + y.square().sum(), batches)
+
+    own = losses(data)
+    for _ in range(8):
+        optimizer.step(*own)
+    (kind,) = optimizer._capture.kinds
+    (binding,) = kind.bindings
+    drawn = Flat([data[0], data[1]], binding._constants)
+    assert binding.fits(drawn)
+    assert binding.holds(optimizer.state)
+    if moved == "data":
+        assert not binding.fits(drawn._replace(tensors=[t.to("meta") for t in drawn.tensors]))
+    else:
+        binding.y = [t.to("meta") for t in binding.y]
+        assert not binding.holds(optimizer.state)
 
 
 def test_a_run_gives_the_losses_of_the_steps():
