@@ -40,9 +40,15 @@ class Chunks:
             yield self.parts[i]
 
 
-@lru_cache(maxsize=1)
-def problem_of(seed: int, data: str, root: Path | None, least: int, batch: int) -> tuple[Regularised, Chunks, Chunks]:
-    """The problem of one split, and the batches of its training and of its validation part."""
+@lru_cache(maxsize=8)  # all seeds of an arm
+def problem_of(
+    seed: int, data: str, root: Path | None, least: int, batch: int, tol: float
+) -> tuple[Regularised, Chunks, Chunks]:
+    """The problem of one split, and the batches of its training and of its validation part.
+
+    ``tol`` is the norm of the lower gradient at which y*(x) is taken as solved. The curvature is about 1e-5 here, so
+    that at 3e-4 scores depend on the path by 0.01, which is what methods differ by.
+    """
     generator = torch.Generator().manual_seed(seed)
     if data == "digits":
         parts = load_images("digits", None, False, (300, 300), generator)
@@ -50,7 +56,7 @@ def problem_of(seed: int, data: str, root: Path | None, least: int, batch: int) 
         parts = load_newsgroups(None if root is None else root / data, False, True, seed, least)
     size, classes = parts[0].features.shape[1], int(parts[0].labels.max()) + 1
     problem = Regularised(parts, ridge=1 / (2 * classes * size), x=torch.zeros(size, 1))
-    problem.tol = 3e-4
+    problem.tol = tol
     train, val = (Chunks(part, batch, generator) for part in parts[:2])
     return problem, train, val
 
@@ -58,7 +64,9 @@ def problem_of(seed: int, data: str, root: Path | None, least: int, batch: int) 
 def run(trial: Trial) -> list[Point]:
     """Until the oracle calls are spent; the score is the test loss at y*(x)."""
     scale = trial.scale
-    problem, train, val = problem_of(trial.seed, scale["data"], trial.root, scale["least"], scale["batch"])
+    problem, train, val = problem_of(
+        trial.seed, scale["data"], trial.root, scale["least"], scale["batch"], scale["tol"]
+    )
     for k, chunks in enumerate((train, val)):
         chunks.generator.manual_seed(2 * trial.seed + k)
     torch.manual_seed(trial.seed)
@@ -84,7 +92,7 @@ def run(trial: Trial) -> list[Point]:
     return follow(step, measure, lambda: gradients(optimizer), trial.budget, scale["evaluations"])
 
 
-RAW, LENGTH, RATE = axis(100.0, 1000.0, 10000.0), axis(1.0, 3.0, 10.0), axis(1.0, 4.0)
+RAW, LENGTH, RATE = axis(100.0, 1000.0, 10000.0), axis(0.3, 1.0, 3.0), axis(1.0, 4.0)
 STEPS: dict[str, Any] = {"lower_steps": 10}
 HVP = {"lr": RAW, "rate": RATE}
 
@@ -131,17 +139,18 @@ EXPERIMENTS = [
         score="test loss at y*(x)",
         unit="gradients (a product is 2)",
         scales={
-            "smoke": {"data": "digits", "least": 1, "batch": 100, "budget": 400, "seeds": 3, "evaluations": 2,
-                      "search": False},
-            "cpu": {"data": "20newsgroups", "least": 50, "batch": 1000, "budget": 2000, "seeds": 5, "evaluations": 3},
-            "full": {"data": "20newsgroups", "least": 1, "batch": 1000, "budget": 40_000, "seeds": 5,
+            "smoke": {"data": "digits", "least": 1, "batch": 100, "tol": 1e-6, "budget": 400, "seeds": 3,
+                      "evaluations": 2, "search": False},
+            "cpu": {"data": "20newsgroups", "least": 50, "batch": 1000, "tol": 1e-6, "budget": 3000, "seeds": 3,
+                    "evaluations": 3},
+            "full": {"data": "20newsgroups", "least": 1, "batch": 1000, "tol": 1e-6, "budget": 40_000, "seeds": 5,
                      "evaluations": 10},
         },
         moves=8,
         departures=(
             "words in fewer than 50 texts are left out at the scale cpu: 4,444 features, not 130,107; with headers",
             "penalty as in the authors' code, half of the mean of exp(x) y^2; zero start of y",
-            "about 45 outer steps of F2SA-2, not 1,000",
+            "about 65 outer steps of F2SA-2, not 1,000",
             "scores are those of y*(x), solved anew, not of the copy with weight on the validation data",
             "samples are shared by the copies of F2SA; all Neumann series are right (those of the authors' code are "
             "scaled wrongly)",
