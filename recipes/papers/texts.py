@@ -36,7 +36,7 @@ PATHS: dict[str, Any] = {"lr": 1.0, "lower_steps": 5, "lower_optimizer": HEAVY_B
 IMPLICIT: dict[str, Any] = {"lower_steps": 5, "linear_steps": 5, "lower_optimizer": HEAVY_BALL}
 SCALES = {
     "smoke": {"data": "digits", "least": 1, "tol": 1e-6, "budget": 400, "seeds": 3, "evaluations": 2, "search": False},
-    "cpu": {"data": "20newsgroups", "least": 50, "tol": 1e-6, "budget": 1000, "seeds": 5, "evaluations": 3},
+    "cpu": {"data": "20newsgroups", "least": 50, "tol": 1e-6, "budget": 600, "seeds": 3, "evaluations": 2},
     "full": {"data": "20newsgroups", "least": 1, "tol": 1e-6, "budget": 10_000, "seeds": 5, "evaluations": 10},
 }
 COMMON: dict[str, Any] = {
@@ -68,7 +68,7 @@ EXPERIMENTS = [
         departures=(
             SIZES,
             "10 steps of conjugate gradients, lower momentum 0.9; the paper chooses these from a grid",
-            "zero start of y and of the penalties",
+            "zero start of y and of the penalties; 600 gradients are about 17 outer steps of RAHGD",
         ),
         **COMMON,
     ),
