@@ -138,19 +138,25 @@ class Binding:
                 return self.run(arguments, rates, data)
         return self.step.graph([*arguments, *rates, *data])
 
-    def several(self, rates: Sequence[Tensor], chain: Sequence[Flat]) -> Binding | None:
+    def each(
+        self, arguments: Sequence[Tensor], rates: Sequence[Tensor], data: Iterable[Sequence[Tensor]]
+    ) -> Iterator[Sequence[Tensor]]:
+        """What the graph computes in steps that follow each other, with these data, which it was found to fit."""
+        return self.step.graph.each([*arguments, *rates], data, self.next)
+
+    def several(self, rates: Sequence[Tensor], chain: Sequence[Sequence[Tensor]]) -> Binding | None:
         """The graph of several such steps, if these are small and many; made, and compared, when it is needed."""
         times = min(MOST_STEPS, NODES_AT_ONCE // self.step.graph.nodes)
         if self._several is None and times > 1 and len(chain) >= times:
             self._several = False
-            data = [t for one in chain[:times] for t in one.tensors]
+            data = [t for one in chain[:times] for t in one]
             try:
                 many = Binding(self.step.repeated(times), self._state, self.x, self.y, Flat(data, []))
             except Untraceable:
                 return None
             start = one = self.arguments()
             for each in chain[:times]:
-                one = self.following(one, self.run(one, rates, each.tensors))
+                one = self.following(one, self.run(one, rates, each))
             if all(map(torch.equal, one, many.following(start, many.run(start, rates, data)))):
                 self._several = many  # bit for bit, so that it does not matter where a run was interrupted
         return self._several or None
