@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..errors import BilevelWarning
 from ..problem.feeding import Draws
-from .binding import Binding, Flat
+from .binding import Binding
+from .flat import Flat
 from .graphs import Backend, backend_of
 from .replay import Sources
 from .watch import Watch

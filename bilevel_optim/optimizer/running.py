@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain as joined
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..problem.feeding import Draws, drawn
+from ..problem.feeding import Drawn, Draws, drawn
 from ..problem.parameters import is_count, require
-from .binding import Binding, flattened
+from .ahead import are_apart, data_ahead
+from .binding import Binding
 from .capture import Capture
 from .compiled import Call, Compiled, Place
+from .flat import flattened
 from .method import Loss
 from .replay import Sources
 from .transaction import make
@@ -90,6 +93,9 @@ class Running(Compiled):
                 else:
                     binding = found
                     chain.append(data.tensors)
+                    chain += self._ahead(call, results, binding, len(chain), steps - len(chain))
+            if binding is not None and not are_apart(sources):
+                binding.require_form(chain)  # whoever gave a batch may have resized it since
         except BaseException:
             self._return_to(sources, start)
             raise
@@ -108,6 +114,30 @@ class Running(Compiled):
     def _chains(self, binding: Binding) -> bool:
         """Whether steps with this graph may follow each other."""
         return binding.chains and not self.declared.host_update and binding.holds(self.state)
+
+    def _ahead(
+        self, call: Call, results: Sequence[Drawn], binding: Binding, ahead: int, most: int
+    ) -> list[list[Tensor]]:
+        """Data of steps that follow one with this call, as far as they are surely made with the same graph."""
+        kind, sources = call.kind, call.sources
+        if kind is None or kind.draws is None or not are_apart(sources):
+            return []
+        if not all(isinstance(value, Tensor) for value in call.chances.values()):
+            return []
+        first = self._ledger.steps + ahead
+        same = self.kind_of_step(first - 1, self.numbers)
+        following = (self.kind_of_step(first + k, self.numbers) for k in range(min(most, binding.unwatched)))
+        steps = len([*takewhile(lambda now: now == same, following)])
+        place, data = self._place(sources), list[list[Tensor]]()
+        while steps:
+            chances = [call.chances, *(self._chances() if call.chances else {} for _ in range(steps))]
+            data = data_ahead(kind.draws, sources, results, chances)
+            if len(data) == steps:
+                break
+            self._return_to(sources, place)
+            steps = len(data)
+        binding.uses += steps
+        return data
 
     def _return_behind(self, sources: Sources, start: Place, draws: Draws, steps: int) -> None:
         """Let everything draw again from where so many steps that drew this have ended."""

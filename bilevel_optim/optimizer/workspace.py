@@ -32,14 +32,15 @@ class Form:
         self.sizes, self.strides = tuple(tuple(t.shape) for t in tensors), tuple(map(Tensor.stride, tensors))
         self.types = [t.dtype for t in tensors]
 
-    def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether other tensors have the same."""
-        if [t.dtype for t in tensors] != self.types:  # of as many, therefore
+    def fits(self, tensors: Sequence[Tensor], times: int = 1) -> bool:
+        """Whether other tensors have the same, so many times."""
+        sizes, strides = self.sizes * times, self.strides * times
+        if [t.dtype for t in tensors] != self.types * times:  # of as many, therefore
             return False
         if _ALIKE is None:
-            return (*map(Tensor.size, tensors),) == self.sizes and (*map(Tensor.stride, tensors),) == self.strides
+            return (*map(Tensor.size, tensors),) == sizes and (*map(Tensor.stride, tensors),) == strides
         try:
-            _ALIKE(tuple(tensors), self.sizes, self.strides, "input")
+            _ALIKE(tuple(tensors), sizes, strides, "input")
         except AssertionError:
             return False
         return True

@@ -261,7 +261,10 @@ def drawn(
         elif objective is not None:
             kind = type(objective)
             if kind.draw is Objective.draw and kind.sample is Objective.sample and objective.accumulate == 1:
-                found += map(Drawn, (objective.arguments(),) if times == 1 else objective.take(times))
+                if times == 1 or objective.data is None:
+                    found += [Drawn(objective.arguments())] * times
+                else:
+                    found += map(Drawn, zip(objective.take(times)))
             else:
                 found += [_drawn(objective.draw(once=how)) for _ in range(times)]
         elif source == "tasks":
