@@ -68,7 +68,7 @@ class Kind:
         return (
             self.guard == guard
             and len(functions) == len(self.watches)
-            and all(watch.stands_for(f) for watch, f in zip(self.watches, functions, strict=True))
+            and all(map(Watch.stands_for, self.watches, functions))
         )
 
 

@@ -320,10 +320,9 @@ class Compiled(Updating):
 
     def _troubled(self, binding: Binding, outputs: Sequence[Tensor]) -> bool:
         """Whether a step has to be made eagerly after all: something is not finite, or an alert is on."""
-        flags = outputs[binding.out["flags"]]
-        if not bool(flags.any()):
+        amiss, *raised = flags = outputs[binding.out["flags"]].tolist()
+        if not any(flags):
             return False
-        amiss, *raised = flags.tolist()
         on = {key for key, is_on in zip(binding.step.alerts, raised, strict=True) if is_on}
         return amiss or not on <= self._ledger.warned or self.reacts_to(self.numbers) in on
 
