@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from itertools import accumulate, chain, islice
+from typing import Any
 
 from torch import Tensor
 
 from ..problem.feeding import Drawn, Draws
 from ..problem.objective import Objective
-from .flat import Flat, Like, flat
+from .flat import Like, flat
 from .replay import Sources
 
 __all__ = ["are_apart", "data_ahead"]
@@ -30,7 +30,7 @@ def _is_plain(objective: Objective) -> bool:
 
 def data_ahead(
     draws: Draws, sources: Sources, results: Sequence[Drawn], chances: Sequence[dict[str, Any]]
-) -> list[list[Tensor]]:
+) -> list[Sequence[Tensor]]:
     """Tensors of the data of further steps, as `flattened` gives them, up to the first of another form.
 
     Args:
@@ -39,10 +39,10 @@ def data_ahead(
         results: what they gave in a step.
         chances: of that step, and of the further ones.
     """
-    own = [flat(each) for each in chances] if chances[0] else [Flat([], [])] * len(chances)
-    if not Like(own[0]).fits(*own[1:]):
+    own = [flat(each) for each in chances if each]
+    if own and not (len(own) == len(chances) and Like(own[0]).fits(*own[1:])):
         return []
-    plans = _plans(draws, chances[1:])
+    plans = draws.plans(chances[1:])
     streams: dict[str, _Stream] = {}
     steps = len(plans)
     for source, objective in (("upper", sources.upper), ("lower", sources.lower)):
@@ -53,52 +53,20 @@ def data_ahead(
                 return []
             ends = [*accumulate(plan.counts[source] for plan in plans)]
             steps = min(steps, bisect_right(ends, stream.take(objective.take(ends[-1]))))
-    found: list[list[Tensor]] = []
-    for plan, each in zip(plans[:steps], own[1:], strict=False):
-        data: list[Tensor] = []
-        for source, made, again in plan.runs:
-            if source in streams:
-                data += streams[source].next(made, again)
-        found.append(data + each.tensors)
-    return found
-
-
-class _Run(NamedTuple):
-    """Draws of a loss that follow each other: how many, and how often the last one then stands for another."""
-
-    source: str
-    made: int
-    again: int
-
-
-class _Plan(NamedTuple):
-    """What a step draws: in runs, and how many batches of each loss."""
-
-    runs: list[_Run]
-    counts: dict[str, int]
-
-
-def _plans(draws: Draws, chances: Sequence[Mapping[str, Any]]) -> list[_Plan]:
-    """What steps with these chances draw."""
-    names = {draw.unless[0] for draw in draws if draw.unless is not None}
-    if not names:
-        return [_plan(draws, {})] * len(chances)
-    keys = [tuple(int(each[name]) for name in names) for each in chances]
-    plans = {key: _plan(draws, each) for key, each in dict(zip(keys, chances, strict=True)).items()}
-    return [plans[key] for key in keys]
-
-
-def _plan(draws: Draws, chances: Mapping[str, Any]) -> _Plan:
-    runs: list[_Run] = []
-    for draw, times in draws.runs:
-        last = runs[-1] if runs else None
-        if last is not None and not draw.made(chances):
-            runs[-1] = last._replace(again=last.again + times)
-        elif last is not None and draw.source == last.source and not last.again:
-            runs[-1] = last._replace(made=last.made + times)
-        else:
-            runs.append(_Run(draw.source, times, 0))
-    return _Plan(runs, {s: sum(run.made for run in runs if run.source == s) for s in ("upper", "lower")})
+    found: list[Sequence[Tensor]] = []
+    if all(plan is plans[0] for plan in plans):
+        columns = [
+            column
+            for source, made, again in plans[0].runs
+            if source in streams
+            for column in streams[source].columns(made, again, plans[0].counts[source])
+        ]
+        found.extend(islice(zip(*columns, strict=False), steps) if columns else [()] * steps)
+    else:
+        for plan in plans[:steps]:
+            pieces = (streams[source].next(made, again) for source, made, again in plan.runs if source in streams)
+            found.append([*chain.from_iterable(pieces)])
+    return [[*data, *each.tensors] for data, each in zip(found, own[1:], strict=False)] if own else found
 
 
 class _Stream:
@@ -132,7 +100,13 @@ class _Stream:
         return len(keys)
 
     def next(self, made: int, again: int) -> list[Tensor]:
-        """Tensors of a run."""
+        """Tensors of so many batches, and of the last one some times more."""
         start, self._place = self._place, self._place + made * self._width
         own = self._tensors[start : self._place]
-        return own + own[len(own) - self._width :] * again if again else own
+        return own + own[len(own) - self._width :] * again
+
+    def columns(self, made: int, again: int, apart: int) -> list[list[Tensor]]:
+        """Each tensor of `next`, and all those that are so many batches apart from it."""
+        start, self._place = self._place, self._place + made * self._width
+        own = [self._tensors[k :: apart * self._width] for k in range(start, self._place)]
+        return own + own[len(own) - self._width :] * again

@@ -117,7 +117,7 @@ class Running(Compiled):
 
     def _ahead(
         self, call: Call, results: Sequence[Drawn], binding: Binding, ahead: int, most: int
-    ) -> list[list[Tensor]]:
+    ) -> list[Sequence[Tensor]]:
         """Data of steps that follow one with this call, as far as they are surely made with the same graph."""
         kind, sources = call.kind, call.sources
         if kind is None or kind.draws is None or not are_apart(sources):
@@ -128,7 +128,7 @@ class Running(Compiled):
         same = self.kind_of_step(first - 1, self.numbers)
         following = (self.kind_of_step(first + k, self.numbers) for k in range(min(most, binding.unwatched)))
         steps = len([*takewhile(lambda now: now == same, following)])
-        place, data = self._place(sources), list[list[Tensor]]()
+        place, data = self._place(sources), list[Sequence[Tensor]]()
         while steps:
             chances = [call.chances, *(self._chances() if call.chances else {} for _ in range(steps))]
             data = data_ahead(kind.draws, sources, results, chances)

@@ -130,10 +130,7 @@ class Watch:
             now = owner.get(place.name) if isinstance(owner, dict) else owner.cell_contents
             if (now is not place.value or place.copy is not None) and not place.unchanged:
                 return False
-        for module, was in self.modules:
-            if module.training is not was:
-                return False
-        return True
+        return not self.modules or all(m.training is was for m, was in self.modules)
 
     def stands_for(self, function: Any) -> bool:
         """Whether another function (a lambda made again) has the same code and reads the same."""

@@ -7,6 +7,10 @@ import torch
 
 import bilevel_optim as bo
 from bilevel_optim.optimizer import binding, running
+from bilevel_optim.optimizer.ahead import are_apart, data_ahead
+from bilevel_optim.optimizer.flat import flattened
+from bilevel_optim.optimizer.replay import Sources
+from bilevel_optim.problem.feeding import Draw, Draws, drawn
 
 from ..problems import seeded
 
@@ -143,6 +147,39 @@ def test_a_failing_step_gives_back_random_numbers():
             optimizer.run(*losses, steps=steps)
         assert torch.equal(before, torch.get_rng_state())
         assert losses[1].state_dict()["position"] == position
+
+
+LOWER, UPPER = Draw("lower", False), Draw("upper", True)
+PLAIN = [LOWER, LOWER, UPPER, LOWER]
+RANDOM = [*PLAIN, *(Draw("lower", False, ("count", k)) for k in range(3))]
+
+
+@pytest.mark.parametrize(
+    ("draws", "counts", "data"),
+    [
+        (PLAIN, None, True),
+        (PLAIN, None, False),
+        (PLAIN, [5, 2, 4, 1], True),  # of something that decides no draws
+        (RANDOM, [0, 0, 0, 0, 0], True),
+        (RANDOM, [1, 1, 1, 1, 1], True),
+        (RANDOM, [0, 2, 1, 1, 0, 2], True),
+    ],
+)
+def test_data_ahead_are_those_of_single_steps(draws, counts, data):
+    chances = [{}] * 5 if counts is None else [{"count": torch.tensor(n)} for n in counts]
+    results = []
+    for at_once in (False, True):
+        upper = bo.Objective(torch.sum, BATCHES[:3]) if data else bo.Objective(lambda: torch.zeros(()))
+        sources = Sources(upper, bo.Objective(torch.sum, [(b, [b[0]]) for b in BATCHES[:5]]), None)
+        assert are_apart(sources)
+        steps = [drawn(Draws(draws), *sources, None, each) for each in (chances[:1] if at_once else chances)]
+        if at_once:
+            results.append(data_ahead(Draws(draws), sources, steps[0], chances))
+        else:
+            results.append([flattened(*each).tensors for each in zip(steps[1:], chances[1:], strict=True)])
+    assert [[*map(len, some)] for some in results[:1]] == [[*map(len, some)] for some in results[1:]]
+    for one, other in zip(*results, strict=True):
+        assert all(map(torch.equal, one, other))
 
 
 @pytest.mark.parametrize("length", [1, 2, 5])
