@@ -182,6 +182,14 @@ def test_data_ahead_are_those_of_single_steps(draws, counts, data):
         assert all(map(torch.equal, one, other))
 
 
+def test_chances_of_another_form_are_not_data_ahead():
+    sources = Sources(None, bo.Objective(torch.sum, BATCHES), None)
+    for other, found in ((torch.tensor(2), 1), (torch.tensor(2.0), 0), (torch.tensor([2]), 0)):
+        chances = [{"seed": torch.tensor(1)}, {"seed": other}]
+        results = drawn(Draws([LOWER]), *sources, None, chances[0])
+        assert len(data_ahead(Draws([LOWER]), sources, results, chances)) == found
+
+
 @pytest.mark.parametrize("length", [1, 2, 5])
 def test_many_batches_are_those_of_as_many_draws(length):
     for first, times, kind in itertools.product((0, 1, 2, 5, 7), (1, 2, 4, 5, 6, 11, 23), (list, tuple)):
