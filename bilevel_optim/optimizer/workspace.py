@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import getitem, itemgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._C._dynamo import guards
 
-__all__ = ["Form", "listed", "written"]
+__all__ = ["Form", "Listed", "listed", "written"]
 
 ENTRIES = 2**14  # of an intermediate result that is kept
 BYTES = 2**22  # of all of them together
@@ -32,17 +33,116 @@ class Form:
         self.sizes, self.strides = tuple(tuple(t.shape) for t in tensors), tuple(map(Tensor.stride, tensors))
         self.types = [t.dtype for t in tensors]
 
-    def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether other tensors have the same."""
-        if [t.dtype for t in tensors] != self.types:  # of as many, therefore
+    def without(self, start: int, stop: int) -> Form:
+        """The form of some of them."""
+        found = Form(())
+        found.sizes, found.strides = self.sizes[:start] + self.sizes[stop:], self.strides[:start] + self.strides[stop:]
+        found.types = self.types[:start] + self.types[stop:]
+        return found
+
+    def fits(self, tensors: Sequence[Tensor], times: int = 1) -> bool:
+        """Whether other tensors have the same, so many times."""
+        sizes, strides = self.sizes * times, self.strides * times
+        if [t.dtype for t in tensors] != self.types * times:  # of as many, therefore
             return False
         if _ALIKE is None:
-            return (*map(Tensor.size, tensors),) == self.sizes and (*map(Tensor.stride, tensors),) == self.strides
+            return (*map(Tensor.size, tensors),) == sizes and (*map(Tensor.stride, tensors),) == strides
         try:
-            _ALIKE(tuple(tensors), self.sizes, self.strides, "input")
+            _ALIKE(tuple(tensors), sizes, strides, "input")
         except AssertionError:
             return False
         return True
+
+
+class Listed:
+    """A function as a list of calls on the entries of a list.
+
+    Its results are new tensors, all else may have the same memory at every call: it is not for two threads at once.
+
+    Args:
+        entries: what the list holds before the calls.
+        calls: of a function, on what is picked of the entries, whose result is the entry of a number.
+        results: picks what is returned.
+        example: arguments, which are the first entries; others have to be of their sizes, strides and types.
+        again: makes the same, of whose results only those of these numbers are new.
+    """
+
+    __slots__ = ("_again", "_calls", "_entries", "_form", "_given", "_inner", "_results")
+
+    def __init__(
+        self,
+        entries: list[Any],
+        calls: Sequence[tuple[Any, Callable[[list[Any]], tuple[Any, ...]], int]],
+        results: Callable[[list[Any]], tuple[Any, ...]],
+        example: Sequence[Tensor],
+        again: Callable[[frozenset[int]], Listed],
+    ) -> None:
+        self._entries, self._calls, self._results, self._again = entries, calls, results, again
+        self._form, self._given = Form(example), len(example)
+        self._inner: dict[Any, tuple[Listed, Form]] = {}
+
+    def __call__(self, arguments: list[Tensor]) -> tuple[Any, ...]:
+        """The results for such arguments, whose list is emptied."""
+        self._require(self._form, arguments)
+        entries = self._entered(arguments)
+        arguments.clear()
+        return self._called(entries)
+
+    def each(
+        self, arguments: list[Tensor], start: int, data: Sequence[Sequence[Tensor]], carried: Sequence[tuple[int, int]]
+    ) -> Iterator[tuple[Any, ...]]:
+        """The results of calls that follow each other; valid until the next one, and new only in the last.
+
+        Args:
+            arguments: of the first call.
+            start: the argument from which on each call has its own of these data, whose forms are not looked at.
+            data: of all calls.
+            carried: which argument of the next call is which result.
+        """
+        stop = start + len(data[0])
+        inner, form = self._in_between(arguments, start, stop, frozenset(result for _, result in carried))
+        self._require(form, [*arguments[:start], *arguments[stop:]])
+        entries, calls, picked = inner._entered(arguments), inner._calls, inner._results
+        for own in data[:-1]:
+            entries[start:stop] = own
+            for function, operands, slot in calls:
+                entries[slot] = function(*operands(entries))
+            results = picked(entries)
+            yield results
+            for argument, result in carried:
+                entries[argument] = results[result]
+        entries[start:stop] = data[-1]
+        yield self._called(self._entered(entries[: self._given]))
+
+    def _in_between(
+        self, arguments: list[Tensor], start: int, stop: int, carried: frozenset[int]
+    ) -> tuple[Listed, Form]:
+        """The same with results that are new only where they are carried, if it gives the same bits.
+
+        And the form of what is no data.
+        """
+        key = start, stop, carried
+        if key not in self._inner:
+            inner = self._again(carried)
+            both = zip(self([*arguments]), inner([*arguments]), strict=True)
+            same = all(a.stride() == b.stride() and torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in both)
+            self._inner[key] = inner if same else self, self._form.without(start, stop)
+        return self._inner[key]
+
+    @staticmethod
+    def _require(form: Form, arguments: Sequence[Tensor]) -> None:
+        if not form.fits(arguments):
+            raise AssertionError("tensors of other sizes, strides or types than those that a graph was made for")
+
+    def _entered(self, arguments: Sequence[Tensor]) -> list[Any]:
+        entries = self._entries.copy()
+        entries[: self._given] = arguments
+        return entries
+
+    def _called(self, entries: list[Any]) -> tuple[Any, ...]:
+        for function, operands, slot in self._calls:
+            entries[slot] = function(*operands(entries))
+        return self._results(entries)
 
 
 def written(compiled: Callable[..., Any]) -> Callable[[list[Tensor]], Any] | None:
@@ -72,10 +172,8 @@ def _inside(outer: Any) -> Iterator[Any]:
             yield value
 
 
-def listed(call: Callable[..., Any], example: Sequence[Tensor]) -> Callable[..., Any] | None:
+def listed(call: Callable[..., Any], example: Sequence[Tensor]) -> Listed | None:
     """The same function as a list of calls, of tensors like these; None if it is not of a known form.
-
-    Its results are new tensors, all else may have the same memory at every call: it is not for two threads at once.
 
     Args:
         call: the Python wrapper that Inductor has written around its kernels.
@@ -89,8 +187,13 @@ def listed(call: Callable[..., Any], example: Sequence[Tensor]) -> Callable[...,
         tree = ast.parse(file.read())
     functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     text = next((node for node in functions if node.lineno == code.co_firstlineno), None)
+
+    def again(new: frozenset[int] | None = None) -> Listed:
+        assert text is not None
+        return _Listing(text, space, new).function(example, again)
+
     try:
-        return None if text is None else _Listing(text, space).function(example)
+        return None if text is None else again()
     except _Unknown:
         return None
 
@@ -118,13 +221,18 @@ class _Aliases:
 class _Listing:
     """Statements one after the other, without a branch, as calls on the entries of a list.
 
+    Args:
+        text: of a function.
+        space: where it stands.
+        new: numbers of the results that are new tensors at every call. Default: all.
+
     Attributes:
         entries: what the list holds before the calls: constants, and what keeps its memory.
         calls: of a function, on entries with these numbers, whose result is an entry of this number.
         slots: the entry of each name.
     """
 
-    def __init__(self, text: ast.FunctionDef, space: dict[str, Any]) -> None:
+    def __init__(self, text: ast.FunctionDef, space: dict[str, Any], new: frozenset[int] | None = None) -> None:
         self.space, self.entries, self.calls = space, list[Any](), list[tuple[Any, tuple[int, ...], int]]()
         self.slots: dict[str, int] = {}
         self.fixed = set[int]()  # entries that are known before the calls
@@ -137,38 +245,29 @@ class _Listing:
             if "self" in _names(statement) or not isinstance(statement, (ast.Assign, ast.Expr, ast.Delete, ast.Return)):
                 raise _Unknown
             used = [name for name in _names(statement) if name in names]
-            if isinstance(statement, ast.Return) or (isinstance(statement, ast.Assign) and _target(statement) is None):
+            if isinstance(statement, ast.Return):
+                results = enumerate(getattr(statement.value, "elts", ()))
+                fresh = {name for i, result in results if new is None or i in new for name in _names(result)}
+                self.aliases.join([RETURNED, *fresh.intersection(names)])
+            elif isinstance(statement, ast.Assign) and _target(statement) is None:
                 self.aliases.join([RETURNED, *used])
             elif isinstance(statement, ast.Assign) and _called(statement.value) != ALLOCATION:
                 self.aliases.join(used)
         for statement in own:
             self._add(statement)
 
-    def function(self, example: Sequence[Tensor]) -> Callable[[list[Tensor]], tuple[Any, ...]]:
+    def function(self, example: Sequence[Tensor], again: Callable[[frozenset[int]], Listed]) -> Listed:
         """The calls as a function of the arguments, which have to be like these."""
-        given, begin, results = self.given, self.entries, _picked(self.results)
-        calls = [(function, _picked(operands), slot) for function, operands, slot in self.calls]
-        form = Form(example)
-        if given != len(example):
+        if self.given != len(example):
             raise _Unknown
-
-        def called(arguments: list[Tensor]) -> tuple[Any, ...]:
-            if not form.fits(arguments):
-                raise AssertionError("tensors of other sizes, strides or types than those that a graph was made for")
-            entries = begin.copy()
-            entries[:given] = arguments
-            arguments.clear()
-            for function, operands, slot in calls:
-                entries[slot] = function(*operands(entries))
-            return results(entries)
-
-        return called
+        calls = [(function, _picked(operands), slot) for function, operands, slot in self.calls]
+        return Listed(self.entries, calls, _picked(self.results), example, again)
 
     def _add(self, statement: ast.stmt) -> None:
         if isinstance(statement, ast.Delete):
             for name in (name for target in statement.targets for name in _names(target)):
                 slot = self.slots.pop(name)
-                if self.large and slot not in self.fixed and slot not in self.slots.values():
+                if self.large and slot >= self.given and slot not in {*self.fixed, *self.slots.values()}:
                     self.calls.append((_nothing, (), slot))
         elif isinstance(statement, ast.Return):
             value = statement.value

@@ -95,19 +95,20 @@ class Objective:
         with span("draw"):
             return (self._next(),)
 
-    def take(self, times: int) -> list[tuple[Any, ...]]:
-        """`arguments` of so many draws."""
-        if type(self.data) not in (list, tuple):
-            return [self.arguments() for _ in range(times)]
-        batches: list[tuple[Any, ...]] = []
+    def take(self, times: int) -> list[Any]:
+        """The next so many batches."""
+        data = self.data
+        if not isinstance(data, (list, tuple)) or type(data) not in (list, tuple):
+            return [self.arguments()[0] for _ in range(times)]
         with span("draw"):
-            while len(batches) < times:
-                batches.append((self._next(),))
-                if self._iterator is not None:
-                    more = [*zip(islice(self._iterator, times - len(batches)))]
-                    self._position += len(more)
-                    batches += more
-        return batches
+            found = self._rest(times)
+            if len(found) < times:
+                whole = (times - len(found) - 1) // (len(data) or 1)  # passes before the last
+                found += [*data] * whole
+                found.append(self._next())
+                found += self._rest(times - len(found))
+                self._passes += whole
+        return found
 
     def sample(self, *arguments: Any, once: bool = False) -> Sample:
         """The sample of a given batch (without an argument, for a loss without data)."""
@@ -164,6 +165,12 @@ class Objective:
     def begin(self) -> None:
         """From here on features are new, also on the batch of the last ones (an outer step begins)."""
         self._features = None
+
+    def _rest(self, most: int) -> list[Any]:
+        """Batches of the present pass."""
+        found = [] if self._iterator is None else [*islice(self._iterator, most)]
+        self._position += len(found)
+        return found
 
     def _next(self) -> Any:
         assert self.data is not None
