@@ -28,7 +28,7 @@ def walled(verb: Verb) -> Verb:
 
 
 def hooked(step: Verb) -> Verb:
-    """``Optimizer.step`` with its hooks and its range in a profile, `walled`, at no cost where there is nothing of that.
+    """``Optimizer.step`` with its hooks and its range in a profile, `walled`; at no cost where there is none of it.
 
     torch wraps every ``step`` in the same, hooks or not; it leaves alone what says that it is ``hooked``.
     """

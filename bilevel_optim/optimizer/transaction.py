@@ -55,7 +55,8 @@ class Attempt:
         modes = torch._C._len_torch_function_stack(), get_dynamic_layer_stack_depth(), torch.is_grad_enabled()
         self._before = default_state(self._device), own, modes
         if self.oracle is not None:
-            self._data = [(objective, objective.mark()) for objective in (self.oracle.f, self.oracle.g)]
+            f, g = self.oracle.f, self.oracle.g
+            self._data = [(f, f.mark()), (g, g.mark())]
         if self._buffers is not None:
             self._buffers.__enter__()
         return self

@@ -40,7 +40,7 @@ NOT_ELEMENTWISE = tuple(
     getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon") if hasattr(torch.optim, name)
 )
 # Entries of our groups that are not options of the optimizer.
-_OURS = ("params", "level", "param_names", "initial_lr")
+_OURS = frozenset(("params", "level", "param_names", "initial_lr"))
 
 
 GROWTH = 4.0  # of the norm of the gradient, in each half of the lower steps
