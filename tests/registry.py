@@ -194,5 +194,5 @@ ERRORS: dict[str, dict[str, list[Any]]] = {
     },
     "MAML": {"truncate": [-1], "lower_optimizer": [LBFGS]},
     "iMAML": {"proximal": [-1.0], "damping": [-1], "linear_solver": ["lu"]},
-    "ESMAML": {"directions": [0]},
+    "ESMAML": {"directions": [0], "lower_directions": [-1, 2.0], "lower_smoothing": [0.0]},
 }

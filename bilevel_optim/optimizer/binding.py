@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from ..hypergradient import Estimate
-from ..problem.feeding import Drawn
 from ..problem.tracing import Untraceable
 from ..problem.vector import Vector
+from .flat import Flat, Like
 from .memory import SOLVER, TABLE
 from .replay import StepGraph
-from .watch import same
-from .workspace import Form
 
-__all__ = ["Binding", "Flat", "Slot", "difference", "flattened"]
+__all__ = ["Binding", "Slot", "difference"]
 
 
 class Binding:
@@ -40,9 +37,7 @@ class Binding:
 
     def __init__(self, step: StepGraph, state: Any, x: Sequence[Tensor], y: Sequence[Tensor], data: Flat) -> None:
         self.step, self.x, self.y, self.uses, self.device = step, list(x), list(y), 0, y[0].device
-        self._constants, self._types = data.constants, [*map(type, data.constants)]
-        self._plain = all(kind in _ATOMS for kind in self._types)
-        self._form, self._devices = Form(data.tensors), [t.device for t in data.tensors]
+        self._like = Like(data)
         self._places = [t.device for t in (*self.x, *self.y)]
         upper, lower = [state[p] for p in x], [state[p] for p in y]
         self.entries = [*upper, *lower]
@@ -99,21 +94,25 @@ class Binding:
 
     def fits(self, data: Flat) -> bool:
         """Whether the graph was made for data like these."""
-        tensors, constants = data
-        if [*map(type, constants)] != self._types:
-            return False
-        if self._plain:
-            if constants != self._constants:
-                return False
-        elif not all(map(same, self._constants, constants)):
-            return False
-        return self._form.fits(tensors) and [t.device for t in tensors] == self._devices
+        return self._like.fits(data)
+
+    def require_form(self, data: Sequence[Sequence[Tensor]]) -> None:
+        """Raise if tensors of the data of steps are not of the form that the graph was made for."""
+        if not self._like.has_form([t for own in data for t in own], len(data)):
+            raise RuntimeError("a batch was resized while others were drawn for the same run")
 
     def due(self) -> bool:
         """Count a use; whether it is one to be compared with an eager step."""
+        compared = not self.unwatched
         self.uses += 1
+        return compared
+
+    @property
+    def unwatched(self) -> int:
+        """How many uses there are before the next one that is compared: 1, 2, 4, 8, ..., and multiples of 1024."""
         n = self.uses
-        return n & (n - 1) == 0 if n < CHECKED_EVERY else n % CHECKED_EVERY == 0
+        after = 2 ** n.bit_length() if n < CHECKED_EVERY else CHECKED_EVERY * (n // CHECKED_EVERY + 1)
+        return after - n - 1
 
     @property
     def chains(self) -> bool:
@@ -138,19 +137,25 @@ class Binding:
                 return self.run(arguments, rates, data)
         return self.step.graph([*arguments, *rates, *data])
 
-    def several(self, rates: Sequence[Tensor], chain: Sequence[Flat]) -> Binding | None:
+    def each(
+        self, arguments: Sequence[Tensor], rates: Sequence[Tensor], data: Iterable[Sequence[Tensor]]
+    ) -> Iterator[Sequence[Tensor]]:
+        """What the graph computes in steps that follow each other, with these data, which it was found to fit."""
+        return self.step.graph.each([*arguments, *rates], data, self.next)
+
+    def several(self, rates: Sequence[Tensor], chain: Sequence[Sequence[Tensor]]) -> Binding | None:
         """The graph of several such steps, if these are small and many; made, and compared, when it is needed."""
         times = min(MOST_STEPS, NODES_AT_ONCE // self.step.graph.nodes)
         if self._several is None and times > 1 and len(chain) >= times:
             self._several = False
-            data = [t for one in chain[:times] for t in one.tensors]
+            data = [t for one in chain[:times] for t in one]
             try:
                 many = Binding(self.step.repeated(times), self._state, self.x, self.y, Flat(data, []))
             except Untraceable:
                 return None
             start = one = self.arguments()
             for each in chain[:times]:
-                one = self.following(one, self.run(one, rates, each.tensors))
+                one = self.following(one, self.run(one, rates, each))
             if all(map(torch.equal, one, many.following(start, many.run(start, rates, data)))):
                 self._several = many  # bit for bit, so that it does not matter where a run was interrupted
         return self._several or None
@@ -195,64 +200,6 @@ class Slot(int):
 
 
 Place = tuple[dict[str, Any], str]
-
-
-class Flat(NamedTuple):
-    """Tensors of a pytree in the order of torch's, and everything else of it."""
-
-    tensors: list[Tensor]
-    constants: list[Any]
-
-
-def flattened(results: Sequence[Drawn], chances: dict[str, Any]) -> Flat:
-    """What was drawn, as torch's ``tree_flatten`` has it; for common batches at a fraction of its cost."""
-    tensors: list[Tensor] = []
-    constants: list[Any] = [len(results)]
-    for result in results:
-        data, *unequal = result
-        parts = data if type(data) is tuple else (data,)
-        constants.append(len(data) if parts is data else None)
-        for part in parts:
-            if type(part) is Tensor:
-                tensors.append(part)
-            elif type(part) in _SEQUENCES:
-                constants.append(len(part))
-                for entry in part:
-                    if type(entry) is Tensor:
-                        tensors.append(entry)
-                    else:
-                        _flatten((entry,), tensors, constants)
-            else:
-                _flatten((part,), tensors, constants)
-        if result.term is not None:
-            _flatten(unequal, tensors, constants)
-    if chances:
-        _flatten((chances,), tensors, constants)
-    return Flat(tensors, constants)
-
-
-def _flatten(parts: Iterable[Any], tensors: list[Tensor], constants: list[Any]) -> None:
-    for part in parts:
-        kind = type(part)
-        if kind is Tensor or isinstance(part, Tensor):
-            tensors.append(part)
-        elif kind in _ATOMS:
-            constants.append(part)
-        elif kind in _SEQUENCES:
-            constants.append(len(part))
-            _flatten(part, tensors, constants)
-        elif kind is dict:
-            constants.extend(part)
-            _flatten(part.values(), tensors, constants)
-        else:
-            leaves, structure = tree_flatten(part)
-            constants.append(structure)
-            tensors += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            constants += [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
-
-
-_ATOMS = (type(None), int, float, bool, str)
-_SEQUENCES = (tuple, list)
 
 
 def difference(binding: Binding, outputs: Sequence[Tensor], estimate: Estimate, update: Any) -> str | None:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..errors import BilevelWarning
 from ..problem.feeding import Draws
-from .binding import Binding, Flat
+from .binding import Binding
+from .flat import Flat
 from .graphs import Backend, backend_of
 from .replay import Sources
 from .watch import Watch
@@ -67,7 +68,7 @@ class Kind:
         return (
             self.guard == guard
             and len(functions) == len(self.watches)
-            and all(watch.stands_for(f) for watch, f in zip(self.watches, functions, strict=True))
+            and all(map(Watch.stands_for, self.watches, functions))
         )
 
 

@@ -15,9 +15,10 @@ from ..oracle.session import Options
 from ..problem.feeding import Drawn, Draws, Log, Noted, NotedTasks, drawn
 from ..problem.parameters import require
 from ..problem.tracing import Untraceable
-from .binding import Binding, Flat, Slot, difference, flattened
+from .binding import Binding, Slot, difference
 from .capture import PLAIN, Capture, Identity, Kind
 from .checkpoint import OWN
+from .flat import Flat, flattened
 from .ledger import Ledger
 from .method import Loss, StepFunctions, as_objective
 from .replay import Sources, StepGraph, fed, values_of
@@ -157,7 +158,7 @@ class Compiled(Updating):
 
     def _place(self, sources: Sources) -> Place:
         """Where what draws is: positions in the data, and the generators that matter."""
-        plain = sources.tasks is None
+        plain = sources.tasks is None and (self.generator is not None or type(self).chances is StepFunctions.chances)
         marks = []
         for objective in sources[:2]:
             if objective is not None:
@@ -319,10 +320,9 @@ class Compiled(Updating):
 
     def _troubled(self, binding: Binding, outputs: Sequence[Tensor]) -> bool:
         """Whether a step has to be made eagerly after all: something is not finite, or an alert is on."""
-        flags = outputs[binding.out["flags"]]
-        if not bool(flags.any()):
+        amiss, *raised = flags = outputs[binding.out["flags"]].tolist()
+        if not any(flags):
             return False
-        amiss, *raised = flags.tolist()
         on = {key for key, is_on in zip(binding.step.alerts, raised, strict=True) if is_on}
         return amiss or not on <= self._ledger.warned or self.reacts_to(self.numbers) in on
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..problem.tracing import Untraceable, tracing
 from .parts import in_parts, number_parts
-from .workspace import listed, written
+from .workspace import Listed, listed, written
 
 __all__ = ["Backend", "Graph", "Signature", "backend_of", "signature"]
 
@@ -104,6 +104,28 @@ class Graph:
             self.shared = frozenset(shared)
         return outputs
 
+    def each(
+        self, tensors: Sequence[Tensor], data: Iterable[Sequence[Tensor]], carried: Sequence[tuple[int, int]]
+    ) -> Iterator[Sequence[Tensor]]:
+        """The tensors of the results of calls that follow each other.
+
+        Args:
+            tensors: the first arguments of the first call.
+            data: the others of each call; all of the sizes, strides and types that the graph was made for.
+            carried: which argument of the next call is which result.
+        """
+        first = list(tensors)
+        fast = self._run.listed if isinstance(self._run, _Direct) and self.shared is not None else None
+        if fast is not None:
+            data = [*data]
+            yield from fast.each([*first, *data[0], *self._captured], len(first), data, carried)
+            return
+        for own in data:
+            outputs = self([*first, *own])
+            yield outputs
+            for argument, result in carried:
+                first[argument] = outputs[result]
+
     def structured(self, outputs: Sequence[Any]) -> Any:
         """The result as the function gave it, with these in place of the tensors."""
         remaining = iter(outputs)
@@ -172,6 +194,11 @@ class _Direct:
     def __init__(self, compiled: Callable[..., Any]) -> None:
         self._compiled: Callable[..., Any] | None = compiled
         self._listed: Callable[..., Any] | None = None
+
+    @property
+    def listed(self) -> Listed | None:
+        """What is left without them."""
+        return self._listed if self._compiled is None and isinstance(self._listed, Listed) else None
 
     def __call__(self, *values: Tensor) -> Sequence[Tensor]:
         if self._compiled is None:

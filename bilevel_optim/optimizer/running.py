@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain as joined
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..problem.feeding import Draws, drawn
+from ..problem.feeding import Drawn, Draws, drawn
 from ..problem.parameters import is_count, require
-from .binding import Binding, Flat, flattened
+from .ahead import are_apart, data_ahead
+from .binding import Binding
 from .capture import Capture
 from .compiled import Call, Compiled, Place
+from .flat import flattened
 from .method import Loss
 from .replay import Sources
 from .transaction import make
@@ -67,7 +71,7 @@ class Running(Compiled):
     def _chained(self, capture: Capture, sources: Sources, steps: int) -> list[Tensor]:
         """Captured steps one after the other, and a single one where they end; at least one step."""
         start = self._place(sources)
-        chain: list[Flat] = []
+        chain: list[Sequence[Tensor]] = []
         draws = Draws()
         binding: Binding | None = None
         call: Call | None = None
@@ -88,7 +92,10 @@ class Running(Compiled):
                     last = partial(self._compared, capture, call.kind, call, results, found, data)
                 else:
                     binding = found
-                    chain.append(data)
+                    chain.append(data.tensors)
+                    chain += self._ahead(call, results, binding, len(chain), steps - len(chain))
+            if binding is not None and not are_apart(sources):
+                binding.require_form(chain)  # whoever gave a batch may have resized it since
         except BaseException:
             self._return_to(sources, start)
             raise
@@ -107,6 +114,30 @@ class Running(Compiled):
     def _chains(self, binding: Binding) -> bool:
         """Whether steps with this graph may follow each other."""
         return binding.chains and not self.declared.host_update and binding.holds(self.state)
+
+    def _ahead(
+        self, call: Call, results: Sequence[Drawn], binding: Binding, ahead: int, most: int
+    ) -> list[Sequence[Tensor]]:
+        """Data of steps that follow one with this call, as far as they are surely made with the same graph."""
+        kind, sources = call.kind, call.sources
+        if kind is None or kind.draws is None or not are_apart(sources):
+            return []
+        if not all(isinstance(value, Tensor) for value in call.chances.values()):
+            return []
+        first = self._ledger.steps + ahead
+        same = self.kind_of_step(first - 1, self.numbers)
+        following = (self.kind_of_step(first + k, self.numbers) for k in range(min(most, binding.unwatched)))
+        steps = len([*takewhile(lambda now: now == same, following)])
+        place, data = self._place(sources), list[Sequence[Tensor]]()
+        while steps:
+            chances = [call.chances, *(self._chances() if call.chances else {} for _ in range(steps))]
+            data = data_ahead(kind.draws, sources, results, chances)
+            if len(data) == steps:
+                break
+            self._return_to(sources, place)
+            steps = len(data)
+        binding.uses += steps
+        return data
 
     def _return_behind(self, sources: Sources, start: Place, draws: Draws, steps: int) -> None:
         """Let everything draw again from where so many steps that drew this have ended."""
@@ -127,33 +158,21 @@ class Running(Compiled):
             return before._replace(chances=self._chances())
         return self._call(capture, sources, True, ahead)
 
-    def _linked(self, capture: Capture, binding: Binding, chain: Sequence[Flat]) -> tuple[list[Tensor], int]:
+    def _linked(
+        self, capture: Capture, binding: Binding, chain: Sequence[Sequence[Tensor]]
+    ) -> tuple[list[Tensor], int]:
         """The losses of captured steps that follow each other, of those before the first that failed, and how many."""
         rates = capture.rates(self.param_groups, binding.device)
-        many = binding.several(rates, chain)
-        times = 1 if many is None else many.step.times
-
-        def linked(part: Sequence[Flat]) -> tuple[list[Tensor], list[Tensor], Binding, Sequence[Tensor]]:
-            losses: list[Tensor] = []
-            flags: list[Tensor] = []
-            arguments, i = binding.arguments(), 0
-            while i < len(part):
-                own, n = (many, times) if many is not None and i + times <= len(part) else (binding, 1)
-                outputs = own.run(arguments, rates, [t for one in part[i : i + n] for t in one.tensors])
-                arguments = own.following(arguments, outputs)
-                losses.append(outputs[own.out["losses"]] if n > 1 else outputs[own.out["loss"]].reshape(1))
-                flags.append(outputs[own.out["flags"]] if n > 1 else outputs[own.out["flags"]][None])
-                i += n
-            return losses, flags, own, outputs
-
-        losses, flags, own, outputs = linked(chain)
-        sound = len(chain) if not self.check_finite else self._sound(binding, torch.cat(flags))
-        if sound < len(chain):  # nothing has been written: make the sound ones again
-            if not sound:
-                return [], 0
-            losses, _, own, outputs = linked(chain[:sound])
-        make(self._writes_of(own, outputs, losses[-1][-1], sound))
-        return losses, sound
+        with torch.no_grad():
+            many = binding.several(rates, chain)
+            losses, flags, last = _followed(binding, many, rates, chain)
+            sound = len(chain) if not self.check_finite else self._sound(binding, flags)
+            if sound < len(chain):  # nothing has been written: make the sound ones again
+                if not sound:
+                    return [], 0
+                losses, _, last = _followed(binding, many, rates, chain[:sound])
+            make(self._writes_of(*last, losses[-1], sound))
+        return [losses], sound
 
     def _sound(self, binding: Binding, flags: Tensor) -> int:
         """How many steps passed before the first one with a flag that matters."""
@@ -164,3 +183,30 @@ class Running(Compiled):
         matters = [True] + [key not in known for key in step.alerts]
         failed = (flags & flags.new_tensor(matters)).any(1).tolist()
         return failed.index(True) if any(failed) else len(flags)
+
+
+def _followed(
+    binding: Binding, many: Binding | None, rates: Sequence[Tensor], data: Sequence[Sequence[Tensor]]
+) -> tuple[Tensor, Tensor, tuple[Binding, Sequence[Tensor]]]:
+    """Losses and flags of steps with these data that follow each other, and what the last graph gave."""
+    losses: list[Tensor] = []
+    flags: list[Tensor] = []
+    arguments: Sequence[Tensor] = binding.arguments()
+    outputs: Sequence[Tensor] = ()
+    times = len(data) + 1 if many is None else many.step.times
+    single = len(data) % times
+    if many is not None and single < len(data):
+        parts = [[*joined.from_iterable(data[i : i + times])] for i in range(0, len(data) - single, times)]
+        for outputs in many.each(arguments, rates, parts):
+            losses.append(outputs[many.out["losses"]])
+            flags.append(outputs[many.out["flags"]])
+        if not single:
+            return torch.cat(losses), torch.cat(flags), (many, outputs)
+        arguments = many.following(arguments, outputs)
+    ends: list[Tensor] = []
+    raised: list[Tensor] = []
+    loss, flag = binding.out["loss"], binding.out["flags"]
+    for outputs in binding.each(arguments, rates, data[-single:]):
+        ends.append(outputs[loss])
+        raised.append(outputs[flag])
+    return torch.cat([*losses, torch.stack(ends)]), torch.cat([*flags, torch.stack(raised)]), (binding, outputs)

@@ -127,10 +127,10 @@ class Watch:
         """Whether the function still reads the same."""
         for place in self.places:
             owner = place.owner
-            now = owner.get(place.name) if type(owner) is dict else place.now
+            now = owner.get(place.name) if isinstance(owner, dict) else owner.cell_contents
             if (now is not place.value or place.copy is not None) and not place.unchanged:
                 return False
-        return all(m.training is was for m, was in self.modules)
+        return not self.modules or all(m.training is was for m, was in self.modules)
 
     def stands_for(self, function: Any) -> bool:
         """Whether another function (a lambda made again) has the same code and reads the same."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import ast
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import getitem, itemgetter
 from typing import Any
 
 from torch import Tensor
 from torch._C._dynamo import guards
 
-__all__ = ["Form", "listed", "written"]
+__all__ = ["Form", "Listed", "listed", "written"]
 
 ENTRIES = 2**14  # of an intermediate result that is kept
 BYTES = 2**22  # of all of them together
@@ -32,17 +32,79 @@ class Form:
         self.sizes, self.strides = tuple(tuple(t.shape) for t in tensors), tuple(map(Tensor.stride, tensors))
         self.types = [t.dtype for t in tensors]
 
-    def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether other tensors have the same."""
-        if [t.dtype for t in tensors] != self.types:  # of as many, therefore
+    def fits(self, tensors: Sequence[Tensor], times: int = 1) -> bool:
+        """Whether other tensors have the same, so many times."""
+        sizes, strides = self.sizes * times, self.strides * times
+        if [t.dtype for t in tensors] != self.types * times:  # of as many, therefore
             return False
         if _ALIKE is None:
-            return (*map(Tensor.size, tensors),) == self.sizes and (*map(Tensor.stride, tensors),) == self.strides
+            return (*map(Tensor.size, tensors),) == sizes and (*map(Tensor.stride, tensors),) == strides
         try:
-            _ALIKE(tuple(tensors), self.sizes, self.strides, "input")
+            _ALIKE(tuple(tensors), sizes, strides, "input")
         except AssertionError:
             return False
         return True
+
+
+class Listed:
+    """A function as a list of calls on the entries of a list.
+
+    Its results are new tensors, all else may have the same memory at every call: it is not for two threads at once.
+
+    Args:
+        entries: what the list holds before the calls.
+        calls: of a function, on what is picked of the entries, whose result is the entry of a number.
+        results: picks what is returned.
+        example: arguments, which are the first entries; others have to be of their sizes, strides and types.
+    """
+
+    __slots__ = ("_calls", "_entries", "_form", "_given", "_results")
+
+    def __init__(
+        self,
+        entries: list[Any],
+        calls: Sequence[tuple[Any, Callable[[list[Any]], tuple[Any, ...]], int]],
+        results: Callable[[list[Any]], tuple[Any, ...]],
+        example: Sequence[Tensor],
+    ) -> None:
+        self._entries, self._calls, self._results = entries, calls, results
+        self._form, self._given = Form(example), len(example)
+
+    def __call__(self, arguments: list[Tensor]) -> tuple[Any, ...]:
+        """The results for such arguments, whose list is emptied."""
+        entries = self._begun(arguments)
+        arguments.clear()
+        for function, operands, slot in self._calls:
+            entries[slot] = function(*operands(entries))
+        return self._results(entries)
+
+    def each(
+        self, arguments: list[Tensor], place: int, data: Iterable[Sequence[Tensor]], carried: Sequence[tuple[int, int]]
+    ) -> Iterator[tuple[Any, ...]]:
+        """The results of calls that follow each other.
+
+        Args:
+            arguments: of the first call.
+            place: the argument from which on each call has its own of these data, whose forms are not looked at.
+            data: of all calls.
+            carried: which argument of the next call is which result.
+        """
+        entries, calls, picked = self._begun(arguments), self._calls, self._results
+        for own in data:
+            entries[place : place + len(own)] = own
+            for function, operands, slot in calls:
+                entries[slot] = function(*operands(entries))
+            results = picked(entries)
+            yield results
+            for argument, result in carried:
+                entries[argument] = results[result]
+
+    def _begun(self, arguments: list[Tensor]) -> list[Any]:
+        if not self._form.fits(arguments):
+            raise AssertionError("tensors of other sizes, strides or types than those that a graph was made for")
+        entries = self._entries.copy()
+        entries[: self._given] = arguments
+        return entries
 
 
 def written(compiled: Callable[..., Any]) -> Callable[[list[Tensor]], Any] | None:
@@ -72,10 +134,8 @@ def _inside(outer: Any) -> Iterator[Any]:
             yield value
 
 
-def listed(call: Callable[..., Any], example: Sequence[Tensor]) -> Callable[..., Any] | None:
+def listed(call: Callable[..., Any], example: Sequence[Tensor]) -> Listed | None:
     """The same function as a list of calls, of tensors like these; None if it is not of a known form.
-
-    Its results are new tensors, all else may have the same memory at every call: it is not for two threads at once.
 
     Args:
         call: the Python wrapper that Inductor has written around its kernels.
@@ -144,31 +204,18 @@ class _Listing:
         for statement in own:
             self._add(statement)
 
-    def function(self, example: Sequence[Tensor]) -> Callable[[list[Tensor]], tuple[Any, ...]]:
+    def function(self, example: Sequence[Tensor]) -> Listed:
         """The calls as a function of the arguments, which have to be like these."""
-        given, begin, results = self.given, self.entries, _picked(self.results)
-        calls = [(function, _picked(operands), slot) for function, operands, slot in self.calls]
-        form = Form(example)
-        if given != len(example):
+        if self.given != len(example):
             raise _Unknown
-
-        def called(arguments: list[Tensor]) -> tuple[Any, ...]:
-            if not form.fits(arguments):
-                raise AssertionError("tensors of other sizes, strides or types than those that a graph was made for")
-            entries = begin.copy()
-            entries[:given] = arguments
-            arguments.clear()
-            for function, operands, slot in calls:
-                entries[slot] = function(*operands(entries))
-            return results(entries)
-
-        return called
+        calls = [(function, _picked(operands), slot) for function, operands, slot in self.calls]
+        return Listed(self.entries, calls, _picked(self.results), example)
 
     def _add(self, statement: ast.stmt) -> None:
         if isinstance(statement, ast.Delete):
             for name in (name for target in statement.targets for name in _names(target)):
                 slot = self.slots.pop(name)
-                if self.large and slot not in self.fixed and slot not in self.slots.values():
+                if self.large and slot >= self.given and slot not in {*self.fixed, *self.slots.values()}:
                     self.calls.append((_nothing, (), slot))
         elif isinstance(statement, ast.Return):
             value = statement.value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -41,6 +41,21 @@ class Draw(NamedTuple):
         return self.unless is None or self.unless[1] <= int(chances[self.unless[0]])
 
 
+class Run(NamedTuple):
+    """Draws of a loss that follow each other: how many, and how often the last one then stands for another."""
+
+    source: str
+    made: int
+    again: int = 0
+
+
+class Plan(NamedTuple):
+    """What a step draws: in runs, and how often from each source."""
+
+    runs: list[Run]
+    counts: dict[str, int]
+
+
 class Draws(list[Draw]):
     """All draws of a step, in their order."""
 
@@ -48,6 +63,33 @@ class Draws(list[Draw]):
     def runs(self) -> list[tuple[Draw, int]]:
         """Equal draws that follow each other, with their number."""
         return [(draw, len([*same])) for draw, same in groupby(self)]
+
+    def plans(self, chances: Sequence[Mapping[str, Any]]) -> list[Plan]:
+        """What steps with these chances make of them."""
+        names, known = self._plans
+        keys = [tuple([int(each[name]) for name in names]) for each in chances] if names else [()] * len(chances)
+        for key, each in zip(keys, chances, strict=True):
+            if key not in known:
+                known[key] = self._plan(each)
+        return [known[key] for key in keys]
+
+    def _plan(self, chances: Mapping[str, Any]) -> Plan:
+        runs: list[Run] = []
+        for draw, times in self.runs:
+            last = runs[-1] if runs else None
+            if last is not None and not draw.made(chances):
+                runs[-1] = last._replace(again=last.again + times)
+            elif last is not None and draw.source == last.source and not last.again:
+                runs[-1] = last._replace(made=last.made + times)
+            else:
+                runs.append(Run(draw.source, times))
+        sources = {draw.source for draw in self}
+        return Plan(runs, {s: sum(run.made for run in runs if run.source == s) for s in sources})
+
+    @cached_property
+    def _plans(self) -> tuple[list[str], dict[tuple[int, ...], Plan]]:
+        """Names of the chances that decide, and the plans for those that were met."""
+        return sorted({draw.unless[0] for draw in self if draw.unless is not None}), {}
 
 
 class Drawn(NamedTuple):
@@ -261,7 +303,10 @@ def drawn(
         elif objective is not None:
             kind = type(objective)
             if kind.draw is Objective.draw and kind.sample is Objective.sample and objective.accumulate == 1:
-                found += map(Drawn, (objective.arguments(),) if times == 1 else objective.take(times))
+                if times == 1 or objective.data is None:
+                    found += [Drawn(objective.arguments())] * times
+                else:
+                    found += map(Drawn, zip(objective.take(times)))
             else:
                 found += [_drawn(objective.draw(once=how)) for _ in range(times)]
         elif source == "tasks":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -94,19 +95,20 @@ class Objective:
         with span("draw"):
             return (self._next(),)
 
-    def take(self, times: int) -> list[tuple[Any, ...]]:
-        """`arguments` of so many draws."""
-        if type(self.data) not in (list, tuple):
-            return [self.arguments() for _ in range(times)]
-        batches: list[tuple[Any, ...]] = []
+    def take(self, times: int) -> list[Any]:
+        """The next so many batches."""
+        data = self.data
+        if not isinstance(data, (list, tuple)) or type(data) not in (list, tuple):
+            return [self.arguments()[0] for _ in range(times)]
         with span("draw"):
-            while len(batches) < times:
-                batches.append((self._next(),))
-                if self._iterator is not None:
-                    more = [*zip(islice(self._iterator, times - len(batches)))]
-                    self._position += len(more)
-                    batches += more
-        return batches
+            found = self._rest(times)
+            if len(found) < times:
+                whole = (times - len(found) - 1) // (len(data) or 1)  # passes before the last
+                found += [*data] * whole
+                found.append(self._next())
+                found += self._rest(times - len(found))
+                self._passes += whole
+        return found
 
     def sample(self, *arguments: Any, once: bool = False) -> Sample:
         """The sample of a given batch (without an argument, for a loss without data)."""
@@ -154,11 +156,21 @@ class Objective:
             >>> opposite.draw()()
             tensor(-2., grad_fn=<NegBackward0>)
         """
-        return _Mapped(self, function)
+        return self.wrapped(partial(_Composed, function))
+
+    def wrapped(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Objective:
+        """An objective whose loss is what ``wrap`` makes of this one's, on the samples of this one's stream."""
+        return _Wrapped(self, wrap)
 
     def begin(self) -> None:
         """From here on features are new, also on the batch of the last ones (an outer step begins)."""
         self._features = None
+
+    def _rest(self, most: int) -> list[Any]:
+        """Batches of the present pass."""
+        found = [] if self._iterator is None else [*islice(self._iterator, most)]
+        self._position += len(found)
+        return found
 
     def _next(self) -> Any:
         assert self.data is not None
@@ -240,21 +252,21 @@ class Objective:
         return f"Objective({name}, data={None if self.data is None else type(self.data).__name__})"
 
 
-class _Mapped(Objective):
-    """Another function of the same draws."""
+class _Wrapped(Objective):
+    """Another loss on the same draws."""
 
-    def __init__(self, source: Objective, function: Callable[[Any], Any]) -> None:
-        super().__init__(_Composed(function, source.loss), source.data, features=source.features)
-        self._source, self._function = source, function
+    def __init__(self, source: Objective, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        super().__init__(wrap(source.loss), source.data, features=source.features)
+        self._source, self._wrap = source, wrap
 
     def draw(self, *, once: bool = False) -> Sample:
-        return self._source.draw(once=once).mapped(self._function)
+        return self._source.draw(once=once).wrapped(self._wrap)
 
     def sample(self, *arguments: Any, once: bool = False) -> Sample:
-        return self._source.sample(*arguments, once=once).mapped(self._function)
+        return self._source.sample(*arguments, once=once).wrapped(self._wrap)
 
     def samples(self, most: int | None = None) -> list[Sample]:
-        return [sample.mapped(self._function) for sample in self._source.samples(most)]
+        return [sample.wrapped(self._wrap) for sample in self._source.samples(most)]
 
     def begin(self) -> None:
         self._source.begin()
@@ -311,11 +323,15 @@ class Sample:
         self.weight: float | Tensor | None = None  # of a term of an unequal sum; the loss has it already
         self._random: list[tuple[Tensor, ...]] = []  # at most one, which the samples mapped from this one share
 
-    def mapped(self, function: Callable[[Any], Any]) -> Sample:
-        """The sample of ``function`` of the loss: the same batch, features and random numbers."""
-        sample = Sample(_Composed(function, self.loss), self.arguments, once=self.once)
+    def wrapped(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Sample:
+        """The sample of what ``wrap`` makes of the loss: the same batch, features and random numbers."""
+        sample = Sample(wrap(self.loss), self.arguments, once=self.once)
         sample.features, sample.index, sample._random = self.features, self.index, self._random
         return sample
+
+    def mapped(self, function: Callable[[Any], Any]) -> Sample:
+        """The sample of ``function`` of the loss."""
+        return self.wrapped(partial(_Composed, function))
 
     @property
     def batch(self) -> Any:

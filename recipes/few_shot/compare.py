@@ -13,7 +13,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,10 @@ class Records:
         keys = ("learner", "lr", "seed")
         return next((r for r in self.runs if tuple(r[k] for k in keys) == (name, lr, seed)), None)
 
+    def tried(self, name: str) -> list[Run]:
+        """The runs that choose the learning rate of a learner: those of the first seed."""
+        return [r for r in self.runs if (r["learner"], r["seed"]) == (name, 0)]
+
     def keep(self, run: Run) -> None:
         """Add a run, or what is new of it, and write the file."""
         keys = ("learner", "lr", "seed")
@@ -62,20 +66,43 @@ class Records:
         part.replace(self.path)
 
 
-def tuned(name: str, run: Callable[[str, float, int], Run], start: float, most: int) -> list[Run]:
+def merit(run: Run) -> tuple[float, float, float]:
+    """What the best run is the largest of: best validation accuracy, then the last one, then the smaller learning rate.
+
+    Runs tie in the first if none improves on its start, which they share: there the last tells which harms least.
+    """
+    last = 0.0 if run["diverged"] else float(run["curve"][-1]["accuracy"])
+    return float(run["validation"]), last, -float(run["lr"])
+
+
+def tuned(
+    name: str, run: Callable[[str, float, int], Run], start: float, most: int, known: Iterable[Run] = ()
+) -> list[Run]:
     """Runs of seed 0 with growing and falling learning rates, until the best is between two others, or after ``most``.
 
-    Best is the highest validation accuracy.
+    Best is that of the largest `merit`; ``known`` are runs that are there already.
     """
     rates = [_rounded(start * FACTOR**k) for k in (-1, 0, 1)]
-    found = {rate: run(name, rate, 0) for rate in rates}
-    while len(found) < most:
-        best = max(found, key=lambda rate: float(found[rate]["validation"]))
-        if min(found) < best < max(found):
-            break
-        rate = _rounded(best / FACTOR if best == min(found) else best * FACTOR)
+    found = {r["lr"]: r for r in known} | {rate: run(name, rate, 0) for rate in rates}
+    while len(found) < most and (rate := _beyond(found.values())) is not None:
         found[rate] = run(name, rate, 0)
     return [found[rate] for rate in sorted(found)]
+
+
+def _beyond(runs: Collection[Run]) -> float | None:
+    """The learning rate that comes next, beside the grid; None if the best is inside of it."""
+    best, rates = max(runs, key=merit)["lr"], [r["lr"] for r in runs]
+    factor = 1 / FACTOR if best == min(rates) else FACTOR if best == max(rates) else None
+    return _rounded(best * factor) if factor else None
+
+
+def _grid(runs: list[Run]) -> str:
+    """The learning rates that were tried, and what is to be known of the best."""
+    rates = [r["lr"] for r in runs]
+    notes = ["edge"] if _beyond(runs) else []
+    if all(r["best_step"] == 0 for r in runs):
+        notes.append("none improves on the start")
+    return f"{min(rates):g} to {max(rates):g}" + (f" ({', '.join(notes)})" if notes else "")
 
 
 def _rounded(rate: float) -> float:
@@ -104,10 +131,10 @@ def compare(args: argparse.Namespace, episodes: dict[str, Episodes], records: Re
         rates = {}
         for name in args.learners:
             start = args.rates or START.get(name, 3e-3)
-            runs = tuned(name, tried, start, args.most)
-            rates[name] = max(runs, key=lambda r: float(r["validation"]))["lr"]
+            best = max(tuned(name, tried, start, args.most, records.tried(name)), key=merit)
+            rates[name] = best["lr"]
             made(name, rates[name], 0, True)
-        order = sorted(args.learners, key=lambda n: -records.find(n, rates[n], 0)["validation"])  # type: ignore[index]
+        order = sorted(args.learners, key=lambda n: max(map(merit, records.tried(n))), reverse=True)
         for seed in range(1, args.seeds):
             for name in order[: args.best]:
                 made(name, rates[name], seed, True)
@@ -122,22 +149,17 @@ def _settings(args: argparse.Namespace, name: str) -> argparse.Namespace:
 
 def report(records: Records, title: str, thresholds: list[float]) -> None:
     """Print the tables: accuracies, learning rates that were tried, time to accuracies."""
-    by_name: dict[str, list[Run]] = {}
-    for run in records.runs:
-        by_name.setdefault(run["learner"], []).append(run)
     rows, times, curves = [], [], {}
-    for name, runs in by_name.items():
-        tried = sorted(r["lr"] for r in runs if r["seed"] == 0)
-        tested = [r for r in runs if "test" in r]
-        if not tested:
+    for name in dict.fromkeys(r["learner"] for r in records.runs):
+        tried = records.tried(name)
+        first = max(tried, key=merit)
+        tested = [r for r in records.runs if (r["learner"], r["lr"]) == (name, first["lr"]) and "test" in r]
+        if "test" not in first:
             continue
-        first = max((r for r in tested if r["seed"] == 0), key=lambda r: float(r["validation"]))
-        accuracies = [r["test"]["accuracy"] for r in tested if r["lr"] == first["lr"]]
+        accuracies = [r["test"]["accuracy"] for r in tested]
         spread = max(accuracies) - min(accuracies) if len(accuracies) > 1 else None
-        inside = tried[0] < first["lr"] < tried[-1]
         rows.append([name, statistics.mean(accuracies), first["test"]["interval"], len(accuracies), spread,
-                     first["validation"], first["lr"], f"{tried[0]:g} to {tried[-1]:g}{'' if inside else ' (edge)'}",
-                     first["steps"]])  # fmt: skip
+                     first["validation"], first["lr"], _grid(tried), first["steps"]])  # fmt: skip
         times.append([name, *(_seconds_to(first, level) for level in thresholds)])
         curves[name] = first["curve"]
     rows.sort(key=lambda row: -float(str(row[1])))

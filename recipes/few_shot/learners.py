@@ -1,7 +1,7 @@
 """The meta-learners through one interface: bilevel optimizers on a head or on everything, and two without a lower loop.
 
-All of them see the same episodes. `Learner.backward` sets ``.grad`` of what is meta-learned, for any ``torch.optim``
-optimizer to follow; `Learner.scores` adapts to the support of unseen classes and scores their query.
+All of them see episodes of the same classes. `Learner.backward` sets ``.grad`` of what is meta-learned, for any
+``torch.optim`` optimizer to follow; `Learner.scores` adapts to the support of unseen classes and scores their query.
 """
 
 from __future__ import annotations

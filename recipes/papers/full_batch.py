@@ -48,7 +48,7 @@ def descend(trial: Trial, problem: Problem, score: Score = upper_loss, **options
     optimizer: bo.BilevelOptimizer = trial.make(
         [x], [y], generator=torch.Generator().manual_seed(trial.seed), **options
     )
-    solution = problem.y
+    solution = problem.first
 
     def measure() -> dict[str, float]:
         nonlocal solution

@@ -20,6 +20,7 @@ from ..problems.images import load_images
 from ..problems.newsgroups import load_newsgroups
 from ..problems.problem import Part
 from ..problems.softmax import Regularised
+from ..problems.value_function import lower_solution
 from .experiment import Arm, Better, Experiment, Point, Trial
 from .full_batch import tested
 from .runner import follow
@@ -40,17 +41,31 @@ class Chunks:
             yield self.parts[i]
 
 
-@lru_cache(maxsize=1)
-def problem_of(seed: int, data: str, root: Path | None, least: int, batch: int) -> tuple[Regularised, Chunks, Chunks]:
-    """The problem of one split, and the batches of its training and of its validation part."""
+class Texts(Regularised):
+    """Learning to regularise, where y*(x) is solved within bounds: a method that diverges leaves hardly a penalty."""
+
+    def solution(self, x: Tensor, start: Tensor) -> Tensor:
+        """By at most ten Newton steps."""
+        return lower_solution(self.lower, x, start, tol=self.tol, steps=10, products=100)
+
+
+@lru_cache(maxsize=8)  # all seeds of an arm
+def problem_of(
+    seed: int, data: str, root: Path | None, least: int, batch: int, tol: float
+) -> tuple[Texts, Chunks, Chunks]:
+    """The problem of one split, and the batches of its training and of its validation part.
+
+    ``tol`` is the norm of the lower gradient at which y*(x) is taken as solved. The curvature is about 1e-5 here, so
+    that at 3e-4 scores depend on the path by 0.01, which is what methods differ by.
+    """
     generator = torch.Generator().manual_seed(seed)
     if data == "digits":
         parts = load_images("digits", None, False, (300, 300), generator)
     else:
         parts = load_newsgroups(None if root is None else root / data, False, True, seed, least)
     size, classes = parts[0].features.shape[1], int(parts[0].labels.max()) + 1
-    problem = Regularised(parts, ridge=1 / (2 * classes * size), x=torch.zeros(size, 1))
-    problem.tol = 3e-4
+    problem = Texts(parts, ridge=1 / (2 * classes * size), x=torch.zeros(size, 1))
+    problem.tol = tol
     train, val = (Chunks(part, batch, generator) for part in parts[:2])
     return problem, train, val
 
@@ -58,7 +73,9 @@ def problem_of(seed: int, data: str, root: Path | None, least: int, batch: int) 
 def run(trial: Trial) -> list[Point]:
     """Until the oracle calls are spent; the score is the test loss at y*(x)."""
     scale = trial.scale
-    problem, train, val = problem_of(trial.seed, scale["data"], trial.root, scale["least"], scale["batch"])
+    problem, train, val = problem_of(
+        trial.seed, scale["data"], trial.root, scale["least"], scale["batch"], scale["tol"]
+    )
     for k, chunks in enumerate((train, val)):
         chunks.generator.manual_seed(2 * trial.seed + k)
     torch.manual_seed(trial.seed)
@@ -73,7 +90,7 @@ def run(trial: Trial) -> list[Point]:
     lower = bo.Objective(lambda part: loss(part) + problem.ridge * (x.exp() * y.square()).sum(), train)
     generator = torch.Generator().manual_seed(trial.seed)
     optimizer: bo.BilevelOptimizer = trial.make([x], [y], lower_lr=lower_lr, generator=generator, **setting)
-    solution = problem.y
+    solution = problem.first
 
     def measure() -> dict[str, float]:
         nonlocal solution
@@ -84,7 +101,7 @@ def run(trial: Trial) -> list[Point]:
     return follow(step, measure, lambda: gradients(optimizer), trial.budget, scale["evaluations"])
 
 
-RAW, LENGTH, RATE = axis(100.0, 1000.0, 10000.0), axis(1.0, 3.0, 10.0), axis(1.0, 4.0)
+RAW, LENGTH, RATE = axis(100.0, 1000.0, 10000.0), axis(0.3, 1.0, 3.0), axis(1.0, 4.0)
 STEPS: dict[str, Any] = {"lower_steps": 10}
 HVP = {"lr": RAW, "rate": RATE}
 
@@ -131,10 +148,11 @@ EXPERIMENTS = [
         score="test loss at y*(x)",
         unit="gradients (a product is 2)",
         scales={
-            "smoke": {"data": "digits", "least": 1, "batch": 100, "budget": 400, "seeds": 3, "evaluations": 2,
-                      "search": False},
-            "cpu": {"data": "20newsgroups", "least": 50, "batch": 1000, "budget": 2000, "seeds": 5, "evaluations": 3},
-            "full": {"data": "20newsgroups", "least": 1, "batch": 1000, "budget": 40_000, "seeds": 5,
+            "smoke": {"data": "digits", "least": 1, "batch": 100, "tol": 1e-6, "budget": 400, "seeds": 3,
+                      "evaluations": 2, "search": False},
+            "cpu": {"data": "20newsgroups", "least": 50, "batch": 1000, "tol": 1e-6, "budget": 2000, "seeds": 3,
+                    "evaluations": 3},
+            "full": {"data": "20newsgroups", "least": 1, "batch": 1000, "tol": 1e-6, "budget": 40_000, "seeds": 5,
                      "evaluations": 10},
         },
         moves=8,

@@ -153,15 +153,16 @@ def many(data: str, tasks: int) -> Experiment:
         scales={
             "smoke": {**problem, "data": "breast_cancer", "tasks": 20, "val": 100, "budget": 20_000, "seeds": 3,
                       "evaluations": 2, "search": False},
-            "cpu": {**problem, "val": 100, "budget": 2000 * tasks, "seeds": 5, "evaluations": 4},
+            "cpu": {**problem, "val": 100, "budget": 1000 * tasks, "seeds": 3, "evaluations": 4},
             "full": {**problem, "val": 100, "budget": 50_000 * tasks, "seeds": 5, "evaluations": 12},
         },
-        shares=(0.2,),
+        shares=(0.05, 0.2),
         moves=6,
         departures=(
             f"random splits of {SPLITS[data][0]}, another for each seed; 100 validation examples, as in the paper",
             "the baselines take all tasks at each step; weights are sigmoids; a mean over the tasks, not their sum",
             "stages of 100, 200, ... steps: the text has no lengths",
+            "1,000 samples for each task at the scale cpu",
         ),
         data="libsvm",
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,6 +73,11 @@ class Problem(ABC):
     def solution(self, x: Tensor, start: Tensor) -> Tensor:
         """y*(x) by Newton's method from ``start``."""
         return lower_solution(self.lower, x, start, tol=self.tol)
+
+    @cached_property
+    def first(self) -> Tensor:
+        """y*(x) at the start."""
+        return self.solution(self.x, self.y)
 
     def value(self, x: Tensor, start: Tensor) -> Value:
         """The value function, its gradient and the lower solution; the lower solve begins at ``start``."""

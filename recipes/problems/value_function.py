@@ -23,10 +23,13 @@ class Value(NamedTuple):
     solution: Tensor
 
 
-def lower_solution(lower: Loss, x: Tensor, start: Tensor, *, tol: float, steps: int = 50) -> Tensor:
+def lower_solution(
+    lower: Loss, x: Tensor, start: Tensor, *, tol: float, steps: int = 50, products: int | None = None
+) -> Tensor:
     """Minimise g(x, .) by Newton's method with conjugate gradients and backtracking, down to a gradient norm ``tol``.
 
-    g must be strongly convex in y. Ends earlier where rounding allows no progress.
+    g must be strongly convex in y. Ends earlier where rounding allows no progress, or after so many Newton steps, each
+    of at most so many products with the Hessian (default: twice the size of y).
     """
     x, y = x.detach(), start.detach().clone()
 
@@ -40,7 +43,7 @@ def lower_solution(lower: Loss, x: Tensor, start: Tensor, *, tol: float, steps: 
         if norm <= tol:
             break
         right, loose = gradient.detach(), min(0.1, norm**0.5)
-        direction = bo.linear.cg(_product(gradient, y), [right], steps=2 * y.numel(), tol=loose).solution[0]
+        direction = bo.linear.cg(_product(gradient, y), [right], steps=products or 2 * y.numel(), tol=loose).solution[0]
         slope, rate = float((direction * right).sum()), 1.0
         while rate > 1e-6:
             point = (y.detach() - rate * direction).requires_grad_()

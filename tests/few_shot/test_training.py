@@ -187,6 +187,13 @@ def test_training_learns():
 # ------------------------------------------------------------------------------------------------ programs
 
 
+def record(rate, validation, last=None, *, diverged=False, step=1):
+    """What a search for the learning rate reads of a run."""
+    point = {"seconds": 1.0, "accuracy": validation if last is None else last}
+    return {"learner": "a", "lr": rate, "seed": 0, "validation": validation, "curve": [point], "best_step": step,
+            "diverged": diverged, "steps": 9}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("best", "tried"),
     [
@@ -195,13 +202,44 @@ def test_training_learns():
         (1e-3, [0.00032, 0.001, 0.0032, 0.01, 0.032]),
     ],
 )
-def test_the_best_learning_rate_is_inside_the_grid(best, tried):
+@pytest.mark.parametrize("flat", [False, True])
+def test_the_best_learning_rate_is_inside_the_grid(best, tried, flat):
+    """Also if all runs are best at their common start: then by what the last evaluation found."""
+
     def run(name, rate, seed):
         assert (name, seed) == ("a", 0)
-        return {"lr": rate, "validation": -abs(math.log(rate / best))}
+        accuracy = -abs(math.log(rate / best))
+        return record(rate, 0.3 if flat else accuracy, accuracy)
 
     assert [r["lr"] for r in compare.tuned("a", run, 0.01, 9)] == tried
     assert len(compare.tuned("a", run, 1e-9 * best, 6)) == 6
+    known = [record(1.0, 1.0)]
+    assert [r["lr"] for r in compare.tuned("a", run, 0.01, 9, known)] == [0.0032, 0.01, 0.032, 1.0, 3.2]
+
+
+def test_the_best_of_equal_runs_is_that_which_ends_best_and_then_the_slowest():
+    best = record(0.1, 0.5, 0.4)
+    worse = [record(0.03, 0.5, 0.3), record(1.0, 0.4, 0.4), record(0.3, 0.5, 0.4), record(0.01, 0.5, diverged=True)]
+    for runs in ([best, *worse], [*worse, best]):
+        assert max(runs, key=compare.merit) is best
+
+
+def test_a_table_shows_the_best_run_and_says_if_its_learning_rate_is_at_an_edge(tmp_path, capsys, monkeypatch):
+    """A run that was tested before a better rate was found is not what the table shows."""
+    monkeypatch.setattr(compare, "plot", lambda *_: None)
+    records = compare.Records(tmp_path / "a.json", {})
+
+    def notes(*runs):
+        records.runs = [{**r, "test": {"accuracy": r["lr"], "interval": 0.0}} for r in runs]
+        compare.report(records, "", [])
+        (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("a  ")]
+        return row
+
+    low, high = record(0.01, 0.5, 0.3, step=0), record(1.0, 0.5, 0.2, step=0)
+    assert re.match(r"a +0.1 .* 0.01 to 1  ", notes(low, record(0.1, 0.6), high))
+    assert re.match(r"a +1 .* 0.01 to 1 \(edge\)", notes(low, record(0.1, 0.6), record(1.0, 0.7)))
+    assert re.match(r"a +0.1 .* 0.01 to 1 \(none impr", notes(low, record(0.1, 0.5, 0.4, step=0), high))
+    assert re.match(r"a +0.01 .* 0.01 to 1 \(edge, none impr", notes(low, high))
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ from torch import nn
 
 import bilevel_optim as bo
 from bilevel_optim.optimizer import graphs as graph_module
-from bilevel_optim.optimizer.binding import Binding, Flat
+from bilevel_optim.optimizer.binding import Binding
+from bilevel_optim.optimizer.flat import Flat
 from bilevel_optim.problem.tracing import cut
 
 from ..problems import seeded
@@ -608,7 +609,7 @@ def test_what_is_on_another_device_is_not_given_to_a_graph(moved):
         optimizer.step(*own)
     (kind,) = optimizer._capture.kinds
     (binding,) = kind.bindings
-    drawn = Flat([data[0], data[1]], binding._constants)
+    drawn = Flat([data[0], data[1]], binding._like._constants)
     assert binding.fits(drawn)
     assert binding.holds(optimizer.state)
     if moved == "data":

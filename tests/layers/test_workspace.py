@@ -97,6 +97,22 @@ def test_large_results_are_freed_where_the_code_frees_them(tmp_path):
     assert [alive for _, alive in seen] == [[], [False]]
 
 
+def test_calls_follow_each_other(tmp_path):
+    """What one has found is an argument of the next, or each has its own."""
+    x = torch.tensor([0.0, 0.5, -1.0], dtype=torch.float64)
+    call = listed(written(tmp_path), [x])
+    found = [*call.each([x], 1, [(), (), ()], [(0, 1)])]
+    at = x
+    for shifted, total in found:
+        torch.testing.assert_close(shifted, 2 * at + 1, rtol=0, atol=0)
+        torch.testing.assert_close(total, at.exp() + at, rtol=0, atol=0)
+        at = total
+    for own, (shifted, _) in zip((x, x + 1), call.each([x], 0, [(x,), (x + 1,)], ()), strict=True):
+        torch.testing.assert_close(shifted, 2 * own + 1, rtol=0, atol=0)
+    with pytest.raises(AssertionError, match="other sizes, strides or types"):
+        next(call.each([x.float()], 1, [()], ()))
+
+
 @pytest.mark.slow
 def test_graphs_of_inductor_are_listed():
     a = torch.randn(8, 5, generator=seeded(0), dtype=torch.float64)
@@ -107,7 +123,12 @@ def test_graphs_of_inductor_are_listed():
         return {"v": v, "norm": v.norm()}
 
     graph = Graph(function, torch.ones(5, dtype=torch.float64), backend_of("inductor", None, None))
-    outputs = [graph([torch.full((5,), value, dtype=torch.float64)]) for value in (1.0, 2.0, 3.0)]
+    first = torch.full((5,), 1.0, dtype=torch.float64)
+    alone, outputs = [], [graph([torch.full((5,), value, dtype=torch.float64)]) for value in (1.0, 2.0, 3.0)]
+    for _ in range(3):
+        alone.append(graph([first if not alone else alone[-1][0]]))
+    for one, many in zip(alone, graph.each([first], [(), (), ()], [(0, 0)]), strict=True):
+        assert all(map(torch.equal, one, many))
     assert graph._run._compiled is None  # the layers around it are gone
     for value, output in zip((1.0, 2.0, 3.0), outputs, strict=True):
         expected = function(torch.full((5,), value, dtype=torch.float64))

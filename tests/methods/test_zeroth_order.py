@@ -1,6 +1,7 @@
 """PZOBO, HOZOG and ESMAML: the properties T1 to T24 and T26 of the PZOBO specification (T25 is in test_recipes)."""
 
 import itertools
+import math
 from functools import partial
 
 import pytest
@@ -9,6 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import bilevel_optim as bo
+from bilevel_optim.oracle.smoothed import Smoothed
+from bilevel_optim.oracle.substitution import Substitution
 from bilevel_optim.solvers import paths
 
 from ..problems import Given, Problem, Scalar, Tasks, close, flat, seeded
@@ -605,6 +608,120 @@ def test_esmaml_with_a_body_and_tasks_agrees_with_maml():
     wrong = bo.ESMAML(x[:1], head.parameters(), lr=0.1, lower_lr=0.1, lower_steps=1)
     with pytest.raises(ValueError, match=r"ESMAML starts the lower parameters.*"):
         wrong.step(lambda: loss((torch.zeros(1, 2), torch.zeros(1, dtype=torch.long))), lambda: loss(None))
+
+
+# ------------------------------------------------------------------------------------------ adaptation by values
+
+
+def smoothed(loss, points, **options):
+    """Values and estimated gradients of a loss at many points, each with directions of its own."""
+    live, points = torch.zeros_like(points[0]).requires_grad_(), points.clone().requires_grad_()
+    estimate = Smoothed(lambda: loss(live), [live], **options)
+
+    def at(point):
+        with Substitution([live], [point]):
+            return estimate()
+
+    torch.manual_seed(0)
+    values = torch.func.vmap(at, randomness="different")(points)
+    return values.detach(), torch.autograd.grad(values.sum(), points)[0]
+
+
+def test_smoothed_gradient_is_the_written_formula():
+    """At a quadratic a difference is exactly v'Ay, and the estimate is the mean of v v' A y over torch's normals."""
+    A, y = torch.diag(torch.tensor([1.0, 4.0])), torch.tensor([1.0, -2.0], requires_grad=True)
+    loss = Smoothed(lambda scale: scale * (y @ A @ y) / 2, [y], directions=3, smoothing=0.5)
+    torch.manual_seed(3)
+    value = loss(2.0)
+    torch.manual_seed(3)
+    v = torch.stack([torch.randn(2) for _ in range(3)])
+    close(torch.autograd.grad(value, y)[0], v.T @ (v @ A @ y.detach()) / 3 * 2, 1e-12, 1e-12)
+    close(value.detach(), (y @ A @ y + 0.25 * ((v @ A) * v).sum(1).mean()).detach(), 1e-12, 1e-12)
+
+
+def test_smoothed_gradient_is_on_average_that_of_the_smoothed_loss():
+    """cos smoothed by a normal of deviation tau is exp(-tau^2/2) cos: 0.61 of it here, 14 standard errors from 1."""
+    values, gradients = smoothed(torch.cos, torch.full((4000,), 1.0), directions=2, smoothing=1.0)
+    factor = math.exp(-0.5)
+    for found, expected in ((gradients, -factor * math.sin(1.0)), (values, factor * math.cos(1.0))):
+        assert abs(found.mean() - expected) < 4 * found.std() / 4000**0.5
+    assert gradients.std() / 4000**0.5 < 0.4 * math.sin(1.0) / 14
+
+
+@pytest.mark.parametrize("directions", [1, 9])
+def test_smoothed_gradient_has_relative_variance_p_plus_1_over_r(directions):
+    slope = torch.tensor([1.0, -2.0, 0.5, 3.0])
+    _, gradients = smoothed(lambda y: slope @ y, torch.zeros(6000, 4), directions=directions, smoothing=0.1)
+    variance = (gradients - slope).square().sum(1) / slope.square().sum()
+    assert abs(variance.mean() - 5 / directions) < 4 * variance.std() / 6000**0.5
+    assert variance.std() / 6000**0.5 < 0.04 * 5 / directions
+
+
+def test_smoothed_pairs_share_the_random_numbers_of_the_loss():
+    """Otherwise noise of the loss would be divided by tau."""
+    y = torch.ones(1, requires_grad=True)
+    loss = Smoothed(lambda: y.sum() + torch.randn(()), [y], directions=1, smoothing=1e-6)
+    torch.manual_seed(0)
+    slope = torch.autograd.grad(loss(), y)[0]
+    torch.manual_seed(0)
+    close(slope, torch.randn(1).square(), 1e-8, 1e-8)
+
+
+def test_esmaml_adapts_by_values_and_differentiates_that():
+    """On average over tasks' own directions f(U_N(x)) = b'U_N(x) has the gradient E^N' b of plain steps."""
+    A, a, b = torch.diag(torch.tensor([1.0, 3.0])), torch.tensor([1.0, -1.0]), torch.tensor([1.0, 2.0])
+    x, y, n = torch.zeros(2, requires_grad=True), torch.zeros(2, requires_grad=True), 1500
+    optimizer = bo.ESMAML(
+        [x], [y], lr=0.1, lower_lr=0.2, lower_steps=2, directions=2, direction="orthogonal", lower_directions=4,
+        lower_smoothing=0.5,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    tasks = bo.TensorTasks(torch.zeros(n, 1))
+    loss = optimizer.backward(lambda _: y @ b, lambda _: (y - a) @ A @ (y - a) / 2, tasks=tasks)
+    E = matrix_power(torch.eye(2) - 0.2 * A, 2)
+    close(x.grad, E @ b, 0.04, 0.0)
+    close(loss, b @ (a - E @ a), 0.04, 0.0)
+    assert optimizer.oracle_counts == {**dict.fromkeys(optimizer.oracle_counts, 0), "loss": n * 5 * (1 + 2 * 2 * 4)}
+
+
+def test_esmaml_paths_share_the_directions_of_their_steps():
+    """However many run together: otherwise noise of the steps would be divided by sigma."""
+    found = []
+    for vectorize in (True, 3, False):
+        x, y = torch.ones(3, requires_grad=True), torch.zeros(3, requires_grad=True)
+        optimizer = bo.ESMAML(
+            [x], [y], lr=0.1, lower_lr=0.1, lower_steps=2, directions=3, direction="orthogonal", smoothing=1e-5,
+            lower_directions=2, vectorize=vectorize, generator=seeded(),
+        )  # fmt: skip
+        torch.manual_seed(1)
+        optimizer.backward(lambda y=y: y.sum(), lambda y=y: (y * torch.arange(1, 4)).square().sum() / 2)
+        found.append(x.grad)
+    close(found[1], found[0], 1e-8, 0.0)
+    close(found[2], found[0], 1e-8, 0.0)
+    torch.manual_seed(1)
+    J, B = torch.eye(3), torch.diag(torch.tensor([1.0, 4.0, 9.0]))
+    for _ in range(2):
+        v = torch.stack([torch.randn(3) for _ in range(2)])
+        J = J - 0.1 * v.T @ v @ B @ J / 2
+    close(found[0], J.sum(0), 1e-7, 0.0)
+
+
+def test_esmaml_adapts_where_nothing_has_a_derivative():
+    """Parts of targets above y: y goes up in training and in ``adapt``."""
+    x, y, targets = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True), torch.linspace(-2, 2, 400)
+    optimizer = bo.ESMAML(
+        [x], [y], lr=1.0, lower_lr=1.0, lower_steps=2, directions=4, smoothing=0.5, lower_directions=8,
+        lower_smoothing=0.5, generator=seeded(),
+    )  # fmt: skip
+    torch.manual_seed(0)
+
+    def share():
+        return (targets > y).float().mean()
+
+    optimizer.step(share, share)
+    assert y.item() > 0.2
+    assert x.item() > 0.05
+    assert optimizer.adapt(share)[0].item() > x.item() + 0.2
 
 
 # ------------------------------------------------------------------------------------------ features

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Unpack
 
 from ...hypergradient import Estimate, full_zeroth_order
-from ...optimizer.base import ColdOptions
-from ...optimizer.declaration import Method
+from ...optimizer.base import ColdOptions, Loss
+from ...optimizer.declaration import Method, counts
 from ...optimizer.step import Given
 from ...oracle.oracle import Oracle
-from ...problem.parameters import Params
+from ...oracle.smoothed import Smoothed
+from ...problem.objective import Objective
+from ...problem.parameters import Params, is_count, is_number, require
 from ..zeroth_order.base import ZerothOrder
-from ..zeroth_order.hozog import HOZOG
 from .maml import Initialised
 
 __all__ = ["ESMAML"]
+
+
+def _calls(optimizer: ESMAML, k: int) -> Mapping[str, float]:
+    paths = 1 + optimizer.directions * (1 + (optimizer.difference == "central"))
+    steps, pairs = optimizer.lower_steps * paths, optimizer.lower_directions
+    return counts(loss=paths + 2 * pairs * steps) if pairs else counts(lower=steps, loss=paths)
 
 
 class ESMAML(Initialised, ZerothOrder):
@@ -28,11 +37,23 @@ class ESMAML(Initialised, ZerothOrder):
         h = \frac1Q \sum_{j=1}^Q \frac{\Phi_N(x + \sigma u_j) - \Phi_N(x - \sigma u_j)}{2\sigma}\, u_j, \qquad
         x \leftarrow x - \text{lr}\; h .
 
-    *When.* MAML without any derivative through the adaptation or of the upper loss. *Needs* values of f and first
-    derivatives of g in y. Its relative variance is (p + 1)/Q in p dimensions, so use it for small models.
+    With ``lower_directions`` R the adaptation steps are evolution strategies too: in place of :math:`\nabla_y g` they
+    take
 
-    *Cost per step*: N (2Q + 1) lower gradients and 2Q + 1 values of f. *Draws*, memory, buffers: as `PZOBO`. The live y
-    is set to the adapted :math:`y_N(x)`.
+    .. math::
+        \frac1R \sum_{k=1}^R \frac{g(x, y + \tau v_k) - g(x, y - \tau v_k)}{2\tau}\, v_k, \qquad
+        v_k \sim \mathcal N(0, I),
+
+    whose mean is the gradient of :math:`g_\tau = \mathbb E\, g(x, y + \tau v)`; its relative variance is (p + 1)/R.
+    Every step and task has directions of its own, which all paths share. ``adapt`` makes such steps as well.
+
+    *When.* MAML without any derivative through the adaptation or of the upper loss; with ``lower_directions`` without
+    any derivative at all. *Needs* values of f and first derivatives of g in y, or values of g. Its relative variance is
+    (p + 1)/Q in p dimensions, so use it for small models.
+
+    *Cost per step*: N (2Q + 1) lower gradients, each made from 2R values of g with ``lower_directions``, and 2Q + 1
+    values of f. *Draws*, memory, buffers: as `PZOBO`; :math:`v_k` are torch's random numbers, as those of dropout are,
+    so that ``compile`` leaves such steps as they are. The live y is set to the adapted :math:`y_N(x)`.
 
     Args:
         upper: upper parameters; the last of them are copies of the lower parameters, and start these.
@@ -46,6 +67,8 @@ class ESMAML(Initialised, ZerothOrder):
         difference: ``"central"``, antithetic pairs, or ``"forward"``, against the unperturbed point, for half the
             paths. Default: ``"central"``.
         over_ranks: as for `PZOBO`. Default: ``"data"``.
+        lower_directions: R, pairs of directions of each adaptation step; 0 takes derivatives. Default: 0.
+        lower_smoothing: :math:`\tau > 0`. Default: 1e-2.
         lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer` and `PZOBO`.
 
     State: none.
@@ -69,7 +92,7 @@ class ESMAML(Initialised, ZerothOrder):
         family="meta",
         when="MAML without a derivative through the adaptation or of the upper loss; small models",
         cost="T (2 Q + 1) lower, 2 Q + 1 losses; Q = directions",
-        calls=HOZOG.declared.calls,
+        calls=_calls,
         label="es-maml",
         initial=True,
         second_order=False,
@@ -95,8 +118,13 @@ class ESMAML(Initialised, ZerothOrder):
         scale: str | float = "unbiased",
         difference: str = "central",
         over_ranks: str = "data",
+        lower_directions: int = 0,
+        lower_smoothing: float = 1e-2,
         **common: Unpack[ColdOptions],
     ) -> None:
+        require("lower_directions", lower_directions, is_count(lower_directions))
+        require("lower_smoothing", lower_smoothing, is_number(lower_smoothing) and 0 < lower_smoothing < math.inf)
+        self.lower_directions, self.lower_smoothing = lower_directions, lower_smoothing
         super().__init__(
             upper,
             lower,
@@ -118,4 +146,16 @@ class ESMAML(Initialised, ZerothOrder):
         """Differences of the loss after paths that start at the perturbed initial point."""
         self.initial(oracle)
         oracle.session.note_reached(oracle.x)  # the paths start there
-        return self.followed(oracle, given, full_zeroth_order, from_upper=True)
+        estimate, spent = self.followed(oracle, given, full_zeroth_order, from_upper=True), oracle.session.counts
+        if self.lower_directions:
+            spent["loss"] += 2 * self.lower_directions * spent["lower_grad"]
+            spent["lower_grad"] = 0
+        return estimate
+
+    def objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
+        """With a lower loss whose gradient is made from its values, if asked for."""
+        f, g = super().objectives(upper, lower)
+        if not self.lower_directions:
+            return f, g
+        live, count, smoothing = self._parameters("lower"), self.lower_directions, self.lower_smoothing
+        return f, g.wrapped(lambda loss: Smoothed(loss, live, directions=count, smoothing=smoothing))

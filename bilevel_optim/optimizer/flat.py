@@ -1,0 +1,108 @@
+"""What a step has drawn as a list of tensors and one of everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from ..problem.feeding import Drawn
+from .watch import same
+from .workspace import Form
+
+__all__ = ["Flat", "Like", "flat", "flattened"]
+
+_ATOMS = (type(None), int, float, bool, str)
+_SEQUENCES = (tuple, list)
+
+
+class Flat(NamedTuple):
+    """Tensors of a pytree in the order of torch's, and everything else of it."""
+
+    tensors: list[Tensor]
+    constants: list[Any]
+
+
+class Like:
+    """What data have in common with others: everything but the tensors' values.
+
+    Args:
+        data: the others.
+    """
+
+    def __init__(self, data: Flat) -> None:
+        self._constants, self._types = data.constants, [*map(type, data.constants)]
+        self._plain = all(kind in _ATOMS for kind in self._types)
+        self._form, self._devices = Form(data.tensors), [t.device for t in data.tensors]
+
+    def fits(self, *data: Flat) -> bool:
+        """Whether all of these have it."""
+        times = len(data)
+        tensors = data[0].tensors if times == 1 else [t for own in data for t in own.tensors]
+        for _, constants in data:
+            if constants != self._constants if self._plain else not all(map(same, self._constants, constants)):
+                return False
+        if [type(c) for own in data for c in own.constants] != self._types * times:
+            return False
+        return self.has_form(tensors, times)
+
+    def has_form(self, tensors: Sequence[Tensor], times: int) -> bool:
+        """Whether tensors have the sizes, strides, types and devices, so many times."""
+        return self._form.fits(tensors, times) and [t.device for t in tensors] == self._devices * times
+
+
+def flat(*parts: Any) -> Flat:
+    """Tensors of some parts, and everything else of them."""
+    tensors: list[Tensor] = []
+    constants: list[Any] = []
+    _flatten(parts, tensors, constants)
+    return Flat(tensors, constants)
+
+
+def flattened(results: Sequence[Drawn], chances: dict[str, Any]) -> Flat:
+    """What was drawn, as torch's ``tree_flatten`` has it; for common batches at a fraction of its cost."""
+    tensors: list[Tensor] = []
+    constants: list[Any] = [len(results)]
+    for result in results:
+        data, *unequal = result
+        parts = data if type(data) is tuple else (data,)
+        constants.append(len(data) if parts is data else None)
+        for part in parts:
+            if type(part) is Tensor:
+                tensors.append(part)
+            elif type(part) in _SEQUENCES:
+                constants.append(len(part))
+                for entry in part:
+                    if type(entry) is Tensor:
+                        tensors.append(entry)
+                    else:
+                        _flatten((entry,), tensors, constants)
+            else:
+                _flatten((part,), tensors, constants)
+        if result.term is not None:
+            _flatten(unequal, tensors, constants)
+    if chances:
+        _flatten((chances,), tensors, constants)
+    return Flat(tensors, constants)
+
+
+def _flatten(parts: Iterable[Any], tensors: list[Tensor], constants: list[Any]) -> None:
+    for part in parts:
+        kind = type(part)
+        if kind is Tensor or isinstance(part, Tensor):
+            tensors.append(part)
+        elif kind in _ATOMS:
+            constants.append(part)
+        elif kind in _SEQUENCES:
+            constants.append(len(part))
+            _flatten(part, tensors, constants)
+        elif kind is dict:
+            constants.extend(part)
+            _flatten(part.values(), tensors, constants)
+        else:
+            leaves, structure = tree_flatten(part)
+            constants.append(structure)
+            tensors += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            constants += [leaf for leaf in leaves if not isinstance(leaf, Tensor)]

@@ -1,0 +1,205 @@
+"""Many captured steps in one call: what they draw at once is what they would draw one by one."""
+
+import itertools
+
+import pytest
+import torch
+
+import bilevel_optim as bo
+from bilevel_optim.optimizer import binding, running
+from bilevel_optim.optimizer.ahead import are_apart, data_ahead
+from bilevel_optim.optimizer.flat import flattened
+from bilevel_optim.optimizer.replay import Sources
+from bilevel_optim.problem.feeding import Draw, Draws, drawn
+
+from ..problems import seeded
+
+BATCHES = [torch.randn(2, 3, generator=seeded(k), dtype=torch.float64) for k in range(7)]
+
+
+@pytest.fixture(autouse=True)
+def one_graph(monkeypatch):
+    """A graph for several steps takes long to trace."""
+    monkeypatch.setattr(binding, "MOST_STEPS", 1)
+
+
+class Numbered:
+    """Batches in an order that a generator gives, which others may share; a list of what was drawn."""
+
+    def __init__(self, name, generator, seen):
+        self.name, self.generator, self.seen = name, generator, seen
+
+    def __iter__(self):
+        while True:
+            k = int(torch.randint(len(BATCHES), (), generator=self.generator))
+            self.seen.append((self.name, k))
+            yield BATCHES[k]
+
+
+def problem(cls, upper, lower, same=False, **arguments):
+    """A captured optimizer with its losses on these data, and its parameters."""
+    x, y = (torch.full((3,), value, dtype=torch.float64, requires_grad=True) for value in (0.1, 0.5))
+    options = {name: 1 for name in ("lower_steps", "linear_steps") if cls is not bo.SOBA}
+    optimizer = cls([x], [y], **{"lr": 0.1, "lower_lr": 0.3, **options, **arguments})
+    optimizer.compile(backend="eager")
+
+    def g(batch):
+        return (y - x - batch.mean(0)).square().sum() / 2 + 0.1 * y.square().sum()
+
+    low = bo.Objective(g, lower)
+    return optimizer, (low if same else bo.Objective(lambda batch: (batch @ y - 1).square().mean(), upper), low), x, y
+
+
+def ends(optimizer, losses, x, y, found):
+    state = [torch.get_rng_state() if optimizer.generator is None else optimizer.generator.get_state()]
+    places = [torch.tensor([o.state_dict()[name] for name in ("position", "passes")]) for o in losses]
+    return [x.detach(), y.detach(), torch.cat(found), *state, *places]
+
+
+def one_by_one_and_at_once(make, steps=(5, 14)):
+    """Where steps lead, and a run; and how many steps' data of the run were drawn at once."""
+    results, counted = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        ahead = running.data_ahead
+        patch.setattr(running, "data_ahead", lambda *a: counted.append(ahead(*a)) or counted[-1])
+        for at_once in (False, True):
+            torch.manual_seed(0)
+            optimizer, losses, x, y = make()
+            found = [optimizer.step(*losses).reshape(1) for _ in range(steps[0])]
+            if at_once:
+                found.append(optimizer.run(*losses, steps=steps[1]))
+            else:
+                found += [optimizer.step(*losses).reshape(1) for _ in range(steps[1])]
+            assert optimizer.captured_graphs == 1
+            results.append(ends(optimizer, losses, x, y, found))
+    return *results, max(map(len, counted), default=0)
+
+
+@pytest.mark.parametrize("cls", [bo.SOBA, bo.TTSA])
+def test_lists_are_drawn_at_once(cls):
+    """Of different lengths, with a number of draws that is random: bit for bit the same, and so are all positions."""
+    chance = {"linear_steps": 2} if cls is bo.TTSA else {}
+    steps, run, at_once = one_by_one_and_at_once(lambda: problem(cls, BATCHES[:5], tuple(BATCHES[1:4]), **chance))
+    assert all(map(torch.equal, steps, run))
+    assert at_once == 6  # between the first one of the run and one that is compared
+
+
+@pytest.mark.parametrize("kind", ["shared generator", "one objective"])
+def test_the_order_of_draws_is_kept(kind):
+    """Where it matters which loss draws first, step by step as the losses ask."""
+    orders = []
+
+    def make():
+        generator, seen = seeded(4), []
+        orders.append(seen)
+        if kind == "one objective":
+            return problem(bo.SOBA, None, BATCHES, same=True)
+        return problem(bo.SOBA, Numbered("upper", generator, seen), Numbered("lower", generator, seen))
+
+    steps, run, at_once = one_by_one_and_at_once(make)
+    assert all(map(torch.equal, steps, run))
+    assert orders[0] == orders[1]
+    assert at_once == 0
+
+
+def test_batches_of_another_form_end_what_is_drawn_at_once():
+    """What was drawn too much is drawn again, numbers of a generator too."""
+
+    data, results = [*BATCHES, *BATCHES, BATCHES[0][:1]], []
+    for at_once in (False, True):
+        optimizer, losses, x, y = problem(bo.TTSA, BATCHES[:3], data, generator=seeded(3))
+        found = [optimizer.step(*losses).reshape(1) for _ in range(9 if at_once else 21)]
+        if at_once:
+            found.append(optimizer.run(*losses, steps=12))
+        results.append(ends(optimizer, losses, x, y, found))
+        assert optimizer.captured_graphs == 3
+    assert all(map(torch.equal, *results))
+
+
+def test_a_batch_that_is_resized_after_it_was_drawn_is_not_given_to_a_graph():
+    class Reused:
+        def __iter__(self):
+            batch, k = BATCHES[0].clone(), 0
+            while True:
+                yield batch.resize_(2 if k < 13 else 1, 3)
+                k += 1
+
+    optimizer, losses, _, _ = problem(bo.SOBA, BATCHES, Reused())
+    for _ in range(5):
+        optimizer.step(*losses)
+    optimizer.run(*losses, steps=4)
+    with pytest.raises(RuntimeError, match="resized"):
+        optimizer.run(*losses, steps=6)
+
+
+def test_a_failing_step_gives_back_random_numbers():
+    """Those of torch's default generator too, which a method without one of its own draws from."""
+    data = [batch.clone() for batch in BATCHES * 3]
+    optimizer, losses, _, _ = problem(bo.TTSA, BATCHES[:3], data)
+    for _ in range(3):
+        optimizer.step(*losses)
+    position = losses[1].state_dict()["position"]
+    for batch in data[position:]:
+        batch.fill_(torch.nan)
+    for steps in (1, 4):
+        before = torch.get_rng_state()
+        with pytest.raises(bo.NonFiniteError):
+            optimizer.run(*losses, steps=steps)
+        assert torch.equal(before, torch.get_rng_state())
+        assert losses[1].state_dict()["position"] == position
+
+
+LOWER, UPPER = Draw("lower", False), Draw("upper", True)
+PLAIN = [LOWER, LOWER, UPPER, LOWER]
+RANDOM = [*PLAIN, *(Draw("lower", False, ("count", k)) for k in range(3))]
+
+
+@pytest.mark.parametrize(
+    ("draws", "counts", "data"),
+    [
+        (PLAIN, None, True),
+        (PLAIN, None, False),
+        (PLAIN, [5, 2, 4, 1], True),  # of something that decides no draws
+        (RANDOM, [0, 0, 0, 0, 0], True),
+        (RANDOM, [1, 1, 1, 1, 1], True),
+        (RANDOM, [0, 2, 1, 1, 0, 2], True),
+    ],
+)
+def test_data_ahead_are_those_of_single_steps(draws, counts, data):
+    chances = [{}] * 5 if counts is None else [{"count": torch.tensor(n)} for n in counts]
+    results = []
+    for at_once in (False, True):
+        upper = bo.Objective(torch.sum, BATCHES[:3]) if data else bo.Objective(lambda: torch.zeros(()))
+        sources = Sources(upper, bo.Objective(torch.sum, [(b, [b[0]]) for b in BATCHES[:5]]), None)
+        assert are_apart(sources)
+        steps = [drawn(Draws(draws), *sources, None, each) for each in (chances[:1] if at_once else chances)]
+        if at_once:
+            results.append(data_ahead(Draws(draws), sources, steps[0], chances))
+        else:
+            results.append([flattened(*each).tensors for each in zip(steps[1:], chances[1:], strict=True)])
+    assert [[*map(len, some)] for some in results[:1]] == [[*map(len, some)] for some in results[1:]]
+    for one, other in zip(*results, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def test_chances_of_another_form_are_not_data_ahead():
+    sources = Sources(None, bo.Objective(torch.sum, BATCHES), None)
+    for other, found in ((torch.tensor(2), 1), (torch.tensor(2.0), 0), (torch.tensor([2]), 0)):
+        chances = [{"seed": torch.tensor(1)}, {"seed": other}]
+        results = drawn(Draws([LOWER]), *sources, None, chances[0])
+        assert len(data_ahead(Draws([LOWER]), sources, results, chances)) == found
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_many_batches_are_those_of_as_many_draws(length):
+    for first, times, kind in itertools.product((0, 1, 2, 5, 7), (1, 2, 4, 5, 6, 11, 23), (list, tuple)):
+        data = kind(range(length))
+        one, many = bo.Objective(torch.sum, data), bo.Objective(torch.sum, data)
+        for objective in (one, many):
+            for _ in range(first):
+                objective.draw()
+        assert many.take(times) == [one.draw().batch for _ in range(times)]
+        assert many.state_dict() == one.state_dict()
+        assert [many.draw().batch for _ in range(3)] == [one.draw().batch for _ in range(3)]
+    with pytest.raises(ValueError, match="empty"):
+        bo.Objective(torch.sum, []).take(3)
