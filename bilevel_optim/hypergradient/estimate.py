@@ -40,6 +40,8 @@ class Estimate:
         tables: new tables whose rows mix all the tensors of y, by name; they are remembered with the first of these.
         writes: rows of large tables to be changed.
         numbers: plain numbers that change, by name.
+        complete: every vector that an oracle gave has been added into the gradient, y or the memory, so that these are
+            not finite if one of them was not, and need alone be looked at.
     """
 
     loss: Tensor
@@ -53,6 +55,7 @@ class Estimate:
     tables: dict[str, Tensor] = field(default_factory=dict)
     writes: tuple[Write, ...] = ()
     numbers: dict[str, Any] = field(default_factory=dict)
+    complete: bool = False
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -60,8 +63,10 @@ class Estimate:
         return {"hypergradient_norm": self.gradient, **self.diagnostics}
 
     @property
-    def shown(self) -> list[Tensor]:
-        """What is made of all vectors that oracles gave, and not finite if one of them was not."""
+    def shown(self) -> list[Tensor] | None:
+        """Where it shows whether a vector of an oracle was not finite; None: these have to be looked at themselves."""
+        if not self.complete:
+            return None
         found = [*self.gradient]
         for vector in (self.lower, *self.memory.values(), *self.upper_memory.values()):
             found += vector or ()

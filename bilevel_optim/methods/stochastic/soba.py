@@ -116,7 +116,8 @@ class SOBA(SingleLoop):
         residual = product - grad_y
         here = given.stepped(oracle, system.gradient)
         memory = {"linear_solution": v.descended(residual, rates)} if self.warm_start else {}
-        return here.kept(Estimate(loss, grad_x - cross, {"linear_residual": residual}, memory))
+        estimate = Estimate(loss, grad_x - cross, {"linear_residual": residual}, memory, complete=self.warm_start)
+        return here.kept(estimate)
 
 
 class FSLA(SingleLoop):
