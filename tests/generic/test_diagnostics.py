@@ -147,6 +147,7 @@ def test_norms_are_those_of_the_step_whenever_they_are_read(size):
     later = copy.deepcopy(optimizer).diagnostics
     assert list(later) == ["hypergradient_norm", "lower_residual", "linear_residual"] == list(at_once)
     for name, value in at_once.items():
-        assert torch.equal(value, later[name]) and value.dim() == 0 and value.dtype == torch.float64
+        assert torch.equal(value, later[name])
+        assert (value.dim(), value.dtype) == (0, torch.float64)
     start = torch.linspace(-1, 1, size)
     close(at_once["lower_residual"], start.double().norm(), 0, 1e-6)  # of y - 2 x
