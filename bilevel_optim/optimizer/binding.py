@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -138,9 +138,12 @@ class Binding:
         return self.step.graph([*arguments, *rates, *data])
 
     def each(
-        self, arguments: Sequence[Tensor], rates: Sequence[Tensor], data: Iterable[Sequence[Tensor]]
+        self, arguments: Sequence[Tensor], rates: Sequence[Tensor], data: Sequence[Sequence[Tensor]]
     ) -> Iterator[Sequence[Tensor]]:
-        """What the graph computes in steps that follow each other, with these data, which it was found to fit."""
+        """What the graph computes in steps that follow each other, with these data, which it was found to fit.
+
+        The results of a step are valid until the next one.
+        """
         return self.step.graph.each([*arguments, *rates], data, self.next)
 
     def several(self, rates: Sequence[Tensor], chain: Sequence[Sequence[Tensor]]) -> Binding | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -105,9 +105,9 @@ class Graph:
         return outputs
 
     def each(
-        self, tensors: Sequence[Tensor], data: Iterable[Sequence[Tensor]], carried: Sequence[tuple[int, int]]
+        self, tensors: Sequence[Tensor], data: Sequence[Sequence[Tensor]], carried: Sequence[tuple[int, int]]
     ) -> Iterator[Sequence[Tensor]]:
-        """The tensors of the results of calls that follow each other.
+        """The tensors of the results of calls that follow each other; valid until the next one.
 
         Args:
             tensors: the first arguments of the first call.
@@ -117,7 +117,6 @@ class Graph:
         first = list(tensors)
         fast = self._run.listed if isinstance(self._run, _Direct) and self.shared is not None else None
         if fast is not None:
-            data = [*data]
             yield from fast.each([*first, *data[0], *self._captured], len(first), data, carried)
             return
         for own in data:

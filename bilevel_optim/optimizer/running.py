@@ -198,8 +198,8 @@ def _followed(
     if many is not None and single < len(data):
         parts = [[*joined.from_iterable(data[i : i + times])] for i in range(0, len(data) - single, times)]
         for outputs in many.each(arguments, rates, parts):
-            losses.append(outputs[many.out["losses"]])
-            flags.append(outputs[many.out["flags"]])
+            losses.append(outputs[many.out["losses"]].clone())
+            flags.append(outputs[many.out["flags"]].clone())
         if not single:
             return torch.cat(losses), torch.cat(flags), (many, outputs)
         arguments = many.following(arguments, outputs)
@@ -207,6 +207,6 @@ def _followed(
     raised: list[Tensor] = []
     loss, flag = binding.out["loss"], binding.out["flags"]
     for outputs in binding.each(arguments, rates, data[-single:]):
-        ends.append(outputs[loss])
-        raised.append(outputs[flag])
+        ends.append(outputs[loss].clone())
+        raised.append(outputs[flag].clone())
     return torch.cat([*losses, torch.stack(ends)]), torch.cat([*flags, torch.stack(raised)]), (binding, outputs)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ast
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import getitem, itemgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._C._dynamo import guards
 
@@ -31,6 +32,13 @@ class Form:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.sizes, self.strides = tuple(tuple(t.shape) for t in tensors), tuple(map(Tensor.stride, tensors))
         self.types = [t.dtype for t in tensors]
+
+    def without(self, start: int, stop: int) -> Form:
+        """The form of some of them."""
+        found = Form(())
+        found.sizes, found.strides = self.sizes[:start] + self.sizes[stop:], self.strides[:start] + self.strides[stop:]
+        found.types = self.types[:start] + self.types[stop:]
+        return found
 
     def fits(self, tensors: Sequence[Tensor], times: int = 1) -> bool:
         """Whether other tensors have the same, so many times."""
@@ -56,9 +64,10 @@ class Listed:
         calls: of a function, on what is picked of the entries, whose result is the entry of a number.
         results: picks what is returned.
         example: arguments, which are the first entries; others have to be of their sizes, strides and types.
+        again: makes the same, of whose results only those of these numbers are new.
     """
 
-    __slots__ = ("_calls", "_entries", "_form", "_given", "_results")
+    __slots__ = ("_again", "_calls", "_entries", "_form", "_given", "_inner", "_results")
 
     def __init__(
         self,
@@ -66,45 +75,74 @@ class Listed:
         calls: Sequence[tuple[Any, Callable[[list[Any]], tuple[Any, ...]], int]],
         results: Callable[[list[Any]], tuple[Any, ...]],
         example: Sequence[Tensor],
+        again: Callable[[frozenset[int]], Listed],
     ) -> None:
-        self._entries, self._calls, self._results = entries, calls, results
+        self._entries, self._calls, self._results, self._again = entries, calls, results, again
         self._form, self._given = Form(example), len(example)
+        self._inner: dict[Any, tuple[Listed, Form]] = {}
 
     def __call__(self, arguments: list[Tensor]) -> tuple[Any, ...]:
         """The results for such arguments, whose list is emptied."""
-        entries = self._begun(arguments)
+        self._require(self._form, arguments)
+        entries = self._entered(arguments)
         arguments.clear()
-        for function, operands, slot in self._calls:
-            entries[slot] = function(*operands(entries))
-        return self._results(entries)
+        return self._called(entries)
 
     def each(
-        self, arguments: list[Tensor], place: int, data: Iterable[Sequence[Tensor]], carried: Sequence[tuple[int, int]]
+        self, arguments: list[Tensor], start: int, data: Sequence[Sequence[Tensor]], carried: Sequence[tuple[int, int]]
     ) -> Iterator[tuple[Any, ...]]:
-        """The results of calls that follow each other.
+        """The results of calls that follow each other; valid until the next one, and new only in the last.
 
         Args:
             arguments: of the first call.
-            place: the argument from which on each call has its own of these data, whose forms are not looked at.
+            start: the argument from which on each call has its own of these data, whose forms are not looked at.
             data: of all calls.
             carried: which argument of the next call is which result.
         """
-        entries, calls, picked = self._begun(arguments), self._calls, self._results
-        for own in data:
-            entries[place : place + len(own)] = own
+        stop = start + len(data[0])
+        inner, form = self._in_between(arguments, start, stop, frozenset(result for _, result in carried))
+        self._require(form, [*arguments[:start], *arguments[stop:]])
+        entries, calls, picked = inner._entered(arguments), inner._calls, inner._results
+        for own in data[:-1]:
+            entries[start:stop] = own
             for function, operands, slot in calls:
                 entries[slot] = function(*operands(entries))
             results = picked(entries)
             yield results
             for argument, result in carried:
                 entries[argument] = results[result]
+        entries[start:stop] = data[-1]
+        yield self._called(self._entered(entries[: self._given]))
 
-    def _begun(self, arguments: list[Tensor]) -> list[Any]:
-        if not self._form.fits(arguments):
+    def _in_between(
+        self, arguments: list[Tensor], start: int, stop: int, carried: frozenset[int]
+    ) -> tuple[Listed, Form]:
+        """The same with results that are new only where they are carried, if it gives the same bits.
+
+        And the form of what is no data.
+        """
+        key = start, stop, carried
+        if key not in self._inner:
+            inner = self._again(carried)
+            both = zip(self([*arguments]), inner([*arguments]), strict=True)
+            same = all(a.stride() == b.stride() and torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in both)
+            self._inner[key] = inner if same else self, self._form.without(start, stop)
+        return self._inner[key]
+
+    @staticmethod
+    def _require(form: Form, arguments: Sequence[Tensor]) -> None:
+        if not form.fits(arguments):
             raise AssertionError("tensors of other sizes, strides or types than those that a graph was made for")
+
+    def _entered(self, arguments: Sequence[Tensor]) -> list[Any]:
         entries = self._entries.copy()
         entries[: self._given] = arguments
         return entries
+
+    def _called(self, entries: list[Any]) -> tuple[Any, ...]:
+        for function, operands, slot in self._calls:
+            entries[slot] = function(*operands(entries))
+        return self._results(entries)
 
 
 def written(compiled: Callable[..., Any]) -> Callable[[list[Tensor]], Any] | None:
@@ -149,8 +187,13 @@ def listed(call: Callable[..., Any], example: Sequence[Tensor]) -> Listed | None
         tree = ast.parse(file.read())
     functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     text = next((node for node in functions if node.lineno == code.co_firstlineno), None)
+
+    def again(new: frozenset[int] | None = None) -> Listed:
+        assert text is not None
+        return _Listing(text, space, new).function(example, again)
+
     try:
-        return None if text is None else _Listing(text, space).function(example)
+        return None if text is None else again()
     except _Unknown:
         return None
 
@@ -178,13 +221,18 @@ class _Aliases:
 class _Listing:
     """Statements one after the other, without a branch, as calls on the entries of a list.
 
+    Args:
+        text: of a function.
+        space: where it stands.
+        new: numbers of the results that are new tensors at every call. Default: all.
+
     Attributes:
         entries: what the list holds before the calls: constants, and what keeps its memory.
         calls: of a function, on entries with these numbers, whose result is an entry of this number.
         slots: the entry of each name.
     """
 
-    def __init__(self, text: ast.FunctionDef, space: dict[str, Any]) -> None:
+    def __init__(self, text: ast.FunctionDef, space: dict[str, Any], new: frozenset[int] | None = None) -> None:
         self.space, self.entries, self.calls = space, list[Any](), list[tuple[Any, tuple[int, ...], int]]()
         self.slots: dict[str, int] = {}
         self.fixed = set[int]()  # entries that are known before the calls
@@ -197,19 +245,23 @@ class _Listing:
             if "self" in _names(statement) or not isinstance(statement, (ast.Assign, ast.Expr, ast.Delete, ast.Return)):
                 raise _Unknown
             used = [name for name in _names(statement) if name in names]
-            if isinstance(statement, ast.Return) or (isinstance(statement, ast.Assign) and _target(statement) is None):
+            if isinstance(statement, ast.Return):
+                results = enumerate(getattr(statement.value, "elts", ()))
+                fresh = {name for i, result in results if new is None or i in new for name in _names(result)}
+                self.aliases.join([RETURNED, *fresh.intersection(names)])
+            elif isinstance(statement, ast.Assign) and _target(statement) is None:
                 self.aliases.join([RETURNED, *used])
             elif isinstance(statement, ast.Assign) and _called(statement.value) != ALLOCATION:
                 self.aliases.join(used)
         for statement in own:
             self._add(statement)
 
-    def function(self, example: Sequence[Tensor]) -> Listed:
+    def function(self, example: Sequence[Tensor], again: Callable[[frozenset[int]], Listed]) -> Listed:
         """The calls as a function of the arguments, which have to be like these."""
         if self.given != len(example):
             raise _Unknown
         calls = [(function, _picked(operands), slot) for function, operands, slot in self.calls]
-        return Listed(self.entries, calls, _picked(self.results), example)
+        return Listed(self.entries, calls, _picked(self.results), example, again)
 
     def _add(self, statement: ast.stmt) -> None:
         if isinstance(statement, ast.Delete):

@@ -101,12 +101,17 @@ def test_calls_follow_each_other(tmp_path):
     """What one has found is an argument of the next, or each has its own."""
     x = torch.tensor([0.0, 0.5, -1.0], dtype=torch.float64)
     call = listed(written(tmp_path), [x])
-    found = [*call.each([x], 1, [(), (), ()], [(0, 1)])]
-    at = x
-    for shifted, total in found:
+    at, before = x, []
+    for shifted, total in call.each([x], 1, [(), (), ()], [(0, 1)]):
         torch.testing.assert_close(shifted, 2 * at + 1, rtol=0, atol=0)
         torch.testing.assert_close(total, at.exp() + at, rtol=0, atol=0)
         at = total
+        before.append(shifted)
+    assert before[0].data_ptr() == before[1].data_ptr()  # nobody keeps it, but for the last one
+    assert before[1].data_ptr() != before[2].data_ptr()
+    again = before[2].clone()
+    call([x])
+    assert torch.equal(before[2], again)
     for own, (shifted, _) in zip((x, x + 1), call.each([x], 0, [(x,), (x + 1,)], ()), strict=True):
         torch.testing.assert_close(shifted, 2 * own + 1, rtol=0, atol=0)
     with pytest.raises(AssertionError, match="other sizes, strides or types"):
