@@ -149,13 +149,9 @@ def norms(vectors: Sequence[Vector]) -> list[Tensor]:
 
     Those of one plain tensor each are evaluated in one call, which costs less than one for each, but not in a graph.
     """
-    if (
-        len(vectors) > 1
-        and not traced()
-        and all([len(v) == 1 for v in vectors])
-        and not any_sharded([v[0] for v in vectors])
-    ):
-        kinds = {_accumulator(v[0]) for v in vectors}
+    single = [v[0] for v in vectors if len(v) == 1]
+    if len(vectors) == len(single) > 1 and not traced() and not any_sharded(single):
+        kinds = {_accumulator(t) for t in single}
         if len(kinds) == 1:
             return list(torch._foreach_norm(single, 2, kinds.pop()))
     return [v.norm() for v in vectors]
