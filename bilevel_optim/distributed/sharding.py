@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ..problem.vector import Vector, is_sharded
+from ..problem.vector import Vector, any_sharded, is_sharded
 from .ranks import Ranks
 
 __all__ = ["Gathered", "Split"]
@@ -33,7 +33,7 @@ class Split:
     def __init__(self, tensors: Sequence[Tensor], ranks: Ranks) -> None:
         self.total = len(tensors[0]) if tensors[0].dim() else 1
         self.start, self.count, self._mesh = 0, self.total, None
-        if not any(map(is_sharded, tensors)):
+        if not any_sharded(tensors):
             return
         from torch.distributed.tensor import DTensor, Shard
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from ..oracle.oracle import Oracle
+from ..oracle.second_order import system_sample
 from ..problem.objective import Sample
 from ..problem.profiling import span
 from ..problem.vector import Vector
@@ -55,12 +56,12 @@ def implicit(
         Estimate whose memory holds v as ``"linear_solution"``.
     """
     loss, grad_x, grad_y = oracle.upper(upper_sample or oracle.f.draw(once=True))
-    with oracle.lower_system(lower_sample or oracle.g.draw()) as system:
+    with oracle.lower_system(lower_sample or system_sample(oracle)) as system:
         with span("linear solve"):
             result = solve(system.hvp, grad_y, start, **({} if oracle.lanes is None else {"lanes": True}))
         oracle.checks.finite("hvp", [*result.solution, result.residual])
         gradient = grad_x - system.cross(result.solution)
-    diagnostics = {"lower_residual": system.gradient.norm(), **watched(oracle, result)}
+    diagnostics = {"lower_residual": system.gradient, **watched(oracle, result)}
     return Estimate(loss, gradient, diagnostics, {"linear_solution": result.solution})
 
 

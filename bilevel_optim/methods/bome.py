@@ -144,7 +144,7 @@ class BOME(BilevelOptimizer):
         direction = f + q * multiplier
         split = len(f_x)
         y = self._followed(oracle, given, Vector(direction[split:]))
-        diagnostics = {"lower_residual": g_y.norm(), "gap": gap, "multiplier": multiplier}
+        diagnostics = {"lower_residual": g_y, "gap": gap, "multiplier": multiplier}
         return Estimate(loss, Vector(direction[:split]), diagnostics, lower=y)
 
     def _settled(self, oracle: Oracle, given: Given) -> Oracle:

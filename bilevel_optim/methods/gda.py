@@ -98,7 +98,7 @@ class GDA(MinimaxOptimizer):
 
         def ascent(y: Vector) -> tuple[Tensor, Vector]:
             loss, grad_x, grad_y = oracle.at(lower=y).upper(sample)
-            found.append(Estimate(loss, grad_x, {"lower_residual": grad_y.norm()}))
+            found.append(Estimate(loss, grad_x, {"lower_residual": grad_y}))
             return -loss, -grad_y
 
         solved = rule.step(here.oracle.y, here.solver, ascent)

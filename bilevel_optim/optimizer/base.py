@@ -13,6 +13,7 @@ from torch.optim import SGD, Optimizer
 
 from ..distributed.ranks import Ranks
 from ..hypergradient import Estimate
+from ..hypergradient.estimate import measured
 from ..oracle.advance import advance_buffers
 from ..oracle.oracle import Oracle
 from ..oracle.session import Options
@@ -21,6 +22,7 @@ from ..problem.parameters import (
     LEVELS,
     Params,
     as_groups,
+    by_level,
     consistently_named,
     is_count,
     is_number,
@@ -45,8 +47,10 @@ from .ledger import Ledger
 from .method import ColdOptions, CommonOptions, Loss, as_objective
 from .results import Results
 from .running import Running
-from .step import Given, Groups, Start, changed
+from .step import Given, Groups, Start, Update, changed
 from .transaction import Attempt, Write, agree_on_fallback, writes_of
+
+KEPT = 1 << 16  # entries of vectors that are kept for diagnostics, which most steps are not asked for
 
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "Loss", "as_objective"]
 
@@ -149,7 +153,6 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
     # ------------------------------------------------------------------------------------------------ verbs
 
     @hooked
-    @walled
     def step(  # type: ignore[override]
         self,
         upper: Loss | None = None,
@@ -210,17 +213,15 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         with attempt:
             estimate, given = self._proposed(oracle, groups, tasks, chances=chances)
             advance_buffers(oracle, estimate.lower)
-            with torch.no_grad():
+            with torch.set_grad_enabled(False):
                 late = look is not None and self.declared.host_update
                 new = self.update(oracle.x, estimate.gradient, given.after(estimate)) if update and not late else None
                 seen = None if look is None else look(oracle, estimate, given, new)
-                writes = self._writes(oracle, estimate) if seen is None else seen.writes
+                writes = self._writes(oracle, estimate, new) if seen is None else seen.writes
                 if late and update:
                     writes += self._update_after(
                         estimate if seen is None else seen.estimate, oracle.live_x, oracle.live_y
                     )
-                elif new is not None and seen is None:
-                    writes += self._writes_of_update(oracle.live_x, new, estimate.numbers)
                 attempt.commit(writes)
         assert self._ledger.last_loss is not None
         return self._ledger.last_loss
@@ -269,15 +270,15 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         with attempt, self._ledger.buffers.kept():
             estimate = self._proposed(oracle, groups, tasks, still=still, start=start)[0]
             oracle.session.lower_sample = None  # a cycle, as after a step
-            return estimate
+            return changed(estimate, diagnostics=measured(estimate.diagnostics))
 
     def oracle(
         self, upper: Loss | None, lower: Loss | None = None, *, groups: dict[str, list[dict[str, Any]]] | None = None
     ) -> Oracle:
         """The two losses at the present point, as a step sees them; ``groups`` are the parameters', if at hand."""
         f, g = self.objectives(upper, lower)
-        groups = groups or {level: level_groups(self.param_groups, level) for level in LEVELS}
-        x, y = (tensors_of(groups[level], level) for level in LEVELS)
+        groups = groups or by_level(self.param_groups)
+        x, y = tensors_of(groups["upper"], "upper"), tensors_of(groups["lower"], "lower")
         session = self._ledger.session(self._options)
         session.require_alike(x, y, lambda: names_of(self.param_groups))
         return Oracle(x, y, f, g, names=lambda: names_of(self.param_groups), session=session)
@@ -291,8 +292,7 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
 
     def _opened(self, upper: Loss | None, lower: Loss | None) -> tuple[Attempt, Oracle, Groups]:
         """A step of these losses, which leaves everything as it was if it fails."""
-        require_rates(self.param_groups)
-        groups = {level: level_groups(self.param_groups, level) for level in LEVELS}
+        groups = by_level(self.param_groups)
         oracle = self.oracle(upper, lower, groups=groups)
         return Attempt(self.generator, oracle, self._ledger.buffers), oracle, groups
 
@@ -308,7 +308,7 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
     ) -> tuple[Estimate, Given]:
         """Everything that a step computes but for the update of x, checked; nothing is written."""
         here = oracle
-        given = self._given(groups, oracle.live_x, oracle.live_y)
+        given = self._given(groups, oracle.live_x, oracle.live_y, oracle.y)
         if still:
             given = self.standing_still(given)
         if not self.warm_start:
@@ -335,15 +335,15 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
             estimate = changed(estimate, memory={**estimate.memory, "initial": here.y})
         return estimate, given
 
-    def _given(self, groups: Groups, x: Sequence[Tensor], y: Sequence[Tensor]) -> Given:
-        """What a step is given, read from the state."""
+    def _given(self, groups: Groups, x: Sequence[Tensor], y: Sequence[Tensor], lower: Vector | None = None) -> Given:
+        """What a step is given, read from the state; ``lower``: the values of y, if at hand."""
         self._forget_placeholders()
         return Given(
             upper_groups=groups["upper"],
             lower_groups=groups["lower"],
             **memory.remembered(self.state, y),
             upper_memory=memory.recalled(self.state, x),
-            lower=Vector(y).detach(),
+            lower=Vector(y).detach() if lower is None else lower,
             numbers=dict(self.numbers),
             steps=self._ledger.steps,
             rule=partial(self._rules, groups["lower"]),
@@ -352,17 +352,16 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
             lower_init=self.lower_init,
         )
 
-    def _writes(self, oracle: Oracle, estimate: Estimate) -> list[Write]:
-        """Writes of what a step has computed, but for x; ``.grad`` of x is the estimate."""
+    def _writes(self, oracle: Oracle, estimate: Estimate, update: Update | None) -> list[Write]:
+        """Writes of what a step has computed; ``.grad`` of x is the estimate."""
         session = oracle.session
-        diagnostics = {"hypergradient_norm": estimate.gradient.norm(), **estimate.diagnostics}
-        diagnostics |= self.standing(self.numbers)
+        diagnostics = {**measured(estimate.figures, above=KEPT), **self.standing(self.numbers)}
         if session.found.fallback is not None:
             diagnostics["vectorize_fallback"] = session.found.fallback
-        numbers = {**self.numbers, **estimate.numbers}
+        numbers = {**self.numbers, **estimate.numbers, **({} if update is None else update.numbers)}
         return [
-            *writes_of(self.state, oracle, estimate),
-            partial(vars(self).update, numbers=numbers, diagnostics=diagnostics),
+            *writes_of(self.state, oracle, estimate, update),
+            partial(vars(self).update, numbers=numbers, _diagnostics=diagnostics),
             partial(self._ledger.enter, self._ledger.after(session, estimate.loss)),
         ]
 

@@ -335,7 +335,7 @@ class Compiled(Updating):
         numbers = {**self.numbers, **step.numbers}
         return [
             partial(binding.write, outputs),
-            partial(vars(self).update, numbers=numbers, diagnostics=diagnostics),
+            partial(vars(self).update, numbers=numbers, _diagnostics=diagnostics),
             partial(self._ledger.enter, self._ledger.after_steps(step.counts, loss, steps)),
         ]
 

@@ -28,11 +28,11 @@ def walled(verb: Verb) -> Verb:
 
 
 def hooked(step: Verb) -> Verb:
-    """``Optimizer.step`` with its hooks and its range in a profile, at no cost where there are none.
+    """``Optimizer.step`` with its hooks and its range in a profile, `walled`; at no cost where there is none of it.
 
     torch wraps every ``step`` in the same, hooks or not; it leaves alone what says that it is ``hooked``.
     """
-    with_hooks = Optimizer.profile_hook_step(step)
+    with_hooks = Optimizer.profile_hook_step(walled(step))
 
     @functools.wraps(step)
     def called(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -42,6 +42,7 @@ def hooked(step: Verb) -> Verb:
             or _global_optimizer_pre_hooks
             or _global_optimizer_post_hooks
             or torch.autograd.profiler._is_profiler_enabled
+            or torch.compiler.is_dynamo_compiling()
         ):
             return with_hooks(self, *arguments, **named)
         return step(self, *arguments, **named)

@@ -37,26 +37,40 @@ State = MutableMapping[Tensor, dict[str, Any]]
 
 def recalled(state: State, parameters: Sequence[Tensor]) -> dict[str, Vector]:
     """What is remembered of all these parameters, by name."""
-    return _vectors([state.get(p, {}) for p in parameters])
+    return _recalled([state.get(p, _NOTHING) for p in parameters])[0]
 
 
 def remembered(state: State, parameters: Sequence[Tensor]) -> dict[str, Any]:
     """What is remembered of the lower parameters: of all, tables whose rows mix them, the lower optimizer's state."""
-    own = [state.get(p, {}) for p in parameters]
-    solver = [{k[len(SOLVER) :]: v for k, v in entries.items() if k.startswith(SOLVER)} for entries in own]
-    return {
-        "memory": _vectors(own),
-        "tables": {k[len(TABLE) :]: v for k, v in own[0].items() if k.startswith(TABLE)},
-        "solver": solver if any(solver) else None,
-    }
+    own = [state.get(p, _NOTHING) for p in parameters]
+    memory, tables, alone = _recalled(own)
+    solver = None
+    if alone:
+        solver = [{k[len(SOLVER) :]: v for k, v in entries.items() if k.startswith(SOLVER)} for entries in own]
+    return {"memory": memory, "tables": tables, "solver": solver if solver and any(solver) else None}
 
 
-def _vectors(own: Sequence[dict[str, Any]]) -> dict[str, Vector]:
-    return {
-        name: Vector([entries[name] for entries in own])
-        for name in (own[0] if own else ())
-        if not name.startswith((SOLVER, TABLE)) and all([name in entries for entries in own])
-    }
+def _recalled(own: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Vector], dict[str, Tensor], bool]:
+    """Of these states, what all of them have; the tables of the first; whether one may have what the others have not.
+
+    What belongs to the lower optimizer is left out: some of its parameters may have none.
+    """
+    memory: dict[str, Vector] = {}
+    tables: dict[str, Tensor] = {}
+    alone = len(own) > 1
+    for name, value in own[0].items() if own else ():
+        if name.startswith(SOLVER):
+            alone = True
+        elif name.startswith(TABLE):
+            tables[name[len(TABLE) :]] = value
+        elif len(own) == 1:
+            memory[name] = Vector((value,))
+        elif all([name in entries for entries in own]):
+            memory[name] = Vector([entries[name] for entries in own])
+    return memory, tables, alone
+
+
+_NOTHING: Mapping[str, Any] = {}
 
 
 def remember(state: State, parameters: Sequence[Tensor], memory: Mapping[str, Vector | None]) -> None:
@@ -86,9 +100,11 @@ def remember_solver(state: State, parameters: Sequence[Tensor], memory: Memory) 
     """Write the lower optimizer's state in place of what it was."""
     for parameter, entries in zip(parameters, memory, strict=True):
         kept = state[parameter]
-        for name in [name for name in kept if name.startswith(SOLVER)]:
-            del kept[name]
-        kept.update({SOLVER + name: owned(value, parameter) for name, value in entries.items()})
+        for name in [*kept]:
+            if name.startswith(SOLVER):
+                del kept[name]
+        for name, value in entries.items():
+            kept[SOLVER + name] = owned(value, parameter)
 
 
 def remember_tables(state: State, parameters: Sequence[Tensor], tables: Mapping[str, Tensor]) -> None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..errors import BilevelWarning
 from ..hypergradient import Estimate
+from ..hypergradient.estimate import measured
 from ..oracle.checks import Checks
 from ..oracle.lanes import stacked
 from ..oracle.oracle import Oracle
@@ -120,13 +121,11 @@ class StepFunctions(ABC):
         loss, gradient, mean = given.ranks.total(loss, gradient, mean)
         # What belongs to x stays; what belongs to the tasks' y goes with them.
         kept = estimates[-1]
+        diagnostics = _over_parts([measured(estimate.diagnostics) for estimate in estimates], self.joined)
         return Estimate(
             loss,
             gradient,
-            {
-                **_over_parts([estimate.diagnostics for estimate in estimates], self.joined),
-                "task_count": torch.tensor(count, device="cpu"),
-            },
+            {**diagnostics, "task_count": torch.tensor(count, device="cpu")},
             upper_memory=kept.upper_memory,
             numbers=kept.numbers,
             lower=mean if self.warm_start else None,
@@ -139,7 +138,7 @@ class StepFunctions(ABC):
         while True:
             estimate, session = make(oracle, given), oracle.session
             session.conclude()
-            alerts = session.checks.verify(given.steps, oracle.session.warned) if self.check_finite else set()
+            alerts = session.checks.verify(given.steps, session.warned, estimate.shown) if self.check_finite else set()
             if not alerts or self.reacts_to(given.numbers) not in alerts:
                 return estimate
             oracle, given = self.react(oracle, given, estimate)

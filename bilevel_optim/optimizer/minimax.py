@@ -37,4 +37,4 @@ class MinimaxOptimizer(BilevelOptimizer):
 def danskin(oracle: Oracle) -> Estimate:
     """The gradient of f in x at the present y, which is that of max_y f(x, y) if y is the maximiser."""
     loss, grad_x, grad_y = oracle.upper(oracle.f.draw(once=True))
-    return Estimate(loss, grad_x, {"lower_residual": grad_y.norm()})
+    return Estimate(loss, grad_x, {"lower_residual": grad_y})

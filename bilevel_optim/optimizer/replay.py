@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..hypergradient import Estimate
-from ..hypergradient.estimate import Write
+from ..hypergradient.estimate import Write, measured
 from ..oracle.evaluation import substituted
 from ..oracle.oracle import Oracle
 from ..oracle.session import Options, Session
@@ -194,7 +194,7 @@ def _results(estimate: Estimate, values: dict[str, Any]) -> dict[str, Any]:
     return {
         "loss": estimate.loss.detach(),
         "gradient": list(estimate.gradient.detach()),
-        "diagnostics": {"hypergradient_norm": estimate.gradient.norm(), **estimate.diagnostics},
+        "diagnostics": measured(estimate.figures),
         "memory": {name: list(vector.detach()) for name, vector in estimate.memory.items()},
         "upper_memory": {name: list(vector.detach()) for name, vector in estimate.upper_memory.items()},
         "tables": dict(estimate.tables),

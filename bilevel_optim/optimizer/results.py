@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..hypergradient.estimate import measured
+from ..problem.vector import Vector
 from .checkpoint import OWN
 from .ledger import Ledger
 
@@ -19,9 +21,21 @@ __all__ = ["Results"]
 class Results:
     """What can be read from an optimizer; nothing here changes it."""
 
-    diagnostics: dict[str, Any]
+    _diagnostics: dict[str, Any]
     param_groups: list[dict[str, Any]]
     _ledger: Ledger
+
+    @property
+    def diagnostics(self) -> dict[str, Any]:
+        """Tensors of the last step, and plain numbers and words, by name; norms are evaluated when they are read."""
+        figures = self._diagnostics
+        if any(type(value) is Vector for value in figures.values()):
+            figures.update(measured(figures))
+        return figures
+
+    @diagnostics.setter
+    def diagnostics(self, figures: dict[str, Any]) -> None:
+        self._diagnostics = figures
 
     def metrics(self) -> dict[str, float]:
         """The loss and the ``diagnostics`` of the last step as floats for a logger, with one host synchronisation.

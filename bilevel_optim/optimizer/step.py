@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from ..hypergradient import Estimate
 from ..hypergradient.estimate import Write
 from ..oracle.oracle import Oracle
 from ..problem.tasks import LowerInit
+from ..problem.values import changed, values
 from ..problem.vector import Vector
 from ..solvers.lower import LowerRule, Memory, Rate, Solved, rates_of
 
@@ -22,17 +23,9 @@ __all__ = ["Descent", "Given", "Groups", "Start", "Update", "changed", "require_
 
 Groups = dict[str, list[dict[str, Any]]]  # the parameter groups of each level
 Start = Sequence[Tensor] | LowerInit | None  # where lower solves begin, if not where they would
-Values = TypeVar("Values")
 
 
-def changed(values: Values, **changes: Any) -> Values:
-    """The same values but for these; as ``dataclasses.replace``, at a fraction of its cost."""
-    new: Values = object.__new__(type(values))
-    new.__dict__.update(values.__dict__, **changes)
-    return new
-
-
-@dataclass(frozen=True)
+@values
 class Given:
     """What a step is given beside the losses and the point.
 
@@ -89,11 +82,11 @@ class Given:
         """The same with what an estimate will have left, for the update of x."""
         return changed(
             self,
-            memory={**self.memory, **estimate.memory},
-            upper_memory={**self.upper_memory, **estimate.upper_memory},
-            tables={**self.tables, **estimate.tables},
+            memory=self.memory | estimate.memory if estimate.memory else self.memory,
+            upper_memory=self.upper_memory | estimate.upper_memory if estimate.upper_memory else self.upper_memory,
+            tables=self.tables | estimate.tables if estimate.tables else self.tables,
             lower=self.lower if estimate.lower is None else estimate.lower,
-            numbers={**self.numbers, **estimate.numbers},
+            numbers=self.numbers | estimate.numbers if estimate.numbers else self.numbers,
             steps=self.steps + 1,
         )
 
@@ -118,9 +111,9 @@ class Given:
         solved = rule.run(oracle.y, memory, steps, draw, tol)
         require_interior(oracle, rule, solved)
         if solved.gradient is None:
-            return Descent(oracle, solved.memory, {})
+            return Descent(oracle, solved.memory, {}, True)
         oracle.checks.finite("lower_grad", solved.y)
-        return Descent(oracle.at(lower=solved.y), solved.memory, solved.watched(oracle.checks))
+        return Descent(oracle.at(lower=solved.y), solved.memory, solved.watched(oracle.checks), solved.memory is memory)
 
     def stepped(self, oracle: Oracle, gradient: Vector) -> Descent:
         """The oracle's point after one lower step along a given gradient."""
@@ -128,7 +121,7 @@ class Given:
         solved = rule.step(oracle.y, memory, lambda _: (None, gradient))
         require_interior(oracle, rule, solved)
         oracle.checks.finite("lower_grad", solved.y)
-        return Descent(oracle.at(lower=solved.y), solved.memory, {"lower_residual": gradient.norm()})
+        return Descent(oracle.at(lower=solved.y), solved.memory, {"lower_residual": gradient}, solved.memory is memory)
 
 
 def require_interior(oracle: Oracle, rule: LowerRule, solved: Solved) -> None:
@@ -148,20 +141,23 @@ class Descent(NamedTuple):
     Attributes:
         oracle: at the improved y.
         solver: the lower optimizer's memory there.
-        diagnostics: norm of the last lower gradient, and how it changed.
+        diagnostics: the last lower gradient, for its norm, and how it changed.
+        plain: the lower optimizer's memory is as it was.
     """
 
     oracle: Oracle
     solver: Memory
-    diagnostics: dict[str, Tensor]
+    diagnostics: Mapping[str, Tensor | Vector]
+    plain: bool = False
 
     def kept(self, estimate: Estimate) -> Estimate:
         """An estimate made there, with y, the lower optimizer's memory, and the diagnostics that it has not itself."""
         together = {**self.diagnostics, **estimate.diagnostics}
-        return changed(estimate, lower=self.oracle.y, solver=self.solver, diagnostics=together)
+        solver = None if self.plain else self.solver
+        return changed(estimate, lower=self.oracle.y, solver=solver, diagnostics=together)
 
 
-@dataclass(frozen=True)
+@values
 class Update:
     """A new x, and what is to be remembered with it.
 

@@ -55,7 +55,8 @@ class Attempt:
         modes = torch._C._len_torch_function_stack(), get_dynamic_layer_stack_depth(), torch.is_grad_enabled()
         self._before = default_state(self._device), own, modes
         if self.oracle is not None:
-            self._data = [(objective, objective.mark()) for objective in (self.oracle.f, self.oracle.g)]
+            f, g = self.oracle.f, self.oracle.g
+            self._data = [(f, f.mark()), (g, g.mark())]
         if self._buffers is not None:
             self._buffers.__enter__()
         return self
@@ -126,12 +127,12 @@ def agree_on_fallback(oracle: Oracle, ranks: Ranks) -> None:
         found.fallback = "another rank could not vectorise the losses"
 
 
-def writes_of(state: memory.State, oracle: Oracle, estimate: Estimate) -> list[Write]:
-    """Writes of what an estimate has found; ``.grad`` of x is the estimate."""
+def writes_of(state: memory.State, oracle: Oracle, estimate: Estimate, update: Update | None = None) -> list[Write]:
+    """Writes of what an estimate has found, and of the update of x made of it; ``.grad`` of x is the estimate."""
     x, y = oracle.live_x, oracle.live_y
     # Nobody else's, because gradients are clipped in place.
     gradients = [gradient.detach().clone() for gradient in estimate.gradient]
-    writes: list[Write] = []
+    writes: list[Write] = [partial(_set_gradients, x, gradients)]
     if estimate.writes:
         writes.append(partial(memory.write_rows, estimate.writes))
     if estimate.memory:
@@ -142,9 +143,11 @@ def writes_of(state: memory.State, oracle: Oracle, estimate: Estimate) -> list[W
         writes.append(partial(memory.remember_tables, state, y, estimate.tables))
     if estimate.solver is not None:
         writes.append(partial(memory.remember_solver, state, y, estimate.solver))
+    if update is not None:
+        lower = estimate.lower if update.lower is None else update.lower
+        return writes + _writes_of_values(state, x, y, update, lower)
     if estimate.lower is not None:
         writes.append(partial(y.copy_, estimate.lower))  # last, because what is remembered may be what y was
-    writes.append(partial(_set_gradients, x, gradients))
     return writes
 
 
@@ -152,14 +155,22 @@ def writes_of_update(
     state: memory.State, moved: Sequence[Tensor], lower: Callable[[], Sequence[Tensor]], update: Update
 ) -> list[Write]:
     """Writes of an update of x; ``lower`` gives the live lower tensors."""
+    return _writes_of_values(state, moved, () if update.lower is None else lower(), update, update.lower)
+
+
+def _writes_of_values(
+    state: memory.State, x: Sequence[Tensor], y: Sequence[Tensor], update: Update, lower: Vector | None
+) -> list[Write]:
+    """Writes of an update of x, with a new y: values last, because what is remembered may be what they were."""
     writes: list[Write] = []
     if update.writes:
         writes.append(partial(memory.write_rows, update.writes))
     if update.upper_memory:
-        writes.append(partial(memory.remember, state, moved, update.upper_memory))
-    if update.lower is not None:
-        writes.append(partial(Vector(lower()).copy_, update.lower))
-    writes.append(partial(Vector(moved).copy_, update.x))
+        writes.append(partial(memory.remember, state, x, update.upper_memory))
+    if lower is None:
+        writes.append(partial(Vector(x).copy_, update.x))
+    else:
+        writes.append(partial(Vector((*y, *x)).copy_, (*lower, *update.x)))
     return writes
 
 

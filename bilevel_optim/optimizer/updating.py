@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..hypergradient import Estimate
-from ..problem.parameters import LEVELS, level_groups, require_rates, tensors_of
+from ..problem.parameters import by_level, tensors_of
 from ..problem.vector import Vector
 from .checkpoint import initialises
 from .method import StepFunctions
@@ -36,8 +36,7 @@ class Updating(StepFunctions):
         """Update the upper parameters that have a ``.grad``."""
         if initialises(self):  # type: ignore[arg-type]
             return self._initialise()
-        require_rates(self.param_groups)
-        groups = {level: level_groups(self.param_groups, level) for level in LEVELS}
+        groups = by_level(self.param_groups)
         for group in groups["upper"]:
             group["params"] = [p for p in group["params"] if p.grad is not None]
         moved = [p for group in groups["upper"] for p in group["params"]]
@@ -51,7 +50,7 @@ class Updating(StepFunctions):
     @torch.no_grad()
     def _update_after(self, estimate: Estimate, x: Sequence[Tensor], y: Sequence[Tensor]) -> list[Write]:
         """Writes of the update that follows from an estimate which has been made by a graph."""
-        groups = {level: level_groups(self.param_groups, level) for level in LEVELS}
+        groups = by_level(self.param_groups)
         given = self._given(groups, x, y).after(estimate)
         return self._writes_of_update(x, self.update(Vector(x).detach(), estimate.gradient, given), estimate.numbers)
 

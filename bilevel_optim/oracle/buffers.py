@@ -29,6 +29,7 @@ class Buffers:
     def __init__(self) -> None:
         self._changing: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
         self.complete = False  # a whole step has been seen
+        self._none = True  # as long as nothing is known to change
 
     def __reduce__(self) -> tuple[type[Buffers], tuple[()]]:
         return Buffers, ()  # a copy of an optimizer finds out about its modules anew
@@ -36,7 +37,7 @@ class Buffers:
     @property
     def constant(self) -> bool:
         """Whether no evaluation changes any buffer."""
-        return self.complete and not self._changing
+        return self.complete and self._none
 
     @property
     def changing(self) -> bool:
@@ -92,6 +93,7 @@ class Buffers:
                         if buffer is not None and (part, name) not in before:
                             before[part, name] = buffer.detach().clone()
                 elif _normalises(part):
+                    self._none = False
                     self._changing.setdefault(part, set(part._buffers))
 
         with warnings.catch_warnings():
@@ -109,6 +111,7 @@ class Buffers:
             buffer = module._buffers[name]
             if buffer is not None and (self.complete or not torch.equal(buffer, value)):
                 if not self.complete:
+                    self._none = False
                     self._changing.setdefault(module, set()).update(module._buffers if _normalises(module) else [name])
                 found = [True]
                 buffer.data.copy_(value)  # graphs that saved the buffer with this value stay valid

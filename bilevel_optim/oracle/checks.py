@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import BilevelWarning, NonFiniteError
-from ..problem.vector import Vector, is_sharded
+from ..problem.vector import Vector, any_sharded
 
 __all__ = ["Checks"]
 
@@ -69,23 +69,24 @@ class Checks:
             spoilt = spoilt + t.sum(dtype=kind) * 0
         return [key for key, *_ in self._alerts], torch.stack([spoilt.isnan(), *alerts])
 
-    def verify(self, step: int, warned: set[str]) -> set[str]:
+    def verify(self, step: int, warned: set[str], shown: Sequence[Tensor] | None = None) -> set[str]:
         """Raise `NonFiniteError` for the first oracle that failed; warn; return the keys of the alerts that were on.
 
-        A key is added to ``warned`` with its warning.
+        A key is added to ``warned`` with its warning. ``shown`` are tensors in which it shows whether a vector was not
+        finite, if not all vectors are to be looked at for that.
         """
         # A norm is cheap, and not finite if an entry is not; that one of finite entries overflows is seen afterwards.
-        norms = _norms([t for *_, vector in self._finite for t in vector])
-        norms += [value for *_, value in self._scalars]
-        numbers = _read([*norms, *[figure for *_, figures in self._alerts for figure in figures]])
-        if not all(map(math.isfinite, numbers[: len(norms)])):
-            for oracle, hint, vector in self._finite:
-                if not bool(Vector(vector).max_abs().isfinite()):
-                    raise NonFiniteError(oracle, step, hint)
-            for oracle, hint, value in self._scalars:
-                if not bool(value.isfinite()):
-                    raise NonFiniteError(oracle, step, hint)
-        on, remaining = set(), iter(numbers[len(norms) :])
+        signs = _norms([t for *_, vector in self._finite for t in vector] if shown is None else shown)
+        for *_, value in self._scalars:
+            signs.append(value)
+        if not self._alerts:
+            if not all(map(math.isfinite, _read(signs))):
+                self._require_finite(step)
+            return set()
+        numbers = _read([*signs, *[figure for *_, figures in self._alerts for figure in figures]])
+        if not all(map(math.isfinite, numbers[: len(signs)])):
+            self._require_finite(step)
+        on, remaining = set(), iter(numbers[len(signs) :])
         for key, message, test, figures in self._alerts:
             if test(*(next(remaining) for _ in figures)):
                 if key == REFUSAL:
@@ -96,11 +97,20 @@ class Checks:
                     warnings.warn(_text(message), BilevelWarning, stacklevel=5)
         return on
 
+    def _require_finite(self, step: int) -> None:
+        """Raise for the first oracle that failed."""
+        for oracle, hint, vector in self._finite:
+            if not bool(Vector(vector).max_abs().isfinite()):
+                raise NonFiniteError(oracle, step, hint)
+        for oracle, hint, value in self._scalars:
+            if not bool(value.isfinite()):
+                raise NonFiniteError(oracle, step, hint)
 
-def _norms(tensors: list[Tensor]) -> list[Tensor]:
-    if any(map(is_sharded, tensors)):
+
+def _norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    if any_sharded(tensors):
         return [Vector([t]).norm() for t in tensors]
-    return list(torch._foreach_norm(tensors)) if tensors else []
+    return list(torch._foreach_norm(tuple(tensors))) if tensors else []
 
 
 def _itself(on: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..problem.vector import Vector, is_sharded
+from ..problem.vector import Vector, any_sharded
 from .substitution import Substitution
 
 __all__ = ["Evaluation", "in_place", "placed", "substituted"]
@@ -37,7 +37,7 @@ class placed:
 
     def __enter__(self) -> None:
         live = self._live
-        if any(map(is_sharded, live)):
+        if any_sharded(live):
             # A sharded parameter's storage is known to its FSDP group by address: write into it instead.
             self._before = Vector(live).detach().clone()
             Vector(live).copy_(self._values)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from ..problem import random
 from ..problem.objective import Objective, Sample, require_fit
 from ..problem.tasks import select
-from ..problem.vector import Vector, is_sharded
+from ..problem.vector import Vector, any_sharded
 from . import batched
 from .evaluation import placed
 from .features import require_free_of_lower
@@ -188,7 +188,7 @@ class LaneLoss:
         session = self.oracle.session
         with session.buffers_kept():
             if self.level not in session.found.redirected:
-                if not any(map(is_sharded, self.live)):  # which cannot hold a row, and does not mix with one
+                if not any_sharded(self.live):  # which cannot hold a row, and does not mix with one
                     self._require_redirection(batch)
                 session.found.redirected |= {self.level}
             parts = _each(self.oracle, self._at, batch, lanes, len(lanes[0]), alike=self.alike)

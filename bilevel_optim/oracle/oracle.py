@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..problem.objective import Objective, Sample
 from ..problem.tracing import cut
-from ..problem.vector import Vector, is_sharded
+from ..problem.vector import Vector, any_sharded
 from . import second_order
 from .checks import Checks
 from .features import Features
@@ -77,7 +77,7 @@ class Oracle:
         self.g = lower_loss if isinstance(lower_loss, Objective) else Objective(lower_loss)
         self.session = session or Session()
         self.device = self.live_y[0].device
-        self.sharded = any(map(is_sharded, (*self.live_x, *self.live_y)))
+        self.sharded = any_sharded((*self.live_x, *self.live_y))
         self.features = Features()
         self.f.begin()
         self.g.begin()

@@ -21,7 +21,7 @@ from .first_order import slopes
 if TYPE_CHECKING:
     from .oracle import Oracle
 
-__all__ = ["LowerSystem", "UpperSystem", "kept_system", "lower_matrices", "lower_system", "pulled"]
+__all__ = ["LowerSystem", "UpperSystem", "kept_system", "lower_matrices", "lower_system", "pulled", "system_sample"]
 
 
 class LowerSystem(NamedTuple):
@@ -83,6 +83,13 @@ def lower_system(oracle: Oracle, sample: Sample, *, gradient: bool = True) -> Ge
         with oracle.session.buffers_kept(), oracle.placed() as (x, y):
             gradients, loss, y = _lower_gradient(oracle, sample, x, y)
             yield _by_graph(oracle, gradients, loss, x, y, gradient)
+
+
+def system_sample(oracle: Oracle) -> Sample:
+    """The next sample of g, for one `lower_system` and nothing else: evaluated once, if products do no more."""
+    session = oracle.session
+    alone = session.options.hvp == "exact" and session.found.fused is False and session.buffers.constant
+    return oracle.g.draw(once=alone)
 
 
 def kept_system(oracle: Oracle, sample: Sample) -> LowerSystem:

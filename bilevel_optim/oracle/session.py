@@ -15,6 +15,7 @@ from ..distributed.ranks import Ranks
 from ..distributed.sharding import Gathered
 from ..errors import BilevelWarning
 from ..problem.objective import Sample
+from ..problem.values import changed
 from .buffers import Buffers
 from .checks import Checks
 from .evaluation import Evaluation, in_place
@@ -99,9 +100,7 @@ class Session:
     @classmethod
     def begun(cls, options: Options, found: Findings, buffers: Buffers, warned: set[str]) -> Session:
         """The session of a new step."""
-        own = object.__new__(Findings)
-        own.__dict__.update(found.__dict__)
-        return cls(options, own, buffers, warned=set(warned))
+        return cls(options, changed(found), buffers, warned=set(warned))
 
     def buffers_kept(self) -> AbstractContextManager[None]:
         """Leave module buffers (running statistics) as they are, whatever the block evaluates."""
@@ -157,7 +156,7 @@ class Session:
                 "parameter, so the hypergradient would be silently zero; check that the live upper tensors are read "
                 "and not detached or old ones"
             )
-        for level in self.found.idle - self.warned:
+        for level in self.found.idle and self.found.idle - self.warned:
             other = "lower" if level == "upper" else "upper"
             if level == "upper" or self.options.responds:
                 warnings.warn(

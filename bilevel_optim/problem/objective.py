@@ -234,7 +234,8 @@ class Objective:
         """The present position, for `rewind`; costs next to nothing."""
         if self.data is None:
             return ()
-        return self._passes, self._position, self._iterator is None, self._start, own_order(self.data)
+        present = None if type(self.data) in (list, tuple) else own_order(self.data)
+        return self._passes, self._position, self._iterator is None, self._start, present
 
     def rewind(self, mark: tuple[Any, ...]) -> None:
         """Go back to a position, as after loading a state; data that do not repeat their order cannot."""

@@ -141,9 +141,22 @@ def level_groups(groups: Iterable[dict[str, Any]], level: str) -> list[dict[str,
     ]
 
 
+def by_level(groups: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The groups of each level, as of `level_groups`; raises unless their learning rates are such."""
+    found: dict[str, list[dict[str, Any]]] = {level: [] for level in LEVELS}
+    for group in groups:
+        rate = group["lr"]
+        if type(rate) is not float or not 0 <= rate < math.inf:
+            require_rates((group,))
+        found[group["level"]].append({**group, "params": [p for p in group["params"] if p.requires_grad]})
+    return found
+
+
 def tensors_of(groups: Iterable[dict[str, Any]], level: str) -> list[Tensor]:
     """The parameters of these groups; raises if there are none."""
-    tensors = [p for group in groups for p in group["params"]]
+    tensors: list[Tensor] = []
+    for group in groups:
+        tensors += group["params"]
     if not tensors:
         raise ValueError(f"no {level} parameter requires a gradient")
     return tensors

@@ -11,7 +11,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["Vector", "is_sharded", "stack"]
+from .tracing import traced
+
+__all__ = ["Vector", "any_sharded", "is_sharded", "norms", "stack"]
 
 Scalar = float | Tensor
 
@@ -60,10 +62,10 @@ class Vector(tuple[Tensor, ...]):
 
     def descended(self, direction: Sequence[Tensor], rates: Sequence[Scalar]) -> Vector:
         """This less the direction, with a learning rate for each tensor."""
+        if len(self) == 1 and type(rates[0]) is float:
+            return Vector((torch.add(self[0], direction[0], alpha=-rates[0]),))
         if any([isinstance(rate, Tensor) for rate in rates]):
             return self - Vector(direction) * list(rates)
-        if len(self) == 1:
-            return Vector((torch.add(self[0], direction[0], alpha=-float(rates[0])),))
         if len(set(rates)) == 1:
             return Vector(torch._foreach_add(self, tuple(direction), alpha=-float(rates[0])))
         return Vector(torch.add(t, d, alpha=-float(rate)) for t, d, rate in zip(self, direction, rates, strict=True))
@@ -74,7 +76,7 @@ class Vector(tuple[Tensor, ...]):
 
     def norm(self) -> Tensor:
         """Euclidean norm over all tensors together, accumulated as in :meth:`dot`."""
-        if any(map(is_sharded, self)):
+        if any_sharded(self):
             return self.dot(self).sqrt()
         parts: list[Tensor] = [torch.linalg.vector_norm(t, dtype=_accumulator(t)) for t in self]
         if len(parts) == 1:
@@ -87,7 +89,7 @@ class Vector(tuple[Tensor, ...]):
 
     def lane_norm(self) -> Tensor:
         """Euclidean norm of each lane of stacked tensors, shape (n,)."""
-        if any(map(is_sharded, self)):
+        if any_sharded(self):
             return self.lane_dot(self).sqrt()
         parts: list[Tensor] = [
             torch.linalg.vector_norm(t, dim=tuple(range(1, t.dim())), dtype=_accumulator(t))
@@ -110,7 +112,7 @@ class Vector(tuple[Tensor, ...]):
         return Vector(t.clone() for t in self)
 
     def detach(self) -> Vector:
-        return Vector([t.detach() for t in self])
+        return Vector((self[0].detach(),)) if len(self) == 1 else Vector([t.detach() for t in self])
 
     def zeros_like(self) -> Vector:
         return Vector(torch.zeros_like(t) for t in self)
@@ -132,7 +134,7 @@ class Vector(tuple[Tensor, ...]):
         if torch.is_grad_enabled():
             with torch.no_grad():
                 self.copy_(values)
-        elif any(map(is_sharded, self)):
+        elif any_sharded(self):
             for tensor, value in zip(self, values, strict=True):
                 if is_sharded(tensor) and is_sharded(value):  # torch itself copies no fewer rows than there are ranks
                     _local(tensor).copy_(_local(value.redistribute(placements=tensor.placements)))  # type: ignore[attr-defined]
@@ -140,6 +142,23 @@ class Vector(tuple[Tensor, ...]):
                     tensor.copy_(value)
         else:
             torch._foreach_copy_(self, tuple(values))
+
+
+def norms(vectors: Sequence[Vector]) -> list[Tensor]:
+    """The norms of several vectors.
+
+    Those of one plain tensor each are evaluated in one call, which costs less than one for each, but not in a graph.
+    """
+    if (
+        len(vectors) > 1
+        and not traced()
+        and all([len(v) == 1 for v in vectors])
+        and not any_sharded([v[0] for v in vectors])
+    ):
+        kinds = {_accumulator(v[0]) for v in vectors}
+        if len(kinds) == 1:
+            return list(torch._foreach_norm(single, 2, kinds.pop()))
+    return [v.norm() for v in vectors]
 
 
 def stack(vectors: Sequence[Sequence[Tensor]]) -> Vector:
@@ -150,6 +169,17 @@ def stack(vectors: Sequence[Sequence[Tensor]]) -> Vector:
 def is_sharded(t: Tensor) -> bool:
     """Whether a tensor is a ``DTensor``, of which each rank holds a part (as FSDP2 makes them)."""
     return hasattr(t, "full_tensor")
+
+
+def any_sharded(tensors: Iterable[Tensor]) -> bool:
+    """Whether one of these is; a loop, because it is asked several times in each step."""
+    for t in tensors:  # noqa: SIM110
+        if type(t) not in _PLAIN and is_sharded(t):
+            return True
+    return False
+
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 def _accumulator(t: Tensor) -> torch.dtype | None:

@@ -21,7 +21,11 @@ Rate = Any  # a learning rate: a number, or in a trace a tensor
 
 def rates_of(groups: Sequence[dict[str, Any]]) -> list[Rate]:
     """The learning rate of each tensor of these groups."""
-    return [group["lr"] if traced() else float(group["lr"]) for group in groups for _ in group["params"]]
+    rates: list[Rate] = []
+    for group in groups:
+        rate = group["lr"]
+        rates += [rate if type(rate) is float or traced() else float(rate)] * len(group["params"])
+    return rates
 
 
 def descended(groups: Sequence[dict[str, Any]], y: Vector, gradient: Vector) -> Vector:

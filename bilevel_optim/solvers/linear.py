@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..kernels.cg import cg_step
 from ..problem.tracing import traced
-from ..problem.vector import Vector, is_sharded
+from ..problem.vector import Vector, any_sharded
 from .on_host import conjugate_gradients, relative
 
 __all__ = ["LinearSolution", "cg", "fixed_point", "minres", "neumann", "neumann_term"]
@@ -81,10 +81,10 @@ def cg(
         ((tensor([1.0000, 0.5000]),), 2)
     """
     b, options = Vector(b), _Stop(steps, tol, atol, damping)
-    if b[0].device.type == "cuda" and not any(map(is_sharded, b)):
+    if b[0].device.type == "cuda" and not any_sharded(b):
         return _flat_cg(product, b, start, options, lanes)
     begun = None if start is None else Vector(start)
-    if b[0].is_cpu and not (lanes or traced() or any(map(is_sharded, b))):
+    if b[0].is_cpu and not (lanes or traced() or any_sharded(b)):
         return LinearSolution(*conjugate_gradients(partial(_damped, product, damping=damping), b, begun, *options[:3]))
     dot = Vector.lane_dot if lanes else Vector.dot
     return _cg(product, b, begun, options, dot, partial(_cg_step, dot))

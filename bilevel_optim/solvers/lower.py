@@ -40,7 +40,7 @@ NOT_ELEMENTWISE = tuple(
     getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon") if hasattr(torch.optim, name)
 )
 # Entries of our groups that are not options of the optimizer.
-_OURS = ("params", "level", "param_names", "initial_lr")
+_OURS = frozenset(("params", "level", "param_names", "initial_lr"))
 
 
 GROWTH = 4.0  # of the norm of the gradient, in each half of the lower steps
@@ -117,13 +117,19 @@ class LowerRule:
     def follow(self, groups: Sequence[dict[str, Any]]) -> None:
         """Take over the options of the lower groups, which a scheduler may have changed."""
         for own, group in zip(self.optimizer.param_groups, groups, strict=True):
-            own.update(_options(group))
+            for name, value in group.items():
+                if name not in _OURS:
+                    own[name] = value
 
     def fits(self, groups: Sequence[dict[str, Any]], like: Vector) -> bool:
         """Whether these groups and tensors have the sizes, types and devices that the rule was made for."""
         own = self.optimizer.param_groups
-        same = [len(group["params"]) for group in groups] == [len(group["params"]) for group in own]
-        return same and self._sizes == [(t.shape, t.dtype, t.device) for t in like]
+        if len(own) != len(groups):
+            return False
+        for i, group in enumerate(groups):
+            if len(own[i]["params"]) != len(group["params"]):
+                return False
+        return self._sizes == [(t.shape, t.dtype, t.device) for t in like]
 
     @property
     def evaluates_once(self) -> bool:
@@ -133,8 +139,12 @@ class LowerRule:
     @property
     def plain(self) -> bool:
         """Whether the update is a gradient step and nothing else."""
-        groups = self.optimizer.param_groups
-        return self._kind is SGD and not any([g["momentum"] or g["weight_decay"] or g["maximize"] for g in groups])
+        if self._kind is not SGD:
+            return False
+        for group in self.optimizer.param_groups:
+            if group["momentum"] or group["weight_decay"] or group["maximize"]:
+                return False
+        return True
 
     def fresh(self) -> Memory:
         """The memory to begin with."""

@@ -77,6 +77,7 @@ def timed(trial: Trial) -> list[Point]:
 
 LR = axis(1.0, 10.0, 100.0)
 STEP = {"lr": LR, "lower_lr": axis(0.02, 0.1, 0.5)}
+ONE = {**STEP, "lower_steps": axis(1)}
 META = Experiment(
     id="004-meta",
     paper="arXiv:2310.18535",
@@ -88,7 +89,7 @@ META = Experiment(
         "RT-MLMC": Arm(partial(bo.RTMLMC, **LEVELS, levels=6), {"lr": LR}),
         "RT-MLMC, 1 level": Arm(partial(bo.RTMLMC, **LEVELS, levels=1), {"lr": LR}),
         "RT-MLMC, 4 levels": Arm(partial(bo.RTMLMC, **LEVELS, levels=4), {"lr": LR}),
-        "MAML": Arm(bo.MAML, {**STEP, "lower_steps": axis(1)}),
+        "MAML": Arm(bo.MAML, ONE),
         "MAML, several steps": Arm(bo.MAML, {**STEP, "lower_steps": axis(4, 8, 12, least=1, extends=False)}),
         "BSVRB v2": Arm(
             partial(bo.BSVRB, version=2, task_batch=4, floor=1.0),
@@ -121,7 +122,7 @@ META = Experiment(
 def evolved(directions: int, lower_directions: int = 0, kind: str = "gaussian") -> Arm:
     """ES-MAML with one step of adaptation and so many pairs of directions, if any in the adaptation too."""
     options: dict[str, Any] = {"directions": directions, "direction": kind, "lower_directions": lower_directions}
-    return Arm(partial(bo.ESMAML, lower_steps=1, **options), STEP)
+    return Arm(partial(bo.ESMAML, **options), ONE)
 
 
 EVOLUTION = Experiment(
@@ -132,7 +133,7 @@ EVOLUTION = Experiment(
     value="no figure: the variance is too large for the target accuracy of MAML",
     run=run,
     arms={
-        "MAML": Arm(partial(bo.MAML, lower_steps=1), STEP),
+        "MAML": Arm(bo.MAML, ONE),
         "ES-MAML": evolved(8),
         "ES-MAML, adapted by values": evolved(8, 8),
         "ES-MAML, 64 pairs": evolved(64),

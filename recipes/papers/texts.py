@@ -94,6 +94,6 @@ EXPERIMENTS = [
             "plain steps for the others",
             "5 lower steps, the left panel alone; warm starts for all",
         ),
-        **COMMON,
+        **{**COMMON, "moves": 12},
     ),
 ]

@@ -1,15 +1,18 @@
 """What a step says about itself: keys, shapes, and the same as plain floats."""
 
+import copy
 import math
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bilevel_optim as bo
 from bilevel_optim.hypergradient.finite_difference import stencil
 
+from ..problems import close
 from ..registry import ARGUMENTS, ROWS, each
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "diagnostics.md"
@@ -125,3 +128,26 @@ def test_there_are_no_metrics_before_a_step_and_no_words_in_them():
     assert "vectorize_fallback" in optimizer.diagnostics
     assert {"loss", "spread/max"} <= set(optimizer.metrics())
     assert "vectorize_fallback" not in optimizer.metrics()
+
+
+@pytest.mark.parametrize("size", [3, 100_000])
+def test_norms_are_those_of_the_step_whenever_they_are_read(size):
+    def made():
+        x, y = (torch.linspace(-1, 1, size).requires_grad_() for _ in range(2))
+        optimizer = bo.SOBA([x], [y], lr=0.1, lower_lr=0.5)
+        optimizer.step(lambda: (y - 1).square().sum() / 2, lambda: (y - 2 * x).square().sum() / 2)
+        return x, y, optimizer
+
+    at_once = dict(made()[2].diagnostics)
+    x, y, optimizer = made()
+    x.grad.zero_()  # clipped, say
+    with torch.no_grad():
+        x.add_(1), y.mul_(2)
+    assert size < 1000 or all(isinstance(value, torch.Tensor) for value in vars(optimizer)["_diagnostics"].values())
+    later = copy.deepcopy(optimizer).diagnostics
+    assert list(later) == ["hypergradient_norm", "lower_residual", "linear_residual"] == list(at_once)
+    for name, value in at_once.items():
+        assert torch.equal(value, later[name])
+        assert (value.dim(), value.dtype) == (0, torch.float64)
+    start = torch.linspace(-1, 1, size)
+    close(at_once["lower_residual"], start.double().norm(), 0, 1e-6)  # of y - 2 x

@@ -5,6 +5,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+import bilevel_optim as bo
+
 from ..problems import Tasks, close, flat, seeded
 from ..registry import HALF, ROWS, each
 
@@ -133,3 +135,30 @@ def test_cuda_equals_cpu(row):
         results.append(flat(problem.parameters).cpu())
     if results:
         torch.testing.assert_close(*results, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", [bo.SOBA, bo.FSLA, bo.AID])
+def test_differences_of_gradients_share_the_random_numbers_of_a_sample(method):
+    """Whereas an exact product is made of a single evaluation, which may draw what it likes."""
+    found = []
+    for hvp in ("exact", "finite-difference"):
+        x, y = (torch.linspace(a, 1, 4, dtype=torch.float64).requires_grad_() for a in (0.2, -1))
+        options = {"lower_steps": 2} if method is bo.AID else {}
+        optimizer = method([x], [y], lr=0.1, lower_lr=0.1, hvp=hvp, **options)
+
+        def lower(x=x, y=y):
+            return ((1 + torch.rand(4, dtype=y.dtype)) * (x.exp() * y.square() - x * y)).sum()
+
+        torch.manual_seed(3)
+        for _ in range(3):
+            optimizer.step(lambda y=y: (y - 1).square().sum(), lower)
+        found.append(torch.stack([x.detach(), y.detach()]))
+    close(*found, 1e-6)
+
+
+def test_a_lower_step_that_overflows_is_refused():
+    x, y = (torch.ones(2, dtype=torch.float32, requires_grad=True) for _ in range(2))
+    optimizer = bo.SOBA([x], [y], lr=0.1, lower_lr=1e30, linear_lr=0.1)
+    with pytest.raises(bo.NonFiniteError, match="lower_grad"):
+        optimizer.step(lambda: (y - 1).square().sum(), lambda: 1e10 * (y - x + 1).square().sum())
+    assert bool((y == 1).all())

@@ -14,7 +14,7 @@ from ...optimizer.step import Given, changed
 from ...oracle.oracle import Oracle
 from ...problem.objective import Objective
 from ...problem.parameters import Params, is_number, require
-from ...problem.vector import Vector, is_sharded
+from ...problem.vector import Vector, any_sharded
 from ..aid import AID
 from ..itd import ITD
 
@@ -28,7 +28,7 @@ class Initialised(BilevelOptimizer):
 
     def initial(self, oracle: Oracle) -> Vector:
         """The upper tensors where the lower ones start."""
-        if any(map(is_sharded, oracle.y)):
+        if any_sharded(oracle.y):
             raise ValueError(
                 f"{type(self).__name__} cannot start sharded lower parameters (DTensor) from upper ones: leave the "
                 "module whole, and let the ranks share the tasks"

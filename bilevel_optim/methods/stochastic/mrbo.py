@@ -38,7 +38,7 @@ class Recursion(NamedTuple):
         return Estimate(
             loss,
             self.h,
-            {**diagnostics, "lower_residual": self.u.norm()},
+            {**diagnostics, "lower_residual": self.u},
             memory={"previous": self.y, "direction": self.u},
             upper_memory={"previous": self.x, "direction": self.h},
         )

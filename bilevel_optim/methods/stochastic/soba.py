@@ -12,6 +12,7 @@ from ...optimizer.base import BilevelOptimizer, CommonOptions
 from ...optimizer.declaration import Method, counts
 from ...optimizer.step import Given
 from ...oracle.oracle import Oracle
+from ...oracle.second_order import system_sample
 from ...problem.objective import Sample
 from ...problem.parameters import Params, is_number, require
 from ...problem.vector import Vector
@@ -106,7 +107,7 @@ class SOBA(SingleLoop):
     def estimate(self, oracle: Oracle, given: Given) -> Estimate:
         """One step of y and of v, and the hypergradient with the present v."""
         rates = given.linear_rates(self.linear_lr)
-        zeta, xi = oracle.g.draw(), oracle.f.draw(once=True)
+        zeta, xi = system_sample(oracle), oracle.f.draw(once=True)
         loss, grad_x, grad_y = oracle.upper(xi)
         v = self.solution(given)
         v = grad_y * rates if v is None else v
@@ -115,7 +116,8 @@ class SOBA(SingleLoop):
         residual = product - grad_y
         here = given.stepped(oracle, system.gradient)
         memory = {"linear_solution": v.descended(residual, rates)} if self.warm_start else {}
-        return here.kept(Estimate(loss, grad_x - cross, {"linear_residual": residual.norm()}, memory))
+        estimate = Estimate(loss, grad_x - cross, {"linear_residual": residual}, memory, complete=self.warm_start)
+        return here.kept(estimate)
 
 
 class FSLA(SingleLoop):
@@ -214,17 +216,17 @@ class FSLA(SingleLoop):
         )
         return here.kept(estimate)
 
-    def _linear_step(self, oracle: Oracle, given: Given) -> tuple[Vector, Tensor]:
+    def _linear_step(self, oracle: Oracle, given: Given) -> tuple[Vector, Vector]:
         """The next v, and the residual of the one before."""
-        xi, zeta, rates = oracle.f.draw(once=True), oracle.g.draw(), given.linear_rates(self.linear_lr)
+        xi, zeta, rates = oracle.f.draw(once=True), system_sample(oracle), given.linear_rates(self.linear_lr)
         _, _, grad_y = oracle.upper(xi)
         v = self.solution(given)
         if v is None:
-            return grad_y * rates, grad_y.norm()
+            return grad_y * rates, grad_y
         with oracle.lower_system(zeta, gradient=False) as system:
             residual = system.hvp(v) - grad_y
         oracle.checks.finite("hvp", residual)
-        return v - residual * rates, residual.norm()
+        return v - residual * rates, residual
 
 
 def _direct(oracle: Oracle, xi: Sample, zeta: Sample, v: Vector) -> tuple[Tensor, Vector]:

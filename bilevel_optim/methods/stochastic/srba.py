@@ -126,7 +126,7 @@ class SRBA(SingleLoop):
         here, new = given.stepped(oracle, d_y), v - d_v * rates
         if math.isfinite(self.radius):
             new = new * (self.radius / new.norm()).clamp_max(1.0)
-        estimate = Estimate(loss, d_x, {"linear_residual": d_v.norm()})
+        estimate = Estimate(loss, d_x, {"linear_residual": d_v})
         if self.warm_start:
             lower = {"previous": oracle.y, "previous_solution": v, "direction": d_y, "solution_direction": d_v}
             upper = {"previous": oracle.x, "direction": d_x}

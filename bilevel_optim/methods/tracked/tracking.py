@@ -19,7 +19,7 @@ from ...optimizer.base import BilevelOptimizer, CommonOptions
 from ...optimizer.memory import TABLE
 from ...optimizer.step import Given, Update
 from ...oracle.oracle import Oracle
-from ...problem.parameters import LEVELS, Params, is_count, is_number, level_groups, require
+from ...problem.parameters import Params, by_level, is_count, is_number, require
 from ...problem.tasks import TaskDraws, task_count
 from ...problem.vector import Vector
 from . import watching
@@ -322,9 +322,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         not grow with their number: they move by a known rule, and catch up when they are next looked at, or here. Until
         then the live tensors hold their older values. Results do not depend on it.
         """
-        given = self._given(
-            {level: level_groups(self.param_groups, level) for level in LEVELS}, *map(self._parameters, LEVELS)
-        )
+        given = self._given(by_level(self.param_groups), self._parameters("upper"), self._parameters("lower"))
         if len(given.tables.get("age", ())) < 2:  # a single row is looked at in every step
             return
         table, clock = self._table(given, given.lower), Clock.read(given.numbers)

@@ -17,7 +17,7 @@ from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, is_count, is_number, require
 from ...problem.random import draw_seed
 from ...problem.tracing import traced
-from ...problem.vector import is_sharded
+from ...problem.vector import any_sharded
 from ...solvers.paths import Paths
 
 __all__ = ["ZerothOrder"]
@@ -72,7 +72,7 @@ class ZerothOrder(BilevelOptimizer):
 
     def drawn_directions(self, oracle: Oracle, given: Given) -> Directions:
         """The directions of this step, the same on every rank."""
-        if any(map(is_sharded, oracle.live_x)):
+        if any_sharded(oracle.live_x):
             raise ValueError(f"{type(self).__name__} cannot perturb sharded upper parameters (DTensor)")
         seed = given.chances["seed"]
         return Directions(
