@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from .tracing import traced
+
 __all__ = ["Vector", "any_sharded", "is_sharded", "norms", "stack"]
 
 Scalar = float | Tensor
@@ -143,11 +145,15 @@ class Vector(tuple[Tensor, ...]):
 
 
 def norms(vectors: Sequence[Vector]) -> list[Tensor]:
-    """The norms of several vectors: those of one plain tensor each in one call, which costs less than one for each."""
-    if len(vectors) > 1 and all([len(v) == 1 for v in vectors]) and not any_sharded([v[0] for v in vectors]):
-        kinds = {_accumulator(v[0]) for v in vectors}
+    """The norms of several vectors.
+
+    Those of one plain tensor each are evaluated in one call, which costs less than one for each, but not in a graph.
+    """
+    single = [v[0] for v in vectors if len(v) == 1]
+    if len(vectors) == len(single) > 1 and not traced() and not any_sharded(single):
+        kinds = {_accumulator(t) for t in single}
         if len(kinds) == 1:
-            return list(torch._foreach_norm([v[0] for v in vectors], 2, kinds.pop()))
+            return list(torch._foreach_norm(single, 2, kinds.pop()))
     return [v.norm() for v in vectors]
 
 
