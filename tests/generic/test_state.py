@@ -127,16 +127,15 @@ def test_nothing_is_written_that_is_not_finite(row):
         optimizer = row(problem.x, problem.y, short=True, generator=seeded(5))
         problem.run(optimizer)
         for level in ("upper",) if problem.single else ("upper", "lower"):
-            for k in (1, 2):
-                problem.fails = [[level, k, wrt]]
-                try:
-                    problem.run(optimizer)
-                except bo.NonFiniteError:
-                    noticed += 1
-                kept = [t for entries in optimizer.state_dict()["state"].values() for t in entries.values()]
-                gradients = [p.grad for p in problem.x]
-                for tensor in [*kept, *gradients, *problem.x, *problem.y]:
-                    assert not isinstance(tensor, torch.Tensor) or bool(tensor.isfinite().all())
+            problem.fails = [[level, 1, wrt]]
+            try:
+                problem.run(optimizer)
+            except bo.NonFiniteError:
+                noticed += 1
+            kept = [t for entries in optimizer.state_dict()["state"].values() for t in entries.values()]
+            gradients = [p.grad for p in problem.x]
+            for tensor in [*kept, *gradients, *problem.x, *problem.y]:
+                assert not isinstance(tensor, torch.Tensor) or bool(tensor.isfinite().all())
     assert noticed > 0
 
 
