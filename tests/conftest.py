@@ -5,6 +5,7 @@ import torch
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores
     torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 
 
 def pytest_addoption(parser):

@@ -115,6 +115,7 @@ EXACT = {
 }
 
 
+@pytest.mark.slow
 def test_gradients_of_the_shares_are_right():
     """A tiny instance at the solution of its lower problem, made strongly convex by what holds it to its start."""
     torch.set_default_dtype(torch.float64)

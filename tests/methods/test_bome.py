@@ -88,7 +88,7 @@ def test_equals_the_literal_loop(barrier, joint_steps):
 def test_converges_to_the_optimum(direct):
     """Without a direct gradient the barrier has to carry all of the hypergradient."""
     problem = Quadratic(direct)
-    optimizer = bo.BOME([problem.x], [problem.y], lr=0.2, lower_lr=0.2, lower_steps=30, joint_lr=0.1)
+    optimizer = bo.BOME([problem.x], [problem.y], lr=0.2, lower_lr=0.2, lower_steps=15, joint_lr=0.1)
     x, y = problem.optimum()
     errors = []
     for _ in range(6):  # constant steps end in a neighbourhood whose size is theirs
