@@ -154,7 +154,8 @@ class Descent(NamedTuple):
         """An estimate made there, with y, the lower optimizer's memory, and the diagnostics that it has not itself."""
         together = {**self.diagnostics, **estimate.diagnostics}
         solver = None if self.plain else self.solver
-        return changed(estimate, lower=self.oracle.y, solver=solver, diagnostics=together)
+        complete = estimate.complete and self.plain  # a step of signs hides what the gradient was
+        return changed(estimate, lower=self.oracle.y, solver=solver, diagnostics=together, complete=complete)
 
 
 @values

@@ -162,3 +162,17 @@ def test_a_lower_step_that_overflows_is_refused():
     with pytest.raises(bo.NonFiniteError, match="lower_grad"):
         optimizer.step(lambda: (y - 1).square().sum(), lambda: 1e10 * (y - x + 1).square().sum())
     assert bool((y == 1).all())
+
+
+def test_a_step_of_signs_hides_no_infinite_gradient():
+    x, y = (torch.zeros(2, dtype=torch.float32, requires_grad=True) for _ in range(2))
+    options = {"lower_optimizer": torch.optim.Rprop, "hvp": "finite-difference"}
+    optimizer, calls = bo.SOBA([x], [y], lr=0.1, lower_lr=0.1, **options), []
+
+    def lower():  # its value is zero, its slope overflows
+        calls.append(1)
+        return (y - x).square().sum() + ((y * 1e30 * 1e10).sum() if len(calls) == 1 else 0)
+
+    with pytest.raises(bo.NonFiniteError, match="lower_grad"):
+        optimizer.step(lambda: (y - 1).square().sum(), lower)
+    assert y.tolist() == [0, 0]
