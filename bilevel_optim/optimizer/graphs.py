@@ -23,6 +23,7 @@ __all__ = ["Backend", "Graph", "Signature", "backend_of", "signature"]
 
 LONGEST = 3000  # operations of a graph that is compiled as a whole
 LARGE = 2**14  # entries of a tensor from which on operations take longer than calls of compiled parts
+SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)  # their argument
 Backend = Callable[[GraphModule, list[Tensor]], Callable[..., Any]]
 
 
@@ -162,15 +163,20 @@ def _lifted(module: GraphModule) -> list[Tensor]:
             node.replace_all_uses_with(None)
             graph.erase_node(node)
     outside = set(place)
+    pure = True
     for node in graph.nodes:
         tags = getattr(node.target, "tags", ())
         if torch.Tag.nondeterministic_seeded in tags:
             raise Untraceable(f"a loss draws random numbers ({node.target})")
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:
+            pure = False
             for argument, value in zip(schema.arguments, node.args, strict=False):
                 if argument.is_write and value in outside:
                     raise Untraceable(f"a loss writes into a tensor that is not its own ({node.target})")
+    for node in [*graph.nodes] if pure else ():
+        if node.target in SAME:
+            node.replace_all_uses_with(node.args[0])
     graph.eliminate_dead_code()
     graph.lint()
     held = {name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))}

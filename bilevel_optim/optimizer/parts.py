@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
@@ -12,6 +13,7 @@ __all__ = ["in_parts", "number_parts"]
 
 Function = Callable[..., Any]
 WORTH = 0.7  # of the operations may be left, if equal parts count once, for parts to be worth it
+END = 2**62  # after all parts; more than any size
 SHORT = 4  # operations that are not worth a compilation
 
 
@@ -71,17 +73,14 @@ def in_parts(module: fx.GraphModule, backend: Callable[..., Function]) -> Callab
         module: a traced graph, whose operations have in ``meta`` their part and their value.
         backend: compiles a part for example arguments.
     """
-    places, result = [], None
-    parts: dict[int, list[fx.Node]] = {}
-    for node in module.graph.nodes:
-        if node.op == "placeholder":
-            places.append(node)
-        elif node.op == "output":
-            result = node.args[0]
-        else:
-            parts.setdefault(node.meta["part"], []).append(node)
+    places = [node for node in module.graph.nodes if node.op == "placeholder"]
+    (result,) = next(reversed(module.graph.nodes)).args
     assert isinstance(result, (list, tuple))
-    owner = {node: k for k, nodes in parts.items() for node in nodes}
+    owner = {node: node.meta["part"] for node in module.graph.nodes if node.op not in ("placeholder", "output")}
+    _move_to_users(owner)
+    parts: dict[int, list[fx.Node]] = {k: [] for k in sorted({*owner.values()})}
+    for node, k in owner.items():
+        parts[k].append(node)
     number = {node: i for i, node in enumerate((*places, *owner))}
     last: dict[fx.Node, int] = {}
     for k, nodes in parts.items():
@@ -121,6 +120,32 @@ def in_parts(module: fx.GraphModule, backend: Callable[..., Function]) -> Callab
         return [None if i is None else values[i] for i in wanted]
 
     return run
+
+
+def _move_to_users(owner: dict[fx.Node, int]) -> None:
+    """Let a part make what it alone needs, where that hands on fewer numbers between parts; changes ``owner``."""
+
+    def later(node: fx.Node, but: fx.Node | None = None) -> set[int]:
+        return {owner.get(user, END) for user in node.users if user is not but} - {owner[node]}
+
+    for node in reversed(list(owner)):
+        users = {owner.get(user, END) for user in node.users}
+        if len(users) != 1 or max(users) in (owner[node], END) or not _is_cheap(node):
+            continue
+        new = [i for i in node.all_input_nodes if i in owner and not later(i, node)]
+        if sum(map(_size, new)) <= _size(node):
+            (owner[node],) = users
+
+
+def _is_cheap(node: fx.Node) -> bool:
+    """Whether an operation is made for each entry apart, or a view."""
+    target = node.target
+    return torch.Tag.pointwise in getattr(target, "tags", ()) or getattr(target, "is_view", False)
+
+
+def _size(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() if isinstance(value, Tensor) else END
 
 
 def _structure(nodes: Sequence[fx.Node]) -> tuple[Any, list[fx.Node]]:
