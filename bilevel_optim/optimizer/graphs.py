@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..problem.tracing import Untraceable, tracing
-from .parts import in_parts, number_parts
+from .parts import in_parts, number_parts, out_of_place, written_into
 from .workspace import Listed, listed, written
 
 __all__ = ["Backend", "Graph", "Signature", "backend_of", "signature"]
@@ -163,19 +163,19 @@ def _lifted(module: GraphModule) -> list[Tensor]:
             node.replace_all_uses_with(None)
             graph.erase_node(node)
     outside = set(place)
-    pure = True
     for node in graph.nodes:
         tags = getattr(node.target, "tags", ())
         if torch.Tag.nondeterministic_seeded in tags:
             raise Untraceable(f"a loss draws random numbers ({node.target})")
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:
-            pure = False
             for argument, value in zip(schema.arguments, node.args, strict=False):
                 if argument.is_write and value in outside:
                     raise Untraceable(f"a loss writes into a tensor that is not its own ({node.target})")
-    for node in [*graph.nodes] if pure else ():
-        if node.target in SAME:
+    out_of_place(graph)
+    kept = written_into(graph)
+    for node in [*graph.nodes]:
+        if node.target in SAME and node not in kept:
             node.replace_all_uses_with(node.args[0])
     graph.eliminate_dead_code()
     graph.lint()

@@ -515,6 +515,58 @@ def test_lambdas_made_anew_are_the_same_losses():
     assert graphs(optimizer) == 1
 
 
+def test_a_part_makes_what_it_alone_needs_but_not_across_a_write(monkeypatch):
+    """What is handed on between parts is kept small, and an operation stays before one that writes into what it reads."""
+    monkeypatch.setattr(graph_module, "LARGE", 0)
+    handed = []
+
+    def backend(module, example):
+        handed.append([t.shape for t in module(*example)])
+        return module.forward
+
+    def chain(values, written):
+        (a,) = values
+        for _ in range(9):
+            cut()
+            b = a.sin().cos().sin().cos().cumsum(0)
+            late = b * 2.0  # read in the next part only
+            if written:
+                b += 1.0
+            cut()
+            a = (late * b).cos().sin().cos() + late.sin() * b
+        return [a]
+
+    for written in (False, True):
+        handed.clear()
+        values = [torch.linspace(-0.4, 0.7, 5)]
+        graph = graph_module.Graph(lambda values, written=written: chain(values, written), values, backend)
+        assert close(chain(values, written), graph(values), 1e-12)
+        sent = [len(shapes) for shapes in handed]
+        assert sent == ([1, 1] if not written else [2, 1]), "late is made where it is read, if b is not written into"
+
+
+def test_a_sum_that_nobody_else_reads_is_written_in_place_no_more():
+    def function(values):
+        (a,) = values
+        own, shared = a.sin(), a.cos()
+        before = shared.view(5, 1)
+        total = own.view(5, 1).add_(a.view(5, 1))
+        shared.add_(a)
+        return [total * 2.0, before * shared]
+
+    targets = []
+
+    def backend(module, example):
+        targets.extend(str(node.target) for node in module.graph.nodes)
+        return module.forward
+
+    values = [torch.linspace(-0.4, 0.7, 5)]
+    graph = graph_module.Graph(function, values, backend)
+    assert close(function(values), graph(values), 1e-12)
+    assert targets.count("aten.add_.Tensor") == 1  # into `shared`, whose values before are wanted through a view
+    assert targets.count("aten.add.Tensor") == 1
+
+
 def test_shapes_are_captured_a_bounded_number_of_times():
     x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
     optimizer = bo.SOBA([x], [y], lr=0.01, lower_lr=0.1)
