@@ -516,7 +516,7 @@ def test_lambdas_made_anew_are_the_same_losses():
 
 
 def test_a_part_makes_what_it_alone_needs_but_not_across_a_write(monkeypatch):
-    """What is handed on between parts is kept small, and an operation stays before one that writes into what it reads."""
+    """Little is handed on between parts, and what reads a value stays before what writes into it."""
     monkeypatch.setattr(graph_module, "LARGE", 0)
     handed = []
 
@@ -596,6 +596,36 @@ def test_a_run_keeps_what_came_before_a_failure(at):
         assert lower.draw().batch is data[3 * at]
         results.append((x.detach(), y.detach()))
     assert close(*results, 1e-12)
+
+
+@pytest.mark.parametrize("level", ["upper", "lower"])
+@pytest.mark.parametrize("kind", [bo.AID, bo.ITD, bo.StocBiO, bo.RAHGD])
+def test_a_slope_that_is_no_number_at_a_finite_loss_fails(kind, level):
+    """Where a batch has 0, the root has no derivative."""
+    x = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
+    y = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    steps = {"lower_steps": 1, "linear_steps": 1} if kind is not bo.ITD else {"lower_steps": 1}
+    optimizer = kind([x], [y], lr=0.1, lower_lr=0.3, **steps)
+    optimizer.compile(backend="eager")
+    at = [torch.ones((), dtype=torch.float64) for _ in range(40)]
+
+    def rooted(batch):
+        return (batch * (x * y + 2.0).square()).sqrt().sum()
+
+    if level == "upper":
+        losses = bo.Objective(lambda batch: (y - 1).square().sum() + rooted(batch), at), lambda: base(x, y)
+    else:
+        losses = lambda: (y - 1).square().sum(), bo.Objective(lambda batch: base(x, y) + 0.1 * rooted(batch), at)
+    for _ in range(6):
+        optimizer.step(*losses)
+    assert graphs(optimizer) == 1
+    for t in at:
+        t.fill_(0.0)
+    before = x.clone(), y.clone()
+    with pytest.raises(bo.NonFiniteError):
+        optimizer.step(*losses)
+    assert torch.equal(x, before[0])
+    assert torch.equal(y, before[1])
 
 
 def test_a_loss_that_is_infinite_while_its_gradient_is_not_fails():
