@@ -10,6 +10,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the full-size versions of tests too")
+    parser.addoption("--backend", default="eager", help="of the fifty captured steps: eager (as traced), inductor")
     parser.addoption("--fuzz", type=int, default=0, metavar="N", help="N new examples for each fuzzed test, for hours")
 
 

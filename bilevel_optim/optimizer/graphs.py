@@ -16,13 +16,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..problem.tracing import Untraceable, tracing
-from .parts import in_parts, number_parts
+from .parts import in_parts, number_parts, out_of_place, written_into
 from .workspace import Listed, listed, written
 
 __all__ = ["Backend", "Graph", "Signature", "backend_of", "signature"]
 
 LONGEST = 3000  # operations of a graph that is compiled as a whole
 LARGE = 2**14  # entries of a tensor from which on operations take longer than calls of compiled parts
+SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)  # their argument
 Backend = Callable[[GraphModule, list[Tensor]], Callable[..., Any]]
 
 
@@ -171,6 +172,11 @@ def _lifted(module: GraphModule) -> list[Tensor]:
             for argument, value in zip(schema.arguments, node.args, strict=False):
                 if argument.is_write and value in outside:
                     raise Untraceable(f"a loss writes into a tensor that is not its own ({node.target})")
+    out_of_place(graph)
+    kept = written_into(graph)
+    for node in [*graph.nodes]:
+        if node.target in SAME and node not in kept:
+            node.replace_all_uses_with(node.args[0])
     graph.eliminate_dead_code()
     graph.lint()
     held = {name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))}

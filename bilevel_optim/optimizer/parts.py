@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-__all__ = ["in_parts", "number_parts"]
+__all__ = ["in_parts", "number_parts", "out_of_place", "written_into"]
 
 Function = Callable[..., Any]
 WORTH = 0.7  # of the operations may be left, if equal parts count once, for parts to be worth it
+END = 2**62  # after all parts; more than any size
+OUT_OF_PLACE = {
+    torch.ops.aten.add_.Tensor: torch.ops.aten.add.Tensor,
+    torch.ops.aten.mul_.Tensor: torch.ops.aten.mul.Tensor,
+}
 SHORT = 4  # operations that are not worth a compilation
 
 
@@ -71,17 +77,14 @@ def in_parts(module: fx.GraphModule, backend: Callable[..., Function]) -> Callab
         module: a traced graph, whose operations have in ``meta`` their part and their value.
         backend: compiles a part for example arguments.
     """
-    places, result = [], None
-    parts: dict[int, list[fx.Node]] = {}
-    for node in module.graph.nodes:
-        if node.op == "placeholder":
-            places.append(node)
-        elif node.op == "output":
-            result = node.args[0]
-        else:
-            parts.setdefault(node.meta["part"], []).append(node)
+    places = [node for node in module.graph.nodes if node.op == "placeholder"]
+    (result,) = next(reversed(module.graph.nodes)).args
     assert isinstance(result, (list, tuple))
-    owner = {node: k for k, nodes in parts.items() for node in nodes}
+    owner = {node: node.meta["part"] for node in module.graph.nodes if node.op not in ("placeholder", "output")}
+    _move_to_users(owner, written_into(module.graph))
+    parts: dict[int, list[fx.Node]] = {k: [] for k in sorted({*owner.values()})}
+    for node, k in owner.items():
+        parts[k].append(node)
     number = {node: i for i, node in enumerate((*places, *owner))}
     last: dict[fx.Node, int] = {}
     for k, nodes in parts.items():
@@ -121,6 +124,81 @@ def in_parts(module: fx.GraphModule, backend: Callable[..., Function]) -> Callab
         return [None if i is None else values[i] for i in wanted]
 
     return run
+
+
+def written_into(graph: fx.Graph) -> set[fx.Node]:
+    """The values that share memory with one that an operation writes into: where they are read matters."""
+    group: dict[fx.Node, list[fx.Node]] = {}
+    written = []
+    for node in graph.nodes:
+        group[node] = [node]
+        written += [node] if _is_mutable(node) else []
+        for argument in _shared_inputs(node):
+            one, other = group[node], group[argument]
+            if one is not other:
+                one += other
+                group.update(dict.fromkeys(other, one))
+    return {member for node in written for member in group[node]}
+
+
+def _shared_inputs(node: fx.Node) -> list[fx.Node]:
+    """The arguments whose memory the result may share."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or node.target in (torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default):
+        return node.all_input_nodes
+    pairs = zip(schema.arguments, node.args, strict=False)
+    found = [value for argument, value in pairs if argument.alias_info is not None]
+    nodes: list[fx.Node] = []
+    map_arg(found, nodes.append)
+    return nodes
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def out_of_place(graph: fx.Graph) -> None:
+    """Sums and products that are written into a value that nobody else reads, as sums and products."""
+    for node in graph.nodes:
+        if node.target not in OUT_OF_PLACE:
+            continue
+        inner, alone = node, True
+        while alone and (shared := _shared_inputs(inner)):
+            alone = len(shared) == 1 and len(shared[0].users) == 1
+            inner = shared[0]
+        values = [i.meta.get("val") for i in (node.args[0], *node.all_input_nodes)]
+        same = len({v.dtype if isinstance(v, Tensor) else None for v in values}) == 1
+        if alone and same and inner.op == "call_function":
+            node.target = OUT_OF_PLACE[node.target]
+
+
+def _move_to_users(owner: dict[fx.Node, int], fixed: set[fx.Node]) -> None:
+    """Let a part make what it alone needs, where that hands on fewer numbers between parts; changes ``owner``."""
+
+    def later(node: fx.Node, but: fx.Node | None = None) -> set[int]:
+        return {owner.get(user, END) for user in node.users if user is not but} - {owner[node]}
+
+    for node in reversed(list(owner)):
+        users = {owner.get(user, END) for user in node.users}
+        if len(users) != 1 or max(users) in (owner[node], END) or not _is_cheap(node):
+            continue
+        if node in fixed or not fixed.isdisjoint(node.all_input_nodes):
+            continue
+        new = [i for i in node.all_input_nodes if i in owner and not later(i, node)]
+        if sum(map(_size, new)) <= _size(node):
+            (owner[node],) = users
+
+
+def _is_cheap(node: fx.Node) -> bool:
+    """Whether an operation is made for each entry apart, or a view."""
+    target = node.target
+    return torch.Tag.pointwise in getattr(target, "tags", ()) or getattr(target, "is_view", False)
+
+
+def _size(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() if isinstance(value, Tensor) else END
 
 
 def _structure(nodes: Sequence[fx.Node]) -> tuple[Any, list[fx.Node]]:

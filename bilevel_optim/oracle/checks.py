@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BilevelWarning, NonFiniteError
+from ..problem.tracing import traced
 from ..problem.vector import Vector, any_sharded
 
 __all__ = ["Checks"]
@@ -30,10 +31,14 @@ class Checks:
     def __init__(self) -> None:
         self._finite: list[tuple[str, str, list[Tensor]]] = []
         self._scalars: list[tuple[str, str, Tensor]] = []
+        self._sums: list[Tensor] = []  # in a trace, the sum of each tensor
         self._alerts: list[tuple[str, Message, Callable[..., Any], tuple[Tensor, ...]]] = []
 
     def finite(self, oracle: str, tensors: Iterable[Tensor], hint: str = "") -> None:
         """Require that every entry of ``tensors``, which came out of ``oracle``, is finite."""
+        if traced():  # where they are made: parts of a graph hand on a number, not a vector
+            self._sums += [t.detach().sum(dtype=torch.promote_types(torch.float32, t.dtype)) for t in tensors]
+            return
         self._finite.append((oracle, hint, [t.detach() if t.requires_grad else t for t in tensors]))
 
     def scalar(self, oracle: str, value: Tensor, hint: str = "") -> None:
@@ -60,14 +65,14 @@ class Checks:
 
         Nothing is read. What is amiss, if anything, an eager step finds out.
         """
-        tensors = [*(t for *_, vector in self._finite for t in vector if t.numel()), *(t for *_, t in self._scalars)]
+        tensors = [*self._sums, *(t.reshape(()) for *_, t in self._scalars)]
         alerts = [test(*figures).reshape(()) for *_, test, figures in self._alerts]
         like = next(iter((*tensors, *alerts)), torch.empty((), device="cpu"))
         kind = torch.promote_types(torch.float32, like.dtype)
-        spoilt = torch.zeros((), dtype=kind, device=like.device)  # stays 0, or becomes no number
+        total = torch.zeros((), dtype=kind, device=like.device)
         for t in tensors:
-            spoilt = spoilt + t.sum(dtype=kind) * 0
-        return [key for key, *_ in self._alerts], torch.stack([spoilt.isnan(), *alerts])
+            total = total + t
+        return [key for key, *_ in self._alerts], torch.stack([(total * 0).isnan(), *alerts])
 
     def verify(self, step: int, warned: set[str], shown: Sequence[Tensor] | None = None) -> set[str]:
         """Raise `NonFiniteError` for the first oracle that failed; warn; return the keys of the alerts that were on.

@@ -348,12 +348,16 @@ def lower_matrices(oracle: Oracle, sample: Sample) -> tuple[Vector, Tensor, Tens
         oracle.count("lower_grad")
         oracle.count("hvp", sum(sizes))
         oracle.count("jvp", sum(sizes))
-    flat = [torch.cat([part[i] for part in products]).reshape(sum(sizes), lanes, -1) for i in range(len(like))]
-    cross, hessian = torch.cat(flat[:split], -1).permute(1, 2, 0), torch.cat(flat[split:], -1).transpose(0, 1)
+    flat = [_joined([part[i] for part in products]).reshape(sum(sizes), lanes, -1) for i in range(len(like))]
+    cross, hessian = _joined(flat[:split], -1).permute(1, 2, 0), _joined(flat[split:], -1).transpose(0, 1)
     cross, hessian = oracle.averaged(cross, hessian)
     oracle.checks.finite("hvp", [hessian])
     oracle.checks.finite("jvp", [cross])
     return gradient, hessian, cross
+
+
+def _joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat([*tensors], dim)  # matrices are too large for a copy
 
 
 def _basis(oracle: Oracle, sizes: Sequence[int], part: slice) -> Vector:

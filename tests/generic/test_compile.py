@@ -515,6 +515,59 @@ def test_lambdas_made_anew_are_the_same_losses():
     assert graphs(optimizer) == 1
 
 
+def test_a_part_makes_what_it_alone_needs_but_not_across_a_write(monkeypatch):
+    """Little is handed on between parts, and what reads a value stays before what writes into it."""
+    monkeypatch.setattr(graph_module, "LARGE", 0)
+    handed = []
+
+    def backend(module, example):
+        handed.append([t.shape for t in module(*example)])
+        return module.forward
+
+    def chain(values, written):
+        (a,) = values
+        for _ in range(9):
+            cut()
+            b = a.sin().cos().sin().cos().cumsum(0)
+            late = b * 2.0  # read in the next part only
+            if written:
+                b += 1.0
+            cut()
+            a = (late * b).cos().sin().cos() + late.sin() * b
+        return [a]
+
+    for written in (False, True):
+        handed.clear()
+        values = [torch.linspace(-0.4, 0.7, 5)]
+        graph = graph_module.Graph(lambda values, written=written: chain(values, written), values, backend)
+        assert close(chain(values, written), graph(values), 1e-12)
+        sent = [len(shapes) for shapes in handed]
+        assert sent == ([1, 1] if not written else [2, 1]), "late is made where it is read, if b is not written into"
+
+
+def test_a_sum_that_nobody_else_reads_is_written_in_place_no_more():
+    def function(values):
+        (a,) = values
+        own, shared = a.sin(), a.cos()
+        before = shared.view(5, 1)
+        total = own.view(5, 1).add_(a.view(5, 1))
+        shared.add_(a)
+        return [total.detach() * 2.0, before * shared]
+
+    targets = []
+
+    def backend(module, example):
+        targets.extend(str(node.target) for node in module.graph.nodes)
+        return module.forward
+
+    values = [torch.linspace(-0.4, 0.7, 5)]
+    graph = graph_module.Graph(function, values, backend)
+    assert close(function(values), graph(values), 1e-12)
+    assert targets.count("aten.add_.Tensor") == 1  # into `shared`, whose values before are wanted through a view
+    assert targets.count("aten.add.Tensor") == 1
+    assert not {"aten.detach.default", "aten.alias.default"} & {*targets}
+
+
 def test_shapes_are_captured_a_bounded_number_of_times():
     x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
     optimizer = bo.SOBA([x], [y], lr=0.01, lower_lr=0.1)
@@ -543,6 +596,36 @@ def test_a_run_keeps_what_came_before_a_failure(at):
         assert lower.draw().batch is data[3 * at]
         results.append((x.detach(), y.detach()))
     assert close(*results, 1e-12)
+
+
+@pytest.mark.parametrize("level", ["upper", "lower"])
+@pytest.mark.parametrize("kind", [bo.AID, bo.ITD, bo.StocBiO, bo.RAHGD])
+def test_a_slope_that_is_no_number_at_a_finite_loss_fails(kind, level):
+    """Where a batch has 0, the root has no derivative."""
+    x = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
+    y = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    steps = {"lower_steps": 1, "linear_steps": 1} if kind is not bo.ITD else {"lower_steps": 1}
+    optimizer = kind([x], [y], lr=0.1, lower_lr=0.3, **steps)
+    optimizer.compile(backend="eager")
+    at = [torch.ones((), dtype=torch.float64) for _ in range(40)]
+
+    def rooted(batch):
+        return (batch * (x * y + 2.0).square()).sqrt().sum()
+
+    if level == "upper":
+        losses = bo.Objective(lambda batch: (y - 1).square().sum() + rooted(batch), at), lambda: base(x, y)
+    else:
+        losses = lambda: (y - 1).square().sum(), bo.Objective(lambda batch: base(x, y) + 0.1 * rooted(batch), at)
+    for _ in range(6):
+        optimizer.step(*losses)
+    assert graphs(optimizer) == 1
+    for t in at:
+        t.fill_(0.0)
+    before = x.clone(), y.clone()
+    with pytest.raises(bo.NonFiniteError):
+        optimizer.step(*losses)
+    assert torch.equal(x, before[0])
+    assert torch.equal(y, before[1])
 
 
 def test_a_loss_that_is_infinite_while_its_gradient_is_not_fails():

@@ -206,6 +206,27 @@ def test_matrices_of_many_problems():
         torch.testing.assert_close(cross[i], c[0])
 
 
+@pytest.mark.parametrize("vectorize", [True, 2, False])
+def test_matrices_of_several_parameters(vectorize):
+    sizes = (2, 1, 3, 2)
+    generator = torch.Generator().manual_seed(0)
+    point = torch.randn(8, generator=generator, dtype=torch.float64)
+    mixing = torch.randn(8, 8, generator=generator, dtype=torch.float64)
+
+    def value(flat):
+        return (mixing @ flat).sin().sum()
+
+    tensors = [t.clone().requires_grad_() for t in point.split(sizes)]
+    x, y = tensors[:2], tensors[2:]
+    session = Session(Options(vectorize=vectorize))
+    oracle = bo.Oracle(x, y, lambda: y[0].sum(), lambda: value(torch.cat(tensors)), session=session)
+    gradient, hessian, cross = oracle.lower_matrices(oracle.g.draw())
+    whole = torch.autograd.functional.hessian(value, point)
+    torch.testing.assert_close(torch.cat([*gradient]), torch.autograd.functional.jacobian(value, point)[3:])
+    torch.testing.assert_close(hessian, whole[None, 3:, 3:])
+    torch.testing.assert_close(cross, whole[None, :3, 3:])
+
+
 def test_a_stack_is_at_the_x_of_its_oracle():
     oracle, points, batch, _ = many()
     away = oracle.at([oracle.x[0] + 1])

@@ -1,0 +1,67 @@
+"""Fifty captured steps are fifty eager ones, to rounding: all methods, types, data, lower optimizers (``--slow``)."""
+
+import warnings
+
+import pytest
+import torch
+
+import bilevel_optim as bo
+
+from ..registry import ROWS
+from .test_compile import Regression
+
+SINGLE, AT_ONCE = 30, 20
+SHOWN = ("SOBA",)  # without --slow
+CASES = {
+    "stochastic": {},
+    "dropout": {"dropout": 0.3},
+    "tasks": {"tasks": True},
+    "Adam and a scheduler": {},
+}
+ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-5}
+# Rounding of a gradient over the length of a difference, or with Adam the sign of a gradient that is rounding.
+AMPLIFIED = {
+    ("AID-differences", torch.float64, "stochastic"): 10,
+    ("AID-differences", torch.float32, "Adam and a scheduler"): 10,
+    ("F2SA-1", torch.float64, "stochastic"): 10,
+    ("F2SA-3", torch.float32, "Adam and a scheduler"): 10,
+    ("ESMAML", torch.float32, "Adam and a scheduler"): 10,
+    ("PRAHGD", torch.float32, "Adam and a scheduler"): 10,
+    ("VRBO", torch.float32, "Adam and a scheduler"): 10,
+    **{(name, torch.float32, "Adam and a scheduler"): 1000 for name in ("MAML", "MAML-checkpoint", "ANIL")},
+}
+
+
+def fifty(row, dtype, case, backend):
+    """Losses and end of fifty steps, the last ones at once; captured if there is a backend."""
+    problem = Regression(row, dtype=dtype, **CASES[case])
+    scheduled = case == "Adam and a scheduler"
+    optimizer = problem.optimizer(row, **({"lower_optimizer": torch.optim.Adam} if scheduled else {}))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98) if scheduled else None
+    if backend is not None:
+        optimizer.compile(backend=backend)
+    torch.manual_seed(0)
+    losses = []
+    for _ in range(SINGLE):
+        losses.append(problem.step(optimizer))
+        if scheduler is not None:
+            scheduler.step()
+    losses += problem.run(optimizer, AT_ONCE)
+    return [torch.stack(losses), *(t.detach() for t in (*problem.x, *problem.y))]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_fifty_steps(row, dtype, case, request):
+    if not request.config.getoption("--slow") and not (row.name in SHOWN and case == "stochastic"):
+        pytest.skip("eight steps are compared without --slow")
+    if case == "tasks" and not (row.takes_tasks and row.declared.losses == 2):
+        pytest.skip("has no tasks")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", bo.BilevelWarning)
+        eager, captured = (fifty(row, dtype, case, b) for b in (None, request.config.getoption("--backend")))
+    rounding = ROUNDING[dtype] * AMPLIFIED.get((row.name, dtype, case), 1)
+    for mine, theirs in zip(captured, eager, strict=True):
+        assert theirs.isfinite().all()
+        assert (mine - theirs).abs().max() <= rounding * theirs.abs().max()
