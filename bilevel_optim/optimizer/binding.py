@@ -109,7 +109,7 @@ class Binding:
 
     @property
     def unwatched(self) -> int:
-        """How many uses there are before the next one that is compared: 1, 2, 4, 8, ..., and multiples of 1024."""
+        """How many uses there are before the next one that is compared: 1, 2, 4, 8, ..., and multiples of 4096."""
         n = self.uses
         after = 2 ** n.bit_length() if n < CHECKED_EVERY else CHECKED_EVERY * (n // CHECKED_EVERY + 1)
         return after - n - 1
@@ -241,4 +241,4 @@ def _close(right: Sequence[Tensor], found: Sequence[Tensor], base: Sequence[Tens
 TOLERANCE = 0.55  # a captured step may differ by this power of the precision: differences magnify rounding
 MOST_STEPS = 8  # in one graph
 NODES_AT_ONCE = 1300  # in a graph of several steps: larger ones take too long to compile
-CHECKED_EVERY = 1024  # uses of a graph after which it is compared again, at the latest
+CHECKED_EVERY = 4096  # uses of a graph after which it is compared again, at the latest

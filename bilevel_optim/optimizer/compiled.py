@@ -95,7 +95,7 @@ class Compiled(Updating):
         ``backward(upper, lower)``, with tasks or without, are traced through all derivatives to one graph, whose
         arguments are x, y, what is remembered, the batch, and the learning rates. Flags of the checks leave the graph
         and are read once. A graph is compared with an eager step on another batch before it is used, and again after 2,
-        4, 8, ..., and then every 1024 uses. Where a capture would not be right (a loss that draws random numbers or
+        4, 8, ..., and then every 4096 uses. Where a capture would not be right (a loss that draws random numbers or
         data itself, reads a counter, branches on values, changes module buffers; a method that decides on the host),
         steps run eagerly, with a warning, once, and the reason in ``diagnostics["compile_fallback"]``. Data of other
         shapes, other options or other losses make other graphs, at most 16.
