@@ -568,6 +568,28 @@ def test_a_sum_that_nobody_else_reads_is_written_in_place_no_more():
     assert not {"aten.detach.default", "aten.alias.default"} & {*targets}
 
 
+@pytest.mark.filterwarnings("ignore::bilevel_optim.errors.BilevelWarning")
+def test_what_vmap_cannot_do_is_captured_as_a_loop():
+    ends = []
+    for captured in (False, True):
+        x = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
+        y = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+        optimizer = bo.F2SA([x], [y], lr=0.1, lower_lr=0.3, lower_steps=2, nu=0.1, order=2)
+        if captured:
+            optimizer.compile(backend="eager", fullgraph=True)
+
+        def lower(x=x, y=y):
+            written = torch.zeros(2, dtype=torch.float64)
+            written += y  # vmap has one of it for all copies of y
+            return base(x, written)
+
+        losses = torch.stack([optimizer.step(lambda y=y: (y - 1).square().sum(), lower) for _ in range(8)])
+        ends.append([losses, x, y])
+    assert "vectorize_fallback" in optimizer.diagnostics
+    assert graphs(optimizer) == 1
+    assert close(*ends, 1e-10)
+
+
 def test_shapes_are_captured_a_bounded_number_of_times():
     x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
     optimizer = bo.SOBA([x], [y], lr=0.01, lower_lr=0.1)
