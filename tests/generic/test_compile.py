@@ -194,6 +194,23 @@ def test_with_adam_below_and_a_scheduler_above(row):
     assert close([*problem.x, *problem.y], [*other.x, *other.y], 1e-8)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_the_bias_of_adam_is_corrected_in_double_precision_as_torch_does(kind):
+    """The count of steps is a tensor of the default type, and its powers would be too."""
+    torch.set_default_dtype(torch.float32)
+    both = pair(next(row for row in ROWS if row.name == "ITD"), lower_optimizer=lambda: kind)
+    for problem, optimizer in both:
+        problem.step(optimizer, 9)
+    (problem, _), (other, captured) = both
+    assert "compile_fallback" not in captured.diagnostics
+    assert graphs(captured) == 1
+    assert close([*problem.x, *problem.y], [*other.x, *other.y], 1e-13)
+    states = [optimizer.state[one.y[0]] for one, optimizer in both]
+    counts = [next(value for name, value in state.items() if name.endswith("step")) for state in states]
+    assert counts[0] == counts[1]
+    assert counts[0].dtype == counts[1].dtype == torch.float32
+
+
 SAVE_AT, MORE = 8, 6
 PROGRAM = """
 import sys, torch
