@@ -355,9 +355,8 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
     def _writes(self, oracle: Oracle, estimate: Estimate, update: Update | None) -> list[Write]:
         """Writes of what a step has computed; ``.grad`` of x is the estimate."""
         session = oracle.session
-        diagnostics = {**measured(estimate.figures, above=KEPT), **self.standing(self.numbers)}
-        if session.found.fallback is not None:
-            diagnostics["vectorize_fallback"] = session.found.fallback
+        figures = measured(estimate.figures, above=KEPT)
+        diagnostics = {**figures, **self.standing(self.numbers), **session.found.told()}
         numbers = {**self.numbers, **estimate.numbers, **({} if update is None else update.numbers)}
         return [
             *writes_of(self.state, oracle, estimate, update),

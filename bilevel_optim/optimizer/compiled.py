@@ -290,8 +290,6 @@ class Compiled(Updating):
             raise Untraceable("parameters are sharded")
         if self._ledger.buffers.changing:
             raise Untraceable("module buffers change (BatchNorm in training mode)")
-        if oracle.session.found.fallback is not None:
-            raise Untraceable(f"vmap does not work ({oracle.session.found.fallback})")
 
     def _replayed(self, capture: Capture, kind: Kind, call: Call, results: Sequence[Drawn]) -> Tensor:
         """A step by its graph."""
@@ -331,7 +329,7 @@ class Compiled(Updating):
         step, out = binding.step, binding.out
         diagnostics = {
             name: outputs[value] if isinstance(value, Slot) else value for name, value in out["diagnostics"].items()
-        } | self.standing(self.numbers)
+        } | {**self.standing(self.numbers), **self._ledger.found.told()}
         numbers = {**self.numbers, **step.numbers}
         return [
             partial(binding.write, outputs),

@@ -68,6 +68,10 @@ class Findings:
     looked: frozenset[str] = frozenset()  # levels of which it is known what they depend on
     idle: frozenset[str] = frozenset()  # levels whose loss does not depend on the parameters of the other one
 
+    def told(self) -> dict[str, str]:
+        """What the diagnostics of a step say of them."""
+        return {} if self.fallback is None else {"vectorize_fallback": self.fallback}
+
 
 @dataclass
 class Session:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
+from torch.overrides import TorchFunctionMode
 
 from ..problem.tracing import Untraceable, traced
 from ..problem.vector import Vector
@@ -16,6 +19,7 @@ from ..problem.vector import Vector
 __all__ = ["Memory", "Rate", "can_be_unrolled", "descended", "rates_of", "sgd", "updated"]
 
 Memory = list[dict[str, Any]]  # an optimizer's state (momentum and the like), one dict per tensor
+COUNT, KIND = "step", torch.float32  # where torch.optim counts the steps, and in which type, unless all are double
 Rate = Any  # a learning rate: a number, or in a trace a tensor
 
 
@@ -79,5 +83,24 @@ def updated(optimizer: Optimizer, y: Vector, memory: Memory, gradient: Vector) -
         value.grad = grad
         if state:
             twin.state[value] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
-    twin.step()
+            _recount(twin.state[value], torch.float64)
+    with nullcontext() if all(memory) else _Counting():
+        twin.step()
+    for value in values:
+        _recount(twin.state[value], KIND if torch.get_default_dtype() is not torch.float64 else torch.float64)
     return values, [twin.state[value] for value in values]
+
+
+def _recount(state: dict[str, Any], kind: torch.dtype) -> None:
+    """Have the count of steps in another type, in which torch then computes powers of it: otherwise in Python's."""
+    count = state.get(COUNT)
+    if isinstance(count, Tensor) and count.is_floating_point():
+        state[COUNT] = count.to(kind)
+
+
+class _Counting(TorchFunctionMode):
+    """Counts that an optimizer begins are in double precision."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        wider = {"dtype": torch.float64} if func is torch.tensor else {}
+        return func(*args, **{**(kwargs or {}), **wider})

@@ -194,6 +194,23 @@ def test_with_adam_below_and_a_scheduler_above(row):
     assert close([*problem.x, *problem.y], [*other.x, *other.y], 1e-8)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_the_bias_of_adam_is_corrected_in_double_precision_as_torch_does(kind):
+    """The count of steps is a tensor of the default type, and its powers would be too."""
+    torch.set_default_dtype(torch.float32)
+    both = pair(next(row for row in ROWS if row.name == "ITD"), lower_optimizer=lambda: kind)
+    for problem, optimizer in both:
+        problem.step(optimizer, 9)
+    (problem, _), (other, captured) = both
+    assert "compile_fallback" not in captured.diagnostics
+    assert graphs(captured) == 1
+    assert close([*problem.x, *problem.y], [*other.x, *other.y], 1e-13)
+    states = [optimizer.state[one.y[0]] for one, optimizer in both]
+    counts = [next(value for name, value in state.items() if name.endswith("step")) for state in states]
+    assert counts[0] == counts[1]
+    assert counts[0].dtype == counts[1].dtype == torch.float32
+
+
 SAVE_AT, MORE = 8, 6
 PROGRAM = """
 import sys, torch
@@ -566,6 +583,28 @@ def test_a_sum_that_nobody_else_reads_is_written_in_place_no_more():
     assert targets.count("aten.add_.Tensor") == 1  # into `shared`, whose values before are wanted through a view
     assert targets.count("aten.add.Tensor") == 1
     assert not {"aten.detach.default", "aten.alias.default"} & {*targets}
+
+
+@pytest.mark.filterwarnings("ignore::bilevel_optim.errors.BilevelWarning")
+def test_what_vmap_cannot_do_is_captured_as_a_loop():
+    ends = []
+    for captured in (False, True):
+        x = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
+        y = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+        optimizer = bo.F2SA([x], [y], lr=0.1, lower_lr=0.3, lower_steps=2, nu=0.1, order=2)
+        if captured:
+            optimizer.compile(backend="eager", fullgraph=True)
+
+        def lower(x=x, y=y):
+            written = torch.zeros(2, dtype=torch.float64)
+            written += y  # vmap has one of it for all copies of y
+            return base(x, written)
+
+        losses = torch.stack([optimizer.step(lambda y=y: (y - 1).square().sum(), lower) for _ in range(8)])
+        ends.append([losses, x, y])
+    assert "vectorize_fallback" in optimizer.diagnostics
+    assert graphs(optimizer) == 1
+    assert close(*ends, 1e-10)
 
 
 def test_shapes_are_captured_a_bounded_number_of_times():
