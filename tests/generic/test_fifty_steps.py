@@ -54,14 +54,21 @@ def fifty(row, dtype, case, backend):
     return [torch.stack(losses), *(t.detach() for t in (*problem.x, *problem.y))]
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def pytest_generate_tests(metafunc):
+    """All of them with ``--slow``; eight steps of all methods are compared without."""
+    slow = metafunc.config.getoption("--slow")
+    chosen = [
+        pytest.param(row, dtype, case, id=f"{row.name}-{dtype}-{case}")
+        for row in ROWS
+        for dtype in ROUNDING
+        for case in CASES
+        if (slow or (row.name in SHOWN and case == "stochastic"))
+        and (case != "tasks" or (row.takes_tasks and row.declared.losses == 2))
+    ]
+    metafunc.parametrize(("row", "dtype", "case"), chosen)
+
+
 def test_fifty_steps(row, dtype, case, request):
-    if not request.config.getoption("--slow") and not (row.name in SHOWN and case == "stochastic"):
-        pytest.skip("eight steps are compared without --slow")
-    if case == "tasks" and not (row.takes_tasks and row.declared.losses == 2):
-        pytest.skip("has no tasks")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", bo.BilevelWarning)
         eager, captured = (fifty(row, dtype, case, b) for b in (None, request.config.getoption("--backend")))
