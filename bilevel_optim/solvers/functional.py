@@ -19,7 +19,10 @@ from ..problem.vector import Vector
 __all__ = ["Memory", "Rate", "can_be_unrolled", "descended", "rates_of", "sgd", "updated"]
 
 Memory = list[dict[str, Any]]  # an optimizer's state (momentum and the like), one dict per tensor
-COUNT, KIND = "step", torch.float32  # where torch.optim counts the steps, and in which type, unless all are double
+COUNT, KIND = (
+    "step",
+    torch.float32,
+)  # where torch.optim counts the steps, and in which type unless the default is double
 Rate = Any  # a learning rate: a number, or in a trace a tensor
 
 
@@ -84,10 +87,15 @@ def updated(optimizer: Optimizer, y: Vector, memory: Memory, gradient: Vector) -
         if state:
             twin.state[value] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
             _recount(twin.state[value], torch.float64)
-    with nullcontext() if all(memory) else _Counting():
+    begun = None if all(memory) else _Counting()
+    with begun or nullcontext():
         twin.step()
-    for value in values:
-        _recount(twin.state[value], KIND if torch.get_default_dtype() is not torch.float64 else torch.float64)
+    for value, state in zip(values, memory, strict=True):
+        count = state.get(COUNT)
+        if isinstance(count, Tensor):
+            _recount(twin.state[value], count.dtype)
+        elif begun is not None and begun.widened:
+            _recount(twin.state[value], KIND)
     return values, [twin.state[value] for value in values]
 
 
@@ -99,8 +107,16 @@ def _recount(state: dict[str, Any], kind: torch.dtype) -> None:
 
 
 class _Counting(TorchFunctionMode):
-    """Counts that an optimizer begins are in double precision."""
+    """Counts that an optimizer of torch's begins in single precision are in double precision.
+
+    Attributes:
+        widened: whether there was one.
+    """
+
+    widened = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        wider = {"dtype": torch.float64} if func is torch.tensor else {}
-        return func(*args, **{**(kwargs or {}), **wider})
+        kwargs = kwargs or {}
+        if func is torch.tensor and kwargs.get("dtype") is KIND and args == (0.0,):
+            self.widened, kwargs = True, {**kwargs, "dtype": torch.float64}
+        return func(*args, **kwargs)

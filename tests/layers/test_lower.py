@@ -9,6 +9,7 @@ import torch
 
 from bilevel_optim import AGD
 from bilevel_optim.problem.vector import Vector
+from bilevel_optim.solvers.functional import updated
 from bilevel_optim.solvers.lower import LowerRule
 from bilevel_optim.solvers.unrolling import can_be_unrolled, update_vjp
 
@@ -294,3 +295,29 @@ def test_which_optimizers_can_be_unrolled():
     assert all(can_be_unrolled(factory([{"params": z, "lr": 0.1}])) for factory in OPTIMIZERS.values())
     assert not can_be_unrolled(torch.optim.LBFGS(z))
     assert not can_be_unrolled(AGD(z))
+
+
+class Indexed(torch.optim.Optimizer):
+    """One of the user's, which can be differentiated, makes integers and counts in double precision."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "differentiable": False})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["step"] = state.get("step", torch.zeros((), dtype=torch.float64)) + 1
+                order = torch.tensor([1, 0])
+                with torch.no_grad():
+                    p.sub_(group["lr"] * p.grad[order])
+
+
+def test_only_the_counts_of_torchs_optimizers_change_their_type():
+    torch.set_default_dtype(torch.float32)
+    y, slope = Vector([torch.tensor([1.0, 2.0])]), Vector([torch.tensor([1.0, 3.0])])
+    optimizer, memory = Indexed([torch.zeros(2, requires_grad=True)]), [{}]
+    for count in (1, 2):
+        values, memory = updated(optimizer, y, memory, slope)
+        assert values[0].tolist() == pytest.approx([0.7, 1.9])
+        assert (memory[0]["step"].item(), memory[0]["step"].dtype) == (count, torch.float64)
