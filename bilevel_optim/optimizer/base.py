@@ -319,7 +319,7 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
             here = oracle.at(lower=start)
         try:
             if chances is None:
-                chances = self.chances(self.generator, partial(given.ranks.agreed, device=oracle.device))
+                chances = self.drawn_chances(self.generator, partial(given.ranks.agreed, device=oracle.device))
             given = changed(given, chances=chances) if chances else given
             if tasks is None:
                 estimate = self.checked(here, given, self.estimate)

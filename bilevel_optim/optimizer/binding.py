@@ -139,16 +139,22 @@ class Binding:
 
     def each(
         self, arguments: Sequence[Tensor], rates: Sequence[Tensor], data: Sequence[Sequence[Tensor]]
-    ) -> Iterator[Sequence[Tensor]]:
+    ) -> Iterator[tuple[Tensor, Tensor, Sequence[Tensor]]]:
         """What the graph computes in steps that follow each other, with these data, which it was found to fit.
 
-        The results of a step are valid until the next one.
+        The loss and the flags of a step, or those of several; and its results, which are valid until the next one.
         """
-        return self.step.graph.each([*arguments, *rates], data, self.next)
+        loss, flags = self.out.get("losses", self.out["loss"]), self.out["flags"]
+        together = self.step.times > 1  # then they are pieces of one tensor each, which costs more to make than to copy
+        lasting = () if together else (loss, flags)
+        for outputs in self.step.graph.each([*arguments, *rates], data, self.next, lasting):
+            told = outputs[loss], outputs[flags]
+            yield (told[0].clone(), told[1].clone(), outputs) if together else (*told, outputs)
 
     def several(self, rates: Sequence[Tensor], chain: Sequence[Sequence[Tensor]]) -> Binding | None:
         """The graph of several such steps, if these are small and many; made, and compared, when it is needed."""
-        times = min(MOST_STEPS, NODES_AT_ONCE // self.step.graph.nodes)
+        most = min(MOST_STEPS, NODES_AT_ONCE // self.step.graph.nodes)
+        times = 1 << most.bit_length() - 1 if most else 1  # runs are of such lengths, and single steps cost more
         if self._several is None and times > 1 and len(chain) >= times:
             self._several = False
             data = [t for one in chain[:times] for t in one]

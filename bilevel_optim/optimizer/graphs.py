@@ -106,7 +106,11 @@ class Graph:
         return outputs
 
     def each(
-        self, tensors: Sequence[Tensor], data: Sequence[Sequence[Tensor]], carried: Sequence[tuple[int, int]]
+        self,
+        tensors: Sequence[Tensor],
+        data: Sequence[Sequence[Tensor]],
+        carried: Sequence[tuple[int, int]],
+        lasting: Sequence[int],
     ) -> Iterator[Sequence[Tensor]]:
         """The tensors of the results of calls that follow each other; valid until the next one.
 
@@ -114,14 +118,17 @@ class Graph:
             tensors: the first arguments of the first call.
             data: the others of each call; all of the sizes, strides and types that the graph was made for.
             carried: which argument of the next call is which result.
+            lasting: numbers of results that stay valid.
         """
         first = list(tensors)
         fast = self._run.listed if isinstance(self._run, _Direct) and self.shared is not None else None
         if fast is not None:
-            yield from fast.each([*first, *data[0], *self._captured], len(first), data, carried)
+            yield from fast.each([*first, *data[0], *self._captured], len(first), data, carried, lasting)
             return
         for own in data:
-            outputs = self([*first, *own])
+            outputs = [*self([*first, *own])]
+            for i in lasting:
+                outputs[i] = outputs[i].clone()
             yield outputs
             for argument, result in carried:
                 first[argument] = outputs[result]
