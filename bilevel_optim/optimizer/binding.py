@@ -139,17 +139,19 @@ class Binding:
 
     def each(
         self, arguments: Sequence[Tensor], rates: Sequence[Tensor], data: Sequence[Sequence[Tensor]]
-    ) -> Iterator[tuple[Tensor, Tensor, Sequence[Tensor]]]:
-        """What the graph computes in steps that follow each other, with these data, which it was found to fit.
+    ) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor]]:
+        """What the graph computes in calls that follow each other, with these data, which it was found to fit.
 
-        The loss and the flags of a step, or those of several; and its results, which are valid until the next one.
+        Losses and flags of the steps, in a tensor for each call, and all results of the last one.
         """
-        loss, flags = self.out.get("losses", self.out["loss"]), self.out["flags"]
-        together = self.step.times > 1  # then they are pieces of one tensor each, which costs more to make than to copy
-        lasting = () if together else (loss, flags)
-        for outputs in self.step.graph.each([*arguments, *rates], data, self.next, lasting):
-            told = outputs[loss], outputs[flags]
-            yield (told[0].clone(), told[1].clone(), outputs) if together else (*told, outputs)
+        losses, flags = list[Tensor](), list[Tensor]()
+        loss, flag = self.out.get("losses", self.out["loss"]), self.out["flags"]
+        several = self.step.times > 1  # of which these are pieces: to make them anew costs more than a copy
+        outputs: Sequence[Tensor] = ()
+        for outputs in self.step.graph.each([*arguments, *rates], data, self.next, () if several else (loss, flag)):
+            losses.append(outputs[loss].clone() if several else outputs[loss])
+            flags.append(outputs[flag].clone() if several else outputs[flag])
+        return losses, flags, outputs
 
     def several(self, rates: Sequence[Tensor], chain: Sequence[Sequence[Tensor]]) -> Binding | None:
         """The graph of several such steps, if these are small and many; made, and compared, when it is needed."""

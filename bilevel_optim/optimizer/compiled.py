@@ -14,6 +14,7 @@ from ..oracle.oracle import Oracle
 from ..oracle.session import Options
 from ..problem.feeding import Drawn, Draws, Log, Noted, NotedTasks, drawn
 from ..problem.parameters import require
+from ..problem.random import draw_chances
 from ..problem.tracing import Untraceable
 from .binding import Binding, Slot, difference
 from .capture import PLAIN, Capture, Identity, Kind
@@ -188,7 +189,7 @@ class Compiled(Updating):
     def _chances(self) -> dict[str, Tensor]:
         """What the method draws for a step."""
         device = self.param_groups[-1]["params"][0].device
-        return self.drawn_chances(self.generator, partial(self._options.ranks.agreed, device=device))
+        return draw_chances(self.chances(), self.generator, partial(self._options.ranks.agreed, device=device))
 
     def _guard(self, capture: Capture, sources: Sources, update: bool, kind: Any) -> list[Any]:
         """What decides, beside the losses, which operations a step is made of."""

@@ -110,7 +110,7 @@ class Graph:
         tensors: Sequence[Tensor],
         data: Sequence[Sequence[Tensor]],
         carried: Sequence[tuple[int, int]],
-        lasting: Sequence[int],
+        lasting: Sequence[int] = (),
     ) -> Iterator[Sequence[Tensor]]:
         """The tensors of the results of calls that follow each other; valid until the next one.
 
@@ -118,7 +118,7 @@ class Graph:
             tensors: the first arguments of the first call.
             data: the others of each call; all of the sizes, strides and types that the graph was made for.
             carried: which argument of the next call is which result.
-            lasting: numbers of results that stay valid.
+            lasting: numbers of results that stay valid. Default: none.
         """
         first = list(tensors)
         fast = self._run.listed if isinstance(self._run, _Direct) and self.shared is not None else None

@@ -20,7 +20,7 @@ from ..oracle.oracle import Oracle
 from ..problem import tasks as task_layer
 from ..problem.objective import Objective
 from ..problem.parameters import is_count, require
-from ..problem.random import draw_index
+from ..problem.random import draw_chances
 from ..problem.tracing import traced
 from ..problem.vector import Vector
 from ..solvers.agd import AGD
@@ -104,7 +104,7 @@ class StepFunctions(ABC):
         tasks, share = given.ranks.share(drawn, count)
         generator = given.ranks.own(given.generator, given.steps)
         whole = self.together(count)  # every part has chances of its own
-        chances = [given.chances, *(self.drawn_chances(given.generator) for _ in whole[1:])]
+        chances = [given.chances, *(draw_chances(self.chances(), given.generator) for _ in whole[1:])]
         sizes = {"lower": self.lower_batch, "upper": self.upper_batch}
         loss, gradient, mean = oracle.x[0].new_zeros(()), oracle.x.zeros_like(), oracle.y.zeros_like()
         draws = task_layer.TaskDraws(sampler, tasks, share, sizes, generator)
@@ -160,13 +160,6 @@ class StepFunctions(ABC):
     def chances(self) -> dict[str, int]:
         """What the method draws at random for an estimate beside its samples: by name, of how many numbers one."""
         return {}
-
-    def drawn_chances(self, generator: torch.Generator | None, agreed: Callable[[int], int] = int) -> dict[str, Tensor]:
-        """These, as integer tensors on the CPU; ``agreed`` gives the number that the first rank has."""
-        return {
-            name: torch.tensor(agreed(draw_index(count, generator)), device="cpu")
-            for name, count in self.chances().items()
-        }
 
     def finished(self) -> bool:
         """Whether ``step`` has nothing left to do, and returns the last loss."""

@@ -189,20 +189,13 @@ def _followed(
     losses: list[Tensor] = []
     flags: list[Tensor] = []
     arguments: Sequence[Tensor] = binding.arguments()
-    outputs: Sequence[Tensor] = ()
     times = len(data) + 1 if many is None else many.step.times
     single = len(data) % times
     if many is not None and single < len(data):
         parts = [[*joined.from_iterable(data[i : i + times])] for i in range(0, len(data) - single, times)]
-        for loss, flag, outputs in many.each(arguments, rates, parts):
-            losses.append(loss)
-            flags.append(flag)
+        losses, flags, outputs = many.each(arguments, rates, parts)
         if not single:
             return torch.cat(losses), torch.cat(flags), (many, outputs)
         arguments = many.following(arguments, outputs)
-    ends: list[Tensor] = []
-    raised: list[Tensor] = []
-    for loss, flag, outputs in binding.each(arguments, rates, data[-single:]):
-        ends.append(loss)
-        raised.append(flag)
+    ends, raised, outputs = binding.each(arguments, rates, data[-single:])
     return torch.cat([*losses, torch.stack(ends)]), torch.cat([*flags, torch.stack(raised)]), (binding, outputs)

@@ -94,7 +94,7 @@ class Listed:
         start: int,
         data: Sequence[Sequence[Tensor]],
         carried: Sequence[tuple[int, int]],
-        lasting: Sequence[int],
+        lasting: Sequence[int] = (),
     ) -> Iterator[tuple[Any, ...]]:
         """The results of calls that follow each other; valid until the next one, and new only in the last.
 
@@ -103,10 +103,12 @@ class Listed:
             start: the argument from which on each call has its own of these data, whose forms are not looked at.
             data: of all calls.
             carried: which argument of the next call is which result.
-            lasting: numbers of results that stay valid.
+            lasting: numbers of results that stay valid. Default: none.
         """
         stop = start + len(data[0])
-        inner, form = self._in_between(arguments, start, stop, frozenset([*lasting, *(result for _, result in carried)]))
+        inner, form = self._in_between(
+            arguments, start, stop, frozenset([*lasting, *(result for _, result in carried)])
+        )
         self._require(form, [*arguments[:start], *arguments[stop:]])
         entries, calls, picked = inner._entered(arguments), inner._calls, inner._results
         for own in data[:-1]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,6 +18,7 @@ __all__ = [
     "apart",
     "default_state",
     "device_of",
+    "draw_chances",
     "draw_index",
     "draw_indices",
     "draw_seed",
@@ -74,6 +75,13 @@ def device_of(generator: torch.Generator | None) -> torch.device:
 def draw_index(count: int, generator: torch.Generator | None) -> int:
     """A number from 0, ..., count - 1."""
     return int(torch.randint(count, (), generator=generator, device=device_of(generator)))
+
+
+def draw_chances(
+    counts: Mapping[str, int], generator: torch.Generator | None, agreed: Callable[[int], int] = int
+) -> dict[str, Tensor]:
+    """One for each of these counts, as integer tensors on the CPU; ``agreed`` gives the one that all ranks take."""
+    return {name: torch.tensor(agreed(draw_index(count, generator)), device="cpu") for name, count in counts.items()}
 
 
 def draw_indices(counts: Sequence[int], times: int, generator: torch.Generator | None) -> Tensor:
