@@ -1,6 +1,7 @@
 """Many captured steps in one call: what they draw at once is what they would draw one by one."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -202,8 +203,27 @@ def test_batches_of_another_form_end_the_data_ahead():
         sources = Sources(None, bo.Objective(torch.sum, [*BATCHES[:3], other, BATCHES[3]]), None)
         results = drawn(Draws([LOWER]), *sources, None, {})
         assert len(data_ahead(Draws([LOWER]), sources, results, {}, 4)) == found
+    a, b = torch.zeros(2), torch.zeros(3)
+    sources = Sources(None, bo.Objective(torch.sum, [a, (b, (a, b))]), None)  # together like two of (a, b)
+    assert data_ahead(Draws([LOWER]), sources, [Drawn(((a, b),))], {}, 2) == []
     known = [Drawn((BATCHES[0],)), Drawn((BATCHES[0][:1],))]  # of two forms already
     assert data_ahead(Draws([LOWER, LOWER]), sources, known, {}, 2) == []
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_losses_and_flags_outlast_their_call(times):
+    kept = torch.zeros(2)
+
+    class Reusing:
+        def each(self, tensors, data, carried, lasting):
+            for (value,) in data:
+                yield [kept.fill_(value).clone() if i in lasting else kept.fill_(value) for i in (0, 1)]
+
+    one = object.__new__(binding.Binding)
+    one.step, one.next = SimpleNamespace(times=times, graph=Reusing()), []
+    one.out = {"loss": 0, "losses": 0, "flags": 1}
+    for told in one.each([], [], [(1.0,), (2.0,)])[:2]:
+        assert [t.tolist() for t in told] == [[1.0, 1.0], [2.0, 2.0]]
 
 
 @pytest.mark.parametrize("length", [1, 2, 5])

@@ -71,6 +71,13 @@ def test_an_oracle_is_at_its_point_and_changes_nothing_live():
     assert values[0].grad is None
 
 
+def test_gradients_from_a_backward_pass_leave_none_behind():
+    x, y, oracle = scalars()
+    oracle.sharded = True  # whose gradients no other call gives
+    _, (gradient,) = upper_slope(oracle, "upper", oracle.f.draw())
+    assert (float(gradient), x.grad, y.grad) == (12.0, None, None)
+
+
 def test_live_tensors_are_as_they_were_after_a_loss_that_fails():
     x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
 
