@@ -24,8 +24,11 @@ from ..problems import seeded
 from ..registry import ROWS, each
 
 STEPS, MANY = 5, 3
-VARIANTS = ("ITD-checkpoint", "F2SA-1")
-LIKE_OTHERS = ("VRBO", "MRBO", "ESMAML", "iMAML", "HOZOG", "TTSA", "BSA", "ANIL", "RSVRB", "BSVRB", "STABLE")  # slower
+VARIANTS = ("ITD-checkpoint",)
+LIKE_OTHERS = (  # or slower
+    "VRBO", "MRBO", "ESMAML", "iMAML", "HOZOG", "TTSA", "BSA", "ANIL", "RSVRB", "BSVRB", "STABLE", "PRAHGD", "PAID",
+    "AmIGO", "FOMAML", "SRBA",
+)  # fmt: skip
 
 
 class Regression:

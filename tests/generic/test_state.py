@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from torch.utils._pytree import tree_flatten
 
 import bilevel_optim as bo
 
@@ -159,12 +160,15 @@ def test_a_failing_loss_changes_nothing(row, form, how):
         parameter.grad = None
 
     def everything():
+        """Bit for bit, so that NaN is NaN."""
         gradients = [p.grad for p in problem.parameters]
-        return str([optimizer.state_dict(), gradients, optimizer.diagnostics]), values(problem.parameters)
+        leaves, structure = tree_flatten([optimizer.state_dict(), gradients, optimizer.diagnostics, problem.parameters])
+        bits = [leaf.detach().numpy().tobytes() if isinstance(leaf, torch.Tensor) else str(leaf) for leaf in leaves]
+        return structure, bits
 
     step = 1
     for level in ("upper",) if problem.single else ("upper", "lower"):
-        for k in (1, 2, 5, 13) if form == "whole" else (1, 6):
+        for k in (1, 4, 13) if form == "whole" else (1, 6):
             before, problem.fails = everything(), [[level, k, how]]
             try:
                 problem.run(optimizer)
@@ -180,9 +184,7 @@ def test_a_failing_loss_changes_nothing(row, form, how):
             # Of many perturbed paths a diverging one is left out.
             assert isinstance(error, KeyError) == (how == "raise")
             assert not isinstance(error, bo.BilevelWarning) or ("left out" in str(error) and k > 1)
-            after = everything()
-            assert before[0] == after[0]
-            assert same(before[1], after[1])
+            assert everything() == before
         assert k > 1
     problem.fails = []
     problem.run(optimizer)
