@@ -37,7 +37,7 @@ def settings_of(draw, family):
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if any(row.declared.family == f for row in EXACT)])
 def test_hypergradient(family, budget):
-    @budget(4)
+    @budget(3)
     @given(settings_of(family))
     def check(case):
         row, problem = case.registered, case.problem()

@@ -166,7 +166,7 @@ def test_a_random_number_of_products_is_one_graph(row, request):
     ends = []
     for captured in (False, True):
         problem = Regression(row)
-        optimizer = problem.optimizer(row, linear_steps=5, generator=seeded(3))
+        optimizer = problem.optimizer(row, linear_steps=3, generator=seeded(3))
         if captured:
             optimizer.compile(backend="eager", fullgraph=True)
         losses = [problem.step(optimizer) for _ in range(6)] + [*problem.run(optimizer, 14)]
