@@ -169,7 +169,7 @@ def _lifted(module: GraphModule, own: Sequence[Tensor]) -> list[Tensor]:
     outside = set(place)
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not _without_dropout(node):
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not _without_dropout(node, schema):
             raise Untraceable(f"a loss draws random numbers ({node.target})")
         if schema is not None and schema.is_mutable:
             for argument, value in zip(schema.arguments, node.args, strict=False):
@@ -193,9 +193,9 @@ def _lifted(module: GraphModule, own: Sequence[Tensor]) -> list[Tensor]:
     return captured
 
 
-def _without_dropout(node: Node) -> bool:
+def _without_dropout(node: Node, schema: Any) -> bool:
     """Whether an operation, such as attention, would draw random numbers for its dropout alone, which it does not."""
-    for argument, value in zip_longest(node.target._schema.arguments, node.args):  # type: ignore[union-attr]
+    for argument, value in zip_longest(schema.arguments, node.args):
         if argument.name == "dropout_p":
             given = node.kwargs.get("dropout_p", argument.default_value if value is None else value)
             return isinstance(given, float) and given == 0
