@@ -223,7 +223,7 @@ class Compiled(Updating):
         else:
             results = drawn(kind.draws, *call.sources, self.generator, call.chances)
             loss = self._replayed(capture, kind, call, results)
-        reason = capture.reason or (None if kind is None else kind.reason)
+        reason = capture.reason_of(kind)
         if reason is not None:
             self.diagnostics["compile_fallback"] = reason
         return loss
