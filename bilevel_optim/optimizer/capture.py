@@ -49,6 +49,7 @@ class Kind:
         seen: how many were met.
         draws: what each of them draws; None: not known yet.
         bindings: the graphs, one for each shape of the data.
+        read: tensors whose values are constants of the graphs; and these.
         reason: why they run eagerly, if they do.
     """
 
@@ -57,6 +58,7 @@ class Kind:
     seen: int = 0
     draws: Draws | None = None
     bindings: list[Binding] = field(default_factory=list)
+    read: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     reason: str | None = None
 
     def binding(self, data: Flat) -> Binding | None:
@@ -69,6 +71,7 @@ class Kind:
             self.guard == guard
             and len(functions) == len(self.watches)
             and all(map(Watch.stands_for, self.watches, functions))
+            and all(torch.equal(tensor, value) for tensor, value in self.read)
         )
 
 

@@ -260,6 +260,7 @@ class Compiled(Updating):
             seen = self._agreed(capture, kind, binding, (rates, data.tensors), oracle, estimate, update)
             if seen is not None:
                 kind.bindings.append(binding)
+                kind.read += binding.step.graph.read
                 kind.draws = Draws(log.draws)
             return seen
 

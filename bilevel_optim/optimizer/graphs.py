@@ -55,6 +55,7 @@ class Graph:
 
     Attributes:
         nodes: operations in the graph.
+        read: tensors whose values it has as constants, because the function looked at them on the host; and these.
         shared: outputs that share memory with another or with an argument, known after the first call.
     """
 
@@ -74,7 +75,7 @@ class Graph:
             return [leaf for leaf in results[0] if isinstance(leaf, Tensor)]
 
         try:
-            with tracing() as cuts, torch.enable_grad():
+            with tracing() as trace, torch.enable_grad():
                 module = make_fx(flat)(*(t.detach() for t in tensors))
         except Untraceable:
             raise
@@ -84,7 +85,8 @@ class Graph:
         self._constants = [None if isinstance(leaf, Tensor) else leaf for leaf in found]
         self._is_tensor = [isinstance(leaf, Tensor) for leaf in found]
         self.outputs = sum(self._is_tensor)
-        number_parts(module, cuts)
+        number_parts(module, trace.cuts)
+        self.read = [(t, t.detach().clone()) for t in trace.read]
         self._captured = _lifted(module, own)
         self.nodes = len(module.graph.nodes)
         self.shared: frozenset[int] | None = None

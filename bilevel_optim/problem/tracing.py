@@ -5,13 +5,28 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import NamedTuple
 
+from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-__all__ = ["Untraceable", "cut", "traced", "tracing"]
+__all__ = ["Trace", "Untraceable", "cut", "read_by_the_host", "traced", "tracing"]
 
-_CUTS: ContextVar[list[Node] | None] = ContextVar("cuts", default=None)
+
+class Trace(NamedTuple):
+    """What is found while a step is traced.
+
+    Attributes:
+        cuts: the nodes after which its graph may be cut.
+        read: tensors that a loss has looked at on the host, whose values the graph has as constants.
+    """
+
+    cuts: list[Node]
+    read: list[Tensor]
+
+
+_TRACE: ContextVar[Trace | None] = ContextVar("trace", default=None)
 
 
 class Untraceable(Exception):
@@ -20,24 +35,31 @@ class Untraceable(Exception):
 
 def traced() -> bool:
     """Whether a step is being traced: no value may be read, and a loop makes all its steps."""
-    return _CUTS.get() is not None
+    return _TRACE.get() is not None
 
 
 def cut() -> None:
     """Here something begins or ends that a step repeats: if it is being traced, its graph may be cut here."""
-    cuts = _CUTS.get()
-    if cuts is not None:
+    trace = _TRACE.get()
+    if trace is not None:
         mode = get_proxy_mode()
         if mode is not None:
-            cuts.append(next(iter(reversed(mode.tracer.graph.nodes))))
+            trace.cuts.append(next(iter(reversed(mode.tracer.graph.nodes))))
+
+
+def read_by_the_host(tensor: Tensor) -> None:
+    """A loss looks at a tensor's values on the host."""
+    trace = _TRACE.get()
+    if trace is not None and all(known is not tensor for known in trace.read):
+        trace.read.append(tensor)
 
 
 @contextmanager
-def tracing() -> Generator[list[Node]]:
-    """Trace what the block does; gives a list of the nodes after which the graph may be cut."""
-    cuts: list[Node] = []
-    token = _CUTS.set(cuts)
+def tracing() -> Generator[Trace]:
+    """Trace what the block does."""
+    trace = Trace([], [])
+    token = _TRACE.set(trace)
     try:
-        yield cuts
+        yield trace
     finally:
-        _CUTS.reset(token)
+        _TRACE.reset(token)

@@ -427,6 +427,26 @@ def test_parameters_read_out_of_sight_are_not_captured():
     assert "out of torch's sight" in optimizer.diagnostics["compile_fallback"]
 
 
+@pytest.mark.parametrize("read", [float, torch.Tensor.item, torch.Tensor.tolist, lambda t: t.numpy().copy().item()])
+def test_a_value_that_is_read_on_the_host_is_watched(read):
+    """A graph has it as a constant; written in place, it makes another graph."""
+    scale, made = torch.tensor(1.0, dtype=torch.float64), []
+
+    def lower(x, y):
+        return lambda: base(x, y, read(scale))
+
+    for optimizer, losses, x, y in simple(lower):
+        scale.fill_(1.0)
+        for k in range(12):
+            if k == 6:
+                scale.fill_(2.0)
+            optimizer.step(*losses)
+        made.append((x.detach(), y.detach()))
+    assert close(*made, 1e-12)
+    assert graphs(optimizer) == 2
+    assert "compile_fallback" not in optimizer.diagnostics
+
+
 @pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_attention_is_captured_without_dropout(dropout):
