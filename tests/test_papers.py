@@ -296,6 +296,7 @@ class Blind(bo.FirstOrder):
         )
 
 
+@pytest.mark.slow
 def test_sabotage_turns_the_verdict_on_badly_conditioned_problems():
     experiment = EXPERIMENTS["003-kappa-quartic"]
     rule = dataclasses.replace(experiment.rule, rivals=("ITD",))

@@ -129,7 +129,7 @@ RUNS = {
         "compare_quadratic",
         compared,
     ),
-    "hyper_cleaning": ("--steps 12 --optimizer aid itd f2sa", "hyper_cleaning_digits", cleaned),
+    "hyper_cleaning": ("--steps 8 --optimizer aid itd f2sa", "hyper_cleaning_digits", cleaned),
     "hyper_regularization": (
         "--samples 6000 --lr 10 --lower-lr 0.5 --evaluations 3 --seeds 2 --optimizer f2sa-2 first-order",
         "hyper_regularization_breast_cancer",
@@ -151,7 +151,7 @@ RUNS = {
         learned_centre,
     ),
     "newsvendor": (
-        "--steps 50 --levels 2 --price 10 --test-points 2000 --optimizer erm rt-mlmc wdro",
+        "--steps 30 --levels 2 --price 10 --test-points 1000 --optimizer erm rt-mlmc wdro",
         "newsvendor",
         sold,
     ),
@@ -215,6 +215,7 @@ def run(tmp_path, monkeypatch, capsys):
             monkeypatch.setattr(module, "alone", alone)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", bo.BilevelWarning)
+            warnings.filterwarnings("ignore", "We've integrated functorch", FutureWarning)  # TorchOpt, if it is there
             numbers = module.main([*given, *([] if out is None else ["--out", str(out)])])
         return numbers, capsys.readouterr()
 

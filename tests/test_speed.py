@@ -1,11 +1,12 @@
 """What the benchmark of speed compares with: the algorithms by hand are those of the library."""
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
 
-from bilevel_optim.problem.random import draw_seed
+from bilevel_optim.problem.random import draw_index, draw_seed
 from recipes.benchmarks import by_hand, in_jax, speed
 from recipes.problems.shapes import SHAPES, shape
 
@@ -43,6 +44,22 @@ def test_algorithms_by_hand_are_those_of_the_library(name):
         x, y, state = step(x, y, state, draw)
     close(torch.cat([t.flatten() for t in (*x, *y)]), expected, 1e-13)
     assert not torch.equal(expected, values(shape("softmax" if name == "itd" else "logistic", torch.float64)))
+
+
+@pytest.mark.parametrize("name", ["bsa", "ttsa"])
+def test_random_algorithms_by_hand_are_those_of_the_library(name):
+    """On one batch again and again: how many they draw differs."""
+    problem = shape("logistic", torch.float64)
+    problem.batches = tuple(level[:1] for level in problem.batches)
+    x, y = (tuple(t.detach().clone() for t in ts) for ts in (problem.x, problem.y))
+    optimizer, losses, _ = speed.optimizer_of(name, problem)
+    optimizer.run(*losses, steps=STEPS)
+    api = replace(by_hand.TORCH, random=lambda generator, n: (draw_index(n, generator), generator))
+    _, step = by_hand.ALGORITHMS[name].make(by_hand.Oracles(api, problem.f, problem.g), problem.steps)
+    state, batches = torch.Generator().manual_seed(0), dict(zip(("upper", "lower"), problem.batches, strict=True))
+    for _ in range(STEPS):
+        x, y, state = step(x, y, state, lambda level, k: batches[level][0])
+    close(torch.cat([t.flatten() for t in (*x, *y)]), values(problem), 1e-13)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="no JAX")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain, islice
 from typing import Any
 
@@ -29,7 +29,7 @@ def _is_plain(objective: Objective) -> bool:
 
 
 def data_ahead(
-    draws: Draws, sources: Sources, results: Sequence[Drawn], chances: Sequence[dict[str, Any]]
+    draws: Draws, sources: Sources, results: Sequence[Drawn], chances: Mapping[str, Tensor], steps: int
 ) -> list[Sequence[Tensor]]:
     """Tensors of the data of further steps, as `flattened` gives them, up to the first of another form.
 
@@ -37,23 +37,18 @@ def data_ahead(
         draws: of a step.
         sources: where they are made, which `are_apart`.
         results: what they gave in a step.
-        chances: of that step, and of the further ones.
+        chances: of the further steps, by name, shape (steps,).
+        steps: how many further ones.
     """
-    own = [flat(each) for each in chances if each]
-    if own and not (len(own) == len(chances) and Like(own[0]).fits(*own[1:])):
-        return []
-    plans = draws.plans(chances[1:])
+    plans = draws.plans(chances, steps)
     streams: dict[str, _Stream] = {}
-    steps = len(plans)
     for source, objective in (("upper", sources.upper), ("lower", sources.lower)):
         known = [each.data[0] for draw, each in zip(draws, results, strict=True) if draw.source == source and each.data]
         if objective is not None and known:
-            streams[source] = stream = _Stream(known)
-            if not stream.uniform:
-                return []
             ends = [*accumulate(plan.counts[source] for plan in plans)]
-            steps = min(steps, bisect_right(ends, stream.take(objective.take(ends[-1]))))
-    found: list[Sequence[Tensor]] = []
+            streams[source] = stream = _Stream(known, objective.take(ends[-1]))
+            steps = min(steps, bisect_right(ends, stream.count))
+    own = [column.unbind() for column in chances.values()]
     if all(plan is plans[0] for plan in plans):
         columns = [
             column
@@ -61,12 +56,16 @@ def data_ahead(
             if source in streams
             for column in streams[source].columns(made, again, plans[0].counts[source])
         ]
-        found.extend(islice(zip(*columns, strict=False), steps) if columns else [()] * steps)
-    else:
-        for plan in plans[:steps]:
-            pieces = (streams[source].next(made, again) for source, made, again in plan.runs if source in streams)
-            found.append([*chain.from_iterable(pieces)])
-    return [[*data, *each.tensors] for data, each in zip(found, own[1:], strict=False)] if own else found
+        return [*islice(zip(*columns, *own, strict=False), steps)] if columns or own else [()] * steps
+    found: list[Sequence[Tensor]] = []
+    for k, plan in enumerate(plans[:steps]):
+        data: list[Tensor] = []
+        for source, made, again in plan.runs:
+            if source in streams:
+                streams[source].add_next(data, made, again)
+        data += [column[k] for column in own]
+        found.append(data)
+    return found
 
 
 class _Stream:
@@ -74,39 +73,37 @@ class _Stream:
 
     Args:
         known: batches that were drawn, whose form the others must have.
+        batches: those that were drawn after them.
 
     Attributes:
-        uniform: whether these have one.
+        count: how many of these can be used, up to the first of another form; none if the known ones differ.
     """
 
-    def __init__(self, known: Sequence[Any]) -> None:
+    def __init__(self, known: Sequence[Any], batches: Sequence[Any]) -> None:
         first = flat(known[0])
-        self._like, self._width, self._place = Like(first), len(first.tensors), 0
-        self._tensors: list[Tensor] = []
-        self._pieces: dict[int, list[Tensor]] = {}
-        self.uniform = self.take(known) == len(known)
+        like, width = Like(first), len(first.tensors)
+        keys = [*map(id, known), *map(id, batches)]
+        different = dict(zip(keys, [*known, *batches], strict=True))  # few, if the data come again and again
+        tensors = like.tensors_of(different.values())
+        if tensors is None:
+            others = {key for key, batch in different.items() if like.tensors_of([batch]) is None}
+            del keys[next(i for i, key in enumerate(keys) if key in others) :]
+            tensors = [t for key in {**dict.fromkeys(keys)} for t in flat(different[key]).tensors]
+            different = dict.fromkeys(keys)
+        pieces = {key: tensors[i * width : (i + 1) * width] for i, key in enumerate(different)}
+        self.count = max(len(keys) - len(known), 0)
+        self._tensors = [*chain.from_iterable(map(pieces.__getitem__, keys[len(known) :]))]
+        self._width, self._place = width, 0
 
-    def take(self, batches: Sequence[Any]) -> int:
-        """How many of these batches can be used, up to the first of another form; `next` goes through them."""
-        keys = [*map(id, batches)]
-        new = {
-            key: flat(batch) for key, batch in dict(zip(keys, batches, strict=True)).items() if key not in self._pieces
-        }
-        if not self._like.fits(*new.values()):
-            other = next(key for key, each in new.items() if not self._like.fits(each))
-            del keys[keys.index(other) :]
-        self._pieces |= {key: each.tensors for key, each in new.items()}
-        self._tensors = [*chain.from_iterable(map(self._pieces.__getitem__, keys))]
-        return len(keys)
-
-    def next(self, made: int, again: int) -> list[Tensor]:
-        """Tensors of so many batches, and of the last one some times more."""
+    def add_next(self, data: list[Tensor], made: int, again: int) -> None:
+        """Append the tensors of so many batches, and of the last one some times more."""
         start, self._place = self._place, self._place + made * self._width
-        own = self._tensors[start : self._place]
-        return own + own[len(own) - self._width :] * again
+        data += self._tensors[start : self._place]
+        if again:
+            data += self._tensors[self._place - self._width : self._place] * again
 
     def columns(self, made: int, again: int, apart: int) -> list[list[Tensor]]:
-        """Each tensor of `next`, and all those that are so many batches apart from it."""
+        """Each tensor of `add_next`, and all those that are so many batches apart from it."""
         start, self._place = self._place, self._place + made * self._width
         own = [self._tensors[k :: apart * self._width] for k in range(start, self._place)]
         return own + own[len(own) - self._width :] * again

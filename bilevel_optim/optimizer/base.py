@@ -34,6 +34,7 @@ from ..problem.parameters import (
     require_usable,
     tensors_of,
 )
+from ..problem.random import draw_chances
 from ..problem.vector import Vector
 from ..solvers.limits import Clip, Projection, limits_of
 from ..solvers.lower import LowerRules
@@ -319,7 +320,8 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
             here = oracle.at(lower=start)
         try:
             if chances is None:
-                chances = self.chances(self.generator, partial(given.ranks.agreed, device=oracle.device))
+                agreed = partial(given.ranks.agreed, device=oracle.device)
+                chances = draw_chances(self.chances(), self.generator, agreed)
             given = changed(given, chances=chances) if chances else given
             if tasks is None:
                 estimate = self.checked(here, given, self.estimate)

@@ -139,16 +139,24 @@ class Binding:
 
     def each(
         self, arguments: Sequence[Tensor], rates: Sequence[Tensor], data: Sequence[Sequence[Tensor]]
-    ) -> Iterator[Sequence[Tensor]]:
-        """What the graph computes in steps that follow each other, with these data, which it was found to fit.
+    ) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor]]:
+        """What the graph computes in calls that follow each other, with these data, which it was found to fit.
 
-        The results of a step are valid until the next one.
+        Losses and flags of the steps, in a tensor for each call, and all results of the last one.
         """
-        return self.step.graph.each([*arguments, *rates], data, self.next)
+        losses, flags = list[Tensor](), list[Tensor]()
+        loss, flag = self.out.get("losses", self.out["loss"]), self.out["flags"]
+        several = self.step.times > 1  # of which these are pieces: to make them anew costs more than a copy
+        outputs: Sequence[Tensor] = ()
+        for outputs in self.step.graph.each([*arguments, *rates], data, self.next, () if several else (loss, flag)):
+            losses.append(outputs[loss].clone() if several else outputs[loss])
+            flags.append(outputs[flag].clone() if several else outputs[flag])
+        return losses, flags, outputs
 
     def several(self, rates: Sequence[Tensor], chain: Sequence[Sequence[Tensor]]) -> Binding | None:
         """The graph of several such steps, if these are small and many; made, and compared, when it is needed."""
-        times = min(MOST_STEPS, NODES_AT_ONCE // self.step.graph.nodes)
+        most = min(MOST_STEPS, NODES_AT_ONCE // self.step.graph.nodes)
+        times = 1 << most.bit_length() - 1 if most else 1  # runs are of such lengths, and single steps cost more
         if self._several is None and times > 1 and len(chain) >= times:
             self._several = False
             data = [t for one in chain[:times] for t in one]

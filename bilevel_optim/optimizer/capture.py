@@ -114,6 +114,11 @@ class Capture:
         del self.kinds[4 * MOST_GRAPHS :]
         return self.kinds[0]
 
+    def reason_of(self, kind: Kind | None) -> str | None:
+        """Why steps of a kind run eagerly; those that the host makes in between (None) are told as the others."""
+        known = kind or next(iter(self.kinds), None)
+        return self.reason or (None if known is None else known.reason)
+
     def familiar(self, kind: Kind) -> bool:
         """Whether a kind of steps is the first that was met, or other steps of the same losses are captured."""
         return len(self.kinds) == 1 or any(

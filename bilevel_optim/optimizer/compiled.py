@@ -14,13 +14,14 @@ from ..oracle.oracle import Oracle
 from ..oracle.session import Options
 from ..problem.feeding import Drawn, Draws, Log, Noted, NotedTasks, drawn
 from ..problem.parameters import require
+from ..problem.random import draw_chances
 from ..problem.tracing import Untraceable
 from .binding import Binding, Slot, difference
 from .capture import PLAIN, Capture, Identity, Kind
 from .checkpoint import OWN
 from .flat import Flat, flattened
 from .ledger import Ledger
-from .method import Loss, StepFunctions, as_objective
+from .method import Loss, as_objective
 from .replay import Sources, StepGraph, fed, values_of
 from .step import Given, Update
 from .transaction import Write, make
@@ -158,7 +159,7 @@ class Compiled(Updating):
 
     def _place(self, sources: Sources) -> Place:
         """Where what draws is: positions in the data, and the generators that matter."""
-        plain = sources.tasks is None and (self.generator is not None or type(self).chances is StepFunctions.chances)
+        plain = sources.tasks is None and (self.generator is not None or not self.chances())
         marks = []
         for objective in sources[:2]:
             if objective is not None:
@@ -183,18 +184,14 @@ class Compiled(Updating):
         kind = None if capture.reason is not None else self.kind_of_step(self._ledger.steps + ahead, self.numbers)
         if kind is None:
             return Call(sources, update, chances, None)
-        return Call(
-            sources, update, chances, capture.kind(self._guard(capture, sources, update, chances, kind), sources)
-        )
+        return Call(sources, update, chances, capture.kind(self._guard(capture, sources, update, kind), sources))
 
-    def _chances(self) -> dict[str, Any]:
+    def _chances(self) -> dict[str, Tensor]:
         """What the method draws for a step."""
-        if type(self).chances is StepFunctions.chances:
-            return {}
         device = self.param_groups[-1]["params"][0].device
-        return self.chances(self.generator, partial(self._options.ranks.agreed, device=device))
+        return draw_chances(self.chances(), self.generator, partial(self._options.ranks.agreed, device=device))
 
-    def _guard(self, capture: Capture, sources: Sources, update: bool, chances: dict[str, Any], kind: Any) -> list[Any]:
+    def _guard(self, capture: Capture, sources: Sources, update: bool, kind: Any) -> list[Any]:
         """What decides, beside the losses, which operations a step is made of."""
         own = self.__dict__
         guard: list[Any] = [
@@ -203,7 +200,6 @@ class Compiled(Updating):
             kind,
             self._ledger.buffers.changing,
             torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
-            [value for value in chances.values() if not isinstance(value, Tensor)],
             [own[name] for name in capture.hyperparameters(own)],
         ]
         for group in self.param_groups:
@@ -227,7 +223,7 @@ class Compiled(Updating):
         else:
             results = drawn(kind.draws, *call.sources, self.generator, call.chances)
             loss = self._replayed(capture, kind, call, results)
-        reason = capture.reason or (None if kind is None else kind.reason)
+        reason = capture.reason_of(kind)
         if reason is not None:
             self.diagnostics["compile_fallback"] = reason
         return loss

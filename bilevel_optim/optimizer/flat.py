@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -37,16 +37,26 @@ class Like:
         self._plain = all(kind in _ATOMS for kind in self._types)
         self._form, self._devices = Form(data.tensors), [t.device for t in data.tensors]
 
-    def fits(self, *data: Flat) -> bool:
-        """Whether all of these have it."""
-        times = len(data)
-        tensors = data[0].tensors if times == 1 else [t for own in data for t in own.tensors]
-        for _, constants in data:
-            if constants != self._constants if self._plain else not all(map(same, self._constants, constants)):
-                return False
-        if [type(c) for own in data for c in own.constants] != self._types * times:
+    def fits(self, data: Flat, times: int = 1) -> bool:
+        """Whether data have it, or so many of them one after the other."""
+        tensors, constants = data
+        if [*map(type, constants)] != self._types * times:
+            return False
+        expected = self._constants * times
+        if constants != expected if self._plain else not all(map(same, expected, constants)):
             return False
         return self.has_form(tensors, times)
+
+    def tensors_of(self, parts: Collection[Any]) -> list[Tensor] | None:
+        """The tensors of data one after the other, if all of these have it."""
+        whole = Flat([], [])
+        ends = []
+        for part in parts:
+            _flatten((part,), *whole)
+            ends.append((len(whole.tensors), len(whole.constants)))
+        width, constants = len(self._devices), len(self._constants)
+        alike = ends == [(width * k, constants * k) for k in range(1, len(parts) + 1)]
+        return whole.tensors if alike and self.fits(whole, len(parts)) else None
 
     def has_form(self, tensors: Sequence[Tensor], times: int) -> bool:
         """Whether tensors have the sizes, strides, types and devices, so many times."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch._guards import TracingContext
 from torch._guards import tracing as installed
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -50,13 +51,16 @@ class Graph:
         function: takes one pytree and returns one; it may differentiate, but not read a value.
         arguments: for which it is traced.
         backend: compiles the graph.
+        own: tensors that it gets among its arguments, and must not read elsewhere. Default: none.
 
     Attributes:
         nodes: operations in the graph.
         shared: outputs that share memory with another or with an argument, known after the first call.
     """
 
-    def __init__(self, function: Callable[[Any], Any], arguments: Any, backend: Backend) -> None:
+    def __init__(
+        self, function: Callable[[Any], Any], arguments: Any, backend: Backend, own: Sequence[Tensor] = ()
+    ) -> None:
         self.signature, tensors = signature(arguments)
         structure = self.signature.structure
         leaves = tree_flatten(arguments)[0]
@@ -64,8 +68,8 @@ class Graph:
 
         def flat(*values: Tensor) -> list[Tensor]:
             remaining = iter(values)
-            own = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            result = function(tree_unflatten(own, structure))
+            given = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            result = function(tree_unflatten(given, structure))
             results[:] = tree_flatten(result)
             return [leaf for leaf in results[0] if isinstance(leaf, Tensor)]
 
@@ -81,7 +85,7 @@ class Graph:
         self._is_tensor = [isinstance(leaf, Tensor) for leaf in found]
         self.outputs = sum(self._is_tensor)
         number_parts(module, cuts)
-        self._captured = _lifted(module)
+        self._captured = _lifted(module, own)
         self.nodes = len(module.graph.nodes)
         self.shared: frozenset[int] | None = None
         long = self.nodes > LONGEST or any(t.numel() > LARGE for t in tensors)
@@ -106,7 +110,11 @@ class Graph:
         return outputs
 
     def each(
-        self, tensors: Sequence[Tensor], data: Sequence[Sequence[Tensor]], carried: Sequence[tuple[int, int]]
+        self,
+        tensors: Sequence[Tensor],
+        data: Sequence[Sequence[Tensor]],
+        carried: Sequence[tuple[int, int]],
+        lasting: Sequence[int] = (),
     ) -> Iterator[Sequence[Tensor]]:
         """The tensors of the results of calls that follow each other; valid until the next one.
 
@@ -114,14 +122,17 @@ class Graph:
             tensors: the first arguments of the first call.
             data: the others of each call; all of the sizes, strides and types that the graph was made for.
             carried: which argument of the next call is which result.
+            lasting: numbers of results that stay valid. Default: none.
         """
         first = list(tensors)
         fast = self._run.listed if isinstance(self._run, _Direct) and self.shared is not None else None
         if fast is not None:
-            yield from fast.each([*first, *data[0], *self._captured], len(first), data, carried)
+            yield from fast.each([*first, *data[0], *self._captured], len(first), data, carried, lasting)
             return
         for own in data:
-            outputs = self([*first, *own])
+            outputs = [*self([*first, *own])]
+            for i in lasting:
+                outputs[i] = outputs[i].clone()
             yield outputs
             for argument, result in carried:
                 first[argument] = outputs[result]
@@ -140,7 +151,7 @@ def _storage(t: Tensor) -> int:
     return t.untyped_storage().data_ptr()
 
 
-def _lifted(module: GraphModule) -> list[Tensor]:
+def _lifted(module: GraphModule, own: Sequence[Tensor]) -> list[Tensor]:
     """Make what the graph holds as constants arguments of it; raises for what a graph must not do."""
     graph = module.graph
     captured: list[Tensor] = []
@@ -164,10 +175,9 @@ def _lifted(module: GraphModule) -> list[Tensor]:
             graph.erase_node(node)
     outside = set(place)
     for node in graph.nodes:
-        tags = getattr(node.target, "tags", ())
-        if torch.Tag.nondeterministic_seeded in tags:
-            raise Untraceable(f"a loss draws random numbers ({node.target})")
         schema = getattr(node.target, "_schema", None)
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not _without_dropout(node, schema):
+            raise Untraceable(f"a loss draws random numbers ({node.target})")
         if schema is not None and schema.is_mutable:
             for argument, value in zip(schema.arguments, node.args, strict=False):
                 if argument.is_write and value in outside:
@@ -179,11 +189,24 @@ def _lifted(module: GraphModule) -> list[Tensor]:
             node.replace_all_uses_with(node.args[0])
     graph.eliminate_dead_code()
     graph.lint()
+    memory = {_storage(t) for t in own if t.numel()}
+    for node, value in zip(place[len(place) - len(captured) :], captured, strict=True):
+        if node.users and _storage(value) in memory:
+            raise Untraceable("a loss reads its parameters out of torch's sight (checkpointing, an autograd function)")
     held = {name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))}
     for name in held.difference(node.target for node in graph.nodes if node.op == "get_attr"):
         delattr(module, name)  # or it would be an argument too
     module.recompile()
     return captured
+
+
+def _without_dropout(node: Node, schema: Any) -> bool:
+    """Whether an operation, such as attention, would draw random numbers for its dropout alone, which it does not."""
+    for argument, value in zip_longest(schema.arguments, node.args):
+        if argument.name == "dropout_p":
+            given = node.kwargs.get("dropout_p", argument.default_value if value is None else value)
+            return isinstance(given, float) and given == 0
+    return False
 
 
 def _reason(error: Exception) -> str:

@@ -20,6 +20,7 @@ from ..oracle.oracle import Oracle
 from ..problem import tasks as task_layer
 from ..problem.objective import Objective
 from ..problem.parameters import is_count, require
+from ..problem.random import draw_chances
 from ..problem.tracing import traced
 from ..problem.vector import Vector
 from ..solvers.agd import AGD
@@ -103,7 +104,7 @@ class StepFunctions(ABC):
         tasks, share = given.ranks.share(drawn, count)
         generator = given.ranks.own(given.generator, given.steps)
         whole = self.together(count)  # every part has chances of its own
-        chances = [given.chances, *(self.chances(given.generator, int) for _ in whole[1:])]
+        chances = [given.chances, *(draw_chances(self.chances(), given.generator) for _ in whole[1:])]
         sizes = {"lower": self.lower_batch, "upper": self.upper_batch}
         loss, gradient, mean = oracle.x[0].new_zeros(()), oracle.x.zeros_like(), oracle.y.zeros_like()
         draws = task_layer.TaskDraws(sampler, tasks, share, sizes, generator)
@@ -156,11 +157,8 @@ class StepFunctions(ABC):
         """Which of the drawn tasks make one stacked problem: all of them."""
         return [slice(0, tasks)] if tasks else []
 
-    def chances(self, generator: torch.Generator | None, agreed: Callable[[int], int]) -> dict[str, Any]:
-        """What the method draws at random for its next estimate beside its samples, by name.
-
-        ``agreed`` gives the number that the first rank has.
-        """
+    def chances(self) -> dict[str, int]:
+        """What the method draws at random for an estimate beside its samples: by name, of how many numbers one."""
         return {}
 
     def finished(self) -> bool:

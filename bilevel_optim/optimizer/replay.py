@@ -148,7 +148,7 @@ class StepGraph:
         self.arguments, self.times, self.reads = arguments, times, method.estimate_reads
         self._again = partial(StepGraph, method, oracle, given, sources, draws, update, options)
         self._backend = backend
-        self.graph = Graph(step if times == 1 else several, arguments, backend)
+        self.graph = Graph(step if times == 1 else several, arguments, backend, [*oracle.live_x, *oracle.live_y])
 
     def repeated(self, times: int) -> StepGraph:
         """The graph of several steps like this one, one after the other."""

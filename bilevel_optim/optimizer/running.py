@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..problem.feeding import Drawn, Draws, drawn
 from ..problem.parameters import is_count, require
+from ..problem.random import draw_indices
 from .ahead import are_apart, data_ahead
 from .binding import Binding
 from .capture import Capture
@@ -122,16 +123,16 @@ class Running(Compiled):
         kind, sources = call.kind, call.sources
         if kind is None or kind.draws is None or not are_apart(sources):
             return []
-        if not all(isinstance(value, Tensor) for value in call.chances.values()):
-            return []
         first = self._ledger.steps + ahead
         same = self.kind_of_step(first - 1, self.numbers)
         following = (self.kind_of_step(first + k, self.numbers) for k in range(min(most, binding.unwatched)))
         steps = len([*takewhile(lambda now: now == same, following)])
         place, data = self._place(sources), list[Sequence[Tensor]]()
         while steps:
-            chances = [call.chances, *(self._chances() if call.chances else {} for _ in range(steps))]
-            data = data_ahead(kind.draws, sources, results, chances)
+            chances = {}
+            if ranges := self.chances():
+                chances = dict(zip(ranges, draw_indices([*ranges.values()], steps, self.generator), strict=True))
+            data = data_ahead(kind.draws, sources, results, chances, steps)
             if len(data) == steps:
                 break
             self._return_to(sources, place)
@@ -152,11 +153,7 @@ class Running(Compiled):
         now, last = (self.kind_of_step(k, self.numbers) for k in (steps, steps - 1))
         if before is None or now is None or now != last:
             return self._call(capture, sources, True, ahead)
-        if not before.chances:
-            return before
-        if all(isinstance(value, Tensor) for value in before.chances.values()):
-            return before._replace(chances=self._chances())
-        return self._call(capture, sources, True, ahead)
+        return before._replace(chances=self._chances()) if before.chances else before
 
     def _linked(
         self, capture: Capture, binding: Binding, chain: Sequence[Sequence[Tensor]]
@@ -192,21 +189,13 @@ def _followed(
     losses: list[Tensor] = []
     flags: list[Tensor] = []
     arguments: Sequence[Tensor] = binding.arguments()
-    outputs: Sequence[Tensor] = ()
     times = len(data) + 1 if many is None else many.step.times
     single = len(data) % times
     if many is not None and single < len(data):
         parts = [[*joined.from_iterable(data[i : i + times])] for i in range(0, len(data) - single, times)]
-        for outputs in many.each(arguments, rates, parts):
-            losses.append(outputs[many.out["losses"]].clone())
-            flags.append(outputs[many.out["flags"]].clone())
+        losses, flags, outputs = many.each(arguments, rates, parts)
         if not single:
             return torch.cat(losses), torch.cat(flags), (many, outputs)
         arguments = many.following(arguments, outputs)
-    ends: list[Tensor] = []
-    raised: list[Tensor] = []
-    loss, flag = binding.out["loss"], binding.out["flags"]
-    for outputs in binding.each(arguments, rates, data[-single:]):
-        ends.append(outputs[loss].clone())
-        raised.append(outputs[flag].clone())
+    ends, raised, outputs = binding.each(arguments, rates, data[-single:])
     return torch.cat([*losses, torch.stack(ends)]), torch.cat([*flags, torch.stack(raised)]), (binding, outputs)

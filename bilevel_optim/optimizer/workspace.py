@@ -89,7 +89,12 @@ class Listed:
         return self._called(entries)
 
     def each(
-        self, arguments: list[Tensor], start: int, data: Sequence[Sequence[Tensor]], carried: Sequence[tuple[int, int]]
+        self,
+        arguments: list[Tensor],
+        start: int,
+        data: Sequence[Sequence[Tensor]],
+        carried: Sequence[tuple[int, int]],
+        lasting: Sequence[int] = (),
     ) -> Iterator[tuple[Any, ...]]:
         """The results of calls that follow each other; valid until the next one, and new only in the last.
 
@@ -98,9 +103,12 @@ class Listed:
             start: the argument from which on each call has its own of these data, whose forms are not looked at.
             data: of all calls.
             carried: which argument of the next call is which result.
+            lasting: numbers of results that stay valid. Default: none.
         """
         stop = start + len(data[0])
-        inner, form = self._in_between(arguments, start, stop, frozenset(result for _, result in carried))
+        inner, form = self._in_between(
+            arguments, start, stop, frozenset([*lasting, *(result for _, result in carried)])
+        )
         self._require(form, [*arguments[:start], *arguments[stop:]])
         entries, calls, picked = inner._entered(arguments), inner._calls, inner._results
         for own in data[:-1]:
@@ -114,16 +122,14 @@ class Listed:
         entries[start:stop] = data[-1]
         yield self._called(self._entered(entries[: self._given]))
 
-    def _in_between(
-        self, arguments: list[Tensor], start: int, stop: int, carried: frozenset[int]
-    ) -> tuple[Listed, Form]:
-        """The same with results that are new only where they are carried, if it gives the same bits.
+    def _in_between(self, arguments: list[Tensor], start: int, stop: int, new: frozenset[int]) -> tuple[Listed, Form]:
+        """The same of whose results only those of these numbers are new, if it gives the same bits.
 
         And the form of what is no data.
         """
-        key = start, stop, carried
+        key = start, stop, new
         if key not in self._inner:
-            inner = self._again(carried)
+            inner = self._again(new)
             both = zip(self([*arguments]), inner([*arguments]), strict=True)
             same = all(a.stride() == b.stride() and torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in both)
             self._inner[key] = inner if same else self, self._form.without(start, stop)

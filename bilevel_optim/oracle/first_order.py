@@ -14,7 +14,7 @@ from ..problem.vector import Vector
 if TYPE_CHECKING:
     from .oracle import Oracle
 
-__all__ = ["filled", "lower_slope", "slopes"]
+__all__ = ["filled", "lower_slope", "slopes", "upper_slope"]
 
 
 def slopes(
@@ -71,6 +71,21 @@ def lower_slope(oracle: Oracle, level: str, sample: Sample) -> tuple[Tensor, Vec
     oracle.count(f"{level}_grad")
     loss, gradient = oracle.averaged(loss.detach(), filled(gradients, oracle.y))
     oracle.checks.scalar("loss", loss)
+    return loss, gradient
+
+
+def upper_slope(oracle: Oracle, level: str, sample: Sample) -> tuple[Tensor, Vector]:
+    """Value of a loss and its gradient in x alone; arguments as of `lower_slope`."""
+    session = oracle.session
+    with session.buffers_kept(), oracle.placed() as (x, y):
+        # Sharded parameters get gradients from a backward pass alone, which would leave those of y behind.
+        loss, gradients = slopes(oracle, level, sample, x, y, (*x, *y) if oracle.sharded else x)
+    gradients = gradients[: len(x)]
+    session.note_reached(gradients)
+    oracle.count(f"{level}_grad")
+    loss, gradient = oracle.averaged(loss.detach(), filled(gradients, oracle.x))
+    oracle.checks.scalar("loss", loss)
+    oracle.checks.finite(f"{level}_grad", gradient)
     return loss, gradient
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -64,13 +64,12 @@ class Draws(list[Draw]):
         """Equal draws that follow each other, with their number."""
         return [(draw, len([*same])) for draw, same in groupby(self)]
 
-    def plans(self, chances: Sequence[Mapping[str, Any]]) -> list[Plan]:
-        """What steps with these chances make of them."""
+    def plans(self, chances: Mapping[str, Tensor], steps: int) -> list[Plan]:
+        """What so many steps make of them, with chances of shape (steps,)."""
         names, known = self._plans
-        keys = [tuple([int(each[name]) for name in names]) for each in chances] if names else [()] * len(chances)
-        for key, each in zip(keys, chances, strict=True):
-            if key not in known:
-                known[key] = self._plan(each)
+        keys = [*zip(*(chances[name].tolist() for name in names), strict=True)] if names else [()] * steps
+        for key in {*keys}.difference(known):
+            known[key] = self._plan(dict(zip(names, key, strict=True)))
         return [known[key] for key in keys]
 
     def _plan(self, chances: Mapping[str, Any]) -> Plan:

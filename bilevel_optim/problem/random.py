@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,11 +13,14 @@ from ..kernels.counter import mixed_number
 from .vector import Vector
 
 __all__ = [
+    "SEEDS",
     "Counters",
     "apart",
     "default_state",
     "device_of",
+    "draw_chances",
     "draw_index",
+    "draw_indices",
     "draw_seed",
     "hashed",
     "kept",
@@ -27,6 +30,8 @@ __all__ = [
     "set_order",
     "uniform_ball",
 ]
+
+SEEDS = 2**62
 
 
 class Counters:
@@ -72,9 +77,24 @@ def draw_index(count: int, generator: torch.Generator | None) -> int:
     return int(torch.randint(count, (), generator=generator, device=device_of(generator)))
 
 
+def draw_chances(
+    counts: Mapping[str, int], generator: torch.Generator | None, agreed: Callable[[int], int] = int
+) -> dict[str, Tensor]:
+    """One for each of these counts, as integer tensors on the CPU; ``agreed`` gives the one that all ranks take."""
+    return {name: torch.tensor(agreed(draw_index(count, generator)), device="cpu") for name, count in counts.items()}
+
+
+def draw_indices(counts: Sequence[int], times: int, generator: torch.Generator | None) -> Tensor:
+    """One for each of these counts in turn, so many times: those of single draws, shape (counts, times), on the CPU."""
+    if len(counts) == 1 and device_of(generator).type == "cpu":  # elsewhere draws that are made at once are others
+        return torch.randint(counts[0], (1, times), generator=generator, device="cpu")
+    numbers = [[draw_index(count, generator) for count in counts] for _ in range(times)]
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu").reshape(times, len(counts)).T
+
+
 def draw_seed(generator: torch.Generator | None) -> int:
     """A random number to make others from."""
-    return draw_index(2**62, generator)
+    return draw_index(SEEDS, generator)
 
 
 def apart(generator: torch.Generator | None, *numbers: int) -> torch.Generator:

@@ -61,7 +61,7 @@ def test_meta_gradients_are_hypergradients(name, options):
 def test_pzobo_with_all_directions_is_the_hypergradient():
     options = {**SOLVED, "lower_steps": 14, "smoothing": 1e-3, "direction": "orthogonal"}
     count = sum(p.numel() for p in learner("pzobo", width=1).upper)
-    _, report = exact("pzobo", **options, width=1, directions=count, difference="central", vectorize=1)
+    _, report = exact("pzobo", **options, width=1, directions=count, difference="central", vectorize=True)
     assert report.relative_error < 1e-3
 
 

@@ -1,6 +1,7 @@
 """Many captured steps in one call: what they draw at once is what they would draw one by one."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from bilevel_optim.optimizer import binding, running
 from bilevel_optim.optimizer.ahead import are_apart, data_ahead
 from bilevel_optim.optimizer.flat import flattened
 from bilevel_optim.optimizer.replay import Sources
-from bilevel_optim.problem.feeding import Draw, Draws, drawn
+from bilevel_optim.problem.feeding import Draw, Drawn, Draws, drawn
+from bilevel_optim.problem.random import draw_index, draw_indices
 
 from ..problems import seeded
 
@@ -174,7 +176,8 @@ def test_data_ahead_are_those_of_single_steps(draws, counts, data):
         assert are_apart(sources)
         steps = [drawn(Draws(draws), *sources, None, each) for each in (chances[:1] if at_once else chances)]
         if at_once:
-            results.append(data_ahead(Draws(draws), sources, steps[0], chances))
+            further = {} if counts is None else {"count": torch.tensor(counts[1:])}
+            results.append(data_ahead(Draws(draws), sources, steps[0], further, len(chances) - 1))
         else:
             results.append([flattened(*each).tensors for each in zip(steps[1:], chances[1:], strict=True)])
     assert [[*map(len, some)] for some in results[:1]] == [[*map(len, some)] for some in results[1:]]
@@ -182,12 +185,45 @@ def test_data_ahead_are_those_of_single_steps(draws, counts, data):
         assert all(map(torch.equal, one, other))
 
 
-def test_chances_of_another_form_are_not_data_ahead():
-    sources = Sources(None, bo.Objective(torch.sum, BATCHES), None)
-    for other, found in ((torch.tensor(2), 1), (torch.tensor(2.0), 0), (torch.tensor([2]), 0)):
-        chances = [{"seed": torch.tensor(1)}, {"seed": other}]
-        results = drawn(Draws([LOWER]), *sources, None, chances[0])
-        assert len(data_ahead(Draws([LOWER]), sources, results, chances)) == found
+@pytest.mark.parametrize("counts", [[], [10], [2**62], [10, 2**62]])
+def test_numbers_drawn_at_once_are_those_of_single_draws(counts):
+    for generator in (None, torch.Generator().manual_seed(1)):
+        place = generator or torch.default_generator
+        start = place.manual_seed(3).get_state()
+        one_by_one = [[draw_index(count, generator) for count in counts] for _ in range(50)]
+        end = place.get_state()
+        place.set_state(start)
+        at_once = draw_indices(counts, 50, generator)
+        assert [[*map(int, row)] for row in zip(*at_once, strict=True)] == one_by_one[: 50 * bool(counts)]
+        assert torch.equal(place.get_state(), end)
+
+
+def test_batches_of_another_form_end_the_data_ahead():
+    for other, found in ((BATCHES[0], 4), ([BATCHES[0]], 2), (BATCHES[0].float(), 2), (BATCHES[0][:1], 2), (1, 2)):
+        sources = Sources(None, bo.Objective(torch.sum, [*BATCHES[:3], other, BATCHES[3]]), None)
+        results = drawn(Draws([LOWER]), *sources, None, {})
+        assert len(data_ahead(Draws([LOWER]), sources, results, {}, 4)) == found
+    a, b = torch.zeros(2), torch.zeros(3)
+    sources = Sources(None, bo.Objective(torch.sum, [a, (b, (a, b))]), None)  # together like two of (a, b)
+    assert data_ahead(Draws([LOWER]), sources, [Drawn(((a, b),))], {}, 2) == []
+    known = [Drawn((BATCHES[0],)), Drawn((BATCHES[0][:1],))]  # of two forms already
+    assert data_ahead(Draws([LOWER, LOWER]), sources, known, {}, 2) == []
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_losses_and_flags_outlast_their_call(times):
+    kept = torch.zeros(2)
+
+    class Reusing:
+        def each(self, tensors, data, carried, lasting):
+            for (value,) in data:
+                yield [kept.fill_(value).clone() if i in lasting else kept.fill_(value) for i in (0, 1)]
+
+    one = object.__new__(binding.Binding)
+    one.step, one.next = SimpleNamespace(times=times, graph=Reusing()), []
+    one.out = {"loss": 0, "losses": 0, "flags": 1}
+    for told in one.each([], [], [(1.0,), (2.0,)])[:2]:
+        assert [t.tolist() for t in told] == [[1.0, 1.0], [2.0, 2.0]]
 
 
 @pytest.mark.parametrize("length", [1, 2, 5])

@@ -6,8 +6,10 @@ import pickle
 
 import pytest
 import torch
+from torch.utils._pytree import tree_flatten
 
 import bilevel_optim as bo
+from bilevel_optim.optimizer.declaration import FAMILIES
 
 from ..problems import assign, same, seeded, values
 from ..registry import ALIKE, ROWS, each
@@ -21,6 +23,9 @@ def written(*parts):
     return torch.load(file, weights_only=True)
 
 
+FIRST = [next(row for row in ROWS if row.declared.family == family) for family in FAMILIES]
+
+
 @pytest.mark.parametrize(
     ("row", "how"),
     [
@@ -28,9 +33,8 @@ def written(*parts):
         for row in ROWS
         for how in ("warm", "cold", "tasks")
         if row.declared.tasks != {"tasks": "none"}.get(how, "required" if how == "cold" else "")
-        and (
-            how == "warm" or not row.variant or row.declared.tasks == "rows"
-        )  # the base class makes these of each alike
+        # The base class makes these of each alike.
+        and (row in FIRST if how == "cold" else how == "warm" or not row.variant or row.declared.tasks == "rows")
     ],
 )
 def test_resumes_bit_for_bit(row, how):
@@ -147,7 +151,7 @@ def test_nothing_is_written_that_is_not_finite(row):
         for form in ("whole", "tasks")
         for how in ("raise", "nan")
         if (row.declared.tasks != "required" if form == "whole" else row.takes_tasks and not row.variant)
-        and (how == "nan" or not row.variant)  # who evaluates a loss that raises is none of a variant's business
+        and (how == "nan" or row in FIRST)  # who evaluates a loss that raises is none of a method's business
     ],
 )
 def test_a_failing_loss_changes_nothing(row, form, how):
@@ -159,12 +163,15 @@ def test_a_failing_loss_changes_nothing(row, form, how):
         parameter.grad = None
 
     def everything():
+        """Bit for bit, so that NaN is NaN."""
         gradients = [p.grad for p in problem.parameters]
-        return str([optimizer.state_dict(), gradients, optimizer.diagnostics]), values(problem.parameters)
+        leaves, structure = tree_flatten([optimizer.state_dict(), gradients, optimizer.diagnostics, problem.parameters])
+        bits = [leaf.detach().numpy().tobytes() if isinstance(leaf, torch.Tensor) else str(leaf) for leaf in leaves]
+        return structure, bits
 
     step = 1
     for level in ("upper",) if problem.single else ("upper", "lower"):
-        for k in (1, 2, 5, 13) if form == "whole" else (1, 6):
+        for k in (1, 4, 13) if form == "whole" else (1, 6):
             before, problem.fails = everything(), [[level, k, how]]
             try:
                 problem.run(optimizer)
@@ -180,9 +187,7 @@ def test_a_failing_loss_changes_nothing(row, form, how):
             # Of many perturbed paths a diverging one is left out.
             assert isinstance(error, KeyError) == (how == "raise")
             assert not isinstance(error, bo.BilevelWarning) or ("left out" in str(error) and k > 1)
-            after = everything()
-            assert before[0] == after[0]
-            assert same(before[1], after[1])
+            assert everything() == before
         assert k > 1
     problem.fails = []
     problem.run(optimizer)

@@ -9,6 +9,7 @@ import bilevel_optim as bo
 from bilevel_optim import Vector
 from bilevel_optim.distributed.ranks import Ranks
 from bilevel_optim.oracle import batched
+from bilevel_optim.oracle.first_order import upper_slope
 from bilevel_optim.oracle.lanes import stacked
 from bilevel_optim.oracle.session import Options, Session
 from bilevel_optim.problem.objective import Sample
@@ -26,12 +27,13 @@ def figures(oracle, x, y):
     """Value, gradients and products in v = 5 at a point, and what they have to be."""
     f, g, v = oracle.f.draw(), oracle.g.draw(), Vector([torch.tensor([5.0])])
     loss, in_x, in_y = oracle.upper(f)
+    alone, in_x_alone = upper_slope(oracle, "upper", f)
     value, slope = oracle.lower(g)
     with oracle.lower_system(g) as system:
         cross, hvp = system.both(v)
     _, hessian, mixed = oracle.lower_matrices(g)
-    found = [loss, *in_x, *in_y, value, *slope, *cross, *hvp, hessian, mixed]
-    expected = [x * x * y, 2 * x * y, x * x, x * y**3 + y, 3 * x * y**2 + 1]
+    found = [alone, *in_x_alone, loss, *in_x, *in_y, value, *slope, *cross, *hvp, hessian, mixed]
+    expected = [x * x * y, 2 * x * y, x * x * y, 2 * x * y, x * x, x * y**3 + y, 3 * x * y**2 + 1]
     expected += [15 * y**2, 30 * x * y, 6 * x * y, 3 * y**2]
     return [float(t) for t in found], pytest.approx(expected, rel=1e-13)
 
@@ -65,8 +67,15 @@ def test_an_oracle_is_at_its_point_and_changes_nothing_live():
             assert unchanged(before, x, y)
     assert [one.moved for one in oracles.values()] == [(a, b) for a, b in ((0, 0), (1, 0), (0, 1), (1, 1), (1, 1))]
     assert all(one.session is oracle.session for one in oracles.values())
-    assert oracle.session.counts == {"upper_grad": 10, "lower_grad": 30, "hvp": 20, "jvp": 20, "loss": 0}
+    assert oracle.session.counts == {"upper_grad": 20, "lower_grad": 30, "hvp": 20, "jvp": 20, "loss": 0}
     assert values[0].grad is None
+
+
+def test_gradients_from_a_backward_pass_leave_none_behind():
+    x, y, oracle = scalars()
+    oracle.sharded = True  # whose gradients no other call gives
+    _, (gradient,) = upper_slope(oracle, "upper", oracle.f.draw())
+    assert (float(gradient), x.grad, y.grad) == (12.0, None, None)
 
 
 def test_live_tensors_are_as_they_were_after_a_loss_that_fails():

@@ -109,6 +109,9 @@ def test_calls_follow_each_other(tmp_path):
         before.append(shifted)
     assert before[0].data_ptr() == before[1].data_ptr()  # nobody keeps it, but for the last one
     assert before[1].data_ptr() != before[2].data_ptr()
+    lasting = [shifted for shifted, _ in call.each([x], 1, [(), (), ()], [(0, 1)], [0])]
+    assert all(map(torch.equal, lasting[::2], (2 * x + 1, before[2])))
+    assert len({t.data_ptr() for t in lasting}) == 3
     again = before[2].clone()
     call([x])
     assert torch.equal(before[2], again)
@@ -116,6 +119,15 @@ def test_calls_follow_each_other(tmp_path):
         torch.testing.assert_close(shifted, 2 * own + 1, rtol=0, atol=0)
     with pytest.raises(AssertionError, match="other sizes, strides or types"):
         next(call.each([x.float()], 1, [()], ()))
+
+
+def test_results_that_last_are_copied_where_a_backend_keeps_their_memory():
+    kept = torch.zeros(())
+    graph = Graph(lambda x: x + 1, torch.zeros(()), lambda module, example: lambda x: [kept.copy_(x + 1)])
+    graph([kept])
+    for lasting, expected in (((), [3.0] * 3), ((0,), [1.0, 2.0, 3.0])):
+        found = [one for (one,) in graph.each([], [(torch.tensor(float(k)),) for k in range(3)], (), lasting)]
+        assert [*map(float, found)] == expected
 
 
 @pytest.mark.slow

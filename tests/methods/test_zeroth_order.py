@@ -365,7 +365,7 @@ def test_every_path_sees_one_batch_per_step_in_order(cls):
 
 def test_independent_noise_is_amplified():
     """T7, second half: noise of its own for every evaluation adds (2/mu^2) v' S v to the variance of a coefficient."""
-    problem, sigma, steps, count, own = QB(), 0.05, 2, 1000, seeded(1)
+    problem, sigma, steps, count, own = QB(), 0.05, 2, 600, seeded(1)
     plain, variances = problem.lower, []
     problem.lower = lambda: plain() + sigma * torch.randn(5, generator=own) @ problem.y[0]
     for mu in (1e-1, 1e-2):

@@ -109,7 +109,7 @@ class RTMLMC(BilevelOptimizer):
         ...     [x], [y], lr=0.1, lower_lr=2.0, levels=6, tasks_per_step=8, generator=torch.Generator().manual_seed(1)
         ... )
         >>> tasks = bo.TensorTasks(data)
-        >>> for _ in range(100):  # y* = x + mean of the context's rows, and f asks for y* = 1: x is -1 in the end
+        >>> for _ in range(50):  # y* = x + mean of the context's rows, and f asks for y* = 1: x is -1 in the end
         ...     loss = optimizer.step(
         ...         lambda rows: (y - 1).square().sum() / 2,
         ...         lambda rows: (y - x - rows).square().sum(1).mean() / 2,

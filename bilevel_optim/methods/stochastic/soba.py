@@ -11,6 +11,7 @@ from ...hypergradient import Estimate
 from ...optimizer.base import BilevelOptimizer, CommonOptions
 from ...optimizer.declaration import Method, counts
 from ...optimizer.step import Given
+from ...oracle.first_order import upper_slope
 from ...oracle.oracle import Oracle
 from ...oracle.second_order import system_sample
 from ...problem.objective import Sample
@@ -231,6 +232,6 @@ class FSLA(SingleLoop):
 
 def _direct(oracle: Oracle, xi: Sample, zeta: Sample, v: Vector) -> tuple[Tensor, Vector]:
     """The loss, and the hypergradient with a given v."""
-    loss, grad_x, _ = oracle.upper(xi)
+    loss, grad_x = upper_slope(oracle, "upper", xi)
     with oracle.lower_system(zeta, gradient=False) as system:
         return loss, grad_x - system.cross(v)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
-from typing import Any, Unpack
-
-import torch
+from typing import Unpack
 
 from ...hypergradient import Estimate, ImplicitSamples, stochastic_implicit
 from ...optimizer.base import BilevelOptimizer, CommonOptions
@@ -15,7 +12,6 @@ from ...optimizer.declaration import Method, counts
 from ...optimizer.step import Given, changed
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, is_count, is_number, require
-from ...problem.random import draw_index
 from ...solvers import linear
 
 __all__ = ["AmIGO", "NeumannMethod", "StocBiO"]
@@ -50,11 +46,9 @@ class NeumannMethod(BilevelOptimizer):
         self.linear_steps, self.linear_lr = linear_steps, linear_lr
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
 
-    def chances(self, generator: torch.Generator | None, agreed: Callable[[int], int]) -> dict[str, Any]:
+    def chances(self) -> dict[str, int]:
         """Which term of a randomised series it is."""
-        if not self.randomised:
-            return {}
-        return {"products": torch.tensor(agreed(draw_index(self.linear_steps, generator)), device="cpu")}
+        return {"products": self.linear_steps} if self.randomised else {}
 
     def samples(self, oracle: Oracle, given: Given) -> ImplicitSamples:
         """Samples for one estimate, of which a randomised series takes as many as its term needs."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Unpack
-
-import torch
+from typing import Unpack
 
 from ...distributed.ranks import Ranks
 from ...hypergradient import Estimate
@@ -15,7 +13,7 @@ from ...optimizer.step import Given
 from ...oracle.lanes import one_of_many
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, is_count, is_number, require
-from ...problem.random import draw_seed
+from ...problem.random import SEEDS
 from ...problem.tracing import traced
 from ...problem.vector import any_sharded
 from ...solvers.paths import Paths
@@ -66,9 +64,9 @@ class ZerothOrder(BilevelOptimizer):
 
     saved_options = ("smoothing", "directions")
 
-    def chances(self, generator: torch.Generator | None, agreed: Callable[[int], int]) -> dict[str, Any]:
+    def chances(self) -> dict[str, int]:
         """The seed of the directions."""
-        return {"seed": torch.tensor(agreed(draw_seed(generator)), device="cpu")}
+        return {"seed": SEEDS}
 
     def drawn_directions(self, oracle: Oracle, given: Given) -> Directions:
         """The directions of this step, the same on every rank."""
