@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain, islice, takewhile
 from typing import Any
 
 from torch import Tensor
@@ -82,28 +82,30 @@ class _Stream:
     def __init__(self, known: Sequence[Any], batches: Sequence[Any]) -> None:
         first = flat(known[0])
         like, width = Like(first), len(first.tensors)
-        keys = [*map(id, known), *map(id, batches)]
-        different = dict(zip(keys, [*known, *batches], strict=True))  # few, if the data come again and again
+        keys, together = [*map(id, batches)], [*known, *batches]
+        different = dict(zip([*map(id, known), *keys], together, strict=True))  # few, if data come again and again
         tensors = like.tensors_of(different.values())
         if tensors is None:
             others = {key for key, batch in different.items() if like.tensors_of([batch]) is None}
-            del keys[next(i for i, key in enumerate(keys) if key in others) :]
-            tensors = [t for key in {**dict.fromkeys(keys)} for t in flat(different[key]).tensors]
-            different = dict.fromkeys(keys)
-        pieces = {key: tensors[i * width : (i + 1) * width] for i, key in enumerate(different)}
-        self.count = max(len(keys) - len(known), 0)
-        self._tensors = [*chain.from_iterable(map(pieces.__getitem__, keys[len(known) :]))]
-        self._width, self._place = width, 0
+            alike = [*takewhile(lambda batch: id(batch) not in others, together)]
+            del keys[max(len(alike) - len(known), 0) :]
+            different = {id(batch): batch for batch in alike}
+            tensors = [t for batch in different.values() for t in flat(batch).tensors]
+        pieces = zip(*(tensors[k::width] for k in range(width)), strict=True) if width else [()] * len(different)
+        self.count = len(keys)
+        self._pieces = [*map(dict(zip(different, pieces, strict=True)).__getitem__, keys)]
+        self._place = 0
 
     def add_next(self, data: list[Tensor], made: int, again: int) -> None:
         """Append the tensors of so many batches, and of the last one some times more."""
-        start, self._place = self._place, self._place + made * self._width
-        data += self._tensors[start : self._place]
+        start, self._place = self._place, self._place + made
+        for piece in self._pieces[start : self._place]:
+            data += piece
         if again:
-            data += self._tensors[self._place - self._width : self._place] * again
+            data += self._pieces[self._place - 1] * again
 
-    def columns(self, made: int, again: int, apart: int) -> list[list[Tensor]]:
+    def columns(self, made: int, again: int, apart: int) -> list[tuple[Tensor, ...]]:
         """Each tensor of `add_next`, and all those that are so many batches apart from it."""
-        start, self._place = self._place, self._place + made * self._width
-        own = [self._tensors[k :: apart * self._width] for k in range(start, self._place)]
-        return own + own[len(own) - self._width :] * again
+        start, self._place = self._place, self._place + made
+        own = [[*zip(*self._pieces[k::apart], strict=True)] for k in range(start, self._place)]
+        return [*chain.from_iterable(own), *(own[-1] * again)]

@@ -49,14 +49,17 @@ class Like:
 
     def tensors_of(self, parts: Collection[Any]) -> list[Tensor] | None:
         """The tensors of data one after the other, if all of these have it."""
-        whole = Flat([], [])
-        ends = []
-        for part in parts:
-            _flatten((part,), *whole)
-            ends.append((len(whole.tensors), len(whole.constants)))
-        width, constants = len(self._devices), len(self._constants)
-        alike = ends == [(width * k, constants * k) for k in range(1, len(parts) + 1)]
-        return whole.tensors if alike and self.fits(whole, len(parts)) else None
+        tensors, constants = whole = Flat([], [])
+        width, others = len(self._devices), len(self._constants)
+        for k, part in enumerate(parts, 1):
+            if type(part) in _SEQUENCES:
+                constants.append(len(part))
+                _flatten(part, tensors, constants)
+            else:
+                _flatten((part,), tensors, constants)
+            if len(tensors) != k * width or len(constants) != k * others:
+                return None
+        return tensors if self.fits(whole, len(parts)) else None
 
     def has_form(self, tensors: Sequence[Tensor], times: int) -> bool:
         """Whether tensors have the sizes, strides, types and devices, so many times."""
