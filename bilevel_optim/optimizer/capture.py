@@ -71,7 +71,7 @@ class Kind:
             self.guard == guard
             and len(functions) == len(self.watches)
             and all(map(Watch.stands_for, self.watches, functions))
-            and all(torch.equal(tensor, value) for tensor, value in self.read)
+            and (not self.read or all(torch.equal(tensor, value) for tensor, value in self.read))
         )
 
 

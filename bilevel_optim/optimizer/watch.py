@@ -69,16 +69,18 @@ def _size(value: Any) -> float:
 class _Kept:
     """A value as it was: containers and small arrays by their entries, plain values by value, others by identity."""
 
-    __slots__ = ("entries", "kind", "value")
+    __slots__ = ("entries", "fixed", "kind", "value")
 
     def __init__(self, value: Any, depth: int = _NESTED) -> None:
         self.value, self.kind = value, type(value)
         self.entries: Any = None
+        self.fixed = True  # nothing of the object itself can change that is looked at
         if depth and isinstance(value, (*_SEQUENCES, dict)) and len(value) <= _SMALL:
             items = value.items() if isinstance(value, dict) else enumerate(value)
             self.entries = [(key, _Kept(item, depth - 1)) for key, item in items]
+            self.fixed = isinstance(value, tuple) and all(kept.fixed for _, kept in self.entries)
         elif (len(value) if isinstance(value, (set, frozenset)) else _size(value)) <= _SMALL:
-            self.entries = value.copy()
+            self.entries, self.fixed = value.copy(), isinstance(value, frozenset)
 
     def is_still(self, now: Any) -> bool:
         """Whether another value, or the same object later, stands for this one."""
@@ -174,6 +176,8 @@ class Watch:
         self._seen: set[Any] = set()
         self._follow(function, _DEPTH)
         self._seen.clear()
+        kept = [(place.read, place.kept) for place in self.places]
+        self._checks = [(read, it.value, it.fixed, it.is_still) for read, it in kept]
 
     def _follow(self, function: Any, depth: int) -> None:
         if isinstance(function, MethodType):
@@ -297,11 +301,11 @@ class Watch:
         return self._hold(0)
 
     def _hold(self, first: int) -> bool:
-        for place in self.places[first:] if first else self.places:
-            kept, now = place.kept, place.read()
-            if (now is not kept.value or kept.entries is not None) and not kept.is_still(now):
+        for read, value, fixed, is_still in self._checks[first:] if first else self._checks:
+            now = read()
+            if not (fixed and now is value) and not is_still(now):
                 return False
-        return all(m.training is was for m, was in self.modules)
+        return not self.modules or all(m.training is was for m, was in self.modules)
 
     def stands_for(self, function: Any) -> bool:
         """Whether another function (a lambda made again) has the same code and reads the same."""
