@@ -440,7 +440,16 @@ class Held:
     def current(self):
         return self.slot
 
+    def __call__(self):
+        return self.slot
+
     half = property(lambda self: self.slot / 2)
+
+
+class Later:
+    """Has a number by its class, until it gets its own."""
+
+    shared = 1.0
 
 
 class Scaling(nn.Module):
@@ -452,20 +461,23 @@ class Scaling(nn.Module):
         self.register_buffer("scale", torch.ones((), dtype=torch.float64))
 
     def forward(self, t):
-        return self.factor * self.act(self.scale * t)
+        return self.factor * self.act(self.scale * t) * (1.0 if self.act.training else 2.0)
 
 
 def held():
     """What a loss reads, and how it is changed."""
     settings = ModuleType("settings")
     settings.factor = 1.0
-    one, net, array = Held(), Scaling(), torch.ones(3, dtype=torch.float64).numpy().copy()
+    one, late, net, array = Held(), Later(), Scaling(), torch.ones(3, dtype=torch.float64).numpy().copy()
     many, nested, tensors = [1.0] * 100, {"a": {"b": 1.0}}, [torch.ones((), dtype=torch.float64)]
     unit, table = torch.ones((), dtype=torch.float64), {"f": lambda: one.slot}
     slot, two = partial(setattr, one, "slot", 2.0), torch.full((), 2.0, dtype=torch.float64)
     return {
         "slot": (lambda: one.slot, slot),
         "method": (lambda: one.current(), slot),
+        "call": (lambda: one(), slot),
+        "attribute of its own": (lambda: late.shared, partial(setattr, late, "shared", 2.0)),
+        "mode of a part": (lambda: net(unit), net.act.eval),
         "property": (lambda: one.half, slot),
         "function in a table": (lambda: table["f"](), slot),
         "comprehension": (lambda: sum(one.slot for _ in range(1)), slot),
@@ -497,6 +509,58 @@ def test_what_a_loss_reads_is_in_sight(name, monkeypatch):
         made.append((x.detach(), y.detach()))
     assert close(*made, 1e-12)
     assert graphs(optimizer) == 2
+
+
+@pytest.mark.parametrize("how", ["number", "object"])
+def test_a_lambda_made_again_is_the_same_until_it_reads_something_else(how):
+    made = []
+    for optimizer, losses, x, y in simple(lambda x, y: None):
+        one = Held()
+        for k in range(12):
+            factor = 1.0 if k < 6 else 2.0
+            if how == "object":
+                one.slot = factor
+
+            def lower(x=x, y=y, one=one):
+                return lambda: base(x, y, one.slot)
+
+            def number(factor, x=x, y=y):
+                return lambda: base(x, y, factor)
+
+            optimizer.step(losses[0], lower() if how == "object" else number(factor))
+        made.append((x.detach(), y.detach()))
+    assert close(*made, 1e-12)
+    assert graphs(optimizer) == 2
+
+
+@pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
+@pytest.mark.parametrize("where", ["nested", "array", "set", "list"])
+def test_what_a_loss_has_changed_for_a_look_is_put_back(where):
+    """Also in containers, whose identity stays: a count is that of the eager evaluations."""
+    made = []
+
+    def lower(x, y):
+        nested, array, some, many = {"a": {"n": 0}}, torch.zeros(1).numpy().copy(), set(), []
+        made.append((nested, array, some, many))
+
+        def loss():
+            n = {"nested": nested["a"]["n"], "array": float(array[0]), "set": len(some), "list": len(many)}[where]
+            nested["a"]["n"] += 1
+            array[0] += 1
+            some.add(len(some))
+            many.append(0)
+            return base(x, y, 1 + 0.01 * n)
+
+        return loss
+
+    ends = []
+    for optimizer, losses, x, y in simple(lower):
+        for _ in range(6):
+            optimizer.step(*losses)
+        ends.append((x.detach(), y.detach()))
+    assert close(*ends, 0.0)
+    (nested, array, some, many), (others, *rest) = made
+    assert (nested, some, many, float(array[0])) == (others, rest[1], rest[2], float(rest[0][0]))
 
 
 @pytest.mark.parametrize("read", [float, torch.Tensor.item, torch.Tensor.tolist, lambda t: t.numpy().copy().item()])
