@@ -90,7 +90,7 @@ class _Kept:
         if type(now) is not self.kind:
             return False
         if not isinstance(entries, list):
-            alike = entries == now
+            alike = getattr(entries, "shape", None) == getattr(now, "shape", None) and entries == now
             return bool(alike if isinstance(alike, bool) else alike.all())
         if len(now) != len(entries):
             return False

@@ -556,6 +556,8 @@ def test_what_a_loss_changes_is_put_back():
     assert watch.holds
     assert (nested, float(array[0]), some, list(many), one.slot) == ({"a": {"n": 0}}, 0.0, {0}, [0], 1.0)
     assert nested["a"] is inner
+    array = torch.zeros(2).numpy()
+    assert not watch.holds
 
 
 @pytest.mark.parametrize("read", [float, torch.Tensor.item, torch.Tensor.tolist, lambda t: t.numpy().copy().item()])
