@@ -266,7 +266,9 @@ def row_update_(
     dtype, k = precise(position.dtype), len(ids)
     outside = torch.empty(k, dtype=torch.bool, device=ids.device)
     drift, shrink, scale, rates = (t.to(dtype).contiguous() for t in (drift, shrink, scale, rates))
-    settings = torch.tensor([keep, tau, radius], dtype=torch.float64, device=ids.device)
+    settings = torch.empty(3, dtype=torch.float64, device=ids.device)
+    for place, value in enumerate((keep, tau, radius)):
+        settings[place].fill_(value)  # a copy from the host would wait for the device
     if k:
         _update_row[(k,)](
             outside, position, velocity, ids.contiguous(), drift, shrink, new.contiguous(),

@@ -149,7 +149,7 @@ class Capture:
         if any(isinstance(value, Tensor) for value in values):
             return [torch.as_tensor(value, **options).reshape(()) for value in values]
         if values != self._rates[0]:
-            self._rates = (values, [torch.tensor(float(value), **options) for value in values])
+            self._rates = (values, [torch.full((), float(value), **options) for value in values])
         return self._rates[1]
 
     def refuse(self, reason: str, kind: Kind | None = None) -> None:

@@ -39,15 +39,15 @@ LIKE_OTHERS = (  # or slower
 class Regression:
     """Ridge regression with one log-penalty for each weight, on batches; the losses count nothing."""
 
-    def __init__(self, row, dtype=torch.float64, tasks=False, dropout=0.0):
+    def __init__(self, row, dtype=torch.float64, tasks=False, dropout=0.0, device="cpu"):
         generator = seeded(1)
         tasks = tasks or row.declared.tasks == "required"
         self.rows = tasks and row.declared.tasks == "rows"
         rows = torch.randn(3, 12, 5, generator=generator, dtype=torch.float64)
         targets = rows @ torch.randn(5, generator=generator, dtype=torch.float64) + 0.1
-        self.data = rows.to(dtype), targets.to(dtype)
-        self.log_penalty = torch.full((5,), -2.0, dtype=dtype, requires_grad=True)
-        start = torch.linspace(-0.5, 0.5, 5, dtype=dtype)
+        self.data = rows.to(device, dtype), targets.to(device, dtype)
+        self.log_penalty = torch.full((5,), -2.0, dtype=dtype, device=device, requires_grad=True)
+        start = torch.linspace(-0.5, 0.5, 5, dtype=dtype, device=device)
         self.weight = (start.expand(3, 5).clone() if self.rows else start.clone()).requires_grad_()
         self.drop = nn.Dropout(dropout)
         self.x, self.y = [self.log_penalty], [self.weight]

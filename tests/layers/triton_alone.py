@@ -65,6 +65,18 @@ def rows(programs, dtype, k, n, radius):
     yield "velocity", found[1], expected[1]
 
 
+def cases(programs, dtype):
+    """What the programs and the references give, by name of the operator."""
+    for count, n in SIZES:
+        for results in (
+            *(seeded(programs, dtype, count, n, k, o) for k in KINDS for o in OFFSETS),
+            cg(programs, dtype, count, n),
+            *(rows(programs, dtype, count, n, radius) for radius in (float("inf"), 1.2 * n**0.5)),
+        ):
+            for name, found, expected in results:
+                yield name.partition(".")[0], found, expected
+
+
 def interpreted():
     """The largest differences between the programs and the references, by case."""
     os.environ["TRITON_INTERPRET"] = "1"
@@ -76,15 +88,9 @@ def interpreted():
     worst = {}
     for dtype in DTYPES:
         kind = getattr(torch, dtype)
-        for count, n in SIZES:
-            results = [
-                *(r for k in KINDS for o in OFFSETS for r in seeded(programs, kind, count, n, k, o)),
-                *cg(programs, kind, count, n),
-                *(r for radius in (float("inf"), 1.2 * n**0.5) for r in rows(programs, kind, count, n, radius)),
-            ]
-            for name, found, expected in results:
-                case = f"{dtype} {name.partition('.')[0]}"
-                worst[case] = max(worst.get(case, 0.0), ulps(found, expected))
+        for name, found, expected in cases(programs, kind):
+            case = f"{dtype} {name}"
+            worst[case] = max(worst.get(case, 0.0), ulps(found, expected))
     return worst
 
 

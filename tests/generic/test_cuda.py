@@ -1,0 +1,108 @@
+"""What needs a GPU: captured steps, CUDA graphs, how often a step waits for the device, kernels (skipped without)."""
+
+import warnings
+
+import pytest
+import torch
+
+import bilevel_optim as bo
+from bilevel_optim.kernels import registry
+from bilevel_optim.kernels import seeded as seeded_kernels
+
+from ..layers import triton_alone
+from ..layers.test_kernels import operators
+from ..registry import each
+from .test_compile import Regression
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+WAYS = {
+    "traced": {"backend": "eager"},
+    "inductor": {},
+    "cuda graphs": {"mode": "reduce-overhead"},
+}
+SINGLE, AT_ONCE = 12, 8
+
+
+def steps(row, device, compiled=None, **options):
+    """Losses and end of some steps, the last ones at once; and the optimizer."""
+    problem = Regression(row, device=device, **options)
+    optimizer = problem.optimizer(row)
+    if compiled is not None:
+        optimizer.compile(**compiled)
+    torch.manual_seed(0)
+    losses = [problem.step(optimizer) for _ in range(SINGLE)]
+    losses += problem.run(optimizer, AT_ONCE)
+    return [torch.stack(losses), *(t.detach() for t in (*problem.x, *problem.y))], optimizer
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+@each()
+def test_captured_steps_are_eager_ones(row, way):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", bo.BilevelWarning)
+        (eager, _), (captured, optimizer) = (steps(row, "cuda", compiled) for compiled in (None, WAYS[way]))
+    for mine, theirs in zip(captured, eager, strict=True):
+        assert theirs.isfinite().all()
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9 * float(theirs.abs().max()))
+    assert optimizer.captured_graphs or "compile_fallback" in optimizer.diagnostics
+
+
+@each(lambda row: not row.declared.uncaptured and not row.declared.host_update)
+def test_a_captured_step_waits_for_the_device_once(row):
+    """And so do the steps of a run: for their flags."""
+    problem = Regression(row, device="cuda")
+    optimizer = problem.optimizer(row)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", bo.BilevelWarning)
+        optimizer.compile(backend="eager")
+        for _ in range(17):  # the next one that is compared with an eager step is the 32nd
+            problem.step(optimizer)
+    if "compile_fallback" in optimizer.diagnostics:
+        pytest.skip(optimizer.diagnostics["compile_fallback"])
+    for advance in (problem.step, lambda optimizer: problem.run(optimizer, 3)):
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                advance(optimizer)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert sum("synchroniz" in str(warning.message) for warning in found) <= 1
+
+
+@pytest.mark.parametrize("dtype", triton_alone.DTYPES)
+def test_programs_give_what_the_references_give(dtype):
+    torch.set_default_dtype(torch.float32)
+    kind, worst = getattr(torch, dtype), {}
+    with torch.device("cuda"):
+        for name, found, expected in triton_alone.cases(registry.programs(), kind):
+            worst[name] = max(worst.get(name, 0.0), triton_alone.ulps(found, expected))
+    assert max(worst.values()) <= 8, worst
+
+
+@pytest.mark.parametrize("name", list(operators()))
+def test_registration(name):
+    with torch.device("cuda"):
+        operator, args = operators()[name]
+        torch.library.opcheck(operator, args)
+
+
+def test_more_than_32_bits_count():
+    """2^31 + 5 entries in bfloat16."""
+    n = 2**31 + 5
+    if torch.cuda.mem_get_info()[0] < 30e9:
+        pytest.skip("needs 30 GB")
+    keys = torch.tensor([7], device="cuda")
+    point = torch.zeros(n, dtype=torch.bfloat16, device="cuda")
+    factors = torch.ones(1, device="cuda")
+    moved = seeded_kernels.perturbed(point, factors, keys, keys, 1, 0, "normal")[0]
+    for start in (0, 2**31 - 3, n - 5):
+        part = point[start : start + 5]
+        expected = seeded_kernels._perturbed(part, factors, keys, keys, 1, start, "normal")[0]
+        torch.testing.assert_close(moved[start : start + 5], expected, rtol=1e-2, atol=1e-3)
+    total = seeded_kernels.accumulated(point, factors, keys, keys, 1, 0, "normal")
+    torch.testing.assert_close(total, moved, rtol=1e-2, atol=1e-3)
+    squares = seeded_kernels.squares(point, keys, keys, 1, 0, "normal")
+    assert float(squares) == pytest.approx(n, rel=1e-3)
