@@ -170,7 +170,8 @@ class Oracle:
     def lower_system(self, sample: Sample, *, gradient: bool = True) -> AbstractContextManager[LowerSystem]:
         """Second derivatives of g: a graph kept inside the block, or finite differences.
 
-        For products alone: without ``gradient`` that is empty, and no lower gradient is counted.
+        For products alone: without ``gradient`` that is empty, no lower gradient is counted, and the value of g is not
+        required to be finite.
         """
         return second_order.lower_system(self, sample, gradient=gradient)
 

@@ -71,6 +71,18 @@ def test_an_oracle_is_at_its_point_and_changes_nothing_live():
     assert values[0].grad is None
 
 
+def test_products_alone_do_not_ask_for_the_value_of_the_loss():
+    x, y = torch.tensor([2.0], requires_grad=True), torch.tensor([3.0], requires_grad=True)
+    oracle = bo.Oracle([x], [y], lambda: y.sum(), lambda: (x * y**2).sum() + torch.inf)
+    with oracle.lower_system(oracle.g.draw(), gradient=False) as system:
+        assert float(system.hvp(Vector([torch.ones(1)]))[0]) == 4
+    oracle.checks.verify(1, set())
+    with oracle.lower_system(oracle.g.draw()):
+        pass
+    with pytest.raises(bo.NonFiniteError, match="loss"):
+        oracle.checks.verify(1, set())
+
+
 def test_gradients_from_a_backward_pass_leave_none_behind():
     x, y, oracle = scalars()
     oracle.sharded = True  # whose gradients no other call gives
