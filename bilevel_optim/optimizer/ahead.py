@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, chain, islice, takewhile
+from functools import cached_property
+from itertools import accumulate, islice, takewhile
 from typing import Any
 
 from torch import Tensor
 
-from ..problem.feeding import Drawn, Draws
+from ..problem.feeding import Draw, Drawn, Draws
 from ..problem.objective import Objective
 from .flat import Like, flat
 from .replay import Sources
 
-__all__ = ["are_apart", "data_ahead"]
+__all__ = ["are_apart", "data_ahead", "forms"]
 
 
 def are_apart(sources: Sources) -> bool:
@@ -28,25 +29,36 @@ def _is_plain(objective: Objective) -> bool:
     return kind is Objective and objective.accumulate == 1 and data in (list, tuple, type(None))
 
 
+def forms(draws: Sequence[Draw], results: Sequence[Drawn]) -> dict[str, Like] | None:
+    """What the batches of a step have in common, for each loss that draws any; None if they have not."""
+    found: dict[str, Like] = {}
+    for draw, result in zip(draws, results, strict=True):
+        if draw.source in ("upper", "lower") and result.data:
+            known = found.setdefault(draw.source, Like(flat(*result.data)))
+            if known.tensors_of(result.data) is None:
+                return None
+    return found
+
+
 def data_ahead(
-    draws: Draws, sources: Sources, results: Sequence[Drawn], chances: Mapping[str, Tensor], steps: int
+    draws: Draws, known: Mapping[str, Like], sources: Sources, chances: Mapping[str, Tensor], steps: int
 ) -> list[Sequence[Tensor]]:
     """Tensors of the data of further steps, as `flattened` gives them, up to the first of another form.
 
     Args:
         draws: of a step.
+        known: the `forms` that the batches must have.
         sources: where they are made, which `are_apart`.
-        results: what they gave in a step.
-        chances: of the further steps, by name, shape (steps,).
-        steps: how many further ones.
+        chances: of the steps, by name, shape (steps,).
+        steps: how many.
     """
     plans = draws.plans(chances, steps)
     streams: dict[str, _Stream] = {}
     for source, objective in (("upper", sources.upper), ("lower", sources.lower)):
-        known = [each.data[0] for draw, each in zip(draws, results, strict=True) if draw.source == source and each.data]
-        if objective is not None and known:
+        if objective is not None and source in known:
+            assert isinstance(objective.data, (list, tuple))
             ends = [*accumulate(plan.counts[source] for plan in plans)]
-            streams[source] = stream = _Stream(known, objective.take(ends[-1]))
+            streams[source] = stream = _Stream(known[source], objective.take(ends[-1]), len(objective.data))
             steps = min(steps, bisect_right(ends, stream.count))
     own = [column.unbind() for column in chances.values()]
     if all(plan is plans[0] for plan in plans):
@@ -72,29 +84,29 @@ class _Stream:
     """Tensors of the batches of a loss, one after the other.
 
     Args:
-        known: batches that were drawn, whose form the others must have.
-        batches: those that were drawn after them.
+        like: what the batches must be like.
+        batches: as they are drawn.
+        period: the number after which they come again.
 
     Attributes:
-        count: how many of these can be used, up to the first of another form; none if the known ones differ.
+        count: how many of them can be used, up to the first of another form.
     """
 
-    def __init__(self, known: Sequence[Any], batches: Sequence[Any]) -> None:
-        first = flat(known[0])
-        like, width = Like(first), len(first.tensors)
-        keys, together = [*map(id, batches)], [*known, *batches]
-        different = dict(zip([*map(id, known), *keys], together, strict=True))  # few, if data come again and again
-        tensors = like.tensors_of(different.values())
+    def __init__(self, like: Like, batches: Sequence[Any], period: int) -> None:
+        different = batches[:period]
+        tensors = like.tensors_of(different)
+        self.count = len(batches)
         if tensors is None:
-            others = {key for key, batch in different.items() if like.tensors_of([batch]) is None}
-            alike = [*takewhile(lambda batch: id(batch) not in others, together)]
-            del keys[max(len(alike) - len(known), 0) :]
-            different = {id(batch): batch for batch in alike}
-            tensors = [t for batch in different.values() for t in flat(batch).tensors]
-        pieces = zip(*(tensors[k::width] for k in range(width)), strict=True) if width else [()] * len(different)
-        self.count = len(keys)
-        self._pieces = [*map(dict(zip(different, pieces, strict=True)).__getitem__, keys)]
+            different = [*takewhile(lambda batch: like.tensors_of([batch]) is not None, different)]
+            tensors, self.count = [t for batch in different for t in flat(batch).tensors], len(different)
+        passes = -(-self.count // max(len(different), 1))
+        self._columns = [tensors[k :: like.width] * passes for k in range(like.width)]
         self._place = 0
+
+    @cached_property
+    def _pieces(self) -> list[tuple[Tensor, ...]]:
+        """The tensors of each batch."""
+        return [*zip(*self._columns, strict=True)] if self._columns else [()] * self.count
 
     def add_next(self, data: list[Tensor], made: int, again: int) -> None:
         """Append the tensors of so many batches, and of the last one some times more."""
@@ -104,8 +116,8 @@ class _Stream:
         if again:
             data += self._pieces[self._place - 1] * again
 
-    def columns(self, made: int, again: int, apart: int) -> list[tuple[Tensor, ...]]:
+    def columns(self, made: int, again: int, apart: int) -> list[list[Tensor]]:
         """Each tensor of `add_next`, and all those that are so many batches apart from it."""
         start, self._place = self._place, self._place + made
-        own = [[*zip(*self._pieces[k::apart], strict=True)] for k in range(start, self._place)]
-        return [*chain.from_iterable(own), *(own[-1] * again)]
+        own = [column[k::apart] for k in range(start, self._place) for column in self._columns]
+        return own + own[len(own) - len(self._columns) :] * again

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ class Binding:
         x: the live upper parameters.
         y: the live lower parameters.
         data: for which the graph was made.
+        batches: what those of each loss have in common, if they have. Default: None.
 
     Attributes:
         uses: how often the graph has been used.
@@ -35,7 +36,16 @@ class Binding:
         Untraceable: if a step does not leave behind what it has found, so that the next one is another.
     """
 
-    def __init__(self, step: StepGraph, state: Any, x: Sequence[Tensor], y: Sequence[Tensor], data: Flat) -> None:
+    def __init__(
+        self,
+        step: StepGraph,
+        state: Any,
+        x: Sequence[Tensor],
+        y: Sequence[Tensor],
+        data: Flat,
+        batches: Mapping[str, Like] | None = None,
+    ) -> None:
+        self.batches = batches
         self.step, self.x, self.y, self.uses, self.device = step, list(x), list(y), 0, y[0].device
         self._like = Like(data)
         self._places = [t.device for t in (*self.x, *self.y)]

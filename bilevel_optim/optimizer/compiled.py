@@ -16,6 +16,7 @@ from ..problem.feeding import Drawn, Draws, Log, Noted, NotedTasks, drawn
 from ..problem.parameters import require
 from ..problem.random import draw_chances
 from ..problem.tracing import Untraceable
+from .ahead import forms
 from .binding import Binding, Slot, difference
 from .capture import PLAIN, Capture, Identity, Kind
 from .checkpoint import OWN
@@ -179,12 +180,15 @@ class Compiled(Updating):
             torch.set_rng_state(place.default)
 
     def _call(self, capture: Capture, sources: Sources, update: bool, ahead: int = 0) -> Call:
-        """The next step but so many, with what the method draws for it."""
-        chances = self._chances()
+        """The next step but so many, for which nothing has been drawn yet."""
         kind = None if capture.reason is not None else self.kind_of_step(self._ledger.steps + ahead, self.numbers)
         if kind is None:
-            return Call(sources, update, chances, None)
-        return Call(sources, update, chances, capture.kind(self._guard(capture, sources, update, kind), sources))
+            return Call(sources, update, {}, None)
+        return Call(sources, update, {}, capture.kind(self._guard(capture, sources, update, kind), sources))
+
+    def _with_chances(self, call: Call) -> Call:
+        """The call, with what the method draws for it."""
+        return call._replace(chances=self._chances()) if self.chances() else call
 
     def _chances(self) -> dict[str, Tensor]:
         """What the method draws for a step."""
@@ -213,7 +217,7 @@ class Compiled(Updating):
 
     def _single(self, capture: Capture, call: Call) -> Tensor:
         """One step."""
-        kind = call.kind
+        kind, call = call.kind, self._with_chances(call)
         if kind is None or kind.reason is not None:
             loss = self._eagerly(call)
         elif kind.draws is None:
@@ -277,7 +281,8 @@ class Compiled(Updating):
             graph = StepGraph(
                 self, oracle, given, call.sources, log.draws, update, self._options, arguments, capture.backend
             )
-        return Binding(graph, self.state, oracle.live_x, oracle.live_y, flattened(log.drawn, call.chances))
+        data, batches = flattened(log.drawn, call.chances), forms(log.draws, log.drawn)
+        return Binding(graph, self.state, oracle.live_x, oracle.live_y, data, batches)
 
     def _require_capturable(self, oracle: Oracle) -> None:
         """Raise for what is known not to be captured."""

@@ -30,9 +30,13 @@ class Like:
 
     Args:
         data: the others.
+
+    Attributes:
+        width: how many tensors they have.
     """
 
     def __init__(self, data: Flat) -> None:
+        self.width = len(data.tensors)
         self._constants, self._types = data.constants, [*map(type, data.constants)]
         self._plain = all(kind in _ATOMS for kind in self._types)
         self._form, self._devices = Form(data.tensors), [t.device for t in data.tensors]
@@ -50,7 +54,7 @@ class Like:
     def tensors_of(self, parts: Collection[Any]) -> list[Tensor] | None:
         """The tensors of data one after the other, if all of these have it."""
         tensors, constants = whole = Flat([], [])
-        width, others = len(self._devices), len(self._constants)
+        width, others = self.width, len(self._constants)
         for k, part in enumerate(parts, 1):
             if type(part) in _SEQUENCES:
                 constants.append(len(part))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem.feeding import Drawn, Draws, drawn
+from ..problem.feeding import Draws, drawn
 from ..problem.parameters import is_count, require
 from ..problem.random import draw_indices
 from .ahead import are_apart, data_ahead
@@ -71,7 +71,7 @@ class Running(Compiled):
 
     def _chained(self, capture: Capture, sources: Sources, steps: int) -> list[Tensor]:
         """Captured steps one after the other, and a single one where they end; at least one step."""
-        start = self._place(sources)
+        start, apart = self._place(sources), are_apart(sources)
         chain: list[Sequence[Tensor]] = []
         draws = Draws()
         binding: Binding | None = None
@@ -80,22 +80,32 @@ class Running(Compiled):
         try:
             while last is None and len(chain) < steps:
                 call = self._next_call(capture, sources, call, len(chain))
-                if call.kind is None or call.kind.reason is not None or call.kind.draws is None:
+                kind = call.kind
+                if kind is None or kind.reason is not None or kind.draws is None:
                     last = partial(self._single, capture, call)
                     break
-                draws = call.kind.draws
+                if binding is not None and binding not in kind.bindings:
+                    break
+                draws = kind.draws
+                likely = binding or next(filter(self._chains, kind.bindings), None)
+                if likely is not None and apart:
+                    ahead = self._ahead(call, draws, likely, len(chain), steps - len(chain))
+                    if ahead:
+                        binding = likely
+                        chain += ahead
+                        continue
+                call = self._with_chances(call)
                 results = drawn(draws, *sources, self.generator, call.chances)
                 data = flattened(results, call.chances)
-                found = binding if binding is not None and binding.fits(data) else call.kind.binding(data)
+                found = binding if binding is not None and binding.fits(data) else kind.binding(data)
                 if found is None or found is not (binding or found) or not (binding or self._chains(found)):
-                    last = partial(self._replayed, capture, call.kind, call, results)
+                    last = partial(self._replayed, capture, kind, call, results)
                 elif found.due():
-                    last = partial(self._compared, capture, call.kind, call, results, found, data)
+                    last = partial(self._compared, capture, kind, call, results, found, data)
                 else:
                     binding = found
                     chain.append(data.tensors)
-                    chain += self._ahead(call, results, binding, len(chain), steps - len(chain))
-            if binding is not None and not are_apart(sources):
+            if binding is not None and not apart:
                 binding.require_form(chain)  # whoever gave a batch may have resized it since
         except BaseException:
             self._return_to(sources, start)
@@ -116,26 +126,23 @@ class Running(Compiled):
         """Whether steps with this graph may follow each other."""
         return binding.chains and not self.declared.host_update and binding.holds(self.state)
 
-    def _ahead(
-        self, call: Call, results: Sequence[Drawn], binding: Binding, ahead: int, most: int
-    ) -> list[Sequence[Tensor]]:
-        """Data of steps that follow one with this call, as far as they are surely made with the same graph."""
-        kind, sources = call.kind, call.sources
-        if kind is None or kind.draws is None or not are_apart(sources):
+    def _ahead(self, call: Call, draws: Draws, binding: Binding, made: int, most: int) -> list[Sequence[Tensor]]:
+        """Data of the next steps, the first of which is this call, as far as they are surely made with this graph."""
+        if binding.batches is None:
             return []
-        first = self._ledger.steps + ahead
-        same = self.kind_of_step(first - 1, self.numbers)
+        first = self._ledger.steps + made
+        same = self.kind_of_step(first, self.numbers)
         following = (self.kind_of_step(first + k, self.numbers) for k in range(min(most, binding.unwatched)))
         steps = len([*takewhile(lambda now: now == same, following)])
-        place, data = self._place(sources), list[Sequence[Tensor]]()
+        place, data = self._place(call.sources), list[Sequence[Tensor]]()
         while steps:
             chances = {}
             if ranges := self.chances():
                 chances = dict(zip(ranges, draw_indices([*ranges.values()], steps, self.generator), strict=True))
-            data = data_ahead(kind.draws, sources, results, chances, steps)
+            data = data_ahead(draws, binding.batches, call.sources, chances, steps)
             if len(data) == steps:
                 break
-            self._return_to(sources, place)
+            self._return_to(call.sources, place)
             steps = len(data)
         binding.uses += steps
         return data
@@ -153,7 +160,7 @@ class Running(Compiled):
         now, last = (self.kind_of_step(k, self.numbers) for k in (steps, steps - 1))
         if before is None or now is None or now != last:
             return self._call(capture, sources, True, ahead)
-        return before._replace(chances=self._chances()) if before.chances else before
+        return before
 
     def _linked(
         self, capture: Capture, binding: Binding, chain: Sequence[Sequence[Tensor]]

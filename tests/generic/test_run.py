@@ -8,7 +8,7 @@ import torch
 
 import bilevel_optim as bo
 from bilevel_optim.optimizer import binding, running
-from bilevel_optim.optimizer.ahead import are_apart, data_ahead
+from bilevel_optim.optimizer.ahead import are_apart, data_ahead, forms
 from bilevel_optim.optimizer.flat import flattened
 from bilevel_optim.optimizer.replay import Sources
 from bilevel_optim.problem.feeding import Draw, Drawn, Draws, drawn
@@ -83,7 +83,7 @@ def test_lists_are_drawn_at_once(cls):
     chance = {"linear_steps": 2} if cls is bo.TTSA else {}
     steps, run, at_once = one_by_one_and_at_once(lambda: problem(cls, BATCHES[:5], tuple(BATCHES[1:4]), **chance))
     assert all(map(torch.equal, steps, run))
-    assert at_once == 6  # between the first one of the run and one that is compared
+    assert at_once == 7  # all before one that is compared
 
 
 @pytest.mark.parametrize("kind", ["shared generator", "one objective"])
@@ -177,7 +177,8 @@ def test_data_ahead_are_those_of_single_steps(draws, counts, data):
         steps = [drawn(Draws(draws), *sources, None, each) for each in (chances[:1] if at_once else chances)]
         if at_once:
             further = {} if counts is None else {"count": torch.tensor(counts[1:])}
-            results.append(data_ahead(Draws(draws), sources, steps[0], further, len(chances) - 1))
+            known = forms(draws, steps[0])
+            results.append(data_ahead(Draws(draws), known, sources, further, len(chances) - 1))
         else:
             results.append([flattened(*each).tensors for each in zip(steps[1:], chances[1:], strict=True)])
     assert [[*map(len, some)] for some in results[:1]] == [[*map(len, some)] for some in results[1:]]
@@ -201,13 +202,12 @@ def test_numbers_drawn_at_once_are_those_of_single_draws(counts):
 def test_batches_of_another_form_end_the_data_ahead():
     for other, found in ((BATCHES[0], 4), ([BATCHES[0]], 2), (BATCHES[0].float(), 2), (BATCHES[0][:1], 2), (1, 2)):
         sources = Sources(None, bo.Objective(torch.sum, [*BATCHES[:3], other, BATCHES[3]]), None)
-        results = drawn(Draws([LOWER]), *sources, None, {})
-        assert len(data_ahead(Draws([LOWER]), sources, results, {}, 4)) == found
+        known = forms([LOWER], drawn(Draws([LOWER]), *sources, None, {}))
+        assert len(data_ahead(Draws([LOWER]), known, sources, {}, 4)) == found
     a, b = torch.zeros(2), torch.zeros(3)
     sources = Sources(None, bo.Objective(torch.sum, [a, (b, (a, b))]), None)  # together like two of (a, b)
-    assert data_ahead(Draws([LOWER]), sources, [Drawn(((a, b),))], {}, 2) == []
-    known = [Drawn((BATCHES[0],)), Drawn((BATCHES[0][:1],))]  # of two forms already
-    assert data_ahead(Draws([LOWER, LOWER]), sources, known, {}, 2) == []
+    assert data_ahead(Draws([LOWER]), forms([LOWER], [Drawn(((a, b),))]), sources, {}, 2) == []
+    assert forms([LOWER, LOWER], [Drawn((BATCHES[0],)), Drawn((BATCHES[0][:1],))]) is None
 
 
 @pytest.mark.parametrize("times", [1, 2])
