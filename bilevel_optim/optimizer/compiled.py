@@ -186,10 +186,6 @@ class Compiled(Updating):
             return Call(sources, update, {}, None)
         return Call(sources, update, {}, capture.kind(self._guard(capture, sources, update, kind), sources))
 
-    def _with_chances(self, call: Call) -> Call:
-        """The call, with what the method draws for it."""
-        return call._replace(chances=self._chances()) if self.chances() else call
-
     def _chances(self) -> dict[str, Tensor]:
         """What the method draws for a step."""
         device = self.param_groups[-1]["params"][0].device
@@ -217,7 +213,9 @@ class Compiled(Updating):
 
     def _single(self, capture: Capture, call: Call) -> Tensor:
         """One step."""
-        kind, call = call.kind, self._with_chances(call)
+        kind = call.kind
+        if self.chances():
+            call = call._replace(chances=self._chances())
         if kind is None or kind.reason is not None:
             loss = self._eagerly(call)
         elif kind.draws is None:

@@ -94,7 +94,8 @@ class Running(Compiled):
                         binding = likely
                         chain += ahead
                         continue
-                call = self._with_chances(call)
+                if self.chances():
+                    call = call._replace(chances=self._chances())
                 results = drawn(draws, *sources, self.generator, call.chances)
                 data = flattened(results, call.chances)
                 found = binding if binding is not None and binding.fits(data) else kind.binding(data)
