@@ -86,6 +86,25 @@ def test_lists_are_drawn_at_once(cls):
     assert at_once == 7  # all before one that is compared
 
 
+def test_another_kind_of_step_ends_what_is_drawn_at_once():
+    """Steps with more lower steps are made with another graph, also where the losses draw nothing."""
+
+    class Unequal(bo.StocBiO):
+        def lower_step_count(self, steps):
+            return 2 if steps % 4 == 0 else 1
+
+    results = []
+    for at_once in (False, True):
+        optimizer, _, x, y = problem(Unequal, None, None)
+        losses = bo.Objective(lambda y=y: (y - 1).square().sum()), bo.Objective(lambda x=x, y=y: (y - x).square().sum())
+        found = [optimizer.step(*losses).reshape(1) for _ in range(14 if at_once else 30)]
+        if at_once:
+            found.append(optimizer.run(*losses, steps=16))
+        results.append(ends(optimizer, losses, x, y, found))
+        assert optimizer.captured_graphs == 2
+    assert all(map(torch.equal, *results))
+
+
 @pytest.mark.parametrize("kind", ["shared generator", "one objective"])
 def test_the_order_of_draws_is_kept(kind):
     """Where it matters which loss draws first, step by step as the losses ask."""
