@@ -11,6 +11,7 @@ from torch import Tensor
 from ..hypergradient import Estimate
 from ..problem.tracing import Untraceable
 from ..problem.vector import Vector
+from .calls import TURNS
 from .flat import Flat, Like
 from .memory import SOLVER, TABLE
 from .replay import StepGraph
@@ -152,15 +153,19 @@ class Binding:
     ) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor]]:
         """What the graph computes in calls that follow each other, with these data, which it was found to fit.
 
-        Losses and flags of the steps, in a tensor for each call, and all results of the last one.
+        Losses and flags of the steps, each in few tensors, and all results of the last call.
         """
-        losses, flags = list[Tensor](), list[Tensor]()
+        losses, flags, told = list[Tensor](), list[Tensor](), list[tuple[Tensor, Tensor]]()
         loss, flag = self.out.get("losses", self.out["loss"]), self.out["flags"]
-        several = self.step.times > 1  # of which these are pieces: to make them anew costs more than a copy
+        joined = torch.cat if self.step.times > 1 else torch.stack
         outputs: Sequence[Tensor] = ()
-        for outputs in self.step.graph.each([*arguments, *rates], data, self.next, () if several else (loss, flag)):
-            losses.append(outputs[loss].clone() if several else outputs[loss])
-            flags.append(outputs[flag].clone() if several else outputs[flag])
+        for k, outputs in enumerate(self.step.graph.each([*arguments, *rates], data, self.next, (loss, flag)), 1):
+            told.append((outputs[loss], outputs[flag]))
+            if k % TURNS == 0 or k == len(data):
+                some_losses, some_flags = zip(*told, strict=True)
+                losses.append(joined(some_losses))
+                flags.append(joined(some_flags))
+                told.clear()
         return losses, flags, outputs
 
     def several(self, rates: Sequence[Tensor], chain: Sequence[Sequence[Tensor]]) -> Binding | None:

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from ..problem.feeding import Drawn
+from .calls import Form
 from .watch import same
-from .workspace import Form
 
 __all__ = ["Flat", "Like", "flat", "flattened"]
 

@@ -17,8 +17,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..problem.tracing import Untraceable, tracing
+from .calls import Listed
 from .parts import in_parts, number_parts, out_of_place, written_into
-from .workspace import Listed, listed, written
+from .workspace import listed, written
 
 __all__ = ["Backend", "Graph", "Signature", "backend_of", "signature"]
 
@@ -124,7 +125,7 @@ class Graph:
             tensors: the first arguments of the first call.
             data: the others of each call; all of the sizes, strides and types that the graph was made for.
             carried: which argument of the next call is which result.
-            lasting: numbers of results that stay valid. Default: none.
+            lasting: numbers of results that stay valid for TURNS calls. Default: none.
         """
         first = list(tensors)
         fast = self._run.listed if isinstance(self._run, _Direct) and self.shared is not None else None

@@ -206,4 +206,4 @@ def _followed(
             return torch.cat(losses), torch.cat(flags), (many, outputs)
         arguments = many.following(arguments, outputs)
     ends, raised, outputs = binding.each(arguments, rates, data[-single:])
-    return torch.cat([*losses, torch.stack(ends)]), torch.cat([*flags, torch.stack(raised)]), (binding, outputs)
+    return torch.cat([*losses, *ends]), torch.cat([*flags, *raised]), (binding, outputs)

@@ -12,143 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import getitem, itemgetter
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch._C._dynamo import guards
 
-__all__ = ["Form", "Listed", "listed", "written"]
+from .calls import BYTES, Listed
+
+__all__ = ["listed", "written"]
 
 ENTRIES = 2**14  # of an intermediate result that is kept
-BYTES = 2**22  # of all of them together
 DEPTH = 8  # of the wrappers around what Inductor has written
 RETURNED, ALLOCATION, VIEW = "return", "empty_strided_cpu", "reinterpret_tensor"
 CHECKS = ("assert_size_stride", "assert_size_stride_grouped", "assert_alignment")
-_ALIKE: Any = getattr(guards, CHECKS[1], None)  # at a third of the cost of comparisons here, where torch has it
-
-
-class Form:
-    """Sizes, strides and types of some tensors."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.sizes, self.strides = tuple(tuple(t.shape) for t in tensors), tuple(map(Tensor.stride, tensors))
-        self.types = [t.dtype for t in tensors]
-
-    def without(self, start: int, stop: int) -> Form:
-        """The form of some of them."""
-        found = Form(())
-        found.sizes, found.strides = self.sizes[:start] + self.sizes[stop:], self.strides[:start] + self.strides[stop:]
-        found.types = self.types[:start] + self.types[stop:]
-        return found
-
-    def fits(self, tensors: Sequence[Tensor], times: int = 1) -> bool:
-        """Whether other tensors have the same, so many times."""
-        sizes, strides = self.sizes * times, self.strides * times
-        if [t.dtype for t in tensors] != self.types * times:  # of as many, therefore
-            return False
-        if _ALIKE is None:
-            return (*map(Tensor.size, tensors),) == sizes and (*map(Tensor.stride, tensors),) == strides
-        try:
-            _ALIKE(tuple(tensors), sizes, strides, "input")
-        except AssertionError:
-            return False
-        return True
-
-
-class Listed:
-    """A function as a list of calls on the entries of a list.
-
-    Its results are new tensors, all else may have the same memory at every call: it is not for two threads at once.
-
-    Args:
-        entries: what the list holds before the calls.
-        calls: of a function, on what is picked of the entries, whose result is the entry of a number.
-        results: picks what is returned.
-        example: arguments, which are the first entries; others have to be of their sizes, strides and types.
-        again: makes the same, of whose results only those of these numbers are new.
-    """
-
-    __slots__ = ("_again", "_calls", "_entries", "_form", "_given", "_inner", "_results")
-
-    def __init__(
-        self,
-        entries: list[Any],
-        calls: Sequence[tuple[Any, Callable[[list[Any]], tuple[Any, ...]], int]],
-        results: Callable[[list[Any]], tuple[Any, ...]],
-        example: Sequence[Tensor],
-        again: Callable[[frozenset[int]], Listed],
-    ) -> None:
-        self._entries, self._calls, self._results, self._again = entries, calls, results, again
-        self._form, self._given = Form(example), len(example)
-        self._inner: dict[Any, tuple[Listed, Form]] = {}
-
-    def __call__(self, arguments: list[Tensor]) -> tuple[Any, ...]:
-        """The results for such arguments, whose list is emptied."""
-        self._require(self._form, arguments)
-        entries = self._entered(arguments)
-        arguments.clear()
-        return self._called(entries)
-
-    def each(
-        self,
-        arguments: list[Tensor],
-        start: int,
-        data: Sequence[Sequence[Tensor]],
-        carried: Sequence[tuple[int, int]],
-        lasting: Sequence[int] = (),
-    ) -> Iterator[tuple[Any, ...]]:
-        """The results of calls that follow each other; valid until the next one, and new only in the last.
-
-        Args:
-            arguments: of the first call.
-            start: the argument from which on each call has its own of these data, whose forms are not looked at.
-            data: of all calls.
-            carried: which argument of the next call is which result.
-            lasting: numbers of results that stay valid. Default: none.
-        """
-        stop = start + len(data[0])
-        inner, form = self._in_between(
-            arguments, start, stop, frozenset([*lasting, *(result for _, result in carried)])
-        )
-        self._require(form, [*arguments[:start], *arguments[stop:]])
-        entries, calls, picked = inner._entered(arguments), inner._calls, inner._results
-        for own in data[:-1]:
-            entries[start:stop] = own
-            for function, operands, slot in calls:
-                entries[slot] = function(*operands(entries))
-            results = picked(entries)
-            yield results
-            for argument, result in carried:
-                entries[argument] = results[result]
-        entries[start:stop] = data[-1]
-        yield self._called(self._entered(entries[: self._given]))
-
-    def _in_between(self, arguments: list[Tensor], start: int, stop: int, new: frozenset[int]) -> tuple[Listed, Form]:
-        """The same of whose results only those of these numbers are new, if it gives the same bits.
-
-        And the form of what is no data.
-        """
-        key = start, stop, new
-        if key not in self._inner:
-            inner = self._again(new)
-            both = zip(self([*arguments]), inner([*arguments]), strict=True)
-            same = all(a.stride() == b.stride() and torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in both)
-            self._inner[key] = inner if same else self, self._form.without(start, stop)
-        return self._inner[key]
-
-    @staticmethod
-    def _require(form: Form, arguments: Sequence[Tensor]) -> None:
-        if not form.fits(arguments):
-            raise AssertionError("tensors of other sizes, strides or types than those that a graph was made for")
-
-    def _entered(self, arguments: Sequence[Tensor]) -> list[Any]:
-        entries = self._entries.copy()
-        entries[: self._given] = arguments
-        return entries
-
-    def _called(self, entries: list[Any]) -> tuple[Any, ...]:
-        for function, operands, slot in self._calls:
-            entries[slot] = function(*operands(entries))
-        return self._results(entries)
 
 
 def written(compiled: Callable[..., Any]) -> Callable[[list[Tensor]], Any] | None:

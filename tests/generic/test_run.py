@@ -9,6 +9,7 @@ import torch
 import bilevel_optim as bo
 from bilevel_optim.optimizer import binding, running
 from bilevel_optim.optimizer.ahead import are_apart, data_ahead, forms
+from bilevel_optim.optimizer.calls import TURNS
 from bilevel_optim.optimizer.flat import flattened
 from bilevel_optim.optimizer.replay import Sources
 from bilevel_optim.problem.feeding import Draw, Drawn, Draws, drawn
@@ -230,19 +231,21 @@ def test_batches_of_another_form_end_the_data_ahead():
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_losses_and_flags_outlast_their_call(times):
-    kept = torch.zeros(2)
+def test_losses_and_flags_outlast_their_calls(times):
+    """Whose results have their memory in turn."""
+    kept, count = torch.zeros(TURNS, 2), 2 * TURNS + 1
 
     class Reusing:
         def each(self, tensors, data, carried, lasting):
-            for (value,) in data:
-                yield [kept.fill_(value).clone() if i in lasting else kept.fill_(value) for i in (0, 1)]
+            assert lasting == (0, 1)
+            for k, (value,) in enumerate(data):
+                yield [kept[k % TURNS].fill_(value)] * 2
 
     one = object.__new__(binding.Binding)
     one.step, one.next = SimpleNamespace(times=times, graph=Reusing()), []
     one.out = {"loss": 0, "losses": 0, "flags": 1}
-    for told in one.each([], [], [(1.0,), (2.0,)])[:2]:
-        assert [t.tolist() for t in told] == [[1.0, 1.0], [2.0, 2.0]]
+    for told in one.each([], [], [(float(k),) for k in range(count)])[:2]:
+        assert torch.cat(told).reshape(-1, 2).tolist() == [[k, k] for k in range(count)]
 
 
 @pytest.mark.parametrize("length", [1, 2, 5])

@@ -5,6 +5,8 @@ import weakref
 import pytest
 import torch
 
+from bilevel_optim.optimizer import calls
+from bilevel_optim.optimizer.calls import TURNS
 from bilevel_optim.optimizer.graphs import Graph, backend_of
 from bilevel_optim.optimizer.workspace import listed
 
@@ -31,17 +33,16 @@ class Runner:
         buf5 = buf4; del buf4  # reuse
         torch.add(buf3, arg0_1, out=buf5)
         {more}
-        del arg0_1
-        return (buf2, buf5, )
+        return ({returned}, )
 
 call = Runner().call
 """
 
 
-def written(tmp_path, more="buf6 = None"):
+def written(tmp_path, more="del arg0_1", returned="buf2, buf5"):
     """A function as Inductor writes it, from a file."""
-    file = tmp_path / f"written_{abs(hash(more))}.py"
-    file.write_text(SOURCE.replace("{more}", more))
+    file = tmp_path / f"written_{abs(hash((more, returned)))}.py"
+    file.write_text(SOURCE.replace("{more}", more).replace("{returned}", returned))
     space = {"torch": torch, "__file__": str(file)}
     exec(compile(file.read_text(), str(file), "exec"), space)
     return space["call"]
@@ -101,24 +102,41 @@ def test_calls_follow_each_other(tmp_path):
     """What one has found is an argument of the next, or each has its own."""
     x = torch.tensor([0.0, 0.5, -1.0], dtype=torch.float64)
     call = listed(written(tmp_path), [x])
-    at, before = x, []
-    for shifted, total in call.each([x], 1, [(), (), ()], [(0, 1)]):
+    at, found = x, []
+    for shifted, total in call.each([x], 1, [()] * 2 * TURNS, [(0, 1)]):
         torch.testing.assert_close(shifted, 2 * at + 1, rtol=0, atol=0)
         torch.testing.assert_close(total, at.exp() + at, rtol=0, atol=0)
         at = total
-        before.append(shifted)
-    assert before[0].data_ptr() == before[1].data_ptr()  # nobody keeps it, but for the last one
-    assert before[1].data_ptr() != before[2].data_ptr()
-    lasting = [shifted for shifted, _ in call.each([x], 1, [(), (), ()], [(0, 1)], [0])]
-    assert all(map(torch.equal, lasting[::2], (2 * x + 1, before[2])))
-    assert len({t.data_ptr() for t in lasting}) == 3
-    again = before[2].clone()
+        found.append(shifted)
+    places = [t.data_ptr() for t in found]
+    assert len({*places[:TURNS]}) == TURNS
+    assert places[TURNS:-1] == places[: TURNS - 1]
+    assert places[-1] not in places[:-1]  # what is left at the end is new
+    again = found[-1].clone()
     call([x])
-    assert torch.equal(before[2], again)
+    [*call.each([x], 1, [()] * 2 * TURNS, [(0, 1)])]
+    assert torch.equal(found[-1], again)
     for own, (shifted, _) in zip((x, x + 1), call.each([x], 0, [(x,), (x + 1,)], ()), strict=True):
         torch.testing.assert_close(shifted, 2 * own + 1, rtol=0, atol=0)
     with pytest.raises(AssertionError, match="other sizes, strides or types"):
         next(call.each([x.float()], 1, [()], ()))
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_results_are_new_where_a_call_hands_its_argument_on_or_they_are_large(tmp_path, monkeypatch, large):
+    """What is left at the end is nobody else's; what is asked for lasts."""
+    if large:
+        monkeypatch.setattr(calls, "BYTES", 0)
+    x = torch.tensor([-5.0, -6.0, -7.0], dtype=torch.float64)
+    call = listed(written(tmp_path, "buf6 = None", "buf5, buf2, " + ("buf5" if large else "arg0_1")), [x])
+    found, expected = [*call.each([x], 1, [()] * 2 * TURNS, [(0, 0)], [1])], [x]
+    for _ in found:
+        expected.append(expected[-1].exp() + expected[-1])
+    [*call.each([x - 1], 1, [()] * 2 * TURNS, [(0, 0)], [1])]
+    for (_, shifted, _), before in zip(found, expected, strict=False):
+        torch.testing.assert_close(shifted, 2 * before + 1, rtol=0, atol=0)
+    total, _, handed = found[-1]
+    torch.testing.assert_close((total, handed), (expected[-1], expected[-1 if large else -2]), rtol=0, atol=0)
 
 
 def test_results_that_last_are_copied_where_a_backend_keeps_their_memory():
