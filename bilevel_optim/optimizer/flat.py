@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -53,8 +54,12 @@ class Like:
 
     def tensors_of(self, parts: Collection[Any]) -> list[Tensor] | None:
         """The tensors of data one after the other, if all of these have it."""
-        tensors, constants = whole = Flat([], [])
         width, others = self.width, len(self._constants)
+        if self._constants == [width] and {*map(type, parts)} <= {*_SEQUENCES}:  # perhaps of tensors alone
+            pieces = [*chain.from_iterable(parts)]
+            if {*map(type, pieces)} <= {Tensor} and {*map(len, parts)} <= {width}:
+                return pieces if self.has_form(pieces, len(parts)) else None
+        tensors, constants = whole = Flat([], [])
         for k, part in enumerate(parts, 1):
             if type(part) in _SEQUENCES:
                 constants.append(len(part))

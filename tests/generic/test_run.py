@@ -225,8 +225,9 @@ def test_batches_of_another_form_end_the_data_ahead():
         known = forms([LOWER], drawn(Draws([LOWER]), *sources, None, {}))
         assert len(data_ahead(Draws([LOWER]), known, sources, {}, 4)) == found
     a, b = torch.zeros(2), torch.zeros(3)
-    sources = Sources(None, bo.Objective(torch.sum, [a, (b, (a, b))]), None)  # together like two of (a, b)
-    assert data_ahead(Draws([LOWER]), forms([LOWER], [Drawn(((a, b),))]), sources, {}, 2) == []
+    for data in ([a, (b, (a, b))], [(a,), (b, a, b)]):  # together like two of (a, b)
+        sources = Sources(None, bo.Objective(torch.sum, data), None)
+        assert data_ahead(Draws([LOWER]), forms([LOWER], [Drawn(((a, b),))]), sources, {}, 2) == []
     assert forms([LOWER, LOWER], [Drawn((BATCHES[0],)), Drawn((BATCHES[0][:1],))]) is None
 
 
