@@ -55,7 +55,11 @@ def data_ahead(
     plans = draws.plans(chances, steps)
     streams: dict[str, _Stream] = {}
     for source, objective in (("upper", sources.upper), ("lower", sources.lower)):
-        if objective is not None and source in known:
+        if objective is None or source not in plans[0].counts:
+            continue
+        if (objective.data is None) is (source in known):
+            return []  # there are data no more, or now
+        if objective.data is not None:
             assert isinstance(objective.data, (list, tuple))
             ends = [*accumulate(plan.counts[source] for plan in plans)]
             streams[source] = stream = _Stream(known[source], objective.take(ends[-1]), len(objective.data))

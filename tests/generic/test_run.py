@@ -106,6 +106,26 @@ def test_another_kind_of_step_ends_what_is_drawn_at_once():
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.parametrize("first", [None, BATCHES])
+def test_a_loss_that_has_data_no_more_or_now_has_another_graph(first):
+    """A loss that can be called with a batch and without."""
+
+    def g(batch=BATCHES[3]):
+        return (y - x - batch.mean(0)).square().sum() / 2
+
+    results = []
+    for at_once in (False, True):
+        optimizer, (upper, _), x, y = problem(bo.SOBA, BATCHES, None)
+        before, after = bo.Objective(g, first), bo.Objective(g, BATCHES if first is None else None)
+        found = [optimizer.step(upper, before).reshape(1) for _ in range(4)]
+        found += [optimizer.step(upper, after).reshape(1) for _ in range(0 if at_once else 7)]
+        if at_once:
+            found.append(optimizer.run(upper, after, steps=7))
+        results.append(ends(optimizer, (upper, after), x, y, found))
+        assert optimizer.captured_graphs == 2
+    assert all(map(torch.equal, *results))
+
+
 @pytest.mark.parametrize("kind", ["shared generator", "one objective"])
 def test_the_order_of_draws_is_kept(kind):
     """Where it matters which loss draws first, step by step as the losses ask."""
