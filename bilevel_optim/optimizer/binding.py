@@ -107,10 +107,9 @@ class Binding:
         """Whether the graph was made for data like these."""
         return self._like.fits(data)
 
-    def require_form(self, data: Sequence[Sequence[Tensor]]) -> None:
-        """Raise if tensors of the data of steps are not of the form that the graph was made for."""
-        if not self._like.has_form([t for own in data for t in own], len(data)):
-            raise RuntimeError("a batch was resized while others were drawn for the same run")
+    def has_form(self, data: Sequence[Sequence[Tensor]]) -> bool:
+        """Whether tensors of the data of steps are of the form that the graph was made for."""
+        return self._like.has_form([t for own in data for t in own], len(data))
 
     def due(self) -> bool:
         """Count a use; whether it is one to be compared with an eager step."""

@@ -106,8 +106,8 @@ class Running(Compiled):
                 else:
                     binding = found
                     chain.append(data.tensors)
-            if binding is not None and not apart:
-                binding.require_form(chain)  # whoever gave a batch may have resized it since
+            if binding is not None and not apart and not binding.has_form(chain):
+                raise RuntimeError("a batch was resized while others were drawn for the same run")
         except BaseException:
             self._return_to(sources, start)
             raise
@@ -141,6 +141,8 @@ class Running(Compiled):
             if ranges := self.chances():
                 chances = dict(zip(ranges, draw_indices([*ranges.values()], steps, self.generator), strict=True))
             data = data_ahead(draws, binding.batches, call.sources, chances, steps)
+            if data and not binding.has_form(data[:1]):
+                data = []  # of losses that draw something else now
             if len(data) == steps:
                 break
             self._return_to(call.sources, place)

@@ -106,17 +106,21 @@ def test_another_kind_of_step_ends_what_is_drawn_at_once():
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("first", [None, BATCHES])
-def test_a_loss_that_has_data_no_more_or_now_has_another_graph(first):
-    """A loss that can be called with a batch and without."""
+@pytest.mark.parametrize("change", [(None, BATCHES), (BATCHES, None), ("sum", BATCHES)])
+def test_a_loss_with_other_data_has_another_graph(change):
+    """Called with a batch, without, or with a term of a sum."""
 
     def g(batch=BATCHES[3]):
         return (y - x - batch.mean(0)).square().sum() / 2
 
+    def with_data(data):
+        return bo.FiniteSum(g, torch.cat(BATCHES), 2) if data == "sum" else bo.Objective(g, data)
+
     results = []
     for at_once in (False, True):
+        torch.manual_seed(0)
         optimizer, (upper, _), x, y = problem(bo.SOBA, BATCHES, None)
-        before, after = bo.Objective(g, first), bo.Objective(g, BATCHES if first is None else None)
+        before, after = map(with_data, change)
         found = [optimizer.step(upper, before).reshape(1) for _ in range(4)]
         found += [optimizer.step(upper, after).reshape(1) for _ in range(0 if at_once else 7)]
         if at_once:
