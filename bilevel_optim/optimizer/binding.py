@@ -77,13 +77,18 @@ class Binding:
             for name, value in known.items():
                 if isinstance(value, Slot):
                     self.results.append(((entries, SOLVER + name), value))
+        self.numbers: dict[str, int] = out["numbers"]  # tensors among the plain numbers, and which output they are
+        self._numbers: dict[str, Tensor] = step.arguments["numbers"]
         known_places = {(id(entries), name) for entries, name in self.reads}
-        if any((id(entries), name) not in known_places for (entries, name), _ in self.results):
+        settled = self.numbers.keys() <= self._numbers.keys()
+        if not settled or any((id(entries), name) not in known_places for (entries, name), _ in self.results):
             raise Untraceable("what a step remembers has not settled")
         order = {place: k for k, place in enumerate((id(entries), name) for entries, name in self.reads)}
         ahead = [len(self.x) + len(self.y) + order[id(entries), name] for (entries, name), _ in self.results]
         # What a step leaves behind, as arguments of the next one: place among the arguments, and which output.
         self.next = list(zip(ahead, (i for _, i in self.results), strict=True))
+        first = len(self.x) + len(self.y) + len(self.reads)
+        self.next += [(first + k, self.numbers[n]) for k, n in enumerate(self._numbers) if n in self.numbers]
         moved = out.get("x") or ()
         self.next += list(enumerate(moved))
         self.next += [(len(self.x) + k, i) for k, i in enumerate(out["lower"] or ())]
@@ -92,8 +97,8 @@ class Binding:
         y_ends = out.get("x_lower") or out["lower"] or ()
         self._moved = [*zip([*self.x, *self.y] if moved else self.y, (*moved, *y_ends), strict=bool(y_ends))]
 
-    def holds(self, state: Any) -> bool:
-        """Whether the optimizer's state is still kept where it was, and the parameters are on their devices."""
+    def holds(self, state: Any, numbers: Mapping[str, Any]) -> bool:
+        """Whether the optimizer's state is still kept where it was, and parameters and plain numbers are alike."""
         x, y, split = self.x[0], self.y[0], len(self.x)
         return (
             state.get(x) is self.entries[0]
@@ -101,6 +106,7 @@ class Binding:
             and self._sizes[0] in (None, len(self.entries[0]))
             and self._sizes[1] == len(self.entries[split])
             and [t.device for t in (*self.x, *self.y)] == self._places
+            and all([_alike(numbers.get(name), known) for name, known in self._numbers.items()])
         )
 
     def fits(self, data: Flat) -> bool:
@@ -129,9 +135,10 @@ class Binding:
         """Whether steps may follow each other before anything is written."""
         return not self.out["writes"] and not self.out.get("x_writes")
 
-    def arguments(self) -> list[Tensor]:
-        """The values of a step, as they are now."""
-        return [*self.x, *self.y, *(entries[name] for entries, name in self.reads)]
+    def arguments(self, numbers: Mapping[str, Any]) -> list[Tensor]:
+        """The values of a step, as they are now, with the optimizer's plain numbers."""
+        kept = [entries[name] for entries, name in self.reads]
+        return [*self.x, *self.y, *kept, *(numbers[name] for name in self._numbers)]
 
     def following(self, arguments: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
         """The values of the next step."""
@@ -167,7 +174,9 @@ class Binding:
                 told.clear()
         return losses, flags, outputs
 
-    def several(self, rates: Sequence[Tensor], chain: Sequence[Sequence[Tensor]]) -> Binding | None:
+    def several(
+        self, start: Sequence[Tensor], rates: Sequence[Tensor], chain: Sequence[Sequence[Tensor]]
+    ) -> Binding | None:
         """The graph of several such steps, if these are small and many; made, and compared, when it is needed."""
         most = min(MOST_STEPS, NODES_AT_ONCE // self.step.graph.nodes)
         times = 1 << most.bit_length() - 1 if most else 1  # runs are of such lengths, and single steps cost more
@@ -178,7 +187,7 @@ class Binding:
                 many = Binding(self.step.repeated(times), self._state, self.x, self.y, Flat(data, []))
             except Untraceable:
                 return None
-            start = one = self.arguments()
+            one = start
             for each in chain[:times]:
                 one = self.following(one, self.run(one, rates, each))
             if all(map(torch.equal, one, many.following(start, many.run(start, rates, data)))):
@@ -194,7 +203,7 @@ class Binding:
         )
         gradient = Vector(outputs[i] for i in out["gradient"])
         return Estimate(
-            outputs[out["loss"]], gradient, memory=memory, upper_memory=upper_memory, numbers=self.step.numbers
+            outputs[out["loss"]], gradient, memory=memory, upper_memory=upper_memory, numbers=self.numbers_of(outputs)
         )
 
     def write(self, outputs: Sequence[Tensor]) -> None:
@@ -212,6 +221,12 @@ class Binding:
             torch._foreach_copy_([live for live, _ in self._moved], [outputs[i] for _, i in self._moved])
         for parameter, value in zip(self.x, gradient, strict=True):
             parameter.grad = value
+
+    def numbers_of(self, outputs: Sequence[Tensor]) -> dict[str, Any]:
+        """The plain numbers that a step has changed."""
+        shared = self.step.graph.shared or ()
+        found = {name: outputs[i].clone() if i in shared else outputs[i] for name, i in self.numbers.items()}
+        return {**self.step.numbers, **found}
 
     def _tables(self, outputs: Sequence[Tensor]) -> Iterator[tuple[Tensor, Any, Tensor]]:
         for (level, name, i), rows, values in (*self.out["writes"], *self.out.get("x_writes", ())):
@@ -246,6 +261,16 @@ def difference(binding: Binding, outputs: Sequence[Tensor], estimate: Estimate, 
         if not _close(right, [outputs[i] for i in slots], base):
             return name
     return None
+
+
+def _alike(value: Any, known: Tensor) -> bool:
+    """Whether a value is a tensor of the form of one that is known."""
+    return (
+        isinstance(value, Tensor)
+        and value.shape == known.shape
+        and value.dtype == known.dtype
+        and value.device == known.device
+    )
 
 
 def _close(right: Sequence[Tensor], found: Sequence[Tensor], base: Sequence[Tensor] | None) -> bool:

@@ -213,9 +213,15 @@ class Compiled(Updating):
 
     def _single(self, capture: Capture, call: Call) -> Tensor:
         """One step."""
+        return self._with_chances(capture, call._replace(chances=self._chances()) if self.chances() else call)
+
+    def _with_chances(self, capture: Capture, call: Call) -> Tensor:
+        """One step, for which the method has drawn what it draws."""
         kind = call.kind
-        if self.chances():
-            call = call._replace(chances=self._chances())
+        beyond = "" if kind is None or kind.reason else self.beyond_graphs(call.sources.tasks, call.chances)
+        if beyond:
+            kind = Kind([], [])
+            capture.refuse(beyond, kind)
         if kind is None or kind.reason is not None:
             loss = self._eagerly(call)
         elif kind.draws is None:
@@ -296,13 +302,14 @@ class Compiled(Updating):
         assert kind.draws is not None
         data = flattened(results, call.chances)
         binding = kind.binding(data)
-        if binding is None or not binding.holds(self.state):
+        if binding is None or not binding.holds(self.state, self.numbers):
             kind.bindings[:] = [b for b in kind.bindings if b is not binding]
             return self._fed(kind, call, results) if capture.full else self._learnt(capture, kind, call, results)
         if binding.due():
             return self._compared(capture, kind, call, results, binding, data)
         with torch.no_grad():
-            outputs = binding.run(binding.arguments(), capture.rates(self.param_groups, binding.device), data.tensors)
+            rates = capture.rates(self.param_groups, binding.device)
+            outputs = binding.run(binding.arguments(self.numbers), rates, data.tensors)
             if not (self.check_finite and self._troubled(binding, outputs)):
                 loss: Tensor = outputs[binding.out["loss"]]
                 writes = self._writes_of(binding, outputs, loss)
@@ -330,7 +337,7 @@ class Compiled(Updating):
         diagnostics = {
             name: outputs[value] if isinstance(value, Slot) else value for name, value in out["diagnostics"].items()
         } | {**self.standing(self.numbers), **self._ledger.found.told()}
-        numbers = {**self.numbers, **step.numbers}
+        numbers = {**self.numbers, **binding.numbers_of(outputs)}
         return [
             partial(binding.write, outputs),
             partial(vars(self).update, numbers=numbers, _diagnostics=diagnostics),
@@ -349,7 +356,7 @@ class Compiled(Updating):
     ) -> Seen | None:
         """What a captured step is, which has been made eagerly too, with the same result; None if it differs."""
         try:
-            outputs = binding.run(binding.arguments(), *arguments)
+            outputs = binding.run(binding.arguments(self.numbers), *arguments)
         except Exception as error:
             capture.refuse(f"{type(error).__name__}: {error}".splitlines()[0], kind)
             return None

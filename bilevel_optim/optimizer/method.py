@@ -180,6 +180,10 @@ class StepFunctions(ABC):
         """
         return self.lower_step_count(steps), numbers
 
+    def beyond_graphs(self, tasks: Any, chances: Mapping[str, Any]) -> str:
+        """Why a step with these tasks and chances is not to be captured, if it is not."""
+        return ""
+
     def objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
         """The two objectives of a step."""
         if upper is None or lower is None:

@@ -26,6 +26,8 @@ from .step import Given, changed
 
 __all__ = ["Sources", "StepGraph", "fed", "values_of"]
 
+SOURCES = ("upper", "lower", "tasks", "tasks.upper", "tasks.lower", "whole")
+
 
 class Sources(NamedTuple):
     """Where a step draws: the two losses as they were passed, and a sampler of tasks."""
@@ -39,7 +41,7 @@ def fed(
     sources: Sources, draws: Sequence[Draw], results: Sequence[Drawn], chances: Mapping[str, Any] | None = None
 ) -> Sources:
     """The sources in place of which these results are given, in this order: those of a step with these chances."""
-    by_source: dict[str, deque[Drawn]] = {k: deque() for k in ("upper", "lower", "tasks", "tasks.upper", "tasks.lower")}
+    by_source: dict[str, deque[Drawn]] = {source: deque() for source in SOURCES}
     for draw, result in zip(draws, results, strict=True):
         if chances is None or draw.made(chances):
             by_source[draw.source].append(result)
@@ -64,6 +66,7 @@ def values_of(
         "upper_memory": {n: list(vector) for n, vector in given.upper_memory.items() if reads is None or n in reads},
         "tables": dict(given.tables),
         "solver": None if given.solver is None else [dict(entries) for entries in given.solver],
+        "numbers": _tensors(given.numbers),
         "rates": list(rates),
     }
 
@@ -87,7 +90,7 @@ class StepGraph:
         graph: the compiled graph.
         counts: oracle calls of a step.
         alerts: keys of the warnings that a step may give.
-        numbers: plain numbers that it changes.
+        numbers: plain numbers that it changes, but for tensors.
     """
 
     def __init__(
@@ -120,7 +123,9 @@ class StepGraph:
             estimate = stands(at, start)
             results = _results(estimate, values)
             self.numbers = {
-                k: v for k, v in estimate.numbers.items() if k not in given.numbers or given.numbers[k] != v
+                name: value
+                for name, value in estimate.numbers.items()
+                if not isinstance(value, Tensor) and (name not in given.numbers or given.numbers[name] != value)
             }
             if update:
                 with torch.no_grad():
@@ -167,6 +172,7 @@ def _advanced(values: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]
         "upper_memory": upper,
         "tables": {**values["tables"], **results["tables"]},
         "solver": results["solver"] or values["solver"],
+        "numbers": {**values["numbers"], **results["numbers"]},
     }
 
 
@@ -185,6 +191,7 @@ def _given(given: Given, values: dict[str, Any], chances: dict[str, Any], method
         tables=values["tables"],
         lower=Vector(values["y"]),
         solver=values["solver"],
+        numbers={**given.numbers, **values["numbers"]},
         chances=chances,
         rule=lambda like: rules(lower_groups, like),
     )
@@ -200,8 +207,14 @@ def _results(estimate: Estimate, values: dict[str, Any]) -> dict[str, Any]:
         "tables": dict(estimate.tables),
         "solver": estimate.solver,
         "lower": None if estimate.lower is None else list(estimate.lower),
+        "numbers": _tensors(estimate.numbers),
         "writes": _writes(estimate.writes, values),
     }
+
+
+def _tensors(numbers: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Those of the plain numbers that are tensors, which are values of a step as any other."""
+    return {name: value for name, value in numbers.items() if isinstance(value, Tensor)}
 
 
 def _writes(writes: Sequence[Write], values: dict[str, Any]) -> list[tuple[tuple[str, str, int], Any, Tensor]]:

@@ -96,6 +96,9 @@ class Running(Compiled):
                         continue
                 if self.chances():
                     call = call._replace(chances=self._chances())
+                    if self.beyond_graphs(sources.tasks, call.chances):
+                        last = partial(self._with_chances, capture, call)
+                        break
                 results = drawn(draws, *sources, self.generator, call.chances)
                 data = flattened(results, call.chances)
                 found = binding if binding is not None and binding.fits(data) else kind.binding(data)
@@ -125,7 +128,7 @@ class Running(Compiled):
 
     def _chains(self, binding: Binding) -> bool:
         """Whether steps with this graph may follow each other."""
-        return binding.chains and not self.declared.host_update and binding.holds(self.state)
+        return binding.chains and not self.declared.host_update and binding.holds(self.state, self.numbers)
 
     def _ahead(self, call: Call, draws: Draws, binding: Binding, made: int, most: int) -> list[Sequence[Tensor]]:
         """Data of the next steps, the first of which is this call, as far as they are surely made with this graph."""
@@ -171,13 +174,14 @@ class Running(Compiled):
         """The losses of captured steps that follow each other, of those before the first that failed, and how many."""
         rates = capture.rates(self.param_groups, binding.device)
         with torch.no_grad():
-            many = binding.several(rates, chain)
-            losses, flags, last = _followed(binding, many, rates, chain)
+            start = binding.arguments(self.numbers)
+            many = binding.several(start, rates, chain)
+            losses, flags, last = _followed(binding, many, start, rates, chain)
             sound = len(chain) if not self.check_finite else self._sound(binding, flags)
             if sound < len(chain):  # nothing has been written: make the sound ones again
                 if not sound:
                     return [], 0
-                losses, _, last = _followed(binding, many, rates, chain[:sound])
+                losses, _, last = _followed(binding, many, start, rates, chain[:sound])
             make(self._writes_of(*last, losses[-1], sound))
         return [losses], sound
 
@@ -193,12 +197,15 @@ class Running(Compiled):
 
 
 def _followed(
-    binding: Binding, many: Binding | None, rates: Sequence[Tensor], data: Sequence[Sequence[Tensor]]
+    binding: Binding,
+    many: Binding | None,
+    arguments: Sequence[Tensor],
+    rates: Sequence[Tensor],
+    data: Sequence[Sequence[Tensor]],
 ) -> tuple[Tensor, Tensor, tuple[Binding, Sequence[Tensor]]]:
     """Losses and flags of steps with these data that follow each other, and what the last graph gave."""
     losses: list[Tensor] = []
     flags: list[Tensor] = []
-    arguments: Sequence[Tensor] = binding.arguments()
     times = len(data) + 1 if many is None else many.step.times
     single = len(data) % times
     if many is not None and single < len(data):

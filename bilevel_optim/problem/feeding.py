@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,7 +18,22 @@ from torch.utils._pytree import tree_leaves
 from .objective import Objective, Sample
 from .tracing import traced
 
-__all__ = ["Draw", "Drawn", "Draws", "Fed", "FedTasks", "Log", "Noted", "NotedTasks", "drawn", "several_of"]
+__all__ = [
+    "Draw",
+    "Drawn",
+    "Draws",
+    "Fed",
+    "FedTasks",
+    "Log",
+    "Noted",
+    "NotedTasks",
+    "drawn",
+    "drawn_at_once",
+    "several_of",
+]
+
+
+Whole = Callable[[Any, Mapping[str, Any]], Any]
 
 
 class Draw(NamedTuple):
@@ -26,8 +41,8 @@ class Draw(NamedTuple):
 
     Attributes:
         source: ``"upper"`` or ``"lower"``, of the two objectives; ``"tasks"``; ``"tasks.upper"`` or ``"tasks.lower"``,
-            for the tasks drawn before.
-        how: whether an objective's sample is evaluated once; or how many are drawn.
+            for the tasks drawn before; ``"whole"``, all that a step draws from the tasks.
+        how: whether an objective's sample is evaluated once; or how many are drawn; or the function that draws it all.
         unless: name and place: it is made only where the chance of this name is at least the place, and what was drawn
             before stands in for it otherwise.
     """
@@ -250,6 +265,11 @@ class NotedTasks:
     def upper(self, tasks: Any, n: int | None, generator: torch.Generator | None) -> Any:
         return self._batch("upper", tasks, n, generator)
 
+    def whole(self, draw: Whole, chances: Mapping[str, Any]) -> Any:
+        data = draw(self.source, chances)
+        self.log.note("whole", draw, Drawn(data))
+        return data
+
     def _batch(self, level: str, tasks: Any, n: int | None, generator: torch.Generator | None) -> Any:
         if not self._count:
             self.log.reason = "the rows of tasks that a step looks at are chosen by the host"
@@ -281,6 +301,20 @@ class FedTasks:
         kept = self.results["tasks.upper"]
         return kept.popleft().data if kept else self.source.upper(tasks, n, generator)
 
+    def whole(self, draw: Whole, chances: Mapping[str, Any]) -> Any:
+        return self.results["whole"].popleft().data
+
+
+def drawn_at_once(tasks: Any, draw: Whole, chances: Mapping[str, Any]) -> Any:
+    """All that a step draws from the tasks, if it is to be known before; else None.
+
+    Args:
+        tasks: a sampler, or what stands for it.
+        draw: draws it as a pytree, from the sampler and the chances of the step alone.
+        chances: of the step.
+    """
+    return tasks.whole(draw, chances) if isinstance(tasks, (NotedTasks, FedTasks)) else None
+
 
 def drawn(
     draws: Draws,
@@ -311,6 +345,8 @@ def drawn(
         elif source == "tasks":
             sampled = tasks.sample(how, generator)
             found.append(Drawn(sampled))
+        elif source == "whole":
+            found.append(Drawn(how(tasks, chances)))
         else:
             found.append(Drawn(getattr(tasks, source[6:])(sampled, how, generator)))
     return found
