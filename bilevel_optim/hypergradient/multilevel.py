@@ -15,9 +15,10 @@ from ..oracle.second_order import LowerSystem
 from ..problem.objective import Sample
 from ..problem.profiling import span
 from ..problem.tasks import select
+from ..problem.tracing import traced
 from ..problem.vector import Vector
 from ..solvers import linear
-from ..solvers.contexts import CROSS, NEUMANN, POWER, UPPER, Asked, Contexts, CoupledPath, DrawnContexts
+from ..solvers.contexts import CROSS, NEUMANN, POWER, UPPER, Asked, Contexts, CoupledPath
 from .estimate import Estimate
 
 __all__ = ["asked_by_estimate", "multilevel", "smoothness"]
@@ -88,8 +89,8 @@ def multilevel(
         neumann: ``"sum"``, :math:`c \sum_{n<N} \prod_{i \le n} (I - c H_i)`; ``"product"``, one term of it at random,
             times N; ``"cg"``, conjugate gradients on one batch.
         implicit_term: False leaves the second term out.
-        measured: lane of the path (its number, or where a mask is true) whose :math:`u_k - u_{k-1}` is computed by itself; its squared norm is the diagnostic
-            ``"correction"``. Costs one more backward pass.
+        measured: lane of the path (its number, or where a mask is true) whose :math:`u_k - u_{k-1}` is computed by
+            itself; its squared norm is the diagnostic ``"correction"``. Costs one more backward pass.
 
     Returns:
         Estimate whose ``lower`` is the mean of :math:`Y_k`.
@@ -206,7 +207,7 @@ class _Points:
         made = counts.tolist()
         if neumann == "product":
             counts = self.path.contexts.lengths(self.path.slots, steps)[self.rows]
-            made = made if isinstance(self.path.contexts, DrawnContexts) else counts.tolist()
+            made = made if traced() else counts.tolist()
         counts = counts.to(problem.device)
         total, term = r, r
         ratio = torch.zeros((), dtype=torch.float64, device=problem.device)

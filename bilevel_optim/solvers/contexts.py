@@ -107,7 +107,7 @@ class Contexts:
         if self.sizes[level] is None:
             return [select(self.all(level), torch.tensor(slots, device="cpu"))] * times
         leaves, structure = tree_flatten(self.stack(level, slots, *counter, times=times))
-        steps = [leaf.unbind(1) if isinstance(leaf, Tensor) else (leaf,) * times for leaf in leaves]
+        steps = [leaf.unbind(1)[:times] if isinstance(leaf, Tensor) else (leaf,) * times for leaf in leaves]
         return [tree_unflatten(list(each), structure) for each in zip(*steps, strict=True)]
 
     def all(self, level: str) -> Any:

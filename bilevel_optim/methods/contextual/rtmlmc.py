@@ -221,19 +221,17 @@ class RTMLMC(BilevelOptimizer):
         return {"seed": SEEDS}
 
     def kind_of_step(self, steps: int, numbers: Mapping[str, Any]) -> bool | None:
-        """The host makes the first step, after which everything is remembered, and those that estimate the curvature."""
+        """The host makes the first step, after which all is remembered, and those that estimate the curvature."""
         known = isinstance(numbers.get("curvature", torch.empty(0)), Tensor)  # it was a plain number once
         return True if known and steps and not self._estimates_curvature(steps) else None
 
     def beyond_graphs(self, tasks: Any, chances: Mapping[str, Any]) -> str:
         """Deep paths make long graphs."""
-        if 2 ** (self.levels + 1) - 2 - self.levels <= LONGEST_PATH:
+        if tasks is None or _path_length(self.levels) <= LONGEST_PATH:
             return ""
         deepest = max(self.depths(Counters(int(chances["seed"])), task_count(tasks, self.tasks_per_step)))
-        steps = 2 ** (deepest + 1) - 2 - deepest
-        return (
-            "" if steps <= LONGEST_PATH else f"a path of {steps} lower steps (level {deepest}) makes too long a graph"
-        )
+        steps = _path_length(deepest)
+        return f"{steps} lower steps (of level {deepest}) make too long a graph" if steps > LONGEST_PATH else ""
 
     def _drawn(self, sampler: Any, chances: Mapping[str, Any]) -> dict[str, Any]:
         """Everything that a step draws; the deepest contexts first, so that few orders of levels make few graphs."""
@@ -285,9 +283,10 @@ class RTMLMC(BilevelOptimizer):
         part = Estimate(nothing, oracle.x.zeros_like(), lower=oracle.y.zeros_like())
         if mine:
             starts = Vector(t[mine] for t in self._starts(oracle, given, contexts))
+            largest = 1 / bound if self.cap else None
             path = coupled_path(
                 oracle, contexts, starts, [depths[slot] for slot in mine],
-                lambda epoch: [_least(rate * 2.0**-epoch, 1 / bound if self.cap else None) for rate in given.lower_rates],
+                lambda epoch: [_least(rate * 2.0**-epoch, largest) for rate in given.lower_rates],
                 slots=mine, base_level=self.base_level,
             )  # fmt: skip
             part = multilevel(
@@ -310,7 +309,7 @@ class RTMLMC(BilevelOptimizer):
             numbers["moments"], diagnostics["correction"] = moments, correction
             diagnostics["level_variance"] = level_layer.watched(oracle.checks, moments, self.base_level)
         diagnostics["level_counts"] = torch.tensor(depths, device="cpu").bincount(minlength=self.levels + 1)
-        steps = sum(2 ** (k + 1) - 2 - k for k in depths)
+        steps = sum(map(_path_length, depths))
         for name, number in (("lower_steps", steps), ("task_count", len(depths))):
             diagnostics[name] = torch.tensor(number, device="cpu")
         known = bound.to(torch.get_default_dtype()) if isinstance(bound, Tensor) else torch.tensor(bound, device="cpu")
@@ -396,6 +395,11 @@ class DLSGD(RTMLMC):
     def depths(self, counters: Counters, count: int) -> list[int]:
         """The last level, for all of them."""
         return [self.levels] * count
+
+
+def _path_length(level: int) -> int:
+    """Lower steps of a context of this level."""
+    return 2 ** (level + 1) - 2 - level
 
 
 def _least(rate: Any, most: Any) -> Any:
