@@ -303,16 +303,22 @@ def coupled_path(
     with oracle.session.buffers_kept():
         for e in range(1, max(depths, default=0) + 1):
             going = [own[lane] for lane in order if depths[lane] >= e]
-            active = slice(len(going))
-            before = Vector(t[active].clone() for t in last)
-            Vector(t[active] for t in previous).copy_(before)
-            Vector(t[active] for t in last).copy_(_epoch(oracle, contexts, going, before, e, rates))
+            before = Vector(t[: len(going)] for t in last)
+            previous = _replaced(previous, before)
+            last = _replaced(last, _epoch(oracle, contexts, going, before, e, rates))
             if e == base_level:
-                first = last.clone()
+                first = last
     back = torch.tensor(order, device="cpu").argsort().tolist()
     oracle.checks.finite("lower_grad", last, "A smaller lower_lr, or a larger smoothness, is the usual remedy")
     points = (Vector(t[back] for t in part) for part in (first, previous, last))
     return CoupledPath(contexts, own, [*depths], base_level, *points)
+
+
+def _replaced(stack: Vector, new: Vector) -> Vector:
+    """Stacked tensors with these in place of the first lanes."""
+    if len(new[0]) == len(stack[0]):
+        return new
+    return Vector(torch.cat([t, whole[len(t) :]]) for t, whole in zip(new, stack, strict=True))
 
 
 def asked_by_path(depths: Sequence[int]) -> Iterator[Asked]:

@@ -308,7 +308,7 @@ class RTMLMC(BilevelOptimizer):
             moments = level_layer.added(given.numbers.get("moments"), self.levels, level, correction)
             numbers["moments"], diagnostics["correction"] = moments, correction
             diagnostics["level_variance"] = level_layer.watched(oracle.checks, moments, self.base_level)
-        diagnostics["level_counts"] = torch.tensor(depths, device="cpu").bincount(minlength=self.levels + 1)
+        diagnostics["level_counts"] = torch.tensor([depths.count(k) for k in range(self.levels + 1)], device="cpu")
         steps = sum(map(_path_length, depths))
         for name, number in (("lower_steps", steps), ("task_count", len(depths))):
             diagnostics[name] = torch.tensor(number, device="cpu")
@@ -399,7 +399,7 @@ class DLSGD(RTMLMC):
 
 def _path_length(level: int) -> int:
     """Lower steps of a context of this level."""
-    return 2 ** (level + 1) - 2 - level
+    return int(2 ** (level + 1)) - 2 - level
 
 
 def _least(rate: Any, most: Any) -> Any:
