@@ -274,9 +274,11 @@ class RTMLMC(BilevelOptimizer):
         oracle: Oracle,
         given: Given,
     ) -> Estimate:
-        """The part of some contexts in the mean; ``first`` is the lane that is measured, if it is one of them."""
+        """The part of some contexts in the mean; ``first`` says which lane is that of slot 0, if one of them is."""
         curvature = self._curvature(oracle, given, contexts)
-        bound = self.smoothness or (curvature if isinstance(curvature, Tensor) else curvature or 1.0)
+        bound: float | Tensor = float(self.smoothness or 1.0)
+        if self.smoothness is None and (isinstance(curvature, Tensor) or curvature):
+            bound = curvature
         chances = None if self.one_level else level_chances(self.levels, self.base_level)
         several = chances is not None and len(chances) > 1
         nothing = oracle.x[0].new_zeros(())
