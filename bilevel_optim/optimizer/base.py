@@ -379,7 +379,7 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         require_rates([param_group])
         super().add_param_group(param_group)
         if level == "lower":
-            self.warn_of_decay(self.param_groups[-1])
+            method.warn_of_decay(self, self.param_groups[-1])
 
     def _parameters(self, level: str) -> list[Tensor]:
         """The parameters of one level that require a gradient."""

@@ -211,13 +211,11 @@ class Compiled(Updating):
             guard += [p.requires_grad for p in group["params"]]
         return guard
 
-    def _single(self, capture: Capture, call: Call) -> Tensor:
-        """One step."""
-        return self._with_chances(capture, call._replace(chances=self._chances()) if self.chances() else call)
-
-    def _with_chances(self, capture: Capture, call: Call) -> Tensor:
-        """One step, for which the method has drawn what it draws."""
+    def _single(self, capture: Capture, call: Call, *, begun: bool = False) -> Tensor:
+        """One step; ``begun``: the method has drawn its chances."""
         kind = call.kind
+        if not begun and self.chances():
+            call = call._replace(chances=self._chances())
         beyond = "" if kind is None or kind.reason else self.beyond_graphs(call.sources.tasks, call.chances)
         if beyond:
             kind = Kind([], [])

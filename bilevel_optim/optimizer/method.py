@@ -39,6 +39,7 @@ __all__ = [
     "as_objective",
     "require_common",
     "require_sizes",
+    "warn_of_decay",
 ]
 
 Loss = Objective | Callable[..., Tensor]
@@ -198,16 +199,6 @@ class StepFunctions(ABC):
         declared = getattr(self, "declared", None)  # which a method of the user need not have
         return declared is not None and declared.second_order and declared.lower_optimizer != "differentiable"
 
-    def warn_of_decay(self, group: Mapping[str, Any]) -> None:
-        """Warn of a lower group with a penalty that the linear system would not know."""
-        if self.stationary and group.get("weight_decay", self.probe().param_groups[0].get("weight_decay")):
-            warnings.warn(
-                "weight_decay of the lower_optimizer is not part of the lower loss, so the linear system does not know "
-                "it and the hypergradient is biased; put the penalty into the lower loss instead",
-                BilevelWarning,
-                stacklevel=4,
-            )
-
     def require_lower_step(self) -> None:
         """Raise if the lower step has limits where the method makes it itself, or is not what it must be."""
         declared, probe = getattr(self, "declared", None), self.probe()
@@ -270,6 +261,17 @@ def _shown(method: StepFunctions, what: str, test: Callable[[Callable[[Any], Opt
     if what not in known:
         known[what] = test(method.lower_factory, method.default_lr["lower"])
     return bool(known[what])
+
+
+def warn_of_decay(method: StepFunctions, group: Mapping[str, Any]) -> None:
+    """Warn of a lower group with a penalty that the linear system would not know."""
+    if method.stationary and group.get("weight_decay", method.probe().param_groups[0].get("weight_decay")):
+        warnings.warn(
+            "weight_decay of the lower_optimizer is not part of the lower loss, so the linear system does not know "
+            "it and the hypergradient is biased; put the penalty into the lower loss instead",
+            BilevelWarning,
+            stacklevel=4,
+        )
 
 
 def as_objective(loss: Loss, level: str) -> Objective:

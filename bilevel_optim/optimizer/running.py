@@ -97,7 +97,7 @@ class Running(Compiled):
                 if self.chances():
                     call = call._replace(chances=self._chances())
                     if self.beyond_graphs(sources.tasks, call.chances):
-                        last = partial(self._with_chances, capture, call)
+                        last = partial(self._single, capture, call, begun=True)
                         break
                 results = drawn(draws, *sources, self.generator, call.chances)
                 data = flattened(results, call.chances)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...hypergradient import Estimate
-from ...hypergradient.multilevel import asked_by_estimate, multilevel
+from ...hypergradient.multilevel import multilevel
 from ...hypergradient.multilevel import smoothness as largest_eigenvalue
 from ...optimizer.base import BilevelOptimizer, CommonOptions
 from ...optimizer.declaration import Method
@@ -28,12 +28,12 @@ from ...solvers.contexts import (
     TASKS,
     Contexts,
     DrawnContexts,
-    asked_by_path,
     coupled_path,
     draw_levels,
     level_chances,
 )
 from . import levels as level_layer
+from .drawing import path_length, share, whole
 
 __all__ = ["DLSGD", "RTMLMC"]
 
@@ -208,7 +208,7 @@ class RTMLMC(BilevelOptimizer):
         if drawn is None:
             contexts = self._contexts(sampler, count, int(given.chances["seed"]))
             depths = self.depths(contexts.counters, count)
-            mine = _share(depths, given.ranks.rank, given.ranks.world)
+            mine = share(depths, given.ranks.rank, given.ranks.world)
             first: int | Tensor | None = 0 if mine[:1] == [0] else None
         else:
             contexts = DrawnContexts(drawn["contexts"], count, **self._rows)
@@ -227,28 +227,19 @@ class RTMLMC(BilevelOptimizer):
 
     def beyond_graphs(self, tasks: Any, chances: Mapping[str, Any]) -> str:
         """Deep paths make long graphs."""
-        if tasks is None or _path_length(self.levels) <= LONGEST_PATH:
+        if tasks is None or path_length(self.levels) <= LONGEST_PATH:
             return ""
         deepest = max(self.depths(Counters(int(chances["seed"])), task_count(tasks, self.tasks_per_step)))
-        steps = _path_length(deepest)
+        steps = path_length(deepest)
         return f"{steps} lower steps (of level {deepest}) make too long a graph" if steps > LONGEST_PATH else ""
 
     def _drawn(self, sampler: Any, chances: Mapping[str, Any]) -> dict[str, Any]:
-        """Everything that a step draws; the deepest contexts first, so that few orders of levels make few graphs."""
+        """Everything that a step draws."""
         contexts = self._contexts(sampler, task_count(sampler, self.tasks_per_step), int(chances["seed"]))
-        levels = self.depths(contexts.counters, contexts.count)
-        order = sorted(range(contexts.count), key=lambda slot: -levels[slot])
-        depths = [levels[slot] for slot in order]
-        lengths = None
-        if self.implicit_term and self.neumann == "product":
-            lengths = contexts.lengths(order, self.neumann_steps)
-        asked = asked_by_estimate(
-            contexts.count, steps=self.neumann_steps, neumann=self.neumann, implicit_term=self.implicit_term,
-            longest=None if lengths is None else int(lengths.max()),
+        return whole(
+            contexts, self.depths(contexts.counters, contexts.count), steps=self.neumann_steps, neumann=self.neumann,
+            implicit_term=self.implicit_term,
         )  # fmt: skip
-        data = contexts.ahead(order, [*asked_by_path(depths), *asked])
-        first = torch.tensor([slot == 0 for slot in order], device="cpu")
-        return {"depths": depths, "first": first, "contexts": {**data, "lengths": lengths}}
 
     def depths(self, counters: Counters, count: int) -> list[int]:
         """The level of each context."""
@@ -311,7 +302,7 @@ class RTMLMC(BilevelOptimizer):
             numbers["moments"], diagnostics["correction"] = moments, correction
             diagnostics["level_variance"] = level_layer.watched(oracle.checks, moments, self.base_level)
         diagnostics["level_counts"] = torch.tensor([depths.count(k) for k in range(self.levels + 1)], device="cpu")
-        steps = sum(map(_path_length, depths))
+        steps = sum(map(path_length, depths))
         for name, number in (("lower_steps", steps), ("task_count", len(depths))):
             diagnostics[name] = torch.tensor(number, device="cpu")
         known = bound.to(torch.get_default_dtype()) if isinstance(bound, Tensor) else torch.tensor(bound, device="cpu")
@@ -399,11 +390,6 @@ class DLSGD(RTMLMC):
         return [self.levels] * count
 
 
-def _path_length(level: int) -> int:
-    """Lower steps of a context of this level."""
-    return int(2 ** (level + 1)) - 2 - level
-
-
 def _least(rate: Any, most: Any) -> Any:
     """A learning rate, but at most so much."""
     if most is None:
@@ -411,13 +397,3 @@ def _least(rate: Any, most: Any) -> Any:
     if not traced():
         return min(rate, most)
     return torch.minimum(rate, most.to(rate)) if isinstance(most, Tensor) else rate.clamp(max=most)
-
-
-def _share(depths: list[int], rank: int, world: int) -> list[int]:
-    """The contexts of one process: the deepest first, each to the process with the least to do."""
-    loads, shares = [0] * world, [[] for _ in range(world)]  # type: tuple[list[int], list[list[int]]]
-    for slot in sorted(range(len(depths)), key=lambda i: -depths[i]):
-        to = loads.index(min(loads))
-        loads[to] += 2 ** (depths[slot] + 1)
-        shares[to].append(slot)
-    return sorted(shares[rank])
