@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import cycle
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
 from torch._C._dynamo import guards
 
-__all__ = ["BYTES", "TURNS", "Form", "Listed"]
+__all__ = ["BYTES", "TURNS", "Form", "Listed", "picked"]
 
 BYTES = 2**22  # of what is kept of a function
 TURNS = 8  # calls that follow each other, whose results have memory of their own
@@ -30,6 +31,11 @@ class Form:
         found.sizes, found.strides = self.sizes[:start] + self.sizes[stop:], self.strides[:start] + self.strides[stop:]
         found.types = self.types[:start] + self.types[stop:]
         return found
+
+    def require(self, tensors: Sequence[Tensor]) -> None:
+        """Raise unless other tensors have the same."""
+        if not self.fits(tensors):
+            raise AssertionError("tensors of other sizes, strides or types than those that a graph was made for")
 
     def fits(self, tensors: Sequence[Tensor], times: int = 1) -> bool:
         """Whether other tensors have the same, so many times."""
@@ -74,10 +80,16 @@ class Listed:
 
     def __call__(self, arguments: list[Tensor]) -> tuple[Any, ...]:
         """The results for such arguments, whose list is emptied."""
-        _require(self._form, arguments)
+        self._form.require(arguments)
         entries = self._entries.copy()
         entries[: self._given] = arguments
         arguments.clear()
+        return self._called(entries)
+
+    def known(self, arguments: Sequence[Tensor]) -> tuple[Any, ...]:
+        """The same for arguments whose sizes, strides and types are known to be right."""
+        entries = self._entries.copy()
+        entries[: self._given] = arguments
         return self._called(entries)
 
     def each(
@@ -103,7 +115,7 @@ class Listed:
         if key not in self._turns:
             self._turns[key] = self._in_turns(arguments, start, stop, carried, lasting)
         function, form, turns = self._turns[key]
-        _require(form, [*first, *rest])
+        form.require([*first, *rest])
         for own, kept in zip(data[:-1], cycle(turns), strict=False):
             entries = kept.copy()
             entries[: self._given] = [*first, *own, *rest]
@@ -157,11 +169,6 @@ class _Turns(NamedTuple):
     turns: list[list[Any]]
 
 
-def _require(form: Form, arguments: Sequence[Tensor]) -> None:
-    if not form.fits(arguments):
-        raise AssertionError("tensors of other sizes, strides or types than those that a graph was made for")
-
-
 def _place(t: Tensor) -> int:
     return t.untyped_storage().data_ptr()
 
@@ -175,3 +182,10 @@ def _moved(entries: Sequence[Any], places: Collection[int]) -> list[Any]:
             storage = memory.setdefault(_place(t), t.untyped_storage().clone())  # type: ignore[no-untyped-call]
             moved[i] = t.new_empty(0).set_(storage, t.storage_offset(), t.size(), t.stride())
     return moved
+
+
+def picked(numbers: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """These entries of a list, as a tuple."""
+    if len(numbers) > 1:
+        return itemgetter(*numbers)
+    return lambda entries: tuple([entries[i] for i in numbers])

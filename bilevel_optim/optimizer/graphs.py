@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ __all__ = ["Backend", "Graph", "Signature", "backend_of", "signature"]
 
 LONGEST = 3000  # operations of a graph that is compiled as a whole
 LARGE = 2**14  # entries of a tensor from which on operations take longer than calls of compiled parts
+APART = {"pattern_matcher": False}  # or a product that is added to a vector would be made into a copy of the vector
 SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)  # their argument
 Backend = Callable[[GraphModule, list[Tensor]], Callable[..., Any]]
 
@@ -89,6 +90,7 @@ class Graph:
         number_parts(module, trace.cuts)
         self.read = [(t, t.detach().clone()) for t in trace.read]
         self._captured = _lifted(module, own)
+        _blind_to_unused(module, {*trace.looks})
         self.nodes = len(module.graph.nodes)
         self.shared: frozenset[int] | None = None
         long = self.nodes > LONGEST or any(t.numel() > LARGE for t in tensors)
@@ -203,6 +205,24 @@ def _lifted(module: GraphModule, own: Sequence[Tensor]) -> list[Tensor]:
     return captured
 
 
+def _blind_to_unused(module: GraphModule, looks: Collection[Node]) -> None:
+    """Leave out what would only be looked at: nothing that a step leaves behind depends on it."""
+    used: set[Node] = set()
+    waiting = [node for node in module.graph.nodes if node.op == "output" or node.is_impure()]
+    while waiting:
+        node = waiting.pop()
+        if node not in used:
+            used.add(node)
+            waiting += () if node in looks else node.all_input_nodes
+    for node in used.intersection(looks):
+        if used.isdisjoint(node.all_input_nodes):
+            for total in [*node.users]:  # a sum of such numbers
+                (rest,) = (n for n in total.all_input_nodes if n is not node)
+                total.replace_all_uses_with(rest)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+
+
 def _without_dropout(node: Node, schema: Any) -> bool:
     """Whether an operation, such as attention, would draw random numbers for its dropout alone, which it does not."""
     for argument, value in zip_longest(schema.arguments, node.args):
@@ -271,9 +291,10 @@ def backend_of(backend: str | Callable[..., Any], mode: str | None, options: dic
         def compiled(module: GraphModule, example: list[Tensor]) -> Callable[..., Any]:
             # Inductor keeps in its cache what was compiled in a shape environment, as dynamo has one.
             fake = FakeTensorMode(shape_env=ShapeEnv())
+            own = {**(APART if any(t.is_cpu and t.numel() > LARGE for t in example) else {}), **settings}
             with torch.no_grad(), installed(TracingContext(fake)):
                 known: list[Any] = [fake.from_tensor(t, static_shapes=True) for t in example]
-                found: Callable[..., Any] = inductor.compile(module, known, options=settings or None)
+                found: Callable[..., Any] = inductor.compile(module, known, options=own or None)
             if settings.get("triton.cudagraphs") and any(t.is_cuda for t in example):
                 # The next replay of a CUDA graph writes over what this one gives.
                 return lambda *values: [t.clone() for t in found(*values)]

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from .calls import Form, picked
+
 __all__ = ["in_parts", "number_parts", "out_of_place", "written_into"]
 
 Function = Callable[..., Any]
@@ -26,13 +28,13 @@ class _Call(NamedTuple):
 
     Attributes:
         kind: which of the different parts it is.
-        inputs: numbers of the values that it takes.
+        inputs: picks the values that it takes.
         outputs: numbers of the values that it gives.
         done: numbers of the values that nobody needs after it.
     """
 
     kind: _Kind
-    inputs: list[int]
+    inputs: Callable[[list[Any]], tuple[Any, ...]]
     outputs: list[int]
     done: list[int]
 
@@ -45,11 +47,12 @@ class _Kind:
         self.outputs: list[int] = []  # places of the operations whose results some part of the kind has to give
         self.run: Function | None = None
 
-    def __call__(self, values: list[Tensor], backend: Callable[..., Function]) -> Sequence[Tensor]:
+    def __call__(self, values: Sequence[Tensor], backend: Callable[..., Function]) -> Sequence[Tensor]:
         if self.run is None:
             module = self._module()
-            self.run = module.forward if len(self.nodes) <= SHORT else backend(module, values)
-        results: Sequence[Tensor] = self.run(*values)
+            self.run = module.forward if len(self.nodes) <= SHORT else backend(module, [*values])
+        listed = getattr(self.run, "listed", None)
+        results: Sequence[Tensor] = self.run(*values) if listed is None else listed.known(values)
         return results
 
     def _module(self) -> fx.GraphModule:
@@ -111,16 +114,20 @@ def in_parts(module: fx.GraphModule, backend: Callable[..., Function]) -> Callab
         outputs = [nodes[i] for i in kind.outputs]
         k = owner[nodes[0]]
         done = [number[n] for n in (*inputs, *outputs) if last.get(n, -1) <= k]
-        calls.append(_Call(kind, [number[n] for n in inputs], [number[n] for n in outputs], done))
+        calls.append(_Call(kind, picked([number[n] for n in inputs]), [number[n] for n in outputs], done))
     wanted = [number[node] if isinstance(node, fx.Node) else None for node in result]
 
+    empty, form = [None] * len(owner), Form([node.meta["val"] for node in places])
+
     def run(*arguments: Tensor) -> list[Any]:
-        values: dict[int, Tensor] = dict(enumerate(arguments))
+        form.require(arguments)
+        values: list[Any] = [*arguments, *empty]
         del arguments
-        for call in calls:
-            values.update(zip(call.outputs, call.kind([values[i] for i in call.inputs], backend), strict=True))
-            for i in call.done:
-                values.pop(i, None)
+        for kind, inputs, outputs, done in calls:
+            for i, value in zip(outputs, kind(inputs(values), backend), strict=True):
+                values[i] = value
+            for i in done:
+                values[i] = None
         return [None if i is None else values[i] for i in wanted]
 
     return run

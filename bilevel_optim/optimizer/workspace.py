@@ -9,12 +9,12 @@ from __future__ import annotations
 import ast
 import types
 from collections.abc import Callable, Iterator, Sequence
-from operator import getitem, itemgetter
+from operator import getitem
 from typing import Any
 
 from torch import Tensor
 
-from .calls import BYTES, Listed
+from .calls import BYTES, Listed, picked
 
 __all__ = ["listed", "written"]
 
@@ -139,8 +139,8 @@ class _Listing:
         """The calls as a function of the arguments, which have to be like these."""
         if self.given != len(example):
             raise _Unknown
-        calls = [(function, _picked(operands), slot) for function, operands, slot in self.calls]
-        return Listed(self.entries, calls, _picked(self.results), example, again)
+        calls = [(function, picked(operands), slot) for function, operands, slot in self.calls]
+        return Listed(self.entries, calls, picked(self.results), example, again)
 
     def _add(self, statement: ast.stmt) -> None:
         if isinstance(statement, ast.Delete):
@@ -225,13 +225,6 @@ class _Listing:
             return ast.literal_eval(node)
         except ValueError as error:
             raise _Unknown from error
-
-
-def _picked(numbers: tuple[int, ...]) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """These entries of a list, as a tuple."""
-    if len(numbers) > 1:
-        return itemgetter(*numbers)
-    return lambda entries: tuple([entries[i] for i in numbers])
 
 
 def _with_names(function: Any, names: list[Any]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BilevelWarning, NonFiniteError
-from ..problem.tracing import traced
+from ..problem.tracing import look, traced
 from ..problem.vector import Vector, any_sharded
 
 __all__ = ["Checks"]
@@ -31,13 +31,13 @@ class Checks:
     def __init__(self) -> None:
         self._finite: list[tuple[str, str, list[Tensor]]] = []
         self._scalars: list[tuple[str, str, Tensor]] = []
-        self._sums: list[Tensor] = []  # in a trace, the sum of each tensor
+        self._sums: list[Tensor] = []  # in a trace, a number for each tensor
         self._alerts: list[tuple[str, Message, Callable[..., Any], tuple[Tensor, ...]]] = []
 
     def finite(self, oracle: str, tensors: Iterable[Tensor], hint: str = "") -> None:
         """Require that every entry of ``tensors``, which came out of ``oracle``, is finite."""
         if traced():  # where they are made: parts of a graph hand on a number, not a vector
-            self._sums += [t.detach().sum(dtype=torch.promote_types(torch.float32, t.dtype)) for t in tensors]
+            self._sums += map(look, tensors)
             return
         self._finite.append((oracle, hint, [t.detach() if t.requires_grad else t for t in tensors]))
 

@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-__all__ = ["Trace", "Untraceable", "cut", "read_by_the_host", "traced", "tracing"]
+__all__ = ["Trace", "Untraceable", "cut", "look", "read_by_the_host", "traced", "tracing"]
 
 
 class Trace(NamedTuple):
@@ -20,10 +21,12 @@ class Trace(NamedTuple):
     Attributes:
         cuts: the nodes after which its graph may be cut.
         read: tensors that a loss has looked at on the host, whose values the graph has as constants.
+        looks: the nodes that make a number of a vector, to see whether that is finite.
     """
 
     cuts: list[Node]
     read: list[Tensor]
+    looks: list[Node]
 
 
 _TRACE: ContextVar[Trace | None] = ContextVar("trace", default=None)
@@ -42,9 +45,21 @@ def cut() -> None:
     """Here something begins or ends that a step repeats: if it is being traced, its graph may be cut here."""
     trace = _TRACE.get()
     if trace is not None:
-        mode = get_proxy_mode()
-        if mode is not None:
-            trace.cuts.append(next(iter(reversed(mode.tracer.graph.nodes))))
+        trace.cuts.extend(_last_node())
+
+
+def look(vector: Tensor) -> Tensor:
+    """In a trace, a number that is finite only if a vector is; the vector is looked at if it is used elsewhere."""
+    number = vector.detach().sum(dtype=torch.promote_types(torch.float32, vector.dtype))
+    trace = _TRACE.get()
+    if trace is not None:
+        trace.looks.extend(_last_node())
+    return number
+
+
+def _last_node() -> list[Node]:
+    mode = get_proxy_mode()
+    return [] if mode is None else [next(iter(reversed(mode.tracer.graph.nodes)))]
 
 
 def read_by_the_host(tensor: Tensor) -> None:
@@ -57,7 +72,7 @@ def read_by_the_host(tensor: Tensor) -> None:
 @contextmanager
 def tracing() -> Generator[Trace]:
     """Trace what the block does."""
-    trace = Trace([], [])
+    trace = Trace([], [], [])
     token = _TRACE.set(trace)
     try:
         yield trace

@@ -71,7 +71,7 @@ def offered() -> dict[str, tuple[type[Any], dict[str, Any]]]:
         kept = {name: value for name, value in arguments.items() if name not in (*LEFT_OUT, "direction", "difference")}
         found[cls.declared.label or cls.__name__.lower()] = cls, kept
     found["aid-neumann"] = bo.AID, {"linear_solver": "neumann"}
-    found["f2sa"] = bo.F2SA, {"order": 2, "normalize": False, "nu": NU}
+    found["f2sa"] = bo.F2SA, {"order": 2, "normalize": False, "nu": NU, "stencil": "central"}
     found["rsvrb"] = bo.RSVRB, {"variant": "matrix_free"}
     found["pzobo"] = bo.PZOBO, {"directions": DIRECTIONS, "smoothing": MU}
     return found

@@ -23,6 +23,7 @@ from bilevel_optim.optimizer import graphs as graph_module
 from bilevel_optim.optimizer.binding import Binding
 from bilevel_optim.optimizer.flat import Flat
 from bilevel_optim.optimizer.watch import Watch
+from bilevel_optim.oracle.checks import Checks
 from bilevel_optim.problem.tracing import cut
 
 from ..problems import seeded
@@ -800,6 +801,46 @@ def test_a_sum_that_nobody_else_reads_is_written_in_place_no_more():
     assert targets.count("aten.add_.Tensor") == 1  # into `shared`, whose values before are wanted through a view
     assert targets.count("aten.add.Tensor") == 1
     assert not {"aten.detach.default", "aten.alias.default"} & {*targets}
+
+
+def test_what_would_only_be_looked_at_is_not_computed():
+    """A product that goes nowhere; one that is used is looked at, and what is written into is kept."""
+
+    def function(values):
+        a, b = values
+        checks, kept = Checks(), a.clone()
+        used, unused = a @ b, (b @ a).exp()
+        checks.finite("hvp", [unused, used])
+        checks.finite("jvp", [kept.mul_(b)])
+        return [used.detach(), kept, checks.flags()[1]]
+
+    targets = []
+
+    def backend(module, example):
+        targets.extend(str(node.target) for node in module.graph.nodes)
+        return module.forward
+
+    values = [torch.eye(2), torch.ones(2, 2)]
+    graph = graph_module.Graph(function, values, backend)
+    assert targets.count("aten.mm.default") == 1
+    assert "aten.exp.default" not in targets
+    for bad in ((), (0,), (1,)):
+        values = [torch.full((2, 2), torch.nan if i in bad else 1.0) for i in range(2)]
+        used, kept, flags = graph(values)
+        assert close([used, kept], [values[0] @ values[1], values[0] * values[1]], 0) or bad
+        assert flags.tolist() == [bool(bad)]
+
+
+@pytest.mark.parametrize("size", [10, 200])
+def test_products_of_large_tensors_are_not_merged_with_sums(monkeypatch, size):
+    """Unless the user's options say so."""
+    inductor, seen = pytest.importorskip("torch._inductor"), []
+    monkeypatch.setattr(inductor, "compile", lambda module, example, options: seen.append(options) or module.forward)
+    values = [torch.ones(size, size)]
+    for options in (None, {"pattern_matcher": True}):
+        backend = graph_module.backend_of("inductor", None, options)
+        assert graph_module.Graph(lambda values: [values[0] + 1], values, backend)(values)[0][0, 0] == 2
+    assert seen == [{"pattern_matcher": False} if size == 200 else None, {"pattern_matcher": True}]
 
 
 @pytest.mark.filterwarnings("ignore::bilevel_optim.errors.BilevelWarning")
