@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
 from .random import device_of
 from .vector import Vector
@@ -18,6 +18,7 @@ __all__ = [
     "TaskSampler",
     "TensorTasks",
     "draw",
+    "draw_apart",
     "sample",
     "select",
     "starting_points",
@@ -139,6 +140,14 @@ class TensorTasks:
         rows = torch.randint(self._rows[name], shape, generator=generator, device=device_of(generator)).to(device)
         return tree_map(lambda t: t[tasks.unsqueeze(1), rows], data)
 
+    def apart(self, level: str, tasks: Tensor, n: int, generators: Iterable[torch.Generator]) -> Any:
+        """Draw rows of the lower or upper data of each of these tasks with a generator of its own."""
+        data, count = self._lower if level == "lower" else self._upper, self._rows[level]
+        device = tree_leaves(data)[0].device
+        rows = [torch.randint(count, (n,), generator=own, device=own.device) for own in generators]
+        index = tasks.to(device).unsqueeze(1), torch.stack(rows).to(device)
+        return tree_map(lambda t: t[index], data)
+
     def __repr__(self) -> str:
         return f"TensorTasks({self._tasks} tasks, rows: {self._rows['lower']} lower, {self._rows['upper']} upper)"
 
@@ -249,6 +258,24 @@ def draw(sampler: Any, level: str, tasks: Any, count: int, n: int | None, genera
     batch = getattr(sampler, level)(tasks, n, generator)
     require_shape(f"{level}(tasks, {n}, generator)", batch, (count,) if n is None else (count, n))
     return batch
+
+
+def draw_apart(sampler: Any, level: str, tasks: Any, n: int, generators: Iterable[torch.Generator]) -> Any:
+    """Draw n rows for each task with a generator of its own, each of which is used before the next is asked for.
+
+    As `draw` for one task after the other.
+    """
+    if type(sampler) is TensorTasks:
+        return sampler.apart(level, tasks, n, generators)
+    parts = [
+        tree_flatten(draw(sampler, level, select(tasks, slice(i, i + 1)), 1, n, own))
+        for i, own in enumerate(generators)
+    ]
+    joined = [
+        (torch.cat(leaves) if len(leaves) > 1 else leaves[0]) if isinstance(leaves[0], Tensor) else leaves[0]
+        for leaves in zip(*(part[0] for part in parts), strict=True)
+    ]
+    return tree_unflatten(joined, parts[0][1])
 
 
 def starting_points(y: Vector, names: Sequence[str], tasks: Any, count: int, lower_init: LowerInit | None) -> Vector:

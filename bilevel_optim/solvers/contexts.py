@@ -14,7 +14,7 @@ from ..oracle.lanes import LaneFeatures, one_of_many, stacked
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
 from ..problem.random import Counters
-from ..problem.tasks import draw, sample, select
+from ..problem.tasks import draw, draw_apart, sample, select
 from ..problem.vector import Vector
 from .epoch_sgd import epoch_sgd
 
@@ -121,27 +121,10 @@ class Contexts:
         """Independent batches for these slots as one pytree, with leading dimensions ``(len(slots), times, rows)``."""
         rows = self.sizes[level]
         assert rows is not None
-        parts = [
-            tree_flatten(
-                draw(
-                    self.sampler,
-                    level,
-                    select(self.tasks, slice(slot, slot + 1)),
-                    1,
-                    times * rows,
-                    self.counters.generator(slot, *counter),
-                )
-            )
-            for slot in slots
-        ]
-        stacks = []
-        for leaves in zip(*(part[0] for part in parts), strict=True):
-            if isinstance(leaves[0], Tensor):
-                joined = torch.cat(leaves) if len(leaves) > 1 else leaves[0]
-                stacks.append(joined.view(len(joined), times, rows, *joined.shape[2:]))
-            else:
-                stacks.append(leaves[0])
-        return tree_unflatten(stacks, parts[0][1])
+        own = select(self.tasks, torch.tensor(slots, device="cpu"))
+        generators = (self.counters.generator(slot, *counter) for slot in slots)
+        batch = draw_apart(self.sampler, level, own, times * rows, generators)
+        return tree_map(lambda t: t.view(len(slots), times, rows, *t.shape[2:]) if isinstance(t, Tensor) else t, batch)
 
     def lengths(self, slots: Sequence[int], most: int) -> Tensor:
         """A random number from 1, ..., ``most`` for each of these slots."""
