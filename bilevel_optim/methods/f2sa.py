@@ -281,6 +281,11 @@ class F2SA(BilevelOptimizer):
                 torch.ones((), dtype=torch.bool, device=oracle.device),
             )
 
+    @property
+    def divisor(self) -> float:
+        """Losses at copies of y are divided by nu."""
+        return min(self.nu, 1.0)
+
     def reacts_to(self, numbers: Mapping[str, Any]) -> str | None:
         """Copies that diverge, where the stencil may change."""
         return "diverging copies" if self._given_stencil == "auto" and "stencil" not in numbers else None

@@ -242,23 +242,25 @@ class Slot(int):
 Place = tuple[dict[str, Any], str]
 
 
-def difference(binding: Binding, outputs: Sequence[Tensor], estimate: Estimate, update: Any) -> str | None:
-    """What of a captured step differs from the eager one by more than rounding."""
+def difference(
+    binding: Binding, outputs: Sequence[Tensor], estimate: Estimate, update: Any, divisor: float
+) -> str | None:
+    """What of a captured step differs from the eager one by more than rounding, which the hypergradient divides."""
     out = binding.out
-    pairs: list[tuple[str, Sequence[Tensor], Sequence[Slot], Sequence[Tensor] | None]] = [
-        ("the loss", [estimate.loss], [out["loss"]], None),
-        ("the hypergradient", estimate.gradient, out["gradient"], None),
+    pairs: list[tuple[str, Sequence[Tensor], Sequence[Slot], Sequence[Tensor] | None, float]] = [
+        ("the loss", [estimate.loss], [out["loss"]], None, 1.0),
+        ("the hypergradient", estimate.gradient, out["gradient"], None, divisor),
     ]
     if estimate.lower is not None:
-        pairs.append(("y", estimate.lower, out["lower"], binding.y))
-    pairs += [(name, vector, out["memory"][name], None) for name, vector in estimate.memory.items()]
-    pairs += [(name, vector, out["upper_memory"][name], None) for name, vector in estimate.upper_memory.items()]
+        pairs.append(("y", estimate.lower, out["lower"], binding.y, 1.0))
+    for level, part in (("memory", 1.0), ("upper_memory", divisor)):
+        pairs += [(name, vector, out[level][name], None, part) for name, vector in getattr(estimate, level).items()]
     if update is not None:
-        pairs.append(("x", update.x, out["x"], binding.x))
+        pairs.append(("x", update.x, out["x"], binding.x, divisor))
         if update.lower is not None:
-            pairs.append(("y", update.lower, out["x_lower"], binding.y))
-    for name, right, slots, base in pairs:
-        if not _close(right, [outputs[i] for i in slots], base):
+            pairs.append(("y", update.lower, out["x_lower"], binding.y, divisor))
+    for name, right, slots, base, part in pairs:
+        if not _close(right, [outputs[i] for i in slots], base, part):
             return name
     return None
 
@@ -273,7 +275,9 @@ def _alike(value: Any, known: Tensor) -> bool:
     )
 
 
-def _close(right: Sequence[Tensor], found: Sequence[Tensor], base: Sequence[Tensor] | None) -> bool:
+def _close(
+    right: Sequence[Tensor], found: Sequence[Tensor], base: Sequence[Tensor] | None, divisor: float = 1.0
+) -> bool:
     """Whether two vectors, or their distances from a third, are equal up to rounding."""
     a, b = Vector(t.detach().double() for t in right), Vector(t.detach().double() for t in found)
     eps = max(torch.finfo(t.dtype).eps for t in right if t.is_floating_point())
@@ -282,10 +286,11 @@ def _close(right: Sequence[Tensor], found: Sequence[Tensor], base: Sequence[Tens
     distance = (a - b).norm()
     if not bool(size.isfinite()):
         return not bool(b.norm().isfinite())
-    return bool(distance <= eps**TOLERANCE * moved + 100 * eps * (size + 1e-30))
+    return bool(distance <= min(eps**TOLERANCE / divisor, LARGEST) * moved + 100 * eps * (size + 1e-30))
 
 
 TOLERANCE = 0.55  # a captured step may differ by this power of the precision: differences magnify rounding
+LARGEST = 0.03  # tolerance: a loss that reads something else differs by more
 MOST_STEPS = 8  # in one graph
 NODES_AT_ONCE = 1300  # in a graph of several steps: larger ones take too long to compile
 CHECKED_EVERY = 4096  # uses of a graph after which it is compared again, at the latest

@@ -89,6 +89,11 @@ class StepFunctions(ABC):
     limits: Limits
     default_lr: dict[str, float]
 
+    @property
+    def divisor(self) -> float:
+        """What differences in the hypergradient are divided by, and with them their rounding errors."""
+        return 1.0
+
     @abstractmethod
     def estimate(self, oracle: Oracle, given: Given) -> Estimate:
         """The improved y and the hypergradient, from the oracle's point; writes nothing."""

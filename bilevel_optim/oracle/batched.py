@@ -7,10 +7,12 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from ..problem.tracing import traced
 from .session import Session
 
-__all__ = ["Unsuited", "no_slow_batching", "run", "slices"]
+__all__ = ["CONVOLUTIONS", "Unsuited", "no_slow_batching", "run", "slices"]
 
+CONVOLUTIONS = "convolutions of this size are faster one by one on a CPU"
 Part = TypeVar("Part")
 
 
@@ -40,8 +42,10 @@ def run(
         possible: False if these cannot be batched (this time).
         first: a look at whether the batched evaluation can be trusted; raises if not.
     """
-    size = session.options.at_once(n)
-    if size == 1 or not possible or session.found.fallback:
+    size, fallback = session.options.at_once(n), session.found.fallback
+    if traced() and fallback == CONVOLUTIONS:  # others are large there
+        first = fallback = None
+    if size == 1 or not possible or fallback:
         return [alone(i) for i in range(n)]
 
     def attempt() -> list[Part]:

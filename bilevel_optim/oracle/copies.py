@@ -228,7 +228,7 @@ def _together(oracle: Oracle, points: _Points) -> Copies:
             return _only_values(f)
         _look(oracle, g, y, None if points.upper is None else x, wrt)
         if not session.found.vmapped and has_large_convolutions(g):
-            raise batched.Unsuited("convolutions of this size are faster one by one on a CPU")
+            raise batched.Unsuited(batched.CONVOLUTIONS)
         total = (g if set(points.g_weights) == {1.0} else g * g.new_tensor(points.g_weights)).sum()
         if f is None:
             f = torch.full_like(g, torch.nan)

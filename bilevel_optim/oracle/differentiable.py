@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from ..problem.tracing import traced
+
 __all__ = ["has_fused", "has_kinks", "has_large_convolutions", "twice_differentiable", "working_unit"]
 
 LARGE = 1 << 17  # entries of what goes into a convolution
@@ -42,9 +44,13 @@ def has_kinks(loss: Tensor) -> bool:
 
 
 def has_large_convolutions(loss: Tensor) -> bool:
-    """Whether it contains convolutions of so many numbers that on a CPU grouped ones are slower than one by one."""
+    """Whether it contains convolutions of so many numbers that on a CPU grouped ones are slower than one by one.
+
+    What is around them is faster for all at once in a compiled graph, so that they may be twice as large there.
+    """
+    large = 2 * LARGE if traced() else LARGE
     found = (getattr(node, "_saved_input", None) for node in _nodes(loss) if node.name().startswith("Convolution"))
-    return any(isinstance(t, Tensor) and t.device.type == "cpu" and t.numel() >= LARGE for t in found)
+    return any(isinstance(t, Tensor) and t.device.type == "cpu" and t.numel() >= large for t in found)
 
 
 def _has(loss: Tensor, names: tuple[str, ...]) -> bool:

@@ -64,6 +64,11 @@ class ZerothOrder(BilevelOptimizer):
 
     saved_options = ("smoothing", "directions")
 
+    @property
+    def divisor(self) -> float:
+        """Responses of y, or values of f, are divided by the smoothing."""
+        return min(self.smoothing, 1.0)
+
     def chances(self) -> dict[str, int]:
         """The seed of the directions."""
         return {"seed": SEEDS}
