@@ -165,7 +165,7 @@ class F2SA(BilevelOptimizer):
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
         self.require_elementwise()
 
-    saved_options = ("nu",)
+    saved_options, divided_by = ("nu",), "nu"
 
     @property
     def stencil(self) -> str:
@@ -280,11 +280,6 @@ class F2SA(BilevelOptimizer):
                 "nu, or float32 without autocast",
                 torch.ones((), dtype=torch.bool, device=oracle.device),
             )
-
-    @property
-    def divisor(self) -> float:
-        """Losses at copies of y are divided by nu."""
-        return min(self.nu, 1.0)
 
     def reacts_to(self, numbers: Mapping[str, Any]) -> str | None:
         """Copies that diverge, where the stencil may change."""

@@ -358,7 +358,8 @@ class Compiled(Updating):
         except Exception as error:
             capture.refuse(f"{type(error).__name__}: {error}".splitlines()[0], kind)
             return None
-        what = difference(binding, outputs, estimate, update, self.divisor)
+        divisor = 1.0 if self.divided_by is None else min(getattr(self, self.divided_by), 1.0)
+        what = difference(binding, outputs, estimate, update, divisor)
         if what is not None:
             capture.refuse(
                 f"a captured step differs from the eager one in {what}: a loss depends on something that a graph does "

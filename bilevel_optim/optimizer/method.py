@@ -77,6 +77,7 @@ class StepFunctions(ABC):
     one_loss = False  # whether step takes one loss, from which `objectives` makes the two
     joined: ClassVar[Mapping[str, Callable[[Tensor], Tensor]]] = {}  # how diagnostics of parts of the tasks become one
     estimate_reads: tuple[str, ...] | None = None  # names of what it reads of what is remembered of x; None: of all
+    divided_by: str | None = None  # the hyper-parameter that differences in the hypergradient are divided by, if any
     responds = True  # whether the estimate lives on y's response to x in the lower loss
 
     lower_steps: int
@@ -88,11 +89,6 @@ class StepFunctions(ABC):
     lower_factory: Callable[[Any], Optimizer]
     limits: Limits
     default_lr: dict[str, float]
-
-    @property
-    def divisor(self) -> float:
-        """What differences in the hypergradient are divided by, and with them their rounding errors."""
-        return 1.0
 
     @abstractmethod
     def estimate(self, oracle: Oracle, given: Given) -> Estimate:

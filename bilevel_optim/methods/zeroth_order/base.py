@@ -62,12 +62,7 @@ class ZerothOrder(BilevelOptimizer):
         )
         self.require_elementwise()
 
-    saved_options = ("smoothing", "directions")
-
-    @property
-    def divisor(self) -> float:
-        """Responses of y, or values of f, are divided by the smoothing."""
-        return min(self.smoothing, 1.0)
+    saved_options, divided_by = ("smoothing", "directions"), "smoothing"
 
     def chances(self) -> dict[str, int]:
         """The seed of the directions."""
