@@ -298,7 +298,8 @@ def backend_of(backend: str | Callable[..., Any], mode: str | None, options: dic
             if settings.get("triton.cudagraphs") and any(t.is_cuda for t in example):
                 # The next replay of a CUDA graph writes over what this one gives.
                 return lambda *values: [t.clone() for t in found(*values)]
-            return _Direct(found)
+            writes = any(node.op == "placeholder" for node in written_into(module.graph))  # once for each call
+            return found if writes else _Direct(found)
 
         return compiled
     if backend == "eager":

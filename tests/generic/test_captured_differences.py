@@ -5,10 +5,11 @@ import torch
 import torch.nn.functional as F
 
 import bilevel_optim as bo
-from bilevel_optim.optimizer import compiled
+from bilevel_optim.optimizer import compiled, graphs
 from bilevel_optim.optimizer.binding import difference
 from bilevel_optim.optimizer.step import changed
 from bilevel_optim.oracle import batched
+from bilevel_optim.problem.tracing import cut
 
 METHODS = {
     bo.F2SA: {"nu": 1e-2},
@@ -70,3 +71,24 @@ def test_convolutions_that_a_graph_makes_at_once(images):
     # f and g in each of two lower steps, and at the end, of both copies together or of each
     assert found == [6 if images == 2 else 10]
     torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-12)
+
+
+def test_parts_that_write_into_what_they_are_given(monkeypatch):
+    """Once for each call, the first included, which is made in several ways."""
+    monkeypatch.setattr(graphs, "LARGE", 0)
+
+    def function(values):
+        (start,) = values
+        total, point = start.clone(), start
+        for _ in range(9):
+            cut()
+            point = point.sin().cos().sin() * 0.9
+            torch._foreach_add_([total], [point])
+        cut()
+        return [total * 1.0]
+
+    values = [torch.linspace(-1, 1, 7)]
+    graph = graphs.Graph(function, values, graphs.backend_of("inductor", None, None))
+    for shift in range(3):
+        values = [torch.linspace(-1, 1, 7) + shift]
+        torch.testing.assert_close(graph(values)[0], function(values)[0], rtol=1e-12, atol=1e-12)
