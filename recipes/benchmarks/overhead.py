@@ -2,9 +2,9 @@ r"""What the library costs beyond its oracle calls: AID and ITD beside hand-writ
 
 One hypergradient of data cleaning with an MLP 784-256-10 on n = 4000 random examples: T = 100 gradient steps on the
 weighted loss, then conjugate gradients with K = 20 Hessian-vector products (AID, implicit), or backpropagation through
-the steps (ITD, unrolled). Every entry runs in a process of its own, for its peak memory; the time is the shortest of
-several repetitions, the entries in turn. ``compiled``: after ``optimizer.compile()``, without the calls that make the
-graph; its peak memory has these in it.
+the steps (ITD, unrolled). Every entry runs in a process of its own; its peak memory is that of the call that is timed,
+with what the process holds by then (libraries, among them the compiler's); the time is the shortest of several
+repetitions, the entries in turn. ``compiled``: after ``optimizer.compile()`` and the calls that make the graph.
 
     python -m recipes.benchmarks.overhead --compiled
     python -m recipes.benchmarks.overhead --memory        # peak memory against T
@@ -27,7 +27,7 @@ from torch import Tensor
 
 import bilevel_optim as bo
 
-from ..common import Parser, alone, environment, peak, show, timed
+from ..common import Parser, alone, environment, forget_peak, peak, show, timed
 from ..problems.networks import MLPCleaning
 from . import steps
 
@@ -177,12 +177,10 @@ def measure(name: str, n: int, steps: int, device: str) -> dict[str, float]:
     torch.optim.SGD(job.net.parameters(), lr=LR)
     run = ENTRIES[name][0]
     call = run(job) if name.endswith("compiled") else partial(run, job)
-    if device != "cpu":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
+    start = forget_peak(device)
     gradient, seconds = timed(call, device)
     assert gradient is not None
-    return {"seconds": seconds, "peak": peak(device), "norm": float(gradient.norm())}
+    return {"seconds": seconds, "start": start, "peak": peak(device), "norm": float(gradient.norm())}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -226,14 +224,15 @@ def main(arguments: list[str] | None = None) -> None:
     for name in names:
         figures = [f for f in found[name] if not isinstance(f, str)]
         if not figures:
-            rows.append([name, found[name][0], None, None, None])
+            rows.append([name, found[name][0], *[None] * 4])
             continue
         reference = [f for f in found[f"{name.split(':')[0]}: hand-written"] if not isinstance(f, str)]
         ratio = median(a["seconds"] / b["seconds"] for a, b in zip(figures, reference, strict=False))
         fastest = min(figures, key=lambda f: float(f["seconds"]))
-        rows.append([name, fastest["seconds"], ratio, round(fastest["peak"]), f"{fastest['norm']:.6e}"])
+        memory = round(fastest["peak"]), round(fastest["peak"] - fastest["start"])
+        rows.append([name, fastest["seconds"], ratio, *memory, f"{fastest['norm']:.6e}"])
     title = f"One hypergradient, MLP 784-256-10, n = {args.n}, T = {args.steps}, K = {K}, {args.repeats} repetitions"
-    show(title, ["", "seconds (min)", "ratio (median)", "peak MiB", "norm of the result"], rows)
+    show(title, ["", "seconds (min)", "ratio (median)", "peak MiB", "over its start", "norm of the result"], rows)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from .arguments import Parser, share
 from .intervals import Interval, interval
-from .processes import alone, peak
+from .processes import alone, forget_peak, peak
 from .report import CALLS, draw, environment, figure, plot, rows, save, save_json, show, table
 from .running import gradients, median_curve, progress, spend, summary, synchronize, timed, train, tuned
 
@@ -14,6 +14,7 @@ __all__ = [
     "draw",
     "environment",
     "figure",
+    "forget_peak",
     "gradients",
     "interval",
     "median_curve",
