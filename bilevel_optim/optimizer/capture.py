@@ -23,6 +23,7 @@ __all__ = ["PLAIN", "Capture", "Identity", "Kind"]
 PLAIN = (bool, int, float, str, tuple, type(None))
 STRANGERS = 8  # steps in a row that are like none before, after which no more are expected to be
 MOST_GRAPHS = 16  # of an optimizer; other kinds of steps run eagerly
+FULL = f"there are {MOST_GRAPHS} graphs, and none is for data of these shapes and constants"
 
 
 class Identity:
@@ -162,6 +163,16 @@ class Capture:
         else:
             kind.reason = reason
             kind.bindings.clear()
+        self._warn(reason)
+
+    def turned_away(self) -> str:
+        """Why a step runs eagerly that no graph fits, once there are as many as there may be."""
+        if self.strict:
+            raise RuntimeError(f"the step cannot be captured: {FULL}")
+        self._warn(FULL)
+        return FULL
+
+    def _warn(self, reason: str) -> None:
         if reason not in self.warned:
             self.warned.add(reason)
-            warnings.warn(f"steps run eagerly, because they cannot be captured: {reason}", BilevelWarning, stacklevel=6)
+            warnings.warn(f"steps run eagerly, because they cannot be captured: {reason}", BilevelWarning, stacklevel=7)

@@ -302,7 +302,12 @@ class Compiled(Updating):
         binding = kind.binding(data)
         if binding is None or not binding.holds(self.state, self.numbers):
             kind.bindings[:] = [b for b in kind.bindings if b is not binding]
-            return self._fed(kind, call, results) if capture.full else self._learnt(capture, kind, call, results)
+            if not capture.full:
+                return self._learnt(capture, kind, call, results)
+            reason = capture.turned_away()
+            eager = self._fed(kind, call, results)
+            self.diagnostics["compile_fallback"] = reason
+            return eager
         if binding.due():
             return self._compared(capture, kind, call, results, binding, data)
         with torch.no_grad():

@@ -865,16 +865,23 @@ def test_what_vmap_cannot_do_is_captured_as_a_loop():
     assert close(*ends, 1e-10)
 
 
-def test_shapes_are_captured_a_bounded_number_of_times():
+@pytest.mark.parametrize("strict", [False, True])
+def test_shapes_are_captured_a_bounded_number_of_times(strict):
     x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
     optimizer = bo.SOBA([x], [y], lr=0.01, lower_lr=0.1)
-    optimizer.compile(backend="eager")
+    optimizer.compile(backend="eager", fullgraph=strict)
     data = [torch.ones(n) for n in range(1, 20)]
     lower = bo.Objective(lambda batch: (y - x - batch).square().mean(), data)
     upper = bo.Objective(lambda batch: (y - batch).square().mean(), data)
-    for _ in range(40):
-        optimizer.step(upper, lower)
+    eager = []
+    with pytest.raises(RuntimeError, match="16 graphs") if strict else pytest.warns(bo.BilevelWarning) as found:
+        for k in range(40):
+            optimizer.step(upper, lower)
+            eager += [k] if "compile_fallback" in optimizer.diagnostics else []
     assert graphs(optimizer) == 16
+    if not strict:
+        assert [str(w.message).endswith("shapes and constants") for w in found] == [True]  # once
+        assert eager == [17, 18, 19, 36, 37, 38]  # the first shape was only seen, the last two never traced
 
 
 @pytest.mark.parametrize("at", [7, 8, 11])
