@@ -27,6 +27,8 @@ AMPLIFIED = {
     ("AID-differences", torch.float32, ADAM): 10,
     ("F2SA-1", torch.float64, "stochastic"): 10,
     ("F2SA-1", torch.float64, ADAM): 100,
+    ("F2SA", torch.float32, "stochastic"): 10,
+    ("F2SA-3", torch.float32, "stochastic"): 10,
     ("F2SA", torch.float32, ADAM): 10,
     ("F2SA-3", torch.float32, ADAM): 10,
     ("ESMAML", torch.float32, ADAM): 10,
