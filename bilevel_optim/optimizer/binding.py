@@ -286,11 +286,12 @@ def _close(
     distance = (a - b).norm()
     if not bool(size.isfinite()):
         return not bool(b.norm().isfinite())
-    return bool(distance <= min(eps**TOLERANCE / divisor, LARGEST) * moved + 100 * eps * (size + 1e-30))
+    least = eps**TOLERANCE
+    return bool(distance <= min(least / divisor, max(least, LARGEST)) * moved + 100 * eps * (size + 1e-30))
 
 
 TOLERANCE = 0.55  # a captured step may differ by this power of the precision: differences magnify rounding
-LARGEST = 0.03  # tolerance: a loss that reads something else differs by more
+LARGEST = 0.03  # tolerance of what is divided: a loss that reads something else differs by more
 MOST_STEPS = 8  # in one graph
 NODES_AT_ONCE = 1300  # in a graph of several steps: larger ones take too long to compile
 CHECKED_EVERY = 4096  # uses of a graph after which it is compared again, at the latest

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import bilevel_optim as bo
-from bilevel_optim.optimizer import compiled, graphs
+from bilevel_optim.optimizer import binding, compiled, graphs
 from bilevel_optim.optimizer.binding import difference
 from bilevel_optim.optimizer.step import changed
 from bilevel_optim.oracle import batched
@@ -39,6 +39,14 @@ def test_rounding_over_a_small_divisor_is_no_difference(method, error, monkeypat
     divides = method is not bo.SOBA
     assert optimizer.captured_graphs == (error < (0.015 if divides else 1.4e-4))
     assert ("compile_fallback" in optimizer.diagnostics) == (not optimizer.captured_graphs)
+
+
+def test_low_precision_has_its_own_tolerance():
+    """In bfloat16 captured y may differ by 5 % of what it moves; with a divisor not by more either."""
+    y, moved = torch.zeros(3, dtype=torch.bfloat16), torch.full((3,), 100.0, dtype=torch.bfloat16)
+    for divisor in (1.0, 1e-2):
+        assert binding._close([moved], [moved * 1.05], [y], divisor)
+        assert not binding._close([moved], [moved * 2], [y], divisor)
 
 
 @pytest.mark.filterwarnings("ignore::bilevel_optim.errors.BilevelWarning")
