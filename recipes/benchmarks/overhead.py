@@ -6,7 +6,7 @@ the steps (ITD, unrolled). Every entry runs in a process of its own; its peak me
 with what the process holds by then (libraries, among them the compiler's); the time is the shortest of several
 repetitions, the entries in turn. ``compiled``: after ``optimizer.compile()`` and the calls that make the graph.
 
-    python -m recipes.benchmarks.overhead --compiled
+    python -m recipes.benchmarks.overhead --compiled      # MALLOC_MMAP_THRESHOLD_=65536 before it, for memory alone
     python -m recipes.benchmarks.overhead --memory        # peak memory against T
     python -m recipes.benchmarks.overhead --step          # a step of every method on a tiny problem
 

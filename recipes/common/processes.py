@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import resource
 import subprocess
@@ -26,14 +25,14 @@ def alone(module: str, *arguments: object) -> dict[str, Any] | str:
 
 
 def forget_peak(device: str = "cpu") -> float:
-    """Count `peak` from here on, and give its start; on a CPU under Linux only, after freed memory was given back."""
+    """Count `peak` from here on, and give its start; on a CPU under Linux only.
+
+    Of what was freed before, the C library may hold a part still, unless ``MALLOC_MMAP_THRESHOLD_=65536`` is set.
+    """
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     elif sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:  # glibc's
-            trim(0)
         Path("/proc/self/clear_refs").write_text("5")
     return peak(device)
 
