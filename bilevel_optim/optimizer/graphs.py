@@ -77,7 +77,9 @@ class Graph:
             return [leaf for leaf in results[0] if isinstance(leaf, Tensor)]
 
         try:
-            with tracing() as trace, torch.enable_grad():
+            # One mode for the descriptions of all results, which otherwise get one each: most of the time it takes.
+            modes = TracingContext(FakeTensorMode(allow_fallback_kernels=True))
+            with installed(modes), tracing() as trace, torch.enable_grad():
                 module = make_fx(flat)(*(t.detach() for t in tensors))
         except Untraceable:
             raise
@@ -96,7 +98,7 @@ class Graph:
         long = self.nodes > LONGEST or any(t.numel() > LARGE for t in tensors)
         parts = in_parts(module, backend) if long else None
         for node in module.graph.nodes:
-            node.meta.pop("val", None)  # of a fake mode each, which Inductor's C++ wrapper takes for its own
+            node.meta.pop("val", None)  # of another fake mode, which Inductor's C++ wrapper takes for its own
         with torch.no_grad():
             self._run = parts or backend(module, [*(t.detach() for t in tensors), *self._captured])
 
