@@ -5,15 +5,15 @@ Points are flat here: x has shape (d,), rows of y have shape (n, p).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..oracle.lanes import stacked
 from ..oracle.oracle import Oracle
-from ..problem.tasks import TaskDraws
 from ..problem.vector import Vector
 
 __all__ = ["Points", "flat", "matrices", "products", "shaped"]
@@ -24,7 +24,7 @@ class Points:
 
     Args:
         oracle: of one problem; with tasks, its y has a row for each of them.
-        draws: the data of the tasks; None for a single problem, whose objectives have their own.
+        draw: gives the data of the tasks, by level; None for a single problem, whose objectives have their own.
         x: a point to begin with.
         rows: the lower points there.
         apart: whether derivatives in x are wanted for each task, so that each gets a copy of x.
@@ -34,21 +34,21 @@ class Points:
     def __init__(
         self,
         oracle: Oracle,
-        draws: TaskDraws | None,
+        draw: Callable[[str], Any] | None,
         x: Tensor,
         rows: Tensor,
         *,
         apart: bool,
         weights: Tensor | None = None,
     ) -> None:
-        self.tasks, self.apart = draws is not None, apart
+        self.tasks, self.apart = draw is not None, apart
         self.weights = None if weights is None else weights.to(rows)
         self._x, self._y = oracle.x, oracle.y
-        if draws is None:
+        if draw is None:
             self.oracle = oracle
         else:
             own_x = self._upper(x, len(rows)) if apart else None
-            self.oracle = stacked(oracle, self.lower(rows), draws.batch, x=own_x, weights=self.weights)
+            self.oracle = stacked(oracle, self.lower(rows), draw, x=own_x, weights=self.weights)
         self.f, self.g = self.oracle.f.draw(), self.oracle.g.draw()
 
     def at(self, x: Tensor, rows: Tensor) -> Oracle:

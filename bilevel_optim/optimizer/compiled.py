@@ -254,9 +254,9 @@ class Compiled(Updating):
 
         def look(oracle: Oracle, estimate: Estimate, given: Given, update: Update | None) -> Seen | None:
             try:
+                self._require_capturable(oracle)
                 if log.reason is not None:
                     raise Untraceable(log.reason)
-                self._require_capturable(oracle)
                 binding = self._traced(capture, call, log, oracle, given)
             except Untraceable as reason:
                 if kind.seen > 1:  # else what is remembered may not have settled

@@ -95,7 +95,9 @@ class Graph:
         _blind_to_unused(module, {*trace.looks})
         self.nodes = len(module.graph.nodes)
         self.shared: frozenset[int] | None = None
-        long = self.nodes > LONGEST or any(t.numel() > LARGE for t in tensors)
+        places = [node for node in module.graph.nodes if node.op == "placeholder"]
+        large = (t.numel() > LARGE and not _is_looked_up(p) for p, t in zip(places, tensors, strict=False))
+        long = self.nodes > LONGEST or any(large)
         parts = in_parts(module, backend) if long else None
         for node in module.graph.nodes:
             node.meta.pop("val", None)  # of another fake mode, which Inductor's C++ wrapper takes for its own
@@ -223,6 +225,12 @@ def _blind_to_unused(module: GraphModule, looks: Collection[Node]) -> None:
                 total.replace_all_uses_with(rest)
     module.graph.eliminate_dead_code()
     module.recompile()
+
+
+def _is_looked_up(node: Node) -> bool:
+    """Whether of an argument only some rows are used, so that its size does not matter."""
+    looks = torch.ops.aten.index.Tensor
+    return all(use.target is looks and use.args[0] is node for use in node.users)
 
 
 def _without_dropout(node: Node, schema: Any) -> bool:

@@ -121,7 +121,7 @@ class StepGraph:
             at, start = (here, now) if method.warm_start else now.from_the_start(here)
             stands = method.estimate if tasks is None else partial(method.estimate_tasks, sampler=tasks)
             estimate = stands(at, start)
-            results = _results(estimate, values)
+            results = _results(estimate, values, here.y)
             self.numbers = {
                 name: value
                 for name, value in estimate.numbers.items()
@@ -134,7 +134,7 @@ class StepGraph:
                     "x": list(moved.x),
                     "x_memory": {name: v if v is None else list(v) for name, v in moved.upper_memory.items()},
                     "x_lower": None if moved.lower is None else list(moved.lower),
-                    "x_writes": _writes(moved.writes, values),
+                    "x_writes": _writes(moved.writes, values, here.y),
                 }
                 self.numbers |= moved.numbers
             self.counts = {name: count for name, count in session.counts.items() if count}
@@ -197,7 +197,7 @@ def _given(given: Given, values: dict[str, Any], chances: dict[str, Any], method
     )
 
 
-def _results(estimate: Estimate, values: dict[str, Any]) -> dict[str, Any]:
+def _results(estimate: Estimate, values: dict[str, Any], y: Vector) -> dict[str, Any]:
     return {
         "loss": estimate.loss.detach(),
         "gradient": list(estimate.gradient.detach()),
@@ -208,7 +208,7 @@ def _results(estimate: Estimate, values: dict[str, Any]) -> dict[str, Any]:
         "solver": estimate.solver,
         "lower": None if estimate.lower is None else list(estimate.lower),
         "numbers": _tensors(estimate.numbers),
-        "writes": _writes(estimate.writes, values),
+        "writes": _writes(estimate.writes, values, y),
     }
 
 
@@ -217,9 +217,12 @@ def _tensors(numbers: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: value for name, value in numbers.items() if isinstance(value, Tensor)}
 
 
-def _writes(writes: Sequence[Write], values: dict[str, Any]) -> list[tuple[tuple[str, str, int], Any, Tensor]]:
-    """Rows to be changed, with the place of their table in the arguments."""
+def _writes(
+    writes: Sequence[Write], values: dict[str, Any], y: Vector
+) -> list[tuple[tuple[str, str, int], Any, Tensor]]:
+    """Rows to be changed, with the place of their table in the arguments; y is that of the step's oracle."""
     places = {id(t): ("tables", name, 0) for name, t in values["tables"].items()}
+    places |= {id(t): ("y", "y", i) for i, t in enumerate(y)}
     for level in ("memory", "upper_memory"):
         places |= {id(t): (level, name, i) for name, ts in values[level].items() for i, t in enumerate(ts)}
     if any(id(write.table) not in places for write in writes):

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from .objective import Objective, Sample
+from .tasks import StandIn
 from .tracing import traced
 
 __all__ = [
@@ -241,15 +242,12 @@ class Fed(_Standing):
         return self.source.samples(most)
 
 
-class NotedTasks:
+class NotedTasks(StandIn):
     """A sampler of tasks whose draws are noted."""
 
     def __init__(self, source: Any, log: Log) -> None:
-        self.source, self.log = source, log
-        self._count = 0
-
-    def __len__(self) -> int:
-        return len(self.source) if hasattr(self.source, "__len__") else 1
+        super().__init__(source)
+        self.log, self._count = log, 0
 
     def sample(self, n: int, generator: torch.Generator | None) -> Any:
         if self._count:
@@ -272,7 +270,7 @@ class NotedTasks:
 
     def _batch(self, level: str, tasks: Any, n: int | None, generator: torch.Generator | None) -> Any:
         if not self._count:
-            self.log.reason = "the rows of tasks that a step looks at are chosen by the host"
+            self.log.reason = "the host chooses the tasks of a step"
         elif len(tree_leaves(tasks)[0]) != self._count:
             self.log.reason = "the tasks of a step are solved in several parts"
         batch = getattr(self.source, level)(tasks, n, generator)
@@ -280,14 +278,12 @@ class NotedTasks:
         return batch
 
 
-class FedTasks:
+class FedTasks(StandIn):
     """A sampler of tasks that gives what was drawn before."""
 
     def __init__(self, source: Any, results: dict[str, deque[Drawn]]) -> None:
-        self.source, self.results = source, results
-
-    def __len__(self) -> int:
-        return len(self.source) if hasattr(self.source, "__len__") else 1
+        super().__init__(source)
+        self.results = results
 
     def sample(self, n: int, generator: torch.Generator | None) -> Any:
         kept = self.results["tasks"]

@@ -14,11 +14,13 @@ from .vector import Vector
 
 __all__ = [
     "LowerInit",
+    "StandIn",
     "TaskDraws",
     "TaskSampler",
     "TensorTasks",
     "draw",
     "draw_apart",
+    "length_of",
     "sample",
     "select",
     "starting_points",
@@ -152,6 +154,23 @@ class TensorTasks:
         return f"TensorTasks({self._tasks} tasks, rows: {self._rows['lower']} lower, {self._rows['upper']} upper)"
 
 
+class StandIn:
+    """What stands for a sampler of tasks.
+
+    Args:
+        source: the sampler.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+
+def length_of(sampler: Any) -> int | None:
+    """How many tasks a sampler has; None if it does not say."""
+    source = sampler.source if isinstance(sampler, StandIn) else sampler
+    return len(source) if hasattr(source, "__len__") else None
+
+
 def task_count(sampler: Any, asked: int | None) -> int:
     """How many tasks a step draws: what was asked for, else all of a finite sampler, else one."""
     for name in ("sample", "lower", "upper"):
@@ -160,7 +179,7 @@ def task_count(sampler: Any, asked: int | None) -> int:
                 f"tasks must be a sampler with the methods sample, lower and upper, but {type(sampler).__name__} has "
                 f"no {name}; bo.TensorTasks makes one from stacked tensors"
             )
-    length = len(sampler) if hasattr(sampler, "__len__") else None
+    length = length_of(sampler)
     if length == 0:
         raise ValueError(f"the sampler of tasks has length 0: {type(sampler).__name__} has no tasks to draw")
     if asked is not None:

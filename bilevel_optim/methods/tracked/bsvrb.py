@@ -7,9 +7,10 @@ from typing import ClassVar, Unpack
 from ...optimizer.declaration import Method
 from ...problem.parameters import Params, is_count, require
 from .drawing import Drawing
+from .options import RecursiveOptions
 from .rsvrb import RSVRB
 from .trackers import Blocks, Products
-from .tracking import RecursiveOptimizer, RecursiveOptions
+from .tracking import RecursiveOptimizer
 from .variants import Variant, blockwise, summed
 
 __all__ = ["BSVRB"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,18 +17,51 @@ from ...problem.tasks import sample
 from ...problem.vector import Vector
 from .rows import Rows
 
-__all__ = ["CHANCES", "Drawing", "Drawn", "Weighted", "importance_probabilities"]
+__all__ = ["CHANCES", "Drawing", "Drawn", "Source", "Weighted", "importance_probabilities", "others"]
 
 UNIFORM_PART = 0.2  # of adaptive probabilities, so that 1/p stays bounded
 CHANCES = ("probability", "cumulative")  # tables of adapted probabilities, and of their sums
 
 
 class Drawn(NamedTuple):
-    """Different tasks in increasing order, 1/m over the share of the draws that were each, tables to be remembered."""
+    """What a step looks at.
+
+    Attributes:
+        ids: different tasks in increasing order.
+        scale: 1/m over the share of the draws that were each of them.
+        tables: to be remembered.
+        batches: the data of these tasks, by level; None: not drawn yet.
+        probes: rows for the direction, likewise.
+        others: all other rows, if they are to be brought up to date and it is known which they are.
+    """
 
     ids: Tensor
     scale: Tensor
     tables: Rows
+    batches: Mapping[str, Any] | None = None
+    probes: Tensor | None = None
+    others: Tensor | None = None
+
+
+class Source(NamedTuple):
+    """What tasks are drawn with.
+
+    Attributes:
+        generator: of the random numbers.
+        steps: how many were made.
+        tables: what is known of the rows.
+        agreed: gives what all ranks take, from what this one has drawn.
+    """
+
+    generator: torch.Generator | None
+    steps: int = 0
+    tables: Mapping[str, Tensor] = {}
+    agreed: Callable[[Tensor], Tensor] = Tensor.cpu
+
+    @classmethod
+    def of(cls, given: Given) -> Source:
+        """That of a step."""
+        return cls(given.generator, given.steps, given.tables, partial(agreed, given=given))
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,26 +84,26 @@ class Drawing:
         """The part q of the tasks that a step looks at."""
         return self.batch(m) / m
 
-    def draw(self, sampler: Any, m: int, given: Given) -> Drawn:
+    def draw(self, sampler: Any, m: int, source: Source) -> Drawn:
         """The tasks of a step; without a sampler the one problem."""
         if sampler is None or self.task_batch is None:
             return Drawn(torch.arange(m, device="cpu"), torch.ones(m, dtype=torch.float64, device="cpu"), {})
-        return self.some(sampler, m, given)
+        return self.some(sampler, m, source)
 
-    def some(self, sampler: Any, m: int, given: Given) -> Drawn:
+    def some(self, sampler: Any, m: int, source: Source) -> Drawn:
         """A few tasks."""
-        drawn = sample(sampler, self.batch(m), given.generator)
+        drawn = sample(sampler, self.batch(m), source.generator)
         if not isinstance(drawn, Tensor) or drawn.is_floating_point() or drawn.dim() != 1:
             raise ValueError("a few rows need a sampler of task ids: sample(n, generator) must return n row numbers")
-        ids, counts = torch.unique(agreed(drawn.long(), given), return_counts=True)
+        ids, counts = torch.unique(source.agreed(drawn.long()), return_counts=True)
         if len(ids) and not (int(ids[0]) >= 0 and int(ids[-1]) < m):
             raise ValueError(f"tasks.sample returned ids from {int(ids[0])} to {int(ids[-1])} for {m} rows")
         return Drawn(ids, counts.double() / self.share(m), {})
 
-    def probe(self, m: int, given: Given) -> Tensor:
+    def probe(self, m: int, source: Source) -> Tensor:
         """Rows for the direction, independent of those that see data."""
-        generator = given.generator
-        return agreed(torch.randint(m, (self.probes,), generator=generator, device=device_of(generator)), given)
+        generator = source.generator
+        return source.agreed(torch.randint(m, (self.probes,), generator=generator, device=device_of(generator)))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -95,20 +130,20 @@ class Weighted(Drawing):
 
     chances: tuple[Tensor, Tensor] | None = None
 
-    def some(self, sampler: Any, m: int, given: Given) -> Drawn:
+    def some(self, sampler: Any, m: int, source: Source) -> Drawn:
         n = self.batch(m)
-        period, known, tables = math.ceil(m / n), {**given.tables}, dict[str, Tensor]()
-        if self.chances is None and (given.steps % period == 1 % period or CHANCES[0] not in known):
+        period, known, tables = math.ceil(m / n), {**source.tables}, dict[str, Tensor]()
+        if self.chances is None and (source.steps % period == 1 % period or CHANCES[0] not in known):
             best = importance_probabilities(known["size"].cpu())
             chances = (1 - UNIFORM_PART) * best + UNIFORM_PART / m
             tables = dict(zip(CHANCES, (chances, chances.cumsum(0)), strict=True))
         chances, sums = self.chances or ({**known, **tables}[name] for name in CHANCES)
         if len(chances) != m:
             raise ValueError(f"there are {len(chances)} probabilities for {m} tasks")
-        device = device_of(given.generator)
-        uniform = torch.rand(n, generator=given.generator, dtype=torch.float64, device=device).cpu()
+        device = device_of(source.generator)
+        uniform = torch.rand(n, generator=source.generator, dtype=torch.float64, device=device).cpu()
         drawn = torch.searchsorted(sums, uniform * sums[-1], right=True).clamp_max(m - 1)
-        ids, counts = torch.unique(agreed(drawn, given), return_counts=True)
+        ids, counts = torch.unique(source.agreed(drawn), return_counts=True)
         return Drawn(ids, counts / (n * chances[ids]), tables)
 
     @property
@@ -131,6 +166,13 @@ def agreed(drawn: Tensor, given: Given) -> Tensor:
     if given.ranks.world == 1:
         return drawn.cpu()
     return given.ranks.same(Vector([drawn.to(given.lower[0].device)]))[0].cpu()
+
+
+def others(ids: Tensor, count: int) -> Tensor:
+    """All of so many rows but these."""
+    is_other = torch.ones(count, dtype=torch.bool, device="cpu")
+    is_other[ids] = False
+    return is_other.nonzero().flatten()
 
 
 def importance_probabilities(sizes: Tensor) -> Tensor:

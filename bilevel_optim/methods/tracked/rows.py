@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +14,10 @@ from ...distributed.sharding import Split
 from ...hypergradient.estimate import Write
 from ...hypergradient.recursive import flat, shaped
 from ...hypergradient.storm import floor
+from ...problem.tracing import traced
 from ...problem.vector import Vector
 
-__all__ = ["CHUNK", "STAMPS", "Clock", "Rows", "Table", "table_of"]
+__all__ = ["CHUNK", "STAMPS", "Clock", "GraphClock", "Rows", "Table", "about_to_end", "clock_of", "kept", "table_of"]
 
 REBASE = -16.0  # below that, exp(sum of logarithms) leaves too few digits in the differences of prefix sums
 HISTORY = 1 << 14  # steps that are remembered one by one if there is a radius
@@ -50,11 +51,6 @@ class Clock(NamedTuple):
         zeros = ((0.0,) * rates,) * positions
         return cls(time, (0.0,) * trackers, zeros, zeros)
 
-    @classmethod
-    def read(cls, numbers: Mapping[str, Any]) -> Clock:
-        """The clock among the numbers of an optimizer."""
-        return cls(*numbers["clock"])
-
     @property
     def still(self) -> bool:
         """Whether no row has moved since the last rebase without being looked at."""
@@ -69,22 +65,98 @@ class Clock(NamedTuple):
         """One step later, if no row moves that is not looked at."""
         return self._replace(time=self.time + 1)
 
-    def ticked(self, table: Table, betas: Mapping[str, float], rates: Sequence[float], tau: float, keep: bool) -> Clock:
+    def ticked(self, table: Table, betas: Mapping[str, float], rates: Tensor, tau: float, keep: bool) -> Clock:
         """One step later, with these mixing weights, learning rates and part of a step."""
-        levels = {
-            name: old + math.log(max(1 - betas[name], 1e-16))
-            for name, old in zip(table.trackers, self.log, strict=True)
-        }
+        numbers: list[float] = rates.tolist()
+        levels = {name: old + _lost(betas[name]) for name, old in zip(table.trackers, self.log, strict=True)}
         drift = tuple(
-            tuple(old + rate * tau * math.exp(levels[velocity]) for old, rate in zip(sums, rates, strict=False))
+            tuple(old + rate * tau * math.exp(levels[velocity]) for old, rate in zip(sums, numbers, strict=False))
             for sums, (_, velocity) in zip(self.drift, table.moving, strict=True)
         )
-        passed = ((betas[table.moving[0][1]], tau, rates[0]),) if keep else ()
+        passed = ((betas[table.moving[0][1]], tau, numbers[0]),) if keep else ()
         return Clock(self.time + 1, tuple(levels.values()), drift, self.drift, self.history + passed)
 
     def rebased(self) -> Clock:
         """The clock as it is when all rows are current."""
         return Clock.started(len(self.log), len(self.drift), len(self.drift[0]), self.time)
+
+    def stamps(self, device: torch.device) -> Rows:
+        """The time and the sums as tensors, of which a row keeps `STAMPS`."""
+
+        def double(sums: Any) -> Tensor:
+            return torch.tensor(sums, dtype=torch.float64, device=device)
+
+        age = torch.tensor(self.time, device=device)
+        return {"log": double(self.log), "drift": double(self.drift), "last": double(self.last), "age": age}
+
+
+@dataclass(frozen=True)
+class GraphClock:
+    """The clock of a traced step: that of another step, without a history.
+
+    The host looks at the clock before the step: it makes those itself that would exhaust it.
+
+    Attributes:
+        time, log, drift, last: as those of `Clock`.
+        still: whether no row ever moves without being looked at.
+    """
+
+    time: Tensor
+    log: Tensor
+    drift: Tensor
+    last: Tensor
+    still: bool
+    exhausted: ClassVar[bool] = False
+
+    def waited(self) -> GraphClock:
+        return replace(self, time=self.time + 1)
+
+    def ticked(self, table: Table, betas: Mapping[str, float], rates: Tensor, tau: float, keep: bool) -> GraphClock:
+        log = self.log + self.log.new_tensor([_lost(betas[name]) for name in table.trackers])
+        shrunk = torch.stack([log[table.trackers.index(velocity)].exp() for _, velocity in table.moving])
+        drift = self.drift + rates[: self.drift.shape[1]] * tau * shrunk.unsqueeze(1)
+        return GraphClock(self.time + 1, log, drift, self.drift, self.still)
+
+    def rebased(self) -> GraphClock:
+        raise NotImplementedError("the host begins the sums anew")
+
+    def stamps(self, device: torch.device) -> Rows:
+        age = self.time.long().to(device)
+        return {"log": self.log.to(device), "drift": self.drift.to(device), "last": self.last.to(device), "age": age}
+
+
+def clock_of(found: Any, trackers: int, positions: int, *, still: bool = False) -> Clock | GraphClock:
+    """The clock that was `kept`; in a graph one of which is known whether it is ``still``."""
+    if not isinstance(found, Tensor):
+        return Clock(*found)
+    rates = (len(found) - 1 - trackers) // (2 * positions)
+    time, log, *sums = torch.split(found, [1, trackers, positions * rates, positions * rates])
+    drift, last = (t.view(positions, rates) for t in sums)
+    if traced():
+        return GraphClock(time[0], log, drift, last, still)
+    tuples = (tuple(map(tuple, t.tolist())) for t in (drift, last))
+    return Clock(int(time), tuple(log.tolist()), *tuples)
+
+
+def kept(clock: Clock | GraphClock) -> Any:
+    """What an optimizer keeps of a clock: one tensor, an argument of graphs; with a history all as it is."""
+    if isinstance(clock, GraphClock):
+        return torch.cat([clock.time.reshape(1), clock.log, clock.drift.flatten(), clock.last.flatten()])
+    if clock.history:
+        return tuple(clock)
+    sums = [entry for part in (*clock.drift, *clock.last) for entry in part]
+    return torch.tensor([clock.time, *clock.log, *sums], dtype=torch.float64, device="cpu")
+
+
+def about_to_end(found: Tensor, trackers: Sequence[str], betas: Mapping[str, float]) -> bool:
+    """Whether one more step would exhaust the clock that was `kept`."""
+    logs = found[1 : 1 + len(trackers)].tolist()
+    return any(old + _lost(betas[name]) < REBASE for name, old in zip(trackers, logs, strict=True))
+
+
+def _lost(beta: float) -> float:
+    """What the logarithm of a tracker loses in a step with this weight."""
+    return math.log(max(1 - beta, 1e-16))
 
 
 @dataclass(frozen=True)
@@ -147,13 +219,13 @@ class Table:
         """Learning rate of each entry of a row of y."""
         return rates[self.groups].to(self.positions[0].device)
 
-    def gather(self, ids: Tensor, clock: Clock) -> Rows:
+    def gather(self, ids: Tensor, clock: Clock | GraphClock) -> Rows:
         """Rows as they are at a time, on the device of y, with the positions' last values as ``NAME_last``."""
         ids, home = ids.to(self.device), self.positions[0].device
         rows = {name: t[ids] for name, t in self.tables.items()}
         log, drift, age = (rows.pop(name) for name in STAMPS)
         rows["y"] = flat([t[ids.to(home)] for t in self.positions], len(ids)).to(self.device)
-        now = {} if clock.still else _stamps(clock, self.device)
+        now = {} if clock.still else clock.stamps(self.device)
         for p, (name, velocity) in enumerate(self.moving):
             at, last = rows[name], rows[name]
             if now:
@@ -162,6 +234,7 @@ class Table:
                 groups = self.groups.to(self.device)
                 rows[name], last = (at - step[:, groups].to(at.dtype) * along for step in (far, near))
                 if name == "y" and math.isfinite(self.radius):
+                    assert isinstance(clock, Clock)
                     self._confine(rows, at, along, far[:, 0], last, clock, age)
             fresh = (age == clock.time).unsqueeze(-1)
             rows[f"{name}_last"] = torch.where(fresh, rows[f"{name}_last"], last)
@@ -173,10 +246,10 @@ class Table:
                 rows["H"] = floor(rows["H"], self.least).value
         return {name: t.to(home) for name, t in rows.items()}
 
-    def writes(self, ids: Tensor, rows: Rows, clock: Clock) -> list[Write]:
+    def writes(self, ids: Tensor, rows: Rows, clock: Clock | GraphClock) -> list[Write]:
         """What puts rows that are valid at a time into the tables."""
         there, live = ids.to(self.device), self.positions
-        valid = {**rows, **_stamps(clock, self.device)}
+        valid = {**rows, **clock.stamps(self.device)}
         y = zip(live, shaped(rows["y"], live.lane(0)), strict=True)
         return [Write(t, there, valid[name].to(t)) for name, t in self.tables.items()] + [
             Write(t, ids.to(t.device), values) for t, values in y
@@ -209,19 +282,9 @@ class Table:
             last[i] = (before[0] * y[i] + before[1] * w[i]).to(at.dtype)
 
 
-def table_of(rows: Rows, clock: Clock, device: torch.device) -> Rows:
+def table_of(rows: Rows, clock: Clock | GraphClock, device: torch.device) -> Rows:
     """Tables that consist of these rows, but for y, which are all valid at a time."""
-    stamps, m = _stamps(clock, device), len(rows["y"])
+    stamps, m = clock.stamps(device), len(rows["y"])
     return {name: t.to(device) for name, t in rows.items() if name != "y"} | {
         name: stamps[name].expand(m, *stamps[name].shape).clone() for name in STAMPS
     }
-
-
-def _stamps(clock: Clock, device: torch.device) -> Rows:
-    """A clock as tensors, of which a row keeps `STAMPS`."""
-
-    def double(sums: Any) -> Tensor:
-        return torch.tensor(sums, dtype=torch.float64, device=device)
-
-    age = torch.tensor(clock.time, device=device)
-    return {"log": double(clock.log), "drift": double(clock.drift), "last": double(clock.last), "age": age}

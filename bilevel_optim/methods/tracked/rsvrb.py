@@ -11,9 +11,10 @@ from torch import Tensor
 from ...optimizer.declaration import Method
 from ...problem.parameters import Params, is_count, require
 from .drawing import Drawing, Weighted, importance_probabilities
+from .options import RecursiveOptions
 from .svrb import SVRB
 from .trackers import Matrices, Normalised, Products
-from .tracking import RecursiveOptimizer, RecursiveOptions
+from .tracking import RecursiveOptimizer
 from .variants import Variant, exact, probed, summed
 
 __all__ = ["RSVRB", "importance_probabilities"]

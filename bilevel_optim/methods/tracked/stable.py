@@ -14,10 +14,11 @@ from ...optimizer.step import Given, Update
 from ...problem.parameters import Params, require
 from ...problem.vector import Vector
 from .drawing import Drawing
+from .options import RecursiveOptions, is_weight
 from .rows import CHUNK
 from .svrb import SVRB
 from .trackers import Matrices
-from .tracking import RecursiveOptimizer, RecursiveOptions, is_weight
+from .tracking import RecursiveOptimizer
 from .variants import Variant, exact
 
 __all__ = ["STABLE"]
@@ -97,8 +98,8 @@ class STABLE(RecursiveOptimizer):
             upper, lower, rule, Drawing(), lr=lr, lower_lr=lower_lr, beta=weights, floor=floor, **recursive
         )
 
-    def _betas(self, given: Given, m: int) -> dict[str, float]:
-        return {**super()._betas(given, m), **PLAIN}
+    def _betas(self, steps: int, m: int) -> dict[str, float]:
+        return {**super()._betas(steps, m), **PLAIN}
 
     def update(self, x: Vector, gradient: Vector, given: Given) -> Update:
         """The step along d, and what y moves with it."""

@@ -7,8 +7,9 @@ from typing import ClassVar, Unpack
 from ...optimizer.declaration import Method, counts, lower_size
 from ...problem.parameters import Params, require
 from .drawing import Drawing
+from .options import RecursiveOptions
 from .trackers import Matrices, Products
-from .tracking import RecursiveOptimizer, RecursiveOptions
+from .tracking import RecursiveOptimizer
 from .variants import Variant, exact, summed
 
 __all__ = ["SVRB"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Unpack
 
@@ -15,41 +15,28 @@ from ...hypergradient import Estimate
 from ...hypergradient.estimate import Write
 from ...hypergradient.recursive import Points, flat, shaped
 from ...hypergradient.storm import ball
-from ...optimizer.base import BilevelOptimizer, CommonOptions
+from ...optimizer.base import CommonOptions
 from ...optimizer.memory import TABLE
-from ...optimizer.step import Given, Update
+from ...optimizer.step import Given
 from ...oracle.oracle import Oracle
-from ...problem.parameters import Params, by_level, is_count, is_number, require
-from ...problem.tasks import TaskDraws, task_count
+from ...problem.feeding import drawn_at_once
+from ...problem.parameters import Params, by_level, require
+from ...problem.tasks import TaskDraws, length_of, task_count
 from ...problem.vector import Vector
 from . import watching
-from .drawing import CHANCES, Drawing
-from .rows import CHUNK, STAMPS, Clock, Rows, Table, table_of
+from .drawing import CHANCES, Drawing, Drawn, Source, others
+from .options import device_named, require_recursive
+from .rows import CHUNK, STAMPS, Clock, GraphClock, Rows, Table, clock_of, kept, table_of
+from .sizes import SizedSteps
 from .trackers import Matrices, Measured
-from .variants import Look, Variant, settled, shared
+from .variants import Look, Variant, probed, settled, shared, stays_current
 
-__all__ = ["RecursiveOptimizer", "RecursiveOptions", "is_weight"]
+__all__ = ["RecursiveOptimizer"]
 
-SCHEDULES = ("constant", "cube_root")
 DEFAULT_BETA = 0.1
 
 
-class RecursiveOptions(CommonOptions, total=False):
-    """Keyword arguments that the recursive methods share, see `RecursiveOptimizer`."""
-
-    beta_unit: str
-    averaging: float
-    ceilings: dict[str, float] | None
-    radius: float
-    schedule: str
-    schedule_offset: float
-    restarts: int | None
-    initial_steps: int
-    state_device: torch.device | str | None
-    lazy: bool | None
-
-
-class RecursiveOptimizer(BilevelOptimizer):
+class RecursiveOptimizer(SizedSteps):
     r"""Base class of the single-loop methods with trackers of each of m lower problems.
 
     Without ``tasks`` there is one lower problem, m = 1; with them every lower tensor has a leading dimension m. A step
@@ -64,7 +51,7 @@ class RecursiveOptimizer(BilevelOptimizer):
     State: of the first lower parameter ``rows.NAME``, with a row for each problem that mixes all lower parameters, for
     each tracker, for ``y_last`` (y at the last step; likewise r), and for ``log``, ``drift`` and ``age``, which say at
     what time a row is valid. Of the upper parameters ``direction`` (d) and ``previous`` (x at the last step).
-    ``numbers["clock"]``: the time, and sums over the steps by which rows catch up.
+    ``numbers["clock"]``: the time, and sums over the steps by which rows catch up: a tensor, or with a radius a tuple.
     """
 
     def __init__(
@@ -93,35 +80,23 @@ class RecursiveOptimizer(BilevelOptimizer):
         kind = variant.trackers
         names = (*kind.weighted, "d")
         given = beta if isinstance(beta, dict) else dict.fromkeys(names, beta)
-        require("beta", beta, set(given) <= set(names) and all(is_weight(b) for b in given.values()))
-        require("floor", floor, is_number(floor) and 0 < floor < math.inf)
-        require("beta_unit", beta_unit, beta_unit in ("q", "absolute"))
-        require("averaging", averaging, is_number(averaging) and 0 < averaging <= 1)
-        limits = {} if ceilings is None else ceilings
-        valid = (
-            isinstance(limits, dict)
-            and set(limits) <= set(kind.limits)
-            and all(is_number(c) and c > 0 for c in limits.values())
-        )
-        require("ceilings", ceilings, valid)
-        require("radius", radius, is_number(radius) and radius > 0)
-        require("schedule", schedule, schedule in SCHEDULES)
-        require("schedule_offset", schedule_offset, is_number(schedule_offset) and 0 <= schedule_offset < math.inf)
-        require("restarts", restarts, restarts is None or (is_count(restarts) and restarts > 0))
-        require("initial_steps", initial_steps, is_count(initial_steps))
-        require("lazy", lazy, lazy is None or isinstance(lazy, bool))
+        require_recursive(
+            names, kind.limits, beta, given, floor=floor, beta_unit=beta_unit, averaging=averaging, ceilings=ceilings,
+            radius=radius, schedule=schedule, schedule_offset=schedule_offset, restarts=restarts,
+            initial_steps=initial_steps, lazy=lazy,
+        )  # fmt: skip
         factory = common.get("lower_optimizer")
         wording = "Invalid lower_optimizer value: {value} (the lower steps are part of the recursion)"
         require("lower_optimizer", factory, factory is None, wording)
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=0, **common)
-        self.rule, self.drawing, self.trackers = variant, drawing, kind(float(floor), dict(limits))
+        self.rule, self.drawing, self.trackers = variant, drawing, kind(float(floor), dict(ceilings or {}))
         moving = {name for pair in kind.moving for name in pair}
         self.variant_of_state = {"rows": sorted({*kind.names, *moving, *drawing.notes})}
         self.beta, self.beta_unit = {name: float(given.get(name, DEFAULT_BETA)) for name in names}, beta_unit
         self.floor, self.averaging, self.radius = float(floor), float(averaging), float(radius)
         self.schedule, self.schedule_offset, self.restarts = schedule, float(schedule_offset), restarts
         self.initial_steps, self.lazy = initial_steps, lazy
-        self.state_device = None if state_device is None else _device(state_device)
+        self.state_device = device_named(state_device)
 
     # ------------------------------------------------------------------------------------------------ steps
 
@@ -133,24 +108,15 @@ class RecursiveOptimizer(BilevelOptimizer):
         """One step of the recursion for the rows of some tasks."""
         task_count(sampler, 1)
         sizes = {t.shape[0] if t.dim() else None for t in oracle.y}
-        if len(sizes) > 1 or None in sizes or (hasattr(sampler, "__len__") and sizes != {len(sampler)}):
-            number = f" of the {len(sampler)}" if hasattr(sampler, "__len__") else ""
+        length = length_of(sampler)
+        if len(sizes) > 1 or None in sizes or (length is not None and sizes != {length}):
+            number = "" if length is None else f" of the {length}"
             shapes = ", ".join(f"{n} {tuple(t.shape)}" for n, t in zip(oracle.lower_names(), oracle.y, strict=True))
             raise ValueError(
                 f"{type(self).__name__} keeps y of every task: the lower parameters need a leading dimension with one "
                 f"row for each{number} tasks, but have shapes {shapes}"
             )
         return self.checked(oracle, given, partial(self._step, y=oracle.y, sampler=sampler))
-
-    def kind_of_step(self, steps: int, numbers: Mapping[str, Any]) -> Any:
-        """The host makes the first step, and all if their sizes change with their number."""
-        steady = self.schedule == "constant" and self.restarts is None and "clock" in numbers
-        return (numbers, tuple(self.beta.items())) if steady else None
-
-    def update(self, x: Vector, gradient: Vector, given: Given) -> Update:
-        """The step along d, of the present pace."""
-        pace = self._pace(given.steps - 1)  # the step has been counted by now
-        return super().update(x, gradient if pace == 1.0 else gradient * pace, given)
 
     def _step(self, oracle: Oracle, given: Given, y: Vector, sampler: Any = None) -> Estimate:
         table = self._table(given, y)
@@ -213,25 +179,23 @@ class RecursiveOptimizer(BilevelOptimizer):
 
     def _on(self, oracle: Oracle, given: Given, table: Table, sampler: Any) -> Estimate:
         """A later step looks at the rows of some tasks; all others follow their rule."""
-        trackers, clock, m = self.trackers, Clock.read(given.numbers), table.total
-        drawn, betas = self.drawing.draw(sampler, m, given), self._betas(given, m)
+        trackers, clock, m = self.trackers, self._clock(given), table.total
+        drawn, betas = self._chosen(table, given, sampler), self._betas(given.steps, m)
         n = len(drawn.ids)
         after = clock.waited() if n < m else clock  # where every row is looked at, no time passes that one could miss
         if n < m and not self.rule.rests:
             keep = math.isfinite(self.radius)
-            after = clock.ticked(table, betas, _rates(given).tolist(), self._tau(given), keep)
+            after = clock.ticked(table, betas, _rates(given), self._tau(given), keep)
         ids, scale = drawn.ids, drawn.scale.to(oracle.device)
         if table.split:
             own = table.split.own(ids)
             ids, scale = ids[own] - table.split.start, scale[own]
         look = Look(
-            table, ids, table.gather(ids, clock), n == m, scale, betas, (clock, after),
+            table, ids, table.gather(ids, clock), n == m, scale, betas, (clock, after), drawn,
             flat(given.upper_memory["direction"])[0], trackers, self.drawing, given,
         )  # fmt: skip
         if sampler is not None and not look.whole:
-            steady = self.beta_unit == "q" and self.schedule == "constant" and self.restarts is None
-            share = self.trackers.resting(max(self.beta.values())) if steady else 0.0
-            watching.loud(oracle.checks, share, given.steps)
+            watching.loud(oracle.checks, self._share_lost, given.steps)
         measured = self._measured(look, oracle, given, sampler)
         tracked, active = trackers.track(look.now, measured, look.msvr if self.rule.rests else look.storm)
         direction = self.rule.direction(look, tracked, measured)
@@ -270,7 +234,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         loss: Tensor,
         direction: Tensor,
         diagnostics: dict[str, Tensor],
-        clock: Clock,
+        clock: Clock | GraphClock,
         rows: Rows | None = None,
         *,
         table: Table,
@@ -295,7 +259,7 @@ class RecursiveOptimizer(BilevelOptimizer):
             tables=tables,
             lower=lower,
             writes=tuple(writes),
-            numbers={"clock": tuple(clock)},
+            numbers={"clock": kept(clock)},
         )
 
     def _measured(self, look: Look, oracle: Oracle, given: Given, sampler: Any) -> Measured:
@@ -306,8 +270,9 @@ class RecursiveOptimizer(BilevelOptimizer):
         def measured(part: slice) -> Measured:
             now = {name: t[part] for name, t in look.now.items()}
             weights = None if trackers.apart else look.scale[part] / table.total
-            draws = self._draws(sampler, look.ids[part] + table.split.start, given, own=True)
-            points = Points(oracle, draws, x, now["y"], apart=trackers.apart, weights=weights)
+            batches = look.drawn.batches
+            draw = batches.__getitem__ if batches else self._draws(sampler, look.ids[part] + table.split.start, given)
+            points = Points(oracle, draw, x, now["y"], apart=trackers.apart, weights=weights)
             return trackers.measure(points, now, x, x_last)
 
         alone = given.ranks.world == 1 or sampler is None
@@ -325,7 +290,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         given = self._given(by_level(self.param_groups), self._parameters("upper"), self._parameters("lower"))
         if len(given.tables.get("age", ())) < 2:  # a single row is looked at in every step
             return
-        table, clock = self._table(given, given.lower), Clock.read(given.numbers)
+        table, clock = self._table(given, given.lower), self._clock(given)
         late = (table.tables["age"] != clock.time).nonzero().flatten()
         with torch.no_grad():
             for ids in table.chunks(late):
@@ -352,47 +317,46 @@ class RecursiveOptimizer(BilevelOptimizer):
         split, own = Split(y, given.ranks), Vector(map(Split.local, y))
         return Table(own, tables, self.trackers.shrinking, self.trackers.moving, groups, least, self.radius, split)
 
-    def _draws(self, sampler: Any, ids: Tensor, given: Given, *, own: bool) -> TaskDraws | None:
-        """The data of tasks, perhaps this rank's own; None for a single problem, which has its own."""
+    def _draws(self, sampler: Any, ids: Tensor, given: Given, *, own: bool = True) -> Callable[[str], Any] | None:
+        """Draws the data of tasks, perhaps this rank's own; None for a single problem, which has its own."""
         if sampler is None:
             return None
         generator = given.ranks.own(given.generator, given.steps, *ids[:1].tolist()) if own else given.generator
-        return TaskDraws(sampler, ids, len(ids), {"lower": self.lower_batch, "upper": self.upper_batch}, generator)
+        return self._data(sampler, ids, generator)
 
-    # ------------------------------------------------------------------------------------------------ sizes of steps
+    def _data(self, sampler: Any, ids: Tensor, generator: torch.Generator | None) -> Callable[[str], Any]:
+        sizes = {"lower": self.lower_batch, "upper": self.upper_batch}
+        return TaskDraws(sampler, ids, len(ids), sizes, generator).batch
 
-    def _pace(self, step: int) -> float:
-        """What the schedule and the restarts make of the learning rates at a step."""
-        pace = 1.0 if self.schedule == "constant" else max(self.schedule_offset + step, 1.0) ** (-1 / 3)
-        if self.restarts is not None:
-            pace *= 2.0 ** (-int(math.log2(step / self.restarts + 1)) / 2)
-        return pace
+    def _chosen(self, table: Table, given: Given, sampler: Any) -> Drawn:
+        """What a step looks at; with everything that it draws, if that has to be known before."""
+        if sampler is not None and given.ranks.group is None and not self.drawing.notes:
+            late = stays_current(table, self.lazy) and not self.rule.rests
+            drawn = drawn_at_once(sampler, partial(self._drawn, table.total, late), given.chances)
+            if drawn is not None:
+                return Drawn(**drawn)
+        return self.drawing.draw(sampler, table.total, Source.of(given))
 
-    def _tau(self, given: Given) -> float:
-        """The part of a lower step that is made."""
-        return self.averaging * self._pace(given.steps)
+    def _drawn(self, m: int, late: bool, sampler: Any, chances: Mapping[str, Any]) -> dict[str, Any]:
+        """Everything that a step draws from m tasks, in its order; ``late``: the other rows are to catch up."""
+        source = Source(self.generator)
+        ids, scale, tables, *_ = self.drawing.draw(sampler, m, source)
+        draw, some = self._data(sampler, ids, self.generator), len(ids) < m
+        return {
+            "ids": ids,
+            "scale": scale,
+            "tables": tables,
+            "batches": {level: draw(level) for level in ("upper", "lower")},
+            "probes": self.drawing.probe(m, source) if some and self.rule.direction is probed else None,
+            "others": others(ids, m) if some and late else None,
+        }
 
-    def _betas(self, given: Given, m: int) -> dict[str, float]:
-        """Mixing weights of a step."""
-        factor = (self.drawing.share(m) if self.beta_unit == "q" else 1.0) * self._pace(given.steps) ** 2
-        return self.trackers.weights({name: min(beta * factor, 1.0) for name, beta in self.beta.items()})
-
-
-def is_weight(value: object) -> bool:
-    """Whether value is a number that can be a mixing weight."""
-    return is_number(value) and 0 <= float(value) < math.inf  # type: ignore[arg-type]
+    def _clock(self, given: Given) -> Clock | GraphClock:
+        trackers = self.trackers
+        return clock_of(given.numbers["clock"], len(trackers.shrinking), len(trackers.moving), still=not self._drifts)
 
 
 def _rates(given: Given) -> Tensor:
     """Learning rates of the lower groups."""
     rates = [group["lr"] for group in given.lower_groups]
     return torch.stack([torch.as_tensor(rate, dtype=torch.float64, device="cpu") for rate in rates])
-
-
-def _device(given: Any) -> torch.device:
-    """The device that an argument names."""
-    require("state_device", given, isinstance(given, (str, torch.device)))
-    try:
-        return torch.device(given)
-    except RuntimeError as error:
-        raise ValueError(f"Invalid state_device value: {given}") from error

@@ -13,11 +13,11 @@ from ...hypergradient.recursive import flat
 from ...hypergradient.storm import corrected, msvr, storm
 from ...optimizer.step import Given
 from ...oracle.oracle import Oracle
-from .drawing import Drawing
-from .rows import Clock, Rows, Table
+from .drawing import Drawing, Drawn, Source, others
+from .rows import Clock, GraphClock, Rows, Table
 from .trackers import Matrices, Measured, Trackers
 
-__all__ = ["Look", "Variant", "blockwise", "exact", "probed", "settled", "shared", "summed"]
+__all__ = ["Look", "Variant", "blockwise", "exact", "probed", "settled", "shared", "stays_current", "summed"]
 
 
 EAGER = 1 << 16  # entries of all rows together up to which every row is kept current
@@ -35,6 +35,7 @@ class Look:
         scale: 1/m over the share of the draws that were this task, 1 in expectation over the draws.
         betas: mixing weights, by name.
         clocks: now and after the step.
+        drawn: everything that was drawn for it by now.
         direction: d as it was.
         trackers, drawing: of the method.
         given: of the step.
@@ -46,7 +47,8 @@ class Look:
     whole: bool
     scale: Tensor
     betas: dict[str, float]
-    clocks: tuple[Clock, Clock]
+    clocks: tuple[Clock | GraphClock, Clock | GraphClock]
+    drawn: Drawn
     direction: Tensor
     trackers: Trackers
     drawing: Drawing
@@ -111,18 +113,23 @@ class Variant:
     rests: bool = False
 
 
-def settled(look: Look, rows: Rows, rule: Variant, lazy: bool | None) -> tuple[list[Write], Clock, Tensor | None]:
+def stays_current(table: Table, lazy: bool | None) -> bool:
+    """Whether rows that are not looked at are brought up to date in every step."""
+    return lazy is False or (lazy is None and table.count * table.width <= EAGER)
+
+
+def settled(
+    look: Look, rows: Rows, rule: Variant, lazy: bool | None
+) -> tuple[list[Write], Clock | GraphClock, Tensor | None]:
     """Writes of the rows looked at and of those to be brought up to date; the clock then; the mean z, if made."""
     table, trackers, after = look.table, look.trackers, look.clocks[1]
     final = after.rebased() if after.exhausted else after
     writes = table.writes(look.ids, rows, final)
     z = trackers.hypergradients if after.exhausted and isinstance(trackers, Matrices) and rule.mean else None
     total = None if z is None else z(rows).sum(0)
-    eager = lazy is False or (lazy is None and table.count * table.width <= EAGER)
-    if after.exhausted or (eager and not rule.rests):
-        others = torch.ones(table.count, dtype=torch.bool, device="cpu")
-        others[look.ids] = False
-        for ids in table.chunks(others.nonzero().flatten()):
+    if after.exhausted or (stays_current(table, lazy) and not rule.rests):
+        late = look.drawn.others
+        for ids in table.chunks(others(look.ids, table.count) if late is None else late):
             caught = table.gather(ids, after)
             writes += table.writes(ids, caught, final)
             total = None if z is None or total is None else total + z(caught).sum(0)
@@ -143,13 +150,17 @@ def probed(look: Look, tracked: Rows, measured: Measured) -> Tensor:
     z, table = look.z, look.table
     if look.whole:
         return look.total(z(tracked).sum(0) / table.total)[0]
-    drawn = look.drawing.probe(table.total, look.given)
-    probes = drawn[table.split.own(drawn)] - table.split.start
+    drawn = look.drawn.probes
+    if drawn is None:
+        drawn = look.drawing.probe(table.total, Source.of(look.given))
+    probes = drawn[table.split.own(drawn)] - table.split.start if table.split else drawn
     before, after = (table.gather(probes, clock) for clock in look.clocks)
-    both = torch.isin(probes, look.ids)
-    where = torch.searchsorted(look.ids, probes[both])
-    for name, values in tracked.items():
-        after[name][both] = values[where]
+    if len(look.ids):
+        where = torch.searchsorted(look.ids, probes).clamp_max(len(look.ids) - 1)
+        both = (look.ids[where] == probes).to(look.direction.device)
+        for name, values in tracked.items():
+            seen = both.view(-1, *[1] * (values.dim() - 1))
+            after[name] = torch.where(seen, values[where.to(values.device)].to(after[name]), after[name])
     new, old = look.total(z(after).sum(0) / len(drawn), z(before).sum(0) / len(drawn))
     return storm(look.direction, new, old, look.betas["d"])
 

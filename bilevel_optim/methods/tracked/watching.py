@@ -6,16 +6,22 @@ import torch
 from torch import Tensor
 
 from ...oracle.checks import Checks
+from ...problem.tracing import traced
 from .rows import Rows
 
-__all__ = ["held", "loud"]
+__all__ = ["PATIENCE", "held", "is_loud", "loud"]
 
 LOUD_BETA, PATIENCE = 0.3, 100
 
 
+def is_loud(beta: float) -> bool:
+    """Whether that is such a weight."""
+    return beta > LOUD_BETA
+
+
 def loud(checks: Checks, beta: float, steps: int) -> None:
     """Warn of a weight, in units of the part of the tasks in a step, that lets their drawing be the largest error."""
-    if steps > PATIENCE and beta > LOUD_BETA:
+    if steps > PATIENCE and is_loud(beta) and not traced():  # of a graph the number of the step is no argument
         checks.alert(
             "loud beta",
             f"beta = {beta:g} in units of the part of the tasks in a step makes the drawing of tasks the largest "
