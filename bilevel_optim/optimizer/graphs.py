@@ -26,6 +26,8 @@ __all__ = ["Backend", "Graph", "Signature", "backend_of", "signature"]
 LONGEST = 3000  # operations of a graph that is compiled as a whole
 LARGE = 2**14  # entries of a tensor from which on operations take longer than calls of compiled parts
 APART = {"pattern_matcher": False}  # or a product that is added to a vector would be made into a copy of the vector
+# Decomposed, what a node saves of its own result would hold the node, and neither would ever be freed.
+DETACHED: dict[torch._ops.OpOverload, Callable[..., Any]] = {torch.ops.aten.detach.default: lambda t: NotImplemented}
 SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)  # their argument
 Backend = Callable[[GraphModule, list[Tensor]], Callable[..., Any]]
 
@@ -80,7 +82,7 @@ class Graph:
             # One mode for the descriptions of all results, which otherwise get one each: most of the time it takes.
             modes = TracingContext(FakeTensorMode(allow_fallback_kernels=True))
             with installed(modes), tracing() as trace, torch.enable_grad():
-                module = make_fx(flat)(*(t.detach() for t in tensors))
+                module = make_fx(flat, DETACHED)(*(t.detach() for t in tensors))
         except Untraceable:
             raise
         except Exception as error:

@@ -1,6 +1,7 @@
 """Captured steps: every method makes the same steps as without, and what a graph cannot see is run eagerly."""
 
 import copy
+import gc
 import inspect
 import random
 import subprocess
@@ -801,6 +802,28 @@ def test_a_sum_that_nobody_else_reads_is_written_in_place_no_more():
     assert targets.count("aten.add_.Tensor") == 1  # into `shared`, whose values before are wanted through a view
     assert targets.count("aten.add.Tensor") == 1
     assert not {"aten.detach.default", "aten.alias.default"} & {*targets}
+
+
+@pytest.mark.parametrize("method", [bo.ITD, bo.AID, bo.F2SA], ids=lambda method: method.__name__)
+def test_a_trace_leaves_nothing_behind(method):
+    """The graphs of a traced step, with operations that save their own results, are freed with the optimizer."""
+
+    def tensors():
+        gc.collect()
+        return {id(o) for o in gc.get_objects() if issubclass(type(o), torch.Tensor)}
+
+    def captured():
+        x, y = (torch.full((3,), value, requires_grad=True) for value in (0.5, 0.2))
+        optimizer = method([x], [y], lr=0.1, lower_lr=0.1, lower_steps=2)
+        optimizer.compile(backend="eager")
+        for _ in range(4):
+            optimizer.step(lambda: (y.tanh() - 1).square().sum(), lambda: (y.exp() - x.sigmoid()).square().sum())
+        assert optimizer.captured_graphs == 1
+
+    captured()
+    before = tensors()
+    captured()
+    assert tensors() <= before
 
 
 def test_what_would_only_be_looked_at_is_not_computed():
