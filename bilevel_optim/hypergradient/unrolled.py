@@ -79,7 +79,7 @@ def unrolled(
         trajectory.append(step)
         solved = rule.step(solved.y, solved.memory, partial(_evaluated, step))
         if differentiated > 2 and k in (0, differentiated // 2, differentiated - 1) and solved.gradient is not None:
-            norms.append(solved.gradient.norm())
+            norms.append(solved.norm())
     oracle.checks.finite("lower_grad", solved.y)
     loss, h, adjoint = oracle.at(lower=solved.y).upper(upper_sample or oracle.f.draw(once=True))
     memory_adjoint: list[dict[str, Tensor]] = [{} for _ in adjoint]

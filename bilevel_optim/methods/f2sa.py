@@ -188,7 +188,7 @@ class F2SA(BilevelOptimizer):
         y = copies.combine(interpolation)
         found = solved.watched(oracle.checks)
         if solved.gradient is not None:
-            found["lower_residual"] = solved.gradient.lane_norm()
+            found["lower_residual"] = solved.norm(lanes=True)
         spread = self._watched_spread(oracle, y, copies, formula, given)
         if formula.nodes == (-1, 1) and solved.early is not None:
             self._watch_leaving(oracle, solved, start, found["lower_residual"], given)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..problem.tracing import Untraceable, tracing
 from .calls import Listed
+from .looks import blind_to_unused, look_later
 from .parts import in_parts, number_parts, out_of_place, written_into
 from .workspace import listed, written
 
@@ -94,7 +95,8 @@ class Graph:
         number_parts(module, trace.cuts)
         self.read = [(t, t.detach().clone()) for t in trace.read]
         self._captured = _lifted(module, own)
-        _blind_to_unused(module, {*trace.looks})
+        blind_to_unused(module, trace.looks)
+        look_later(module, trace.looks)
         self.nodes = len(module.graph.nodes)
         self.shared: frozenset[int] | None = None
         places = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -194,9 +196,9 @@ def _lifted(module: GraphModule, own: Sequence[Tensor]) -> list[Tensor]:
                 if argument.is_write and value in outside:
                     raise Untraceable(f"a loss writes into a tensor that is not its own ({node.target})")
     out_of_place(graph)
-    kept = written_into(graph)
+    fixed = written_into(graph)
     for node in [*graph.nodes]:
-        if node.target in SAME and node not in kept:
+        if node.target in SAME and node not in fixed:
             node.replace_all_uses_with(node.args[0])
     graph.eliminate_dead_code()
     graph.lint()
@@ -209,24 +211,6 @@ def _lifted(module: GraphModule, own: Sequence[Tensor]) -> list[Tensor]:
         delattr(module, name)  # or it would be an argument too
     module.recompile()
     return captured
-
-
-def _blind_to_unused(module: GraphModule, looks: Collection[Node]) -> None:
-    """Leave out what would only be looked at: nothing that a step leaves behind depends on it."""
-    used: set[Node] = set()
-    waiting = [node for node in module.graph.nodes if node.op == "output" or node.is_impure()]
-    while waiting:
-        node = waiting.pop()
-        if node not in used:
-            used.add(node)
-            waiting += () if node in looks else node.all_input_nodes
-    for node in used.intersection(looks):
-        if used.isdisjoint(node.all_input_nodes):
-            for total in [*node.users]:  # a sum of such numbers
-                (rest,) = (n for n in total.all_input_nodes if n is not node)
-                total.replace_all_uses_with(rest)
-    module.graph.eliminate_dead_code()
-    module.recompile()
 
 
 def _is_looked_up(node: Node) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -97,17 +97,24 @@ def in_parts(module: fx.GraphModule, backend: Callable[..., Function]) -> Callab
     for node in result:
         if isinstance(node, fx.Node):
             last[node] = max(parts) + 1
-    kinds: dict[Any, _Kind] = {}
+    kinds: dict[Any, dict[tuple[int, ...], _Kind]] = {}
     met: list[tuple[_Kind, list[fx.Node], list[fx.Node]]] = []
+    structures = {k: _Structure.of(nodes) for k, nodes in parts.items()}
+    for structure in sorted(structures.values(), key=lambda s: -len({*s.slots})):
+        alike = kinds.setdefault(structure.key, {})
+        if structure.one_of(alike) is None:
+            alike[structure.places] = _Kind(module, structure.nodes, structure.inputs(structure.places))
     for k, nodes in parts.items():
-        key, inputs = _structure(nodes)
-        kind = kinds.setdefault(key, _Kind(module, nodes, inputs))
+        alike = kinds[structures[k].key]
+        case = structures[k].one_of(alike)
+        assert case is not None
+        kind, inputs = alike[case], structures[k].inputs(case)
         given = [i for i, node in enumerate(nodes) if last.get(node, -1) > k]
         if any(not isinstance(nodes[i].meta.get("val"), Tensor) for i in given):
             return None
         kind.outputs = sorted({*kind.outputs, *given})
         met.append((kind, nodes, inputs))
-    if sum(len(kind.nodes) for kind in kinds.values()) > WORTH * len(owner):
+    if sum(len(kind.nodes) for alike in kinds.values() for kind in alike.values()) > WORTH * len(owner):
         return None
     calls = []
     for kind, nodes, inputs in met:
@@ -183,24 +190,35 @@ def out_of_place(graph: fx.Graph) -> None:
 def _move_to_users(owner: dict[fx.Node, int], fixed: set[fx.Node]) -> None:
     """Let a part make what it alone needs, where that hands on fewer numbers between parts; changes ``owner``."""
 
-    def later(node: fx.Node, but: fx.Node | None = None) -> set[int]:
-        return {owner.get(user, END) for user in node.users if user is not but} - {owner[node]}
+    def movable(node: fx.Node) -> bool:
+        return _is_cheap(node) and node not in fixed and fixed.isdisjoint(node.all_input_nodes)
+
+    def handed_on(group: set[fx.Node], to: int) -> set[fx.Node]:
+        """What would have to be handed on to that part instead, and is not anyway."""
+        needed = {i for node in group for i in node.all_input_nodes if i in owner} - group
+        return {i for i in needed if all(owner.get(user, END) < to for user in i.users if user not in group)}
 
     for node in reversed(list(owner)):
-        users = {owner.get(user, END) for user in node.users}
-        if len(users) != 1 or max(users) in (owner[node], END) or not _is_cheap(node):
+        users, here = {owner.get(user, END) for user in node.users}, owner[node]
+        to = max(users, default=END)
+        if len(users) != 1 or to in (here, END) or not movable(node):
             continue
-        if node in fixed or not fixed.isdisjoint(node.all_input_nodes):
-            continue
-        new = [i for i in node.all_input_nodes if i in owner and not later(i, node)]
-        if sum(map(_size, new)) <= _size(node):
-            (owner[node],) = users
+        group, new = {node}, handed_on({node}, to)
+        while sum(map(_size, new)) >= _size(node):
+            more = {i for i in new if owner[i] == here and group.issuperset(i.users) and movable(i)}
+            if not more:
+                break
+            group |= more
+            new = handed_on(group, to)
+        else:
+            owner.update(dict.fromkeys(group, to))
 
 
 def _is_cheap(node: fx.Node) -> bool:
     """Whether an operation is made for each entry apart, or a view."""
     target = node.target
-    return torch.Tag.pointwise in getattr(target, "tags", ()) or getattr(target, "is_view", False)
+    tags = getattr(target, "tags", ())
+    return torch.Tag.pointwise in tags or getattr(target, "is_view", False) or target is torch.ops.aten._to_copy.default
 
 
 def _size(node: fx.Node) -> int:
@@ -208,20 +226,51 @@ def _size(node: fx.Node) -> int:
     return value.numel() if isinstance(value, Tensor) else END
 
 
-def _structure(nodes: Sequence[fx.Node]) -> tuple[Any, list[fx.Node]]:
-    """What two parts have in common if they are the same operations on values of the same kinds; what a part takes."""
-    place = {node: i for i, node in enumerate(nodes)}
-    inputs: dict[fx.Node, int] = {}
+class _Structure(NamedTuple):
+    """A part as what it has in common with others, and what is its own.
 
-    def named(node: fx.Node) -> Any:
-        return _Name("own", place[node]) if node in place else _Name("given", inputs.setdefault(node, len(inputs)))
+    Attributes:
+        nodes: its operations.
+        key: the operations, and the kind of value in each place where one is given.
+        slots: the values given, in each of these places.
+        places: for each of them the first with the same value.
+    """
 
-    operations = tuple(
-        (node.target, _frozen(map_arg(node.args, named)), _frozen(map_arg(node.kwargs, named))) for node in nodes
-    )
-    values = [node.meta.get("val") for node in inputs]
-    kinds = tuple((v.shape, v.stride(), v.dtype, v.device) if isinstance(v, Tensor) else repr(v) for v in values)
-    return (operations, kinds), list(inputs)
+    nodes: Sequence[fx.Node]
+    key: Any
+    slots: list[fx.Node]
+    places: tuple[int, ...]
+
+    @classmethod
+    def of(cls, nodes: Sequence[fx.Node]) -> _Structure:
+        """The structure of some operations."""
+        own = {node: i for i, node in enumerate(nodes)}
+        slots: list[fx.Node] = []
+        first: dict[fx.Node, int] = {}
+
+        def named(node: fx.Node) -> _Name:
+            if node in own:
+                return _Name("own", own[node])
+            first.setdefault(node, len(slots))
+            slots.append(node)
+            return _Name("given", len(slots) - 1)
+
+        operations = tuple(
+            (node.target, _frozen(map_arg(node.args, named)), _frozen(map_arg(node.kwargs, named))) for node in nodes
+        )
+        values = [node.meta.get("val") for node in slots]
+        kinds = tuple((v.shape, v.stride(), v.dtype, v.device) if isinstance(v, Tensor) else repr(v) for v in values)
+        places = tuple(first[node] for node in slots)
+        written = places if any(map(_is_mutable, nodes)) else None  # then it matters which values are the same
+        return cls(nodes, (operations, kinds, written), slots, places)
+
+    def one_of(self, alike: Iterable[tuple[int, ...]]) -> tuple[int, ...] | None:
+        """Places of which these are a case: one value may be given twice where two are taken."""
+        return next((p for p in alike if len({*zip(p, self.places, strict=True)}) == len({*p})), None)
+
+    def inputs(self, places: Sequence[int]) -> list[fx.Node]:
+        """The values given, where those of a kind are different."""
+        return [node for i, node in enumerate(self.slots) if places[i] == i]
 
 
 class _Name(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.cg import cg_step
-from ..problem.tracing import traced
+from ..problem.tracing import cut, traced
 from ..problem.vector import Vector, any_sharded
 from .on_host import conjugate_gradients, relative
 
@@ -318,9 +318,8 @@ def neumann(
     """
     if start is not None:
         raise ValueError("Invalid start: a Neumann series starts from zero; use fixed_point for a warm start")
-    b = Vector(b)
     norm = Vector.lane_norm if lanes else Vector.norm
-    term = total = b
+    term = total = b = Vector(b)
     residual = b_norm = norm(b)
     done = torch.zeros_like(residual, dtype=torch.int64)
     for _ in range(steps):
@@ -328,9 +327,10 @@ def neumann(
         if active is not None and not traced() and not active.any():
             break
         term = term - _damped(product, term * lr, damping)
-        residual = norm(term) if active is None else torch.where(active, norm(term), residual)
+        residual = residual if active is None else torch.where(active, norm(term), residual)
         total, done = total + term, done + (1 if active is None else active)
-    return _finished(total * lr, residual, done, b_norm, b_norm)
+    cut()
+    return _finished(total * lr, norm(term) if tol <= 0 else residual, done, b_norm, b_norm)
 
 
 def neumann_term(

@@ -61,6 +61,8 @@ class Solved(NamedTuple):
         projected: whether the projection moved the last y, a boolean scalar; None without a projection.
         early: norms of the gradients at the first and at the middle step of at least three, of stacked copies those of
             each; None if they were fewer.
+        size: in a trace the norm of the gradient, of stacked copies of each, made with the step: the gradient, which
+            takes longer to write than to look at, then need not leave it.
     """
 
     y: Vector
@@ -68,12 +70,20 @@ class Solved(NamedTuple):
     gradient: Vector | None
     projected: Tensor | None = None
     early: tuple[Tensor, Tensor] | None = None
+    size: Tensor | None = None
+
+    def norm(self, lanes: bool = False) -> Tensor:
+        """Norm of the last gradient, of stacked copies that of each."""
+        if self.size is not None:
+            return self.size
+        assert self.gradient is not None
+        return self.gradient.lane_norm() if lanes else self.gradient.norm()
 
     def watched(self, checks: Checks) -> dict[str, Tensor]:
         """Diagnostics of the steps, with a warning if the gradient grew in both halves of them."""
         if self.gradient is None:
             return {}
-        last = self.gradient.norm()
+        last = self.gradient.norm() if self.size is None else self.size.norm()
         early = None if self.early is None else (self.early[0].norm(), self.early[1].norm())
         return {"lower_residual": last, **watched_growth(checks, early, last)}
 
@@ -153,6 +163,8 @@ class LowerRule:
     def step(self, y: Vector, memory: Memory, gradient: Gradient) -> Solved:
         """One step on the gradients that ``gradient`` evaluates, at y or where the optimizer asks for them."""
         solved = self._limited(y, memory, gradient) if self.limits else self._step(y, memory, gradient)
+        if traced() and solved.gradient is not None:
+            solved = solved._replace(size=solved.norm(bool(self.lead)))
         cut()
         return solved
 
@@ -245,7 +257,7 @@ class LowerRule:
             for k in range(steps):
                 solved = self.step(solved.y, solved.memory, draw())
                 if steps > 2 and k in (0, steps // 2) and solved.gradient is not None:
-                    early.append(solved.gradient.lane_norm() if self.lead else solved.gradient.norm())
+                    early.append(solved.norm(bool(self.lead)))
                 if tol > 0 and solved.gradient is not None and solved.gradient.norm() <= tol:
                     break
         return solved._replace(early=(early[0], early[1])) if len(early) == 2 else solved
