@@ -235,7 +235,7 @@ def test_a_run_ends_with_the_step_that_found_a_small_gradient():
     assert (float(y[0]), float(gradient[0]), len(drawn)) == (1 / 8, 1 / 4, 3)
     y, _, gradient, *_ = rule.run(start, rule.fresh(), 10, draw)
     assert (float(y[0]), float(gradient[0]), len(drawn)) == (2.0**-10, 2.0**-9, 13)
-    assert rule.run(start, rule.fresh(), 0, draw) == (start, [{}], None, None, None)
+    assert rule.run(start, rule.fresh(), 0, draw) == (start, [{}], None, None, None, None)
 
 
 @pytest.mark.parametrize("factory", [torch.optim.SGD, torch.optim.Adam, torch.optim.LBFGS, AGD])
