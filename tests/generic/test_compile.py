@@ -804,7 +804,7 @@ def test_a_sum_that_nobody_else_reads_is_written_in_place_no_more():
     assert not {"aten.detach.default", "aten.alias.default"} & {*targets}
 
 
-@pytest.mark.parametrize("method", [bo.ITD, bo.AID, bo.F2SA], ids=lambda method: method.__name__)
+@pytest.mark.parametrize("method", [bo.ITD, pytest.param(bo.AID, marks=pytest.mark.slow)])
 def test_a_trace_leaves_nothing_behind(method):
     """The graphs of a traced step, with operations that save their own results, are freed with the optimizer."""
 

@@ -46,9 +46,9 @@ def ends(problem, optimizer):
         (bo.RTMLMC, {}),
         (bo.RTMLMC, {"neumann": "product", "smoothness": 9.0, "base_level": 1}),
         (bo.RTMLMC, {"neumann": "cg", "warm_start": True, "lower_batch": 2, "upper_batch": 3}),
-        (bo.RTMLMC, {"implicit_term": False, "tasks_per_step": 1}),
+        pytest.param(bo.RTMLMC, {"implicit_term": False, "tasks_per_step": 1}, marks=pytest.mark.slow),
         (bo.DLSGD, {"neumann": "product", "neumann_steps": 2}),
-        (bo.DLSGD, {"lower_batch": None, "cap": False}),
+        pytest.param(bo.DLSGD, {"lower_batch": None, "cap": False}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -71,7 +71,11 @@ def test_captured_steps_are_the_eager_ones(cls, options):
 
 @pytest.mark.parametrize(
     ("cls", "options"),
-    [(bo.RTMLMC, {}), (bo.RTMLMC, {"tasks_per_step": 3, "smoothness": 9.0}), (bo.DLSGD, {})],
+    [
+        (bo.RTMLMC, {}),
+        pytest.param(bo.RTMLMC, {"tasks_per_step": 3, "smoothness": 9.0}, marks=pytest.mark.slow),
+        (bo.DLSGD, {}),
+    ],
     ids=["levels", "one graph", "one level"],
 )
 def test_a_captured_run_goes_on_bit_for_bit(cls, options):

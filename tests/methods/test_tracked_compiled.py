@@ -89,7 +89,10 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+LIKE_OTHERS = ("svrb free", "bsvrb", "rsvrb exact")
+
+
+@pytest.mark.parametrize("way", [pytest.param(w, marks=[pytest.mark.slow] * (w in LIKE_OTHERS)) for w in WAYS])
 def test_captured_steps_are_the_eager_ones(way, monkeypatch):
     """As steps and as a run; each number of different tasks has a graph."""
     cls, options = WAYS[way]
