@@ -232,6 +232,8 @@ def _reason(error: Exception) -> str:
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
     if "data-dependent" in text.lower() or "get value out of" in text or "_local_scalar_dense" in text:
         return "a value is read on the host (a branch on it, or .item())"
+    if "Generator" in text:  # what torch 2.11 says of one
+        return "a loss draws random numbers (of a generator)"
     return text
 
 

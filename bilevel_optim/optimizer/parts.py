@@ -81,7 +81,7 @@ def in_parts(module: fx.GraphModule, backend: Callable[..., Function]) -> Callab
         backend: compiles a part for example arguments.
     """
     places = [node for node in module.graph.nodes if node.op == "placeholder"]
-    (result,) = next(reversed(module.graph.nodes)).args
+    (result,) = next(iter(reversed(module.graph.nodes))).args
     assert isinstance(result, (list, tuple))
     owner = {node: node.meta["part"] for node in module.graph.nodes if node.op not in ("placeholder", "output")}
     _move_to_users(owner, written_into(module.graph))
