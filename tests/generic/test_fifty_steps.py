@@ -19,8 +19,8 @@ CASES = {
     "Adam and a scheduler": {},
 }
 ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-5}
-# Rounding of a gradient over the length of a difference, or with Adam the sign of a gradient that is rounding. Two eager
-# runs of F2SA in float32 whose first y differ by 1.2e-7 differ by up to 3.1e-4 of x.
+# Rounding of a gradient over the length of a difference, or with Adam the sign of a gradient that is rounding. Two
+# eager runs of F2SA in float32 whose first y differ by 1.2e-7 differ by up to 3.1e-4 of x.
 ADAM = "Adam and a scheduler"
 AMPLIFIED = {
     ("AID-differences", torch.float64, "stochastic"): 10,
