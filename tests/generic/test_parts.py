@@ -70,6 +70,16 @@ def test_what_is_made_for_another_part_alone_moves_there_only_if_less_is_handed_
     assert len(parts.modules) == 1  # and the view at the end is too short to be compiled
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_large_table_makes_a_graph_large_only_if_more_than_rows_of_it_is_read(whole, monkeypatch):
+    asked = []
+    monkeypatch.setattr(graphs, "LARGE", 20)
+    monkeypatch.setattr(graphs, "in_parts", lambda module, backend: asked.append(module))
+    values = [torch.ones(30, 2), torch.tensor([1, 2])]
+    graphs.Graph(lambda v: [v[0].sin() if whole else v[0][v[1]].sin()], values, Parts())
+    assert bool(asked) == whole
+
+
 @pytest.mark.parametrize("hidden", [False, True])
 @pytest.mark.parametrize("bad", [None, 0, 1, 2])
 def test_of_vectors_that_are_added_up_the_last_sum_is_looked_at(bad, hidden, parts):
