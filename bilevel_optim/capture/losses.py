@@ -1,0 +1,383 @@
+"""Losses as pure functions: Dynamo reads each of them, and torch's own guards say when one has changed."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch._dynamo as dynamo
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .reasons import Uncapturable
+
+__all__ = ["LossGraph", "LossReader", "PureLoss", "Reading"]
+
+# What Dynamo does not look at by default, to be fast, is looked at too. A version need not have all of the names.
+SETTINGS = {
+    name: value
+    for name, value in {
+        "allow_rnn": True,
+        "side_effect_replay_policy": "error",
+        "skip_guards_on_constant_func_defaults": False,
+        "skip_nnmodule_hook_guards": False,
+        "specialize_int": True,
+    }.items()
+    if hasattr(dynamo.config, name)
+}
+
+
+class Reading(NamedTuple):
+    """A function as it is now.
+
+    Attributes:
+        graph: what it computes.
+        places: where each input of the graph comes from: ``("x", i)`` and ``("y", i)`` are parameters,
+            ``("argument", k)`` is the k-th leaf of the arguments, ``("read", j)`` another tensor.
+        reads: the other tensors.
+    """
+
+    graph: LossGraph
+    places: tuple[tuple[str, int], ...]
+    reads: list[Tensor]
+
+
+class LossReader:
+    """Hands a function to Dynamo: its graph, and the tensors that it reads now.
+
+    One for each role and each form of the data, because torch keeps a limit of recompilations for each code object, and
+    takes shapes that change between two calls of the same one for dynamic.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[LossGraph, tuple[Any, ...]] | None = None
+
+        def call(function: Callable[..., Any], *arguments: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                raise _Unread
+            return function(*arguments)
+
+        def backend(module: GraphModule, examples: Sequence[Tensor]) -> Callable[..., Any]:
+            graph = LossGraph(module)
+
+            def note(*tensors: Any) -> tuple[Tensor, ...]:
+                self._last = graph, tensors
+                return graph.results
+
+            return note
+
+        own = types.FunctionType(call.__code__.replace(co_name="call"), globals(), "call")
+        self._read = torch.compile(own, backend=backend, fullgraph=True)
+        self._known: Callable[..., Any] = dynamo.run(self._read)  # as it was read, and never anew
+
+    def read(self, x: Sequence[Tensor], y: Sequence[Tensor], function: Callable[..., Any], *arguments: Any) -> Reading:
+        """What a function computes from such arguments and from the live parameters.
+
+        Raises:
+            Uncapturable: with Dynamo's reason and the user's line, if Dynamo cannot read it.
+        """
+        with torch.enable_grad():
+            try:
+                output = self._known(function, *arguments)
+            except _Unread:
+                output = self._read_anew(function, arguments)
+        if self._last is None:
+            raise Uncapturable("a loss computes nothing with tensors")
+        (graph, tensors), self._last = self._last, None
+        graph.settle(tensors, output)
+        names = {id(t): ("argument", k) for k, t in enumerate(tree_leaves(arguments)) if isinstance(t, Tensor)}
+        names |= {id(t): ("x", i) for i, t in enumerate(x)} | {id(t): ("y", i) for i, t in enumerate(y)}
+        reads: list[Tensor] = []
+        places = []
+        for tensor in tensors:
+            place = names.get(id(tensor))
+            if place is None:
+                place = names[id(tensor)] = ("read", len(reads))
+                reads.append(tensor)
+                if tensor.requires_grad and not tensor.is_leaf:
+                    raise Uncapturable("a loss uses a tensor with a graph of its own")
+            places.append(place)
+        if any(places[i][0] != "read" for i in graph.writes):
+            raise Uncapturable("a loss writes into a parameter or into its batch")
+        return Reading(graph, tuple(places), reads)
+
+    def _read_anew(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+        try:
+            with dynamo.config.patch(**SETTINGS), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what Dynamo warns of is among its reasons
+                return self._read(function, *arguments)
+        except Exception as error:
+            raise Uncapturable(_reason(error)) from error
+
+
+class _Unread(Exception):
+    """A function is not as it was when Dynamo read it."""
+
+
+class LossGraph:
+    """What Dynamo has read of a function, as a pure function of tensors.
+
+    Args:
+        module: Dynamo's graph, which is changed.
+
+    Attributes:
+        results: stand for the results of the graph when the function is called, and are known again by identity.
+        writes: the number of each input that the function would write into, and the result that is its new value.
+
+    """
+
+    def __init__(self, module: GraphModule) -> None:
+        places = [node for node in module.graph.nodes if node.op == "placeholder"]
+        drawn = any(node.name.startswith("random_value") for node in places)
+        self._reason = "a loss draws random numbers (of Python's random)" if drawn else ""
+        self.results = tuple(torch.zeros((), device="cpu") for _ in _results(module.graph))
+        _write_apart(module)
+        self.writes = _write_nowhere(module.graph, places)
+        _keep_numbers(module.graph)
+        module.graph.lint()
+        module.recompile()
+        self._module = module
+        self._output: list[Any] = []
+
+    def settle(self, tensors: Sequence[Any], output: Any) -> None:
+        """Note, at the first call, which results the function returns, and in which form.
+
+        Raises:
+            Uncapturable: if it draws Python's random numbers, or what it reads or returns is not made of tensors.
+        """
+        if self._output:
+            return
+        known = {id(t): _Slot(0, i) for i, t in enumerate(tensors)} | {
+            id(t): _Slot(1, i) for i, t in enumerate(self.results)
+        }
+        leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+        if not all(isinstance(t, Tensor) for t in tensors) or not all(id(t) in known for t in leaves):
+            self._reason = self._reason or "the sizes of what a loss reads change, or what it returns is not its own"
+        if self._reason:
+            raise Uncapturable(self._reason)
+        self._output = [tree_map(lambda leaf: known[id(leaf)] if isinstance(leaf, Tensor) else leaf, output)]
+
+    def __call__(self, tensors: Sequence[Tensor]) -> tuple[Any, dict[int, Tensor]]:
+        """What the function returns, and the new values of inputs that it would write into."""
+        both = tensors, self._module(*tensors)
+        (output,) = tree_map(lambda leaf: both[leaf[0]][leaf[1]] if isinstance(leaf, _Slot) else leaf, self._output)
+        return output, {i: both[1][k] for i, k in self.writes.items()}
+
+
+class _Slot:
+    """A tensor of an output: of the inputs (0) or the results (1) the one of this number."""
+
+    def __init__(self, *place: int) -> None:
+        self._place = place
+
+    def __getitem__(self, i: int) -> int:
+        return self._place[i]
+
+
+class PureLoss:
+    """What was read of a function, in its place: a function of its arguments, of the parameters, and of given tensors.
+
+    Args:
+        reading: of the function.
+        x: the live upper parameters, in whose place an evaluation puts others.
+        y: the live lower parameters, likewise.
+        reads: the other tensors.
+
+    Attributes:
+        written: the new values of those that the last call would have written into, by their number.
+    """
+
+    def __init__(self, reading: Reading, x: Sequence[Tensor], y: Sequence[Tensor], reads: Sequence[Tensor]) -> None:
+        self._reading, self._parameters, self._reads = reading, {"x": x, "y": y}, reads
+        self.written: dict[int, Tensor] = {}
+
+    def __call__(self, *arguments: Any) -> Any:
+        leaves = tree_leaves(arguments)
+        tensors = []
+        for kind, i in self._reading.places:
+            if kind == "argument":
+                tensors.append(leaves[i])
+            elif kind == "read":
+                tensors.append(self._reads[i])
+            else:  # a call of torch, in which what stands for the parameter is put in its place
+                live = self._parameters[kind][i]
+                tensors.append(live.view_as(live))
+        output, written = self._reading.graph(tensors)
+        self.written = {self._reading.places[i][1]: value for i, value in written.items()}
+        return output
+
+
+def _results(graph: Graph) -> Sequence[Node]:
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    results: Sequence[Node] = output.args[0]
+    return results
+
+
+def _reason(error: Exception) -> str:
+    """What Dynamo says in one sentence, and where in the user's code."""
+    text = str(error).strip()
+    first = text.splitlines()[0] if text else type(error).__name__
+    if "side effects" in first:
+        changed = re.findall(r"\[.*\]", first)
+        first = f"a loss changes Python values as it runs {''.join(changed[-1:])}"
+    elif "recompile_limit" in first or "recompile limit" in text:
+        first = "what a loss reads keeps changing, each time to another value"
+    elif "data-dependent" in first.lower():
+        first = "a value is read on the host (a branch on it)"
+    places = [p for p in re.findall(r'File "(.+)", line (\d+), in (.+)', text) if p[0] != __file__]
+    where = " ({0}, line {1}, in {2})".format(*places[-1]) if places else ""
+    return first.strip().rstrip(".") + where
+
+
+# ------------------------------------------------------------------------------------------------ graphs without effects
+
+
+def _write_nowhere(graph: Graph, places: Sequence[Node]) -> dict[int, int]:
+    """Make writes into inputs results of the graph; gives the input's number and that of the result."""
+    current: dict[Node, Node] = {}
+    for node in list(graph.nodes):
+        for place, value in current.items():
+            node.replace_input_with(place, value)
+        origin = {current.get(place, place): place for place in places}
+        target = node.args[0] if node.args else None
+        with graph.inserting_after(node):
+            if node.op == "call_method" and node.target in _IN_PLACE and target in origin:
+                new = graph.call_function(_IN_PLACE[node.target], node.args, node.kwargs)
+                node.replace_all_uses_with(new)
+                graph.erase_node(node)
+                current[origin[target]] = new
+            elif node.target is F.batch_norm:
+                _running_statistics(graph, node, origin, current)
+    finals = [*_results(graph)]
+    writes = {places.index(place): len(finals) + k for k, place in enumerate(current)}
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    output.args = ((*finals, *current.values()),)
+    return writes
+
+
+_IN_PLACE: dict[Any, Callable[..., Tensor]] = {
+    "add_": torch.add,
+    "sub_": torch.sub,
+    "mul_": torch.mul,
+    "lerp_": torch.lerp,
+}
+
+
+def _running_statistics(graph: Graph, node: Node, origin: dict[Node, Node], current: dict[Node, Node]) -> None:
+    """Let a normalisation give its new statistics instead of writing them."""
+    given = inspect.signature(F.batch_norm).bind(*node.args, **node.kwargs)
+    given.apply_defaults()
+    own = given.arguments
+    if own["training"] is not True or not isinstance(own["running_mean"], Node):
+        return
+    for name, new in (("running_mean", _new_mean), ("running_var", _new_variance)):
+        if own[name] in origin:
+            current[origin[own[name]]] = graph.call_function(new, (own[name], own["input"], own["momentum"]))
+            own[name] = None
+    own["momentum"] = 0.0
+    node.args, node.kwargs = tuple(own.values()), {}
+
+
+def _new_mean(mean: Tensor, values: Tensor, momentum: Any) -> Tensor:
+    now = values.detach().mean([0, *range(2, values.dim())])
+    return (1 - momentum) * mean + momentum * now.to(mean.dtype)
+
+
+def _new_variance(variance: Tensor, values: Tensor, momentum: Any) -> Tensor:
+    now = values.detach().var([0, *range(2, values.dim())], unbiased=True)
+    return (1 - momentum) * variance + momentum * now.to(variance.dtype)
+
+
+def _keep_numbers(graph: Graph) -> None:
+    """Leave numbers that a tensor holds (a schedule, which Dynamo hands over as one) on the device."""
+    numbers: set[Node] = set()
+    for node in list(graph.nodes):
+        own = [i for i, argument in enumerate(node.args) if argument in numbers]
+        if node.op == "call_method" and node.target == "item":
+            node.op, node.target = "call_function", Tensor.detach
+            numbers.add(node)
+        elif own and node.op == "call_function":
+            if set(node.all_input_nodes) <= numbers:
+                numbers.add(node)
+            else:
+                node.target = _beside_numbers(node.target, own)
+
+
+def _beside_numbers(function: Callable[..., Any], numbers: Sequence[int]) -> Callable[..., Any]:
+    """A function some of whose arguments are numbers, which do not decide about the type of its result."""
+
+    def beside_numbers(*arguments: Any, **named: Any) -> Any:
+        kinds = [a.dtype for i, a in enumerate(arguments) if isinstance(a, Tensor) and i not in numbers]
+        floating = next((kind for kind in kinds if kind.is_floating_point), None)
+        given = [a.to(floating) if floating and i in numbers else a for i, a in enumerate(arguments)]
+        return function(*given, **named)
+
+    return beside_numbers
+
+
+def _write_apart(module: GraphModule) -> None:
+    """Operations that cannot be differentiated twice, mapped or traced as they stand, as others that can."""
+    for name, part in [*module.named_children()]:
+        if isinstance(part, GraphModule):
+            _write_apart(part)
+            part.recompile()
+    for node in list(module.graph.nodes):
+        called = getattr(node.target, "__name__", str(node.target))
+        if node.op != "call_function":
+            continue
+        if called == "one_hot" and node.args[1:2] and node.args[1] != -1:
+            node.target = _one_hot
+        elif called == "tag_activation_checkpoint":
+            node.target, node.kwargs = _called, {}
+        elif called == "autograd_function_apply":
+            forward, backward = (getattr(module, body.target) for body in node.args[:2])
+            node.target, node.args, node.kwargs = _function_of(forward, backward), node.args[2:], {}
+
+
+def _called(body: Callable[..., Any], *arguments: Any) -> Any:
+    return body(*arguments)
+
+
+def _one_hot(classes: Tensor, count: int) -> Tensor:
+    return (classes.unsqueeze(-1) == torch.arange(count, device=classes.device)).long()
+
+
+def _function_of(forward: GraphModule, backward: GraphModule) -> Callable[..., Any]:
+    """A ``torch.autograd.Function`` of two bodies, whose derivative can be differentiated and mapped.
+
+    Dynamo's own has wrong second derivatives: what its backward pass uses is a constant to it.
+    """
+    for body in (forward, backward):
+        for node in list(body.graph.nodes):
+            if node.target is torch._C._set_grad_enabled:
+                body.graph.erase_node(node)
+        body.recompile()
+
+    class Own(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(*inputs: Any) -> Any:
+            outputs, _ = forward(*inputs)
+            return tuple(outputs)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            _, saved = forward(*ctx.saved_tensors)
+            return tuple(backward(*gradients, *saved))
+
+    def apply(*inputs: Any) -> Any:
+        return Own.apply(*inputs)  # type: ignore[no-untyped-call]
+
+    return apply
