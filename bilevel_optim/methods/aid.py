@@ -10,7 +10,7 @@ from typing import Any, Unpack
 from ..hypergradient import Estimate, implicit
 from ..optimizer.base import BilevelOptimizer, CommonOptions
 from ..optimizer.declaration import Method, counts
-from ..optimizer.step import Given, changed
+from ..optimizer.step import StepInputs, changed
 from ..oracle.oracle import Oracle
 from ..problem.parameters import Params, is_count, is_number, require
 from ..solvers import linear
@@ -136,20 +136,20 @@ class AID(BilevelOptimizer):
         self.linear_lr, self.damping = linear_lr, damping
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
 
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Lower steps, then the linear system at their end."""
         here = given.descended(oracle, self.lower_step_count(given.steps))
-        estimate = here.kept(self.implicit_estimate(here.oracle, given))
+        estimate = here.with_lower(self.implicit_estimate(here.oracle, given))
         chosen = {name: given.numbers[name] for name in ("linear_solver",) if name in given.numbers}
         return changed(estimate, numbers=chosen) if chosen else estimate
 
-    def implicit_estimate(self, oracle: Oracle, given: Given) -> Estimate:
+    def implicit_estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """The hypergradient at the oracle's point, from the last solution of the linear system if it is to be kept."""
         warm = self.warm_start and self.linear_solver != "neumann"
         estimate = implicit(oracle, self.linear_solve(given), given.memory.get("linear_solution") if warm else None)
         return estimate if warm else changed(estimate, memory={})
 
-    def linear_solve(self, given: Given) -> Callable[..., LinearSolution]:
+    def linear_solve(self, given: StepInputs) -> Callable[..., LinearSolution]:
         """The linear solver with its arguments."""
         name = given.numbers.get("linear_solver", self.linear_solver)
         stop = partial(_SOLVE[name], steps=self.linear_steps, tol=self.linear_tol, damping=self.damping)
@@ -161,6 +161,6 @@ class AID(BilevelOptimizer):
         """A lower Hessian that is not positive definite, where the solver may change."""
         return "indefinite" if self.linear_solver == "auto" and "linear_solver" not in numbers else None
 
-    def react(self, oracle: Oracle, given: Given, estimate: Estimate) -> tuple[Oracle, Given]:
+    def react(self, oracle: Oracle, given: StepInputs, estimate: Estimate) -> tuple[Oracle, StepInputs]:
         """Change from CG to MINRES."""
         return oracle, changed(given, numbers={**given.numbers, "linear_solver": "minres"})

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..hypergradient import Estimate
 from ..optimizer.base import BilevelOptimizer, CommonOptions
 from ..optimizer.declaration import Method, counts
-from ..optimizer.step import Given
+from ..optimizer.step import StepInputs
 from ..oracle.first_order import lower_slope
 from ..oracle.oracle import Oracle
 from ..problem.parameters import Params, is_count, is_number, require
@@ -130,7 +130,7 @@ class BOME(BilevelOptimizer):
         """Every task by itself, because each has a multiplier of its own."""
         return [slice(i, i + 1) for i in range(tasks)]
 
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """The common direction: its part in x is the estimate, that in y is followed at once."""
         for _ in range(self.joint_steps - 1):
             oracle = self._settled(oracle, given)
@@ -147,7 +147,7 @@ class BOME(BilevelOptimizer):
         diagnostics = {"lower_residual": g_y, "gap": gap, "multiplier": multiplier}
         return Estimate(loss, Vector(direction[:split]), diagnostics, lower=y)
 
-    def _settled(self, oracle: Oracle, given: Given) -> Oracle:
+    def _settled(self, oracle: Oracle, given: StepInputs) -> Oracle:
         """After a step of y alone, for which the gradient of q is that of g."""
         gap = torch.zeros((), device=oracle.device)
         ends = given.anew().descended(oracle, self.lower_steps).oracle if self.barrier == "value" else None
@@ -166,7 +166,7 @@ class BOME(BilevelOptimizer):
         safe = torch.where(square > 0, square, 1.0)
         return torch.where(square > 0, (bound - f.dot(q)).clamp_min(0) / safe, 0.0)
 
-    def _followed(self, oracle: Oracle, given: Given, direction: Vector) -> Vector:
+    def _followed(self, oracle: Oracle, given: StepInputs, direction: Vector) -> Vector:
         """Y after a step along a direction."""
         y = oracle.y - direction * given.linear_rates(self.joint_lr)
         oracle.checks.finite("lower_grad", y)

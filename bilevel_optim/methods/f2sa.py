@@ -15,7 +15,7 @@ from ..hypergradient.finite_difference import KINDS, Stencil
 from ..hypergradient.finite_difference import stencil as stencil_of
 from ..optimizer.base import BilevelOptimizer, CommonOptions
 from ..optimizer.declaration import Method, counts
-from ..optimizer.step import Given, Update, changed
+from ..optimizer.step import StepInputs, Update, changed
 from ..oracle.copies import evaluate_copies
 from ..oracle.differentiable import working_unit
 from ..oracle.oracle import Oracle
@@ -165,7 +165,7 @@ class F2SA(BilevelOptimizer):
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
         self.require_elementwise()
 
-    saved_options, divided_by = ("nu",), "nu"
+    saved_options, difference_step = ("nu",), "nu"
 
     @property
     def stencil(self) -> str:
@@ -173,7 +173,7 @@ class F2SA(BilevelOptimizer):
         changed: str = self.numbers.get("stencil", self._given_stencil)
         return stencil_of(self.order, changed).kind
 
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Lower steps of all copies, then the finite difference between them."""
         formula = self._formula(given)
         n, interpolation = len(formula.nodes), [float(w) for w in formula.interpolation]
@@ -200,10 +200,10 @@ class F2SA(BilevelOptimizer):
             numbers={k: given.numbers[k] for k in ("stencil",) if k in given.numbers},
         )
 
-    def _formula(self, given: Given) -> Stencil:
+    def _formula(self, given: StepInputs) -> Stencil:
         return stencil_of(self.order, given.numbers.get("stencil", self._given_stencil))
 
-    def _copies(self, oracle: Oracle, given: Given, n: int, interpolation: list[float]) -> tuple[Vector, bool]:
+    def _copies(self, oracle: Oracle, given: StepInputs, n: int, interpolation: list[float]) -> tuple[Vector, bool]:
         """Stacked copies, and whether they go on: all start at one point, and later move with y if it was changed."""
         copies = given.memory.get("copies")
         if copies is None or len(copies[0]) != n or not self.warm_start:
@@ -228,7 +228,7 @@ class F2SA(BilevelOptimizer):
 
         return gradient
 
-    def _watched_spread(self, oracle: Oracle, y: Vector, copies: Vector, formula: Stencil, given: Given) -> Tensor:
+    def _watched_spread(self, oracle: Oracle, y: Vector, copies: Vector, formula: Stencil, given: StepInputs) -> Tensor:
         """Distance of each copy from y* per unit of perturbation; similar for all as long as nu is small enough.
 
         For a quadratic pair it is proportional to 1/(1 + j nu r), so it shows a negative copy near its pole or beyond;
@@ -248,7 +248,7 @@ class F2SA(BilevelOptimizer):
                 oracle.checks.alert("uneven copies", UNEVEN, apart)
         return spread
 
-    def _watch_leaving(self, oracle: Oracle, solved: Solved, start: Vector, last: Tensor, given: Given) -> None:
+    def _watch_leaving(self, oracle: Oracle, solved: Solved, start: Vector, last: Tensor, given: StepInputs) -> None:
         """Of order 2, see whether the copy at the negative node goes away: far beside the other one, and uphill.
 
         Over steps of a convex problem a gradient grows with a step size or a momentum that is too large, or by noise;
@@ -261,7 +261,7 @@ class F2SA(BilevelOptimizer):
         text = self._diverging(stencil_of(self.order, "central"), given)
         oracle.checks.alert_if("diverging copies", text, _leaves, own, other, apart, first[0], middle[0], last[0])
 
-    def _diverging(self, formula: Stencil, given: Given) -> str:
+    def _diverging(self, formula: Stencil, given: StepInputs) -> str:
         return (
             "the copies of y are not similarly far from y*, or go away from it (see diagnostics['spread'], of order 2 "
             f"diagnostics['lower_residual'], for the nodes {formula.nodes}): those at negative nodes minimise "
@@ -285,13 +285,13 @@ class F2SA(BilevelOptimizer):
         """Copies that diverge, where the stencil may change."""
         return "diverging copies" if self._given_stencil == "auto" and "stencil" not in numbers else None
 
-    def react(self, oracle: Oracle, given: Given, estimate: Estimate) -> tuple[Oracle, Given]:
+    def react(self, oracle: Oracle, given: StepInputs, estimate: Estimate) -> tuple[Oracle, StepInputs]:
         """Change to a forward stencil, from the copy that is sound: those at negative nodes diverge."""
         nodes = self._formula(given).nodes
         sound = estimate.memory["copies"].lane(nodes.index(min(j for j in nodes if j > 0)))
         return oracle.at(lower=sound), changed(given.anew(), numbers={**given.numbers, "stencil": "forward"})
 
-    def update(self, x: Vector, gradient: Vector, given: Given) -> Update:
+    def update(self, x: Vector, gradient: Vector, given: StepInputs) -> Update:
         """The step, of length lr if ``normalize``."""
         return super().update(
             x, gradient * (1 / gradient.norm().clamp_min(1e-30)) if self.normalize else gradient, given

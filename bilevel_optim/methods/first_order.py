@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..hypergradient import Estimate, direct
 from ..optimizer.base import BilevelOptimizer
 from ..optimizer.declaration import Method, counts
-from ..optimizer.step import Given
+from ..optimizer.step import StepInputs
 from ..oracle.oracle import Oracle
 
 __all__ = ["FirstOrder"]
@@ -62,9 +62,9 @@ class FirstOrder(BilevelOptimizer):
 
     responds = False
 
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Lower steps, then the direct gradient."""
         here = given.descended(oracle, self.lower_steps)
         estimate = direct(here.oracle)
         oracle.session.note_reached(estimate.gradient)  # a zero direct gradient is what this method is there to show
-        return here.kept(estimate)
+        return here.with_lower(estimate)

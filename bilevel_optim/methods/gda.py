@@ -10,7 +10,7 @@ from ..hypergradient import Estimate
 from ..optimizer.base import CommonOptions
 from ..optimizer.declaration import Method, counts
 from ..optimizer.minimax import MinimaxOptimizer, danskin
-from ..optimizer.step import Descent, Given
+from ..optimizer.step import LowerResult, StepInputs
 from ..oracle.oracle import Oracle
 from ..problem.parameters import Params, require
 from ..problem.vector import Vector
@@ -87,12 +87,12 @@ class GDA(MinimaxOptimizer):
         self.simultaneous = simultaneous
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
 
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """The ascent steps, and the gradient in x at the last of them or after it."""
         together = self.simultaneous and self.lower_steps > 0
         here = given.descended(oracle, self.lower_steps - together)
         if not together:
-            return here.kept(danskin(here.oracle))
+            return here.with_lower(danskin(here.oracle))
         rule, _ = given.solver_for(oracle.y)
         sample, found = oracle.f.draw(once=rule.evaluates_once), list[Estimate]()
 
@@ -103,4 +103,4 @@ class GDA(MinimaxOptimizer):
 
         solved = rule.step(here.oracle.y, here.solver, ascent)
         oracle.checks.finite("lower_grad", solved.y)
-        return Descent(oracle.at(lower=solved.y), solved.memory, here.diagnostics).kept(found[0])
+        return LowerResult(oracle.at(lower=solved.y), solved.memory, here.diagnostics).with_lower(found[0])

@@ -13,7 +13,7 @@ from ..hypergradient import Estimate
 from ..optimizer.base import CommonOptions
 from ..optimizer.declaration import Method, counts
 from ..optimizer.minimax import MinimaxOptimizer
-from ..optimizer.step import Given, Update, changed
+from ..optimizer.step import StepInputs, Update, changed
 from ..oracle.oracle import Oracle
 from ..oracle.second_order import UpperSystem
 from ..problem.parameters import Params, is_count, is_number, require
@@ -145,7 +145,7 @@ class iMCN(MinimaxOptimizer):
         """Whether ``step`` has nothing left to do, and returns the last loss."""
         return self.converged
 
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """The ascent steps, and the gradient whose step minimises the cubic model there."""
         given = changed(given, solver=None) if self._own_solver else given
         here = given.descended(oracle, self.lower_steps)
@@ -162,10 +162,12 @@ class iMCN(MinimaxOptimizer):
                 s = model.descended(s, rates, 10 * self.cubic_steps)
         oracle.checks.finite("hvp", s)
         gradient = s * [-1 / rate if rate > 0 else 0.0 for rate in rates]
-        estimate = here.kept(Estimate(system.loss, gradient, {"model_decrease": decrease}, numbers={"ending": ending}))
+        estimate = here.with_lower(
+            Estimate(system.loss, gradient, {"model_decrease": decrease}, numbers={"ending": ending})
+        )
         return changed(estimate, solver=None if self._own_solver else estimate.solver)
 
-    def update(self, x: Vector, gradient: Vector, given: Given) -> Update:
+    def update(self, x: Vector, gradient: Vector, given: StepInputs) -> Update:
         """The step, which may be the last one."""
         return changed(super().update(x, gradient, given), numbers={"converged": given.numbers.get("ending", False)})
 

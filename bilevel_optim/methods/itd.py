@@ -9,7 +9,7 @@ import torch
 from ..hypergradient import Estimate, unrolled
 from ..optimizer.base import BilevelOptimizer, CommonOptions
 from ..optimizer.declaration import Method, counts
-from ..optimizer.step import Given
+from ..optimizer.step import StepInputs
 from ..oracle import batched
 from ..oracle.oracle import Oracle
 from ..problem.parameters import Params, is_count, require
@@ -108,7 +108,7 @@ class ITD(BilevelOptimizer):
         """As many tasks as are evaluated at once: the graphs of the others are gone by then."""
         return batched.slices(self._options.at_once(max(tasks, 1)), tasks)
 
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Lower steps, and backpropagation through them."""
         rule, memory = given.solver_for(oracle.y)
         return unrolled(oracle, rule, self.lower_steps, memory, truncate=self.truncate, checkpoint=self.checkpoint)

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 from ..optimizer.base import CommonOptions
 from ..optimizer.declaration import Method
-from ..optimizer.step import Given, Update
+from ..optimizer.step import StepInputs, Update
 from ..problem.parameters import Params, is_count, is_number, require
 from ..problem.random import uniform_ball
 from ..problem.vector import Vector
@@ -103,11 +103,11 @@ class PAID(AID):
         self.perturbation_period = perturbation_period
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **options)
 
-    def kind_of_step(self, steps: int, numbers: Mapping[str, Any]) -> Any:
+    def graph_key(self, steps: int, numbers: Mapping[str, Any]) -> Any:
         """The numbers are those of the update."""
         return self.lower_step_count(steps)
 
-    def update(self, x: Vector, gradient: Vector, given: Given) -> Update:
+    def update(self, x: Vector, gradient: Vector, given: StepInputs) -> Update:
         """The step of `AID`, and perhaps a perturbation after it."""
         new = super().update(x, gradient, given).x
         since = given.numbers.get("since")  # steps since the last perturbation

@@ -15,8 +15,8 @@ from ..problem.objective import Objective
 from ..problem.parameters import is_count, level_groups, require
 from ..problem.vector import Vector
 from ..solvers.lower import LowerRules
-from .ledger import Ledger
 from .method import Loss, StepFunctions, as_objective
+from .run_state import RunState
 
 __all__ = ["Adapting"]
 
@@ -26,7 +26,7 @@ class Adapting(StepFunctions):
 
     param_groups: list[dict[str, Any]]
     _rules: LowerRules
-    _ledger: Ledger
+    _run_state: RunState
 
     @abstractmethod
     def oracle(self, upper: Loss | None, lower: Loss | None = None) -> Oracle:
@@ -84,7 +84,7 @@ class Adapting(StepFunctions):
             task = Objective(task.loss, [batch], features=task.features)
         oracle = self.oracle(task) if self.one_loss else self.oracle(_no_upper_loss, task)
         oracle.shared = False
-        with nullcontext() if write else self._ledger.buffers.kept():
+        with nullcontext() if write else self._run_state.buffers.kept():
             found = self._adapted(oracle, Vector(self.learned_start(oracle) if start is None else start), steps)
         if write:
             advance_buffers(oracle, found)
@@ -107,7 +107,7 @@ class Adapting(StepFunctions):
         found = rule.run(start, rule.fresh(), steps, draw).y
         if self.check_finite:
             oracle.checks.finite("lower_grad", found)
-            oracle.checks.verify(self._ledger.steps, set())
+            oracle.checks.verify(self._run_state.steps, set())
         return found
 
 

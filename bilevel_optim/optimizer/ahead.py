@@ -41,7 +41,7 @@ def forms(draws: Sequence[Draw], results: Sequence[Drawn]) -> dict[str, Like] | 
 
 
 def data_ahead(
-    draws: Draws, known: Mapping[str, Like], sources: Sources, chances: Mapping[str, Tensor], steps: int
+    draws: Draws, known: Mapping[str, Like], sources: Sources, random_inputs: Mapping[str, Tensor], steps: int
 ) -> list[Sequence[Tensor]]:
     """Tensors of the data of further steps, as `flattened` gives them, up to the first of another form.
 
@@ -49,10 +49,10 @@ def data_ahead(
         draws: of a step.
         known: the `forms` that the batches must have.
         sources: where they are made, which `are_apart`.
-        chances: of the steps, by name, shape (steps,).
+        random_inputs: of the steps, by name, shape (steps,).
         steps: how many.
     """
-    plans = draws.plans(chances, steps)
+    plans = draws.plans(random_inputs, steps)
     streams: dict[str, _Stream] = {}
     for source, objective in (("upper", sources.upper), ("lower", sources.lower)):
         if objective is None or source not in plans[0].counts:
@@ -64,7 +64,7 @@ def data_ahead(
             ends = [*accumulate(plan.counts[source] for plan in plans)]
             streams[source] = stream = _Stream(known[source], objective.take(ends[-1]), len(objective.data))
             steps = min(steps, bisect_right(ends, stream.count))
-    own = [column.unbind() for column in chances.values()]
+    own = [column.unbind() for column in random_inputs.values()]
     if all(plan is plans[0] for plan in plans):
         columns = [
             column

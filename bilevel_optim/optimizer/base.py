@@ -34,7 +34,7 @@ from ..problem.parameters import (
     require_usable,
     tensors_of,
 )
-from ..problem.random import draw_chances
+from ..problem.random import draw_random_inputs
 from ..problem.vector import Vector
 from ..solvers.limits import Clip, Projection, limits_of
 from ..solvers.lower import LowerRules
@@ -43,13 +43,13 @@ from .adapting import Adapting
 from .checkpoint import OWN, REMADE, Checkpointed
 from .compiled import Look
 from .declaration import register
-from .entry import hooked, walled
-from .ledger import Ledger
+from .hooks import no_dynamo, with_hooks
 from .method import ColdOptions, CommonOptions, Loss, as_objective
 from .results import Results
+from .run_state import RunState
 from .running import Running
-from .step import Given, Groups, Start, Update, changed
-from .transaction import Attempt, Write, agree_on_fallback, writes_of
+from .step import Groups, Start, StepInputs, Update, changed
+from .transaction import Transaction, Write, agree_on_fallback, writes_of
 
 KEPT = 1 << 16  # entries of vectors that are kept for diagnostics, which most steps are not asked for
 
@@ -144,7 +144,7 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         self.lower_factory = lower_optimizer or SGD
         self.limits = limits_of(lower_clip, lower_projection, interior=self.stationary)
         self._options = Options(vectorize, hvp, Ranks(process_group), one_loss=self.one_loss, responds=self.responds)
-        self._ledger = Ledger()
+        self._run_state = RunState()
         self._rules = LowerRules(self.lower_factory, self.limits)
         self.default_lr = {"upper": lr, "lower": lower_lr}
         super().__init__(consistently_named([*as_groups(upper, "upper"), *as_groups(lower, "lower")]), {"lr": lr})
@@ -153,7 +153,7 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
 
     # ------------------------------------------------------------------------------------------------ verbs
 
-    @hooked
+    @with_hooks
     def step(  # type: ignore[override]
         self,
         upper: Loss | None = None,
@@ -184,7 +184,7 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
             ValueError: at the first step, if a loss is not a scalar or does not depend on the parameters.
         """
         if self.finished():
-            return None if upper is None else self._ledger.last_loss
+            return None if upper is None else self._run_state.last_loss
         alone = not self.one_loss and callable(upper) and lower is tasks is closure is None
         if closure is not None or alone:
             if not alone and not (upper is lower is tasks is None):
@@ -206,13 +206,13 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         tasks: Any,
         *,
         update: bool,
-        chances: dict[str, Any] | None = None,
+        random_inputs: dict[str, Any] | None = None,
         look: Look | None = None,
     ) -> Tensor:
         """A step, or all of it but the update of x; ``look`` sees it before, and may give what is to be written."""
-        attempt, oracle, groups = self._opened(upper, lower)
-        with attempt:
-            estimate, given = self._proposed(oracle, groups, tasks, chances=chances)
+        transaction, oracle, groups = self._opened(upper, lower)
+        with transaction:
+            estimate, given = self._proposed(oracle, groups, tasks, random_inputs=random_inputs)
             advance_buffers(oracle, estimate.lower)
             with torch.set_grad_enabled(False):
                 late = look is not None and self.declared.host_update
@@ -223,21 +223,21 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
                     writes += self._update_after(
                         estimate if seen is None else seen.estimate, oracle.live_x, oracle.live_y
                     )
-                attempt.commit(writes)
-        assert self._ledger.last_loss is not None
-        return self._ledger.last_loss
+                transaction.commit(writes)
+        assert self._run_state.last_loss is not None
+        return self._run_state.last_loss
 
     def _step_after(self, closure: Any, *, required: bool) -> Any:
         """Update x after a closure; ``required``: it is one only if it calls :meth:`backward`."""
-        before = self._ledger.steps
+        before = self._run_state.steps
         with torch.enable_grad():
             result = closure()
-        if required and self._ledger.steps == before:
+        if required and self._run_state.steps == before:
             self.objectives(closure, None)  # one loss is not enough
         self._update()
         return result
 
-    @walled
+    @no_dynamo
     def backward(self, upper: Loss, lower: Loss | None = None, *, tasks: Any = None) -> Tensor:
         """Improve y, and set ``.grad`` of the upper parameters to the estimate of the hypergradient.
 
@@ -267,8 +267,8 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         estimate at x itself of a method that would look ahead of it; ``start`` gives other lower values to begin at
         than the present ones, with tasks as a function like ``lower_init``.
         """
-        attempt, oracle, groups = self._opened(upper, lower)
-        with attempt, self._ledger.buffers.kept():
+        transaction, oracle, groups = self._opened(upper, lower)
+        with transaction, self._run_state.buffers.kept():
             estimate = self._proposed(oracle, groups, tasks, still=still, start=start)[0]
             oracle.session.lower_sample = None  # a cycle, as after a step
             return changed(estimate, diagnostics=measured(estimate.diagnostics))
@@ -280,22 +280,22 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         f, g = self.objectives(upper, lower)
         groups = groups or by_level(self.param_groups)
         x, y = tensors_of(groups["upper"], "upper"), tensors_of(groups["lower"], "lower")
-        session = self._ledger.session(self._options)
+        session = self._run_state.session(self._options)
         session.require_alike(x, y, lambda: names_of(self.param_groups))
         return Oracle(x, y, f, g, names=lambda: names_of(self.param_groups), session=session)
 
     @property
     def oracle_counts(self) -> dict[str, int]:
         """Cumulative oracle calls, per sample batch."""
-        return dict(self._ledger.counts)
+        return dict(self._run_state.counts)
 
     # ------------------------------------------------------------------------------------------------ the transaction
 
-    def _opened(self, upper: Loss | None, lower: Loss | None) -> tuple[Attempt, Oracle, Groups]:
+    def _opened(self, upper: Loss | None, lower: Loss | None) -> tuple[Transaction, Oracle, Groups]:
         """A step of these losses, which leaves everything as it was if it fails."""
         groups = by_level(self.param_groups)
         oracle = self.oracle(upper, lower, groups=groups)
-        return Attempt(self.generator, oracle, self._ledger.buffers), oracle, groups
+        return Transaction(self.generator, oracle, self._run_state.buffers), oracle, groups
 
     def _proposed(
         self,
@@ -305,13 +305,13 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         *,
         still: bool = False,
         start: Start = None,
-        chances: dict[str, Any] | None = None,
-    ) -> tuple[Estimate, Given]:
+        random_inputs: dict[str, Any] | None = None,
+    ) -> tuple[Estimate, StepInputs]:
         """Everything that a step computes but for the update of x, checked; nothing is written."""
         here = oracle
         given = self._given(groups, oracle.live_x, oracle.live_y, oracle.y)
         if still:
-            given = self.standing_still(given)
+            given = self.without_lookahead(given)
         if not self.warm_start:
             here, given = given.from_the_start(oracle)
         if callable(start):
@@ -319,10 +319,10 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         elif start is not None:
             here = oracle.at(lower=start)
         try:
-            if chances is None:
+            if random_inputs is None:
                 agreed = partial(given.ranks.agreed, device=oracle.device)
-                chances = draw_chances(self.chances(), self.generator, agreed)
-            given = changed(given, chances=chances) if chances else given
+                random_inputs = draw_random_inputs(self.random_inputs(), self.generator, agreed)
+            given = changed(given, random_inputs=random_inputs) if random_inputs else given
             if tasks is None:
                 estimate = self.checked(here, given, self.estimate)
             else:
@@ -337,17 +337,19 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
             estimate = changed(estimate, memory={**estimate.memory, "initial": here.y})
         return estimate, given
 
-    def _given(self, groups: Groups, x: Sequence[Tensor], y: Sequence[Tensor], lower: Vector | None = None) -> Given:
+    def _given(
+        self, groups: Groups, x: Sequence[Tensor], y: Sequence[Tensor], lower: Vector | None = None
+    ) -> StepInputs:
         """What a step is given, read from the state; ``lower``: the values of y, if at hand."""
         self._forget_placeholders()
-        return Given(
+        return StepInputs(
             upper_groups=groups["upper"],
             lower_groups=groups["lower"],
             **memory.remembered(self.state, y),
             upper_memory=memory.recalled(self.state, x),
             lower=Vector(y).detach() if lower is None else lower,
             numbers=dict(self.numbers),
-            steps=self._ledger.steps,
+            steps=self._run_state.steps,
             rule=partial(self._rules, groups["lower"]),
             generator=self.generator,
             ranks=self._options.ranks,
@@ -358,12 +360,12 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         """Writes of what a step has computed; ``.grad`` of x is the estimate."""
         session = oracle.session
         figures = measured(estimate.figures, above=KEPT)
-        diagnostics = {**figures, **self.standing(self.numbers), **session.found.told()}
+        diagnostics = {**figures, **self.static_diagnostics(self.numbers), **session.found.diagnostics()}
         numbers = {**self.numbers, **estimate.numbers, **({} if update is None else update.numbers)}
         return [
             *writes_of(self.state, oracle, estimate, update),
             partial(vars(self).update, numbers=numbers, _diagnostics=diagnostics),
-            partial(self._ledger.enter, self._ledger.after(session, estimate.loss)),
+            partial(self._run_state.enter, self._run_state.after(session, estimate.loss)),
         ]
 
     # ------------------------------------------------------------------------------------------------ state

@@ -27,8 +27,8 @@ from ..problem.tasks import TensorTasks
 from ..solvers.limits import Limits
 from ..solvers.lower import LowerRules
 from . import memory
-from .ledger import Ledger
 from .loading import require_form, require_loadable, shapes_of
+from .run_state import RunState
 
 __all__ = ["OWN", "REMADE", "Checkpointed", "initialises"]
 
@@ -50,7 +50,7 @@ class Checkpointed(Optimizer):
     lower_factory: Callable[[Any], Optimizer]
     limits: Limits
     _options: Options
-    _ledger: Ledger
+    _run_state: RunState
     _placeholders = False  # the state holds zeros that only show what a step would remember
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
@@ -74,7 +74,7 @@ class Checkpointed(Optimizer):
             "method": type(self).__name__,
             "variant": dict(self.variant_of_state),
             "shapes": shapes_of(self.param_groups),
-            **self._ledger.saved(),
+            **self._run_state.saved(),
             "placeholders": self._placeholders,
             "generator": None if self.generator is None else self.generator.get_state(),
             "numbers": self.numbers,
@@ -92,7 +92,7 @@ class Checkpointed(Optimizer):
         memory.load_exactly(self, super().load_state_dict, state_dict, self.place_of)
         self.param_groups[0][OWN], self._placeholders = b"", False
         self._rules = LowerRules(self.lower_factory, self.limits)
-        self._ledger.load(own)
+        self._run_state.load(own)
         if own["generator"] is not None and self.generator is not None:
             self.generator.set_state(own["generator"].cpu())
         self.numbers = own["numbers"]
@@ -118,7 +118,7 @@ class Checkpointed(Optimizer):
 
     def _initialise(self) -> None:
         """Before the first step, let the state show what a step would remember."""
-        if self._ledger.steps == 0:
+        if self._run_state.steps == 0:
             self.state.update(initial_state(self, self._options.ranks))
             self._placeholders = bool(self.state)
 

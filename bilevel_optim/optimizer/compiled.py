@@ -14,17 +14,17 @@ from ..oracle.oracle import Oracle
 from ..oracle.session import Options
 from ..problem.feeding import Drawn, Draws, Log, Noted, NotedTasks, drawn
 from ..problem.parameters import require
-from ..problem.random import draw_chances
+from ..problem.random import draw_random_inputs
 from ..problem.tracing import Untraceable
 from .ahead import forms
 from .binding import Binding, Slot, difference
 from .capture import PLAIN, Capture, Identity, Kind
 from .checkpoint import OWN
 from .flat import Flat, flattened
-from .ledger import Ledger
 from .method import Loss, as_objective
 from .replay import Sources, StepGraph, fed, values_of
-from .step import Given, Update
+from .run_state import RunState
+from .step import StepInputs, Update
 from .transaction import Write, make
 from .updating import Updating
 from .watch import undisturbed
@@ -40,7 +40,7 @@ class Seen(NamedTuple):
 
 
 # Sees a step before it is written.
-Look = Callable[[Oracle, Estimate, Given, Update | None], Seen | None]
+Look = Callable[[Oracle, Estimate, StepInputs, Update | None], Seen | None]
 
 
 NOT_GUARDED = ("params", "lr", "param_names", "initial_lr", OWN)  # of a parameter group; the rates are arguments
@@ -52,13 +52,13 @@ class Call(NamedTuple):
     Attributes:
         sources: where it draws.
         update: whether it moves x too.
-        chances: what the method has drawn for it.
+        random_inputs: what the method has drawn for it.
         kind: what is known of steps like it; None if all steps run eagerly.
     """
 
     sources: Sources
     update: bool
-    chances: dict[str, Any]
+    random_inputs: dict[str, Any]
     kind: Kind | None
 
 
@@ -74,7 +74,7 @@ class Compiled(Updating):
     """The part of an optimizer that runs captured steps."""
 
     _capture: Capture | None = None
-    _ledger: Ledger
+    _run_state: RunState
     _options: Options
     param_groups: list[dict[str, Any]]
     state: Any
@@ -141,7 +141,7 @@ class Compiled(Updating):
 
     # What the optimizer gives: a whole step.
     step: Callable[..., Any]
-    standing: Callable[..., dict[str, Any]]
+    static_diagnostics: Callable[..., dict[str, Any]]
     _stepped: Callable[..., Tensor]
 
     def _captured(self, capture: Capture, upper: Loss | None, lower: Loss | None, tasks: Any, update: bool) -> Tensor:
@@ -160,7 +160,7 @@ class Compiled(Updating):
 
     def _place(self, sources: Sources) -> Place:
         """Where what draws is: positions in the data, and the generators that matter."""
-        plain = sources.tasks is None and (self.generator is not None or not self.chances())
+        plain = sources.tasks is None and (self.generator is not None or not self.random_inputs())
         marks = []
         for objective in sources[:2]:
             if objective is not None:
@@ -181,15 +181,17 @@ class Compiled(Updating):
 
     def _call(self, capture: Capture, sources: Sources, update: bool, ahead: int = 0) -> Call:
         """The next step but so many, for which nothing has been drawn yet."""
-        kind = None if capture.reason is not None else self.kind_of_step(self._ledger.steps + ahead, self.numbers)
+        kind = None if capture.reason is not None else self.graph_key(self._run_state.steps + ahead, self.numbers)
         if kind is None:
             return Call(sources, update, {}, None)
         return Call(sources, update, {}, capture.kind(self._guard(capture, sources, update, kind), sources))
 
-    def _chances(self) -> dict[str, Tensor]:
+    def _random_inputs(self) -> dict[str, Tensor]:
         """What the method draws for a step."""
         device = self.param_groups[-1]["params"][0].device
-        return draw_chances(self.chances(), self.generator, partial(self._options.ranks.agreed, device=device))
+        return draw_random_inputs(
+            self.random_inputs(), self.generator, partial(self._options.ranks.agreed, device=device)
+        )
 
     def _guard(self, capture: Capture, sources: Sources, update: bool, kind: Any) -> list[Any]:
         """What decides, beside the losses, which operations a step is made of."""
@@ -198,7 +200,7 @@ class Compiled(Updating):
             update,
             sources.tasks is None,
             kind,
-            self._ledger.buffers.changing,
+            self._run_state.buffers.changing,
             torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
             [own[name] for name in capture.hyperparameters(own)],
         ]
@@ -212,11 +214,11 @@ class Compiled(Updating):
         return guard
 
     def _single(self, capture: Capture, call: Call, *, begun: bool = False) -> Tensor:
-        """One step; ``begun``: the method has drawn its chances."""
+        """One step; ``begun``: the method has drawn its random inputs."""
         kind = call.kind
-        if not begun and self.chances():
-            call = call._replace(chances=self._chances())
-        beyond = "" if kind is None or kind.reason else self.beyond_graphs(call.sources.tasks, call.chances)
+        if not begun and self.random_inputs():
+            call = call._replace(random_inputs=self._random_inputs())
+        beyond = "" if kind is None or kind.reason else self.beyond_graphs(call.sources.tasks, call.random_inputs)
         if beyond:
             kind = Kind([], [])
             capture.refuse(beyond, kind)
@@ -224,10 +226,10 @@ class Compiled(Updating):
             loss = self._eagerly(call)
         elif kind.draws is None:
             kind.seen += 1
-            known = self._ledger.steps and capture.familiar(kind)  # a run that goes on: nothing is new
+            known = self._run_state.steps and capture.familiar(kind)  # a run that goes on: nothing is new
             loss = self._learnt(capture, kind, call) if kind.seen > 1 or known else self._eagerly(call)
         else:
-            results = drawn(kind.draws, *call.sources, self.generator, call.chances)
+            results = drawn(kind.draws, *call.sources, self.generator, call.random_inputs)
             loss = self._replayed(capture, kind, call, results)
         reason = capture.reason_of(kind)
         if reason is not None:
@@ -236,7 +238,7 @@ class Compiled(Updating):
 
     def _eagerly(self, call: Call) -> Tensor:
         """The step as it would be without a capture."""
-        return self._stepped(*call.sources, update=call.update, chances=call.chances)
+        return self._stepped(*call.sources, update=call.update, random_inputs=call.random_inputs)
 
     def _learnt(self, capture: Capture, kind: Kind, call: Call, results: Sequence[Drawn] | None = None) -> Tensor:
         """An eager step, from which a graph is made."""
@@ -250,9 +252,9 @@ class Compiled(Updating):
             )
         else:
             assert kind.draws is not None
-            log, sources = Log(kind.draws, list(results)), fed(call.sources, kind.draws, results, call.chances)
+            log, sources = Log(kind.draws, list(results)), fed(call.sources, kind.draws, results, call.random_inputs)
 
-        def look(oracle: Oracle, estimate: Estimate, given: Given, update: Update | None) -> Seen | None:
+        def look(oracle: Oracle, estimate: Estimate, given: StepInputs, update: Update | None) -> Seen | None:
             try:
                 self._require_capturable(oracle)
                 if log.reason is not None:
@@ -262,7 +264,7 @@ class Compiled(Updating):
                 if kind.seen > 1:  # else what is remembered may not have settled
                     capture.refuse(str(reason), kind)
                 return None
-            rates, data = capture.rates(self.param_groups, binding.device), flattened(log.drawn, call.chances)
+            rates, data = capture.rates(self.param_groups, binding.device), flattened(log.drawn, call.random_inputs)
             seen = self._agreed(capture, kind, binding, (rates, data.tensors), oracle, estimate, update)
             if seen is not None:
                 kind.bindings.append(binding)
@@ -270,20 +272,20 @@ class Compiled(Updating):
                 kind.draws = Draws(log.draws)
             return seen
 
-        return self._stepped(*sources, update=call.update, chances=call.chances, look=look)
+        return self._stepped(*sources, update=call.update, random_inputs=call.random_inputs, look=look)
 
-    def _traced(self, capture: Capture, call: Call, log: Log, oracle: Oracle, given: Given) -> Binding:
+    def _traced(self, capture: Capture, call: Call, log: Log, oracle: Oracle, given: StepInputs) -> Binding:
         """The graph of a step that has been made, at its beginning."""
         rates = capture.rates(self.param_groups, oracle.device)
         arguments = values_of(given, oracle.x, oracle.y, rates, self.estimate_reads)
-        arguments["data"] = log.drawn, call.chances
+        arguments["data"] = log.drawn, call.random_inputs
         update = call.update and not self.declared.host_update
         functions = [f for o in call.sources[:2] if o is not None for f in (o.loss, o.features) if f is not None]
         with undisturbed(*functions):
             graph = StepGraph(
                 self, oracle, given, call.sources, log.draws, update, self._options, arguments, capture.backend
             )
-        data, batches = flattened(log.drawn, call.chances), forms(log.draws, log.drawn)
+        data, batches = flattened(log.drawn, call.random_inputs), forms(log.draws, log.drawn)
         return Binding(graph, self.state, oracle.live_x, oracle.live_y, data, batches)
 
     def _require_capturable(self, oracle: Oracle) -> None:
@@ -292,13 +294,13 @@ class Compiled(Updating):
             raise Untraceable("ranks exchange results in a step")
         if oracle.sharded:
             raise Untraceable("parameters are sharded")
-        if self._ledger.buffers.changing:
+        if self._run_state.buffers.changing:
             raise Untraceable("module buffers change (BatchNorm in training mode)")
 
     def _replayed(self, capture: Capture, kind: Kind, call: Call, results: Sequence[Drawn]) -> Tensor:
         """A step by its graph."""
         assert kind.draws is not None
-        data = flattened(results, call.chances)
+        data = flattened(results, call.random_inputs)
         binding = kind.binding(data)
         if binding is None or not binding.holds(self.state, self.numbers):
             kind.bindings[:] = [b for b in kind.bindings if b is not binding]
@@ -324,7 +326,7 @@ class Compiled(Updating):
 
     def _fed(self, kind: Kind, call: Call, results: Sequence[Drawn]) -> Tensor:
         """An eager step on what has been drawn."""
-        return self._eagerly(call._replace(sources=fed(call.sources, kind.draws or (), results, call.chances)))
+        return self._eagerly(call._replace(sources=fed(call.sources, kind.draws or (), results, call.random_inputs)))
 
     def _troubled(self, binding: Binding, outputs: Sequence[Tensor]) -> bool:
         """Whether a step has to be made eagerly after all: something is not finite, or an alert is on."""
@@ -332,19 +334,19 @@ class Compiled(Updating):
         if not any(flags):
             return False
         on = {key for key, is_on in zip(binding.step.alerts, raised, strict=True) if is_on}
-        return amiss or not on <= self._ledger.warned or self.reacts_to(self.numbers) in on
+        return amiss or not on <= self._run_state.warned or self.reacts_to(self.numbers) in on
 
     def _writes_of(self, binding: Binding, outputs: Sequence[Tensor], loss: Tensor, steps: int = 1) -> list[Write]:
         """The writes of captured steps, the last of which gave this."""
         step, out = binding.step, binding.out
         diagnostics = {
             name: outputs[value] if isinstance(value, Slot) else value for name, value in out["diagnostics"].items()
-        } | {**self.standing(self.numbers), **self._ledger.found.told()}
+        } | {**self.static_diagnostics(self.numbers), **self._run_state.found.diagnostics()}
         numbers = {**self.numbers, **binding.numbers_of(outputs)}
         return [
             partial(binding.write, outputs),
             partial(vars(self).update, numbers=numbers, _diagnostics=diagnostics),
-            partial(self._ledger.enter, self._ledger.after_steps(step.counts, loss, steps)),
+            partial(self._run_state.enter, self._run_state.after_steps(step.counts, loss, steps)),
         ]
 
     def _agreed(
@@ -363,7 +365,7 @@ class Compiled(Updating):
         except Exception as error:
             capture.refuse(f"{type(error).__name__}: {error}".splitlines()[0], kind)
             return None
-        divisor = 1.0 if self.divided_by is None else min(getattr(self, self.divided_by), 1.0)
+        divisor = 1.0 if self.difference_step is None else min(getattr(self, self.difference_step), 1.0)
         what = difference(binding, outputs, estimate, update, divisor)
         if what is not None:
             capture.refuse(
@@ -372,7 +374,7 @@ class Compiled(Updating):
             )
             return None
         session = oracle.session
-        noted = partial(self._ledger.enter, {"found": session.found, "warned": session.warned})
+        noted = partial(self._run_state.enter, {"found": session.found, "warned": session.warned})
         writes: list[Write] = [noted, *self._writes_of(binding, outputs, outputs[binding.out["loss"]])]
         return Seen(writes, binding.estimate(outputs))
 
@@ -382,8 +384,8 @@ class Compiled(Updating):
         """A captured step, compared with the eager one."""
         arguments = capture.rates(self.param_groups, binding.device), data.tensors
 
-        def look(oracle: Oracle, estimate: Estimate, given: Given, update: Update | None) -> Seen | None:
+        def look(oracle: Oracle, estimate: Estimate, given: StepInputs, update: Update | None) -> Seen | None:
             return self._agreed(capture, kind, binding, arguments, oracle, estimate, update)
 
-        sources = fed(call.sources, kind.draws or (), results, call.chances)
-        return self._stepped(*sources, update=call.update, chances=call.chances, look=look)
+        sources = fed(call.sources, kind.draws or (), results, call.random_inputs)
+        return self._stepped(*sources, update=call.update, random_inputs=call.random_inputs, look=look)

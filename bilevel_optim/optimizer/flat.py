@@ -83,7 +83,7 @@ def flat(*parts: Any) -> Flat:
     return Flat(tensors, constants)
 
 
-def flattened(results: Sequence[Drawn], chances: dict[str, Any]) -> Flat:
+def flattened(results: Sequence[Drawn], random_inputs: dict[str, Any]) -> Flat:
     """What was drawn, as torch's ``tree_flatten`` has it; for common batches at a fraction of its cost."""
     tensors: list[Tensor] = []
     constants: list[Any] = [len(results)]
@@ -105,8 +105,8 @@ def flattened(results: Sequence[Drawn], chances: dict[str, Any]) -> Flat:
                 _flatten((part,), tensors, constants)
         if result.term is not None:
             _flatten(unequal, tensors, constants)
-    if chances:
-        _flatten((chances,), tensors, constants)
+    if random_inputs:
+        _flatten((random_inputs,), tensors, constants)
     return Flat(tensors, constants)
 
 

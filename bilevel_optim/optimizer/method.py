@@ -20,7 +20,7 @@ from ..oracle.oracle import Oracle
 from ..problem import tasks as task_layer
 from ..problem.objective import Objective
 from ..problem.parameters import is_count, require
-from ..problem.random import draw_chances
+from ..problem.random import draw_random_inputs
 from ..problem.tracing import traced
 from ..problem.vector import Vector
 from ..solvers.agd import AGD
@@ -29,7 +29,7 @@ from ..solvers.lower import NOT_ELEMENTWISE, is_known, needs_closure
 from ..solvers.trust import acts_elementwise, can_be_differentiated, rests_without_gradient
 from ..solvers.unrolling import can_be_unrolled
 from .declaration import Method
-from .step import Given, Update, changed
+from .step import StepInputs, Update, changed
 
 __all__ = [
     "ColdOptions",
@@ -77,7 +77,9 @@ class StepFunctions(ABC):
     one_loss = False  # whether step takes one loss, from which `objectives` makes the two
     joined: ClassVar[Mapping[str, Callable[[Tensor], Tensor]]] = {}  # how diagnostics of parts of the tasks become one
     estimate_reads: tuple[str, ...] | None = None  # names of what it reads of what is remembered of x; None: of all
-    divided_by: str | None = None  # the hyper-parameter that differences in the hypergradient are divided by, if any
+    difference_step: str | None = (
+        None  # the hyper-parameter that differences in the hypergradient are divided by, if any
+    )
     responds = True  # whether the estimate lives on y's response to x in the lower loss
 
     lower_steps: int
@@ -91,22 +93,25 @@ class StepFunctions(ABC):
     default_lr: dict[str, float]
 
     @abstractmethod
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """The improved y and the hypergradient, from the oracle's point; writes nothing."""
 
-    def update(self, x: Vector, gradient: Vector, given: Given) -> Update:
+    def update(self, x: Vector, gradient: Vector, given: StepInputs) -> Update:
         """The new x; writes nothing. ``given`` holds the groups and the memory of these tensors."""
         return Update(x.descended(gradient, given.upper_rates))
 
-    def estimate_tasks(self, oracle: Oracle, given: Given, sampler: Any) -> Estimate:
+    def estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Estimate:
         """The mean of the estimates for the tasks of one draw, made as one problem with stacked y."""
         self.require_elementwise("tasks")
         count = task_layer.task_count(sampler, self.tasks_per_step)
         drawn = task_layer.sample(sampler, count, given.generator)
         tasks, share = given.ranks.share(drawn, count)
         generator = given.ranks.own(given.generator, given.steps)
-        whole = self.together(count)  # every part has chances of its own
-        chances = [given.chances, *(draw_chances(self.chances(), given.generator) for _ in whole[1:])]
+        whole = self.together(count)  # every part has random inputs of its own
+        random_inputs = [
+            given.random_inputs,
+            *(draw_random_inputs(self.random_inputs(), given.generator) for _ in whole[1:]),
+        ]
         sizes = {"lower": self.lower_batch, "upper": self.upper_batch}
         loss, gradient, mean = oracle.x[0].new_zeros(()), oracle.x.zeros_like(), oracle.y.zeros_like()
         draws = task_layer.TaskDraws(sampler, tasks, share, sizes, generator)
@@ -114,7 +119,7 @@ class StepFunctions(ABC):
         for part in reversed(self.together(share)):  # module buffers advance by the first task
             some, n = task_layer.select(tasks, part), len(range(share)[part])
             apart = len(whole) == count > 1
-            own = changed(given.anew(), chances=chances[given.ranks.place(part.start) if apart else 0])
+            own = changed(given.anew(), random_inputs=random_inputs[given.ranks.place(part.start) if apart else 0])
             start = task_layer.starting_points(oracle.y, oracle.lower_names(), some, n, given.lower_init)
             estimate = self.checked(stacked(oracle, start, draws.of(part)), own, self.estimate)
             loss, gradient = loss + (estimate.loss / count).to(loss), gradient + estimate.gradient * (1 / count)
@@ -134,7 +139,7 @@ class StepFunctions(ABC):
             lower=mean if self.warm_start else None,
         )
 
-    def checked(self, oracle: Oracle, given: Given, make: Callable[[Oracle, Given], Estimate]) -> Estimate:
+    def checked(self, oracle: Oracle, given: StepInputs, make: Callable[[Oracle, StepInputs], Estimate]) -> Estimate:
         """An estimate whose flags have been read; made again where the method reacts to them."""
         if traced():
             return make(oracle, given)
@@ -151,7 +156,7 @@ class StepFunctions(ABC):
         """The alert after which the estimate is made again, if there is one, with the plain numbers of a step."""
         return None
 
-    def react(self, oracle: Oracle, given: Given, estimate: Estimate) -> tuple[Oracle, Given]:
+    def react(self, oracle: Oracle, given: StepInputs, estimate: Estimate) -> tuple[Oracle, StepInputs]:
         """Where and with what the estimate is made again after that alert."""
         raise NotImplementedError
 
@@ -159,7 +164,7 @@ class StepFunctions(ABC):
         """Which of the drawn tasks make one stacked problem: all of them."""
         return [slice(0, tasks)] if tasks else []
 
-    def chances(self) -> dict[str, int]:
+    def random_inputs(self) -> dict[str, int]:
         """What the method draws at random for an estimate beside its samples: by name, of how many numbers one."""
         return {}
 
@@ -167,7 +172,7 @@ class StepFunctions(ABC):
         """Whether ``step`` has nothing left to do, and returns the last loss."""
         return False
 
-    def standing_still(self, given: Given) -> Given:
+    def without_lookahead(self, given: StepInputs) -> StepInputs:
         """What makes the next estimate one at x itself, for a method that would look ahead of it."""
         return given
 
@@ -175,15 +180,15 @@ class StepFunctions(ABC):
         """Lower steps of the next outer step, after so many."""
         return self.lower_steps
 
-    def kind_of_step(self, steps: int, numbers: Mapping[str, Any]) -> Any:
+    def graph_key(self, steps: int, numbers: Mapping[str, Any]) -> Any:
         """What decides, of the number of steps made and of the plain numbers, which operations the next one is made of.
 
         For a method with ``host_update``: its estimate. None if the host has to make it.
         """
         return self.lower_step_count(steps), numbers
 
-    def beyond_graphs(self, tasks: Any, chances: Mapping[str, Any]) -> str:
-        """Why a step with these tasks and chances is not to be captured, if it is not."""
+    def beyond_graphs(self, tasks: Any, random_inputs: Mapping[str, Any]) -> str:
+        """Why a step with these tasks and random inputs is not to be captured, if it is not."""
         return ""
 
     def objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:

@@ -9,7 +9,7 @@ from ..hypergradient import Estimate
 from ..oracle.oracle import Oracle
 from ..problem.objective import Objective
 from .base import BilevelOptimizer, Loss, as_objective
-from .step import Given
+from .step import StepInputs
 
 __all__ = ["MinimaxOptimizer", "danskin"]
 
@@ -29,7 +29,7 @@ class MinimaxOptimizer(BilevelOptimizer):
         loss = as_objective(upper, "minimax")
         return loss, loss.mapped(neg)
 
-    def estimate_tasks(self, oracle: Oracle, given: Given, sampler: Any) -> Never:
+    def estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Never:
         """A sampler draws for two losses."""
         raise TypeError(f"{type(self).__name__} takes one loss, and no tasks")
 

@@ -22,7 +22,7 @@ from ..problem.vector import Vector
 from ..solvers.lower import LowerRules
 from .graphs import Backend, Graph
 from .method import StepFunctions
-from .step import Given, changed
+from .step import StepInputs, changed
 
 __all__ = ["Sources", "StepGraph", "fed", "values_of"]
 
@@ -38,12 +38,12 @@ class Sources(NamedTuple):
 
 
 def fed(
-    sources: Sources, draws: Sequence[Draw], results: Sequence[Drawn], chances: Mapping[str, Any] | None = None
+    sources: Sources, draws: Sequence[Draw], results: Sequence[Drawn], random_inputs: Mapping[str, Any] | None = None
 ) -> Sources:
-    """The sources in place of which these results are given, in this order: those of a step with these chances."""
+    """The sources in place of which these results are given, in this order: those of a step with such inputs."""
     by_source: dict[str, deque[Drawn]] = {source: deque() for source in SOURCES}
     for draw, result in zip(draws, results, strict=True):
-        if chances is None or draw.made(chances):
+        if random_inputs is None or draw.made(random_inputs):
             by_source[draw.source].append(result)
     return Sources(
         None if sources.upper is None else Fed(sources.upper, "upper", by_source["upper"]),
@@ -53,7 +53,11 @@ def fed(
 
 
 def values_of(
-    given: Given, x: Sequence[Tensor], y: Sequence[Tensor], rates: Sequence[Tensor], reads: Sequence[str] | None = None
+    given: StepInputs,
+    x: Sequence[Tensor],
+    y: Sequence[Tensor],
+    rates: Sequence[Tensor],
+    reads: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """What of a step is values, as a pytree: the arguments of its graph but for what is drawn.
 
@@ -97,7 +101,7 @@ class StepGraph:
         self,
         method: StepFunctions,
         oracle: Oracle,
-        given: Given,
+        given: StepInputs,
         sources: Sources,
         draws: Sequence[Draw],
         update: bool,
@@ -176,7 +180,9 @@ def _advanced(values: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def _given(given: Given, values: dict[str, Any], chances: dict[str, Any], method: StepFunctions) -> Given:
+def _given(
+    given: StepInputs, values: dict[str, Any], random_inputs: dict[str, Any], method: StepFunctions
+) -> StepInputs:
     """What a step is given, with these values."""
     rates = iter(values["rates"])
     upper_groups = [{**group, "lr": next(rates)} for group in given.upper_groups]
@@ -192,7 +198,7 @@ def _given(given: Given, values: dict[str, Any], chances: dict[str, Any], method
         lower=Vector(values["y"]),
         solver=values["solver"],
         numbers={**given.numbers, **values["numbers"]},
-        chances=chances,
+        random_inputs=random_inputs,
         rule=lambda like: rules(lower_groups, like),
     )
 

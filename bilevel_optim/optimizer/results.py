@@ -13,7 +13,7 @@ from torch import Tensor
 from ..hypergradient.estimate import measured
 from ..problem.vector import Vector
 from .checkpoint import OWN
-from .ledger import Ledger
+from .run_state import RunState
 
 __all__ = ["Results"]
 
@@ -23,7 +23,7 @@ class Results:
 
     _diagnostics: dict[str, Any]
     param_groups: list[dict[str, Any]]
-    _ledger: Ledger
+    _run_state: RunState
 
     @property
     def diagnostics(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class Results:
             >>> optimizer.metrics()
             {'loss': 0.5, 'hypergradient_norm': 0.5, 'lower_residual': 2.0, 'linear_residual': 0.5}
         """
-        known = {"loss": self._ledger.last_loss, **self.diagnostics}
+        known = {"loss": self._run_state.last_loss, **self.diagnostics}
         tensors = {name: value.detach() for name, value in known.items() if isinstance(value, Tensor)}
         found: dict[str, float] = {}
         for name, entries in _read(tensors).items():
@@ -63,7 +63,7 @@ class Results:
                 found[f"{name}/max"] = max(numbers, default=math.nan)
         return found
 
-    def standing(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
+    def static_diagnostics(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
         """Diagnostics of a step that are plain numbers before it."""
         return {}
 

@@ -94,13 +94,13 @@ class Running(Compiled):
                         binding = likely
                         chain += ahead
                         continue
-                if self.chances():
-                    call = call._replace(chances=self._chances())
-                    if self.beyond_graphs(sources.tasks, call.chances):
+                if self.random_inputs():
+                    call = call._replace(random_inputs=self._random_inputs())
+                    if self.beyond_graphs(sources.tasks, call.random_inputs):
                         last = partial(self._single, capture, call, begun=True)
                         break
-                results = drawn(draws, *sources, self.generator, call.chances)
-                data = flattened(results, call.chances)
+                results = drawn(draws, *sources, self.generator, call.random_inputs)
+                data = flattened(results, call.random_inputs)
                 found = binding if binding is not None and binding.fits(data) else kind.binding(data)
                 if found is None or found is not (binding or found) or not (binding or self._chains(found)):
                     last = partial(self._replayed, capture, kind, call, results)
@@ -134,16 +134,16 @@ class Running(Compiled):
         """Data of the next steps, the first of which is this call, as far as they are surely made with this graph."""
         if binding.batches is None:
             return []
-        first = self._ledger.steps + made
-        same = self.kind_of_step(first, self.numbers)
-        following = (self.kind_of_step(first + k, self.numbers) for k in range(min(most, binding.unwatched)))
+        first = self._run_state.steps + made
+        same = self.graph_key(first, self.numbers)
+        following = (self.graph_key(first + k, self.numbers) for k in range(min(most, binding.unwatched)))
         steps = len([*takewhile(lambda now: now == same, following)])
         place, data = self._place(call.sources), list[Sequence[Tensor]]()
         while steps:
-            chances = {}
-            if ranges := self.chances():
-                chances = dict(zip(ranges, draw_indices([*ranges.values()], steps, self.generator), strict=True))
-            data = data_ahead(draws, binding.batches, call.sources, chances, steps)
+            random_inputs = {}
+            if ranges := self.random_inputs():
+                random_inputs = dict(zip(ranges, draw_indices([*ranges.values()], steps, self.generator), strict=True))
+            data = data_ahead(draws, binding.batches, call.sources, random_inputs, steps)
             if data and not binding.has_form(data[:1]):
                 data = []  # of losses that draw something else now
             if len(data) == steps:
@@ -157,13 +157,13 @@ class Running(Compiled):
         """Let everything draw again from where so many steps that drew this have ended."""
         self._return_to(sources, start)
         for _ in range(steps):
-            chances = self._chances()
-            drawn(draws, *sources, self.generator, chances)
+            random_inputs = self._random_inputs()
+            drawn(draws, *sources, self.generator, random_inputs)
 
     def _next_call(self, capture: Capture, sources: Sources, before: Call | None, ahead: int) -> Call:
         """The call of the next step; of the same kind as the one before if nothing says otherwise."""
-        steps = self._ledger.steps + ahead
-        now, last = (self.kind_of_step(k, self.numbers) for k in (steps, steps - 1))
+        steps = self._run_state.steps + ahead
+        now, last = (self.graph_key(k, self.numbers) for k in (steps, steps - 1))
         if before is None or now is None or now != last:
             return self._call(capture, sources, True, ahead)
         return before
@@ -190,7 +190,7 @@ class Running(Compiled):
         if not bool(flags.any()):
             return len(flags)
         step = binding.step
-        known = self._ledger.warned - {self.reacts_to(self.numbers)}
+        known = self._run_state.warned - {self.reacts_to(self.numbers)}
         matters = [True] + [key not in known for key in step.alerts]
         failed = (flags & flags.new_tensor(matters)).any(1).tolist()
         return failed.index(True) if any(failed) else len(flags)

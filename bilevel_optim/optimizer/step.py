@@ -18,7 +18,7 @@ from ..problem.values import changed, values
 from ..problem.vector import Vector
 from ..solvers.lower import LowerRule, Memory, Rate, Solved, rates_of
 
-__all__ = ["Descent", "Given", "Groups", "Start", "Update", "changed", "require_interior"]
+__all__ = ["Groups", "LowerResult", "Start", "StepInputs", "Update", "changed", "require_interior"]
 
 
 Groups = dict[str, list[dict[str, Any]]]  # the parameter groups of each level
@@ -26,7 +26,7 @@ Start = Sequence[Tensor] | LowerInit | None  # where lower solves begin, if not 
 
 
 @values
-class Given:
+class StepInputs:
     """What a step is given beside the losses and the point.
 
     Attributes:
@@ -40,7 +40,7 @@ class Given:
         steps: steps made so far.
         rule: gives the lower optimizer's update for tensors like these.
         generator: source of the method's own random numbers.
-        chances: what the method drew at random for this step, by name.
+        random_inputs: what the method drew at random for this step, by name.
         lower_init: where the lower solves of tasks start, if not at the live y.
         ranks: the processes that share the run.
     """
@@ -58,7 +58,7 @@ class Given:
     generator: torch.Generator | None
     lower_init: LowerInit | None
     ranks: Ranks
-    chances: Mapping[str, Any] = field(default_factory=dict)
+    random_inputs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def upper_rates(self) -> list[Rate]:
@@ -74,11 +74,11 @@ class Given:
         """Step size of a linear solver for each lower tensor: this one, or the learning rate of its group."""
         return self.lower_rates if linear_lr is None else [linear_lr] * len(self.lower_rates)
 
-    def anew(self) -> Given:
+    def anew(self) -> StepInputs:
         """The same without what was remembered of y: for the lower problems of tasks."""
         return changed(self, memory={}, tables={}, solver=None)
 
-    def after(self, estimate: Estimate) -> Given:
+    def after(self, estimate: Estimate) -> StepInputs:
         """The same with what an estimate will have left, for the update of x."""
         return changed(
             self,
@@ -90,7 +90,7 @@ class Given:
             steps=self.steps + 1,
         )
 
-    def from_the_start(self, oracle: Oracle) -> tuple[Oracle, Given]:
+    def from_the_start(self, oracle: Oracle) -> tuple[Oracle, StepInputs]:
         """Where every lower solve begins without warm starts, and with what."""
         initial = self.memory.get("initial")
         return oracle.at(lower=oracle.y.clone() if initial is None else initial), changed(self, solver=None)
@@ -100,7 +100,7 @@ class Given:
         rule = self.rule(like)
         return rule, rule.fresh() if self.solver is None else self.solver
 
-    def descended(self, oracle: Oracle, steps: int, *, tol: float = 0.0) -> Descent:
+    def descended(self, oracle: Oracle, steps: int, *, tol: float = 0.0) -> LowerResult:
         """The oracle's point after lower steps, each on a lower sample of its own."""
         rule, memory = self.solver_for(oracle.y)
 
@@ -111,17 +111,21 @@ class Given:
         solved = rule.run(oracle.y, memory, steps, draw, tol)
         require_interior(oracle, rule, solved)
         if solved.gradient is None:
-            return Descent(oracle, solved.memory, {}, True)
+            return LowerResult(oracle, solved.memory, {}, True)
         oracle.checks.finite("lower_grad", solved.y)
-        return Descent(oracle.at(lower=solved.y), solved.memory, solved.watched(oracle.checks), solved.memory is memory)
+        return LowerResult(
+            oracle.at(lower=solved.y), solved.memory, solved.watched(oracle.checks), solved.memory is memory
+        )
 
-    def stepped(self, oracle: Oracle, gradient: Vector) -> Descent:
+    def stepped(self, oracle: Oracle, gradient: Vector) -> LowerResult:
         """The oracle's point after one lower step along a given gradient."""
         rule, memory = self.solver_for(oracle.y)
         solved = rule.step(oracle.y, memory, lambda _: (None, gradient))
         require_interior(oracle, rule, solved)
         oracle.checks.finite("lower_grad", solved.y)
-        return Descent(oracle.at(lower=solved.y), solved.memory, {"lower_residual": gradient}, solved.memory is memory)
+        return LowerResult(
+            oracle.at(lower=solved.y), solved.memory, {"lower_residual": gradient}, solved.memory is memory
+        )
 
 
 def require_interior(oracle: Oracle, rule: LowerRule, solved: Solved) -> None:
@@ -135,7 +139,7 @@ def require_interior(oracle: Oracle, rule: LowerRule, solved: Solved) -> None:
         )
 
 
-class Descent(NamedTuple):
+class LowerResult(NamedTuple):
     """Where lower steps led to.
 
     Attributes:
@@ -150,7 +154,7 @@ class Descent(NamedTuple):
     diagnostics: Mapping[str, Tensor | Vector]
     plain: bool = False
 
-    def kept(self, estimate: Estimate) -> Estimate:
+    def with_lower(self, estimate: Estimate) -> Estimate:
         """An estimate made there, with y, the lower optimizer's memory, and the diagnostics that it has not itself."""
         together = {**self.diagnostics, **estimate.diagnostics}
         solver = None if self.plain else self.solver

@@ -21,12 +21,12 @@ from ..problem.vector import Vector, is_sharded
 from . import memory
 from .step import Update
 
-__all__ = ["Attempt", "Write", "agree_on_fallback", "make", "writes_of", "writes_of_update"]
+__all__ = ["Transaction", "Write", "agree_on_fallback", "make", "writes_of", "writes_of_update"]
 
 Write = Callable[[], object]
 
 
-class Attempt:
+class Transaction:
     """A block that changes nothing if it raises, unless it was accepted by then.
 
     Nothing is written while a step is computed. What moves nevertheless is put back: torch's random numbers, the

@@ -14,8 +14,8 @@ from ..problem.parameters import by_level, tensors_of
 from ..problem.vector import Vector
 from .checkpoint import initialises
 from .method import StepFunctions
-from .step import Given, Update
-from .transaction import Attempt, Write, writes_of_update
+from .step import StepInputs, Update
+from .transaction import Transaction, Write, writes_of_update
 
 __all__ = ["Updating"]
 
@@ -27,7 +27,7 @@ class Updating(StepFunctions):
     state: Any
     numbers: dict[str, Any]
     generator: torch.Generator | None
-    _given: Callable[..., Given]
+    _given: Callable[..., StepInputs]
     _initialise: Callable[[], None]
     _parameters: Callable[[str], list[Tensor]]
 
@@ -43,9 +43,9 @@ class Updating(StepFunctions):
         if not moved:
             return
         given = self._given(groups, moved, tensors_of(groups["lower"], "lower"))
-        with Attempt(self.generator) as attempt:
+        with Transaction(self.generator) as transaction:
             update = self.update(Vector(p.detach() for p in moved), Vector(p.grad for p in moved), given)
-            attempt.commit(self._writes_of_update(moved, update, {}))
+            transaction.commit(self._writes_of_update(moved, update, {}))
 
     @torch.no_grad()
     def _update_after(self, estimate: Estimate, x: Sequence[Tensor], y: Sequence[Tensor]) -> list[Write]:

@@ -20,7 +20,7 @@ from .buffers import Buffers
 from .checks import Checks
 from .evaluation import Evaluation, in_place
 
-__all__ = ["COUNTERS", "Findings", "Options", "Session", "as_scalar", "forget_casts"]
+__all__ = ["COUNTERS", "LossFacts", "Options", "Session", "as_scalar", "forget_casts"]
 
 _NOTHING = nullcontext()
 COUNTERS = ("upper_grad", "lower_grad", "hvp", "jvp", "loss")
@@ -52,7 +52,7 @@ class Options:
 
 
 @dataclass
-class Findings:
+class LossFacts:
     """What the first evaluations showed of the losses, and later ones need not look at again."""
 
     fused: bool | None = None  # a loss contains fused operations that cannot be differentiated twice
@@ -68,7 +68,7 @@ class Findings:
     looked: frozenset[str] = frozenset()  # levels of which it is known what they depend on
     idle: frozenset[str] = frozenset()  # levels whose loss does not depend on the parameters of the other one
 
-    def told(self) -> dict[str, str]:
+    def diagnostics(self) -> dict[str, str]:
         """What the diagnostics of a step say of them."""
         return {} if self.fallback is None else {"vectorize_fallback": self.fallback}
 
@@ -91,7 +91,7 @@ class Session:
     """
 
     options: Options = field(default_factory=Options)
-    found: Findings = field(default_factory=Findings)
+    found: LossFacts = field(default_factory=LossFacts)
     buffers: Buffers = field(default_factory=Buffers)
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
     checks: Checks = field(default_factory=Checks)
@@ -102,7 +102,7 @@ class Session:
     warned: set[str] = field(default_factory=set)
 
     @classmethod
-    def begun(cls, options: Options, found: Findings, buffers: Buffers, warned: set[str]) -> Session:
+    def begun(cls, options: Options, found: LossFacts, buffers: Buffers, warned: set[str]) -> Session:
         """The session of a new step."""
         return cls(options, changed(found), buffers, warned=set(warned))
 

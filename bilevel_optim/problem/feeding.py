@@ -44,7 +44,7 @@ class Draw(NamedTuple):
         source: ``"upper"`` or ``"lower"``, of the two objectives; ``"tasks"``; ``"tasks.upper"`` or ``"tasks.lower"``,
             for the tasks drawn before; ``"whole"``, all that a step draws from the tasks.
         how: whether an objective's sample is evaluated once; or how many are drawn; or the function that draws it all.
-        unless: name and place: it is made only where the chance of this name is at least the place, and what was drawn
+        unless: name and place: it is made only where the input of this name is at least the place, and what was drawn
             before stands in for it otherwise.
     """
 
@@ -52,9 +52,9 @@ class Draw(NamedTuple):
     how: Any
     unless: tuple[str, int] | None = None
 
-    def made(self, chances: Mapping[str, Any]) -> bool:
-        """Whether it is, with these chances of a step."""
-        return self.unless is None or self.unless[1] <= int(chances[self.unless[0]])
+    def made(self, random_inputs: Mapping[str, Any]) -> bool:
+        """Whether it is, with these random inputs of a step."""
+        return self.unless is None or self.unless[1] <= int(random_inputs[self.unless[0]])
 
 
 class Run(NamedTuple):
@@ -80,19 +80,19 @@ class Draws(list[Draw]):
         """Equal draws that follow each other, with their number."""
         return [(draw, len([*same])) for draw, same in groupby(self)]
 
-    def plans(self, chances: Mapping[str, Tensor], steps: int) -> list[Plan]:
-        """What so many steps make of them, with chances of shape (steps,)."""
+    def plans(self, random_inputs: Mapping[str, Tensor], steps: int) -> list[Plan]:
+        """What so many steps make of them, with random inputs of shape (steps,)."""
         names, known = self._plans
-        keys = [*zip(*(chances[name].tolist() for name in names), strict=True)] if names else [()] * steps
+        keys = [*zip(*(random_inputs[name].tolist() for name in names), strict=True)] if names else [()] * steps
         for key in {*keys}.difference(known):
             known[key] = self._plan(dict(zip(names, key, strict=True)))
         return [known[key] for key in keys]
 
-    def _plan(self, chances: Mapping[str, Any]) -> Plan:
+    def _plan(self, random_inputs: Mapping[str, Any]) -> Plan:
         runs: list[Run] = []
         for draw, times in self.runs:
             last = runs[-1] if runs else None
-            if last is not None and not draw.made(chances):
+            if last is not None and not draw.made(random_inputs):
                 runs[-1] = last._replace(again=last.again + times)
             elif last is not None and draw.source == last.source and not last.again:
                 runs[-1] = last._replace(made=last.made + times)
@@ -103,7 +103,7 @@ class Draws(list[Draw]):
 
     @cached_property
     def _plans(self) -> tuple[list[str], dict[tuple[int, ...], Plan]]:
-        """Names of the chances that decide, and the plans for those that were met."""
+        """Names of the random inputs that decide, and the plans for those that were met."""
         return sorted({draw.unless[0] for draw in self if draw.unless is not None}), {}
 
 
@@ -151,7 +151,7 @@ _SOME: ContextVar[_Some | None] = ContextVar("some", default=None)
 
 @contextmanager
 def several_of(name: str, count: Tensor, most: int) -> Generator[int]:
-    """Gives how many draws to make, and one more: ``count``, a chance of this name, or if it is traced the most."""
+    """Gives how many draws to make, and one more: ``count``, an input of this name; the most in a trace."""
     if traced():
         yield most
         return
@@ -263,8 +263,8 @@ class NotedTasks(StandIn):
     def upper(self, tasks: Any, n: int | None, generator: torch.Generator | None) -> Any:
         return self._batch("upper", tasks, n, generator)
 
-    def whole(self, draw: Whole, chances: Mapping[str, Any]) -> Any:
-        data = draw(self.source, chances)
+    def whole(self, draw: Whole, random_inputs: Mapping[str, Any]) -> Any:
+        data = draw(self.source, random_inputs)
         self.log.note("whole", draw, Drawn(data))
         return data
 
@@ -297,19 +297,19 @@ class FedTasks(StandIn):
         kept = self.results["tasks.upper"]
         return kept.popleft().data if kept else self.source.upper(tasks, n, generator)
 
-    def whole(self, draw: Whole, chances: Mapping[str, Any]) -> Any:
+    def whole(self, draw: Whole, random_inputs: Mapping[str, Any]) -> Any:
         return self.results["whole"].popleft().data
 
 
-def drawn_at_once(tasks: Any, draw: Whole, chances: Mapping[str, Any]) -> Any:
+def drawn_at_once(tasks: Any, draw: Whole, random_inputs: Mapping[str, Any]) -> Any:
     """All that a step draws from the tasks, if it is to be known before; else None.
 
     Args:
         tasks: a sampler, or what stands for it.
-        draw: draws it as a pytree, from the sampler and the chances of the step alone.
-        chances: of the step.
+        draw: draws it as a pytree, from the sampler and the random inputs of the step alone.
+        random_inputs: of the step.
     """
-    return tasks.whole(draw, chances) if isinstance(tasks, (NotedTasks, FedTasks)) else None
+    return tasks.whole(draw, random_inputs) if isinstance(tasks, (NotedTasks, FedTasks)) else None
 
 
 def drawn(
@@ -318,16 +318,16 @@ def drawn(
     lower: Objective | None,
     tasks: Any,
     generator: torch.Generator | None,
-    chances: Mapping[str, Any],
+    random_inputs: Mapping[str, Any],
 ) -> list[Drawn]:
-    """Make these draws, those that a step with these chances makes."""
+    """Make these draws, those that a step with such inputs makes."""
     found: list[Drawn] = []
     sampled: Any = None
     objectives = {"upper": upper, "lower": lower}
     for draw, times in draws.runs:
         source, how, unless = draw
         objective = objectives.get(source)
-        if unless is not None and not draw.made(chances):
+        if unless is not None and not draw.made(random_inputs):
             found.append(found[-1])
         elif objective is not None:
             kind = type(objective)
@@ -342,7 +342,7 @@ def drawn(
             sampled = tasks.sample(how, generator)
             found.append(Drawn(sampled))
         elif source == "whole":
-            found.append(Drawn(how(tasks, chances)))
+            found.append(Drawn(how(tasks, random_inputs)))
         else:
             found.append(Drawn(getattr(tasks, source[6:])(sampled, how, generator)))
     return found

@@ -18,9 +18,9 @@ __all__ = [
     "apart",
     "default_state",
     "device_of",
-    "draw_chances",
     "draw_index",
     "draw_indices",
+    "draw_random_inputs",
     "draw_seed",
     "hashed",
     "kept",
@@ -77,7 +77,7 @@ def draw_index(count: int, generator: torch.Generator | None) -> int:
     return int(torch.randint(count, (), generator=generator, device=device_of(generator)))
 
 
-def draw_chances(
+def draw_random_inputs(
     counts: Mapping[str, int], generator: torch.Generator | None, agreed: Callable[[int], int] = int
 ) -> dict[str, Tensor]:
     """One for each of these counts, as integer tensors on the CPU; ``agreed`` gives the one that all ranks take."""

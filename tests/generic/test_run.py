@@ -212,19 +212,21 @@ RANDOM = [*PLAIN, *(Draw("lower", False, ("count", k)) for k in range(3))]
     ],
 )
 def test_data_ahead_are_those_of_single_steps(draws, counts, data):
-    chances = [{}] * 5 if counts is None else [{"count": torch.tensor(n)} for n in counts]
+    random_inputs = [{}] * 5 if counts is None else [{"count": torch.tensor(n)} for n in counts]
     results = []
     for at_once in (False, True):
         upper = bo.Objective(torch.sum, BATCHES[:3]) if data else bo.Objective(lambda: torch.zeros(()))
         sources = Sources(upper, bo.Objective(torch.sum, [(b, [b[0]]) for b in BATCHES[:5]]), None)
         assert are_apart(sources)
-        steps = [drawn(Draws(draws), *sources, None, each) for each in (chances[:1] if at_once else chances)]
+        steps = [
+            drawn(Draws(draws), *sources, None, each) for each in (random_inputs[:1] if at_once else random_inputs)
+        ]
         if at_once:
             further = {} if counts is None else {"count": torch.tensor(counts[1:])}
             known = forms(draws, steps[0])
-            results.append(data_ahead(Draws(draws), known, sources, further, len(chances) - 1))
+            results.append(data_ahead(Draws(draws), known, sources, further, len(random_inputs) - 1))
         else:
-            results.append([flattened(*each).tensors for each in zip(steps[1:], chances[1:], strict=True)])
+            results.append([flattened(*each).tensors for each in zip(steps[1:], random_inputs[1:], strict=True)])
     assert [[*map(len, some)] for some in results[:1]] == [[*map(len, some)] for some in results[1:]]
     for one, other in zip(*results, strict=True):
         assert all(map(torch.equal, one, other))

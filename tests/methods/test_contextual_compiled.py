@@ -146,7 +146,7 @@ def test_steps_that_estimate_the_curvature_are_the_hosts():
     for smoothness, eager in ((None, [0, 1, 3, 7, 15]), (9.0, [0])):
         _, optimizer = made(smoothness=smoothness)
         numbers = {"curvature": torch.tensor(1.0)}
-        assert [k for k in range(20) if optimizer.kind_of_step(k, numbers) is None] == eager
+        assert [k for k in range(20) if optimizer.graph_key(k, numbers) is None] == eager
 
 
 def test_random_numbers_of_the_losses_are_those_of_eager_steps():

@@ -15,7 +15,7 @@ from ...hypergradient.multilevel import multilevel
 from ...hypergradient.multilevel import smoothness as largest_eigenvalue
 from ...optimizer.base import BilevelOptimizer, CommonOptions
 from ...optimizer.declaration import Method
-from ...optimizer.step import Given
+from ...optimizer.step import StepInputs
 from ...oracle.oracle import Oracle
 from ...problem.feeding import drawn_at_once
 from ...problem.parameters import Params, is_count, is_number, require
@@ -193,20 +193,20 @@ class RTMLMC(BilevelOptimizer):
         self.level_sampling, self.base_level, self.implicit_term = level_sampling, base_level, implicit_term
         self.smoothness, self.cap = smoothness, cap
 
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """There is no single lower problem."""
         raise ValueError(
             f"{type(self).__name__} has a lower problem for each context: step(upper, lower, tasks=sampler)"
         )
 
-    def estimate_tasks(self, oracle: Oracle, given: Given, sampler: Any) -> Estimate:
+    def estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Estimate:
         """The mean over the contexts of one draw; the ranks share them."""
         count = task_count(sampler, self.tasks_per_step)
         drawn = None
         if given.ranks.group is None:
-            drawn = drawn_at_once(sampler, self._drawn, given.chances)
+            drawn = drawn_at_once(sampler, self._drawn, given.random_inputs)
         if drawn is None:
-            contexts = self._contexts(sampler, count, int(given.chances["seed"]))
+            contexts = self._contexts(sampler, count, int(given.random_inputs["seed"]))
             depths = self.depths(contexts.counters, count)
             mine = share(depths, given.ranks.rank, given.ranks.world)
             first: int | Tensor | None = 0 if mine[:1] == [0] else None
@@ -216,26 +216,26 @@ class RTMLMC(BilevelOptimizer):
         make = partial(self._estimate_contexts, contexts, depths, mine, first)
         return self.checked(oracle, given, make) if mine else make(oracle, given)
 
-    def chances(self) -> dict[str, int]:
+    def random_inputs(self) -> dict[str, int]:
         """What all the draws of a step are made from."""
         return {"seed": SEEDS}
 
-    def kind_of_step(self, steps: int, numbers: Mapping[str, Any]) -> bool | None:
+    def graph_key(self, steps: int, numbers: Mapping[str, Any]) -> bool | None:
         """The host makes the first step, after which all is remembered, and those that estimate the curvature."""
         known = isinstance(numbers.get("curvature", torch.empty(0)), Tensor)  # it was a plain number once
         return True if known and steps and not self._estimates_curvature(steps) else None
 
-    def beyond_graphs(self, tasks: Any, chances: Mapping[str, Any]) -> str:
+    def beyond_graphs(self, tasks: Any, random_inputs: Mapping[str, Any]) -> str:
         """Deep paths make long graphs."""
         if tasks is None or path_length(self.levels) <= LONGEST_PATH:
             return ""
-        deepest = max(self.depths(Counters(int(chances["seed"])), task_count(tasks, self.tasks_per_step)))
+        deepest = max(self.depths(Counters(int(random_inputs["seed"])), task_count(tasks, self.tasks_per_step)))
         steps = path_length(deepest)
         return f"{steps} lower steps (of level {deepest}) make too long a graph" if steps > LONGEST_PATH else ""
 
-    def _drawn(self, sampler: Any, chances: Mapping[str, Any]) -> dict[str, Any]:
+    def _drawn(self, sampler: Any, random_inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Everything that a step draws."""
-        contexts = self._contexts(sampler, task_count(sampler, self.tasks_per_step), int(chances["seed"]))
+        contexts = self._contexts(sampler, task_count(sampler, self.tasks_per_step), int(random_inputs["seed"]))
         return whole(
             contexts, self.depths(contexts.counters, contexts.count), steps=self.neumann_steps, neumann=self.neumann,
             implicit_term=self.implicit_term,
@@ -253,7 +253,7 @@ class RTMLMC(BilevelOptimizer):
     def _contexts(self, sampler: Any, count: int, seed: int, purpose: int = TASKS) -> Contexts:
         return Contexts(sampler, count, seed, purpose=purpose, **self._rows)
 
-    def _starts(self, oracle: Oracle, given: Given, contexts: Contexts) -> Vector:
+    def _starts(self, oracle: Oracle, given: StepInputs, contexts: Contexts) -> Vector:
         return starting_points(oracle.y, oracle.lower_names(), contexts.tasks, contexts.count, given.lower_init)
 
     def _estimate_contexts(
@@ -263,7 +263,7 @@ class RTMLMC(BilevelOptimizer):
         mine: list[int],
         first: int | Tensor | None,
         oracle: Oracle,
-        given: Given,
+        given: StepInputs,
     ) -> Estimate:
         """The part of some contexts in the mean; ``first`` says which lane is that of slot 0, if one of them is."""
         curvature = self._curvature(oracle, given, contexts)
@@ -314,7 +314,7 @@ class RTMLMC(BilevelOptimizer):
         needed = self.cap or (self.implicit_term and self.neumann != "cg")
         return self.smoothness is None and needed and not (steps + 1) & steps
 
-    def _curvature(self, oracle: Oracle, given: Given, contexts: Contexts) -> float | Tensor:
+    def _curvature(self, oracle: Oracle, given: StepInputs, contexts: Contexts) -> float | Tensor:
         """L as estimated so far, from time to time anew; 0 before; a value of the graph in one."""
         kept: float | Tensor = given.numbers.get("curvature", 0.0)
         if traced():

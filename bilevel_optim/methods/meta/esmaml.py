@@ -9,7 +9,7 @@ from typing import Unpack
 from ...hypergradient import Estimate, full_zeroth_order
 from ...optimizer.base import ColdOptions, Loss
 from ...optimizer.declaration import Method, counts
-from ...optimizer.step import Given
+from ...optimizer.step import StepInputs
 from ...oracle.oracle import Oracle
 from ...oracle.smoothed import Smoothed
 from ...problem.objective import Objective
@@ -142,7 +142,7 @@ class ESMAML(Initialised, ZerothOrder):
             **common,
         )
 
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Differences of the loss after paths that start at the perturbed initial point."""
         self.initial(oracle)
         oracle.session.note_reached(oracle.x)  # the paths start there

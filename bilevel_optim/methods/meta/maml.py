@@ -10,7 +10,7 @@ from torch import Tensor
 from ...hypergradient import Estimate
 from ...optimizer.base import BilevelOptimizer, CommonOptions, Loss
 from ...optimizer.declaration import Method, counts
-from ...optimizer.step import Given, changed
+from ...optimizer.step import StepInputs, changed
 from ...oracle.oracle import Oracle
 from ...problem.objective import Objective
 from ...problem.parameters import Params, is_number, require
@@ -54,7 +54,7 @@ class Initialised(BilevelOptimizer):
         lower = Vector(self._parameters("lower"))
         lower.copy_(self._parameters("upper")[-len(lower) :])
 
-    def begun(self, oracle: Oracle, given: Given) -> tuple[Oracle, Given]:
+    def begun(self, oracle: Oracle, given: StepInputs) -> tuple[Oracle, StepInputs]:
         """Where adaptation starts, with a lower optimizer that begins anew."""
         start = Vector(s.expand_as(t).clone() for s, t in zip(self.initial(oracle), oracle.y, strict=True))
         return oracle.at(lower=start), changed(given, solver=None)
@@ -134,7 +134,7 @@ class MAML(Initialised, ITD):
         elsewhere={"compare": "x is an initial point of y", "stochastic": "x is an initial point of y"},
     )
 
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Backpropagation through adaptation, from the initial point."""
         oracle, given = self.begun(oracle, given)
         estimate = super().estimate(oracle, given)
@@ -244,12 +244,12 @@ class FOMAML(Initialised):
         elsewhere={"compare": "x is an initial point of y", "stochastic": "x is an initial point of y"},
     )
 
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """The gradient after adaptation, as if that were the identity in the initial point."""
         oracle, given = self.begun(oracle, given)
         here = given.descended(oracle, self.lower_steps)
         loss, grad_x, grad_y = here.oracle.upper(oracle.f.draw(once=True))
-        return self.through_start(oracle, here.kept(Estimate(loss, grad_x)), grad_y)
+        return self.through_start(oracle, here.with_lower(Estimate(loss, grad_x)), grad_y)
 
 
 class iMAML(Initialised, AID):
@@ -326,7 +326,7 @@ class iMAML(Initialised, AID):
             linear_solver=linear_solver, linear_steps=linear_steps, linear_tol=linear_tol, damping=damping, **common,
         )  # fmt: skip
 
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Adaptation from the initial point, then the linear system."""
         return super().estimate(*self.begun(oracle, given))
 

@@ -10,7 +10,7 @@ import torch
 
 from ...hypergradient import Estimate
 from ...optimizer.base import BilevelOptimizer, CommonOptions
-from ...optimizer.step import Descent, Given, Update, changed
+from ...optimizer.step import LowerResult, StepInputs, Update, changed
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, as_groups, is_count, is_number, require, unnamed
 from ...problem.vector import Vector
@@ -69,12 +69,12 @@ class Accelerated(Restarted, BilevelOptimizer):
         self.restart_steps = restart_steps
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
 
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """The lower steps and the hypergradient, both at the look-ahead point."""
         ahead = self.iteration.look_ahead(_point(oracle.x, given))
         now = ahead.progress
         here = self._solved(oracle.at(upper=ahead.point), given, now.step == 0)
-        estimate = here.kept(self.hypergradient(here.oracle, given))
+        estimate = here.with_lower(self.hypergradient(here.oracle, given))
         return changed(
             estimate,
             solver=None if self._own_solver else estimate.solver,
@@ -82,12 +82,12 @@ class Accelerated(Restarted, BilevelOptimizer):
             numbers=now.numbers,
         )
 
-    def kind_of_step(self, steps: int, numbers: Mapping[str, Any]) -> Any:
+    def graph_key(self, steps: int, numbers: Mapping[str, Any]) -> Any:
         """The first step of an epoch is the host's."""
         now = Progress.of(numbers)
         return (self.iteration, now.swapped) if now.step or now.swapped else None
 
-    def standing(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
+    def static_diagnostics(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
         """Where the run stands."""
         now = Progress.of(numbers)
         return {
@@ -95,26 +95,26 @@ class Accelerated(Restarted, BilevelOptimizer):
         }
 
     @abstractmethod
-    def hypergradient(self, oracle: Oracle, given: Given) -> Estimate:
+    def hypergradient(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """The estimate where the lower steps have led to."""
 
-    def _solved(self, oracle: Oracle, given: Given, fresh: bool) -> Descent:
+    def _solved(self, oracle: Oracle, given: StepInputs, fresh: bool) -> LowerResult:
         """Where the lower steps lead to; the momentum of `AGD` does not last from one solve to the next."""
         zero, steps = fresh and self.lower_restart == "zero", [self.lower_steps]
         if fresh:
             steps.insert(0, self.lower_steps * zero if self.restart_steps is None else self.restart_steps)
-        here = Descent(oracle.at(lower=oracle.y.zeros_like()) if zero else oracle, [], {})
+        here = LowerResult(oracle.at(lower=oracle.y.zeros_like()) if zero else oracle, [], {})
         for count in steps:
             given = changed(given, solver=None) if self._own_solver else given
             here = given.descended(here.oracle, count, tol=self.lower_tol)
             given = changed(given, solver=here.solver)
         return here
 
-    def update(self, x: Vector, gradient: Vector, given: Given) -> Update:
+    def update(self, x: Vector, gradient: Vector, given: StepInputs) -> Update:
         """One step of the iteration of x."""
         return self.iteration.update(_point(x, given), gradient)
 
-    def standing_still(self, given: Given) -> Given:
+    def without_lookahead(self, given: StepInputs) -> StepInputs:
         """The look-ahead point of swapped parameters is where they are."""
         return changed(given, numbers={**given.numbers, "swapped": True})
 
@@ -211,7 +211,7 @@ class Perturbed(Accelerated):
         self.perturbation, self.perturb_initial = perturbation, perturb_initial
 
 
-def _point(x: Vector, given: Given) -> Point:
+def _point(x: Vector, given: StepInputs) -> Point:
     return Point(x, given.upper_memory, given.numbers, given.upper_groups, given.generator, given.ranks)
 
 

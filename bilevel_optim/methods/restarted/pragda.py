@@ -10,7 +10,7 @@ from typing import Unpack
 from ...hypergradient import Estimate, implicit
 from ...optimizer.declaration import Method, counts
 from ...optimizer.minimax import MinimaxOptimizer, danskin
-from ...optimizer.step import Given, changed
+from ...optimizer.step import StepInputs, changed
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, is_count, require
 from ...solvers import linear
@@ -120,7 +120,7 @@ class RAGDA(Accelerated, MinimaxOptimizer):
         """Only with the adjoint term."""
         return self.newton_correction
 
-    def hypergradient(self, oracle: Oracle, given: Given) -> Estimate:
+    def hypergradient(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """The gradient in x, with the adjoint term if that is asked for."""
         if not self.newton_correction:
             return danskin(oracle)

@@ -8,7 +8,7 @@ from typing import Unpack
 
 from ...hypergradient import Estimate, implicit
 from ...optimizer.declaration import Method, counts
-from ...optimizer.step import Given, changed
+from ...optimizer.step import StepInputs, changed
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, is_count, is_number, require
 from ...solvers import linear
@@ -144,7 +144,7 @@ class RAHGD(Accelerated):
         self.linear_start, self.damping = linear_start, damping
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **options)
 
-    def hypergradient(self, oracle: Oracle, given: Given) -> Estimate:
+    def hypergradient(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Implicit differentiation by conjugate gradients, from the last solution."""
         tol, atol = self.linear_tol, self.linear_atol
         solve = partial(linear.cg, steps=self.linear_steps, tol=tol, atol=atol, damping=self.damping)

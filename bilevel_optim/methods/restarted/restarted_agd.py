@@ -14,7 +14,7 @@ from torch import Tensor
 from ...distributed.ranks import Ranks
 from ...optimizer.base import REMADE
 from ...optimizer.memory import recalled, remember
-from ...optimizer.transaction import Attempt
+from ...optimizer.transaction import Transaction
 from ...oracle.evaluation import placed
 from ...oracle.first_order import filled
 from ...problem.parameters import is_number, require, require_rates
@@ -110,10 +110,12 @@ class RestartedAGD(Restarted):
         groups = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in self.param_groups]
         live = Vector(p for group in groups for p in group["params"])
         require_rates(groups)
-        with Attempt(self.generator) as attempt:
-            return self._moved(groups, live, closure, attempt)
+        with Transaction(self.generator) as transaction:
+            return self._moved(groups, live, closure, transaction)
 
-    def _moved(self, groups: list[dict[str, Any]], live: Vector, closure: Callable[[], Any], attempt: Attempt) -> Any:
+    def _moved(
+        self, groups: list[dict[str, Any]], live: Vector, closure: Callable[[], Any], transaction: Transaction
+    ) -> Any:
         here = Point(live.detach(), recalled(self.state, live), self.numbers, groups, self.generator, Ranks())
         ahead = self.iteration.look_ahead(here)
         with placed(live, ahead.point), torch.enable_grad():
@@ -126,7 +128,7 @@ class RestartedAGD(Restarted):
             update = self.iteration.update(there, gradient)
             writes = [partial(remember, self.state, live, update.upper_memory), partial(live.copy_, update.x)]
             entries["numbers"] = update.numbers
-        attempt.commit([*writes, partial(vars(self).update, entries)])
+        transaction.commit([*writes, partial(vars(self).update, entries)])
         return loss
 
     def state_dict(self) -> dict[str, Any]:

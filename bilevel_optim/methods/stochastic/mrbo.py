@@ -9,7 +9,7 @@ from torch import Tensor
 from ...hypergradient import Estimate
 from ...optimizer.base import CommonOptions
 from ...optimizer.declaration import Method, counts
-from ...optimizer.step import Given
+from ...optimizer.step import StepInputs
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, is_number, require
 from ...problem.vector import Vector
@@ -27,7 +27,7 @@ class Recursion(NamedTuple):
     u: Vector  # of the lower gradient
 
     @classmethod
-    def remembered(cls, given: Given) -> Recursion | None:
+    def remembered(cls, given: StepInputs) -> Recursion | None:
         """Where the last step was, if it left all of it."""
         y, u = (given.memory.get(name) for name in ("previous", "direction"))
         x, h = (given.upper_memory.get(name) for name in ("previous", "direction"))
@@ -142,7 +142,7 @@ class MRBO(NeumannMethod):
         )
         self.require_given_gradient()
 
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Both estimates at the present point and at the last one, on the same samples; then a step of y."""
         last = Recursion.remembered(given)
         zeta, samples = oracle.g.draw(), self.samples(oracle, given)
@@ -155,7 +155,7 @@ class MRBO(NeumannMethod):
             u = u + (last.u - before_u) * (1 - self.lower_beta)
             h = h + (last.h - self.hypergradient(before, samples, given).gradient) * (1 - self.beta)
         here = given.stepped(oracle, u)
-        return here.kept(Recursion(oracle.x, oracle.y, h, u).estimate(estimate.loss, estimate.diagnostics))
+        return here.with_lower(Recursion(oracle.x, oracle.y, h, u).estimate(estimate.loss, estimate.diagnostics))
 
 
 class SUSTAIN(MRBO):

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...hypergradient import Estimate
 from ...hypergradient.estimate import Write
 from ...optimizer.declaration import Method
-from ...optimizer.step import Given
+from ...optimizer.step import StepInputs
 from ...oracle.oracle import Oracle
 from ...problem.finite_sum import random_term, term_count
 from ...problem.objective import Sample
@@ -109,11 +109,11 @@ class SABA(SingleLoop):
         elsewhere={"compare": "made for stochastic losses; here the batches are full"},
     )
 
-    def estimate_tasks(self, oracle: Oracle, given: Given, sampler: Any) -> Estimate:
+    def estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Estimate:
         """There is no memory of tasks."""
         raise ValueError("SABA remembers every term of its losses and takes no tasks; SOBA does")
 
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """The step of `SOBA` along SAGA's directions."""
         rates = given.linear_rates(self.linear_lr)
         losses: list[Tensor] = []
@@ -145,7 +145,7 @@ class SABA(SingleLoop):
             upper_memory={**f.upper_memory, **g.upper_memory},
             writes=(*f.writes, *g.writes),
         )
-        return here.kept(estimate)
+        return here.with_lower(estimate)
 
 
 class _Averaged(NamedTuple):
@@ -157,7 +157,9 @@ class _Averaged(NamedTuple):
     writes: list[Write]
 
 
-def _averaged(oracle: Oracle, given: Given, level: str, evaluate: Callable[[Sample], dict[str, Vector]]) -> _Averaged:
+def _averaged(
+    oracle: Oracle, given: StepInputs, level: str, evaluate: Callable[[Sample], dict[str, Vector]]
+) -> _Averaged:
     """SAGA's directions for what ``evaluate`` gives of one term."""
     objective = oracle.f if level == "upper" else oracle.g
     count = term_count(objective, level)
@@ -180,7 +182,7 @@ def _averaged(oracle: Oracle, given: Given, level: str, evaluate: Callable[[Samp
     return result
 
 
-def _kept(given: Given, level: str, count: int) -> dict[str, _Memory] | None:
+def _kept(given: StepInputs, level: str, count: int) -> dict[str, _Memory] | None:
     """The memory of a sum, if every parameter has one for this number of terms."""
     kept = {}
     for name, is_upper in _QUANTITIES[level].items():

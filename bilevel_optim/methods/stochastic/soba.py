@@ -10,7 +10,7 @@ from torch import Tensor
 from ...hypergradient import Estimate
 from ...optimizer.base import BilevelOptimizer, CommonOptions
 from ...optimizer.declaration import Method, counts
-from ...optimizer.step import Given
+from ...optimizer.step import StepInputs
 from ...oracle.first_order import upper_slope
 from ...oracle.oracle import Oracle
 from ...oracle.second_order import system_sample
@@ -45,7 +45,7 @@ class SingleLoop(BilevelOptimizer):
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=1, **common)
         self.require_given_gradient()
 
-    def solution(self, given: Given) -> Vector | None:
+    def solution(self, given: StepInputs) -> Vector | None:
         """V as the last step left it; None to start."""
         return given.memory.get("linear_solution") if self.warm_start else None
 
@@ -105,7 +105,7 @@ class SOBA(SingleLoop):
         elsewhere={"compare": "made for stochastic losses; here the batches are full"},
     )
 
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """One step of y and of v, and the hypergradient with the present v."""
         rates = given.linear_rates(self.linear_lr)
         zeta, xi = system_sample(oracle), oracle.f.draw(once=True)
@@ -118,7 +118,7 @@ class SOBA(SingleLoop):
         here = given.stepped(oracle, system.gradient)
         memory = {"linear_solution": v.descended(residual, rates)} if self.warm_start else {}
         estimate = Estimate(loss, grad_x - cross, {"linear_residual": residual}, memory, complete=self.warm_start)
-        return here.kept(estimate)
+        return here.with_lower(estimate)
 
 
 class FSLA(SingleLoop):
@@ -197,7 +197,7 @@ class FSLA(SingleLoop):
         self.beta = beta
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, linear_lr=linear_lr, **common)
 
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """One step of y, one of v, and the recursion of the hypergradient there."""
         here = given.descended(oracle, 1)
         point = here.oracle
@@ -215,9 +215,9 @@ class FSLA(SingleLoop):
             memory={"linear_solution": v, "previous": point.y},
             upper_memory={"direction": h, "previous": oracle.x},
         )
-        return here.kept(estimate)
+        return here.with_lower(estimate)
 
-    def _linear_step(self, oracle: Oracle, given: Given) -> tuple[Vector, Vector]:
+    def _linear_step(self, oracle: Oracle, given: StepInputs) -> tuple[Vector, Vector]:
         """The next v, and the residual of the one before."""
         xi, zeta, rates = oracle.f.draw(once=True), system_sample(oracle), given.linear_rates(self.linear_lr)
         _, _, grad_y = oracle.upper(xi)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...hypergradient import Estimate
 from ...optimizer.base import CommonOptions
 from ...optimizer.declaration import Method, counts
-from ...optimizer.step import Given, changed
+from ...optimizer.step import StepInputs, changed
 from ...oracle.oracle import Oracle
 from ...problem.finite_sum import random_term, term_count
 from ...problem.objective import Sample
@@ -109,15 +109,15 @@ class SRBA(SingleLoop):
         self.period, self.radius = period, float(radius)
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, linear_lr=linear_lr, **common)
 
-    def estimate_tasks(self, oracle: Oracle, given: Given, sampler: object) -> Estimate:
+    def estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: object) -> Estimate:
         """There is no memory of tasks."""
         raise ValueError("SRBA goes on from its last step and takes no tasks; SOBA does")
 
-    def kind_of_step(self, steps: int, numbers: Mapping[str, Any]) -> int | bool:
+    def graph_key(self, steps: int, numbers: Mapping[str, Any]) -> int | bool:
         """Whether it begins anew; without a period, which the data give, its place in it."""
         return steps if self.period is None else steps % self.period == 0
 
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """One step along the recursive directions."""
         n, rates = len(oracle.y), given.linear_rates(self.linear_lr)
         loss, v, d = self._recursive(oracle, given, rates)
@@ -131,9 +131,9 @@ class SRBA(SingleLoop):
             lower = {"previous": oracle.y, "previous_solution": v, "direction": d_y, "solution_direction": d_v}
             upper = {"previous": oracle.x, "direction": d_x}
             estimate = changed(estimate, memory={**lower, "linear_solution": new}, upper_memory=upper)
-        return here.kept(estimate)
+        return here.with_lower(estimate)
 
-    def _recursive(self, oracle: Oracle, given: Given, rates: list[float]) -> tuple[Tensor, Vector, Vector]:
+    def _recursive(self, oracle: Oracle, given: StepInputs, rates: list[float]) -> tuple[Tensor, Vector, Vector]:
         """The upper loss, v, and the directions of y, v, x: of the full sums, or from those of the last step."""
         period = self.period or max((term_count(oracle.g, "lower") + term_count(oracle.f, "upper")) // 2, 1)
         names = ("linear_solution", "previous", "previous_solution", "direction", "solution_direction")

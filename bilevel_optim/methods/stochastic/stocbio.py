@@ -9,7 +9,7 @@ from typing import Unpack
 from ...hypergradient import Estimate, ImplicitSamples, stochastic_implicit
 from ...optimizer.base import BilevelOptimizer, CommonOptions
 from ...optimizer.declaration import Method, counts
-from ...optimizer.step import Given, changed
+from ...optimizer.step import StepInputs, changed
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, is_count, is_number, require
 from ...solvers import linear
@@ -46,17 +46,17 @@ class NeumannMethod(BilevelOptimizer):
         self.linear_steps, self.linear_lr = linear_steps, linear_lr
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
 
-    def chances(self) -> dict[str, int]:
+    def random_inputs(self) -> dict[str, int]:
         """Which term of a randomised series it is."""
         return {"products": self.linear_steps} if self.randomised else {}
 
-    def samples(self, oracle: Oracle, given: Given) -> ImplicitSamples:
+    def samples(self, oracle: Oracle, given: StepInputs) -> ImplicitSamples:
         """Samples for one estimate, of which a randomised series takes as many as its term needs."""
         if not self.randomised:
             return ImplicitSamples.draw(oracle, self.linear_steps)
-        return ImplicitSamples.draw_some(oracle, given.chances["products"], self.linear_steps - 1)
+        return ImplicitSamples.draw_some(oracle, given.random_inputs["products"], self.linear_steps - 1)
 
-    def hypergradient(self, oracle: Oracle, samples: ImplicitSamples, given: Given) -> Estimate:
+    def hypergradient(self, oracle: Oracle, samples: ImplicitSamples, given: StepInputs) -> Estimate:
         """The estimate on these samples at the oracle's point; nothing of it is remembered."""
         lr = given.linear_rates(self.linear_lr)
         if self.randomised:
@@ -66,10 +66,10 @@ class NeumannMethod(BilevelOptimizer):
             solve = partial(linear.neumann, steps=self.linear_steps, lr=lr)
         return changed(stochastic_implicit(oracle, samples, solve), memory={})
 
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Lower steps, then the series at their end."""
         here = given.descended(oracle, self.lower_step_count(given.steps))
-        return here.kept(self.hypergradient(here.oracle, self.samples(oracle, given), given))
+        return here.with_lower(self.hypergradient(here.oracle, self.samples(oracle, given), given))
 
 
 class StocBiO(NeumannMethod):
@@ -200,11 +200,11 @@ class AmIGO(BilevelOptimizer):
         self.linear_steps, self.linear_lr = linear_steps, linear_lr
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
 
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Lower steps, then steps on the linear system from its last solution."""
         here = given.descended(oracle, self.lower_steps)
         start = given.memory.get("linear_solution") if self.warm_start else None
         samples = ImplicitSamples.draw(oracle, self.linear_steps - (start is None))
         solve = partial(linear.fixed_point, steps=self.linear_steps, lr=given.linear_rates(self.linear_lr))
         estimate = stochastic_implicit(here.oracle, samples, solve, start)
-        return here.kept(estimate if self.warm_start else changed(estimate, memory={}))
+        return here.with_lower(estimate if self.warm_start else changed(estimate, memory={}))

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...hypergradient import Estimate
 from ...optimizer.base import CommonOptions
 from ...optimizer.declaration import Method, counts
-from ...optimizer.step import Given, changed, require_interior
+from ...optimizer.step import StepInputs, changed, require_interior
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, is_count, require
 from ...problem.vector import Vector
@@ -133,16 +133,16 @@ class VRBO(NeumannMethod):
         )
         self.require_given_gradient()
 
-    def kind_of_step(self, steps: int, numbers: Mapping[str, Any]) -> bool:
+    def graph_key(self, steps: int, numbers: Mapping[str, Any]) -> bool:
         """Whether it begins anew."""
         return steps % self.period == 0
 
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Lower steps along a recursion, which begins anew with large batches every ``period`` steps."""
         rule, memory = given.solver_for(oracle.y)
         last = Recursion.remembered(given) if self.warm_start else None
         begins = last is None
-        anchor = begins or self.kind_of_step(given.steps, given.numbers)
+        anchor = begins or self.graph_key(given.steps, given.numbers)
         if last is None:
             last = Recursion(oracle.x, oracle.y, oracle.x.zeros_like(), self._lower_anchor(oracle))
         point, estimate = oracle, None
@@ -163,7 +163,7 @@ class VRBO(NeumannMethod):
         return changed(last.estimate(estimate.loss, estimate.diagnostics), lower=point.y, solver=memory)
 
     def _moved(
-        self, oracle: Oracle, last: Recursion, given: Given, *, with_upper: bool
+        self, oracle: Oracle, last: Recursion, given: StepInputs, *, with_upper: bool
     ) -> tuple[Recursion, Estimate | None]:
         """The recursion at the oracle's point, on one pair of samples at both points."""
         zeta, samples = oracle.g.draw(), self.samples(oracle, given) if with_upper else None
@@ -184,7 +184,7 @@ class VRBO(NeumannMethod):
         oracle.checks.finite("lower_grad", total)
         return total
 
-    def _anchor(self, oracle: Oracle, given: Given) -> Estimate:
+    def _anchor(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """The hypergradient on many batches."""
         share = 1 / self.anchor_batches
         loss, gradient = oracle.x[0].new_zeros(()), oracle.x.zeros_like()

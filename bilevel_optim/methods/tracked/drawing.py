@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...optimizer.step import Given
+from ...optimizer.step import StepInputs
 from ...problem.random import device_of
 from ...problem.tasks import sample
 from ...problem.vector import Vector
@@ -59,7 +59,7 @@ class Source(NamedTuple):
     agreed: Callable[[Tensor], Tensor] = Tensor.cpu
 
     @classmethod
-    def of(cls, given: Given) -> Source:
+    def of(cls, given: StepInputs) -> Source:
         """That of a step."""
         return cls(given.generator, given.steps, given.tables, partial(agreed, given=given))
 
@@ -161,7 +161,7 @@ class Weighted(Drawing):
         return {"size": (before["size"] + size) / 2 if "size" in before else size}
 
 
-def agreed(drawn: Tensor, given: Given) -> Tensor:
+def agreed(drawn: Tensor, given: StepInputs) -> Tensor:
     """What the first rank has drawn."""
     if given.ranks.world == 1:
         return drawn.cpu()

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ...optimizer.base import BilevelOptimizer
-from ...optimizer.step import Given, Update
+from ...optimizer.step import StepInputs, Update
 from ...problem.vector import Vector
 from . import watching
 from .drawing import Drawing
@@ -34,7 +34,7 @@ class SizedSteps(BilevelOptimizer):
     schedule_offset: float
     restarts: int | None
 
-    def kind_of_step(self, steps: int, numbers: Mapping[str, Any]) -> Any:
+    def graph_key(self, steps: int, numbers: Mapping[str, Any]) -> Any:
         """The host makes the first step, those that bring all rows up to date, and one that warns."""
         clock = numbers.get("clock")
         if isinstance(clock, tuple) and len(clock[-1]):
@@ -50,7 +50,7 @@ class SizedSteps(BilevelOptimizer):
             return None
         return tuple(self.beta.items())
 
-    def beyond_graphs(self, tasks: Any, chances: Mapping[str, Any]) -> str:
+    def beyond_graphs(self, tasks: Any, random_inputs: Mapping[str, Any]) -> str:
         """What the host decides from values or from the number of the step."""
         if not self._steady:
             return "the sizes of its steps change with their number (schedule, restarts)"
@@ -64,7 +64,7 @@ class SizedSteps(BilevelOptimizer):
             return "with a radius the host takes rows that were not looked at through the steps one by one"
         return ""
 
-    def update(self, x: Vector, gradient: Vector, given: Given) -> Update:
+    def update(self, x: Vector, gradient: Vector, given: StepInputs) -> Update:
         """The step along d, of the present pace."""
         pace = self._pace(given.steps - 1)  # the step has been counted by now
         return super().update(x, gradient if pace == 1.0 else gradient * pace, given)
@@ -81,7 +81,7 @@ class SizedSteps(BilevelOptimizer):
             pace *= 2.0 ** (-int(math.log2(step / self.restarts + 1)) / 2)
         return pace
 
-    def _tau(self, given: Given) -> float:
+    def _tau(self, given: StepInputs) -> float:
         """The part of a lower step that is made."""
         return self.averaging * self._pace(given.steps)
 

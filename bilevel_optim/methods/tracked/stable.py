@@ -10,7 +10,7 @@ import torch
 from ...distributed.sharding import Split
 from ...hypergradient.recursive import flat, shaped
 from ...optimizer.declaration import Method
-from ...optimizer.step import Given, Update
+from ...optimizer.step import StepInputs, Update
 from ...problem.parameters import Params, require
 from ...problem.vector import Vector
 from .drawing import Drawing
@@ -101,7 +101,7 @@ class STABLE(RecursiveOptimizer):
     def _betas(self, steps: int, m: int) -> dict[str, float]:
         return {**super()._betas(steps, m), **PLAIN}
 
-    def update(self, x: Vector, gradient: Vector, given: Given) -> Update:
+    def update(self, x: Vector, gradient: Vector, given: StepInputs) -> Update:
         """The step along d, and what y moves with it."""
         update = super().update(x, gradient, given)
         if not given.tables:

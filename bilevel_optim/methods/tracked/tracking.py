@@ -17,7 +17,7 @@ from ...hypergradient.recursive import Points, flat, shaped
 from ...hypergradient.storm import ball
 from ...optimizer.base import CommonOptions
 from ...optimizer.memory import TABLE
-from ...optimizer.step import Given
+from ...optimizer.step import StepInputs
 from ...oracle.oracle import Oracle
 from ...problem.feeding import drawn_at_once
 from ...problem.parameters import Params, by_level, require
@@ -100,11 +100,11 @@ class RecursiveOptimizer(SizedSteps):
 
     # ------------------------------------------------------------------------------------------------ steps
 
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """One step of the recursion for one lower problem."""
         return self._step(oracle, given, Vector(t.unsqueeze(0) for t in oracle.y))
 
-    def estimate_tasks(self, oracle: Oracle, given: Given, sampler: Any) -> Estimate:
+    def estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Estimate:
         """One step of the recursion for the rows of some tasks."""
         task_count(sampler, 1)
         sizes = {t.shape[0] if t.dim() else None for t in oracle.y}
@@ -118,7 +118,7 @@ class RecursiveOptimizer(SizedSteps):
             )
         return self.checked(oracle, given, partial(self._step, y=oracle.y, sampler=sampler))
 
-    def _step(self, oracle: Oracle, given: Given, y: Vector, sampler: Any = None) -> Estimate:
+    def _step(self, oracle: Oracle, given: StepInputs, y: Vector, sampler: Any = None) -> Estimate:
         table = self._table(given, y)
         if table.split:
             if self.drawing.notes:
@@ -126,7 +126,7 @@ class RecursiveOptimizer(SizedSteps):
             oracle = oracle.at(lower=table.positions)
         return (self._on if self._goes_on(table, given) else self._begun)(oracle, given, table, sampler)
 
-    def _goes_on(self, table: Table, given: Given) -> bool:
+    def _goes_on(self, table: Table, given: StepInputs) -> bool:
         """Whether there are rows of these parameters, which may have become more."""
         if not self.warm_start or not {"direction", "previous"} <= given.upper_memory.keys() or not table.tables:
             return False
@@ -140,7 +140,7 @@ class RecursiveOptimizer(SizedSteps):
             raise ValueError(f"{name} began with {known} lower problems, but now there are {table.count}")
         return True
 
-    def _begun(self, oracle: Oracle, given: Given, table: Table, sampler: Any) -> Estimate:
+    def _begun(self, oracle: Oracle, given: StepInputs, table: Table, sampler: Any) -> Estimate:
         """The first step looks at every task, because the recursion has to start close to the truth."""
         trackers, m, kinds, p = self.trackers, table.total, int(table.groups.max()) + 1, len(table.groups)
         if math.isfinite(self.radius) and kinds > 1:
@@ -177,7 +177,7 @@ class RecursiveOptimizer(SizedSteps):
         diagnostics, tables = {**active, "rows_touched": torch.tensor(m, device="cpu")}, self.drawing.opened(m)
         return self._kept(oracle, loss, direction, diagnostics, clock, whole, table=table, tables=tables)
 
-    def _on(self, oracle: Oracle, given: Given, table: Table, sampler: Any) -> Estimate:
+    def _on(self, oracle: Oracle, given: StepInputs, table: Table, sampler: Any) -> Estimate:
         """A later step looks at the rows of some tasks; all others follow their rule."""
         trackers, clock, m = self.trackers, self._clock(given), table.total
         drawn, betas = self._chosen(table, given, sampler), self._betas(given.steps, m)
@@ -214,7 +214,7 @@ class RecursiveOptimizer(SizedSteps):
         direction = direction if mean is None else mean
         return self._kept(oracle, loss, direction, diagnostics, final, table=table, writes=writes, tables=drawn.tables)
 
-    def _followed(self, rows: Rows, seen: Rows, active: Rows, given: Given, rates: Tensor) -> tuple[Rows, Rows]:
+    def _followed(self, rows: Rows, seen: Rows, active: Rows, given: StepInputs, rates: Tensor) -> tuple[Rows, Rows]:
         """Rows with positions after the step, and before it; and how many projections changed something."""
         active, tau = dict(active), self._tau(given)
         after = rows | self.drawing.noted({name: seen[name] for name in self.trackers.weighted}, rows)
@@ -262,7 +262,7 @@ class RecursiveOptimizer(SizedSteps):
             numbers={"clock": kept(clock)},
         )
 
-    def _measured(self, look: Look, oracle: Oracle, given: Given, sampler: Any) -> Measured:
+    def _measured(self, look: Look, oracle: Oracle, given: StepInputs, sampler: Any) -> Measured:
         """Derivatives of the rows looked at, at both points; each rank takes care of a part of the tasks."""
         trackers, table = self.trackers, look.table
         x, x_last = flat(oracle.x)[0], flat(given.upper_memory["previous"])[0]
@@ -308,7 +308,7 @@ class RecursiveOptimizer(SizedSteps):
             return torch.device("cpu")
         return (self.state_device if name.startswith(TABLE) else None) or super().place_of(name, parameter)
 
-    def _table(self, given: Given, y: Vector) -> Table:
+    def _table(self, given: StepInputs, y: Vector) -> Table:
         """The rows of all problems; y has one for each."""
         group = torch.tensor([i for i, group in enumerate(given.lower_groups) for _ in group["params"]], device="cpu")
         groups = group.repeat_interleave(torch.tensor([t.shape[1:].numel() for t in y], device="cpu"))
@@ -317,7 +317,7 @@ class RecursiveOptimizer(SizedSteps):
         split, own = Split(y, given.ranks), Vector(map(Split.local, y))
         return Table(own, tables, self.trackers.shrinking, self.trackers.moving, groups, least, self.radius, split)
 
-    def _draws(self, sampler: Any, ids: Tensor, given: Given, *, own: bool = True) -> Callable[[str], Any] | None:
+    def _draws(self, sampler: Any, ids: Tensor, given: StepInputs, *, own: bool = True) -> Callable[[str], Any] | None:
         """Draws the data of tasks, perhaps this rank's own; None for a single problem, which has its own."""
         if sampler is None:
             return None
@@ -328,16 +328,16 @@ class RecursiveOptimizer(SizedSteps):
         sizes = {"lower": self.lower_batch, "upper": self.upper_batch}
         return TaskDraws(sampler, ids, len(ids), sizes, generator).batch
 
-    def _chosen(self, table: Table, given: Given, sampler: Any) -> Drawn:
+    def _chosen(self, table: Table, given: StepInputs, sampler: Any) -> Drawn:
         """What a step looks at; with everything that it draws, if that has to be known before."""
         if sampler is not None and given.ranks.group is None and not self.drawing.notes:
             late = stays_current(table, self.lazy) and not self.rule.rests
-            drawn = drawn_at_once(sampler, partial(self._drawn, table.total, late), given.chances)
+            drawn = drawn_at_once(sampler, partial(self._drawn, table.total, late), given.random_inputs)
             if drawn is not None:
                 return Drawn(**drawn)
         return self.drawing.draw(sampler, table.total, Source.of(given))
 
-    def _drawn(self, m: int, late: bool, sampler: Any, chances: Mapping[str, Any]) -> dict[str, Any]:
+    def _drawn(self, m: int, late: bool, sampler: Any, random_inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Everything that a step draws from m tasks, in its order; ``late``: the other rows are to catch up."""
         source = Source(self.generator)
         ids, scale, tables, *_ = self.drawing.draw(sampler, m, source)
@@ -351,12 +351,12 @@ class RecursiveOptimizer(SizedSteps):
             "others": others(ids, m) if some and late else None,
         }
 
-    def _clock(self, given: Given) -> Clock | GraphClock:
+    def _clock(self, given: StepInputs) -> Clock | GraphClock:
         trackers = self.trackers
         return clock_of(given.numbers["clock"], len(trackers.shrinking), len(trackers.moving), still=not self._drifts)
 
 
-def _rates(given: Given) -> Tensor:
+def _rates(given: StepInputs) -> Tensor:
     """Learning rates of the lower groups."""
     rates = [group["lr"] for group in given.lower_groups]
     return torch.stack([torch.as_tensor(rate, dtype=torch.float64, device="cpu") for rate in rates])

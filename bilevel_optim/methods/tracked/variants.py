@@ -11,7 +11,7 @@ from torch import Tensor
 from ...hypergradient.estimate import Write
 from ...hypergradient.recursive import flat
 from ...hypergradient.storm import corrected, msvr, storm
-from ...optimizer.step import Given
+from ...optimizer.step import StepInputs
 from ...oracle.oracle import Oracle
 from .drawing import Drawing, Drawn, Source, others
 from .rows import Clock, GraphClock, Rows, Table
@@ -52,7 +52,7 @@ class Look:
     direction: Tensor
     trackers: Trackers
     drawing: Drawing
-    given: Given
+    given: StepInputs
 
     def total(self, *sums: Tensor) -> tuple[Tensor, ...]:
         """Sums over all rows looked at, from those over this rank's."""

@@ -9,7 +9,7 @@ from ...distributed.ranks import Ranks
 from ...hypergradient import Estimate
 from ...hypergradient.directions import KINDS, Directions
 from ...optimizer.base import BilevelOptimizer, ColdOptions
-from ...optimizer.step import Given
+from ...optimizer.step import StepInputs
 from ...oracle.lanes import one_of_many
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, is_count, is_number, require
@@ -62,17 +62,17 @@ class ZerothOrder(BilevelOptimizer):
         )
         self.require_elementwise()
 
-    saved_options, divided_by = ("smoothing", "directions"), "smoothing"
+    saved_options, difference_step = ("smoothing", "directions"), "smoothing"
 
-    def chances(self) -> dict[str, int]:
+    def random_inputs(self) -> dict[str, int]:
         """The seed of the directions."""
         return {"seed": SEEDS}
 
-    def drawn_directions(self, oracle: Oracle, given: Given) -> Directions:
+    def drawn_directions(self, oracle: Oracle, given: StepInputs) -> Directions:
         """The directions of this step, the same on every rank."""
         if any_sharded(oracle.live_x):
             raise ValueError(f"{type(self).__name__} cannot perturb sharded upper parameters (DTensor)")
-        seed = given.chances["seed"]
+        seed = given.random_inputs["seed"]
         return Directions(
             oracle.x,
             self.direction,
@@ -84,7 +84,7 @@ class ZerothOrder(BilevelOptimizer):
         )
 
     def followed(
-        self, oracle: Oracle, given: Given, estimator: Callable[..., Estimate], *, from_upper: bool = False
+        self, oracle: Oracle, given: StepInputs, estimator: Callable[..., Estimate], *, from_upper: bool = False
     ) -> Estimate:
         """An estimate from paths that all start at the oracle's y, or at the last tensors of their own x.
 

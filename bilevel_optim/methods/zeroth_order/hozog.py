@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...hypergradient import Estimate, full_zeroth_order
 from ...optimizer.declaration import Method, counts
-from ...optimizer.step import Given
+from ...optimizer.step import StepInputs
 from ...oracle.oracle import Oracle
 from .base import ZerothOrder
 
@@ -77,6 +77,6 @@ class HOZOG(ZerothOrder):
         },
     )
 
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Differences of the paths from perturbed x."""
         return self.followed(oracle, given, full_zeroth_order)

@@ -7,7 +7,7 @@ from typing import Unpack
 from ...hypergradient import Estimate, partial_zeroth_order
 from ...optimizer.base import ColdOptions
 from ...optimizer.declaration import Method, counts
-from ...optimizer.step import Given
+from ...optimizer.step import StepInputs
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, require
 from .base import ZerothOrder
@@ -159,7 +159,7 @@ class PZOBO(ZerothOrder):
             **common,
         )
 
-    def estimate(self, oracle: Oracle, given: Given) -> Estimate:
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Differences of the paths from perturbed x."""
         return self.followed(oracle, given, partial_zeroth_order)
 

@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from ..oracle.buffers import Buffers
-from ..oracle.session import COUNTERS, Findings, Options, Session
+from ..oracle.session import COUNTERS, LossFacts, Options, Session
 
-__all__ = ["Ledger"]
+__all__ = ["RunState"]
 
 
 @dataclass
-class Ledger:
+class RunState:
     """The account of a run, written with each step that is accepted.
 
     Attributes:
@@ -27,7 +27,7 @@ class Ledger:
         last_loss: what the last step returned.
     """
 
-    found: Findings = field(default_factory=Findings)
+    found: LossFacts = field(default_factory=LossFacts)
     buffers: Buffers = field(default_factory=Buffers)
     warned: set[str] = field(default_factory=set)
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
@@ -72,4 +72,4 @@ class Ledger:
         """Go on from what `saved` gave."""
         self.steps, self.last_loss = saved["steps_done"], saved["last_loss"]
         self.counts.update(saved["oracle_counts"])
-        self.found = Findings(fallback=saved["fallback"])  # first looks are made where a new optimizer makes them
+        self.found = LossFacts(fallback=saved["fallback"])  # first looks are made where a new optimizer makes them

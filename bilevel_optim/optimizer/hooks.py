@@ -11,12 +11,12 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-__all__ = ["hooked", "walled"]
+__all__ = ["no_dynamo", "with_hooks"]
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
 
-def walled(verb: Verb) -> Verb:
+def no_dynamo(verb: Verb) -> Verb:
     """A method that ``torch.compile`` calls, but does not look into; at no cost where nothing is compiled."""
     wall = _disable_dynamo(verb)
 
@@ -27,12 +27,12 @@ def walled(verb: Verb) -> Verb:
     return cast(Verb, called)
 
 
-def hooked(step: Verb) -> Verb:
-    """``Optimizer.step`` with its hooks and its range in a profile, `walled`; at no cost where there is none of it.
+def with_hooks(step: Verb) -> Verb:
+    """``Optimizer.step`` with its hooks and its range in a profile, `no_dynamo`; at no cost where there is none of it.
 
     torch wraps every ``step`` in the same, hooks or not; it leaves alone what says that it is ``hooked``.
     """
-    with_hooks = Optimizer.profile_hook_step(walled(step))
+    in_full = Optimizer.profile_hook_step(no_dynamo(step))
 
     @functools.wraps(step)
     def called(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -44,7 +44,7 @@ def hooked(step: Verb) -> Verb:
             or torch.autograd.profiler._is_profiler_enabled
             or torch.compiler.is_dynamo_compiling()
         ):
-            return with_hooks(self, *arguments, **named)
+            return in_full(self, *arguments, **named)
         return step(self, *arguments, **named)
 
     called.hooked = True  # type: ignore[attr-defined]
