@@ -6,7 +6,8 @@ import inspect
 import re
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +17,10 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .reasons import Uncapturable
+from ..oracle.evaluation import placed
+from ..problem.tracing import Untraceable
 
-__all__ = ["LossGraph", "LossReader", "PureLoss", "Reading"]
+__all__ = ["LossReader", "PureLoss", "Readers", "Reading", "Readings", "Unreadable"]
 
 # What Dynamo does not look at by default, to be fast, is looked at too. A version need not have all of the names.
 SETTINGS = {
@@ -81,7 +83,7 @@ class LossReader:
         """What a function computes from such arguments and from the live parameters.
 
         Raises:
-            Uncapturable: with Dynamo's reason and the user's line, if Dynamo cannot read it.
+            Untraceable: with Dynamo's reason and the user's line, if Dynamo cannot read it.
         """
         with torch.enable_grad():
             try:
@@ -89,7 +91,7 @@ class LossReader:
             except _Unread:
                 output = self._read_anew(function, arguments)
         if self._last is None:
-            raise Uncapturable("a loss computes nothing with tensors")
+            raise Untraceable("a loss computes nothing with tensors")
         (graph, tensors), self._last = self._last, None
         graph.settle(tensors, output)
         names = {id(t): ("argument", k) for k, t in enumerate(tree_leaves(arguments)) if isinstance(t, Tensor)}
@@ -102,10 +104,10 @@ class LossReader:
                 place = names[id(tensor)] = ("read", len(reads))
                 reads.append(tensor)
                 if tensor.requires_grad and not tensor.is_leaf:
-                    raise Uncapturable("a loss uses a tensor with a graph of its own")
+                    raise Untraceable("a loss uses a tensor with a graph of its own")
             places.append(place)
         if any(places[i][0] != "read" for i in graph.writes):
-            raise Uncapturable("a loss writes into a parameter or into its batch")
+            raise Untraceable("a loss writes into a parameter or into its batch")
         return Reading(graph, tuple(places), reads)
 
     def _read_anew(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
@@ -114,7 +116,7 @@ class LossReader:
                 warnings.simplefilter("ignore")  # what Dynamo warns of is among its reasons
                 return self._read(function, *arguments)
         except Exception as error:
-            raise Uncapturable(_reason(error)) from error
+            raise Untraceable(_reason(error)) from error
 
 
 class _Unread(Exception):
@@ -150,7 +152,7 @@ class LossGraph:
         """Note, at the first call, which results the function returns, and in which form.
 
         Raises:
-            Uncapturable: if it draws Python's random numbers, or what it reads or returns is not made of tensors.
+            Untraceable: if it draws Python's random numbers, or what it reads or returns is not made of tensors.
         """
         if self._output:
             return
@@ -161,7 +163,7 @@ class LossGraph:
         if not all(isinstance(t, Tensor) for t in tensors) or not all(id(t) in known for t in leaves):
             self._reason = self._reason or "the sizes of what a loss reads change, or what it returns is not its own"
         if self._reason:
-            raise Uncapturable(self._reason)
+            raise Untraceable(self._reason)
         self._output = [tree_map(lambda leaf: known[id(leaf)] if isinstance(leaf, Tensor) else leaf, output)]
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[Any, dict[int, Tensor]]:
@@ -191,11 +193,13 @@ class PureLoss:
         reads: the other tensors.
 
     Attributes:
-        written: the new values of those that the last call would have written into, by their number.
+        writes: whether the function writes into some of these.
+        written: their new values as the last call would have written them, by their number.
     """
 
     def __init__(self, reading: Reading, x: Sequence[Tensor], y: Sequence[Tensor], reads: Sequence[Tensor]) -> None:
         self._reading, self._parameters, self._reads = reading, {"x": x, "y": y}, reads
+        self.writes = bool(reading.graph.writes)
         self.written: dict[int, Tensor] = {}
 
     def __call__(self, *arguments: Any) -> Any:
@@ -212,6 +216,90 @@ class PureLoss:
         output, written = self._reading.graph(tensors)
         self.written = {self._reading.places[i][1]: value for i, value in written.items()}
         return output
+
+
+class Readings(dict[str, Reading]):
+    """All functions of a step, by their roles: ``"upper"``, ``"upper features"``, ``"lower"``, ..., ``"projection"``."""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What decides about the operations of a step."""
+        return tuple((role, id(reading.graph), reading.places) for role, reading in self.items())
+
+    @property
+    def writes(self) -> bool:
+        """Whether one of them writes into what it reads."""
+        return any(reading.graph.writes for reading in self.values())
+
+    @property
+    def reads(self) -> dict[str, list[Tensor]]:
+        """The tensors that are read beside parameters and arguments."""
+        return {role: reading.reads for role, reading in self.items()}
+
+    def losses(
+        self, x: Sequence[Tensor], y: Sequence[Tensor], reads: Mapping[str, Sequence[Tensor]]
+    ) -> dict[str, PureLoss]:
+        """The functions with other tensors in place of those."""
+        return {role: PureLoss(reading, x, y, reads[role]) for role, reading in self.items()}
+
+
+class Unreadable(Untraceable):
+    """A function cannot be captured."""
+
+    def __init__(self, reason: str, role: str, function: Callable[..., Any]) -> None:
+        super().__init__(reason)
+        self.role, self.function = role, function
+
+
+class Readers:
+    """Reads all functions of steps with data of one form."""
+
+    def __init__(self) -> None:
+        self._readers: dict[str, LossReader] = {}
+        self._examples: dict[int, Any] = {}  # values of features, by their graph
+
+    def read(
+        self,
+        x: Sequence[Tensor],
+        y: Sequence[Tensor],
+        functions: Mapping[str, Callable[..., Any]],
+        arguments: Mapping[str, tuple[Any, ...]],
+        *,
+        row: bool,
+    ) -> Readings:
+        """What the functions are now.
+
+        Args:
+            x: the live upper parameters.
+            y: the live lower parameters.
+            functions: by role.
+            arguments: of each, such as those of the step; those without are left out.
+            row: whether a loss sees one row of y.
+        """
+        readings = Readings()
+        with placed(y, [t.detach()[0] for t in y]) if row else nullcontext():
+            for role, function in functions.items():
+                if role in arguments:
+                    features = readings.get(f"{role} features")
+                    own = arguments[role] if features is None else (self._example(features, x, y, arguments[role]),)
+                    reader = self._readers.setdefault(role, LossReader())
+                    try:
+                        readings[role] = reader.read(x, y, function, *own)
+                    except Untraceable as error:
+                        raise Unreadable(str(error), role, function) from error
+        return readings
+
+    def _example(self, features: Reading, x: Sequence[Tensor], y: Sequence[Tensor], arguments: tuple[Any, ...]) -> Any:
+        """Features like those of the step: of their values nothing is read."""
+        known = self._examples.get(id(features.graph))
+        if known is None:
+            known = self._examples[id(features.graph)] = PureLoss(features, x, y, features.reads)(*arguments)
+            known = self._examples[id(features.graph)] = tree_map(_detached, known)
+        return known
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _results(graph: Graph) -> Sequence[Node]:

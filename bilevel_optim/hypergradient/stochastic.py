@@ -8,7 +8,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..oracle.oracle import Oracle
-from ..problem.feeding import several_of
 from ..problem.objective import Sample
 from ..problem.profiling import span
 from ..problem.tracing import traced
@@ -44,8 +43,7 @@ class ImplicitSamples(NamedTuple):
     def draw_some(cls, oracle: Oracle, products: Tensor, most: int) -> ImplicitSamples:
         """Likewise for a random number of products; if it is being traced, for the most that there may be."""
         upper = oracle.f.draw()
-        with several_of("products", products, most) as number:
-            samples = [oracle.g.draw() for _ in range(number + 1)]
+        samples = oracle.g.draw_some("products", products, most)
         return cls(upper, samples[:-1], samples[-1], products if traced() else None)
 
 

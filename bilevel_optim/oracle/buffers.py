@@ -26,9 +26,9 @@ class Buffers:
     anew, and constant buffers can be large.)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, complete: bool = False) -> None:
         self._changing: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
-        self.complete = False  # a whole step has been seen
+        self.complete = complete  # a whole step has been seen
         self._none = True  # as long as nothing is known to change
 
     def __reduce__(self) -> tuple[type[Buffers], tuple[()]]:

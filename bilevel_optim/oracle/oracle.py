@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..problem.objective import Objective, Sample
-from ..problem.tracing import cut
+from ..problem.tracing import end_region
 from ..problem.vector import Vector, any_sharded
 from . import second_order
 from .checks import Checks
@@ -217,7 +217,7 @@ class Oracle:
     def call(self, sample: Sample, *arguments: Any, graph: bool = True) -> Any:
         """What a sample's function returns on its arguments, or on others, with the random numbers of that sample."""
         forget_casts(self.device)
-        cut()
+        end_region()
         if sample.once and not self.sharded and graph is torch.is_grad_enabled():
             return sample(*arguments)  # contexts cost more than small losses
         watched = self.session.gathered.watching() if self.sharded else nullcontext()

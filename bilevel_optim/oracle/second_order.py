@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..problem.objective import Sample
 from ..problem.profiling import span
-from ..problem.tracing import cut
+from ..problem.tracing import end_region
 from ..problem.vector import Vector, stack
 from . import batched
 from .differentiable import has_fused, has_kinks, twice_differentiable, working_unit
@@ -158,7 +158,7 @@ def pulled(
     parts = [(i, g) for i, g in enumerate(gradients) if g is not None and g.requires_grad]
     if not parts:
         return [None] * len(variables)
-    cut()
+    end_region()
     with twice_differentiable(plain):
         return torch.autograd.grad(
             [g for _, g in parts],

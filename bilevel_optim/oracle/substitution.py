@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..problem.tracing import read_by_the_host
-
 __all__ = ["Substitution"]
 
 
@@ -33,10 +31,6 @@ class Substitution(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _ON_HOST:
-            for argument in args:
-                if isinstance(argument, Tensor) and id(argument) not in self._value_of:
-                    read_by_the_host(argument)
         value_of = self._value_of
         new = [value_of.get(id(a), a) if type(a) not in _SEQUENCES else self._inside(a) for a in args]
         if kwargs:
@@ -58,13 +52,6 @@ class Substitution(TorchFunctionMode):
 
 
 _SEQUENCES = (list, tuple)
-_ON_HOST = frozenset(
-    getattr(Tensor, name)
-    for name in (
-        "item", "tolist", "numpy", "equal", "allclose", "is_nonzero",
-        "__array__", "__bool__", "__float__", "__int__", "__index__", "__complex__",
-    )
-) | {torch.equal, torch.allclose, torch.is_nonzero}  # fmt: skip
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

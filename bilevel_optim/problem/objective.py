@@ -88,6 +88,13 @@ class Objective:
         parts = [self.sample(batch, once=once) for batch in batches]
         return Sample(_Mean(parts), once=once, parts=parts)
 
+    def draw_some(self, name: str, count: Tensor, most: int) -> list[Sample]:
+        """The next ``count`` + 1 samples; in a trace ``most`` + 1, the last of which stand for those that are missing.
+
+        ``count`` is the random input of this name.
+        """
+        return [self.draw() for _ in range(int(count) + 1)]
+
     def arguments(self) -> tuple[Any, ...]:
         """What `draw` evaluates the loss on: the next batch, if there are data."""
         if self.data is None:

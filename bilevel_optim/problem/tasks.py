@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -18,8 +18,10 @@ __all__ = [
     "TaskDraws",
     "TaskSampler",
     "TensorTasks",
+    "Whole",
     "draw",
     "draw_apart",
+    "draw_whole",
     "length_of",
     "sample",
     "select",
@@ -28,6 +30,7 @@ __all__ = [
 ]
 
 LowerInit = Callable[[Any], Tensor | Sequence[Tensor]]
+Whole = Callable[[Any, Mapping[str, Any]], Any]  # draws all that a step needs, from a sampler and random inputs
 
 
 @runtime_checkable
@@ -163,6 +166,18 @@ class StandIn:
 
     def __init__(self, source: Any) -> None:
         self.source = source
+
+
+def draw_whole(tasks: Any, draw: Whole, random_inputs: Mapping[str, Any]) -> Any:
+    """All that a step draws from the tasks, if it is to be known before; else None.
+
+    Args:
+        tasks: a sampler, or what stands for it.
+        draw: draws it as a pytree, from the sampler and the random inputs of the step alone.
+        random_inputs: of the step.
+    """
+    whole = getattr(tasks, "whole", None) if isinstance(tasks, StandIn) else None
+    return None if whole is None else whole(draw, random_inputs)
 
 
 def length_of(sampler: Any) -> int | None:

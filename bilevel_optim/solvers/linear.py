@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.cg import cg_step
-from ..problem.tracing import cut, traced
+from ..problem.tracing import end_region, traced
 from ..problem.vector import Vector, any_sharded
 from .on_host import conjugate_gradients, relative
 
@@ -329,7 +329,7 @@ def neumann(
         term = term - _damped(product, term * lr, damping)
         residual = residual if active is None else torch.where(active, norm(term), residual)
         total, done = total + term, done + (1 if active is None else active)
-    cut()
+    end_region()
     return _finished(total * lr, norm(term) if tol <= 0 else residual, done, b_norm, b_norm)
 
 

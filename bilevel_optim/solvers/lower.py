@@ -13,7 +13,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 from ..oracle.checks import Checks
 from ..problem.profiling import span
-from ..problem.tracing import Untraceable, cut, traced
+from ..problem.tracing import Untraceable, end_region, traced
 from ..problem.vector import Vector, is_sharded
 from .agd import AGD
 from .functional import Memory, Rate, descended, rates_of, sgd, updated
@@ -165,7 +165,7 @@ class LowerRule:
         solved = self._limited(y, memory, gradient) if self.limits else self._step(y, memory, gradient)
         if traced() and solved.gradient is not None:
             solved = solved._replace(size=solved.norm(bool(self.lead)))
-        cut()
+        end_region()
         return solved
 
     def _limited(self, y: Vector, memory: Memory, gradient: Gradient) -> Solved:

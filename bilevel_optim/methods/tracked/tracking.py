@@ -19,9 +19,8 @@ from ...optimizer.base import CommonOptions
 from ...optimizer.memory import TABLE
 from ...optimizer.step import StepInputs
 from ...oracle.oracle import Oracle
-from ...problem.feeding import drawn_at_once
 from ...problem.parameters import Params, by_level, require
-from ...problem.tasks import TaskDraws, length_of, task_count
+from ...problem.tasks import TaskDraws, draw_whole, length_of, task_count
 from ...problem.vector import Vector
 from . import watching
 from .drawing import CHANCES, Drawing, Drawn, Source, others
@@ -332,7 +331,7 @@ class RecursiveOptimizer(SizedSteps):
         """What a step looks at; with everything that it draws, if that has to be known before."""
         if sampler is not None and given.ranks.group is None and not self.drawing.notes:
             late = stays_current(table, self.lazy) and not self.rule.rests
-            drawn = drawn_at_once(sampler, partial(self._drawn, table.total, late), given.random_inputs)
+            drawn = draw_whole(sampler, partial(self._drawn, table.total, late), given.random_inputs)
             if drawn is not None:
                 return Drawn(**drawn)
         return self.drawing.draw(sampler, table.total, Source.of(given))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,41 +12,45 @@ from torch._guards import TracingContext
 from torch._guards import tracing as installed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..problem.tracing import Untraceable, tracing
-from .calls import Listed
-from .looks import blind_to_unused, look_later
-from .parts import in_parts, number_parts, out_of_place, written_into
-from .workspace import listed, written
+from .backends import LARGE, Backend
+from .finite_checks import blind_to_unused, look_later
+from .outline import in_parts, number_parts, out_of_place, written_into
+from .small_cpu import Direct
 
-__all__ = ["Backend", "Graph", "Signature", "backend_of", "signature"]
+__all__ = ["Graph"]
 
 LONGEST = 3000  # operations of a graph that is compiled as a whole
-LARGE = 2**14  # entries of a tensor from which on operations take longer than calls of compiled parts
-APART = {"pattern_matcher": False}  # or a product that is added to a vector would be made into a copy of the vector
 # Decomposed, what a node saves of its own result would hold the node, and neither would ever be freed.
 DETACHED: dict[torch._ops.OpOverload, Callable[..., Any]] = {torch.ops.aten.detach.default: lambda t: NotImplemented}
 SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)  # their argument
-Backend = Callable[[GraphModule, list[Tensor]], Callable[..., Any]]
 
 
-class Signature(NamedTuple):
-    """What a graph is made for: all of its arguments but the tensors' values."""
+class _Regions:
+    """What is told about a step while it is traced.
 
-    structure: TreeSpec
-    constants: tuple[Any, ...]  # leaves that are not tensors; None where there is one
-    tensors: tuple[Any, ...]  # shape, dtype and device of each tensor
+    Attributes:
+        ends: the nodes after which its graph may be divided.
+        checks: the nodes that make a number of a vector, to see whether that is finite.
+    """
+
+    def __init__(self) -> None:
+        self.ends: list[Node] = []
+        self.checks: list[Node] = []
+
+    def end_region(self) -> None:
+        self.ends += _last_node()
+
+    def finite_check(self, number: Tensor) -> None:
+        self.checks += _last_node()
 
 
-def signature(arguments: Any) -> tuple[Signature, list[Tensor]]:
-    """The signature of arguments, and their tensors."""
-    leaves, structure = tree_flatten(arguments)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    kinds = tuple((t.shape, t.dtype, t.device) for t in tensors)
-    return Signature(structure, tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves), kinds), tensors
+def _last_node() -> list[Node]:
+    mode = get_proxy_mode()
+    return [] if mode is None else [next(iter(reversed(mode.tracer.graph.nodes)))]
 
 
 class Graph:
@@ -60,17 +64,16 @@ class Graph:
 
     Attributes:
         nodes: operations in the graph.
-        read: tensors whose values it has as constants, because the function looked at them on the host; and these.
         shared: outputs that share memory with another or with an argument, known after the first call.
     """
 
     def __init__(
         self, function: Callable[[Any], Any], arguments: Any, backend: Backend, own: Sequence[Tensor] = ()
     ) -> None:
-        self.signature, tensors = signature(arguments)
-        structure = self.signature.structure
-        leaves = tree_flatten(arguments)[0]
+        leaves, structure = tree_flatten(arguments)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         results: list[Any] = []
+        trace = _Regions()
 
         def flat(*values: Tensor) -> list[Tensor]:
             remaining = iter(values)
@@ -82,7 +85,7 @@ class Graph:
         try:
             # One mode for the descriptions of all results, which otherwise get one each: most of the time it takes.
             modes = TracingContext(FakeTensorMode(allow_fallback_kernels=True))
-            with installed(modes), tracing() as trace, torch.enable_grad():
+            with installed(modes), tracing(trace), torch.enable_grad():
                 module = make_fx(flat, DETACHED)(*(t.detach() for t in tensors))
         except Untraceable:
             raise
@@ -92,11 +95,10 @@ class Graph:
         self._constants = [None if isinstance(leaf, Tensor) else leaf for leaf in found]
         self._is_tensor = [isinstance(leaf, Tensor) for leaf in found]
         self.outputs = sum(self._is_tensor)
-        number_parts(module, trace.cuts)
-        self.read = [(t, t.detach().clone()) for t in trace.read]
+        number_parts(module, trace.ends)
         self._captured = _lifted(module, own)
-        blind_to_unused(module, trace.looks)
-        look_later(module, trace.looks)
+        blind_to_unused(module, trace.checks)
+        look_later(module, trace.checks)
         self.nodes = len(module.graph.nodes)
         self.shared: frozenset[int] | None = None
         places = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -138,7 +140,7 @@ class Graph:
             lasting: numbers of results that stay valid for TURNS calls. Default: none.
         """
         first = list(tensors)
-        fast = self._run.listed if isinstance(self._run, _Direct) and self.shared is not None else None
+        fast = self._run.calls if isinstance(self._run, Direct) and self.shared is not None else None
         if fast is not None:
             yield from fast.each([*first, *data[0], *self._captured], len(first), data, carried, lasting)
             return
@@ -186,17 +188,14 @@ def _lifted(module: GraphModule, own: Sequence[Tensor]) -> list[Tensor]:
         elif node.op == "call_function" and "profiler" in str(node.target):
             node.replace_all_uses_with(None)
             graph.erase_node(node)
-    outside = set(place)
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not _without_dropout(node, schema):
             raise Untraceable(f"a loss draws random numbers ({node.target})")
-        if schema is not None and schema.is_mutable:
-            for argument, value in zip(schema.arguments, node.args, strict=False):
-                if argument.is_write and value in outside:
-                    raise Untraceable(f"a loss writes into a tensor that is not its own ({node.target})")
     out_of_place(graph)
     fixed = written_into(graph)
+    if any(node in fixed for node in place):
+        raise Untraceable("a loss writes into a tensor that is not its own")
     for node in [*graph.nodes]:
         if node.target in SAME and node not in fixed:
             node.replace_all_uses_with(node.args[0])
@@ -235,76 +234,3 @@ def _reason(error: Exception) -> str:
     if "Generator" in text:  # what torch 2.11 says of one
         return "a loss draws random numbers (of a generator)"
     return text
-
-
-class _Direct:
-    """What Inductor has compiled, without the layers around it once a call has shown that they change nothing."""
-
-    def __init__(self, compiled: Callable[..., Any]) -> None:
-        self._compiled: Callable[..., Any] | None = compiled
-        self._listed: Callable[..., Any] | None = None
-
-    @property
-    def listed(self) -> Listed | None:
-        """What is left without them."""
-        return self._listed if self._compiled is None and isinstance(self._listed, Listed) else None
-
-    def __call__(self, *values: Tensor) -> Sequence[Tensor]:
-        if self._compiled is None:
-            assert self._listed is not None
-            found: Sequence[Tensor] = self._listed([*values])
-            return found
-        outputs: Sequence[Tensor] = self._compiled(*values)
-        if self._listed is None:
-            inner = written(self._compiled)
-            self._listed = None if inner is None else listed(inner, values)
-            if self._listed is None:
-                self._listed = self._compiled  # which is all there is
-                return outputs
-            first, second = (self._listed([*values]) for _ in range(2))
-            if _alike(outputs, first, values) and _alike(first, second, values):
-                self._compiled = None
-        return outputs
-
-
-def _alike(outputs: Sequence[Any], others: Sequence[Any], values: Sequence[Tensor]) -> bool:
-    """Whether all are tensors, the same bit for bit, and share memory alike, with each other and with these values."""
-    if len(outputs) != len(others) or not all(isinstance(t, Tensor) for t in (*outputs, *others)):
-        return False
-    forms = [[(t.shape, t.stride(), t.dtype, t.device, t.storage_offset()) for t in some] for some in (outputs, others)]
-    places = [[_storage(t) for t in (*values, *some)] for some in (outputs, others)]
-    apart = {*places[0]} & {*places[1]} <= {*map(_storage, values), 0}
-    same = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(outputs, others, strict=True))
-    first, second = ([*map(some.index, some)] for some in places)
-    return forms[0] == forms[1] and first == second and apart and same
-
-
-def backend_of(backend: str | Callable[..., Any], mode: str | None, options: dict[str, Any] | None) -> Backend:
-    """What ``torch.compile`` takes as its backend, without the look at Python code that a graph does not need."""
-    if backend == "inductor":
-        import torch._inductor as inductor
-
-        settings = {**(inductor.list_mode_options(mode) if mode and mode != "default" else {}), **(options or {})}
-
-        def compiled(module: GraphModule, example: list[Tensor]) -> Callable[..., Any]:
-            # Inductor keeps in its cache what was compiled in a shape environment, as dynamo has one.
-            fake = FakeTensorMode(shape_env=ShapeEnv())
-            own = {**(APART if any(t.is_cpu and t.numel() > LARGE for t in example) else {}), **settings}
-            with torch.no_grad(), installed(TracingContext(fake)):
-                known: list[Any] = [fake.from_tensor(t, static_shapes=True) for t in example]
-                found: Callable[..., Any] = inductor.compile(module, known, options=own or None)
-            if settings.get("triton.cudagraphs") and any(t.is_cuda for t in example):
-                # The next replay of a CUDA graph writes over what this one gives.
-                return lambda *values: [t.clone() for t in found(*values)]
-            writes = any(node.op == "placeholder" for node in written_into(module.graph))  # once for each call
-            return found if writes else _Direct(found)
-
-        return compiled
-    if backend == "eager":
-        return lambda module, example: module.forward
-    if callable(backend):
-        return backend
-    from torch._dynamo.backends.registry import lookup_backend
-
-    found: Backend = lookup_backend(backend)
-    return found

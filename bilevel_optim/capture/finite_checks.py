@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from .parts import written_into
+from .outline import written_into
 
 __all__ = ["blind_to_unused", "look_later"]
 

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..hypergradient import Estimate
+from ..optimizer.memory import SOLVER, TABLE
 from ..problem.tracing import Untraceable
 from ..problem.vector import Vector
-from .calls import TURNS
-from .flat import Flat, Like
-from .memory import SOLVER, TABLE
-from .replay import StepGraph
+from .draws import Like
+from .small_cpu import TURNS
+from .step_graph import StepGraph
 
-__all__ = ["Binding", "Slot", "difference"]
+__all__ = ["CompiledStep", "Slot", "difference"]
 
 
-class Binding:
+class CompiledStep:
     """Where the arguments of a graph are read, and where its results are written, in one optimizer.
 
     Args:
@@ -27,7 +28,7 @@ class Binding:
         state: of the optimizer.
         x: the live upper parameters.
         y: the live lower parameters.
-        data: for which the graph was made.
+        key: which functions it evaluates. Default: None.
         batches: what those of each loss have in common, if they have. Default: None.
 
     Attributes:
@@ -43,12 +44,11 @@ class Binding:
         state: Any,
         x: Sequence[Tensor],
         y: Sequence[Tensor],
-        data: Flat,
+        key: Any = None,
         batches: Mapping[str, Like] | None = None,
     ) -> None:
-        self.batches = batches
+        self.key, self.batches = key, batches
         self.step, self.x, self.y, self.uses, self.device = step, list(x), list(y), 0, y[0].device
-        self._like = Like(data)
         self._places = [t.device for t in (*self.x, *self.y)]
         upper, lower = [state[p] for p in x], [state[p] for p in y]
         self.entries = [*upper, *lower]
@@ -89,6 +89,12 @@ class Binding:
         self.next = list(zip(ahead, (i for _, i in self.results), strict=True))
         first = len(self.x) + len(self.y) + len(self.reads)
         self.next += [(first + k, self.numbers[n]) for k, n in enumerate(self._numbers) if n in self.numbers]
+        start = first + len(self._numbers)
+        self._written: list[tuple[str, int, int]] = []  # buffers that a step writes into: role, number, and output
+        for role, tensors in step.arguments["reads"].items():
+            self.next += [(start + i, slot) for i, slot in out["reads"].get(role, {}).items()]
+            self._written += [(role, i, slot) for i, slot in out["reads"].get(role, {}).items()]
+            start += len(tensors)
         moved = out.get("x") or ()
         self.next += list(enumerate(moved))
         self.next += [(len(self.x) + k, i) for k, i in enumerate(out["lower"] or ())]
@@ -109,14 +115,6 @@ class Binding:
             and all([_alike(numbers.get(name), known) for name, known in self._numbers.items()])
         )
 
-    def fits(self, data: Flat) -> bool:
-        """Whether the graph was made for data like these."""
-        return self._like.fits(data)
-
-    def has_form(self, data: Sequence[Sequence[Tensor]]) -> bool:
-        """Whether tensors of the data of steps are of the form that the graph was made for."""
-        return self._like.has_form([t for own in data for t in own], len(data))
-
     def due(self) -> bool:
         """Count a use; whether it is one to be compared with an eager step."""
         compared = not self.unwatched
@@ -135,10 +133,11 @@ class Binding:
         """Whether steps may follow each other before anything is written."""
         return not self.out["writes"] and not self.out.get("x_writes")
 
-    def arguments(self, numbers: Mapping[str, Any]) -> list[Tensor]:
-        """The values of a step, as they are now, with the optimizer's plain numbers."""
+    def arguments(self, numbers: Mapping[str, Any], reads: Mapping[str, Sequence[Tensor]]) -> list[Tensor]:
+        """The values of a step, as they are now, with the optimizer's plain numbers and what the losses read."""
         kept = [entries[name] for entries, name in self.reads]
-        return [*self.x, *self.y, *kept, *(numbers[name] for name in self._numbers)]
+        others = [t for tensors in reads.values() for t in tensors]
+        return [*self.x, *self.y, *kept, *[numbers[name] for name in self._numbers], *others]
 
     def following(self, arguments: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
         """The values of the next step."""
@@ -175,24 +174,46 @@ class Binding:
         return losses, flags, outputs
 
     def several(
-        self, start: Sequence[Tensor], rates: Sequence[Tensor], chain: Sequence[Sequence[Tensor]]
-    ) -> Binding | None:
-        """The graph of several such steps, if these are small and many; made, and compared, when it is needed."""
-        most = min(MOST_STEPS, NODES_AT_ONCE // self.step.graph.nodes)
-        times = 1 << most.bit_length() - 1 if most else 1  # runs are of such lengths, and single steps cost more
-        if self._several is None and times > 1 and len(chain) >= times:
+        self, times: int, start: Sequence[Tensor], rates: Sequence[Tensor], data: Sequence[Sequence[Tensor]]
+    ) -> CompiledStep | None:
+        """The graph of so many such steps, if there are as many data; made, and compared, when it is needed."""
+        if times > 1 and len(data) >= times and self._several is None:
             self._several = False
-            data = [t for one in chain[:times] for t in one]
+            several = [t for one in data[:times] for t in one]
             try:
-                many = Binding(self.step.repeated(times), self._state, self.x, self.y, Flat(data, []))
+                many = CompiledStep(self.step.repeated(times), self._state, self.x, self.y)
             except Untraceable:
                 return None
             one = start
-            for each in chain[:times]:
+            for each in data[:times]:
                 one = self.following(one, self.run(one, rates, each))
-            if all(map(torch.equal, one, many.following(start, many.run(start, rates, data)))):
+            if all(map(torch.equal, one, many.following(start, many.run(start, rates, several)))):
                 self._several = many  # bit for bit, so that it does not matter where a run was interrupted
         return self._several or None
+
+    def follow(
+        self,
+        many: CompiledStep | None,
+        arguments: Sequence[Tensor],
+        rates: Sequence[Tensor],
+        data: Sequence[Sequence[Tensor]],
+    ) -> tuple[Tensor, Tensor, tuple[CompiledStep, Sequence[Tensor]]]:
+        """Losses and flags of steps with these data that follow each other, and what the last graph gave.
+
+        ``many`` is the graph of several steps, if there is one.
+        """
+        losses: list[Tensor] = []
+        flags: list[Tensor] = []
+        times = len(data) + 1 if many is None else many.step.times
+        single = len(data) % times
+        if many is not None and single < len(data):
+            parts = [[*chain.from_iterable(data[i : i + times])] for i in range(0, len(data) - single, times)]
+            losses, flags, outputs = many.each(arguments, rates, parts)
+            if not single:
+                return torch.cat(losses), torch.cat(flags), (many, outputs)
+            arguments = many.following(arguments, outputs)
+        ends, raised, outputs = self.each(arguments, rates, data[-single:])
+        return torch.cat([*losses, *ends]), torch.cat([*flags, *raised]), (self, outputs)
 
     def estimate(self, outputs: Sequence[Tensor]) -> Estimate:
         """What the graph has estimated, as far as an update of x asks for it."""
@@ -206,11 +227,13 @@ class Binding:
             outputs[out["loss"]], gradient, memory=memory, upper_memory=upper_memory, numbers=self.numbers_of(outputs)
         )
 
-    def write(self, outputs: Sequence[Tensor]) -> None:
-        """Write what a step has computed."""
+    def write(self, outputs: Sequence[Tensor], reads: Mapping[str, Sequence[Tensor]]) -> None:
+        """Write what a step has computed, also into buffers among what the losses read."""
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self.write(outputs)
+                return self.write(outputs, reads)
+        for role, i, slot in self._written:
+            reads[role][i].copy_(outputs[slot])
         out, shared = self.out, self.step.graph.shared or ()
         for table, rows, values in self._tables(outputs):
             table[rows] = values
@@ -246,22 +269,22 @@ Place = tuple[dict[str, Any], str]
 
 
 def difference(
-    binding: Binding, outputs: Sequence[Tensor], estimate: Estimate, update: Any, divisor: float
+    compiled: CompiledStep, outputs: Sequence[Tensor], estimate: Estimate, update: Any, divisor: float
 ) -> str | None:
     """What of a captured step differs from the eager one by more than rounding, which the hypergradient divides."""
-    out = binding.out
+    out = compiled.out
     pairs: list[tuple[str, Sequence[Tensor], Sequence[Slot], Sequence[Tensor] | None, float]] = [
         ("the loss", [estimate.loss], [out["loss"]], None, 1.0),
         ("the hypergradient", estimate.gradient, out["gradient"], None, divisor),
     ]
     if estimate.lower is not None:
-        pairs.append(("y", estimate.lower, out["lower"], binding.y, 1.0))
+        pairs.append(("y", estimate.lower, out["lower"], compiled.y, 1.0))
     for level, part in (("memory", 1.0), ("upper_memory", divisor)):
         pairs += [(name, vector, out[level][name], None, part) for name, vector in getattr(estimate, level).items()]
     if update is not None:
-        pairs.append(("x", update.x, out["x"], binding.x, divisor))
+        pairs.append(("x", update.x, out["x"], compiled.x, divisor))
         if update.lower is not None:
-            pairs.append(("y", update.lower, out["x_lower"], binding.y, divisor))
+            pairs.append(("y", update.lower, out["x_lower"], compiled.y, divisor))
     for name, right, slots, base, part in pairs:
         if not _close(right, [outputs[i] for i in slots], base, part):
             return name
@@ -300,6 +323,4 @@ def _close(
 
 TOLERANCE = 0.55  # a captured step may differ by this power of the precision: differences magnify rounding
 LARGEST = 0.03  # tolerance of what is divided: a loss that reads something else differs by more
-MOST_STEPS = 8  # in one graph
-NODES_AT_ONCE = 1300  # in a graph of several steps: larger ones take too long to compile
 CHECKED_EVERY = 4096  # uses of a graph after which it is compared again, at the latest

@@ -1,27 +1,101 @@
-"""Code of Inductor as a list of calls, whose small intermediate results have their places once and for all.
+"""A backend for small graphs on a CPU: Inductor's code as a list of calls, whose small results keep their memory.
 
 A small step is one kernel with a hundred and more intermediate results of a few numbers; to allocate these, one by one
-and at every call, takes several times as long as the kernel.
+and at every call, takes several times as long as the kernel. What Inductor has written is read as Python here, which
+depends on the version of torch: what is not understood runs as Inductor has compiled it.
 """
 
 from __future__ import annotations
 
 import ast
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import cycle
 from operator import getitem
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, UntypedStorage
+from torch.fx import GraphModule
 
-from .calls import BYTES, Listed, picked
+from .form import Form, picked
+from .outline import written_into
 
-__all__ = ["listed", "written"]
+__all__ = ["TURNS", "CallList", "Direct", "is_understood", "small_cpu"]
 
+FIRST, LAST = (2, 11), (2, 15)  # versions of torch whose code was looked at
+
+BYTES = 2**22  # of what is kept of a function
+TURNS = 8  # calls that follow each other, whose results have memory of their own
 ENTRIES = 2**14  # of an intermediate result that is kept
 DEPTH = 8  # of the wrappers around what Inductor has written
 RETURNED, ALLOCATION, VIEW = "return", "empty_strided_cpu", "reinterpret_tensor"
 CHECKS = ("assert_size_stride", "assert_size_stride_grouped", "assert_alignment")
+
+
+def small_cpu(backend: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
+    """The same backend, but for what it gives of graphs of CPU tensors that write into none of their arguments.
+
+    Such a function is called as a list of calls once it has given the same numbers so. Only for versions of torch
+    whose generated code was looked at.
+    """
+
+    def compiled(module: GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+        found = backend(module, examples)
+        writes = any(node.op == "placeholder" for node in written_into(module.graph))  # once for each call
+        if writes or not is_understood() or not all(t.is_cpu for t in examples):
+            return found
+        return Direct(found)
+
+    return compiled
+
+
+def is_understood() -> bool:
+    """Whether the code that this version of torch generates was looked at."""
+    major, minor, *_ = torch.__version__.split(".")
+    return FIRST <= (int(major), int(minor)) <= LAST
+
+
+class Direct:
+    """What Inductor has compiled, without the layers around it once calls have shown that they change nothing."""
+
+    def __init__(self, compiled: Callable[..., Any]) -> None:
+        self._compiled: Callable[..., Any] | None = compiled
+        self._inner: Callable[..., Any] | None = None
+
+    @property
+    def calls(self) -> CallList | None:
+        """What is left without them."""
+        return self._inner if self._compiled is None and isinstance(self._inner, CallList) else None
+
+    def __call__(self, *values: Tensor) -> Sequence[Tensor]:
+        if self._compiled is None:
+            assert self._inner is not None
+            found: Sequence[Tensor] = self._inner([*values])
+            return found
+        outputs: Sequence[Tensor] = self._compiled(*values)
+        if self._inner is None:
+            inner = written(self._compiled)
+            self._inner = None if inner is None else listed(inner, values)
+            if self._inner is None:
+                self._inner = self._compiled  # which is all there is
+                return outputs
+            first, second = (self._inner([*values]) for _ in range(2))
+            if _alike(outputs, first, values) and _alike(first, second, values):
+                self._compiled = None
+        return outputs
+
+
+def _alike(outputs: Sequence[Any], others: Sequence[Any], values: Sequence[Tensor]) -> bool:
+    """Whether all are tensors, the same bit for bit, and share memory alike, with each other and with these values."""
+    if len(outputs) != len(others) or not all(isinstance(t, Tensor) for t in (*outputs, *others)):
+        return False
+    forms = [[(t.shape, t.stride(), t.dtype, t.device, t.storage_offset()) for t in some] for some in (outputs, others)]
+    places = [[_place(t) for t in (*values, *some)] for some in (outputs, others)]
+    apart = {*places[0]} & {*places[1]} <= {*map(_place, values), 0}
+    same = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(outputs, others, strict=True))
+    first, second = ([*map(some.index, some)] for some in places)
+    return forms[0] == forms[1] and first == second and apart and same
 
 
 def written(compiled: Callable[..., Any]) -> Callable[[list[Tensor]], Any] | None:
@@ -51,7 +125,7 @@ def _inside(outer: Any) -> Iterator[Any]:
             yield value
 
 
-def listed(call: Callable[..., Any], example: Sequence[Tensor]) -> Listed | None:
+def listed(call: Callable[..., Any], example: Sequence[Tensor]) -> CallList | None:
     """The same function as a list of calls, of tensors like these; None if it is not of a known form.
 
     Args:
@@ -67,7 +141,7 @@ def listed(call: Callable[..., Any], example: Sequence[Tensor]) -> Listed | None
     functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     text = next((node for node in functions if node.lineno == code.co_firstlineno), None)
 
-    def again(new: frozenset[int] | None = None) -> Listed:
+    def again(new: frozenset[int] | None = None) -> CallList:
         assert text is not None
         return _Listing(text, space, new).function(example, again)
 
@@ -135,12 +209,12 @@ class _Listing:
         for statement in own:
             self._add(statement)
 
-    def function(self, example: Sequence[Tensor], again: Callable[[frozenset[int]], Listed]) -> Listed:
+    def function(self, example: Sequence[Tensor], again: Callable[[frozenset[int]], CallList]) -> CallList:
         """The calls as a function of the arguments, which have to be like these."""
         if self.given != len(example):
             raise _Unknown
         calls = [(function, picked(operands), slot) for function, operands, slot in self.calls]
-        return Listed(self.entries, calls, picked(self.results), example, again)
+        return CallList(self.entries, calls, picked(self.results), example, again)
 
     def _add(self, statement: ast.stmt) -> None:
         if isinstance(statement, ast.Delete):
@@ -258,3 +332,136 @@ def _target(statement: ast.Assign) -> str | None:
 def _called(value: ast.expr) -> str | None:
     """The function that is called, by its name in the module."""
     return value.func.id if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else None
+
+
+class CallList:
+    """A function as a list of calls on the entries of a list.
+
+    Its results are new tensors, all else may have the same memory at every call: it is not for two threads at once.
+
+    Args:
+        entries: what the list holds before the calls.
+        calls: of a function, on what is picked of the entries, whose result is the entry of a number.
+        results: picks what is returned.
+        example: arguments, which are the first entries; others have to be of their sizes, strides and types.
+        again: makes the same, of whose results only those of these numbers are new.
+    """
+
+    __slots__ = ("_again", "_calls", "_entries", "_form", "_given", "_results", "_turns")
+
+    def __init__(
+        self,
+        entries: list[Any],
+        calls: Sequence[tuple[Any, Callable[[list[Any]], tuple[Any, ...]], int]],
+        results: Callable[[list[Any]], tuple[Any, ...]],
+        example: Sequence[Tensor],
+        again: Callable[[frozenset[int]], CallList],
+    ) -> None:
+        self._entries, self._calls, self._results, self._again = entries, calls, results, again
+        self._form, self._given = Form(example), len(example)
+        self._turns: dict[Any, _Turns] = {}
+
+    def __call__(self, arguments: list[Tensor]) -> tuple[Any, ...]:
+        """The results for such arguments, whose list is emptied."""
+        self._form.require(arguments)
+        entries = self._entries.copy()
+        entries[: self._given] = arguments
+        arguments.clear()
+        return self._called(entries)
+
+    def known(self, arguments: Sequence[Tensor]) -> tuple[Any, ...]:
+        """The same for arguments whose sizes, strides and types are known to be right."""
+        entries = self._entries.copy()
+        entries[: self._given] = arguments
+        return self._called(entries)
+
+    def each(
+        self,
+        arguments: list[Tensor],
+        start: int,
+        data: Sequence[Sequence[Tensor]],
+        carried: Sequence[tuple[int, int]],
+        lasting: Sequence[int] = (),
+    ) -> Iterator[tuple[Any, ...]]:
+        """The results of calls that follow each other; valid until the next one, and new only in the last.
+
+        Args:
+            arguments: of the first call.
+            start: the argument from which on each call has its own of these data, whose forms are not looked at.
+            data: of all calls.
+            carried: which argument of the next call is which result.
+            lasting: numbers of results that stay valid during so many calls as there are turns. Default: none.
+        """
+        stop = start + len(data[0])
+        first, rest = arguments[:start], arguments[stop:]
+        key = start, stop, *carried, *lasting
+        if key not in self._turns:
+            self._turns[key] = self._in_turns(arguments, start, stop, carried, lasting)
+        function, form, turns = self._turns[key]
+        form.require([*first, *rest])
+        for own, kept in zip(data[:-1], cycle(turns), strict=False):
+            entries = kept.copy()
+            entries[: self._given] = [*first, *own, *rest]
+            results = function._called(entries)
+            yield results
+            for argument, result in carried:
+                first[argument] = results[result]
+        entries = self._entries.copy()
+        entries[: self._given] = [*first, *data[-1], *rest]
+        yield self._called(entries)
+
+    def _in_turns(
+        self, arguments: list[Tensor], start: int, stop: int, carried: Sequence[tuple[int, int]], lasting: Sequence[int]
+    ) -> _Turns:
+        """The same for calls that follow each other, if it gives the same bits."""
+        function, form = self._again(frozenset()), self._form.without(start, stop)
+        places = {*map(_place, function([*arguments]))}
+        kept = {_place(t): t.untyped_storage().nbytes() for t in function._entries if isinstance(t, Tensor)}
+        size = sum(size for place, size in kept.items() if place in places)
+        if places.isdisjoint(_place(arguments[i]) for i, _ in carried) and TURNS * size <= BYTES:
+            turns = [_moved(function._entries, places) for _ in range(TURNS)]
+        else:  # what a call is given may be among the results of later ones
+            function = self._again(frozenset([*lasting, *(result for _, result in carried)]))
+            turns = [function._entries]
+        right = self([*arguments])
+        for entries in turns:
+            entries = entries.copy()
+            entries[: self._given] = arguments
+            both = zip(right, function._called(entries), strict=True)
+            if not all(a.stride() == b.stride() and torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in both):
+                return _Turns(self, form, [self._entries])
+        return _Turns(function, form, turns)
+
+    def _called(self, entries: list[Any]) -> tuple[Any, ...]:
+        for function, operands, slot in self._calls:
+            entries[slot] = function(*operands(entries))
+        return self._results(entries)
+
+
+class _Turns(NamedTuple):
+    """A function for calls that follow each other.
+
+    Attributes:
+        function: without new results, or with few.
+        form: of its arguments that are no data.
+        turns: what its list holds before the calls, with memory for the results: in turn for one call after the other.
+    """
+
+    function: CallList
+    form: Form
+    turns: list[list[Any]]
+
+
+def _place(t: Tensor) -> int:
+    return t.untyped_storage().data_ptr()
+
+
+def _moved(entries: Sequence[Any], places: Collection[int]) -> list[Any]:
+    """The same entries, with other memory in place of that at these places."""
+    memory: dict[int, UntypedStorage] = {}
+    moved = [*entries]
+    for i, t in enumerate(entries):
+        if isinstance(t, Tensor) and t.numel() and _place(t) in places:
+            storage = memory.setdefault(_place(t), t.untyped_storage().clone())  # type: ignore[no-untyped-call]
+            moved[i] = t.new_empty(0).set_(storage, t.storage_offset(), t.size(), t.stride())
+    return moved

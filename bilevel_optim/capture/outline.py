@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from .calls import Form, picked
+from .form import Form, picked
 
 __all__ = ["in_parts", "number_parts", "out_of_place", "written_into"]
 
@@ -51,7 +51,7 @@ class _Kind:
         if self.run is None:
             module = self._module()
             self.run = module.forward if len(self.nodes) <= SHORT else backend(module, [*values])
-        listed = getattr(self.run, "listed", None)
+        listed = getattr(self.run, "calls", None)
         results: Sequence[Tensor] = self.run(*values) if listed is None else listed.known(values)
         return results
 

@@ -1,76 +1,56 @@
-"""One kind of step as a graph: what goes in, what comes out, and how that is written."""
+"""One kind of step as a graph: the step's own function, traced."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..hypergradient import Estimate
 from ..hypergradient.estimate import Write, measured
+from ..optimizer.method import StepFunctions
+from ..optimizer.step import StepInputs, changed
+from ..oracle.advance import advance_buffers
+from ..oracle.buffers import Buffers
 from ..oracle.evaluation import substituted
 from ..oracle.oracle import Oracle
-from ..oracle.session import Options, Session
-from ..problem.feeding import Draw, Drawn, Fed, FedTasks
-from ..problem.objective import Objective
+from ..oracle.session import Session
 from ..problem.tracing import Untraceable
 from ..problem.vector import Vector
 from ..solvers.lower import LowerRules
-from .graphs import Backend, Graph
-from .method import StepFunctions
-from .step import StepInputs, changed
+from .backends import Backend
+from .draws import Draw, Sources
+from .losses import Readings
+from .trace import Graph
 
-__all__ = ["Sources", "StepGraph", "fed", "values_of"]
-
-SOURCES = ("upper", "lower", "tasks", "tasks.upper", "tasks.lower", "whole")
-
-
-class Sources(NamedTuple):
-    """Where a step draws: the two losses as they were passed, and a sampler of tasks."""
-
-    upper: Objective | None
-    lower: Objective | None
-    tasks: Any
-
-
-def fed(
-    sources: Sources, draws: Sequence[Draw], results: Sequence[Drawn], random_inputs: Mapping[str, Any] | None = None
-) -> Sources:
-    """The sources in place of which these results are given, in this order: those of a step with such inputs."""
-    by_source: dict[str, deque[Drawn]] = {source: deque() for source in SOURCES}
-    for draw, result in zip(draws, results, strict=True):
-        if random_inputs is None or draw.made(random_inputs):
-            by_source[draw.source].append(result)
-    return Sources(
-        None if sources.upper is None else Fed(sources.upper, "upper", by_source["upper"]),
-        None if sources.lower is None else Fed(sources.lower, "lower", by_source["lower"]),
-        None if sources.tasks is None else FedTasks(sources.tasks, by_source),
-    )
+__all__ = ["StepGraph", "values_of"]
 
 
 def values_of(
     given: StepInputs,
     x: Sequence[Tensor],
     y: Sequence[Tensor],
+    reads: Mapping[str, Sequence[Tensor]],
     rates: Sequence[Tensor],
-    reads: Sequence[str] | None = None,
+    upper_names: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """What of a step is values, as a pytree: the arguments of its graph but for what is drawn.
 
-    ``reads`` are the names of what it reads of what is remembered of x. Default: all of it.
+    ``upper_names`` are the names of what it reads of what is remembered of x. Default: all of it.
     """
     return {
         "x": list(x),
         "y": list(y),
         "memory": {name: list(vector) for name, vector in given.memory.items()},
-        "upper_memory": {n: list(vector) for n, vector in given.upper_memory.items() if reads is None or n in reads},
+        "upper_memory": {n: list(vector) for n, vector in given.upper_memory.items() if upper_names is None or n in upper_names},
         "tables": dict(given.tables),
         "solver": None if given.solver is None else [dict(entries) for entries in given.solver],
         "numbers": _tensors(given.numbers),
+        "reads": {role: list(tensors) for role, tensors in reads.items()},
         "rates": list(rates),
     }
 
@@ -84,8 +64,8 @@ class StepGraph:
         given: what the step is given.
         sources: where it draws.
         draws: what it draws, in order.
+        readings: of the functions that it evaluates.
         update: whether it moves x too.
-        options: of the oracle.
         arguments: the values and what was drawn.
         backend: compiles the graph.
         times: how many steps the graph makes, each with data of its own. Default: 1.
@@ -104,8 +84,8 @@ class StepGraph:
         given: StepInputs,
         sources: Sources,
         draws: Sequence[Draw],
+        readings: Readings,
         update: bool,
-        options: Options,
         arguments: Mapping[str, Any],
         backend: Backend,
         times: int = 1,
@@ -115,17 +95,19 @@ class StepGraph:
         found = oracle.session.found
 
         def step(values: dict[str, Any]) -> dict[str, Any]:
-            session = Session(changed(options, evaluation=substituted), changed(found), oracle.session.buffers)
-            drawn, now_chances = values["data"]
-            f, g, tasks = fed(sources, draws, drawn)
+            session = Session(changed(method.oracle_options, evaluation=substituted), changed(found), Buffers(complete=True))
+            losses = readings.losses(oracle.live_x, oracle.live_y, values["reads"])
+            drawn, random_inputs = values["data"]
+            f, g, tasks = sources.replayed(draws, drawn, None, losses)
             f, g = method.objectives(f, g)
             here = Oracle(oracle.live_x, oracle.live_y, f, g, names=lambda: oracle.names, session=session)
             here = here.at(values["x"], values["y"])
-            now = _given(given, values, now_chances, method)
+            now = _given(given, values, random_inputs, method, losses)
             at, start = (here, now) if method.warm_start else now.from_the_start(here)
-            stands = method.estimate if tasks is None else partial(method.estimate_tasks, sampler=tasks)
-            estimate = stands(at, start)
+            estimate_of = method.estimate if tasks is None else partial(method.estimate_tasks, sampler=tasks)
+            estimate = estimate_of(at, start)
             results = _results(estimate, values, here.y)
+            results["reads"] = _advanced_buffers(here, estimate, losses)
             self.numbers = {
                 name: value
                 for name, value in estimate.numbers.items()
@@ -155,7 +137,7 @@ class StepGraph:
             return {**results, "losses": torch.stack(losses), "flags": torch.stack(flags)}
 
         self.arguments, self.times, self.reads = arguments, times, method.estimate_reads
-        self._again = partial(StepGraph, method, oracle, given, sources, draws, update, options)
+        self._again = partial(StepGraph, method, oracle, given, sources, draws, readings, update)
         self._backend = backend
         self.graph = Graph(step if times == 1 else several, arguments, backend, [*oracle.live_x, *oracle.live_y])
 
@@ -165,8 +147,22 @@ class StepGraph:
         return self._again(arguments, self._backend, times)
 
 
+def _advanced_buffers(oracle: Oracle, estimate: Estimate, losses: Mapping[str, Any]) -> dict[str, dict[int, Tensor]]:
+    """What a forward pass at the new y makes of the buffers that the lower loss writes into."""
+    own = {role: loss for role, loss in losses.items() if role.startswith("lower") and loss.writes}
+    for loss in own.values():
+        loss.written = {}
+    oracle.session.buffers_skipped = bool(own)
+    advance_buffers(oracle, estimate.lower)
+    return {role: loss.written for role, loss in own.items()}
+
+
 def _advanced(values: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
     """The values of the step after one with these results."""
+    reads = {role: list(tensors) for role, tensors in values["reads"].items()}
+    for role, written in results["reads"].items():
+        for i, value in written.items():
+            reads[role][i] = value
     upper = {**values["upper_memory"], **results["upper_memory"], **results.get("x_memory", {})}
     return {
         **values,
@@ -177,17 +173,23 @@ def _advanced(values: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]
         "tables": {**values["tables"], **results["tables"]},
         "solver": results["solver"] or values["solver"],
         "numbers": {**values["numbers"], **results["numbers"]},
+        "reads": reads,
     }
 
 
 def _given(
-    given: StepInputs, values: dict[str, Any], random_inputs: dict[str, Any], method: StepFunctions
+    given: StepInputs,
+    values: dict[str, Any],
+    random_inputs: dict[str, Any],
+    method: StepFunctions,
+    losses: Mapping[str, Callable[..., Any]],
 ) -> StepInputs:
     """What a step is given, with these values."""
     rates = iter(values["rates"])
     upper_groups = [{**group, "lr": next(rates)} for group in given.upper_groups]
     lower_groups = [{**group, "lr": next(rates)} for group in given.lower_groups]
-    rules = LowerRules(method.lower_factory, method.limits)
+    limits = replace(method.limits, projection=losses.get("projection"))
+    rules = LowerRules(method.lower_factory, limits)
     return changed(
         given,
         upper_groups=upper_groups,
@@ -199,6 +201,7 @@ def _given(
         solver=values["solver"],
         numbers={**given.numbers, **values["numbers"]},
         random_inputs=random_inputs,
+        lower_init=losses.get("start"),
         rule=lambda like: rules(lower_groups, like),
     )
 
