@@ -20,8 +20,8 @@ from ..problem.objective import Objective
 from ..problem.tracing import Untraceable
 from ..problem.vector import Vector
 from ..solvers.lower import LowerRules
+from .base import BilevelOptimizer
 from .graphs import Backend, Graph
-from .method import StepFunctions
 from .step import StepInputs, changed
 
 __all__ = ["Sources", "StepGraph", "fed", "values_of"]
@@ -99,7 +99,7 @@ class StepGraph:
 
     def __init__(
         self,
-        method: StepFunctions,
+        method: BilevelOptimizer,
         oracle: Oracle,
         given: StepInputs,
         sources: Sources,
@@ -122,18 +122,14 @@ class StepGraph:
             here = Oracle(oracle.live_x, oracle.live_y, f, g, names=lambda: oracle.names, session=session)
             here = here.at(values["x"], values["y"])
             now = _given(given, values, now_chances, method)
-            at, start = (here, now) if method.warm_start else now.from_the_start(here)
-            stands = method.estimate if tasks is None else partial(method.estimate_tasks, sampler=tasks)
-            estimate = stands(at, start)
+            estimate, moved = method.compute(here, now, tasks, update=update)
             results = _results(estimate, values, here.y)
             self.numbers = {
                 name: value
                 for name, value in estimate.numbers.items()
                 if not isinstance(value, Tensor) and (name not in given.numbers or given.numbers[name] != value)
             }
-            if update:
-                with torch.no_grad():
-                    moved = method.update(here.x, estimate.gradient, start.after(estimate))
+            if moved is not None:
                 results |= {
                     "x": list(moved.x),
                     "x_memory": {name: v if v is None else list(v) for name, v in moved.upper_memory.items()},
@@ -181,7 +177,7 @@ def _advanced(values: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]
 
 
 def _given(
-    given: StepInputs, values: dict[str, Any], random_inputs: dict[str, Any], method: StepFunctions
+    given: StepInputs, values: dict[str, Any], random_inputs: dict[str, Any], method: BilevelOptimizer
 ) -> StepInputs:
     """What a step is given, with these values."""
     rates = iter(values["rates"])

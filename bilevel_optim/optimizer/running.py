@@ -12,60 +12,31 @@ import torch
 from torch import Tensor
 
 from ..problem.feeding import Draws, drawn
-from ..problem.parameters import is_count, require
+from ..problem.objective import Loss
 from ..problem.random import draw_indices
 from .ahead import are_apart, data_ahead
 from .binding import Binding
 from .capture import Capture
 from .compiled import Call, Compiled, Place
 from .flat import flattened
-from .method import Loss
 from .replay import Sources
 from .transaction import make
 
-__all__ = ["Running"]
+__all__ = ["Captured"]
 
 
-class Running(Compiled):
-    """The part of an optimizer that makes many steps at once."""
+class Captured(Compiled):
+    """Captured steps, one by one or many at once."""
 
-    def run(self, upper: Loss, lower: Loss | None = None, *, steps: int, tasks: Any = None) -> Tensor:
-        """Make many outer steps in one call: the same numbers as that many calls of ``step``.
-
-        After :meth:`compile`, captured steps follow each other without the host looking at a value: their flags are
-        read once, at the end, and everything is written once. Learning rates are those at the beginning;
-        ``oracle_counts`` are those of all the steps, ``diagnostics`` and ``.grad`` of the last one.
-
-        Args:
-            upper: as for :meth:`step`.
-            lower: likewise.
-            tasks: likewise.
-            steps: how many.
-
-        Returns:
-            The upper losses of the steps, shape (steps,).
-
-        Raises:
-            NonFiniteError: names the step that failed. What the steps before it did is kept, nothing of it or after.
-
-        Example:
-            >>> import torch, bilevel_optim as bo
-            >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
-            >>> optimizer = bo.SOBA([x], [y], lr=0.1, lower_lr=0.5)
-            >>> losses = optimizer.run(
-            ...     lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2, steps=100
-            ... )
-            >>> losses.shape, round(x.item(), 4)
-            (torch.Size([100]), 1.0)
-        """
-        require("steps", steps, is_count(steps) and steps > 0)
+    def run(self, upper: Loss, lower: Loss | None, tasks: Any, steps: int) -> Tensor:
+        """Many steps, captured as far as they can be: their losses, shape (steps,)."""
         losses: list[Tensor] = []
         done = 0
         while done < steps:
-            if self._capture is None or self.finished():
-                losses.append(self.step(upper, lower, tasks=tasks).reshape(1))
+            if self.optimizer.finished():
+                losses.append(self.optimizer.step(upper, lower, tasks=tasks).reshape(1))
             else:
-                losses += self._chained(self._capture, self._sources(upper, lower, tasks), steps - done)
+                losses += self._chained(self.capture, self._sources(upper, lower, tasks), steps - done)
             done = sum(map(len, losses))
         return torch.cat(losses)
 
@@ -94,12 +65,12 @@ class Running(Compiled):
                         binding = likely
                         chain += ahead
                         continue
-                if self.random_inputs():
+                if self.optimizer.random_inputs():
                     call = call._replace(random_inputs=self._random_inputs())
-                    if self.beyond_graphs(sources.tasks, call.random_inputs):
+                    if self.optimizer.beyond_graphs(sources.tasks, call.random_inputs):
                         last = partial(self._single, capture, call, begun=True)
                         break
-                results = drawn(draws, *sources, self.generator, call.random_inputs)
+                results = drawn(draws, *sources, self.optimizer.generator, call.random_inputs)
                 data = flattened(results, call.random_inputs)
                 found = binding if binding is not None and binding.fits(data) else kind.binding(data)
                 if found is None or found is not (binding or found) or not (binding or self._chains(found)):
@@ -117,7 +88,7 @@ class Running(Compiled):
         losses, sound = self._linked(capture, binding, chain) if binding is not None else ([], 0)
         if sound < len(chain):
             self._return_behind(sources, start, draws, sound)
-            return [*losses, self._captured(capture, *sources, update=True).reshape(1)]
+            return [*losses, self.step(*sources, update=True).reshape(1)]
         if last is not None:
             try:
                 losses.append(last().reshape(1))
@@ -128,21 +99,29 @@ class Running(Compiled):
 
     def _chains(self, binding: Binding) -> bool:
         """Whether steps with this graph may follow each other."""
-        return binding.chains and not self.declared.host_update and binding.holds(self.state, self.numbers)
+        return (
+            binding.chains
+            and not self.optimizer.declared.host_update
+            and binding.holds(self.optimizer.state, self.optimizer.numbers)
+        )
 
     def _ahead(self, call: Call, draws: Draws, binding: Binding, made: int, most: int) -> list[Sequence[Tensor]]:
         """Data of the next steps, the first of which is this call, as far as they are surely made with this graph."""
         if binding.batches is None:
             return []
-        first = self._run_state.steps + made
-        same = self.graph_key(first, self.numbers)
-        following = (self.graph_key(first + k, self.numbers) for k in range(min(most, binding.unwatched)))
+        first = self.optimizer.run_state.steps + made
+        same = self.optimizer.graph_key(first, self.optimizer.numbers)
+        following = (
+            self.optimizer.graph_key(first + k, self.optimizer.numbers) for k in range(min(most, binding.unwatched))
+        )
         steps = len([*takewhile(lambda now: now == same, following)])
         place, data = self._place(call.sources), list[Sequence[Tensor]]()
         while steps:
             random_inputs = {}
-            if ranges := self.random_inputs():
-                random_inputs = dict(zip(ranges, draw_indices([*ranges.values()], steps, self.generator), strict=True))
+            if ranges := self.optimizer.random_inputs():
+                random_inputs = dict(
+                    zip(ranges, draw_indices([*ranges.values()], steps, self.optimizer.generator), strict=True)
+                )
             data = data_ahead(draws, binding.batches, call.sources, random_inputs, steps)
             if data and not binding.has_form(data[:1]):
                 data = []  # of losses that draw something else now
@@ -158,12 +137,12 @@ class Running(Compiled):
         self._return_to(sources, start)
         for _ in range(steps):
             random_inputs = self._random_inputs()
-            drawn(draws, *sources, self.generator, random_inputs)
+            drawn(draws, *sources, self.optimizer.generator, random_inputs)
 
     def _next_call(self, capture: Capture, sources: Sources, before: Call | None, ahead: int) -> Call:
         """The call of the next step; of the same kind as the one before if nothing says otherwise."""
-        steps = self._run_state.steps + ahead
-        now, last = (self.graph_key(k, self.numbers) for k in (steps, steps - 1))
+        steps = self.optimizer.run_state.steps + ahead
+        now, last = (self.optimizer.graph_key(k, self.optimizer.numbers) for k in (steps, steps - 1))
         if before is None or now is None or now != last:
             return self._call(capture, sources, True, ahead)
         return before
@@ -172,12 +151,12 @@ class Running(Compiled):
         self, capture: Capture, binding: Binding, chain: Sequence[Sequence[Tensor]]
     ) -> tuple[list[Tensor], int]:
         """The losses of captured steps that follow each other, of those before the first that failed, and how many."""
-        rates = capture.rates(self.param_groups, binding.device)
+        rates = capture.rates(self.optimizer.param_groups, binding.device)
         with torch.no_grad():
-            start = binding.arguments(self.numbers)
+            start = binding.arguments(self.optimizer.numbers)
             many = binding.several(start, rates, chain)
             losses, flags, last = _followed(binding, many, start, rates, chain)
-            sound = len(chain) if not self.check_finite else self._sound(binding, flags)
+            sound = len(chain) if not self.optimizer.check_finite else self._sound(binding, flags)
             if sound < len(chain):  # nothing has been written: make the sound ones again
                 if not sound:
                     return [], 0
@@ -190,7 +169,7 @@ class Running(Compiled):
         if not bool(flags.any()):
             return len(flags)
         step = binding.step
-        known = self._run_state.warned - {self.reacts_to(self.numbers)}
+        known = self.optimizer.run_state.warned - {self.optimizer.reacts_to(self.optimizer.numbers)}
         matters = [True] + [key not in known for key in step.alerts]
         failed = (flags & flags.new_tensor(matters)).any(1).tolist()
         return failed.index(True) if any(failed) else len(flags)
