@@ -1,9 +1,15 @@
-"""The house rules that the syntax trees can show: who imports whom, who touches whose private parts, sizes."""
+"""The house rules that can be seen from outside: who imports whom, who touches whose private parts, who inherits."""
 
 import ast
+from abc import ABC
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from torch.optim import Optimizer
+
+import bilevel_optim as bo
+from bilevel_optim.optimizer.declaration import methods
 
 PACKAGE = Path(__file__).parent.parent / "bilevel_optim"
 # A folder imports only those before it; ``methods`` and ``checking`` are side by side.
@@ -90,10 +96,78 @@ ALLOWED = {
 }
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_modules_and_classes_are_small(path):
-    assert len(path.read_text().splitlines()) <= 400
-    for node in ast.walk(TREES[path]):
-        if isinstance(node, ast.ClassDef):
-            methods = [part.name for part in node.body if isinstance(part, ast.FunctionDef)]
-            assert len(methods) <= 20, f"{node.name} has {len(methods)} methods"
+def imported_at_once(path):
+    """The modules of the package that are imported with a module, those for type checkers alone included."""
+    package, waiting, found = parts_of(path)[:-1], [*TREES[path].body], set()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        waiting += ast.iter_child_nodes(node)
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - node.level + 1] + tuple(node.module.split(".") if node.module else ())
+            known = [(*base, alias.name) for alias in node.names if module_of((*base, alias.name)) is not None]
+            found |= {module_of(target) for target in (known or [base])}
+    return found
+
+
+def module_of(target):
+    path = PACKAGE.joinpath(*target)
+    return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p in TREES), None)
+
+
+def test_no_modules_import_each_other():
+    """Types included: whoever needs one of them needs all. An import inside a function is none of these."""
+    # oracle/ has a circle still
+    graph = {path: imported_at_once(path) for path in MODULES if parts_of(path)[0] != "oracle"}
+    TopologicalSorter(graph).prepare()
+
+
+def test_the_optimizer_imports_the_capture_when_it_is_asked_for():
+    """Nobody who does not compile pays for it, and nothing of a step knows it."""
+    late = {
+        (path.name, node.module)
+        for path in MODULES
+        if parts_of(path)[0] == "optimizer"
+        for function in ast.walk(TREES[path])
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.ImportFrom) and node.level
+    }
+    assert late == {("base.py", "running")}
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if parts_of(p)[0] == "optimizer"], ids=lambda p: p.stem)
+def test_no_class_declares_what_another_assigns(path):
+    """A class of the optimizer assigns its own attributes; what is data, and made by a decorator, is declared."""
+    for cls in ast.walk(TREES[path]):
+        if not isinstance(cls, ast.ClassDef) or any(
+            name in ast.unparse(part)
+            for part in (*cls.decorator_list, *cls.bases, *cls.keywords)
+            for name in ("dataclass", "values", "NamedTuple", "TypedDict", "total=")
+        ):
+            continue
+        declared = {
+            node.target.id
+            for node in cls.body
+            if isinstance(node, ast.AnnAssign) and node.value is None and isinstance(node.target, ast.Name)
+        }
+        assigned = {
+            node.attr
+            for node in ast.walk(cls)
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+        }
+        assert declared <= assigned, f"{cls.name} declares {', '.join(sorted(declared - assigned))}"
+
+
+def generations(cls):
+    """The longest line of classes from one up to ``torch.optim.Optimizer``, without these two."""
+    return (
+        0 if Optimizer in cls.__bases__ else 1 + max(generations(b) for b in cls.__bases__ if issubclass(b, Optimizer))
+    )
+
+
+@pytest.mark.parametrize("name", sorted(methods()))
+def test_few_classes_stand_between_a_method_and_torch(name):
+    assert generations(methods()[name]) <= 3
+    assert bo.BilevelOptimizer.__bases__ == (Optimizer, ABC)

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from ..errors import GradcheckError
 from ..optimizer.base import BilevelOptimizer
-from ..optimizer.method import Loss, as_objective
 from ..oracle.buffers import Buffers
 from ..oracle.oracle import Oracle
 from ..problem.finite_sum import FiniteSum
-from ..problem.objective import Objective
+from ..problem.objective import Loss, Objective, as_objective
 from ..problem.parameters import require
 from ..problem.tasks import draw, sample, select, starting_points, task_count
 from ..problem.vector import Vector, stack
@@ -228,8 +227,7 @@ def _one_problem(optimizer: BilevelOptimizer, upper: Loss, lower: Loss | None) -
 def _tasks(optimizer: BilevelOptimizer, upper: Loss, lower: Loss | None, sampler: Any) -> _Case:
     """The lower problems of one draw of tasks."""
     kinds = {"rows": "keeps y of every task", "none": "takes no tasks"}
-    declared = getattr(optimizer, "declared", None)  # which a method of the user need not have
-    why = "has one loss" if optimizer.one_loss else kinds.get(getattr(declared, "tasks", "stacked"))
+    why = "has one loss" if optimizer.one_loss else kinds.get(optimizer.declared.tasks)
     if why is not None:
         raise ValueError(f"{type(optimizer).__name__} {why}: it is checked on one problem, without tasks")
     n = task_count(sampler, optimizer.tasks_per_step)

@@ -163,7 +163,7 @@ class F2SA(BilevelOptimizer):
         self._given_stencil = stencil
         self.variant_of_state = {"order": order, "stencil": stencil_of(order, stencil).kind}
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
-        self.require_elementwise()
+        self.lower_checks.require_elementwise()
 
     saved_options, difference_step = ("nu",), "nu"
 

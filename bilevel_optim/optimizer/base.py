@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -15,9 +19,10 @@ from ..distributed.ranks import Ranks
 from ..hypergradient import Estimate
 from ..hypergradient.estimate import measured
 from ..oracle.advance import advance_buffers
+from ..oracle.checks import Checks
 from ..oracle.oracle import Oracle
-from ..oracle.session import Options
-from ..problem import tasks as task_layer
+from ..oracle.session import LossFacts, Options
+from ..problem.objective import Loss, Objective, as_objective
 from ..problem.parameters import (
     LEVELS,
     Params,
@@ -35,28 +40,30 @@ from ..problem.parameters import (
     tensors_of,
 )
 from ..problem.random import draw_random_inputs
+from ..problem.tasks import LowerInit, task_count
+from ..problem.tracing import traced
 from ..problem.vector import Vector
 from ..solvers.limits import Clip, Projection, limits_of
 from ..solvers.lower import LowerRules
-from . import memory, method
-from .adapting import Adapting
-from .checkpoint import OWN, REMADE, Checkpointed
-from .compiled import Look
-from .declaration import register
+from . import adapt, memory
+from .checkpoint import OWN, REMADE, packed, plain, require_loadable, unpacked
+from .declaration import UNDECLARED, Method, register
+from .diagnostics import described, floats
 from .hooks import no_dynamo, with_hooks
-from .method import ColdOptions, CommonOptions, Loss, as_objective
-from .results import Results
+from .lower_checks import LowerChecks, require_unlimited
+from .options import ColdOptions, CommonOptions, require_common, require_sizes
+from .placeholders import initial_state, initialises
 from .run_state import RunState
-from .running import Running
-from .step import Groups, Start, StepInputs, Update, changed
-from .transaction import Transaction, Write, agree_on_fallback, writes_of
+from .step import Groups, Start, StepInputs, StepResults, Update, changed
+from .task_mean import task_mean
+from .transaction import Transaction, Write, writes_of, writes_of_update
 
 KEPT = 1 << 16  # entries of vectors that are kept for diagnostics, which most steps are not asked for
 
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "Loss", "as_objective"]
 
 
-class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
+class BilevelOptimizer(Optimizer, ABC):
     r"""Base class of the methods for :math:`\min_x f(x, y^*(x))`, :math:`y^*(x) = \arg\min_y g(x, y)`.
 
     A real ``torch.optim.Optimizer``: ``param_groups`` holds the groups of the upper parameters x, then those of the
@@ -65,7 +72,7 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
 
     A step is a function of values: :meth:`estimate` improves y and estimates the hypergradient, :meth:`update` moves x;
     neither writes anything. What they return is checked, and then written by this class. A method is a subclass that
-    has these functions; of ``self`` they read hyper-parameters only.
+    has these functions, and others of the section "what a method is"; of ``self`` they read hyper-parameters only.
 
     Args:
         upper: upper parameters: tensors, ``(name, tensor)`` pairs or group dicts, as ``torch.optim`` takes.
@@ -100,10 +107,29 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         numbers: the plain numbers of the method that change from step to step (restart counters and the like).
     """
 
+    declared: ClassVar[Method] = UNDECLARED  # what tables, recipes and tests need to know of a method
+    saved_options: tuple[str, ...] = ()  # names of hyper-parameters that a user may change during a run
+    variant_of_state: Mapping[str, Any] = MappingProxyType({})  # what decides what is remembered: others are not loaded
+    one_loss = False  # whether step takes one loss, from which `objectives` makes the two
+    responds = True  # whether the estimate lives on y's response to x in the lower loss
+    joined: ClassVar[Mapping[str, Callable[[Tensor], Tensor]]] = {}  # how diagnostics of parts of the tasks become one
+    estimate_reads: tuple[str, ...] | None = None  # names of what it reads of what is remembered of x; None: of all
+    difference_step: str | None = None  # the hyper-parameter that differences in the hypergradient are divided by
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        cls.__signature__ = _signature(cls)  # type: ignore[attr-defined]
         if "declared" in vars(cls):
             register(cls)
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        """As for any class, but that a missing or unknown argument is one of the method, not of a base class."""
+        if arguments or options:  # copies are made without
+            try:
+                _signature(cls).bind(*arguments, **options)
+            except TypeError as error:
+                raise TypeError(f"{cls.__name__}: {error}") from None
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -123,7 +149,7 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         tasks_per_step: int | None = None,
         lower_batch: int | None = None,
         upper_batch: int | None = None,
-        lower_init: task_layer.LowerInit | None = None,
+        lower_init: LowerInit | None = None,
         lower_clip: Clip | None = None,
         lower_projection: Projection | None = None,
     ) -> None:
@@ -132,24 +158,32 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         require("lower_steps", lower_steps, is_count(lower_steps))
         require("warm_start", warm_start, isinstance(warm_start, bool))
         require("check_finite", check_finite, isinstance(check_finite, bool))
-        method.require_common(
+        require_common(
             lower_optimizer=lower_optimizer, generator=generator, vectorize=vectorize, hvp=hvp, lower_init=lower_init
         )
-        method.require_sizes(tasks_per_step=tasks_per_step, lower_batch=lower_batch, upper_batch=upper_batch)
+        require_sizes(tasks_per_step=tasks_per_step, lower_batch=lower_batch, upper_batch=upper_batch)
         self.tasks_per_step, self.lower_batch, self.upper_batch = tasks_per_step, lower_batch, upper_batch
         self.lower_steps, self.warm_start, self.check_finite = lower_steps, warm_start, check_finite
         self.lower_init, self.generator = lower_init, generator
-        self.diagnostics: dict[str, Any] = {}
         self.numbers: dict[str, Any] = {}
         self.lower_factory = lower_optimizer or SGD
         self.limits = limits_of(lower_clip, lower_projection, interior=self.stationary)
-        self._options = Options(vectorize, hvp, Ranks(process_group), one_loss=self.one_loss, responds=self.responds)
-        self._run_state = RunState()
-        self._rules = LowerRules(self.lower_factory, self.limits)
+        self.lower_checks = LowerChecks(self.lower_factory, lower_lr)
+        self.oracle_options = Options(
+            vectorize, hvp, Ranks(process_group), one_loss=self.one_loss, responds=self.responds
+        )
+        self.run_state = RunState()
         self.default_lr = {"upper": lr, "lower": lower_lr}
+        self._rules = LowerRules(self.lower_factory, self.limits)
+        self._diagnostics: dict[str, Any] = {}
+        self._placeholders = False  # the state holds zeros that only show what a step would remember
+        self._captured: Any = None  # makes steps in place of this class, once there is a `compile`
         super().__init__(consistently_named([*as_groups(upper, "upper"), *as_groups(lower, "lower")]), {"lr": lr})
         self.param_groups[0][OWN] = b""
-        self.require_lower_step()
+        if self.declared.lower_optimizer == "none":
+            require_unlimited(self.limits, type(self).__name__)
+        if self.stationary:
+            self.lower_checks.require_at_rest()
 
     # ------------------------------------------------------------------------------------------------ verbs
 
@@ -184,7 +218,7 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
             ValueError: at the first step, if a loss is not a scalar or does not depend on the parameters.
         """
         if self.finished():
-            return None if upper is None else self._run_state.last_loss
+            return None if upper is None else self.run_state.last_loss
         alone = not self.one_loss and callable(upper) and lower is tasks is closure is None
         if closure is not None or alone:
             if not alone and not (upper is lower is tasks is None):
@@ -195,44 +229,14 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
                 raise TypeError("step takes tasks only together with both losses")
             self._update()
             return None
-        if self._capture is not None:
-            return self._captured(self._capture, upper, lower, tasks, update=True)
-        return self._stepped(upper, lower, tasks, update=True)
-
-    def _stepped(
-        self,
-        upper: Loss | None,
-        lower: Loss | None,
-        tasks: Any,
-        *,
-        update: bool,
-        random_inputs: dict[str, Any] | None = None,
-        look: Look | None = None,
-    ) -> Tensor:
-        """A step, or all of it but the update of x; ``look`` sees it before, and may give what is to be written."""
-        transaction, oracle, groups = self._opened(upper, lower)
-        with transaction:
-            estimate, given = self._proposed(oracle, groups, tasks, random_inputs=random_inputs)
-            advance_buffers(oracle, estimate.lower)
-            with torch.set_grad_enabled(False):
-                late = look is not None and self.declared.host_update
-                new = self.update(oracle.x, estimate.gradient, given.after(estimate)) if update and not late else None
-                seen = None if look is None else look(oracle, estimate, given, new)
-                writes = self._writes(oracle, estimate, new) if seen is None else seen.writes
-                if late and update:
-                    writes += self._update_after(
-                        estimate if seen is None else seen.estimate, oracle.live_x, oracle.live_y
-                    )
-                transaction.commit(writes)
-        assert self._run_state.last_loss is not None
-        return self._run_state.last_loss
+        return self._make_step(upper, lower, tasks, update=True)
 
     def _step_after(self, closure: Any, *, required: bool) -> Any:
         """Update x after a closure; ``required``: it is one only if it calls :meth:`backward`."""
-        before = self._run_state.steps
+        before = self.run_state.steps
         with torch.enable_grad():
             result = closure()
-        if required and self._run_state.steps == before:
+        if required and self.run_state.steps == before:
             self.objectives(closure, None)  # one loss is not enough
         self._update()
         return result
@@ -248,9 +252,42 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         if wrapped is not None:  # Lightning's wrapper inherits from this class, and would keep the results to itself
             return wrapped.backward(upper, lower, tasks=tasks)  # type: ignore[no-any-return]
         self._opt_called = True  # schedulers may go on: it is another optimizer's step that follows
-        if self._capture is not None:
-            return self._captured(self._capture, upper, lower, tasks, update=False)
-        return self._stepped(upper, lower, tasks, update=False)
+        return self._make_step(upper, lower, tasks, update=False)
+
+    def run(self, upper: Loss, lower: Loss | None = None, *, steps: int, tasks: Any = None) -> Tensor:
+        """Make many outer steps in one call: the same numbers as that many calls of ``step``.
+
+        After :meth:`compile`, captured steps follow each other without the host looking at a value: their flags are
+        read once, at the end, and everything is written once. Learning rates are those at the beginning;
+        ``oracle_counts`` are those of all the steps, ``diagnostics`` and ``.grad`` of the last one.
+
+        Args:
+            upper: as for :meth:`step`.
+            lower: likewise.
+            tasks: likewise.
+            steps: how many.
+
+        Returns:
+            The upper losses of the steps, shape (steps,).
+
+        Raises:
+            NonFiniteError: names the step that failed. What the steps before it did is kept, nothing of it or after.
+
+        Example:
+            >>> import torch, bilevel_optim as bo
+            >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+            >>> optimizer = bo.SOBA([x], [y], lr=0.1, lower_lr=0.5)
+            >>> losses = optimizer.run(
+            ...     lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2, steps=100
+            ... )
+            >>> losses.shape, round(x.item(), 4)
+            (torch.Size([100]), 1.0)
+        """
+        require("steps", steps, is_count(steps) and steps > 0)
+        if self._captured is not None:
+            losses: Tensor = self._captured.run(upper, lower, tasks, steps)
+            return losses
+        return torch.cat([self.step(upper, lower, tasks=tasks).reshape(1) for _ in range(steps)])
 
     def propose(
         self,
@@ -267,11 +304,137 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         estimate at x itself of a method that would look ahead of it; ``start`` gives other lower values to begin at
         than the present ones, with tasks as a function like ``lower_init``.
         """
-        transaction, oracle, groups = self._opened(upper, lower)
-        with transaction, self._run_state.buffers.kept():
-            estimate = self._proposed(oracle, groups, tasks, still=still, start=start)[0]
+        transaction, oracle, groups = self.open_step(upper, lower)
+        with transaction, self.run_state.buffers.kept():
+            inputs = self.step_inputs(oracle, groups)
+            if still:
+                inputs = self.without_lookahead(inputs)
+            if callable(start):
+                inputs, start = changed(inputs, lower_init=start), None
+            estimate = self._estimate(oracle, inputs, tasks, start)
+            transaction.conclude()
             oracle.session.lower_sample = None  # a cycle, as after a step
             return changed(estimate, diagnostics=measured(estimate.diagnostics))
+
+    def adapt(
+        self,
+        lower: Loss,
+        batch: Any = None,
+        *,
+        steps: int | None = None,
+        start: Sequence[Tensor] | None = None,
+        write: bool = False,
+    ) -> Vector:
+        """Lower parameters for a new task: lower steps on its data, at the present x.
+
+        The steps are those of training, by the same optimizer with a fresh state; no hypergradient is made, and the
+        counts, the state and the upper parameters stay as they are. Every process adapts by itself.
+
+        Args:
+            lower: the lower loss of the task, as for ``step``. (A minimax method takes its loss, which y ascends.)
+            batch: what the loss is called with at every step. Default: None, nothing, or the data of an `Objective`.
+            steps: how many. Default: ``lower_steps``; has to be given for a method that has none.
+            start: where y starts. Default: the learned start of `MAML` and its kin, else what the live y holds.
+            write: leave the result, and module buffers, in the live tensors, so that the model is the task's; a later
+                ``step`` starts there. Otherwise they are as before.
+
+        Returns:
+            The tensors of y, in the order of the lower parameters.
+
+        Raises:
+            NonFiniteError: if the steps diverge.
+            ValueError: for an argument out of its range.
+
+        Example:
+            >>> import torch, bilevel_optim as bo
+            >>> start, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+            >>> optimizer = bo.MAML([start], [y], lr=0.1, lower_lr=0.5, lower_steps=2)
+            >>> optimizer.adapt(lambda target: (y - target).square().sum() / 2, torch.tensor([6.0])), y.item()
+            ((tensor([5.]),), 0.0)
+        """
+        if steps is None and not self.declared.lower_steps:
+            raise ValueError(f"{type(self).__name__} has no lower_steps: adapt(..., steps=...) must say how many")
+        steps = self.lower_steps if steps is None else steps
+        require("steps", steps, is_count(steps))
+        task = adapt.objective_of(lower, batch)
+        oracle = self.oracle(task) if self.one_loss else self.oracle(adapt.no_upper_loss, task)
+        oracle.shared = False
+        rule_for = partial(self._rules, level_groups(self.param_groups, "lower"))
+        with nullcontext() if write else self.run_state.buffers.kept():
+            found = adapt.lower_solution(
+                oracle,
+                Vector(self.learned_start(oracle) if start is None else start),
+                steps,
+                rule_for,
+                check_finite=self.check_finite,
+                at=self.run_state.steps,
+            )
+        if write:
+            advance_buffers(oracle, found)
+            oracle.live_y.copy_(found)
+        return found
+
+    def compile(
+        self,
+        *,
+        fullgraph: bool = False,
+        dynamic: bool | None = None,
+        backend: str | Callable[..., Any] = "inductor",
+        mode: str | None = None,
+        options: dict[str, Any] | None = None,
+        unroll: int = 1,
+    ) -> None:
+        """From now on run steps captured: each kind of step is traced, compiled, and replayed.
+
+        Named and used as ``torch.nn.Module.compile``. The first steps run eagerly; then ``step(upper, lower)`` and
+        ``backward(upper, lower)``, with tasks or without, are traced through all derivatives to one graph, whose
+        arguments are x, y, what is remembered, the batch, and the learning rates. Flags of the checks leave the graph
+        and are read once. A graph is compared with an eager step on another batch before it is used, and again after 2,
+        4, 8, ..., and then every 4096 uses. Where a capture would not be right (a loss that draws random numbers or
+        data itself, reads a counter, branches on values, changes module buffers; a method that decides on the host),
+        steps run eagerly, with a warning, once, and the reason in ``diagnostics["compile_fallback"]``. Data of other
+        shapes, other options or other losses make other graphs, at most 16.
+
+        A captured CG makes all its iterations (frozen where it has converged) and a randomised series all its products
+        (of which those of its term count); ``oracle_counts`` has what was computed.
+
+        Args:
+            fullgraph: raise where a step cannot be captured. Default: False.
+            dynamic: must not be True: shapes are those of the data.
+            backend: as ``torch.compile`` takes it; ``"inductor"``, or ``"eager"`` for the traced graph itself.
+                Default: ``"inductor"``.
+            mode: as ``torch.compile`` takes it, such as ``"reduce-overhead"`` (CUDA graphs). Default: None.
+            options: of the backend. Default: None.
+            unroll: steps that ``run`` makes in one graph, which takes as many times as long to compile. Worth it for
+                long runs of steps that take less than about 50 us each. Default: 1.
+
+        Raises:
+            ValueError: for an argument out of its range.
+            RuntimeError: with ``fullgraph``, at a step that cannot be captured, or here for a method that cannot be.
+
+        Example:
+            >>> import torch, bilevel_optim as bo
+            >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+            >>> optimizer = bo.SOBA([x], [y], lr=0.1, lower_lr=0.5)
+            >>> optimizer.compile(backend="eager")
+            >>> for _ in range(100):
+            ...     loss = optimizer.step(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
+            >>> round(x.item(), 4), optimizer.diagnostics.get("compile_fallback")
+            (1.0, None)
+        """
+        require("fullgraph", fullgraph, isinstance(fullgraph, bool))
+        require("dynamic", dynamic, dynamic is None or dynamic is False)
+        require("backend", backend, isinstance(backend, str) or callable(backend))
+        require("unroll", unroll, is_count(unroll) and unroll > 0)
+        from ..capture.steps import CapturedSteps, Settings
+
+        self._captured = CapturedSteps(self, Settings(fullgraph, backend, mode, options, unroll))
+
+    @property
+    def captured_graphs(self) -> int:
+        """How many graphs stand for steps at present."""
+        graphs: int = 0 if self._captured is None else self._captured.graphs
+        return graphs
 
     def oracle(
         self, upper: Loss | None, lower: Loss | None = None, *, groups: dict[str, list[dict[str, Any]]] | None = None
@@ -280,93 +443,217 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         f, g = self.objectives(upper, lower)
         groups = groups or by_level(self.param_groups)
         x, y = tensors_of(groups["upper"], "upper"), tensors_of(groups["lower"], "lower")
-        session = self._run_state.session(self._options)
+        session = self.run_state.session(self.oracle_options)
         session.require_alike(x, y, lambda: names_of(self.param_groups))
         return Oracle(x, y, f, g, names=lambda: names_of(self.param_groups), session=session)
+
+    # ------------------------------------------------------------------------------------------------ one step
+
+    def _make_step(self, upper: Loss | None, lower: Loss | None, tasks: Any, *, update: bool) -> Tensor:
+        """A step, or all of it but the update of x."""
+        if self._captured is not None:
+            loss: Tensor = self._captured.step(upper, lower, tasks, update)
+            return loss
+        transaction, oracle, groups = self.open_step(upper, lower)
+        with transaction:
+            inputs = self.step_inputs(oracle, groups)
+            results = self.compute(oracle, inputs, tasks, update=update)
+            transaction.conclude()
+            transaction.commit(self.step_writes(oracle, results))
+        return results.loss
+
+    def open_step(self, upper: Loss | None, lower: Loss | None) -> tuple[Transaction, Oracle, Groups]:
+        """The two losses at the present point, and a block that leaves everything as it was if a step of them fails."""
+        groups = by_level(self.param_groups)
+        oracle = self.oracle(upper, lower, groups=groups)
+        return Transaction(self.generator, oracle, self.run_state.buffers), oracle, groups
+
+    def step_inputs(self, oracle: Oracle, groups: Groups, random_inputs: Mapping[str, Any] | None = None) -> StepInputs:
+        """What a step is given beside the losses and the point; ``random_inputs`` are drawn unless they are at hand."""
+        if random_inputs is None:
+            agreed = partial(self.oracle_options.ranks.agreed, device=oracle.device)
+            random_inputs = draw_random_inputs(self.random_inputs(), self.generator, agreed)
+        return self._inputs(groups, oracle.live_x, oracle.live_y, oracle.y, random_inputs)
+
+    def compute(self, oracle: Oracle, inputs: StepInputs, tasks: Any, *, update: bool) -> StepResults:
+        """All that a step computes: the estimate, and the new x if it is to move. Only module buffers are written."""
+        estimate = self._estimate(oracle, inputs, tasks)
+        advance_buffers(oracle, estimate.lower)
+        new = None
+        if update:
+            with torch.set_grad_enabled(False):
+                new = self.update(oracle.x, estimate.gradient, inputs.after(estimate))
+        return StepResults(estimate, new)
+
+    def step_writes(self, oracle: Oracle, results: StepResults) -> list[Write]:
+        """Writes of what a step has computed; ``.grad`` of x is the estimate."""
+        (estimate, update), session = results, oracle.session
+        numbers = estimate.numbers if update is None else {**estimate.numbers, **update.numbers}
+        return [
+            *writes_of(self.state, oracle, estimate, update),
+            *self.result_writes(
+                measured(estimate.figures, above=KEPT),
+                numbers,
+                session.found,
+                self.run_state.after(session, estimate.loss),
+            ),
+        ]
+
+    def result_writes(
+        self, figures: Mapping[str, Any], numbers: Mapping[str, Any], found: LossFacts, after: dict[str, Any]
+    ) -> list[Write]:
+        """Writes of what a step leaves beside the values of parameters: plain numbers, diagnostics, the run state."""
+        diagnostics = {**figures, **self.static_diagnostics(self.numbers), **found.diagnostics()}
+        return [
+            partial(vars(self).update, numbers={**self.numbers, **numbers}, _diagnostics=diagnostics),
+            partial(self.run_state.enter, after),
+        ]
+
+    def _estimate(
+        self, oracle: Oracle, inputs: StepInputs, tasks: Any, start: Sequence[Tensor] | None = None
+    ) -> Estimate:
+        """The estimate, checked; ``start``: where lower solves begin, if not where they would."""
+        initial = None if self.warm_start else inputs.memory.get("initial")
+        if start is None and not self.warm_start:
+            start = oracle.y.clone() if initial is None else initial
+        here = oracle if start is None else oracle.at(lower=start)
+        try:
+            if tasks is not None:
+                return self.estimate_tasks(here, inputs, tasks)
+            estimate = self.checked(here, inputs, self.estimate)
+        finally:
+            oracle.session.gathered.release()
+        if self.warm_start or initial is not None:
+            return estimate
+        return changed(estimate, memory={**estimate.memory, "initial": here.y})
+
+    def checked(self, oracle: Oracle, given: StepInputs, make: Callable[[Oracle, StepInputs], Estimate]) -> Estimate:
+        """An estimate whose flags have been read; made again where the method reacts to them."""
+        if traced():
+            return make(oracle, given)
+        while True:
+            estimate, session = make(oracle, given), oracle.session
+            session.conclude()
+            alerts = session.checks.verify(given.steps, session.warned, estimate.shown) if self.check_finite else set()
+            if not alerts or self.reacts_to(given.numbers) not in alerts:
+                return estimate
+            oracle, given = self.react(oracle, given, estimate)
+            session.checks = Checks()
+
+    def _inputs(
+        self,
+        groups: Groups,
+        x: Sequence[Tensor],
+        y: Sequence[Tensor],
+        lower: Vector | None = None,
+        random_inputs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> StepInputs:
+        """What a step of these tensors is given, read from the state; ``lower``: the values of y, if at hand."""
+        if self._placeholders:
+            self.state.clear()
+            self._placeholders = False
+        remembered = memory.remembered(self.state, y)
+        if not self.warm_start:
+            remembered["solver"] = None
+        return StepInputs(
+            upper_groups=groups["upper"],
+            lower_groups=groups["lower"],
+            **remembered,
+            upper_memory=memory.recalled(self.state, x),
+            lower=Vector(y).detach() if lower is None else lower,
+            numbers=dict(self.numbers),
+            steps=self.run_state.steps,
+            rule=partial(self._rules, groups["lower"]),
+            generator=self.generator,
+            ranks=self.oracle_options.ranks,
+            lower_init=self.lower_init,
+            random_inputs=random_inputs,
+        )
+
+    # ------------------------------------------------------------------------------------------------ x alone
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        """Update the upper parameters that have a ``.grad``."""
+        if initialises(self):
+            return self._initialise()
+        groups = by_level(self.param_groups)
+        for group in groups["upper"]:
+            group["params"] = [p for p in group["params"] if p.grad is not None]
+        moved = [p for group in groups["upper"] for p in group["params"]]
+        if not moved:
+            return
+        inputs = self._inputs(groups, moved, tensors_of(groups["lower"], "lower"))
+        with Transaction(self.generator) as transaction:
+            update = self.update(Vector(p.detach() for p in moved), Vector(p.grad for p in moved), inputs)
+            transaction.commit(self._update_writes(moved, update, {}))
+
+    @torch.no_grad()
+    def update_writes(self, estimate: Estimate, x: Sequence[Tensor], y: Sequence[Tensor]) -> list[Write]:
+        """Writes of the update of x that follows from an estimate which has been made elsewhere."""
+        inputs = self._inputs(by_level(self.param_groups), x, y).after(estimate)
+        return self._update_writes(x, self.update(Vector(x).detach(), estimate.gradient, inputs), estimate.numbers)
+
+    def _update_writes(self, moved: Sequence[Tensor], update: Update, numbers: dict[str, Any]) -> list[Write]:
+        """Writes of an update of x, after those of an estimate with these numbers."""
+        writes = writes_of_update(self.state, moved, partial(self.parameters, "lower"), update)
+        return [*writes, partial(vars(self).update, numbers={**self.numbers, **numbers, **update.numbers})]
+
+    # ------------------------------------------------------------------------------------------------ what is read
 
     @property
     def oracle_counts(self) -> dict[str, int]:
         """Cumulative oracle calls, per sample batch."""
-        return dict(self._run_state.counts)
+        return dict(self.run_state.counts)
 
-    # ------------------------------------------------------------------------------------------------ the transaction
+    @property
+    def diagnostics(self) -> dict[str, Any]:
+        """Tensors of the last step, and plain numbers and words, by name; norms are evaluated when they are read."""
+        figures = self._diagnostics
+        if any(type(value) is Vector for value in figures.values()):
+            figures.update(measured(figures))
+        return figures
 
-    def _opened(self, upper: Loss | None, lower: Loss | None) -> tuple[Transaction, Oracle, Groups]:
-        """A step of these losses, which leaves everything as it was if it fails."""
-        groups = by_level(self.param_groups)
-        oracle = self.oracle(upper, lower, groups=groups)
-        return Transaction(self.generator, oracle, self._run_state.buffers), oracle, groups
+    @diagnostics.setter
+    def diagnostics(self, figures: dict[str, Any]) -> None:
+        self._diagnostics = figures
 
-    def _proposed(
-        self,
-        oracle: Oracle,
-        groups: Groups,
-        tasks: Any,
-        *,
-        still: bool = False,
-        start: Start = None,
-        random_inputs: dict[str, Any] | None = None,
-    ) -> tuple[Estimate, StepInputs]:
-        """Everything that a step computes but for the update of x, checked; nothing is written."""
-        here = oracle
-        given = self._given(groups, oracle.live_x, oracle.live_y, oracle.y)
-        if still:
-            given = self.without_lookahead(given)
-        if not self.warm_start:
-            here, given = given.from_the_start(oracle)
-        if callable(start):
-            given = changed(given, lower_init=start)
-        elif start is not None:
-            here = oracle.at(lower=start)
-        try:
-            if random_inputs is None:
-                agreed = partial(given.ranks.agreed, device=oracle.device)
-                random_inputs = draw_random_inputs(self.random_inputs(), self.generator, agreed)
-            given = changed(given, random_inputs=random_inputs) if random_inputs else given
-            if tasks is None:
-                estimate = self.checked(here, given, self.estimate)
-            else:
-                estimate = self.estimate_tasks(here, given, tasks)
-            agree_on_fallback(oracle, given.ranks)
-            oracle.session.gathered.release()
-        except BaseException as error:
-            oracle.session.gathered.release()
-            given.ranks.failed(error)
-            raise
-        if not self.warm_start and tasks is None and "initial" not in given.memory:
-            estimate = changed(estimate, memory={**estimate.memory, "initial": here.y})
-        return estimate, given
+    def metrics(self) -> dict[str, float]:
+        """The loss and the ``diagnostics`` of the last step as floats for a logger, with one host synchronisation.
 
-    def _given(
-        self, groups: Groups, x: Sequence[Tensor], y: Sequence[Tensor], lower: Vector | None = None
-    ) -> StepInputs:
-        """What a step is given, read from the state; ``lower``: the values of y, if at hand."""
-        self._forget_placeholders()
-        return StepInputs(
-            upper_groups=groups["upper"],
-            lower_groups=groups["lower"],
-            **memory.remembered(self.state, y),
-            upper_memory=memory.recalled(self.state, x),
-            lower=Vector(y).detach() if lower is None else lower,
-            numbers=dict(self.numbers),
-            steps=self._run_state.steps,
-            rule=partial(self._rules, groups["lower"]),
-            generator=self.generator,
-            ranks=self._options.ranks,
-            lower_init=self.lower_init,
-        )
+        A scalar goes by its name; of a vector there are ``name/mean`` and ``name/max``, of its entries that are not
+        NaN. Words are left out, and before the first step the dict is empty.
 
-    def _writes(self, oracle: Oracle, estimate: Estimate, update: Update | None) -> list[Write]:
-        """Writes of what a step has computed; ``.grad`` of x is the estimate."""
-        session = oracle.session
-        figures = measured(estimate.figures, above=KEPT)
-        diagnostics = {**figures, **self.static_diagnostics(self.numbers), **session.found.diagnostics()}
-        numbers = {**self.numbers, **estimate.numbers, **({} if update is None else update.numbers)}
-        return [
-            *writes_of(self.state, oracle, estimate, update),
-            partial(vars(self).update, numbers=numbers, _diagnostics=diagnostics),
-            partial(self._run_state.enter, self._run_state.after(session, estimate.loss)),
-        ]
+        Example:
+            >>> import torch, bilevel_optim as bo
+            >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+            >>> optimizer = bo.SOBA([x], [y], lr=0.1, lower_lr=0.5)
+            >>> loss = optimizer.step(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
+            >>> optimizer.metrics()
+            {'loss': 0.5, 'hypergradient_norm': 0.5, 'lower_residual': 2.0, 'linear_residual': 0.5}
+        """
+        return floats({"loss": self.run_state.last_loss, **self.diagnostics})
+
+    def extra_repr(self) -> str:
+        """The method's own arguments, as ``torch.nn.Module.extra_repr`` gives those of a module."""
+        arguments = inspect.signature(type(self)).parameters
+        shown = {name: getattr(self, name) for name in arguments if name in vars(self)}
+        return ", ".join(f"{name}={value!r}" for name, value in shown.items() if isinstance(value, (int, float, str)))
+
+    def __repr__(self) -> str:
+        """The method with its arguments, and each group with its level.
+
+        Example:
+            >>> import torch, bilevel_optim as bo
+            >>> x, y = torch.zeros(2, requires_grad=True), torch.zeros(3, 4, requires_grad=True)
+            >>> bo.StocBiO([x], [y], lr=0.1, lower_lr=0.5, lower_steps=10)
+            StocBiO(
+              lower_steps=10, linear_steps=10
+              (0) upper: 2 numbers in 1 tensor, lr=0.1
+              (1) lower: 12 numbers in 1 tensor, lr=0.5
+            )
+        """
+        return described(type(self).__name__, self.extra_repr(), self.param_groups)
 
     # ------------------------------------------------------------------------------------------------ state
 
@@ -380,9 +667,162 @@ class BilevelOptimizer(Running, Adapting, Results, Checkpointed):
         require_usable(param_group, self.param_groups)
         require_rates([param_group])
         super().add_param_group(param_group)
-        if level == "lower":
-            method.warn_of_decay(self, self.param_groups[-1])
+        if level == "lower" and self.stationary:
+            self.lower_checks.warn_of_decay(self.param_groups[-1])
 
-    def _parameters(self, level: str) -> list[Tensor]:
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch; what does not belong to one parameter is the entry ``"bilevel"`` of the first group.
+
+        Together with the parameters themselves (the model's ``state_dict``), and with the position of the data and
+        torch's random state where the losses use them, it continues a run bit for bit.
+        """
+        state: dict[str, Any] = super().state_dict()
+        state["state"] = memory.copied(state["state"])  # later steps write into tables
+        own = {
+            "method": type(self).__name__,
+            "variant": dict(self.variant_of_state),
+            **self.run_state.saved(),
+            "placeholders": self._placeholders,
+            "generator": None if self.generator is None else self.generator.get_state(),
+            "numbers": self.numbers,
+            "options": {name: plain(getattr(self, name)) for name in self.saved_options},
+        }
+        return packed(state, own, self.param_groups)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned, into an optimizer made with the same arguments."""
+        own, state_dict = unpacked(state_dict)
+        require_loadable(
+            own, state_dict, type(self).__name__, self.variant_of_state, self.saved_options, self.param_groups
+        )
+        memory.load_exactly(self, super().load_state_dict, state_dict, self.place_of)
+        self.param_groups[0][OWN], self._placeholders = b"", False
+        self._rules = LowerRules(self.lower_factory, self.limits)
+        self.run_state.load(own)
+        if own["generator"] is not None and self.generator is not None:
+            self.generator.set_state(own["generator"].cpu())
+        self.numbers = own["numbers"]
+        for name in self.saved_options:
+            setattr(self, name, own["options"][name])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torch keeps three entries and makes the others again; ours must be kept too, the rules excepted.
+        own = {k: v for k, v in self.__dict__.items() if k not in REMADE and not k.startswith("_optimizer_")}
+        return {**super().__getstate__(), **own, "_rules": LowerRules(self.lower_factory, self.limits)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch's own optimizers have it; added groups would get it from here
+
+    def _initialise(self) -> None:
+        """Before the first step, let the state show what a step would remember."""
+        if self.run_state.steps == 0:
+            self.state.update(initial_state(self, self.oracle_options.ranks))
+            self._placeholders = bool(self.state)
+
+    def parameters(self, level: str) -> list[Tensor]:
         """The parameters of one level that require a gradient."""
         return tensors_of(level_groups(self.param_groups, level), level)
+
+    # ------------------------------------------------------------------------------------------------ what a method is
+
+    @abstractmethod
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+        """The improved y and the hypergradient, from the oracle's point; writes nothing."""
+
+    def update(self, x: Vector, gradient: Vector, given: StepInputs) -> Update:
+        """The new x; writes nothing. ``given`` holds the groups and the memory of these tensors."""
+        return Update(x.descended(gradient, given.upper_rates))
+
+    def estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Estimate:
+        """The mean of the estimates for the tasks of one draw, made as one problem with stacked y."""
+        self.lower_checks.require_elementwise("tasks")
+        estimate = task_mean(
+            oracle,
+            given,
+            sampler,
+            lambda here, own: self.checked(here, own, self.estimate),
+            count=task_count(sampler, self.tasks_per_step),
+            sizes={"lower": self.lower_batch, "upper": self.upper_batch},
+            together=self.together,
+            random_inputs=self.random_inputs(),
+            joined=self.joined,
+        )
+        return estimate if self.warm_start else changed(estimate, lower=None)
+
+    def objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
+        """The two objectives of a step."""
+        if upper is None or lower is None:
+            raise TypeError(
+                f"{type(self).__name__} takes both losses, upper and lower (and step none of them, after backward)"
+            )
+        return as_objective(upper, "upper"), as_objective(lower, "lower")
+
+    @property
+    def stationary(self) -> bool:
+        """Whether the estimate takes y for a stationary point of the lower loss alone, as implicit methods do."""
+        return self.declared.second_order and self.declared.lower_optimizer != "differentiable"
+
+    def together(self, tasks: int) -> list[slice]:
+        """Which of the drawn tasks make one stacked problem: all of them."""
+        return [slice(0, tasks)] if tasks else []
+
+    def random_inputs(self) -> dict[str, int]:
+        """What the method draws at random for an estimate beside its samples: by name, of how many numbers one."""
+        return {}
+
+    def finished(self) -> bool:
+        """Whether ``step`` has nothing left to do, and returns the last loss."""
+        return False
+
+    def without_lookahead(self, given: StepInputs) -> StepInputs:
+        """What makes the next estimate one at x itself, for a method that would look ahead of it."""
+        return given
+
+    def lower_step_count(self, steps: int) -> int:
+        """Lower steps of the next outer step, after so many."""
+        return self.lower_steps
+
+    def reacts_to(self, numbers: Mapping[str, Any]) -> str | None:
+        """The alert after which the estimate is made again, if there is one, with the plain numbers of a step."""
+        return None
+
+    def react(self, oracle: Oracle, given: StepInputs, estimate: Estimate) -> tuple[Oracle, StepInputs]:
+        """Where and with what the estimate is made again after that alert."""
+        raise NotImplementedError
+
+    def learned_start(self, oracle: Oracle) -> Vector:
+        """Where the lower parameters of a new task start: what they hold, unless the start is learned itself."""
+        return oracle.y
+
+    def static_diagnostics(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        """Diagnostics of a step that are plain numbers before it."""
+        return {}
+
+    def rows_of(self, lower: Sequence[Tensor]) -> int | None:
+        """How many rows tables will have that mix these parameters; 0 for a single problem, None if there are none."""
+        return None
+
+    def place_of(self, name: str, parameter: Tensor) -> torch.device | None:
+        """The device of an entry of ``state[parameter]`` that is loaded; None for where it was saved."""
+        return memory.place_of(name, parameter)
+
+    def graph_key(self, steps: int, numbers: Mapping[str, Any]) -> Any:
+        """What decides, of the number of steps made and of the plain numbers, which operations the next one is made of.
+
+        For a method with ``host_update``: its estimate. None if the host has to make it.
+        """
+        return self.lower_step_count(steps), numbers
+
+    def beyond_graphs(self, tasks: Any, random_inputs: Mapping[str, Any]) -> str:
+        """Why a step with these tasks and random inputs is not to be captured, if it is not."""
+        return ""
+
+
+def _signature(cls: type[BilevelOptimizer]) -> inspect.Signature:
+    """How a method is made, which Python would take from ``__new__``."""
+    self, *arguments = inspect.signature(cls.__init__).parameters.values()
+    return inspect.Signature(arguments)
+
+
+BilevelOptimizer.__signature__ = _signature(BilevelOptimizer)  # type: ignore[attr-defined]

@@ -1,131 +1,34 @@
-"""The form of a checkpoint, such that torch's distributed checkpoints keep all of it.
+"""The form of a checkpoint, such that torch's distributed checkpoints keep all of it; and whether one can be loaded.
 
 Tensors are with the parameters, each of which has some; everything else is one entry of the first group.
 """
 
 from __future__ import annotations
 
-import copy
-import inspect
 import io
-import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from types import MappingProxyType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from ..distributed.ranks import Ranks
-from ..distributed.sharding import Split
-from ..oracle.session import Options
 from ..problem.parameters import LEVELS
-from ..problem.tasks import TensorTasks
-from ..solvers.limits import Limits
-from ..solvers.lower import LowerRules
-from . import memory
-from .loading import require_form, require_loadable, shapes_of
-from .run_state import RunState
+from .memory import SOLVER, TABLE
 
-__all__ = ["OWN", "REMADE", "Checkpointed", "initialises"]
+__all__ = ["OWN", "REMADE", "unpacked", "packed", "plain", "require_loadable"]
 
 OWN = "bilevel"  # the entry of the first parameter group; always there, because loading goes by the entries of groups
 # What torch's Optimizer makes again when it is unpickled, or a scheduler has attached.
 REMADE = ("step", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured", "_opt_called")
 STEP = "step"  # of every parameter, so that none of them is without state, which loading takes for a missing one
-
-
-class Checkpointed(Optimizer):
-    """An optimizer whose state can be saved and loaded, with torch's ``state_dict`` or its distributed checkpoints."""
-
-    check_finite: bool
-    one_loss: bool
-    generator: torch.Generator | None
-    numbers: dict[str, Any]
-    saved_options: tuple[str, ...]
-    variant_of_state: Mapping[str, Any] = MappingProxyType({})  # what decides what is remembered: others are not loaded
-    lower_factory: Callable[[Any], Optimizer]
-    limits: Limits
-    _options: Options
-    _run_state: RunState
-    _placeholders = False  # the state holds zeros that only show what a step would remember
-
-    def __new__(cls, *arguments: Any, **options: Any) -> Self:
-        """As for any class, but that a missing or unknown argument is one of the method, not of a base class."""
-        if arguments or options:  # copies are made without
-            try:
-                inspect.signature(cls).bind(*arguments, **options)
-            except TypeError as error:
-                raise TypeError(f"{cls.__name__}: {error}") from None
-        return super().__new__(cls)
-
-    def state_dict(self) -> dict[str, Any]:
-        """As in torch; what does not belong to one parameter is the entry ``"bilevel"`` of the first group.
-
-        Together with the parameters themselves (the model's ``state_dict``), and with the position of the data and
-        torch's random state where the losses use them, it continues a run bit for bit.
-        """
-        state: dict[str, Any] = super().state_dict()
-        state["state"] = memory.copied(state["state"])  # later steps write into tables
-        own = {
-            "method": type(self).__name__,
-            "variant": dict(self.variant_of_state),
-            "shapes": shapes_of(self.param_groups),
-            **self._run_state.saved(),
-            "placeholders": self._placeholders,
-            "generator": None if self.generator is None else self.generator.get_state(),
-            "numbers": self.numbers,
-            "options": {name: plain(getattr(self, name)) for name in self.saved_options},
-        }
-        return completed(state, own, [p.device for group in self.param_groups for p in group["params"]])
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned, into an optimizer made with the same arguments."""
-        require_form(state_dict)
-        own, state_dict = checked(state_dict)
-        require_loadable(
-            own, state_dict, type(self).__name__, self.variant_of_state, self.saved_options, self.param_groups
-        )
-        memory.load_exactly(self, super().load_state_dict, state_dict, self.place_of)
-        self.param_groups[0][OWN], self._placeholders = b"", False
-        self._rules = LowerRules(self.lower_factory, self.limits)
-        self._run_state.load(own)
-        if own["generator"] is not None and self.generator is not None:
-            self.generator.set_state(own["generator"].cpu())
-        self.numbers = own["numbers"]
-        for name in self.saved_options:
-            setattr(self, name, own["options"][name])
-
-    def rows_of(self, lower: Sequence[Tensor]) -> int | None:
-        """How many rows tables will have that mix these parameters; 0 for a single problem, None if there are none."""
-        return None
-
-    def place_of(self, name: str, parameter: Tensor) -> torch.device | None:
-        """The device of an entry of ``state[parameter]`` that is loaded; None for where it was saved."""
-        return memory.place_of(name, parameter)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # torch keeps three entries and makes the others again; ours must be kept too, the rules excepted.
-        own = {k: v for k, v in self.__dict__.items() if k not in REMADE and not k.startswith("_optimizer_")}
-        return {**super().__getstate__(), **own, "_rules": LowerRules(self.lower_factory, self.limits)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.defaults.pop("differentiable", None)  # torch's own optimizers have it; added groups would get it from here
-
-    def _initialise(self) -> None:
-        """Before the first step, let the state show what a step would remember."""
-        if self._run_state.steps == 0:
-            self.state.update(initial_state(self, self._options.ranks))
-            self._placeholders = bool(self.state)
-
-    def _forget_placeholders(self) -> None:
-        if self._placeholders:
-            self.state.clear()
-            self._placeholders = False
+NEEDED = (
+    "method", "variant", "shapes", "steps_done", "oracle_counts", "fallback", "generator", "last_loss", "numbers",
+    "options",
+)  # fmt: skip
+# Entries of torch's optimizers that are shaped like the parameter (or like stacked copies of it).
+LIKE = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "sum", "square_avg", "acc_delta")
 
 
 def plain(value: Any) -> Any:
@@ -135,23 +38,28 @@ def plain(value: Any) -> Any:
     return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
 
 
-def completed(state_dict: dict[str, Any], own: dict[str, Any], devices: Sequence[torch.device]) -> dict[str, Any]:
+def packed(
+    state_dict: dict[str, Any], own: dict[str, Any], param_groups: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     """A state dict with what does not belong to one parameter, and with an entry for each of them.
 
     ``own`` becomes one value, which no tool takes apart: what it consists of differs from step to step.
     """
     state, groups = state_dict["state"], state_dict["param_groups"]
-    own = {**own, "kept": _names(state_dict)}
-    for key, device in zip((key for group in groups for key in group["params"]), devices, strict=True):
-        state.setdefault(key, {})[STEP] = torch.tensor([float(own["steps_done"])], device=device)
+    own = {**own, "shapes": _shapes(param_groups), "kept": _names(state_dict)}
+    keys = [key for group in groups for key in group["params"]]
+    parameters = [p for group in param_groups for p in group["params"]]
+    for key, parameter in zip(keys, parameters, strict=True):
+        state.setdefault(key, {})[STEP] = torch.tensor([float(own["steps_done"])], device=parameter.device)
     file = io.BytesIO()
     torch.save(own, file)
     groups[0][OWN] = file.getvalue()
     return state_dict
 
 
-def checked(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What :func:`completed` was given, taken apart again; raises unless all of it is there."""
+def unpacked(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What :func:`packed` was given, taken apart again; raises unless all of it is there."""
+    _require_form(state_dict)
     written = state_dict["param_groups"][0].get(OWN) if state_dict.get("param_groups") else None
     if not isinstance(written, bytes) or not written:
         raise ValueError(f"the state dict is not that of a BilevelOptimizer: it has no {OWN!r} entry")
@@ -191,88 +99,74 @@ def _names(state_dict: dict[str, Any]) -> dict[str, dict[str, int]]:
     return {level: Counter({n: k for n, k in names.items() if n != STEP}) for level, names in found.items()}
 
 
-def initialises(optimizer: Optimizer) -> bool:
-    """Whether an update is asked for only to make the state, as distributed checkpoints do.
+def _shapes(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """Shapes of all parameters."""
+    return [list(p.shape) for group in groups for p in group["params"]]
 
-    They do so with learning rates of zero, and gradients for the lower parameters too, which nobody else gives.
+
+def _require_form(state: Any) -> None:
+    """Raise ValueError unless a state dict has the form of an optimizer's."""
+    if not isinstance(state, dict):
+        raise ValueError(f"the state dict is not that of a BilevelOptimizer: it is {type(state).__name__}")
+    state_of, groups = state.get("state"), state.get("param_groups")
+    if not isinstance(state_of, dict) or not all(isinstance(entries, dict) for entries in state_of.values()):
+        raise ValueError("the state dict is not that of a BilevelOptimizer: 'state' does not hold dicts")
+    if not isinstance(groups, list) or not all(
+        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
+    ):
+        raise ValueError("the state dict is not that of a BilevelOptimizer: 'param_groups' are not dicts with 'params'")
+
+
+def require_loadable(
+    own: Mapping[str, Any],
+    state: Mapping[str, Any],
+    method: str,
+    variant: Mapping[str, Any],
+    options: Sequence[str],
+    groups: Sequence[Mapping[str, Any]],
+) -> None:
+    """Raise ValueError unless a state is one of this method, for such parameters.
+
+    Args:
+        own: what does not belong to one parameter.
+        state: the state dict.
+        method: name of the class.
+        variant: hyper-parameters that decide what is remembered.
+        options: names of the hyper-parameters that are saved.
+        groups: the parameter groups.
     """
-    groups = optimizer.param_groups
-    return not optimizer.state and all(
-        not float(group["lr"]) and all(p.grad is not None or not p.requires_grad for p in group["params"])
-        for group in groups
-    )
+    missing = [name for name in NEEDED if name not in own]
+    missing += [f"options[{name!r}]" for name in options if name not in (own.get("options") or {})]
+    if missing:
+        raise ValueError(f"the state dict is incomplete: there is no {', '.join(missing)}")
+    if own["method"] != method:
+        raise ValueError(f"the state dict is that of {own['method']}, but this optimizer is {method}")
+    if own["variant"] != dict(variant):
+        raise ValueError(f"the state dict is that of another variant: of {own['variant']}, but this is {dict(variant)}")
+    sizes = [[(group.get("level"), len(group["params"])) for group in some] for some in (state["param_groups"], groups)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"the state dict is that of other parameter groups: (level, parameters) are {sizes[0]}, here {sizes[1]}"
+        )
+    if own["shapes"] != _shapes(groups):
+        raise ValueError(
+            f"the state dict is that of parameters of shapes {own['shapes']}, but these have {_shapes(groups)}"
+        )
+    keys = [key for group in state["param_groups"] for key in group["params"]]
+    for key, shape in zip(keys, _shapes(groups), strict=True):
+        for name, value in state["state"].get(key, {}).items():
+            if _like_its_parameter(name) and isinstance(value, Tensor) and not _fits(value, shape):
+                raise ValueError(
+                    f"the state dict is damaged: {name} has shape {tuple(value.shape)} where the parameter has "
+                    f"{tuple(shape)}"
+                )
 
 
-def initial_state(optimizer: Checkpointed, ranks: Ranks) -> dict[Tensor, dict[str, Any]]:
-    """Zeros shaped as what a first step would remember of each parameter.
-
-    Found by a step of a twin with parameters of one entry, or, where rows mix all parameters, by one of full size for a
-    single task. Empty where that does not tell.
-    """
-    levels = [(group["level"], p) for group in optimizer.param_groups for p in group["params"]]
-    parameters, rows = [p for _, p in levels], optimizer.rows_of([p for level, p in levels if level == "lower"])
-    shapes = [[1] * p.dim() if rows is None else _one_row(p, level, rows) for level, p in levels]
-    ones = [
-        torch.zeros(shape, dtype=p.dtype, device=p.device, requires_grad=p.requires_grad)
-        for shape, p in zip(shapes, parameters, strict=True)
-    ]
-    twin = copy.deepcopy(optimizer, {id(ranks): Ranks(), **{id(p): q for p, q in zip(parameters, ones, strict=True)}})
-    twin.check_finite = False
-    for group in twin.param_groups:
-        group["lr"] = 0.1
-    try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            _step(twin, None if not rows else TensorTasks(torch.zeros(1, 1)))
-    except Exception:
-        return {}
-    found = {p: twin.state[q] for p, q in zip(parameters, ones, strict=True) if q in twin.state}
-    if rows is not None:
-        split = Split([p for level, p in levels if level == "lower"], ranks) if rows else None
-        return {p: {n: _rows(n, value, split) for n, value in entries.items()} for p, entries in found.items()}
-    return {p: {name: _widened(value, p) for name, value in entries.items()} for p, entries in found.items()}
+def _like_its_parameter(name: str) -> bool:
+    if name.startswith(SOLVER):
+        return name[len(SOLVER) :] in LIKE
+    return not name.startswith(TABLE)
 
 
-def _one_row(parameter: Tensor, level: str, rows: int) -> list[int]:
-    """The shape of a parameter if there were a single task."""
-    return [1, *parameter.shape[1:]] if level == "lower" and rows else list(parameter.shape)
-
-
-def _rows(name: str, value: Any, split: Split | None) -> Any:
-    """Zeros in place of an entry, with a row for each task in place of a table's only one."""
-    if split is None or not isinstance(value, Tensor) or not name.startswith(memory.TABLE):
-        return torch.zeros_like(value) if isinstance(value, Tensor) else value
-    return split.whole(value.new_zeros(split.count, *value.shape[1:]))
-
-
-def _step(twin: Any, tasks: Any) -> None:
-    x, y = ([p for g in twin.param_groups if g["level"] == level for p in g["params"]] for level in LEVELS)
-
-    def shift() -> Tensor:
-        return torch.stack([p.sum().float() for p in x]).sum()
-
-    def upper(_: Any = None) -> Tensor:
-        return torch.stack([(p.float() - 1).square().sum() for p in y]).sum() + shift().square()
-
-    def lower(_: Any = None) -> Tensor:
-        return torch.stack([(p.float() - shift()).square().sum() for p in y]).sum()
-
-    if twin.one_loss:
-        twin.step(lambda: shift().square() - lower())
-    elif tasks is None:
-        twin.step(upper, lower)
-    else:
-        twin.step(upper, lower, tasks=tasks)
-
-
-def _widened(value: Any, parameter: Tensor) -> Any:
-    """Zeros for the parameter in place of an entry for a parameter of one entry, perhaps stacked."""
-    n = parameter.dim()
-    if not isinstance(value, Tensor):
-        return value
-    if value.dim() < n or value.shape[value.dim() - n :] != (1,) * n:
-        return torch.zeros_like(value)
-    zeros = torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
-    for size in reversed(value.shape[: value.dim() - n]):
-        zeros = torch.stack([zeros] * size)
-    return zeros
+def _fits(value: Tensor, shape: Sequence[int]) -> bool:
+    return not shape or list(value.shape[-len(shape) :]) == list(shape)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .base import BilevelOptimizer
-
-__all__ = ["FAMILIES", "REGISTRY", "Method", "configurations", "counts", "lower_size", "methods", "register"]
+__all__ = [
+    "FAMILIES",
+    "REGISTRY",
+    "UNDECLARED",
+    "Method",
+    "configurations",
+    "counts",
+    "lower_size",
+    "methods",
+    "register",
+]
 
 FAMILIES = (
     "implicit",
@@ -121,10 +128,12 @@ class Method:
         return found
 
 
-REGISTRY: dict[str, type[BilevelOptimizer]] = {}
+# What is supposed of a method that says nothing of itself.
+UNDECLARED = Method(paper="", family="control", when="", cost="", calls=None, second_order=False)
+REGISTRY: dict[str, type[Any]] = {}  # subclasses of BilevelOptimizer, which this module does not know
 
 
-def register(cls: type[BilevelOptimizer]) -> None:
+def register(cls: type[Any]) -> None:
     """Add a class to the methods; a class with ``declared`` of its own is added when it is defined."""
     known = REGISTRY.setdefault(cls.__name__, cls)
     if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
@@ -132,12 +141,12 @@ def register(cls: type[BilevelOptimizer]) -> None:
     REGISTRY[cls.__name__] = cls
 
 
-def methods() -> dict[str, type[BilevelOptimizer]]:
+def methods() -> dict[str, type[Any]]:
     """The classes that have declared themselves, by name."""
     return dict(sorted(REGISTRY.items()))
 
 
-def configurations(problem: str) -> dict[str, tuple[type[BilevelOptimizer], dict[str, Any]]]:
+def configurations(problem: str) -> dict[str, tuple[type[Any], dict[str, Any]]]:
     """Class and arguments of every method and variant that is made for a standard problem, by its name in the lists."""
     return {
         "-".join(filter(None, (cls.declared.label or name.lower(), variant))): (cls, arguments)

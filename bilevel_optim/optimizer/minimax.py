@@ -7,8 +7,8 @@ from typing import Any, Never
 
 from ..hypergradient import Estimate
 from ..oracle.oracle import Oracle
-from ..problem.objective import Objective
-from .base import BilevelOptimizer, Loss, as_objective
+from ..problem.objective import Loss, Objective, as_objective
+from .base import BilevelOptimizer
 from .step import StepInputs
 
 __all__ = ["MinimaxOptimizer", "danskin"]

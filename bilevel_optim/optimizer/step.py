@@ -18,7 +18,7 @@ from ..problem.values import changed, values
 from ..problem.vector import Vector
 from ..solvers.lower import LowerRule, Memory, Rate, Solved, rates_of
 
-__all__ = ["Groups", "LowerResult", "Start", "StepInputs", "Update", "changed", "require_interior"]
+__all__ = ["Groups", "LowerResult", "Start", "StepInputs", "StepResults", "Update", "changed", "require_interior"]
 
 
 Groups = dict[str, list[dict[str, Any]]]  # the parameter groups of each level
@@ -89,11 +89,6 @@ class StepInputs:
             numbers=self.numbers | estimate.numbers if estimate.numbers else self.numbers,
             steps=self.steps + 1,
         )
-
-    def from_the_start(self, oracle: Oracle) -> tuple[Oracle, StepInputs]:
-        """Where every lower solve begins without warm starts, and with what."""
-        initial = self.memory.get("initial")
-        return oracle.at(lower=oracle.y.clone() if initial is None else initial), changed(self, solver=None)
 
     def solver_for(self, like: Vector) -> tuple[LowerRule, Memory]:
         """The lower optimizer's update for tensors like these, and its memory at the beginning."""
@@ -179,3 +174,20 @@ class Update:
     numbers: dict[str, Any] = field(default_factory=dict)
     lower: Vector | None = None
     writes: tuple[Write, ...] = ()
+
+
+class StepResults(NamedTuple):
+    """What a step computes.
+
+    Attributes:
+        estimate: the hypergradient, with the improved y and what is to be remembered.
+        update: the new x; None: it stays.
+    """
+
+    estimate: Estimate
+    update: Update | None
+
+    @property
+    def loss(self) -> Tensor:
+        """The upper loss where the hypergradient was estimated."""
+        return self.estimate.loss.detach()

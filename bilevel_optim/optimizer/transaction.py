@@ -12,7 +12,6 @@ from torch import Tensor
 from torch._C._functorch import get_dynamic_layer_stack_depth, pop_dynamic_layer_stack_and_undo_to_depth
 from torch.overrides import _pop_mode
 
-from ..distributed.ranks import Ranks
 from ..hypergradient import Estimate
 from ..oracle.buffers import Buffers
 from ..oracle.oracle import Oracle
@@ -21,7 +20,7 @@ from ..problem.vector import Vector, is_sharded
 from . import memory
 from .step import Update
 
-__all__ = ["Transaction", "Write", "agree_on_fallback", "make", "writes_of", "writes_of_update"]
+__all__ = ["Transaction", "Write", "make", "writes_of", "writes_of_update"]
 
 Write = Callable[[], object]
 
@@ -31,7 +30,7 @@ class Transaction:
 
     Nothing is written while a step is computed. What moves nevertheless is put back: torch's random numbers, the
     optimizer's, the positions in the data, module buffers, and, after an interrupt, values that were in the live
-    tensors and modes of torch that were on.
+    tensors and modes of torch that were on. Until all ranks have come to `conclude`, a failure ends the step on all.
 
     Args:
         generator: of the optimizer.
@@ -39,12 +38,12 @@ class Transaction:
         buffers: module buffers that evaluations change.
     """
 
-    __slots__ = ("_accepted", "_before", "_buffers", "_data", "_device", "_generator", "oracle")
+    __slots__ = ("_accepted", "_before", "_buffers", "_concluded", "_data", "_device", "_generator", "oracle")
 
     def __init__(
         self, generator: torch.Generator | None, oracle: Oracle | None = None, buffers: Buffers | None = None
     ) -> None:
-        self.oracle, self._generator, self._accepted = oracle, generator, False
+        self.oracle, self._generator, self._accepted, self._concluded = oracle, generator, False, False
         self._buffers = None if buffers is None or buffers.constant else buffers.kept_on_failure()
         self._device = torch.device("cpu") if oracle is None else oracle.device
         self._before: tuple[Any, ...] = ()
@@ -70,12 +69,23 @@ class Transaction:
         if self._buffers is not None:
             reason = (kind, error, trace) if failed else (None, None, None)
             self._buffers.__exit__(*reason)
-        if failed:
+        if error is not None and failed:
             self._undo()
+            if self.oracle is not None and not self._concluded:
+                self.oracle.session.options.ranks.failed(error)
+
+    def conclude(self) -> None:
+        """All ranks have come so far, and from here on evaluate copies of y in one way; else the step ends on all."""
+        assert self.oracle is not None
+        found, ranks = self.oracle.session.found, self.oracle.session.options.ranks
+        if ranks.conclude(self.oracle.device, found.fallback is not None) and found.fallback is None:
+            found.fallback = "another rank could not vectorise the losses"
+        self._concluded = True
 
     def commit(self, writes: Sequence[Write]) -> None:
         """Accept the step and make the writes, each of which may be repeated; an interrupt waits for them."""
-        make([partial(setattr, self, "_accepted", True), *writes])
+        with torch.set_grad_enabled(False):
+            make([partial(setattr, self, "_accepted", True), *writes])
 
     def _restore_modes(self, error: BaseException) -> None:
         """End what an interrupt at the wrong moment has left on."""
@@ -118,13 +128,6 @@ def make(writes: Sequence[Write]) -> None:
             writes[done]()
             done += 1
         raise
-
-
-def agree_on_fallback(oracle: Oracle, ranks: Ranks) -> None:
-    """All ranks have come so far, and from here on evaluate copies of y in one way."""
-    found = oracle.session.found
-    if ranks.conclude(oracle.device, found.fallback is not None) and found.fallback is None:
-        found.fallback = "another rank could not vectorise the losses"
 
 
 def writes_of(state: memory.State, oracle: Oracle, estimate: Estimate, update: Update | None = None) -> list[Write]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from .profiling import span
 from .random import default_state, order_of, own_order, set_default_state, set_order
 
-__all__ = ["Objective", "Sample", "require_fit", "require_state"]
+__all__ = ["Loss", "Objective", "Sample", "as_objective", "require_fit", "require_state"]
 
 
 class Objective:
@@ -398,3 +398,15 @@ def require_state(state: Any, owner: str, **kinds: type) -> None:
     if missing:
         found = f"has the keys {sorted(map(str, state))}" if isinstance(state, dict) else f"is {type(state).__name__}"
         raise ValueError(f"the state is not that of {owner}: it needs {', '.join(map(repr, missing))}, but {found}")
+
+
+Loss = Objective | Callable[..., Tensor]
+
+
+def as_objective(loss: Loss, level: str) -> Objective:
+    """The objective that a loss stands for."""
+    if isinstance(loss, Objective):
+        return loss
+    if not callable(loss):
+        raise TypeError(f"the {level} loss must be a callable or an Objective, but is {type(loss).__name__}")
+    return Objective(loss)

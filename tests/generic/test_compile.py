@@ -975,14 +975,14 @@ def test_a_loss_that_is_infinite_while_its_gradient_is_not_fails():
 def test_a_known_alert_makes_no_step_eager(monkeypatch):
     """A lower Hessian that is not positive definite is warned of once; CG goes on, and so do the graphs."""
     made = []
-    function = bo.BilevelOptimizer._stepped
-    monkeypatch.setattr(bo.BilevelOptimizer, "_stepped", lambda *a, **k: made.append(0) or function(*a, **k))
+    function = bo.BilevelOptimizer.open_step
+    monkeypatch.setattr(bo.BilevelOptimizer, "open_step", lambda *a: made.append(0) or function(*a))
     _, (optimizer, _, x, y) = simple(lambda x, y: lambda: base(x, y))
     signs = torch.tensor([1.0, -0.1], dtype=torch.float64)
     losses = lambda: (y - 1).square().sum(), lambda: (signs * (y - x).square()).sum()
     for _ in range(12):
         optimizer.step(*losses)
-    assert "indefinite" in optimizer._run_state.warned
+    assert "indefinite" in optimizer.run_state.warned
     assert len(made) == 6  # the first, the one that is traced, and those that are compared: uses 1, 2, 4, 8
 
 
@@ -993,7 +993,7 @@ def test_batches_with_other_strides_get_a_graph_of_their_own():
     data = [r if k < 12 else r.t().contiguous().t() for k, r in enumerate(rows)]
     results = []
     for optimizer, _, x, y in simple(lambda x, y: lambda: base(x, y)):
-        if optimizer._capture is not None:
+        if optimizer._captured is not None:
             optimizer.compile(backend="inductor")
         lower = bo.Objective(lambda batch, x=x, y=y: base(x, y) + (batch @ y).square().mean(), data)
         for _ in range(8):
@@ -1017,7 +1017,7 @@ def test_what_is_on_another_device_is_not_given_to_a_graph(moved):
     own = losses(data)
     for _ in range(8):
         optimizer.step(*own)
-    (kind,) = optimizer._capture.kinds
+    (kind,) = optimizer._captured.capture.kinds
     (binding,) = kind.bindings
     drawn = Flat([data[0], data[1]], binding._like._constants)
     assert binding.fits(drawn)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bilevel_optim.optimizer.checkpoint import checked
+from bilevel_optim.optimizer.checkpoint import unpacked
 from bilevel_optim.oracle.evaluation import substituted
 
 from ..registry import each
@@ -18,7 +18,7 @@ def contents(optimizer, problem):
         "gradients": [None if t.grad is None else t.grad.clone() for t in (*problem.x, *problem.y)],
         "storages": [t.data_ptr() for t in (*problem.x, *problem.y)],
         "state": optimizer.state_dict()["state"],
-        "own": checked(optimizer.state_dict())[0],
+        "own": unpacked(optimizer.state_dict())[0],
         "diagnostics": {k: v for k, v in optimizer.diagnostics.items() if not isinstance(v, torch.Tensor)},
         "figures": [v.clone() for v in optimizer.diagnostics.values() if isinstance(v, torch.Tensor)],
     }
@@ -85,7 +85,7 @@ def test_the_core_does_not_see_how_a_loss_is_evaluated(row):
         problem = row.quadratic()
         optimizer = row(problem.x, problem.y, short=True)
         if evaluation is not None:
-            optimizer._options = replace(optimizer._options, evaluation=evaluation)
+            optimizer.oracle_options = replace(optimizer.oracle_options, evaluation=evaluation)
         problem.run(optimizer, 3)
         ends.append([t.detach().clone() for t in (*problem.x, *problem.y)])
     for a, b in zip(*ends, strict=True):

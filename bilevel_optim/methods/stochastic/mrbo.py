@@ -140,7 +140,7 @@ class MRBO(NeumannMethod):
             linear_lr=linear_lr,
             **common,
         )
-        self.require_given_gradient()
+        self.lower_checks.require_given_gradient()
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Both estimates at the present point and at the last one, on the same samples; then a step of y."""

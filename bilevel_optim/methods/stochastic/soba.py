@@ -43,7 +43,7 @@ class SingleLoop(BilevelOptimizer):
         require("linear_lr", linear_lr, linear_lr is None or (is_number(linear_lr) and 0 < linear_lr < math.inf))
         self.linear_lr = linear_lr
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=1, **common)
-        self.require_given_gradient()
+        self.lower_checks.require_given_gradient()
 
     def solution(self, given: StepInputs) -> Vector | None:
         """V as the last step left it; None to start."""

@@ -131,7 +131,7 @@ class VRBO(NeumannMethod):
             linear_lr=linear_lr,
             **common,
         )
-        self.require_given_gradient()
+        self.lower_checks.require_given_gradient()
 
     def graph_key(self, steps: int, numbers: Mapping[str, Any]) -> bool:
         """Whether it begins anew."""

@@ -60,7 +60,7 @@ class ZerothOrder(BilevelOptimizer):
         super().__init__(
             upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, warm_start=warm_start, **common
         )
-        self.require_elementwise()
+        self.lower_checks.require_elementwise()
 
     saved_options, difference_step = ("smoothing", "directions"), "smoothing"
 

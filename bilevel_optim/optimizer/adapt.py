@@ -1,0 +1,53 @@
+"""The lower problem alone, for a new task: using what was learned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Never
+
+from torch import Tensor
+
+from ..oracle.oracle import Oracle
+from ..problem.objective import Loss, Objective, as_objective
+from ..problem.vector import Vector
+from ..solvers.lower import LowerRule
+
+__all__ = ["lower_solution", "no_upper_loss", "objective_of"]
+
+
+def objective_of(lower: Loss, batch: Any) -> Objective:
+    """The lower loss of a task, called with one batch, if there is any, at every step."""
+    task = as_objective(lower, "lower")
+    if batch is None:
+        return task
+    if task.data is not None:
+        raise ValueError("Invalid batch: the Objective has data of its own")
+    return Objective(task.loss, [batch], features=task.features)
+
+
+def lower_solution(
+    oracle: Oracle, start: Vector, steps: int, rule_for: Callable[[Vector], LowerRule], *, check_finite: bool, at: int
+) -> Vector:
+    """Where so many lower steps from a start lead, with a fresh state; ``at``: the outer step that errors name."""
+    if [t.shape for t in start] != [t.shape for t in oracle.y]:
+        raise ValueError(
+            f"Invalid start: the lower parameters have shapes {[tuple(t.shape) for t in oracle.y]}, but it has "
+            f"{[tuple(t.shape) for t in start]}"
+        )
+    start = start.detach().clone()
+    rule = rule_for(start)
+
+    def draw() -> Callable[[Vector], tuple[Tensor, Vector]]:
+        sample = oracle.g.draw(once=rule.evaluates_once)
+        return lambda y: oracle.at(lower=y).lower(sample)
+
+    found = rule.run(start, rule.fresh(), steps, draw).y
+    if check_finite:
+        oracle.checks.finite("lower_grad", found)
+        oracle.checks.verify(at, set())
+    return found
+
+
+def no_upper_loss() -> Never:
+    """Stands for the upper loss, which adaptation does not evaluate."""
+    raise AssertionError("adaptation evaluates the lower loss only")

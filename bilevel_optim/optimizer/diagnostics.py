@@ -1,0 +1,54 @@
+"""What is read from an optimizer after a step: numbers for a logger, and its text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checkpoint import OWN
+
+__all__ = ["described", "floats"]
+
+NOT_SHOWN = ("params", "param_names", "level", OWN)  # entries of a group that are not options
+
+
+def floats(values: Mapping[str, Any]) -> dict[str, float]:
+    """The tensors among values as floats, with one host synchronisation.
+
+    A scalar goes by its name; of a vector there are ``name/mean`` and ``name/max``, of its entries that are not NaN.
+    """
+    tensors = {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
+    found: dict[str, float] = {}
+    for name, entries in _read(tensors).items():
+        if tensors[name].dim() == 0:
+            (found[name],) = entries
+        else:
+            numbers = [value for value in entries if not math.isnan(value)]
+            found[f"{name}/mean"] = sum(numbers) / len(numbers) if numbers else math.nan
+            found[f"{name}/max"] = max(numbers, default=math.nan)
+    return found
+
+
+def described(name: str, arguments: str, groups: Sequence[Mapping[str, Any]]) -> str:
+    """A method with its arguments, and each group with its level."""
+    lines = [arguments]
+    for i, group in enumerate(groups):
+        numbers, tensors = sum(p.numel() for p in group["params"]), len(group["params"])
+        options = [f"{option}={value!r}" for option, value in group.items() if option not in NOT_SHOWN]
+        size = f"{numbers:,} numbers in {tensors} tensor{'s' if tensors > 1 else ''}"
+        lines.append(", ".join((f"({i}) {group['level']}: {size}", *options)))
+    return "\n  ".join((f"{name}(", *(line for line in lines if line))) + "\n)"
+
+
+def _read(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    """The entries of tensors, those of each device brought to the host at once."""
+    found: dict[str, list[float]] = {name: [] for name in tensors}  # in their order
+    for device in {t.device for t in tensors.values()}:
+        here = {name: t for name, t in tensors.items() if t.device == device}
+        entries = iter(torch.cat([t.reshape(-1).double() for t in here.values()]).tolist())
+        found |= {name: [next(entries) for _ in range(t.numel())] for name, t in here.items()}
+    return found
