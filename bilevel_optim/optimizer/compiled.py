@@ -130,9 +130,10 @@ class Compiled(Updating):
         require("fullgraph", fullgraph, isinstance(fullgraph, bool))
         require("dynamic", dynamic, dynamic is None or dynamic is False)
         require("backend", backend, isinstance(backend, str) or callable(backend))
-        self._capture = Capture(fullgraph, backend, mode, options)
-        if self.declared.uncaptured:
-            self._capture.refuse(self.declared.uncaptured)
+        capture = Capture(fullgraph, backend, mode, options)
+        if reason := self.why_eager():
+            capture.refuse(reason, Kind([], []))
+        self._capture = capture
 
     @property
     def captured_graphs(self) -> int:
@@ -181,6 +182,10 @@ class Compiled(Updating):
 
     def _call(self, capture: Capture, sources: Sources, update: bool, ahead: int = 0) -> Call:
         """The next step but so many, for which nothing has been drawn yet."""
+        if reason := self.why_eager(sources.tasks):
+            eager = Kind([], [])
+            capture.refuse(reason, eager)
+            return Call(sources, update, {}, eager)
         kind = None if capture.reason is not None else self.kind_of_step(self._ledger.steps + ahead, self.numbers)
         if kind is None:
             return Call(sources, update, {}, None)
@@ -211,15 +216,11 @@ class Compiled(Updating):
             guard += [p.requires_grad for p in group["params"]]
         return guard
 
-    def _single(self, capture: Capture, call: Call, *, begun: bool = False) -> Tensor:
-        """One step; ``begun``: the method has drawn its chances."""
+    def _single(self, capture: Capture, call: Call) -> Tensor:
+        """One step."""
         kind = call.kind
-        if not begun and self.chances():
+        if self.chances():
             call = call._replace(chances=self._chances())
-        beyond = "" if kind is None or kind.reason else self.beyond_graphs(call.sources.tasks, call.chances)
-        if beyond:
-            kind = Kind([], [])
-            capture.refuse(beyond, kind)
         if kind is None or kind.reason is not None:
             loss = self._eagerly(call)
         elif kind.draws is None:

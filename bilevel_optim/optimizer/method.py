@@ -182,9 +182,9 @@ class StepFunctions(ABC):
         """
         return self.lower_step_count(steps), numbers
 
-    def beyond_graphs(self, tasks: Any, chances: Mapping[str, Any]) -> str:
-        """Why a step with these tasks and chances is not to be captured, if it is not."""
-        return ""
+    def why_eager(self, tasks: Any = None) -> str:
+        """Why steps (with these tasks) are not to be captured; empty if they can be."""
+        return self.declared.uncaptured
 
     def objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
         """The two objectives of a step."""

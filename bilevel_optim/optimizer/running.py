@@ -96,9 +96,6 @@ class Running(Compiled):
                         continue
                 if self.chances():
                     call = call._replace(chances=self._chances())
-                    if self.beyond_graphs(sources.tasks, call.chances):
-                        last = partial(self._single, capture, call, begun=True)
-                        break
                 results = drawn(draws, *sources, self.generator, call.chances)
                 data = flattened(results, call.chances)
                 found = binding if binding is not None and binding.fits(data) else kind.binding(data)
