@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +15,12 @@ from ..oracle.second_order import LowerSystem
 from ..problem.objective import Sample
 from ..problem.profiling import span
 from ..problem.tasks import select
-from ..problem.tracing import traced
 from ..problem.vector import Vector
 from ..solvers import linear
-from ..solvers.contexts import CROSS, NEUMANN, POWER, UPPER, Asked, Contexts, CoupledPath
+from ..solvers.contexts import CROSS, NEUMANN, POWER, TRUNCATION, UPPER, Contexts, CoupledPath
 from .estimate import Estimate
 
-__all__ = ["asked_by_estimate", "multilevel", "smoothness"]
+__all__ = ["multilevel", "smoothness"]
 
 BASE, PREVIOUS, LAST = range(3)  # kinds of points
 
@@ -35,7 +34,7 @@ class _Lanes:
     kinds: list[int]
 
     @classmethod
-    def of(cls, path: CoupledPath, chances: Tensor | Sequence[float] | None) -> _Lanes:
+    def of(cls, path: CoupledPath, chances: Tensor | None) -> _Lanes:
         """With chances :math:`u_b + (u_k - u_{k-1})/p_k` for each context, without :math:`u_k`."""
         scale, lanes = 1 / path.contexts.count, list[tuple[int, float, int]]()
         for row, depth in enumerate(path.depths):
@@ -51,23 +50,23 @@ class _Lanes:
         lanes = [lane for lane in lanes if lane[1] != 0]
         return cls(*(list(part) for part in zip(*lanes, strict=True))) if lanes else cls([], [], [])
 
-    def differences(self) -> list[float]:
-        """Weights of :math:`u_k - u_{k-1}` of every context."""
-        lower = [PREVIOUS if self.rows.count(row) == 3 else BASE for row in self.rows]
-        signs = ({LAST: 1.0, below: -1.0} for below in lower)
-        return [sign.get(kind, 0.0) for sign, kind in zip(signs, self.kinds, strict=True)]
+    def difference(self, row: int) -> list[float]:
+        """Weights of :math:`u_k - u_{k-1}` of one context."""
+        lower = PREVIOUS if self.rows.count(row) == 3 else BASE
+        signs = {LAST: 1.0, lower: -1.0}
+        return [signs.get(kind, 0.0) if own == row else 0.0 for own, kind in zip(self.rows, self.kinds, strict=True)]
 
 
 def multilevel(
     oracle: Oracle,
     path: CoupledPath,
     *,
-    chances: Tensor | Sequence[float] | None,
+    chances: Tensor | None,
     steps: int,
-    rate: float | Tensor,
+    rate: float,
     neumann: str = "sum",
     implicit_term: bool = True,
-    measured: int | Tensor | None = None,
+    measured: int | None = None,
 ) -> Estimate:
     r"""The mean over contexts of :math:`u_b + (u_k - u_{k-1})/p_k`, or of :math:`u_k`.
 
@@ -89,8 +88,8 @@ def multilevel(
         neumann: ``"sum"``, :math:`c \sum_{n<N} \prod_{i \le n} (I - c H_i)`; ``"product"``, one term of it at random,
             times N; ``"cg"``, conjugate gradients on one batch.
         implicit_term: False leaves the second term out.
-        measured: lane of the path (its number, or where a mask is true) whose :math:`u_k - u_{k-1}` is computed by
-            itself; its squared norm is the diagnostic ``"correction"``. Costs one more backward pass.
+        measured: lane of the path whose :math:`u_k - u_{k-1}` is computed by itself; its squared norm is the diagnostic
+            ``"correction"``. Costs one more backward pass.
 
     Returns:
         Estimate whose ``lower`` is the mean of :math:`Y_k`.
@@ -119,10 +118,7 @@ def multilevel(
     points = _Points(oracle, stacked(oracle, y, alike=True), path, torch.tensor(lanes.rows, device="cpu"))
     weights = y[0].new_tensor(lanes.weights)
     deepest = torch.tensor([i for i, kind in enumerate(lanes.kinds) if kind == LAST], device=y[0].device)
-    differences = []
-    if measured is not None:
-        one = points.rows == measured if isinstance(measured, int) else measured[points.rows]
-        differences = [torch.where(one.to(y[0].device), y[0].new_tensor(lanes.differences()), 0.0)]
+    differences = [] if measured is None else [y[0].new_tensor(lanes.difference(measured))]
     values, gradient, adjoint, changes = weighted_upper(
         points.problem, points.sample("upper", UPPER), weights, differences
     )
@@ -143,19 +139,6 @@ def multilevel(
     count = path.contexts.count
     mean = Vector(t.sum(0) / count for t in path.last)
     return Estimate(values[deepest].sum() / count, gradient, diagnostics, lower=mean)
-
-
-def asked_by_estimate(
-    count: int, *, steps: int, neumann: str, implicit_term: bool, longest: int | None = None
-) -> Iterator[Asked]:
-    """The batches of `multilevel` for so many contexts; ``longest`` is the longest random series, if that is random."""
-    lanes = range(count)
-    yield Asked("upper", lanes, (UPPER,), 1, 1)
-    if implicit_term:
-        yield Asked("lower", lanes, (CROSS,), 1, 1)
-        terms = 1 if neumann == "cg" else steps - 1
-        if terms:
-            yield Asked("lower", lanes, (NEUMANN,), terms, terms if longest is None else longest - 1)
 
 
 @dataclass(frozen=True)
@@ -188,7 +171,7 @@ class _Points:
         for head in self.path.contexts.heads(self.oracle, self.path.slots, NEUMANN, times=times):
             yield Sample(self.problem.g.loss, (select(head, self.rows),)), head
 
-    def inverse(self, r: Vector, steps: int, rate: float | Tensor, neumann: str) -> tuple[Vector, Tensor]:
+    def inverse(self, r: Vector, steps: int, rate: float, neumann: str) -> tuple[Vector, Tensor]:
         """The inverse Hessians applied to r, and the largest growth of a term of the series."""
         problem = self.problem
         if neumann == "cg":
@@ -203,16 +186,19 @@ class _Points:
                 result.indefinite.any(),
             )
             return result.solution, torch.full((), torch.nan, device=problem.device)
-        counts = torch.full((len(self.rows),), steps, device="cpu")
-        made = counts.tolist()
+        counts = [steps] * len(self.rows)
         if neumann == "product":
-            counts = self.path.contexts.lengths(self.path.slots, steps)[self.rows]
-            made = made if traced() else counts.tolist()
-        counts = counts.to(problem.device)
+            generator = self.path.contexts.counters.generator
+            last = [
+                int(torch.randint(steps, (), generator=generator(slot, TRUNCATION), device="cpu"))
+                for slot in self.path.slots
+            ]
+            counts = [last[row] + 1 for row in self.rows.tolist()]
+        lengths = torch.tensor(counts, device=problem.device)
         total, term = r, r
         ratio = torch.zeros((), dtype=torch.float64, device=problem.device)
-        for n, product in enumerate(self.products(made), 1):
-            alive = counts > n
+        for n, product in enumerate(self.products(counts), 1):
+            alive = lengths > n
             new = term - product(term) * (alive.to(term[0].dtype) * rate)
             growth = torch.where(alive, new.lane_norm() / term.lane_norm().clamp_min(1e-300), 0.0)
             ratio = torch.maximum(ratio, growth.max())

@@ -101,3 +101,7 @@ class BA(AID):
     def lower_step_count(self, steps: int) -> int:
         """More and more."""
         return math.ceil(self.scale * math.pow(steps + 1, self.growth))
+
+    def why_eager(self, tasks: Any = None) -> str:
+        """Because the next steps are longer ones."""
+        return "the number of lower steps grows, and a graph is of a fixed one (growth=0)" if self.growth > 0 else ""

@@ -87,7 +87,10 @@ class iMCN(MinimaxOptimizer):
     """
 
     declared = Method(
-        uncaptured="its subproblem ends where the host sees it",
+        uncaptured=(
+            "a step draws the perturbation of its Cauchy point, and with tol the host decides from a value whether the "
+            "run ends"
+        ),
         paper="arXiv:2110.04814",
         family="minimax",
         when="second-order baseline: few outer steps, each of many products",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..oracle.lanes import LaneFeatures, one_of_many, stacked
 from ..oracle.oracle import Oracle
@@ -18,17 +18,7 @@ from ..problem.tasks import draw, draw_apart, sample, select
 from ..problem.vector import Vector
 from .epoch_sgd import epoch_sgd
 
-__all__ = [
-    "Asked",
-    "Contexts",
-    "CoupledPath",
-    "DrawnContexts",
-    "asked_by_path",
-    "coupled_path",
-    "draw_levels",
-    "level_chances",
-    "level_probabilities",
-]
+__all__ = ["Contexts", "CoupledPath", "coupled_path", "draw_levels", "level_probabilities"]
 
 TASKS, LEVEL, ORDER, TRUNCATION, PATH, CROSS, UPPER, NEUMANN, POWER = range(9)  # what a random number is for
 BLOCK = 128  # steps of an epoch whose batches are drawn at once
@@ -41,12 +31,8 @@ def level_probabilities(levels: int, base: int = 0) -> Tensor:
         levels: K.
         base: b. Default: 0.
     """
-    return torch.tensor(level_chances(levels, base), dtype=torch.float64, device="cpu")
-
-
-def level_chances(levels: int, base: int = 0) -> list[float]:
-    """The same as plain numbers."""
-    return [2.0**-k / (1 - 2.0 ** -(levels - base)) for k in range(1, levels - base + 1)]
+    k = torch.arange(1, levels - base + 1, dtype=torch.float64, device="cpu")
+    return 2**-k / (1 - 2.0 ** -(levels - base))
 
 
 def draw_levels(count: int, levels: int, base: int, counters: Counters, *, systematic: bool) -> list[int]:
@@ -104,49 +90,18 @@ class Contexts:
 
     def batches(self, level: str, slots: Sequence[int], *counter: int, times: int = 1) -> list[Any]:
         """Independent batches for these slots: ``times`` pytrees with leading dimension ``len(slots)``."""
-        if self.sizes[level] is None:
-            return [select(self.all(level), torch.tensor(slots, device="cpu"))] * times
-        leaves, structure = tree_flatten(self.stack(level, slots, *counter, times=times))
-        steps = [leaf.unbind(1)[:times] if isinstance(leaf, Tensor) else (leaf,) * times for leaf in leaves]
-        return [tree_unflatten(list(each), structure) for each in zip(*steps, strict=True)]
-
-    def all(self, level: str) -> Any:
-        """All the data of every context."""
-        if level not in self._all:
-            generator = self.counters.generator(TASKS, 1)
-            self._all[level] = draw(self.sampler, level, self.tasks, self.count, None, generator)
-        return self._all[level]
-
-    def stack(self, level: str, slots: Sequence[int], *counter: int, times: int = 1) -> Any:
-        """Independent batches for these slots as one pytree, with leading dimensions ``(len(slots), times, rows)``."""
-        rows = self.sizes[level]
-        assert rows is not None
-        own = select(self.tasks, torch.tensor(slots, device="cpu"))
+        rows, index = self.sizes[level], torch.tensor(slots, device="cpu")
+        if rows is None:
+            if level not in self._all:
+                generator = self.counters.generator(TASKS, 1)
+                self._all[level] = draw(self.sampler, level, self.tasks, self.count, None, generator)
+            return [select(self._all[level], index)] * times
         generators = (self.counters.generator(slot, *counter) for slot in slots)
-        batch = draw_apart(self.sampler, level, own, times * rows, generators)
-        return tree_map(lambda t: t.view(len(slots), times, rows, *t.shape[2:]) if isinstance(t, Tensor) else t, batch)
-
-    def lengths(self, slots: Sequence[int], most: int) -> Tensor:
-        """A random number from 1, ..., ``most`` for each of these slots."""
-        generator = self.counters.generator
-        return 1 + torch.stack(
-            [torch.randint(most, (), generator=generator(slot, TRUNCATION), device="cpu") for slot in slots]
-        )
-
-    def ahead(self, order: Sequence[int], asked: Iterable[Asked]) -> dict[str, Any]:
-        """The batches that are asked of all contexts in this order: the data of `DrawnContexts`."""
-        index = torch.tensor(order, device="cpu")
-        found: dict[str, Any] = {"all": {}, "stacks": {}, "tasks": select(self.tasks, index)}
-        for level, lanes, counter, times, drawn in asked:
-            name = _name(level, counter)
-            if self.sizes[level] is None:
-                found["all"][level] = select(self.all(level), index)
-            elif drawn:
-                found["stacks"][name] = self.stack(level, [order[lane] for lane in lanes], *counter, times=drawn)
-            if self.sizes[level] is not None and drawn < times:
-                other = found["stacks"][_name(level, (CROSS,))]
-                found["stacks"][name] = _filled(found["stacks"].get(name), other, times - drawn)
-        return found
+        batch = draw_apart(self.sampler, level, select(self.tasks, index), times * rows, generators)
+        leaves, structure = tree_flatten(batch)
+        shape = len(slots), times, rows
+        steps = [t.view(*shape, *t.shape[2:]).unbind(1) if isinstance(t, Tensor) else (t,) * times for t in leaves]
+        return [tree_unflatten(list(each), structure) for each in zip(*steps, strict=True)]
 
     def heads(self, oracle: Oracle, slots: Sequence[int], *counter: int, times: int = 1) -> Iterator[Any]:
         """Lower batches as the loss takes them where derivatives in y alone are wanted: their features, as constants.
@@ -171,64 +126,6 @@ class Contexts:
                 if kept[1] == [*slots]
                 else select(kept[2], torch.tensor([*map(kept[1].index, slots)], device="cpu"))
             )
-
-
-class Asked(NamedTuple):
-    """Batches that an estimate needs.
-
-    Attributes:
-        level: ``"lower"`` or ``"upper"``.
-        lanes: of which contexts.
-        counter: what they are for.
-        times: how many.
-        drawn: of which the first ones are looked at.
-    """
-
-    level: str
-    lanes: Sequence[int]
-    counter: tuple[int, ...]
-    times: int
-    drawn: int
-
-
-def _name(level: str, counter: Sequence[int]) -> str:
-    return " ".join(map(str, (level, *counter)))
-
-
-def _filled(stack: Any, other: Any, missing: int) -> Any:
-    """A stack with some more batches, which nobody looks at: repetitions of another one."""
-
-    def longer(filling: Any, own: Any = None) -> Any:
-        if not isinstance(filling, Tensor):
-            return filling
-        more = filling.expand(-1, missing, *filling.shape[2:])
-        return more.clone() if own is None else torch.cat([own, more], 1)
-
-    return tree_map(longer, *([other] if stack is None else [other, stack]))
-
-
-class DrawnContexts(Contexts):
-    """Contexts of which everything was drawn before.
-
-    Args:
-        data: from `Contexts.ahead`.
-        count: how many.
-        lower_batch, upper_batch: as they were then.
-    """
-
-    def __init__(self, data: dict[str, Any], count: int, *, lower_batch: int | None, upper_batch: int | None) -> None:
-        self.count, self.tasks, self.sizes = count, data["tasks"], {"lower": lower_batch, "upper": upper_batch}
-        self._all, self._features = data["all"], None
-        self._stacks, self._lengths = data["stacks"], data.get("lengths")
-
-    def stack(self, level: str, slots: Sequence[int], *counter: int, times: int = 1) -> Any:
-        """Those that were drawn for this purpose."""
-        return self._stacks[_name(level, counter)]
-
-    def lengths(self, slots: Sequence[int], most: int) -> Tensor:
-        """Those that were drawn."""
-        assert isinstance(self._lengths, Tensor)
-        return self._lengths
 
 
 @dataclass(frozen=True)
@@ -286,35 +183,16 @@ def coupled_path(
     with oracle.session.buffers_kept():
         for e in range(1, max(depths, default=0) + 1):
             going = [own[lane] for lane in order if depths[lane] >= e]
-            before = Vector(t[: len(going)] for t in last)
-            previous = _replaced(previous, before)
-            last = _replaced(last, _epoch(oracle, contexts, going, before, e, rates))
+            active = slice(len(going))
+            before = Vector(t[active].clone() for t in last)
+            Vector(t[active] for t in previous).copy_(before)
+            Vector(t[active] for t in last).copy_(_epoch(oracle, contexts, going, before, e, rates))
             if e == base_level:
-                first = last
+                first = last.clone()
     back = torch.tensor(order, device="cpu").argsort().tolist()
     oracle.checks.finite("lower_grad", last, "A smaller lower_lr, or a larger smoothness, is the usual remedy")
     points = (Vector(t[back] for t in part) for part in (first, previous, last))
     return CoupledPath(contexts, own, [*depths], base_level, *points)
-
-
-def _replaced(stack: Vector, new: Vector) -> Vector:
-    """Stacked tensors with these in place of the first lanes."""
-    if len(new[0]) == len(stack[0]):
-        return new
-    return Vector(torch.cat([t, whole[len(t) :]]) for t, whole in zip(new, stack, strict=True))
-
-
-def asked_by_path(depths: Sequence[int]) -> Iterator[Asked]:
-    """The batches of a `coupled_path` of contexts with these depths, the deepest first."""
-    for e in range(1, depths[0] + 1):
-        going = range(sum(depth >= e for depth in depths))
-        for done, size in _blocks(e):
-            yield Asked("lower", going, (PATH, e, done), size, size)
-
-
-def _blocks(e: int) -> Iterator[tuple[int, int]]:
-    """The steps of an epoch whose batches are drawn at once: how many were made before, and their number."""
-    return ((done, min(BLOCK, 2**e - done)) for done in range(0, 2**e, BLOCK))
 
 
 def _epoch(
@@ -326,7 +204,8 @@ def _epoch(
     rates: Callable[[int], Sequence[float]],
 ) -> Vector:
     """The mean of one epoch of these contexts together."""
-    heads = (head for done, size in _blocks(e) for head in contexts.heads(oracle, slots, PATH, e, done, times=size))
+    blocks = ((done, min(BLOCK, 2**e - done)) for done in range(0, 2**e, BLOCK))
+    heads = (head for done, size in blocks for head in contexts.heads(oracle, slots, PATH, e, done, times=size))
     if len(slots) == 1:  # no stack, which would make a step slower
         alone = one_of_many(oracle)
 

@@ -9,7 +9,6 @@ import torch
 
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
-from ..problem.tracing import traced
 from ..problem.vector import Vector
 
 __all__ = ["epoch_sgd"]
@@ -60,10 +59,7 @@ def epoch_sgd(
         total = z.clone()
         for _ in range(2**e - 1):
             z = z.descended(oracle.at(lower=z).lower(draw())[1], rate)
-            if traced():
-                total = total + z
-            else:
-                torch._foreach_add_(total, z)
+            torch._foreach_add_(total, z)
         z = Vector(t / 2**e for t in total)
         means.append(z)
     return means

@@ -155,10 +155,9 @@ def test_captured_steps_are_the_eager_ones(row, request):
     if left_out and not request.config.getoption("--slow"):
         pytest.skip("like others: run with --slow")
     captured = compared(row)
-    declared = row.declared.uncaptured
-    reason = captured.diagnostics.get("compile_fallback")
-    assert (graphs(captured) == 0) == (reason is not None), reason
-    assert (reason is not None) == bool(declared), reason
+    reason = captured.diagnostics.get("compile_fallback", "")
+    assert (graphs(captured) == 0) == bool(reason), reason
+    assert reason == row.declared.uncaptured
 
 
 @each(lambda row: row.takes_tasks and row.declared.losses == 2 and not row.declared.uncaptured)
@@ -186,6 +185,46 @@ def test_a_random_number_of_products_is_one_graph(row, request):
     assert graphs(optimizer) == 1
     assert close(*ends, 1e-12)
     assert ends[0][-1].tolist() == ends[1][-1].tolist()
+
+
+GROWS = "the number of lower steps grows"
+
+
+@each(("BA", "BSA"))
+def test_more_and_more_lower_steps_run_eagerly_at_once(row):
+    """With the reason, as long as they grow; with a fixed number they are captured."""
+    (problem, eager), (other, captured) = pair(row, compiled=False, growth=lambda: 0.5)
+    with pytest.warns(bo.BilevelWarning, match=GROWS):
+        captured.compile(backend="eager")
+    for growth, steps, made in ((0.5, 14, 0), (0.0, 4, 1), (0.5, 2, 1)):
+        for optimizer in (eager, captured):
+            optimizer.growth = growth
+        for _ in range(steps):
+            assert close([problem.step(eager)], [other.step(captured)], 1e-11)
+            assert (GROWS in captured.diagnostics.get("compile_fallback", "")) == (growth > 0)
+        assert close(problem.run(eager, 3), other.run(captured, 3), 1e-11)
+        assert (GROWS in captured.diagnostics.get("compile_fallback", "")) == (growth > 0)
+        assert graphs(captured) == made
+        assert captured.oracle_counts["lower_grad"] == eager.oracle_counts["lower_grad"]
+    assert close([*problem.x, *problem.y], [*other.x, *other.y], 1e-11)
+
+
+@each(("BA", "BSA"))
+def test_more_and_more_lower_steps_are_no_full_graph(row):
+    problem = Regression(row)
+    optimizer = problem.optimizer(row, growth=0.5)
+    with pytest.raises(RuntimeError, match=GROWS):
+        optimizer.compile(backend="eager", fullgraph=True)
+    optimizer.growth = 0.0
+    optimizer.compile(backend="eager", fullgraph=True)
+    problem.step(optimizer, 4)
+    assert graphs(optimizer) == 1
+    optimizer.growth = 0.5
+    before = [t.detach().clone() for t in (*problem.x, *problem.y)]
+    for advance in (problem.step, problem.run):
+        with pytest.raises(RuntimeError, match=GROWS):
+            advance(optimizer, 2)
+    assert close(before, [*problem.x, *problem.y], 0.0)
 
 
 WITH_TASKS = ("MAML",)

@@ -176,17 +176,16 @@ def test_a_captured_step_makes_nothing_that_grows_with_the_number_of_tasks():
 def test_what_is_not_captured_says_why(cls, options, reason):
     results = []
     for captured in (None, {"backend": "eager"}):
-        problem, optimizer = made(cls, captured=captured, **options)
         with warnings.catch_warnings(record=True) as given:
             warnings.simplefilter("always")
+            problem, optimizer = made(cls, captured=captured, **options)
             losses = steps(problem, optimizer, 6)
         results.append([losses, *ends(problem, optimizer)])
     assert same(*results)
     assert reason in optimizer.diagnostics["compile_fallback"]
     assert sum(reason in str(warning.message) for warning in given) == 1
-    problem, optimizer = made(cls, captured=CAPTURED, **options)
     with pytest.raises(RuntimeError, match=reason):
-        steps(problem, optimizer, 3)
+        steps(*made(cls, captured=CAPTURED, **options), 3)
 
 
 def test_a_captured_step_warns_of_a_loud_beta_when_an_eager_one_does(monkeypatch):

@@ -22,9 +22,10 @@ EXPLODING = (
 )
 
 
-def added(moments: Tensor | None, levels: int, level: int | Tensor, correction: Tensor) -> Tensor:
+def added(moments: Tensor | None, levels: int, level: int, correction: Tensor) -> Tensor:
     """Number and sum of the squared corrections of the levels 0, ..., ``levels``, with one more."""
-    one_hot = (torch.arange(levels + 1, device=correction.device) == level).to(torch.float64)
+    one_hot = torch.zeros(levels + 1, dtype=torch.float64, device=correction.device)
+    one_hot[level] = 1.0
     new = torch.stack([one_hot, one_hot * correction])
     return new if moments is None else moments.to(new.device) + new
 

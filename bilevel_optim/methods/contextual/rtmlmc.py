@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor
 
 from ...hypergradient import Estimate
 from ...hypergradient.multilevel import multilevel
@@ -17,30 +15,18 @@ from ...optimizer.base import BilevelOptimizer, CommonOptions
 from ...optimizer.declaration import Method
 from ...optimizer.step import StepInputs
 from ...oracle.oracle import Oracle
-from ...problem.feeding import drawn_at_once
 from ...problem.parameters import Params, is_count, is_number, require
-from ...problem.random import SEEDS, Counters
+from ...problem.random import SEEDS
 from ...problem.tasks import starting_points, task_count
-from ...problem.tracing import traced
 from ...problem.vector import Vector
-from ...solvers.contexts import (
-    POWER,
-    TASKS,
-    Contexts,
-    DrawnContexts,
-    coupled_path,
-    draw_levels,
-    level_chances,
-)
+from ...solvers.contexts import POWER, TASKS, Contexts, coupled_path, draw_levels, level_probabilities
 from . import levels as level_layer
-from .drawing import path_length, share, whole
 
 __all__ = ["DLSGD", "RTMLMC"]
 
 NEUMANN = ("sum", "product", "cg")
 SAMPLING = ("systematic", "independent")
 CURVATURE_SAMPLES, CURVATURE_MARGIN = 16, 1.2
-LONGEST_PATH = 300  # lower steps of a captured one
 
 GROWING_SERIES = (
     "a term of the Neumann series was larger than the one before (diagnostics['neumann_ratio']): smoothness is less "
@@ -136,6 +122,10 @@ class RTMLMC(BilevelOptimizer):
     """
 
     declared = Method(
+        uncaptured=(
+            "each set of levels would be a graph of its own, of all the lower steps of its contexts: compiling them "
+            "took minutes and made steps only 1.1 times faster"
+        ),
         paper="arXiv:2310.18535",
         family="contextual",
         when="more lower problems than could be solved or remembered, each met once",
@@ -202,89 +192,49 @@ class RTMLMC(BilevelOptimizer):
     def estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Estimate:
         """The mean over the contexts of one draw; the ranks share them."""
         count = task_count(sampler, self.tasks_per_step)
-        drawn = None
-        if given.ranks.group is None:
-            drawn = drawn_at_once(sampler, self._drawn, given.random_inputs)
-        if drawn is None:
-            contexts = self._contexts(sampler, count, int(given.random_inputs["seed"]))
-            depths = self.depths(contexts.counters, count)
-            mine = share(depths, given.ranks.rank, given.ranks.world)
-            first: int | Tensor | None = 0 if mine[:1] == [0] else None
-        else:
-            contexts = DrawnContexts(drawn["contexts"], count, **self._rows)
-            depths, mine, first = drawn["depths"], [*range(count)], drawn["first"]
-        make = partial(self._estimate_contexts, contexts, depths, mine, first)
+        contexts = self._contexts(sampler, count, int(given.random_inputs["seed"]))
+        depths = self.depths(contexts)
+        mine = _share(depths, given.ranks.rank, given.ranks.world)
+        make = partial(self._estimate_contexts, contexts, depths, mine)
         return self.checked(oracle, given, make) if mine else make(oracle, given)
 
     def random_inputs(self) -> dict[str, int]:
         """What all the draws of a step are made from."""
         return {"seed": SEEDS}
 
-    def graph_key(self, steps: int, numbers: Mapping[str, Any]) -> bool | None:
-        """The host makes the first step, after which all is remembered, and those that estimate the curvature."""
-        known = isinstance(numbers.get("curvature", torch.empty(0)), Tensor)  # it was a plain number once
-        return True if known and steps and not self._estimates_curvature(steps) else None
-
-    def beyond_graphs(self, tasks: Any, random_inputs: Mapping[str, Any]) -> str:
-        """Deep paths make long graphs."""
-        if tasks is None or path_length(self.levels) <= LONGEST_PATH:
-            return ""
-        deepest = max(self.depths(Counters(int(random_inputs["seed"])), task_count(tasks, self.tasks_per_step)))
-        steps = path_length(deepest)
-        return f"{steps} lower steps (of level {deepest}) make too long a graph" if steps > LONGEST_PATH else ""
-
-    def _drawn(self, sampler: Any, random_inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Everything that a step draws."""
-        contexts = self._contexts(sampler, task_count(sampler, self.tasks_per_step), int(random_inputs["seed"]))
-        return whole(
-            contexts, self.depths(contexts.counters, contexts.count), steps=self.neumann_steps, neumann=self.neumann,
-            implicit_term=self.implicit_term,
-        )  # fmt: skip
-
-    def depths(self, counters: Counters, count: int) -> list[int]:
+    def depths(self, contexts: Contexts) -> list[int]:
         """The level of each context."""
         even = self.level_sampling == "systematic"
-        return draw_levels(count, self.levels, self.base_level, counters, systematic=even)
-
-    @property
-    def _rows(self) -> dict[str, int | None]:
-        return {"lower_batch": self.lower_batch, "upper_batch": self.upper_batch}
+        return draw_levels(contexts.count, self.levels, self.base_level, contexts.counters, systematic=even)
 
     def _contexts(self, sampler: Any, count: int, seed: int, purpose: int = TASKS) -> Contexts:
-        return Contexts(sampler, count, seed, purpose=purpose, **self._rows)
+        rows = {"lower_batch": self.lower_batch, "upper_batch": self.upper_batch}
+        return Contexts(sampler, count, seed, purpose=purpose, **rows)
 
     def _starts(self, oracle: Oracle, given: StepInputs, contexts: Contexts) -> Vector:
         return starting_points(oracle.y, oracle.lower_names(), contexts.tasks, contexts.count, given.lower_init)
 
     def _estimate_contexts(
-        self,
-        contexts: Contexts,
-        depths: list[int],
-        mine: list[int],
-        first: int | Tensor | None,
-        oracle: Oracle,
-        given: StepInputs,
+        self, contexts: Contexts, depths: list[int], mine: list[int], oracle: Oracle, given: StepInputs
     ) -> Estimate:
-        """The part of some contexts in the mean; ``first`` says which lane is that of slot 0, if one of them is."""
+        """The part of some contexts in the mean."""
         curvature = self._curvature(oracle, given, contexts)
-        bound: float | Tensor = float(self.smoothness or 1.0)
-        if self.smoothness is None and (isinstance(curvature, Tensor) or curvature):
-            bound = curvature
-        chances = None if self.one_level else level_chances(self.levels, self.base_level)
+        bound = float(self.smoothness or curvature or 1.0)
+        chances = None if self.one_level else level_probabilities(self.levels, self.base_level)
         several = chances is not None and len(chances) > 1
         nothing = oracle.x[0].new_zeros(())
         part = Estimate(nothing, oracle.x.zeros_like(), lower=oracle.y.zeros_like())
         if mine:
             starts = Vector(t[mine] for t in self._starts(oracle, given, contexts))
-            largest = 1 / bound if self.cap else None
+            largest = 1 / bound if self.cap else math.inf
             path = coupled_path(
                 oracle, contexts, starts, [depths[slot] for slot in mine],
-                lambda epoch: [_least(rate * 2.0**-epoch, largest) for rate in given.lower_rates],
+                lambda epoch: [min(rate * 2.0**-epoch, largest) for rate in given.lower_rates],
                 slots=mine, base_level=self.base_level,
             )  # fmt: skip
             part = multilevel(
                 oracle, path, chances=chances, steps=self.neumann_steps, rate=1 / bound, neumann=self.neumann,
-                implicit_term=self.implicit_term, measured=first if several else None,
+                implicit_term=self.implicit_term, measured=0 if several and mine[0] == 0 else None,
             )  # fmt: skip
             if "neumann_ratio" in part.diagnostics:
                 oracle.checks.alert("growing series", GROWING_SERIES, part.diagnostics["neumann_ratio"] > 1 + 1e-4)
@@ -292,35 +242,23 @@ class RTMLMC(BilevelOptimizer):
             part.loss.to(nothing), part.gradient, part.lower, part.diagnostics.get("correction", nothing.double())
         )
         diagnostics, numbers = dict(part.diagnostics), dict[str, Any]()
-        if not isinstance(curvature, Tensor) and curvature:
-            numbers["curvature"] = torch.tensor(curvature, dtype=torch.float64, device="cpu")
+        if curvature:
+            numbers["curvature"] = curvature
         if several:
-            level: int | Tensor = depths[0]
-            if isinstance(first, Tensor):
-                level = (torch.tensor(depths, device=first.device) * first).sum()
-            moments = level_layer.added(given.numbers.get("moments"), self.levels, level, correction)
+            moments = level_layer.added(given.numbers.get("moments"), self.levels, depths[0], correction)
             numbers["moments"], diagnostics["correction"] = moments, correction
             diagnostics["level_variance"] = level_layer.watched(oracle.checks, moments, self.base_level)
-        diagnostics["level_counts"] = torch.tensor([depths.count(k) for k in range(self.levels + 1)], device="cpu")
-        steps = sum(map(path_length, depths))
-        for name, number in (("lower_steps", steps), ("task_count", len(depths))):
+        diagnostics["level_counts"] = torch.tensor(depths, device="cpu").bincount(minlength=self.levels + 1)
+        steps = sum(2 ** (k + 1) - 2 - k for k in depths)
+        for name, number in (("lower_steps", steps), ("smoothness", bound), ("task_count", len(depths))):
             diagnostics[name] = torch.tensor(number, device="cpu")
-        known = bound.to(torch.get_default_dtype()) if isinstance(bound, Tensor) else torch.tensor(bound, device="cpu")
-        diagnostics["smoothness"] = known
         return Estimate(loss, gradient, diagnostics, lower=mean if self.warm_start else None, numbers=numbers)
 
-    def _estimates_curvature(self, steps: int) -> bool:
-        """Whether the step after so many estimates L."""
+    def _curvature(self, oracle: Oracle, given: StepInputs, contexts: Contexts) -> float:
+        """L as estimated so far, from time to time anew; 0 before."""
+        known = float(given.numbers.get("curvature", 0.0))
         needed = self.cap or (self.implicit_term and self.neumann != "cg")
-        return self.smoothness is None and needed and not (steps + 1) & steps
-
-    def _curvature(self, oracle: Oracle, given: StepInputs, contexts: Contexts) -> float | Tensor:
-        """L as estimated so far, from time to time anew; 0 before; a value of the graph in one."""
-        kept: float | Tensor = given.numbers.get("curvature", 0.0)
-        if traced():
-            return kept
-        known = float(kept)
-        if not self._estimates_curvature(given.steps):
+        if self.smoothness is not None or not needed or (given.steps + 1) & given.steps:
             return known
         some = self._contexts(contexts.sampler, CURVATURE_SAMPLES, contexts.counters.seed, POWER)
         found = CURVATURE_MARGIN * float(largest_eigenvalue(oracle, some, self._starts(oracle, given, some)))
@@ -366,6 +304,10 @@ class DLSGD(RTMLMC):
     """
 
     declared = Method(
+        uncaptured=(
+            "a graph would be of all the lower steps of the contexts, about 2^(levels + 1) each: compiling it took "
+            "most of a minute with two levels and made steps only 1.8 times faster"
+        ),
         paper="arXiv:2310.18535",
         family="contextual",
         when="control of RTMLMC: less variance per step, much dearer",
@@ -385,15 +327,16 @@ class DLSGD(RTMLMC):
 
     one_level = True
 
-    def depths(self, counters: Counters, count: int) -> list[int]:
+    def depths(self, contexts: Contexts) -> list[int]:
         """The last level, for all of them."""
-        return [self.levels] * count
+        return [self.levels] * contexts.count
 
 
-def _least(rate: Any, most: Any) -> Any:
-    """A learning rate, but at most so much."""
-    if most is None:
-        return rate
-    if not traced():
-        return min(rate, most)
-    return torch.minimum(rate, most.to(rate)) if isinstance(most, Tensor) else rate.clamp(max=most)
+def _share(depths: list[int], rank: int, world: int) -> list[int]:
+    """The contexts of one process: the deepest first, each to the process with the least to do."""
+    loads, shares = [0] * world, [[] for _ in range(world)]  # type: tuple[list[int], list[list[int]]]
+    for slot in sorted(range(len(depths)), key=lambda i: -depths[i]):
+        to = loads.index(min(loads))
+        loads[to] += 2 ** (depths[slot] + 1)
+        shares[to].append(slot)
+    return sorted(shares[rank])

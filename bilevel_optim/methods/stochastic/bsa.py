@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Unpack
+from typing import Any, Unpack
 
 from ...optimizer.base import CommonOptions
 from ...optimizer.declaration import Method, counts
@@ -111,6 +111,10 @@ class BSA(NeumannMethod):
     def lower_step_count(self, steps: int) -> int:
         """More and more."""
         return math.ceil(self.scale * math.pow(steps + 1, self.growth))
+
+    def why_eager(self, tasks: Any = None) -> str:
+        """Because the next steps are longer ones."""
+        return "the number of lower steps grows, and a graph is of a fixed one (growth=0)" if self.growth > 0 else ""
 
 
 class TTSA(NeumannMethod):

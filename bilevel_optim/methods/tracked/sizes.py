@@ -50,7 +50,7 @@ class SizedSteps(BilevelOptimizer):
             return None
         return tuple(self.beta.items())
 
-    def beyond_graphs(self, tasks: Any, random_inputs: Mapping[str, Any]) -> str:
+    def why_eager(self, tasks: Any = None) -> str:
         """What the host decides from values or from the number of the step."""
         if not self._steady:
             return "the sizes of its steps change with their number (schedule, restarts)"
