@@ -9,7 +9,7 @@ from typing import Any, Unpack
 
 from ..hypergradient import Estimate, implicit
 from ..optimizer.base import BilevelOptimizer, CommonOptions
-from ..optimizer.declaration import Method, counts
+from ..optimizer.declaration import MethodInfo
 from ..optimizer.step import Given, changed
 from ..oracle.oracle import Oracle
 from ..problem.parameters import Params, is_count, is_number, require
@@ -81,35 +81,11 @@ class AID(BilevelOptimizer):
     (2020), arXiv:2006.16218.
     """
 
-    declared = Method(
+    declared = MethodInfo(
         paper="arXiv:2010.07962",
         family="implicit",
         when="first choice where Hessian-vector products are affordable; memory does not grow with T",
         cost="T + 1 lower, 1 upper, Q hvp (+ 1 for a warm start), 1 cross; Q = linear_steps",
-        calls=lambda o, k: counts(
-            upper=1,
-            lower=o.lower_steps + 1,
-            hvp=o.linear_steps + {"neumann": 0, "fixed_point": o.warm_start - 1}.get(o.linear_solver, o.warm_start),
-            cross=1,
-        ),
-        variants={
-            "minres": {"linear_solver": "minres"},
-            "neumann": {"linear_solver": "neumann"},
-            "fixed-point": {"linear_solver": "fixed_point"},
-            "differences": {"hvp": "finite-difference"},
-        },
-        settings={
-            "quadratic": {"linear_steps": 30},
-            "quadratic/minres": {"linear_steps": 30},
-            "quadratic/neumann": {"linear_steps": 200},
-            "quadratic/fixed-point": {"linear_steps": 200},
-            "quadratic/differences": {"linear_steps": 30},
-            "compare": {},
-            "compare/neumann": {},
-            "compare/fixed-point": {},
-            "stochastic": {"lower_steps": 10, "linear_steps": 10},
-            "stochastic/neumann": {"lower_steps": 10, "linear_steps": 10},
-        },
     )
 
     def __init__(

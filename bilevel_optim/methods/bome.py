@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..hypergradient import Estimate
 from ..optimizer.base import BilevelOptimizer, CommonOptions
-from ..optimizer.declaration import Method, counts
+from ..optimizer.declaration import MethodInfo
 from ..optimizer.step import Given
 from ..oracle.first_order import lower_slope
 from ..oracle.oracle import Oracle
@@ -78,26 +78,14 @@ class BOME(BilevelOptimizer):
     Source: Ye, Liu, Wright, Stone, Liu (2022), arXiv:2209.08709.
     """
 
-    declared = Method(
+    declared = MethodInfo(
         paper="arXiv:2209.08709",
         family="penalty",
         when="first derivatives only and no penalty to choose; deterministic losses",
         cost="T + 2 lower, 1 upper",
-        calls=lambda o, k: counts(
-            upper=o.joint_steps,
-            lower=o.lower_steps + 2 + (o.joint_steps - 1) * (o.lower_steps + 2 if o.barrier == "value" else 1),
-        ),
         second_order=False,
         converges=False,
         solves=False,
-        variants={"value": {"barrier": "value", "joint_steps": 2}, "joint": {"joint_steps": 4}},
-        settings={
-            "quadratic": {},
-            "quadratic/value": {},
-            "quadratic/joint": {},
-            "compare": {},
-            "stochastic": {"lower_steps": 10},
-        },
     )
 
     def __init__(

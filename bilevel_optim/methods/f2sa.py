@@ -14,7 +14,7 @@ from ..hypergradient import Estimate, penalty
 from ..hypergradient.finite_difference import KINDS, Stencil
 from ..hypergradient.finite_difference import stencil as stencil_of
 from ..optimizer.base import BilevelOptimizer, CommonOptions
-from ..optimizer.declaration import Method, counts
+from ..optimizer.declaration import MethodInfo
 from ..optimizer.step import Given, Update, changed
 from ..oracle.copies import evaluate_copies
 from ..oracle.differentiable import working_unit
@@ -108,36 +108,14 @@ class F2SA(BilevelOptimizer):
     Source: Chen, Li, Zhang (2025), arXiv:2509.02937 (F2SA-p); Kwon et al. (2023), arXiv:2301.10945 (F2SA).
     """
 
-    declared = Method(
+    declared = MethodInfo(
         paper="arXiv:2509.02937",
         family="penalty",
         when="lower models too large or too awkward for Hessian-vector products; noisy data",
         cost="p (T + 1) upper and lower, p = order; if p is odd (p + 1) (T + 1) lower and 1 loss",
-        calls=lambda o, k: counts(
-            upper=sum(j != 0 for j in stencil_of(o.order, o.stencil).nodes) * (o.lower_steps + 1),
-            lower=len(stencil_of(o.order, o.stencil).nodes) * (o.lower_steps + 1),
-            loss=0 in stencil_of(o.order, o.stencil).nodes,
-        ),
         second_order=False,
         copies=True,
         lower_optimizer="elementwise",
-        variants={
-            "1": {"order": 1},
-            "2": {"order": 2},
-            "3": {"order": 3},
-            "4-independent": {"order": 4, "samples": "independent"},
-        },
-        settings={
-            "quadratic": {"nu": 1e-4, "normalize": False},
-            "quadratic/1": {"nu": 1e-6, "normalize": False},
-            "quadratic/3": {"nu": 1e-3, "normalize": False},
-            "quadratic/4-independent": {"nu": 1e-3, "normalize": False},
-            "compare/1": {},
-            "compare/2": {},
-            "compare/3": {},
-            "stochastic/1": {"lower_steps": 10, "normalize": False},
-            "stochastic/2": {"lower_steps": 10, "normalize": False},
-        },
     )
 
     def __init__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..hypergradient import Estimate, direct
 from ..optimizer.base import BilevelOptimizer
-from ..optimizer.declaration import Method, counts
+from ..optimizer.declaration import MethodInfo
 from ..optimizer.step import Given
 from ..oracle.oracle import Oracle
 
@@ -48,16 +48,13 @@ class FirstOrder(BilevelOptimizer):
     Source: the control of the experiments of arXiv:2110.07004.
     """
 
-    declared = Method(
+    declared = MethodInfo(
         paper="arXiv:2110.07004",
         family="control",
         when="control: what it reaches, the indirect term did not contribute",
         cost="T lower, 1 upper",
-        calls=lambda o, k: counts(upper=1, lower=o.lower_steps),
-        label="first-order",
         second_order=False,
         converges=False,
-        settings={"quadratic": {}, "compare": {}, "stochastic": {"lower_steps": 10}},
     )
 
     responds = False

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..hypergradient import Estimate
 from ..optimizer.base import CommonOptions
-from ..optimizer.declaration import Method, counts
+from ..optimizer.declaration import MethodInfo
 from ..optimizer.minimax import MinimaxOptimizer
 from ..optimizer.step import Given, Update, changed
 from ..oracle.oracle import Oracle
@@ -86,25 +86,16 @@ class iMCN(MinimaxOptimizer):
     Source: Luo, Li, Chen (2022), arXiv:2110.04814.
     """
 
-    declared = Method(
+    declared = MethodInfo(
         uncaptured="its subproblem ends where the host sees it",
         paper="arXiv:2110.04814",
         family="minimax",
         when="second-order baseline: few outer steps, each of many products",
         cost="T lower, 1 upper, (cubic_steps + 2) (linear_steps + 2) hvp and cross",
-        calls=lambda o, k: counts(
-            upper=1,
-            lower=o.lower_steps,
-            hvp=(o.cubic_steps + 2) * (o.linear_steps + 2),
-            cross=(o.cubic_steps + 2) * (o.linear_steps + 2),
-        ),
         losses=1,
         tasks="none",
-        ends=True,
         random=True,
         converges=False,
-        settings={"quadratic": {"cubic_steps": 5, "linear_steps": 5}},
-        elsewhere=dict.fromkeys(("compare", "stochastic"), "minimax, one loss (recipes.saddle_escape)"),
     )
 
     def __init__(

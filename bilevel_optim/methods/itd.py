@@ -8,7 +8,7 @@ import torch
 
 from ..hypergradient import Estimate, unrolled
 from ..optimizer.base import BilevelOptimizer, CommonOptions
-from ..optimizer.declaration import Method, counts
+from ..optimizer.declaration import MethodInfo
 from ..optimizer.step import Given
 from ..oracle import batched
 from ..oracle.oracle import Oracle
@@ -68,20 +68,12 @@ class ITD(BilevelOptimizer):
     Shaban et al. (2019), arXiv:1810.10667.
     """
 
-    declared = Method(
+    declared = MethodInfo(
         paper="arXiv:2010.07962",
         family="unrolled",
         when="few lower steps, or a lower solve whose stopping early is part of the problem",
         cost="T lower (2 T with checkpoint), 1 upper, T hvp, T cross",
-        calls=lambda o, k: counts(
-            upper=1,
-            lower=o.lower_steps * (1 + o.checkpoint),
-            hvp=o.lower_steps if o.truncate is None else min(o.lower_steps, o.truncate),
-            cross=o.lower_steps if o.truncate is None else min(o.lower_steps, o.truncate),
-        ),
         lower_optimizer="differentiable",
-        variants={"checkpoint": {"checkpoint": True}},
-        settings={"quadratic": {}, "quadratic/checkpoint": {}, "compare": {}, "stochastic": {"lower_steps": 10}},
     )
 
     def __init__(

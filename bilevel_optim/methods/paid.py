@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Unpack
 
 from ..optimizer.base import CommonOptions
-from ..optimizer.declaration import Method
+from ..optimizer.declaration import MethodInfo
 from ..optimizer.step import Given, Update
 from ..problem.parameters import Params, is_count, is_number, require
 from ..problem.random import uniform_ball
@@ -63,24 +63,13 @@ class PAID(AID):
     Source: Huang, Ji, Ma, Lai (2022), arXiv:2203.03830; Jin et al. (2017), arXiv:1703.00887.
     """
 
-    declared = Method(
+    declared = MethodInfo(
         host_update=True,
         paper="arXiv:2203.03830",
         family="implicit",
         when="baseline of PRAHGD: AID that leaves strict saddle points by perturbations",
         cost="as AID",
-        calls=AID.declared.calls,
         random=True,
-        settings={
-            "quadratic": {
-                "linear_steps": 30,
-                "perturbation": 1e-13,
-                "gradient_threshold": 10.0,
-                "perturbation_period": 1,
-            },
-            "compare": {},
-            "stochastic": {"lower_steps": 10, "linear_steps": 10},
-        },
     )
 
     def __init__(

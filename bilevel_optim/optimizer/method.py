@@ -28,7 +28,7 @@ from ..solvers.limits import Clip, Limits, Projection
 from ..solvers.lower import NOT_ELEMENTWISE, is_known, needs_closure
 from ..solvers.trust import acts_elementwise, can_be_differentiated, rests_without_gradient
 from ..solvers.unrolling import can_be_unrolled
-from .declaration import Method
+from .declaration import MethodInfo
 from .step import Given, Update, changed
 
 __all__ = [
@@ -72,7 +72,7 @@ class CommonOptions(ColdOptions, total=False):
 class StepFunctions(ABC):
     """The functions that a step is made of; of ``self`` they read hyper-parameters only, and they write nothing."""
 
-    declared: ClassVar[Method]  # what tables, recipes and tests need to know of a method
+    declared: ClassVar[MethodInfo]  # what others need to know of a method
     saved_options: tuple[str, ...] = ()  # names of hyper-parameters that a user may change during a run
     one_loss = False  # whether step takes one loss, from which `objectives` makes the two
     joined: ClassVar[Mapping[str, Callable[[Tensor], Tensor]]] = {}  # how diagnostics of parts of the tasks become one

@@ -14,7 +14,7 @@ from ...hypergradient import Estimate
 from ...hypergradient.multilevel import multilevel
 from ...hypergradient.multilevel import smoothness as largest_eigenvalue
 from ...optimizer.base import BilevelOptimizer, CommonOptions
-from ...optimizer.declaration import Method
+from ...optimizer.declaration import MethodInfo
 from ...optimizer.step import Given
 from ...oracle.oracle import Oracle
 from ...problem.feeding import drawn_at_once
@@ -135,26 +135,15 @@ class RTMLMC(BilevelOptimizer):
     Source: Hu, Wang, Xie, Krause, Kuhn (2023), arXiv:2310.18535 (RT-MLMC).
     """
 
-    declared = Method(
+    declared = MethodInfo(
         paper="arXiv:2310.18535",
         family="contextual",
         when="more lower problems than could be solved or remembered, each met once",
         cost="per context about 2 K lower, 3 N hvp, 3 upper, 3 cross; K = levels, N = neumann_steps",
-        calls=None,
-        label="rt-mlmc",
         tasks="required",
         random=True,
         lower_steps=False,
         lower_optimizer="none",
-        variants={"product": {"neumann": "product", "base_level": 1, "level_sampling": "independent"}},
-        settings={
-            "quadratic": {"levels": 3, "neumann_steps": 3},
-            "quadratic/product": {"levels": 3, "neumann_steps": 3},
-        },
-        elsewhere={
-            "compare": "for many lower problems (recipes.meta_classification, recipes.newsvendor)",
-            "stochastic": "for contexts that are met once (recipes.meta_classification)",
-        },
     )
 
     one_level = False  # whether all contexts go to the last level, and none is drawn
@@ -365,22 +354,15 @@ class DLSGD(RTMLMC):
     Source: Hu, Wang, Xie, Krause, Kuhn (2023), arXiv:2310.18535 (DL-SGD); Ghadimi, Wang (2018), arXiv:1802.02246.
     """
 
-    declared = Method(
+    declared = MethodInfo(
         paper="arXiv:2310.18535",
         family="contextual",
         when="control of RTMLMC: less variance per step, much dearer",
         cost="per context 2^(K+1) - 2 - K + N lower, N - 1 hvp, 1 upper, 1 cross; K = levels, N = neumann_steps",
-        calls=None,
-        label="dl-sgd",
         tasks="required",
         random=True,
         lower_steps=False,
         lower_optimizer="none",
-        settings={"quadratic": {"levels": 2, "neumann_steps": 3, "neumann": "cg"}},
-        elsewhere={
-            "compare": "for many lower problems (recipes.meta_classification, recipes.newsvendor)",
-            "stochastic": "for contexts that are met once (recipes.meta_classification)",
-        },
     )
 
     one_level = True

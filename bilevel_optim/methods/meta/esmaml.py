@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Unpack
 
 from ...hypergradient import Estimate, full_zeroth_order
 from ...optimizer.base import ColdOptions, Loss
-from ...optimizer.declaration import Method, counts
+from ...optimizer.declaration import MethodInfo
 from ...optimizer.step import Given
 from ...oracle.oracle import Oracle
 from ...oracle.smoothed import Smoothed
@@ -18,12 +17,6 @@ from ..zeroth_order.base import ZerothOrder
 from .maml import Initialised
 
 __all__ = ["ESMAML"]
-
-
-def _calls(optimizer: ESMAML, k: int) -> Mapping[str, float]:
-    paths = 1 + optimizer.directions * (1 + (optimizer.difference == "central"))
-    steps, pairs = optimizer.lower_steps * paths, optimizer.lower_directions
-    return counts(loss=paths + 2 * pairs * steps) if pairs else counts(lower=steps, loss=paths)
 
 
 class ESMAML(Initialised, ZerothOrder):
@@ -87,20 +80,16 @@ class ESMAML(Initialised, ZerothOrder):
     Source: Song et al. (2020), arXiv:1910.01215.
     """
 
-    declared = Method(
+    declared = MethodInfo(
         paper="arXiv:1910.01215",
         family="meta",
         when="MAML without a derivative through the adaptation or of the upper loss; small models",
         cost="T (2 Q + 1) lower, 2 Q + 1 losses; Q = directions",
-        calls=_calls,
-        label="es-maml",
         initial=True,
         second_order=False,
         random=True,
         copies=True,
         lower_optimizer="elementwise",
-        settings={"quadratic": {"direction": "orthogonal"}},
-        elsewhere={"compare": "x is an initial point of y", "stochastic": "x is an initial point of y"},
     )
 
     def __init__(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...hypergradient import Estimate
 from ...optimizer.base import BilevelOptimizer, CommonOptions, Loss
-from ...optimizer.declaration import Method, counts
+from ...optimizer.declaration import MethodInfo
 from ...optimizer.step import Given, changed
 from ...oracle.oracle import Oracle
 from ...problem.objective import Objective
@@ -121,17 +121,13 @@ class MAML(Initialised, ITD):
     Source: Finn, Abbeel, Levine (2017), arXiv:1703.03400; as compared in arXiv:2310.18535.
     """
 
-    declared = Method(
+    declared = MethodInfo(
         paper="arXiv:1703.03400",
         family="meta",
         when="few-shot learning: the baseline that everybody knows",
         cost="T lower (2 T with checkpoint), 1 upper, T hvp, T cross",
-        calls=ITD.declared.calls,
         initial=True,
         lower_optimizer="differentiable",
-        variants={"checkpoint": {"checkpoint": True}},
-        settings={"quadratic": {}, "quadratic/checkpoint": {}},
-        elsewhere={"compare": "x is an initial point of y", "stochastic": "x is an initial point of y"},
     )
 
     def estimate(self, oracle: Oracle, given: Given) -> Estimate:
@@ -177,16 +173,13 @@ class ANIL(MAML):
     Source: Raghu, Raghu, Bengio, Vinyals (2020), arXiv:1909.09157.
     """
 
-    declared = Method(
+    declared = MethodInfo(
         paper="arXiv:1909.09157",
         family="meta",
         when="few-shot learning where adapting a head on shared features is enough",
         cost="as MAML",
-        calls=MAML.declared.calls,
         initial=True,
         lower_optimizer="differentiable",
-        settings={"quadratic": {}},
-        elsewhere={"compare": "x is an initial point of y", "stochastic": "x is an initial point of y"},
     )
 
     def initial(self, oracle: Oracle) -> Vector:
@@ -231,17 +224,14 @@ class FOMAML(Initialised):
     Source: Finn, Abbeel, Levine (2017), arXiv:1703.03400, section 5.2.
     """
 
-    declared = Method(
+    declared = MethodInfo(
         paper="arXiv:1703.03400",
         family="meta",
         when="few-shot learning without second derivatives; long adaptation",
         cost="T lower, 1 upper",
-        calls=lambda o, k: counts(upper=1, lower=o.lower_steps),
         second_order=False,
         initial=True,
         converges=False,
-        settings={"quadratic": {}},
-        elsewhere={"compare": "x is an initial point of y", "stochastic": "x is an initial point of y"},
     )
 
     def estimate(self, oracle: Oracle, given: Given) -> Estimate:
@@ -293,15 +283,12 @@ class iMAML(Initialised, AID):
     Source: Rajeswaran, Finn, Kakade, Levine (2019), arXiv:1909.04630.
     """
 
-    declared = Method(
+    declared = MethodInfo(
         paper="arXiv:1909.04630",
         family="meta",
         when="few-shot learning with many steps that stay near x",
         cost="as AID",
-        calls=AID.declared.calls,
         initial=True,
-        settings={"quadratic": {"proximal": 1.0, "linear_steps": 30}},
-        elsewhere={"compare": "x is an initial point of y", "stochastic": "x is an initial point of y"},
     )
 
     def __init__(

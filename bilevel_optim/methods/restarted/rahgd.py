@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Unpack
 
 from ...hypergradient import Estimate, implicit
-from ...optimizer.declaration import Method, counts
+from ...optimizer.declaration import MethodInfo
 from ...optimizer.step import Given, changed
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, is_count, is_number, require
@@ -102,21 +101,12 @@ class RAHGD(Accelerated):
     Source: Yang, Luo, Li, Jordan (2023), arXiv:2307.00126.
     """
 
-    declared = Method(
+    declared = MethodInfo(
         host_update=True,
         paper="arXiv:2307.00126",
         family="restarted",
         when="full batches and bad conditioning: momentum at both levels",
         cost="as AID",
-        calls=lambda o, k: counts(upper=1, lower=o.lower_steps + 1, hvp=o.linear_steps + o.warm_start, cross=1),
-        ends=True,
-        variants={"descent": {"momentum": 0.0, "restart_radius": math.inf}},
-        settings={
-            "quadratic": {"linear_steps": 30, "on_converged": "continue"},
-            "quadratic/descent": {"linear_steps": 30},
-            "compare": {},
-        },
-        elsewhere={"stochastic": "restarts need exact gradients (recipes.learn_to_regularize)"},
     )
 
     constants = Constants.bilevel
@@ -194,15 +184,11 @@ class PRAHGD(Perturbed, RAHGD):
     Source: Yang, Luo, Li, Jordan (2023), arXiv:2307.00126.
     """
 
-    declared = Method(
+    declared = MethodInfo(
         host_update=True,
         paper="arXiv:2307.00126",
         family="restarted",
         when="as RAHGD, where the way may lead past saddle points",
         cost="as AID",
-        calls=RAHGD.declared.calls,
-        ends=True,
         random=True,
-        settings={"quadratic": {"linear_steps": 30, "perturbation": 1e-13, "restart_radius": 0.5}, "compare": {}},
-        elsewhere={"stochastic": "restarts need exact gradients (recipes.learn_to_regularize)"},
     )

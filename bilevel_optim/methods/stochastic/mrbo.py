@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...hypergradient import Estimate
 from ...optimizer.base import CommonOptions
-from ...optimizer.declaration import Method, counts
+from ...optimizer.declaration import MethodInfo
 from ...optimizer.step import Given
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, is_number, require
@@ -97,19 +97,13 @@ class MRBO(NeumannMethod):
     Source: Yang, Ji, Liang (2021), arXiv:2106.04692.
     """
 
-    declared = Method(
+    declared = MethodInfo(
         paper="arXiv:2106.04692",
         family="stochastic",
         when="small batches: a single loop with recursive estimates of both gradients",
         cost="2 lower, 2 upper, 2 Q hvp, 2 cross; Q = linear_steps",
-        calls=lambda o, k: counts(upper=2, lower=2, hvp=2 * o.linear_steps, cross=2),
         lower_steps=False,
         lower_optimizer="given gradient",
-        settings={
-            "quadratic": {"linear_steps": 20},
-            "stochastic": {"linear_steps": 10, "decay": (1 / 3, 1 / 3), "series": True},
-        },
-        elsewhere={"compare": "made for stochastic losses; here the batches are full"},
     )
 
     saved_options = ("beta", "lower_beta")
@@ -202,20 +196,14 @@ class SUSTAIN(MRBO):
     Source: Khanduri, Zeng, Hong, Wai, Wang, Yang (2021), arXiv:2102.07367.
     """
 
-    declared = Method(
+    declared = MethodInfo(
         paper="arXiv:2102.07367",
         family="stochastic",
         when="as MRBO, with half of the products and more variance",
         cost="2 lower, 2 upper, Q - 1 hvp on average, 2 cross; Q = linear_steps",
-        calls=lambda o, k: counts(upper=2, lower=2, hvp=o.linear_steps - 1, cross=2),
         random=True,
         lower_steps=False,
         lower_optimizer="given gradient",
-        settings={
-            "quadratic": {"linear_steps": 4},
-            "stochastic": {"linear_steps": 10, "decay": (1 / 3, 1 / 3), "series": True},
-        },
-        elsewhere={"compare": "made for stochastic losses; here the batches are full"},
     )
 
     randomised = True

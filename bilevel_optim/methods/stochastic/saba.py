@@ -10,13 +10,13 @@ from torch import Tensor
 
 from ...hypergradient import Estimate
 from ...hypergradient.estimate import Write
-from ...optimizer.declaration import Method
+from ...optimizer.declaration import MethodInfo
 from ...optimizer.step import Given
 from ...oracle.oracle import Oracle
 from ...problem.finite_sum import random_term, term_count
 from ...problem.objective import Sample
 from ...problem.vector import Vector, stack
-from .soba import SOBA, SingleLoop
+from .soba import SingleLoop
 
 __all__ = ["SABA"]
 
@@ -95,18 +95,15 @@ class SABA(SingleLoop):
     arXiv:1407.0202 (SAGA).
     """
 
-    declared = Method(
+    declared = MethodInfo(
         paper="arXiv:2201.13409",
         family="stochastic",
         when="data of moderate size in fixed batches: converges with constant learning rates",
         cost="1 lower, 1 upper, 1 hvp, 1 cross; the first step: all batches",
-        calls=SOBA.declared.calls,
         tasks="none",
         data="finite_sum",
         lower_steps=False,
         lower_optimizer="given gradient",
-        settings={"quadratic": {}, "stochastic": {}},
-        elsewhere={"compare": "made for stochastic losses; here the batches are full"},
     )
 
     def estimate_tasks(self, oracle: Oracle, given: Given, sampler: Any) -> Estimate:

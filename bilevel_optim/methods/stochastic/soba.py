@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...hypergradient import Estimate
 from ...optimizer.base import BilevelOptimizer, CommonOptions
-from ...optimizer.declaration import Method, counts
+from ...optimizer.declaration import MethodInfo
 from ...optimizer.step import Given
 from ...oracle.first_order import upper_slope
 from ...oracle.oracle import Oracle
@@ -93,16 +93,13 @@ class SOBA(SingleLoop):
     Source: Dagréou, Ablin, Vaiter, Moreau (2022), arXiv:2201.13409.
     """
 
-    declared = Method(
+    declared = MethodInfo(
         paper="arXiv:2201.13409",
         family="stochastic",
         when="noisy second derivatives that are affordable: the cheapest step, the simplest single loop",
         cost="1 lower, 1 upper, 1 hvp, 1 cross",
-        calls=lambda o, k: counts(upper=1, lower=1, hvp=1, cross=1),
         lower_steps=False,
         lower_optimizer="given gradient",
-        settings={"quadratic": {}, "stochastic": {"decay": (1 / 2, 1 / 2)}},
-        elsewhere={"compare": "made for stochastic losses; here the batches are full"},
     )
 
     def estimate(self, oracle: Oracle, given: Given) -> Estimate:
@@ -168,16 +165,13 @@ class FSLA(SingleLoop):
     Source: Li, Gu, Huang (2021), arXiv:2112.04660.
     """
 
-    declared = Method(
+    declared = MethodInfo(
         paper="arXiv:2112.04660",
         family="stochastic",
         when="as SOBA, for noisy upper gradients",
         cost="1 lower, 3 upper, 1 hvp, 2 cross",
-        calls=lambda o, k: counts(upper=3, lower=1, hvp=o.warm_start, cross=2),
         lower_steps=False,
         lower_optimizer="given gradient",
-        settings={"quadratic": {}, "stochastic": {"decay": (1 / 2, 1 / 2)}},
-        elsewhere={"compare": "made for stochastic losses; here the batches are full"},
     )
 
     saved_options = ("beta",)

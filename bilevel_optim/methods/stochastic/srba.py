@@ -11,14 +11,14 @@ from torch import Tensor
 
 from ...hypergradient import Estimate
 from ...optimizer.base import CommonOptions
-from ...optimizer.declaration import Method, counts
+from ...optimizer.declaration import MethodInfo
 from ...optimizer.step import Given, changed
 from ...oracle.oracle import Oracle
 from ...problem.finite_sum import random_term, term_count
 from ...problem.objective import Sample
 from ...problem.parameters import Params, is_count, is_number, require
 from ...problem.vector import Vector
-from .soba import SOBA, SingleLoop
+from .soba import SingleLoop
 
 __all__ = ["SRBA"]
 
@@ -78,18 +78,15 @@ class SRBA(SingleLoop):
     Source: Dagréou, Moreau, Vaiter, Ablin (2023), arXiv:2302.08766.
     """
 
-    declared = Method(
+    declared = MethodInfo(
         paper="arXiv:2302.08766",
         family="stochastic",
         when="finite sums: nearly optimal, linear convergence without tables",
         cost="2 upper, 2 lower, 2 hvp, 2 cross; every period steps m, n, n, n",
-        calls=lambda o, k: counts(**dict.fromkeys(("upper", "lower", "hvp", "cross"), 1 + (k % (o.period or 1) > 0))),
         data="finite_sum",
         tasks="none",
         lower_steps=False,
         lower_optimizer="given gradient",
-        settings={"quadratic": {}, "stochastic": SOBA.declared.settings["stochastic"]},
-        elsewhere={"compare": "its objectives are finite sums"},
     )
 
     def __init__(

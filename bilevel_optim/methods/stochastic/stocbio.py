@@ -8,7 +8,7 @@ from typing import Unpack
 
 from ...hypergradient import Estimate, ImplicitSamples, stochastic_implicit
 from ...optimizer.base import BilevelOptimizer, CommonOptions
-from ...optimizer.declaration import Method, counts
+from ...optimizer.declaration import MethodInfo
 from ...optimizer.step import Given, changed
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, is_count, is_number, require
@@ -117,14 +117,11 @@ class StocBiO(NeumannMethod):
     Source: Ji, Yang, Liang (2021), arXiv:2010.07962 (there the batches of the factors may shrink geometrically).
     """
 
-    declared = Method(
+    declared = MethodInfo(
         paper="arXiv:2010.07962",
         family="stochastic",
         when="noisy second derivatives, batches large enough for a product to mean something; the simplest",
         cost="T lower, 1 upper, Q hvp, 1 cross; Q = linear_steps",
-        calls=lambda o, k: counts(upper=1, lower=o.lower_steps, hvp=o.linear_steps, cross=1),
-        settings={"quadratic": {"linear_steps": 40}, "stochastic": {"lower_steps": 10, "linear_steps": 10}},
-        elsewhere={"compare": "made for stochastic losses; here the batches are full"},
     )
 
 
@@ -173,14 +170,11 @@ class AmIGO(BilevelOptimizer):
     Source: Arbel, Mairal (2022), arXiv:2111.14580.
     """
 
-    declared = Method(
+    declared = MethodInfo(
         paper="arXiv:2111.14580",
         family="stochastic",
         when="as StocBiO, with a warm-started linear system: few linear steps do",
         cost="as StocBiO",
-        calls=lambda o, k: counts(upper=1, lower=o.lower_steps, hvp=o.linear_steps - 1 + o.warm_start, cross=1),
-        settings={"quadratic": {"linear_steps": 40}, "stochastic": {"lower_steps": 10, "linear_steps": 10}},
-        elsewhere={"compare": "made for stochastic losses; here the batches are full"},
     )
 
     def __init__(

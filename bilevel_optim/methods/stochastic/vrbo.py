@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...hypergradient import Estimate
 from ...optimizer.base import CommonOptions
-from ...optimizer.declaration import Method, counts
+from ...optimizer.declaration import MethodInfo
 from ...optimizer.step import Given, changed, require_interior
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, is_count, require
@@ -76,32 +76,12 @@ class VRBO(NeumannMethod):
     Source: Yang, Ji, Liang (2021), arXiv:2106.04692.
     """
 
-    declared = Method(
+    declared = MethodInfo(
         paper="arXiv:2106.04692",
         family="stochastic",
         when="baseline: recursive differences between anchors",
         cost="2 (T + 1) times 1 lower, 1 upper, Q hvp, 1 cross, with Q = linear_steps; less at an anchor",
-        calls=lambda o, k: (
-            counts(
-                upper=o.anchor_batches,
-                lower=2 * o.lower_steps + (o.anchor_batches if o.warm_start else 2 * (o.anchor_batches - 1)),
-                hvp=o.anchor_batches * o.linear_steps,
-                cross=o.anchor_batches,
-            )
-            if k % o.period == 0 or not o.warm_start
-            else counts(
-                upper=2 * (o.lower_steps + 1),
-                lower=2 * (o.lower_steps + 1),
-                hvp=2 * (o.lower_steps + 1) * o.linear_steps,
-                cross=2 * (o.lower_steps + 1),
-            )
-        ),
         lower_optimizer="given gradient",
-        settings={
-            "quadratic": {"linear_steps": 20, "anchor_batches": 2},
-            "stochastic": {"lower_steps": 10, "linear_steps": 10},
-        },
-        elsewhere={"compare": "made for stochastic losses; here the batches are full"},
     )
 
     def __init__(

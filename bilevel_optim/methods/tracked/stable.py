@@ -9,14 +9,13 @@ import torch
 
 from ...distributed.sharding import Split
 from ...hypergradient.recursive import flat, shaped
-from ...optimizer.declaration import Method
+from ...optimizer.declaration import MethodInfo
 from ...optimizer.step import Given, Update
 from ...problem.parameters import Params, require
 from ...problem.vector import Vector
 from .drawing import Drawing
 from .options import RecursiveOptions, is_weight
 from .rows import CHUNK
-from .svrb import SVRB
 from .trackers import Matrices
 from .tracking import RecursiveOptimizer
 from .variants import Variant, exact
@@ -68,17 +67,14 @@ class STABLE(RecursiveOptimizer):
     Source: Chen, Sun, Xiao, Yin (2022), arXiv:2102.04671 (STABLE).
     """
 
-    declared = Method(
+    declared = MethodInfo(
         paper="arXiv:2102.04671",
         family="tracked",
         when="baseline of SVRB: plain first derivatives, lower steps that follow x",
         cost="as SVRB",
-        calls=SVRB.declared.calls,
         tasks="rows",
         lower_steps=False,
         lower_optimizer="none",
-        settings={"quadratic": {}, "stochastic": {"decay": (1 / 2, 1 / 2), "matrices": True}},
-        elsewhere={"compare": "made for stochastic losses (recipes.hyper_regularization)"},
     )
 
     def __init__(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...hypergradient import Estimate, full_zeroth_order
-from ...optimizer.declaration import Method, counts
+from ...optimizer.declaration import MethodInfo
 from ...optimizer.step import Given
 from ...oracle.oracle import Oracle
 from .base import ZerothOrder
@@ -55,26 +55,15 @@ class HOZOG(ZerothOrder):
     Source: Gu et al. (2021), arXiv:2102.09026; as compared with in arXiv:2110.07004.
     """
 
-    declared = Method(
+    declared = MethodInfo(
         paper="arXiv:2102.09026",
         family="zeroth-order",
         when="upper losses without a derivative; few upper parameters",
         cost="T (Q + 1) lower, Q + 1 losses; Q = directions, 2 Q with central differences",
-        calls=lambda o, k: counts(
-            lower=o.lower_steps * (1 + o.directions * (1 + (o.difference == "central"))),
-            loss=1 + o.directions * (1 + (o.difference == "central")),
-        ),
         second_order=False,
         random=True,
         copies=True,
         lower_optimizer="elementwise",
-        variants={"1": {"directions": 1}, "16": {"directions": 16}},
-        settings={
-            "quadratic": {"direction": "orthogonal", "difference": "central"},
-            "compare/1": {"warm_start": True},
-            "compare/16": {"warm_start": True},
-            "stochastic/1": {"lower_steps": 10},
-        },
     )
 
     def estimate(self, oracle: Oracle, given: Given) -> Estimate:

@@ -6,7 +6,7 @@ from typing import Unpack
 
 from ...hypergradient import Estimate, partial_zeroth_order
 from ...optimizer.base import ColdOptions
-from ...optimizer.declaration import Method, counts
+from ...optimizer.declaration import MethodInfo
 from ...optimizer.step import Given
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, require
@@ -92,32 +92,15 @@ class PZOBO(ZerothOrder):
     Source: Sow, Ji, Liang (2022), arXiv:2110.07004.
     """
 
-    declared = Method(
+    declared = MethodInfo(
         paper="arXiv:2110.07004",
         family="zeroth-order",
         when="lower solvers that cannot be differentiated; few upper parameters",
         cost="T (Q + 1) lower, 1 upper; Q = directions, 2 Q with central differences",
-        calls=lambda o, k: counts(
-            upper=1, lower=o.lower_steps * (1 + o.directions * (1 + (o.difference == "central")))
-        ),
         second_order=False,
         random=True,
         copies=True,
         lower_optimizer="elementwise",
-        variants={
-            "1": {"directions": 1},
-            "16": {"directions": 16},
-            "code": {"directions": 1, "direction": "block_sphere", "scale": "none"},
-            "relative-central": {"smoothing_mode": "relative", "difference": "central"},
-        },
-        settings={
-            "quadratic": {"direction": "orthogonal"},
-            "quadratic/relative-central": {"direction": "orthogonal"},
-            "compare/1": {"warm_start": True},
-            "compare/16": {"warm_start": True},
-            "compare/code": {"warm_start": True},
-            "stochastic/1": {"lower_steps": 10},
-        },
     )
 
     def __init__(
