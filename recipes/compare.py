@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .common import Parser, gradients, interval, plot, progress, save, show, spend
-from .common.methods import exact
+from .common.methods import EXACT
 from .common.search import Axis, Found, search
 from .problems.images import load_images
 from .problems.problem import WHOLE, Index, Problem
@@ -98,7 +98,7 @@ def run(problem: Problem, name: str, lr: float, seed: int, budget: float, evalua
     """One method with one learning rate; stops at the budget, or when it diverges."""
     torch.manual_seed(seed)
     x, y = problem.start()
-    optimizer = exact()[name]([x], [y], lr=lr, lower_lr=problem.lower_lr, lower_steps=LOWER_STEPS)
+    optimizer = EXACT[name]([x], [y], lr=lr, lower_lr=problem.lower_lr, lower_steps=LOWER_STEPS)
     solution, minimum = problem.y, getattr(problem, "minimum", 0.0)
 
     def measure() -> dict[str, float]:
@@ -122,7 +122,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Run the recipe; returns the numbers that it writes."""
     parser = Parser(__doc__, seed=True)
     parser.add_argument("--problem", choices=[*PROBLEMS], default="regularisation", help="default: regularisation")
-    parser.methods(exact(), "all", "--methods")
+    parser.methods(EXACT, "all", "--methods")
     parser.settings("problem", {k: {"grid": v.grid} for k, v in PROBLEMS.items()}, grid="learning rates of x")
     parser.option("budget", 2000.0, "oracle calls per run, in gradients")
     parser.option("evaluations", 5, "points of a curve")
@@ -136,7 +136,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     def one(name: str, lr: float, seed: int) -> dict[str, Any]:
         return run(make(seed), name, lr, seed, args.budget, args.evaluations)
 
-    for name in (bar := progress([*(args.methods or exact())], unit="method")):
+    for name in (bar := progress([*(args.methods or EXACT)], unit="method")):
         bar.set_description(name)
         scores = tried.setdefault(name, {})
 

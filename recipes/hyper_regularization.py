@@ -37,7 +37,7 @@ from torch import Tensor
 import bilevel_optim as bo
 
 from .common import Parser, median_curve, plot, rows, save, show, spend, summary, tuned
-from .common.methods import Method, decaying, stochastic
+from .common.methods import STOCHASTIC, Method, decaying
 from .problems.libsvm import load_breast_cancer, load_libsvm
 from .problems.problem import WHOLE, Index, Part, Problem
 from .problems.softmax import with_bias
@@ -190,8 +190,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = Parser(__doc__, compiled=True)
     parser.data(SETTINGS)
     parser.option("tasks", 1, "number of lower problems")
-    offered = stochastic()
-    parser.methods(offered, "all but some controls")
+    parser.methods(STOCHASTIC, "all but some controls")
     parser.option("samples", None, "budget of a run", type=int, shown="20,000 per problem or three passes")
     parser.option("batch", 32, "examples of a batch")
     parser.option("task_batch", 10, "lower problems per step, if drawn")
@@ -206,7 +205,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--data-seed", type=int, default=0, help="of splits, flips and temperatures; default: 0")
     args = parser.parse(arguments)
     many = args.tasks > 1
-    fits = [name for name, method in offered.items() if (not method.matrices if many else not method.tasks)]
+    fits = [name for name, method in STOCHASTIC.items() if (not method.matrices if many else not method.tasks)]
     chosen = args.optimizer or [name for name in fits if name not in CONTROLS]
     if wrong := [name for name in chosen if name not in fits]:
         kind = "one lower problem" if many else "many lower problems: give --tasks"
@@ -222,7 +221,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     print(f"{title}\nlr: {rates[0]}; lower_lr: {rates[1]}", flush=True)
 
     def one(name: str, rates: tuple[float, float], seed: int) -> dict[str, Any]:
-        return run(problem, offered[name], rates, seed, args)
+        return run(problem, STOCHASTIC[name], rates, seed, args)
 
     found = tuned(chosen, grid, one, "solved", args.seeds)
     results = {name: best for name, (_, best) in found.items()}

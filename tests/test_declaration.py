@@ -1,24 +1,21 @@
-"""What methods declare of themselves: it is true, and everything that is made from it has them."""
+"""What methods declare of themselves, and the lists that have them all."""
 
 import inspect
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 import bilevel_optim as bo
 from bilevel_optim.methods.table import rewritten, table
-from bilevel_optim.optimizer.declaration import REGISTRY, Method, configurations, counts, methods, register
+from bilevel_optim.optimizer.declaration import REGISTRY, MethodInfo, methods, register
 from recipes import compare
-from recipes.common.methods import exact, stochastic
-
-from .problems import Quadratic
+from recipes.benchmarks import speed
+from recipes.common.methods import ELSEWHERE, EXACT, STOCHASTIC
 
 ROOT = Path(__file__).parent.parent
-PROBLEMS = ("quadratic", "compare", "stochastic")
-TERMS = {"BSA": 1, "TTSA": 1, "SUSTAIN": 2}  # evaluations of a term of random length
-BARE = {"paper": "none", "family": "control", "when": "never", "cost": "1 upper", "calls": None}
+BARE = {"paper": "none", "family": "control", "when": "never", "cost": "1 upper"}
 
 
 @pytest.fixture
@@ -26,15 +23,12 @@ def newcomer():
     """A method that is defined here alone."""
 
     class Newcomer(bo.FirstOrder):
-        declared = Method(
+        declared = MethodInfo(
             paper="arXiv:2601.00001",
             family="penalty",
             when="a test wants to see it everywhere",
             cost="T lower, 1 upper",
-            calls=lambda o, k: counts(upper=1, lower=o.lower_steps),
             second_order=False,
-            variants={"short": {"lower_steps": 1}},
-            settings={"quadratic": {}, "quadratic/short": {}, "compare": {}, "stochastic": {"lower_steps": 10}},
         )
 
     yield Newcomer
@@ -58,13 +52,10 @@ def test_every_public_method_declares_itself_and_has_one_row():
     assert not {"types", "table", "aid", "stochastic"} & set(bo.__all__)
 
 
-def test_every_method_has_its_place_and_its_paper():
-    for name, cls in methods().items():
-        declared = cls.declared
-        assert {key.partition("/")[0] for key in declared.settings} | set(declared.elsewhere) == set(PROBLEMS), name
-        assert declared.paper in cls.__doc__
-        assert declared.lower_steps == ("lower_steps" in inspect.signature(cls).parameters)
-        assert not set(declared.variants) - {key.partition("/")[2] for key in declared.settings}, "a variant unused"
+def test_what_a_method_declares_is_true():
+    for cls in methods().values():
+        assert cls.declared.paper in cls.__doc__
+        assert cls.declared.lower_steps == ("lower_steps" in inspect.signature(cls).parameters)
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/methods.md"])
@@ -92,8 +83,6 @@ def test_a_document_without_a_place_is_refused():
 
 def test_a_method_defined_here_is_found_everywhere(newcomer):
     assert methods()["Newcomer"] is newcomer
-    assert configurations("quadratic")["newcomer"] == (newcomer, {})
-    assert configurations("quadratic")["newcomer-short"] == (newcomer, {"lower_steps": 1})
     for text in (table(), table(full=True)):
         assert "| `Newcomer` | a test wants to see it everywhere |" in text
     assert "[2601.00001](https://arxiv.org/abs/2601.00001)" in table(full=True)
@@ -101,28 +90,30 @@ def test_a_method_defined_here_is_found_everywhere(newcomer):
     assert "Newcomer" in rewritten(before + place + after)
 
 
-def test_recipes_offer_it(newcomer, tmp_path):
-    assert exact()["newcomer"].func is newcomer
-    assert stochastic()["newcomer"].make.keywords == {"lower_steps": 10}
+def test_recipes_offer_it_with_a_row(newcomer, monkeypatch, tmp_path):
+    monkeypatch.setitem(EXACT, "newcomer", partial(newcomer))
     arguments = ["--problem", "quadratic", "--methods", "newcomer", "--grid", "0.1", "--budget", "60"]
     results = compare.main([*arguments, "--out", str(tmp_path)])["results"]
     assert results["newcomer"]["oracle_calls"]["lower_grad"] >= 50
 
 
 def test_recipes_offer_every_method_or_say_why_not():
-    for problem, offered in (("compare", exact()), ("stochastic", {n: m.make for n, m in stochastic().items()})):
-        missing = set(methods().values()) - {make.func for make in offered.values()}
-        assert missing == {cls for cls in methods().values() if problem in cls.declared.elsewhere}
-    sampled = stochastic()
-    assert {name for name, method in sampled.items() if method.terms} == {"saba", "srba"}
-    assert {name for name, method in sampled.items() if method.series} == {"ttsa", "sustain", "mrbo"}
-    assert {name.split("-")[0] for name, method in sampled.items() if method.tasks} == {"rsvrb", "bsvrb"}
-    assert {name for name, method in sampled.items() if method.floor and not method.tasks} == {
-        "svrb",
-        "svrb-free",
-        "stable",
-    }
-    assert {name for name, method in sampled.items() if method.matrices} == {"svrb", "stable"}
+    sampled = {name: method.make for name, method in STOCHASTIC.items()}
+    for problem, offered in (("exact", EXACT), ("stochastic", sampled)):
+        classes = {make.func.__name__ for make in offered.values()}
+        assert not classes & set(ELSEWHERE[problem])
+        assert classes | set(ELSEWHERE[problem]) == set(methods())
+    assert {cls for cls, _ in speed.offered().values()} == set(methods().values())
+
+
+def test_settings_of_recipes_are_those_that_a_method_needs():
+    for method in STOCHASTIC.values():
+        cls = method.make.func
+        assert method.terms == (cls.declared.data == "finite_sum")
+        assert method.floor == ("floor" in inspect.signature(cls).parameters)
+        assert method.tasks == (cls in (bo.RSVRB, bo.BSVRB))
+    assert {name for name, method in STOCHASTIC.items() if method.series} == {"ttsa", "sustain", "mrbo"}
+    assert {name for name, method in STOCHASTIC.items() if method.matrices} == {"svrb", "stable"}
 
 
 def test_its_own_attribute_declares_a_class(newcomer):
@@ -144,76 +135,8 @@ def test_its_own_attribute_declares_a_class(newcomer):
         ({"losses": 3}, "Invalid losses value: 3"),
         ({"data": "batches"}, "Invalid data value: batches"),
         ({"lower_optimizer": "sgd"}, "Invalid lower_optimizer value: sgd"),
-        ({"settings": {"compare/fast": {}}}, "Invalid settings value: compare/fast"),
-        ({"settings": {"compare": {}}, "elsewhere": {"compare": "no"}}, "Invalid elsewhere value: compare"),
     ],
 )
 def test_wrong_words_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
-        Method(**{**BARE, **wrong})
-
-
-# ---------------------------------------------------------------------------------------------------- oracle calls
-
-
-def run(cls, arguments, steps):
-    """Oracle calls of the steps after the first, and what was declared of them."""
-    declared, problem = cls.declared, Quadratic(n=12, m=3, kappa=4.0)
-    (x,), (y,) = problem.x, problem.y
-    upper = [x, y.detach().clone().requires_grad_()] if declared.initial else [x]
-    losses = (problem.upper, problem.lower)
-    if declared.losses == 1:
-        losses = (lambda: problem.upper() - 9 * problem.lower(),)
-    arguments = {"lr": 1e-4, "lower_lr": 0.01, "generator": torch.Generator().manual_seed(0), **arguments}
-    if declared.lower_steps:
-        arguments = {"lower_steps": 3, **arguments}
-    optimizer = cls(upper, [y], **arguments)
-    optimizer.step(*losses)
-    first, expected = optimizer.oracle_counts, dict.fromkeys(optimizer.oracle_counts, 0.0)
-    for k in range(1, steps + 1):
-        for kind, number in declared.calls(optimizer, k).items():
-            expected[kind] += number
-        optimizer.step(*losses)
-    return {kind: number - first[kind] for kind, number in optimizer.oracle_counts.items()}, expected
-
-
-def fewer_products(arguments):
-    """With few products conjugate gradients do not end early."""
-    return {**arguments, **{name: 4 for name in arguments if name == "linear_steps"}}
-
-
-SOME = [
-    *((name, cls, arguments) for name, (cls, arguments) in configurations("quadratic").items()),
-    ("aid-cold", bo.AID, {"linear_steps": 4, "warm_start": False}),
-    ("aid-fixed-point-cold", bo.AID, {"linear_solver": "fixed_point", "warm_start": False}),
-    ("ba-growing", bo.BA, {"growth": 0.9, "linear_steps": 4}),
-    ("itd-truncated", bo.ITD, {"truncate": 2}),
-    ("f2sa-centred", bo.F2SA, {"order": 3, "stencil": "centred", "nu": 1e-3}),
-    ("f2sa-forward", bo.F2SA, {"order": 2, "stencil": "forward", "nu": 1e-3}),
-    ("pzobo-directions", bo.PZOBO, {"directions": 3, "difference": "central"}),
-    ("es-maml-forward", bo.ESMAML, {"directions": 3, "difference": "forward"}),
-    ("rahgd-cold", bo.RAHGD, {"linear_steps": 4, "warm_start": False}),
-    ("imaml-cold", bo.iMAML, {"linear_steps": 4, "warm_start": False}),
-    ("amigo-cold", bo.AmIGO, {"linear_steps": 4, "warm_start": False}),
-    ("fsla-cold", bo.FSLA, {"warm_start": False}),
-    ("vrbo-cold", bo.VRBO, {"linear_steps": 4, "warm_start": False}),
-    ("gda-once", bo.GDA, {"lower_steps": 1}),
-]
-
-
-@pytest.mark.parametrize(
-    ("cls", "arguments"), [pytest.param(c, a, id=n) for n, c, a in SOME if c.declared.calls is not None]
-)
-def test_steps_make_the_calls_that_are_declared(cls, arguments):
-    random = TERMS.get(cls.__name__)
-    measured, expected = run(cls, fewer_products(arguments), steps=200 if random else 11)
-    assert (measured["jvp"] > 0) == (cls.declared.second_order or "newton_correction" in arguments)
-    if random:
-        lengths = torch.arange(4.0) * random
-        error = abs(measured.pop("hvp") - expected.pop("hvp"))
-        assert error < 4 * 200**0.5 * float(lengths.std(correction=0))
-    assert measured == expected
-
-
-def test_only_contexts_declare_no_calls():
-    assert [name for name, cls in methods().items() if cls.declared.calls is None] == ["DLSGD", "RTMLMC"]
+        MethodInfo(**{**BARE, **wrong})

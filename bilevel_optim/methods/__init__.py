@@ -34,13 +34,17 @@ from .stochastic.srba import SRBA as SRBA
 from .stochastic.stocbio import AmIGO as AmIGO
 from .stochastic.stocbio import StocBiO as StocBiO
 from .stochastic.vrbo import VRBO as VRBO
-from .tracked.bsvrb import BSVRB as BSVRB
-from .tracked.rsvrb import RSVRB as RSVRB
-from .tracked.rsvrb import importance_probabilities as importance_probabilities
-from .tracked.stable import STABLE as STABLE
-from .tracked.svrb import SVRB as SVRB
 from .zeroth_order.hozog import HOZOG as HOZOG
 from .zeroth_order.pzobo import PZOBO as PZOBO
+
+# The tables of the documents have the order in which classes are defined; their texts refer to those above.
+# isort: off
+from .tracked.svrb import SVRB as SVRB
+from .tracked.rsvrb import RSVRB as RSVRB
+from .tracked.rsvrb import importance_probabilities as importance_probabilities
+from .tracked.bsvrb import BSVRB as BSVRB
+from .tracked.stable import STABLE as STABLE
+# isort: on
 
 # Type checkers read the imports above; a computed list in their sight would be an empty one to them.
 globals()["__all__"] = sorted(

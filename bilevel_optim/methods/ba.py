@@ -6,7 +6,7 @@ import math
 from typing import Any, Unpack
 
 from ..optimizer.base import CommonOptions
-from ..optimizer.declaration import Method, counts
+from ..optimizer.declaration import MethodInfo
 from ..problem.parameters import Params, is_number, require
 from .aid import AID
 
@@ -53,19 +53,11 @@ class BA(AID):
     Source: Ghadimi, Wang (2018), arXiv:1802.02246.
     """
 
-    declared = Method(
+    declared = MethodInfo(
         paper="arXiv:1802.02246",
         family="implicit",
         when="baseline: AID from a fixed start, with more and more lower steps",
         cost="as AID, T growing like k^(1/4)",
-        calls=lambda o, k: counts(
-            upper=1, lower=math.ceil(o.scale * (k + 1) ** o.growth) + 1, hvp=o.linear_steps + o.warm_start, cross=1
-        ),
-        settings={
-            "quadratic": {"linear_steps": 30, "warm_start": True},
-            "compare": {},
-            "stochastic": {"lower_steps": 10, "linear_steps": 10},
-        },
     )
 
     def __init__(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..hypergradient import Estimate
 from ..optimizer.base import CommonOptions
-from ..optimizer.declaration import Method, counts
+from ..optimizer.declaration import MethodInfo
 from ..optimizer.minimax import MinimaxOptimizer, danskin
 from ..optimizer.step import LowerResult, StepInputs
 from ..oracle.oracle import Oracle
@@ -58,18 +58,14 @@ class GDA(MinimaxOptimizer):
     Source: Lin, Jin, Jordan (2020), arXiv:1906.00331.
     """
 
-    declared = Method(
+    declared = MethodInfo(
         paper="arXiv:1906.00331",
         family="minimax",
         when="the simplest method, with lr much smaller than lower_lr: the baseline",
         cost="T - 1 lower, 1 upper; T lower if not simultaneous",
-        calls=lambda o, k: counts(upper=1, lower=max(o.lower_steps - o.simultaneous, 0)),
         second_order=False,
         losses=1,
         tasks="none",
-        variants={"alternating": {"simultaneous": False}},
-        settings={"quadratic": {}, "quadratic/alternating": {}},
-        elsewhere=dict.fromkeys(("compare", "stochastic"), "minimax, one loss (recipes.saddle_escape)"),
     )
 
     def __init__(

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from ..optimizer.declaration import FAMILIES, REGISTRY, Method
+from ..optimizer.declaration import FAMILIES, REGISTRY, MethodInfo
 
 __all__ = ["rewritten", "table"]
 
@@ -22,18 +22,18 @@ DATA = {"any": "any", "finite_sum": "finite sums"}
 MARKED = re.compile(r"(<!-- methods: begin(, in full)? -->\n).*?(<!-- methods: end -->)", re.S)
 
 
-def _needs(method: Method) -> str:
+def _needs(method: MethodInfo) -> str:
     needs = ["second derivatives" if method.second_order else "first derivatives"]
     needs += ["finite sums"] * (method.data == "finite_sum") + ["tasks"] * (method.tasks == "required")
     needs += ["one loss"] * (method.losses == 1) + ["x that starts y"] * method.initial
     return ", ".join(needs)
 
 
-def _paper(method: Method) -> str:
+def _paper(method: MethodInfo) -> str:
     return re.sub(r"^arXiv:(\S+)$", r"[\1](https://arxiv.org/abs/\1)", method.paper)
 
 
-COLUMNS: dict[str, Callable[[Method], str]] = {
+COLUMNS: dict[str, Callable[[MethodInfo], str]] = {
     "when": lambda method: method.when,
     "cost per step": lambda method: method.cost,
     "needs": _needs,

@@ -47,7 +47,7 @@ from ..solvers.limits import Clip, Projection, limits_of
 from ..solvers.lower import LowerRules
 from . import adapt, memory
 from .checkpoint import OWN, REMADE, packed, plain, require_loadable, unpacked
-from .declaration import UNDECLARED, Method, register
+from .declaration import UNDECLARED, MethodInfo, register
 from .diagnostics import described, floats
 from .hooks import no_dynamo, with_hooks
 from .lower_checks import LowerChecks, require_unlimited
@@ -107,7 +107,7 @@ class BilevelOptimizer(Optimizer, ABC):
         numbers: the plain numbers of the method that change from step to step (restart counters and the like).
     """
 
-    declared: ClassVar[Method] = UNDECLARED  # what tables, recipes and tests need to know of a method
+    declared: ClassVar[MethodInfo] = UNDECLARED  # what tables, recipes and tests need to know of a method
     saved_options: tuple[str, ...] = ()  # names of hyper-parameters that a user may change during a run
     variant_of_state: Mapping[str, Any] = MappingProxyType({})  # what decides what is remembered: others are not loaded
     one_loss = False  # whether step takes one loss, from which `objectives` makes the two

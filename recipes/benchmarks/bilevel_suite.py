@@ -42,7 +42,7 @@ from torch import Tensor
 import bilevel_optim as bo
 
 from ..common import Parser, gradients, median_curve, plot, rows, save, share, show, spend, summary, tuned
-from ..common.methods import decaying, stochastic
+from ..common.methods import STOCHASTIC, decaying
 from ..common.records import Records
 from ..problems.images import load_images
 from ..problems.libsvm import load_libsvm
@@ -214,7 +214,7 @@ def make(args: Any) -> tuple[str, Problem]:
 
 def run(problem: Problem, name: str, step: float, ratio: float, seed: int, args: Any) -> dict[str, Any]:
     """One method with one pair of step sizes until its time is up, or it diverges."""
-    method = stochastic()[name]
+    method = STOCHASTIC[name]
 
     def fresh() -> tuple[Tensor, Tensor, bo.BilevelOptimizer, Callable[[], Any]]:
         x, y = problem.start()
@@ -266,8 +266,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Make the missing runs; returns the numbers that are written."""
     parser = Parser(__doc__, compiled=True)
     parser.data(("digits", "quadratics", "ijcnn1", "mnist", "covtype"), flag="--problem")
-    offered = stochastic()
-    parser.methods(offered, "all but some controls", "--methods")
+    parser.methods(STOCHASTIC, "all but some controls", "--methods")
     parser.settings("problem", {name: {"seconds": value} for name, value in SECONDS.items()}, seconds="time of a run")
     parser.option("seeds", 3, "runs with the best step sizes")
     parser.option("batch", 64, "examples of a batch")
@@ -286,9 +285,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
     label, problem = make(args)
     entries = problem.x.numel() * problem.y.numel()
-    fits = [name for name, method in offered.items() if not method.tasks]
+    fits = [name for name, method in STOCHASTIC.items() if not method.tasks]
     chosen = args.methods or [
-        name for name in fits if name not in CONTROLS and not (offered[name].matrices and entries > MATRICES)
+        name for name in fits if name not in CONTROLS and not (STOCHASTIC[name].matrices and entries > MATRICES)
     ]
     if wrong := [name for name in chosen if name not in fits]:
         parser.error(f"--methods {wrong[0]} is for many lower problems (recipes.hyper_regularization)")

@@ -45,10 +45,10 @@ import torch
 from torch import Tensor
 
 import bilevel_optim as bo
-from bilevel_optim.optimizer.declaration import methods
 from bilevel_optim.problem.random import draw_seed
 
 from ..common import Parser, alone, environment, figure, save, show
+from ..common.methods import STOCHASTIC
 from ..problems.shapes import SHAPES, TASKS, Shape, shape
 from . import in_jax
 from .by_hand import ALGORITHMS, DIRECTIONS, LR, MU, NU, RATE, TORCH, Oracles, compiled, drawn
@@ -57,31 +57,45 @@ ENTRIES = ("eager", "step", "run", "hand", "jax")
 STEPS = {"logistic": 32, "softmax": 32, "mlp": 32, "lenet": 8, "tasks": 8}
 MATRICES = 2**22  # entries of the cross derivative up to which methods that keep it are measured
 CALLS = 3  # of every entry before it is timed
-LEFT_OUT = ("decay", "series", "matrices", "tasks")  # settings of `recipes.common.methods`
 PLACES = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"}
 Advance = Callable[[], object]
 
 
-def offered() -> dict[str, tuple[type[Any], dict[str, Any]]]:
-    """Every method in one configuration, and those that are measured in another one."""
-    found: dict[str, tuple[type[Any], dict[str, Any]]] = {}
-    for cls in methods().values():
-        known = cls.declared.configurations("stochastic") or cls.declared.configurations("quadratic")
-        arguments = known.get("", next(iter(known.values())))
-        kept = {name: value for name, value in arguments.items() if name not in (*LEFT_OUT, "direction", "difference")}
-        found[cls.declared.label or cls.__name__.lower()] = cls, kept
-    found["aid-neumann"] = bo.AID, {"linear_solver": "neumann"}
-    found["f2sa"] = bo.F2SA, {"order": 2, "normalize": False, "nu": NU, "stencil": "central"}
-    found["rsvrb"] = bo.RSVRB, {"variant": "matrix_free"}
-    found["pzobo"] = bo.PZOBO, {"directions": DIRECTIONS, "smoothing": MU}
-    return found
+# Methods that `recipes.common.methods` does not have for sampled losses, or that are measured in another configuration.
+OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "aid-neumann": (bo.AID, {"linear_solver": "neumann"}),
+    "anil": (bo.ANIL, {}),
+    "dl-sgd": (bo.DLSGD, {"levels": 2, "neumann_steps": 3, "neumann": "cg"}),
+    "es-maml": (bo.ESMAML, {}),
+    "f2sa": (bo.F2SA, {"order": 2, "normalize": False, "nu": NU, "stencil": "central"}),
+    "first-order": (bo.FirstOrder, {}),
+    "fomaml": (bo.FOMAML, {}),
+    "gda": (bo.GDA, {}),
+    "hozog": (bo.HOZOG, {"directions": 1}),
+    "imaml": (bo.iMAML, {"proximal": 1.0}),
+    "imcn": (bo.iMCN, {"cubic_steps": 5}),
+    "maml": (bo.MAML, {}),
+    "pragda": (bo.PRAGDA, {"perturbation": 1e-13, "restart_radius": 0.5}),
+    "prahgd": (bo.PRAHGD, {"linear_steps": 30, "perturbation": 1e-13, "restart_radius": 0.5}),
+    "pzobo": (bo.PZOBO, {"directions": DIRECTIONS, "smoothing": MU}),
+    "ragda": (bo.RAGDA, {"on_converged": "continue"}),
+    "rahgd": (bo.RAHGD, {"on_converged": "continue"}),
+    "rsvrb": (bo.RSVRB, {"variant": "matrix_free"}),
+    "rt-mlmc": (bo.RTMLMC, {"levels": 3, "neumann_steps": 3}),
+}
+
+
+def offered() -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Every method in one configuration, and AID in two."""
+    plain = {name: method.make for name, method in STOCHASTIC.items() if "-" not in name}  # no variants
+    return {**{name: (make.func, make.keywords) for name, make in plain.items()}, **OTHERS}
 
 
 def optimizer_of(name: str, problem: Shape) -> tuple[bo.BilevelOptimizer, tuple[Any, ...], dict[str, Any]]:
     """A method on a problem: the optimizer, and what its ``step`` takes."""
     cls, arguments = offered()[name]
     declared, known = cls.declared, inspect.signature(cls.__init__).parameters
-    if "matrices" in str(declared.configurations("stochastic")) and problem.entries > MATRICES:
+    if name in STOCHASTIC and STOCHASTIC[name].matrices and problem.entries > MATRICES:
         raise ValueError(f"matrices of {problem.entries:,} entries")
     arguments = {**arguments, "lr": LR, "lower_lr": RATE}
     for steps in ("lower_steps", "linear_steps"):

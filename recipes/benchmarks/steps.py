@@ -25,7 +25,7 @@ from bilevel_optim.oracle.copies import evaluate_copies
 from bilevel_optim.problem.vector import stack
 
 from ..common import environment, show
-from ..common.methods import Method, stochastic
+from ..common.methods import STOCHASTIC, Method
 
 __all__ = ["measure"]
 
@@ -229,7 +229,7 @@ def _repeated(step: Callable[[], object]) -> Callable[[int], None]:
 def measure(only: list[str] | None, rounds: int) -> None:
     """Print the table; all entries of a method in turn, medians of several rounds."""
     torch.set_num_threads(1)
-    plain = {name: method for name, method in stochastic().items() if not method.tasks}
+    plain = {name: method for name, method in STOCHASTIC.items() if not method.tasks}
     plain["f2sa"] = plain["f2sa-1"]._replace(make=partial(bo.F2SA, lower_steps=T, order=2, nu=NU))
     names = [name for name in plain if only is None or name in only]
     rows: list[list[object]] = []

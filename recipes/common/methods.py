@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,11 +10,10 @@ import torch
 from torch import Tensor
 
 import bilevel_optim as bo
-from bilevel_optim.optimizer.declaration import configurations
 
 from .sampling import IndexObjective, IndexTerms
 
-__all__ = ["PAPER", "Method", "decaying", "exact", "growing_penalty", "stochastic"]
+__all__ = ["ELSEWHERE", "EXACT", "PAPER", "STOCHASTIC", "Method", "decaying", "growing_penalty"]
 
 # Arguments that make a method that of its paper, where the library's defaults are others; by the name of the class.
 PAPER: dict[str, dict[str, Any]] = {
@@ -41,14 +39,6 @@ def growing_penalty(optimizer: bo.F2SA, exponent: float = 1 / 7) -> bo.F2SA:
 
     optimizer.register_step_post_hook(grow)
     return optimizer
-
-
-SET = ("decay", "series", "matrices", "tasks")  # fields of `Method` that are among the settings
-
-
-def exact() -> dict[str, partial[bo.BilevelOptimizer]]:
-    """The methods for losses without noise (recipes.compare), as they declare themselves."""
-    return {name: partial(cls, **arguments) for name, (cls, arguments) in configurations("compare").items()}
 
 
 class Method(NamedTuple):
@@ -90,14 +80,90 @@ class Method(NamedTuple):
         return (IndexTerms if self.terms else IndexObjective)(loss, size, batch, seed, tasks)
 
 
-def stochastic() -> dict[str, Method]:
-    """The methods for sampled losses, as they declare themselves; some settings are fields of `Method`."""
-    found = {}
-    for name, (cls, arguments) in configurations("stochastic").items():
-        own = {key: arguments.pop(key) for key in SET if key in arguments}
-        floor = "floor" in inspect.signature(cls).parameters
-        found[name] = Method(partial(cls, **arguments), terms=cls.declared.data == "finite_sum", floor=floor, **own)
-    return found
+# The methods for losses without noise (recipes.compare).
+EXACT: dict[str, partial[Any]] = {
+    "aid": partial(bo.AID),
+    "aid-neumann": partial(bo.AID, linear_solver="neumann"),
+    "aid-fixed-point": partial(bo.AID, linear_solver="fixed_point"),
+    "ba": partial(bo.BA),
+    "bome": partial(bo.BOME),
+    "f2sa-1": partial(bo.F2SA, order=1),
+    "f2sa-2": partial(bo.F2SA, order=2),
+    "f2sa-3": partial(bo.F2SA, order=3),
+    "first-order": partial(bo.FirstOrder),
+    "hozog-1": partial(bo.HOZOG, directions=1, warm_start=True),
+    "hozog-16": partial(bo.HOZOG, directions=16, warm_start=True),
+    "itd": partial(bo.ITD),
+    "paid": partial(bo.PAID),
+    "prahgd": partial(bo.PRAHGD),
+    "pzobo-1": partial(bo.PZOBO, directions=1, warm_start=True),
+    "pzobo-16": partial(bo.PZOBO, directions=16, warm_start=True),
+    "pzobo-code": partial(bo.PZOBO, directions=1, direction="block_sphere", scale="none", warm_start=True),
+    "rahgd": partial(bo.RAHGD),
+}
+
+# The methods for sampled losses.
+HALF, THIRD = (1 / 2, 1 / 2), (1 / 3, 1 / 3)
+STOCHASTIC: dict[str, Method] = {
+    "aid": Method(partial(bo.AID, lower_steps=10, linear_steps=10)),
+    "aid-neumann": Method(partial(bo.AID, linear_solver="neumann", lower_steps=10, linear_steps=10)),
+    "amigo": Method(partial(bo.AmIGO, lower_steps=10, linear_steps=10)),
+    "ba": Method(partial(bo.BA, lower_steps=10, linear_steps=10)),
+    "bome": Method(partial(bo.BOME, lower_steps=10)),
+    "bsa": Method(partial(bo.BSA, lower_steps=10, linear_steps=10, growth=0.0), decay=(1 / 2, 0)),
+    "bsvrb": Method(partial(bo.BSVRB), decay=THIRD, floor=True, tasks=True),
+    "bsvrb-2": Method(partial(bo.BSVRB, version=2), decay=THIRD, floor=True, tasks=True),
+    "f2sa-1": Method(partial(bo.F2SA, order=1, lower_steps=10, normalize=False)),
+    "f2sa-2": Method(partial(bo.F2SA, order=2, lower_steps=10, normalize=False)),
+    "fsla": Method(partial(bo.FSLA), decay=HALF),
+    "first-order": Method(partial(bo.FirstOrder, lower_steps=10)),
+    "hozog-1": Method(partial(bo.HOZOG, directions=1, lower_steps=10)),
+    "itd": Method(partial(bo.ITD, lower_steps=10)),
+    "mrbo": Method(partial(bo.MRBO, linear_steps=10), decay=THIRD, series=True),
+    "paid": Method(partial(bo.PAID, lower_steps=10, linear_steps=10)),
+    "pzobo-1": Method(partial(bo.PZOBO, directions=1, lower_steps=10)),
+    "rsvrb": Method(partial(bo.RSVRB), decay=THIRD, floor=True, tasks=True),
+    "rsvrb-exact": Method(partial(bo.RSVRB, variant="exact_mean"), decay=THIRD, floor=True, tasks=True),
+    "rsvrb-faithful": Method(partial(bo.RSVRB, variant="faithful"), decay=THIRD, floor=True, tasks=True),
+    "rsvrb-free": Method(partial(bo.RSVRB, variant="matrix_free"), decay=THIRD, floor=True, tasks=True),
+    "saba": Method(partial(bo.SABA), terms=True),
+    "soba": Method(partial(bo.SOBA), decay=HALF),
+    "srba": Method(partial(bo.SRBA), decay=HALF, terms=True),
+    "stable": Method(partial(bo.STABLE), decay=HALF, floor=True, matrices=True),
+    "sustain": Method(partial(bo.SUSTAIN, linear_steps=10), decay=THIRD, series=True),
+    "svrb": Method(partial(bo.SVRB), decay=THIRD, floor=True, matrices=True),
+    "svrb-free": Method(partial(bo.SVRB, variant="matrix_free"), decay=THIRD, floor=True),
+    "stocbio": Method(partial(bo.StocBiO, lower_steps=10, linear_steps=10)),
+    "ttsa": Method(partial(bo.TTSA, linear_steps=10), decay=(3 / 5, 2 / 5), series=True),
+    "vrbo": Method(partial(bo.VRBO, lower_steps=10, linear_steps=10)),
+}
+
+# Why a method is in neither list, or in one of them only; by the name of the class.
+MINIMAX = dict.fromkeys(("GDA", "PRAGDA", "RAGDA", "iMCN"), "minimax, one loss (recipes.saddle_escape)")
+META = dict.fromkeys(("ANIL", "ESMAML", "FOMAML", "MAML", "iMAML"), "x is an initial point of y")
+ELSEWHERE: dict[str, dict[str, str]] = {
+    "exact": {
+        **MINIMAX,
+        **META,
+        **dict.fromkeys(
+            ("AmIGO", "BSA", "FSLA", "MRBO", "SABA", "SOBA", "SUSTAIN", "StocBiO", "TTSA", "VRBO"),
+            "made for stochastic losses; here the batches are full",
+        ),
+        **dict.fromkeys(
+            ("BSVRB", "RSVRB", "STABLE", "SVRB"), "made for stochastic losses (recipes.hyper_regularization)"
+        ),
+        "SRBA": "its objectives are finite sums",
+        **dict.fromkeys(
+            ("DLSGD", "RTMLMC"), "for many lower problems (recipes.meta_classification, recipes.newsvendor)"
+        ),
+    },
+    "stochastic": {
+        **MINIMAX,
+        **META,
+        **dict.fromkeys(("PRAHGD", "RAHGD"), "restarts need exact gradients (recipes.learn_to_regularize)"),
+        **dict.fromkeys(("DLSGD", "RTMLMC"), "for contexts that are met once (recipes.meta_classification)"),
+    },
+}
 
 
 def decaying(optimizer: bo.BilevelOptimizer, method: Method) -> torch.optim.lr_scheduler.LambdaLR:

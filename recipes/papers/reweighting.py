@@ -13,7 +13,7 @@ import torch
 
 import bilevel_optim as bo
 
-from ..common.methods import Method, stochastic
+from ..common.methods import STOCHASTIC, Method
 from ..common.search import Axis, axis
 from ..hyper_regularization import Reweighting
 from ..hyper_regularization import run as reweight
@@ -82,7 +82,7 @@ CUBE_ROOT: dict[str, Any] = {"schedule": "cube_root"}
 
 def arms(*names: str) -> dict[str, Arm]:
     """Methods with their own decay of the step sizes."""
-    return {name: Arm(stochastic()[name], RATES) for name in names}
+    return {name: Arm(STOCHASTIC[name], RATES) for name in names}
 
 
 def one(data: str) -> Experiment:
@@ -139,7 +139,7 @@ def many(data: str, tasks: int) -> Experiment:
         run=run,
         arms={
             "RE-RSVRB": Arm(Method(partial(rsvrb, restarts=100), floor=True, tasks=True), STORM),
-            "RSVRB, self-normalised": Arm(stochastic()["rsvrb"], RATES, "the library's default variant"),
+            "RSVRB, self-normalised": Arm(STOCHASTIC["rsvrb"], RATES, "the library's default variant"),
             "all tasks": Arm(
                 Method(partial(bo.SVRB, variant="matrix_free"), (1 / 3, 1 / 3), floor=True),
                 RATES,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from operator import neg
 from typing import Unpack
 
 from ...hypergradient import Estimate, implicit
-from ...optimizer.declaration import Method, counts
+from ...optimizer.declaration import MethodInfo
 from ...optimizer.minimax import MinimaxOptimizer, danskin
 from ...optimizer.step import StepInputs, changed
 from ...oracle.oracle import Oracle
@@ -68,32 +67,15 @@ class RAGDA(Accelerated, MinimaxOptimizer):
     Source: Yang, Luo, Li, Jordan (2023), arXiv:2307.00126 (PRAGDA with radius 0).
     """
 
-    declared = Method(
+    declared = MethodInfo(
         host_update=True,
         paper="arXiv:2307.00126",
         family="minimax",
         when="full batches and bad conditioning, with gradients only",
         cost="T lower, 1 upper; newton_correction: 1 lower, Q hvp, 1 cross more; Q = linear_steps",
-        calls=lambda o, k: counts(
-            upper=1,
-            lower=o.lower_steps + o.newton_correction,
-            hvp=o.newton_correction * o.linear_steps,
-            cross=o.newton_correction,
-        ),
         second_order=False,
         losses=1,
         tasks="none",
-        ends=True,
-        variants={
-            "descent": {"momentum": 0.0, "restart_radius": math.inf},
-            "newton": {"newton_correction": True},
-        },
-        settings={
-            "quadratic": {"on_converged": "continue"},
-            "quadratic/descent": {},
-            "quadratic/newton": {"linear_steps": 30},
-        },
-        elsewhere=dict.fromkeys(("compare", "stochastic"), "minimax, one loss (recipes.saddle_escape)"),
     )
 
     constants = Constants.minimax
@@ -163,18 +145,14 @@ class PRAGDA(Perturbed, RAGDA):
     Source: Yang, Luo, Li, Jordan (2023), arXiv:2307.00126.
     """
 
-    declared = Method(
+    declared = MethodInfo(
         host_update=True,
         paper="arXiv:2307.00126",
         family="minimax",
         when="as RAGDA, where the way may lead past saddle points",
         cost="as RAGDA",
-        calls=RAGDA.declared.calls,
         second_order=False,
         losses=1,
         tasks="none",
-        ends=True,
         random=True,
-        settings={"quadratic": {"perturbation": 1e-13, "restart_radius": 0.5}},
-        elsewhere=dict.fromkeys(("compare", "stochastic"), "minimax, one loss (recipes.saddle_escape)"),
     )

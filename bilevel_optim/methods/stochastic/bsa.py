@@ -6,7 +6,7 @@ import math
 from typing import Any, Unpack
 
 from ...optimizer.base import CommonOptions
-from ...optimizer.declaration import Method, counts
+from ...optimizer.declaration import MethodInfo
 from ...problem.parameters import Params, is_number, require
 from .stocbio import NeumannMethod
 
@@ -63,20 +63,12 @@ class BSA(NeumannMethod):
     Source: Ghadimi, Wang (2018), arXiv:1802.02246.
     """
 
-    declared = Method(
+    declared = MethodInfo(
         paper="arXiv:1802.02246",
         family="stochastic",
         when="baseline: StocBiO with a random term of the series, and more and more lower steps",
         cost="T lower, growing like k^(1/2), 1 upper, (Q - 1)/2 hvp on average, 1 cross; Q = linear_steps",
-        calls=lambda o, k: counts(
-            upper=1, lower=math.ceil(o.scale * (k + 1) ** o.growth), hvp=(o.linear_steps - 1) / 2, cross=1
-        ),
         random=True,
-        settings={
-            "quadratic": {"linear_steps": 4},
-            "stochastic": {"lower_steps": 10, "linear_steps": 10, "growth": 0.0, "decay": (1 / 2, 0)},
-        },
-        elsewhere={"compare": "made for stochastic losses; here the batches are full"},
     )
 
     randomised = True
@@ -163,18 +155,12 @@ class TTSA(NeumannMethod):
     Source: Hong, Wai, Wang, Yang (2020), arXiv:2007.05170.
     """
 
-    declared = Method(
+    declared = MethodInfo(
         paper="arXiv:2007.05170",
         family="stochastic",
         when="baseline: one lower step, a random term of the series",
         cost="T lower (T = 1 by default), 1 upper, (Q - 1)/2 hvp on average, 1 cross; Q = linear_steps",
-        calls=lambda o, k: counts(upper=1, lower=o.lower_steps, hvp=(o.linear_steps - 1) / 2, cross=1),
         random=True,
-        settings={
-            "quadratic": {"linear_steps": 4},
-            "stochastic": {"linear_steps": 10, "decay": (3 / 5, 2 / 5), "series": True},
-        },
-        elsewhere={"compare": "made for stochastic losses; here the batches are full"},
     )
 
     randomised = True

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar, Unpack
 
-from ...optimizer.declaration import Method
+from ...optimizer.declaration import MethodInfo
 from ...problem.parameters import Params, is_count, require
 from .drawing import Drawing
 from .options import RecursiveOptions
-from .rsvrb import RSVRB
 from .trackers import Blocks, Products
 from .tracking import RecursiveOptimizer
 from .variants import Variant, blockwise, summed
@@ -81,24 +80,15 @@ class BSVRB(RecursiveOptimizer):
     Source: Hu, Qiu, Guo, Zhang, Yang (2023), arXiv:2305.18730 (BSVRB).
     """
 
-    declared = Method(
+    declared = MethodInfo(
         paper="arXiv:2305.18730",
         family="tracked",
         when="as RSVRB, its predecessor; rows rest between visits",
         cost="as RSVRB; version 2: 2 of each",
-        calls=RSVRB.declared.calls,
         tasks="rows",
         random=True,
         lower_steps=False,
         lower_optimizer="none",
-        variants={"2": {"version": 2}},
-        settings={
-            "quadratic": {},
-            "quadratic/2": {},
-            "stochastic": {"decay": (1 / 3, 1 / 3), "tasks": True},
-            "stochastic/2": {"decay": (1 / 3, 1 / 3), "tasks": True},
-        },
-        elsewhere={"compare": "made for stochastic losses (recipes.hyper_regularization)"},
     )
 
     VERSIONS: ClassVar = {1: Variant(Blocks, blockwise, rests=True), 2: Variant(Products, summed, rests=True)}

@@ -8,11 +8,10 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 
-from ...optimizer.declaration import Method
+from ...optimizer.declaration import MethodInfo
 from ...problem.parameters import Params, is_count, require
 from .drawing import Drawing, Weighted, importance_probabilities
 from .options import RecursiveOptions
-from .svrb import SVRB
 from .trackers import Matrices, Normalised, Products
 from .tracking import RecursiveOptimizer
 from .variants import Variant, exact, probed, summed
@@ -108,32 +107,15 @@ class RSVRB(RecursiveOptimizer):
     Source: Guo, Hu, Zhang, Yang (2021), arXiv:2105.02266 (RSVRB, RE-RSVRB: ``"faithful"``; the rest is ours).
     """
 
-    declared = Method(
+    declared = MethodInfo(
         paper="arXiv:2105.02266",
         family="tracked",
         when="up to millions of lower problems, each with a state worth keeping",
         cost="as SVRB for each task looked at",
-        calls=SVRB.declared.calls,
         tasks="rows",
         random=True,
         lower_steps=False,
         lower_optimizer="none",
-        variants={
-            "exact": {"variant": "exact_mean"},
-            "faithful": {"variant": "faithful"},
-            "free": {"variant": "matrix_free"},
-        },
-        settings={
-            "quadratic": {},
-            "quadratic/exact": {},
-            "quadratic/faithful": {},
-            "quadratic/free": {},
-            "stochastic": {"decay": (1 / 3, 1 / 3), "tasks": True},
-            "stochastic/exact": {"decay": (1 / 3, 1 / 3), "tasks": True},
-            "stochastic/faithful": {"decay": (1 / 3, 1 / 3), "tasks": True},
-            "stochastic/free": {"decay": (1 / 3, 1 / 3), "tasks": True},
-        },
-        elsewhere={"compare": "made for stochastic losses (recipes.hyper_regularization)"},
     )
 
     VARIANTS: ClassVar = {

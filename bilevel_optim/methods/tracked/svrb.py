@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Unpack
 
-from ...optimizer.declaration import Method, counts, lower_size
+from ...optimizer.declaration import MethodInfo
 from ...problem.parameters import Params, require
 from .drawing import Drawing
 from .options import RecursiveOptions
@@ -94,28 +94,14 @@ class SVRB(RecursiveOptimizer):
     Source: Guo, Hu, Zhang, Yang (2021), arXiv:2105.02266 (SVRB; ``"matrix_free"`` is in the spirit of its follow-up).
     """
 
-    declared = Method(
+    declared = MethodInfo(
         paper="arXiv:2105.02266",
         family="tracked",
         when="noisy gradients and a small lower problem: the least noise per sample, the dearest step",
         cost="2 lower, 2 upper, 2 p hvp, 2 p cross, p the size of y; 2 of each if matrix_free",
-        calls=lambda o, k: counts(
-            upper=2,
-            lower=2,
-            hvp=2 * lower_size(o) if o.trackers.apart else 2,
-            cross=2 * lower_size(o) if o.trackers.apart else 2,
-        ),
         tasks="rows",
         lower_steps=False,
         lower_optimizer="none",
-        variants={"free": {"variant": "matrix_free"}},
-        settings={
-            "quadratic": {},
-            "quadratic/free": {},
-            "stochastic": {"decay": (1 / 3, 1 / 3), "matrices": True},
-            "stochastic/free": {"decay": (1 / 3, 1 / 3)},
-        },
-        elsewhere={"compare": "made for stochastic losses (recipes.hyper_regularization)"},
     )
 
     VARIANTS: ClassVar = {"faithful": Variant(Matrices, exact), "matrix_free": Variant(Products, summed)}
