@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from math import isfinite, nan
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kernels.cg import cg_step
+from ..kernels.cg import Algebra, cg_step, iteration
 from ..problem.tracing import cut, traced
 from ..problem.vector import Vector, any_sharded
-from .on_host import conjugate_gradients, relative
 
 __all__ = ["LinearSolution", "cg", "fixed_point", "minres", "neumann", "neumann_term"]
 
@@ -80,70 +80,55 @@ def cg(
         >>> result.solution, int(result.iterations)
         ((tensor([1.0000, 0.5000]),), 2)
     """
-    b, options = Vector(b), _Stop(steps, tol, atol, damping)
+    b, apply = Vector(b), partial(_damped, product, damping=damping)
+    v, r = (b.zeros_like(), b) if start is None else (Vector(start), b - apply(Vector(start)))
+    stop = _Stop(steps, tol, atol)
     if b[0].device.type == "cuda" and not any_sharded(b):
-        return _flat_cg(product, b, start, options, lanes)
-    begun = None if start is None else Vector(start)
-    if b[0].is_cpu and not (lanes or traced() or any_sharded(b)):
-        return LinearSolution(*conjugate_gradients(partial(_damped, product, damping=damping), b, begun, *options[:3]))
-    dot = Vector.lane_dot if lanes else Vector.dot
-    return _cg(product, b, begun, options, dot, partial(_cg_step, dot))
+        return _fused(apply, b, v, r, stop, lanes)
+    one_here = b[0].is_cpu and not lanes and not any_sharded(b)
+    algebra = _NUMBERS if one_here and _host_looks(b[0]) else _LANES if lanes else _SCALARS
+    return _cg(apply, b, v, r, stop, algebra, partial(iteration, algebra))
 
 
 class _Stop(NamedTuple):
     steps: int
     tol: float
     atol: float
-    damping: float
 
 
 def _cg(
-    product: Product, b: Vector, start: Vector | None, stop: _Stop, dot: Callable[..., Tensor], step: Callable[..., Any]
+    apply: Product, b: Vector, v: Vector, r: Vector, stop: _Stop, algebra: Algebra, step: Callable[..., Any]
 ) -> LinearSolution:
-    """The iteration; ``step`` makes what follows each product."""
-
-    def apply(v: Vector) -> Vector:
-        return _damped(product, v, stop.damping)
-
-    b_norm = dot(b, b).sqrt()
-    floor = (max(stop.tol, torch.finfo(b[0].dtype).eps) * b_norm).clamp_min(stop.atol) ** 2
-    if start is None:
-        v, r = b.zeros_like(), b
-    else:
-        v = start
-        r = b - apply(v)
-    p, rr = r, dot(r, r)
-    first = rr
-    iterations = torch.zeros_like(rr, dtype=torch.int64)
-    indefinite = torch.zeros_like(rr, dtype=torch.bool)
+    """The loop from v, whose residual is r; ``step`` makes what follows each product."""
+    dot, _, where = algebra
+    square = dot(b, b)
+    rr = largest = square
+    if r is not b:
+        rr = dot(r, r)
+        largest = where(rr > square, rr, square)
+    rounding, given = max(stop.tol, torch.finfo(b[0].dtype).eps) ** 2 * square, stop.atol**2
+    floor, p = where(rounding > given, rounding, given), r
+    active = rr > floor
+    iterations, indefinite = 0 * active, active & False
     for k in range(stop.steps):
-        active = (rr > floor) & ~indefinite
         if _seen_done(active, k, max(stop.tol, stop.atol)):
             break
         v, r, p, rr, negative = step(v, r, p, apply(p), rr, active)
-        indefinite = indefinite | negative
-        iterations = iterations + (active & ~negative)
-    diverged = rr > 100 * (b_norm**2 if start is None else torch.maximum(b_norm**2, first))
+        active = active ^ negative
+        iterations, indefinite = iterations + active, indefinite | negative
+        active = active & (rr > floor)
+    diverged = rr > 100 * largest
+    if not isinstance(rr, Tensor):
+        rr, square = (torch.tensor(number, dtype=torch.float64, device="cpu") for number in (rr, square))
+        iterations, indefinite, diverged = (
+            torch.tensor(figure, device="cpu") for figure in (iterations, indefinite, diverged)
+        )
     residual = rr.sqrt()
-    return LinearSolution(v, residual, iterations, indefinite, relative(residual, b_norm), diverged)
+    return LinearSolution(v, residual, iterations, indefinite, _relative(residual, square.sqrt()), diverged)
 
 
-def _cg_step(
-    dot: Callable[..., Tensor], v: Vector, r: Vector, p: Vector, hp: Vector, rr: Tensor, active: Tensor
-) -> tuple[Vector, Vector, Vector, Tensor, Tensor]:
-    curvature = dot(p, hp)
-    negative = active & (curvature <= 0)
-    active = active & ~negative
-    # A finished solve is frozen by zero steps instead of a branch, which would need the host.
-    alpha = torch.where(active, rr / torch.where(active, curvature, 1.0), 0.0)
-    v, r = v + p * alpha, r - hp * alpha
-    new_rr = dot(r, r)
-    p = r + p * torch.where(active, new_rr / torch.where(rr > 0, rr, 1.0), 0.0)
-    return v, r, p, torch.where(active, new_rr, rr), negative
-
-
-def _flat_cg(product: Product, b: Vector, start: Sequence[Tensor] | None, stop: _Stop, lanes: bool) -> LinearSolution:
-    """The iteration on one tensor with a row for each lane, whose steps are made by the fused operator."""
+def _fused(apply: Product, b: Vector, v: Vector, r: Vector, stop: _Stop, lanes: bool) -> LinearSolution:
+    """The loop on one tensor with a row for each lane, whose steps are made by the fused operator."""
     n = len(b[0]) if lanes else 1
     sizes = [t.numel() // n for t in b]
 
@@ -157,10 +142,24 @@ def _flat_cg(product: Product, b: Vector, start: Sequence[Tensor] | None, stop: 
         *vectors, rr, negative = cg_step(v[0], r[0], p[0], hp[0], rr, active)
         return *(Vector([t]) for t in vectors), rr, negative
 
-    begun = None if start is None else flat(start)
-    found = _cg(lambda v: flat(product(whole(v))), flat(b), begun, stop, Vector.lane_dot, step)
-    figures: Any = found[1:] if lanes else [figure.squeeze(0) for figure in cast(tuple[Tensor, ...], found[1:])]
+    rows = flat(b)
+    found = _cg(lambda p: flat(apply(whole(p))), rows, flat(v), rows if r is b else flat(r), stop, _LANES, step)
+    figures: Any = found[1:] if lanes else [figure.squeeze(0) for figure in found[1:] if figure is not None]
     return LinearSolution(whole(found.solution), *figures)
+
+
+def _number(a: Vector, b: Vector) -> float:
+    """The inner product on the host; NaN also where it is infinite, so that no step hides it."""
+    value = float(a.dot(b))
+    return value if isfinite(value) else nan
+
+
+def _either(condition: bool, a: float, b: float) -> float:
+    return a if condition else b
+
+
+_SCALARS, _LANES = Algebra(Vector.dot, Vector.add), Algebra(Vector.lane_dot, Vector.add)
+_NUMBERS = Algebra(_number, Vector.add, _either)  # which cost less than operations on tensors of one
 
 
 def minres(
@@ -282,10 +281,10 @@ def fixed_point(
     for k in range(steps):
         if k:
             r = b - _damped(product, v, damping)
-        move, active = _unfinished(r, b, norm, tol)
-        if active is not None and not traced() and not active.any():
+        move, active, seen_done = _unfinished(r, norm, b_norm, k, tol)
+        if seen_done:
             break
-        v, done = v + move * lr, done + (1 if active is None else active)
+        v, done = v + move * lr, done + active
     return _finished(v, norm(r), done, b_norm, first)
 
 
@@ -322,13 +321,13 @@ def neumann(
     term = total = b = Vector(b)
     residual = b_norm = norm(b)
     done = torch.zeros_like(residual, dtype=torch.int64)
-    for _ in range(steps):
-        term, active = _unfinished(term, b, norm, tol)
-        if active is not None and not traced() and not active.any():
+    for k in range(steps):
+        term, active, seen_done = _unfinished(term, norm, b_norm, k, tol)
+        if seen_done:
             break
         term = term - _damped(product, term * lr, damping)
-        residual = residual if active is None else torch.where(active, norm(term), residual)
-        total, done = total + term, done + (1 if active is None else active)
+        residual = torch.where(active, norm(term), residual) if isinstance(active, Tensor) else residual
+        total, done = total + term, done + active
     cut()
     return _finished(total * lr, norm(term) if tol <= 0 else residual, done, b_norm, b_norm)
 
@@ -382,19 +381,38 @@ def _inverse(value: Tensor) -> Tensor:
     return torch.where(value > 0, 1 / torch.where(value > 0, value, 1.0), 0.0)
 
 
-def _seen_done(active: Tensor, k: int, tol: float) -> bool:
+def _relative(residual: Tensor, norm: Tensor) -> Tensor:
+    """A residual in units of the right-hand side; finite if both are."""
+    return residual / norm.clamp_min(torch.finfo(norm.dtype).tiny)
+
+
+def _host_looks(t: Tensor, k: int = 0, tol: float = 0.0) -> bool:
+    """Whether the host looks at values beside a tensor before iteration k: never in a trace, and waits but rarely."""
+    return not traced() and (t.is_cpu or (tol > 0 and k % 10 == 0))
+
+
+def _seen_done(active: Tensor | bool, k: int, tol: float) -> bool:
     """Whether the host looks before iteration k, and finds that no lane goes on."""
-    return not traced() and (active.device.type == "cpu" or (tol > 0 and k % 10 == 0)) and not bool(active.any())
+    if not isinstance(active, Tensor):
+        return not active
+    return _host_looks(active, k, tol) and not bool(active.any())
 
 
-def _unfinished(r: Vector, b: Vector, norm: Callable[[Vector], Tensor], tol: float) -> tuple[Vector, Tensor | None]:
-    """The residual, zero in the lanes that have reached the tolerance, and which have not (None: nobody asks)."""
+def _unfinished(
+    r: Vector, norm: Callable[[Vector], Tensor], b_norm: Tensor, k: int, tol: float
+) -> tuple[Vector, Tensor | int, bool]:
+    """The residual, zero in lanes that have reached the tolerance; which have not; whether none is seen to go on."""
     if tol <= 0:
-        return r, None
-    active = norm(r) > tol * norm(b)
-    return (r if not traced() and active.all() else r * active.to(r[0].dtype)), active
+        return r, 1, False
+    active = norm(r) > tol * b_norm
+    if _host_looks(active, k, tol):
+        if active.all():
+            return r, active, False
+        if not active.any():
+            return r, active, True
+    return r * active.to(r[0].dtype), active, False
 
 
 def _finished(v: Vector, residual: Tensor, iterations: Tensor, b_norm: Tensor, first: Tensor) -> LinearSolution:
     diverged = residual > (1 + 1e-3) * (b_norm if first is b_norm else torch.maximum(b_norm, first))
-    return LinearSolution(v, residual, iterations, torch.zeros_like(diverged), relative(residual, b_norm), diverged)
+    return LinearSolution(v, residual, iterations, torch.zeros_like(diverged), _relative(residual, b_norm), diverged)

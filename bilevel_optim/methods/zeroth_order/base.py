@@ -14,7 +14,6 @@ from ...oracle.lanes import one_of_many
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, is_count, is_number, require
 from ...problem.random import SEEDS
-from ...problem.tracing import traced
 from ...problem.vector import any_sharded
 from ...solvers.paths import Paths
 
@@ -72,12 +71,11 @@ class ZerothOrder(BilevelOptimizer):
         """The directions of this step, the same on every rank."""
         if any_sharded(oracle.live_x):
             raise ValueError(f"{type(self).__name__} cannot perturb sharded upper parameters (DTensor)")
-        seed = given.chances["seed"]
         return Directions(
             oracle.x,
             self.direction,
             self.directions,
-            seed=seed if traced() else int(seed),
+            seed=given.chances["seed"],
             smoothing=self.smoothing,
             relative=self.smoothing_mode == "relative",
             scale=self.scale,
