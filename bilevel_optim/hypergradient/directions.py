@@ -9,7 +9,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from ..kernels.counter import mixed, mixed_number, remainders, signed
+from ..kernels.counter import mixed, remainders
 from ..kernels.seeded import accumulated, perturbed, squares
 from ..problem.parameters import is_number, require
 from ..problem.vector import Vector
@@ -46,7 +46,7 @@ class Directions:
         x: the point, of p entries in tensors of :math:`p_l`.
         kind: one of the above.
         count: Q.
-        seed: of this set; a tensor in a trace.
+        seed: of this set.
         smoothing: :math:`\mu`, the length of a difference.
         relative: :math:`D_l = \|x_l\| / \sqrt{p_l}` (1 for a tensor of zeros), instead of 1.
         scale: ``"unbiased"``: :math:`\hat u = u`, but :math:`p_l u_l` for ``"block_sphere"``; ``"none"``:
@@ -137,7 +137,7 @@ class Directions:
     def _seeded(self, seed: int | Tensor) -> tuple[Tensor, Tensor]:
         """Keys of all directions, and the row of the Hartley transform that each of them is."""
         j = torch.arange(self.count, device=self.x[0].device)
-        own = signed(mixed_number(seed)) if isinstance(seed, int) else mixed(seed.to(j.device))
+        own = mixed(seed if isinstance(seed, Tensor) else torch.tensor(seed, device="cpu"))
         if self.kind != "orthogonal":
             return mixed(own + j), torch.zeros_like(j)
         block, index = j // self._p, j % self._p

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..problem.values import changed, values
-from ..problem.vector import Vector, norms
+from ..problem.vector import Vector
 from ..solvers.lower import Memory
 
 __all__ = ["Estimate", "Write", "measured"]
@@ -84,4 +84,4 @@ def measured(figures: Mapping[str, Any], above: int = -1) -> dict[str, Any]:
     if not vectors or sum([t.numel() for vector in vectors.values() for t in vector]) <= above:
         return {**figures}
     with torch.set_grad_enabled(False):
-        return {**figures, **dict(zip(vectors, norms([*vectors.values()]), strict=True))}
+        return {**figures, **{name: vector.norm() for name, vector in vectors.items()}}

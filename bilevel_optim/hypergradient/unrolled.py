@@ -77,8 +77,9 @@ def unrolled(
         point, sample, apart = _differentiable(oracle, solved.y, parts)
         step = _Step(point, solved.memory, sample, point.kept_system(sample) if keep_graphs else None, apart)
         trajectory.append(step)
-        solved = rule.step(solved.y, solved.memory, partial(_evaluated, step))
-        if differentiated > 2 and k in (0, differentiated // 2, differentiated - 1) and solved.gradient is not None:
+        sized = k in (0, differentiated // 2, differentiated - 1)
+        solved = rule.step(solved.y, solved.memory, partial(_evaluated, step), sized=sized)
+        if differentiated > 2 and sized and solved.gradient is not None:
             norms.append(solved.norm())
     oracle.checks.finite("lower_grad", solved.y)
     loss, h, adjoint = oracle.at(lower=solved.y).upper(upper_sample or oracle.f.draw(once=True))

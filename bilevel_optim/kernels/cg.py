@@ -1,6 +1,9 @@
-"""One step of conjugate gradients on many systems at once, after the product: two inner products, three updates."""
+"""One step of conjugate gradients after the product: two inner products, three updates."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,7 +11,37 @@ from torch import Tensor
 from .counter import precise
 from .registry import operator
 
-__all__ = ["cg_step"]
+__all__ = ["Algebra", "cg_step", "iteration"]
+
+
+class Algebra(NamedTuple):
+    """What vectors are, and the scalars made of them.
+
+    Attributes:
+        dot: the inner product, of many systems one for each of them.
+        add: ``(vector, other, alpha) -> vector + alpha * other``.
+        where: chooses between two scalars, as ``torch.where`` does.
+    """
+
+    dot: Callable[[Any, Any], Any]
+    add: Callable[[Any, Any, Any], Any]
+    where: Callable[[Any, Any, Any], Any] = torch.where
+
+
+def iteration(
+    algebra: Algebra, v: Any, r: Any, p: Any, hp: Any, rr: Any, active: Any
+) -> tuple[Any, Any, Any, Any, Any]:
+    """What follows the product in an iteration: `cg_step`, of vectors and scalars of any kind."""
+    dot, add, where = algebra
+    curvature = dot(p, hp)
+    negative = active & (curvature <= 0)
+    active = active ^ negative
+    # A finished solve is frozen by zero steps instead of a branch, which would need the host.
+    alpha = where(active, rr / where(active, curvature, 1.0), 0.0)
+    v, r = add(v, p, alpha), add(r, hp, -alpha)
+    length = dot(r, r)
+    p = add(r, p, where(active, length / where(rr > 0, rr, 1.0), 0.0))
+    return v, r, p, where(active, length, rr), negative
 
 
 def cg_step(
@@ -46,17 +79,19 @@ def cg_step(
 def _cg_step(
     v: Tensor, r: Tensor, p: Tensor, hp: Tensor, rr: Tensor, active: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dtype = precise(v.dtype)
-    curvature = (p.to(dtype) * hp.to(dtype)).sum(1, dtype=torch.float64)
-    negative = active & (curvature <= 0)
-    active = active & ~negative
-    alpha = torch.where(active, rr / torch.where(active, curvature, 1.0), 0.0).to(dtype).unsqueeze(1)
-    v, r = (v + p * alpha).to(v.dtype), (r - hp * alpha).to(r.dtype)
-    length = r.to(dtype).square().sum(1, dtype=torch.float64)
-    beta = torch.where(active, length / torch.where(rr > 0, rr, 1.0), 0.0).to(dtype).unsqueeze(1)
-    return v, r, (r + p * beta).to(p.dtype), torch.where(active, length, rr), negative
+    return iteration(_ROWS, v, r, p, hp, rr, active)
 
 
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    dtype = precise(a.dtype)
+    return (a.to(dtype) * b.to(dtype)).sum(1, dtype=torch.float64)
+
+
+def _add(a: Tensor, b: Tensor, alpha: Tensor) -> Tensor:
+    return (a + b * alpha.to(precise(a.dtype)).unsqueeze(1)).to(a.dtype)
+
+
+_ROWS = Algebra(_dot, _add)
 _OPERATOR = operator(
     _cg_step,
     lambda v, r, p, hp, rr, active: (

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .counter import precise
 
-__all__ = ["accumulated", "cg_step", "perturbed", "row_update_", "squares"]
+__all__ = ["accumulated", "cg_step", "perturbed", "squares"]
 
 BLOCK = 1024
 
@@ -144,52 +144,6 @@ def _turn(
         tl.store(negatives + lane, negative)
 
 
-@triton.jit
-def _updated(
-    position, velocity, drift, new, old, rates, groups, row, i, kinds, keep, shrink, a, at, inside,
-    DTYPE: tl.constexpr,
-):  # fmt: skip
-    """A part of a row of both tables: caught up, and the velocity updated; and the step along it."""
-    group = tl.load(groups + at, mask=inside, other=0)
-    w = tl.load(velocity + row + at, mask=inside, other=0.0).to(DTYPE)
-    y = tl.load(position + row + at, mask=inside, other=0.0).to(DTYPE) - tl.load(drift + i * kinds + group) * w
-    seen = tl.load(new + at, mask=inside, other=0.0).to(DTYPE)
-    seen -= keep * tl.load(old + at, mask=inside, other=0.0).to(DTYPE)
-    w = (keep * shrink * w + a * seen).to(velocity.dtype.element_ty)
-    return y, w, tl.load(rates + group) * w.to(DTYPE)
-
-
-@triton.jit
-def _update_row(
-    outside, position, velocity, ids, drift, shrink, new, old, scale, rates, groups, settings, n, kinds,
-    DTYPE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    i = tl.program_id(0).to(tl.int64)
-    row, s, a = tl.load(ids + i) * n, tl.load(shrink + i), tl.load(scale + i)
-    keep, tau, radius = tl.load(settings).to(DTYPE), tl.load(settings + 1).to(DTYPE), tl.load(settings + 2)
-    new, old = new + i * n, old + i * n
-    square = tl.zeros((BLOCK,), tl.float64)
-    for start in range(0, n, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        y, w, step = _updated(
-            position, velocity, drift, new, old, rates, groups, row, i, kinds, keep, s, a, at, at < n, DTYPE
-        )
-        target = (y - step).to(tl.float64)
-        square += tl.where(at < n, target * target, 0.0)
-    length = tl.sqrt(tl.sum(square))
-    beyond = length > radius
-    within = tl.where(beyond, radius / length, 1.0).to(DTYPE)
-    tl.store(outside + i, beyond)
-    for start in range(0, n, BLOCK):  # made again instead of kept: the projection needs the length of the whole row
-        at = start + tl.arange(0, BLOCK)
-        y, w, step = _updated(
-            position, velocity, drift, new, old, rates, groups, row, i, kinds, keep, s, a, at, at < n, DTYPE
-        )
-        moved = (1 - tau) * y + tau * ((y - step) * within)
-        tl.store(position + row + at, moved.to(position.dtype.element_ty), mask=at < n)
-        tl.store(velocity + row + at, w, mask=at < n)
-
-
 def perturbed(
     point: Tensor, factors: Tensor, keys: Tensor, rows: Tensor, period: int, offset: int, kind: str
 ) -> Tensor:
@@ -245,37 +199,6 @@ def cg_step(
         _move[grid](new_v, new_r, lengths, v, r, p, hp, curvatures, rr, active, n, count, **sizes)
         _turn[grid](new_p, new_rr, negative, new_r, p, lengths, curvatures, rr, active, n, count, **sizes)
     return new_v, new_r, new_p, new_rr, negative
-
-
-def row_update_(
-    position: Tensor,
-    velocity: Tensor,
-    ids: Tensor,
-    drift: Tensor,
-    shrink: Tensor,
-    new: Tensor,
-    old: Tensor,
-    scale: Tensor,
-    rates: Tensor,
-    groups: Tensor,
-    keep: float,
-    tau: float,
-    radius: float,
-) -> Tensor:
-    """`rows.row_update_`, a program for each row."""
-    dtype, k = precise(position.dtype), len(ids)
-    outside = torch.empty(k, dtype=torch.bool, device=ids.device)
-    drift, shrink, scale, rates = (t.to(dtype).contiguous() for t in (drift, shrink, scale, rates))
-    settings = torch.empty(3, dtype=torch.float64, device=ids.device)
-    for place, value in enumerate((keep, tau, radius)):
-        settings[place].fill_(value)  # a copy from the host would wait for the device
-    if k:
-        _update_row[(k,)](
-            outside, position, velocity, ids.contiguous(), drift, shrink, new.contiguous(),
-            old.contiguous(), scale, rates, groups.contiguous(), settings, position.shape[1], drift.shape[1],
-            DTYPE=_dtype(position), BLOCK=BLOCK,
-        )  # fmt: skip
-    return outside
 
 
 def _dtype(t: Tensor) -> tl.dtype:

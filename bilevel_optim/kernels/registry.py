@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -22,19 +22,14 @@ def programs() -> Any:
         return None
 
 
-def operator(
-    reference: Callable[..., Any], empty: Callable[..., Any], changes: Sequence[str] = ()
-) -> Callable[..., Any]:
+def operator(reference: Callable[..., Any], empty: Callable[..., Any]) -> Callable[..., Any]:
     """The operator ``bilevel_optim::NAME`` of a reference, whose program has the same name and arguments.
 
     Args:
         reference: what it computes, in torch.
         empty: what the result looks like (`torch.library.register_fake`).
-        changes: arguments that are changed in place.
     """
-    made = torch.library.custom_op(
-        f"bilevel_optim::{reference.__name__.removeprefix('_')}", reference, mutates_args=changes
-    )
+    made = torch.library.custom_op(f"bilevel_optim::{reference.__name__.removeprefix('_')}", reference, mutates_args=())
     made.register_fake(empty)
 
     def each(info: Any, in_dims: Any, *args: Any) -> Any:

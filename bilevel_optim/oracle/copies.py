@@ -227,7 +227,7 @@ def _together(oracle: Oracle, points: _Points) -> Copies:
             assert f is not None
             return _only_values(f)
         _look(oracle, g, y, None if points.upper is None else x, wrt)
-        if not session.found.vmapped and has_large_convolutions(g):
+        if not session.found.vmapped and has_large_convolutions(g, session.options.captured):
             raise batched.Unsuited(batched.CONVOLUTIONS)
         total = (g if set(points.g_weights) == {1.0} else g * g.new_tensor(points.g_weights)).sum()
         if f is None:

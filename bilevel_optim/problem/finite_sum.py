@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .objective import Objective, Sample, require_state
 from .parameters import is_count, require
-from .tracing import traced
 
 __all__ = ["FiniteSum", "random_term", "term_count"]
 
@@ -146,11 +145,11 @@ def term_count(objective: Objective, level: str) -> int:
 def random_term(objective: Objective, agreed: Callable[[int], int]) -> tuple[int | Tensor, Sample]:
     """Index and sample of a random term, the same on all ranks: ``agreed`` gives the index of the first of them.
 
-    In a trace the index is a tensor.
+    An index that is a tensor, as one that was drawn for a graph, is left as it is.
     """
     sample = objective.draw()
-    if traced():
-        return 0 if sample.index is None else sample.index, sample
-    own = 0 if sample.index is None else int(sample.index)
+    own = sample.index or 0
+    if isinstance(own, Tensor):
+        return own, sample
     index = agreed(own)
     return index, sample if index == own else objective.term(index)

@@ -11,9 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .tracing import traced
-
-__all__ = ["Vector", "any_sharded", "is_sharded", "norms", "stack"]
+__all__ = ["Vector", "any_sharded", "is_sharded", "stack"]
 
 Scalar = float | Tensor
 
@@ -60,6 +58,14 @@ class Vector(tuple[Tensor, ...]):
     def __neg__(self) -> Vector:
         return Vector(torch._foreach_neg(self))
 
+    def add(self, other: Sequence[Tensor], alpha: Scalar) -> Vector:
+        """``self + alpha * other``; one operation if ``alpha`` is a number."""
+        if isinstance(alpha, Tensor):
+            return self + Vector(other) * alpha
+        if len(self) == 1:
+            return Vector((torch.add(self[0], other[0], alpha=alpha),))
+        return Vector(torch._foreach_add(self, tuple(other), alpha=alpha))
+
     def descended(self, direction: Sequence[Tensor], rates: Sequence[Scalar]) -> Vector:
         """This less the direction, with a learning rate for each tensor."""
         if len(self) == 1 and type(rates[0]) is float:
@@ -72,6 +78,8 @@ class Vector(tuple[Tensor, ...]):
 
     def dot(self, other: Sequence[Tensor]) -> Tensor:
         """Inner product over all tensors, accumulated in float64 where the device has it."""
+        if len(self) == 1:
+            return _sum(self[0] * other[0])
         return _total([_sum(product) for product in torch._foreach_mul(self, tuple(other))])
 
     def norm(self) -> Tensor:
@@ -142,19 +150,6 @@ class Vector(tuple[Tensor, ...]):
                     tensor.copy_(value)
         else:
             torch._foreach_copy_(self, tuple(values))
-
-
-def norms(vectors: Sequence[Vector]) -> list[Tensor]:
-    """The norms of several vectors.
-
-    Those of one plain tensor each are evaluated in one call, which costs less than one for each, but not in a graph.
-    """
-    single = [v[0] for v in vectors if len(v) == 1]
-    if len(vectors) == len(single) > 1 and not traced() and not any_sharded(single):
-        kinds = {_accumulator(t) for t in single}
-        if len(kinds) == 1:
-            return list(torch._foreach_norm(single, 2, kinds.pop()))
-    return [v.norm() for v in vectors]
 
 
 def stack(vectors: Sequence[Sequence[Tensor]]) -> Vector:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.overrides import TorchFunctionMode
 
-from ..problem.tracing import Untraceable, traced
+from ..problem.tracing import Untraceable
 from ..problem.vector import Vector
 
 __all__ = ["Memory", "Rate", "can_be_unrolled", "descended", "rates_of", "sgd", "updated"]
@@ -23,7 +23,7 @@ COUNT, KIND = (
     "step",
     torch.float32,
 )  # where torch.optim counts the steps, and in which type unless the default is double
-Rate = Any  # a learning rate: a number, or in a trace a tensor
+Rate = Any  # a learning rate: a number, or a tensor of one
 
 
 def rates_of(groups: Sequence[dict[str, Any]]) -> list[Rate]:
@@ -31,7 +31,9 @@ def rates_of(groups: Sequence[dict[str, Any]]) -> list[Rate]:
     rates: list[Rate] = []
     for group in groups:
         rate = group["lr"]
-        rates += [rate if type(rate) is float or traced() else float(rate)] * len(group["params"])
+        if type(rate) is not float:
+            rate = rate.detach().reshape(()) if isinstance(rate, Tensor) else float(rate)
+        rates += [rate] * len(group["params"])
     return rates
 
 
@@ -54,7 +56,9 @@ def sgd(group: dict[str, Any], y: Tensor, memory: dict[str, Any], gradient: Tens
         buffer = direction if buffer is None else group["momentum"] * buffer + kept * direction
         memory = {"momentum_buffer": buffer}
         direction = direction + group["momentum"] * buffer if group["nesterov"] else buffer
-    rate = group["lr"].to(y.dtype) if traced() else group["lr"]
+    rate = group["lr"]
+    if isinstance(rate, Tensor) and not y.dim():  # two numbers would be of the wider type
+        rate = rate.to(y.dtype)
     return y - rate * direction, memory
 
 

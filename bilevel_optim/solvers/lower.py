@@ -61,8 +61,8 @@ class Solved(NamedTuple):
         projected: whether the projection moved the last y, a boolean scalar; None without a projection.
         early: norms of the gradients at the first and at the middle step of at least three, of stacked copies those of
             each; None if they were fewer.
-        size: in a trace the norm of the gradient, of stacked copies of each, made with the step: the gradient, which
-            takes longer to write than to look at, then need not leave it.
+        size: norm of the gradient, of stacked copies that of each, if it was asked for with the step: from a part of a
+            graph the gradient, which takes longer to write than to look at, then need not come out.
     """
 
     y: Vector
@@ -73,9 +73,9 @@ class Solved(NamedTuple):
     size: Tensor | None = None
 
     def norm(self, lanes: bool = False) -> Tensor:
-        """Norm of the last gradient, of stacked copies that of each."""
+        """Norm of the last gradient, or those of the gradients of stacked copies."""
         if self.size is not None:
-            return self.size
+            return self.size if lanes else _together(self.size)
         assert self.gradient is not None
         return self.gradient.lane_norm() if lanes else self.gradient.norm()
 
@@ -83,8 +83,8 @@ class Solved(NamedTuple):
         """Diagnostics of the steps, with a warning if the gradient grew in both halves of them."""
         if self.gradient is None:
             return {}
-        last = self.gradient.norm() if self.size is None else self.size.norm()
-        early = None if self.early is None else (self.early[0].norm(), self.early[1].norm())
+        last = self.norm()
+        early = None if self.early is None else (_together(self.early[0]), _together(self.early[1]))
         return {"lower_residual": last, **watched_growth(checks, early, last)}
 
 
@@ -160,10 +160,13 @@ class LowerRule:
         """The memory to begin with."""
         return copy.deepcopy(self._initial) if any(self._initial) else [{} for _ in self._initial]
 
-    def step(self, y: Vector, memory: Memory, gradient: Gradient) -> Solved:
-        """One step on the gradients that ``gradient`` evaluates, at y or where the optimizer asks for them."""
+    def step(self, y: Vector, memory: Memory, gradient: Gradient, *, sized: bool = False) -> Solved:
+        """One step on the gradients that ``gradient`` evaluates, at y or where the optimizer asks for them.
+
+        ``sized``: the norm of the last one is made with it.
+        """
         solved = self._limited(y, memory, gradient) if self.limits else self._step(y, memory, gradient)
-        if traced() and solved.gradient is not None:
+        if sized and solved.gradient is not None:
             solved = solved._replace(size=solved.norm(bool(self.lead)))
         end_region()
         return solved
@@ -255,12 +258,18 @@ class LowerRule:
         early = []
         with span("lower solve"):
             for k in range(steps):
-                solved = self.step(solved.y, solved.memory, draw())
-                if steps > 2 and k in (0, steps // 2) and solved.gradient is not None:
-                    early.append(solved.norm(bool(self.lead)))
+                is_early = steps > 2 and k in (0, steps // 2)
+                solved = self.step(solved.y, solved.memory, draw(), sized=is_early or k == steps - 1)
+                if is_early and solved.size is not None:
+                    early.append(solved.size)
                 if tol > 0 and solved.gradient is not None and solved.gradient.norm() <= tol:
                     break
         return solved._replace(early=(early[0], early[1])) if len(early) == 2 else solved
+
+
+def _together(norms: Tensor) -> Tensor:
+    """The norm over all copies."""
+    return norms.norm() if norms.dim() else norms
 
 
 def watched_growth(checks: Checks, early: tuple[Tensor, Tensor] | None, last: Tensor) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bilevel_optim import Vector
+from bilevel_optim.solvers import linear
 from bilevel_optim.solvers.linear import cg, fixed_point, minres, neumann, neumann_term
 
 from ..problems import close
@@ -249,16 +250,44 @@ SYSTEMS = {
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("start", [None, [1.0, -1.0, 0.5]])
 @pytest.mark.parametrize("options", [{"steps": 2}, {"steps": 9, "tol": 1e-3}, {"steps": 9, "damping": 0.5}], ids=str)
-def test_one_system_and_a_lane_of_several_are_solved_alike(system, start, options):
-    """One is solved with Python numbers, several with tensors of them."""
+def test_one_system_and_a_lane_of_several_are_solved_alike(system, start, options, monkeypatch):
+    """One is solved with Python numbers, several with tensors of them, as is one in a trace."""
     matrix, b = torch.tensor(SYSTEMS[system]).double(), torch.tensor([1.0, 2.0, -1.0]).double()
     begun = None if start is None else torch.tensor(start).double()
     one = cg(lambda v: Vector([matrix @ v[0]]), [b], None if begun is None else [begun], **options)
     some = cg(
         lambda v: Vector([v[0] @ matrix.mT]), [b[None]], None if begun is None else [begun[None]], lanes=True, **options
     )
-    torch.testing.assert_close(one.solution[0], some.solution[0][0], rtol=1e-10, atol=1e-12)
-    for name in ("residual", "relative", "iterations", "indefinite", "diverged"):
-        a, b = getattr(one, name), getattr(some, name)
-        torch.testing.assert_close(a.double(), b.reshape(()).double(), rtol=1e-9, atol=1e-12, msg=name)
+    monkeypatch.setattr(linear, "traced", lambda: True)
+    masked = cg(lambda v: Vector([matrix @ v[0]]), [b], None if begun is None else [begun], **options)
+    for other in (some, masked):
+        torch.testing.assert_close(one.solution[0], other.solution[0].reshape(3), rtol=1e-10, atol=1e-12)
+        for name in ("residual", "relative", "iterations", "indefinite", "diverged"):
+            a, b = getattr(one, name), getattr(other, name)
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a.double(), b.reshape(()).double(), rtol=1e-9, atol=1e-12, msg=name)
     assert bool(one.diverged) == (system == "not symmetric")
+
+
+def test_an_infinite_product_shows_in_the_solution():
+    """Here the step would be zero: the curvature is infinite."""
+    solution = cg(lambda v: v * float("inf"), [torch.ones(2)], steps=3).solution
+    assert solution[0].isnan().all()
+
+
+@pytest.mark.parametrize("solve", [neumann, fixed_point])
+def test_series_that_nobody_looks_at_end_where_others_stop(solve, monkeypatch):
+    """In a trace all iterations are made: those beyond the tolerance change nothing."""
+    H, b = torch.tensor([[0.5, 1.0], [0.9, 0.8]]), torch.tensor([[1.0, 2.0], [-1.0, 1.0]])
+    calls = []
+
+    def product(v):
+        calls.append(v)
+        return Vector([H * v[0]])
+
+    expected = solve(product, [b], steps=40, lr=0.9, tol=1e-3, lanes=True)
+    assert len(calls) < 39
+    monkeypatch.setattr(linear, "traced", lambda: True)
+    found = solve(product, [b], steps=40, lr=0.9, tol=1e-3, lanes=True)
+    for a, c in zip((*found.solution, *found[1:]), (*expected.solution, *expected[1:]), strict=True):
+        assert torch.equal(a, c)

@@ -49,29 +49,12 @@ def cg(programs, dtype, lanes, n):
         yield f"cg_step.{i}", *(t.to(dtype) if t.dtype == torch.float64 else t for t in pair)
 
 
-def rows(programs, dtype, k, n, radius):
-    import torch
-
-    from bilevel_optim.kernels.rows import _row_update_
-
-    m, groups = 7, torch.arange(n) % 2
-    tables = [torch.randn(m, n).to(dtype) for _ in range(2)]
-    ids, new, old = torch.randperm(m)[:k], *(torch.randn(k, 2 * n).to(dtype)[:, ::2] for _ in range(2))
-    drift, shrink, scale, rates = torch.rand(k, 2), torch.rand(k), 3 * torch.rand(k), torch.rand(2)
-    rest = ids, drift, shrink, new, old, scale, rates, groups, 0.9, 0.7, radius
-    found, expected = [t.clone() for t in tables], [t.clone() for t in tables]
-    yield "outside", programs.row_update_(*found, *rest), _row_update_(*expected, *rest)
-    yield "position", found[0], expected[0]
-    yield "velocity", found[1], expected[1]
-
-
 def cases(programs, dtype):
     """What the programs and the references give, by name of the operator."""
     for count, n in SIZES:
         for results in (
             *(seeded(programs, dtype, count, n, k, o) for k in KINDS for o in OFFSETS),
             cg(programs, dtype, count, n),
-            *(rows(programs, dtype, count, n, radius) for radius in (float("inf"), 1.2 * n**0.5)),
         ):
             for name, found, expected in results:
                 yield name.partition(".")[0], found, expected
@@ -94,8 +77,8 @@ def interpreted():
     return worst
 
 
-POINTERS = {"*i64": {"keys", "rows", "ids", "groups"}, "*i1": {"active", "negatives", "outside"}}
-INTEGERS = {"period", "offset", "n", "count", "kinds"}
+POINTERS = {"*i64": {"keys", "rows"}, "*i1": {"active", "negatives"}}
+INTEGERS = {"period", "offset", "n", "count"}
 DOUBLES = {  # arguments that have double precision in any case
     "_perturb": (),
     "_accumulate": (),
@@ -103,7 +86,6 @@ DOUBLES = {  # arguments that have double precision in any case
     "_curvatures": ("parts",),
     "_move": ("lengths", "curvatures", "rr"),
     "_turn": ("new_rr", "lengths", "curvatures", "rr"),
-    "_update_row": ("settings",),
 }
 
 
@@ -135,7 +117,7 @@ def compiled(capability):
     target, found = GPUTarget("cuda", capability, 32), {}
     cases = [(name, tl.float32, "normal") for name in DOUBLES]
     cases += [("_perturb", tl.float32, "sign"), ("_perturb", tl.float32, "hartley")]
-    cases += [("_accumulate", tl.float64, "normal"), ("_update_row", tl.float64, None)]
+    cases += [("_accumulate", tl.float64, "normal")]
     for name, number, kind in cases:
         program = getattr(programs, name)
         result = triton.compile(ASTSource(program, *signature(program, number, kind)), target=target)
