@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ..errors import BilevelWarning
+from ..problem.tracing import Untraceable
 from .backends import Backend, backend_of
 from .bind import CompiledStep
 from .draws import Data, Draws, Like
-from ..problem.tracing import Untraceable
 from .losses import Readers, Unreadable
 
 __all__ = ["PLAIN", "CacheEntry", "DataForm", "Identity", "Settings", "StepCache"]

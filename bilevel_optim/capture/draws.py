@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -416,7 +417,7 @@ def _same(value: Any, other: Any) -> bool:
     if value is other:
         return True
     try:
-        return type(value).__eq__ is not object.__eq__ and bool(value == other)
+        return bool(value == other)  # by identity where a class says nothing of equality
     except Exception:  # an array, say, whose equality is not one truth
         return False
 
@@ -489,7 +490,7 @@ def draw_ahead(
         batches[source] = [[]] * ends[source][-1]
         if objective.data is not None:
             batches[source] = _tensors_of_each(known[source], objective.take(ends[source][-1]))
-            steps = min(steps, sum(1 for _ in takewhile(lambda end: end <= len(batches[source]), ends[source][1:])))
+            steps = min(steps, bisect_right(ends[source], len(batches[source])) - 1)
     own = [[*column.unbind()] for column in inputs.values()]
     found = []
     for k, key in enumerate(keys[:steps]):

@@ -23,7 +23,7 @@ from ..problem.tracing import Untraceable
 __all__ = ["LossReader", "PureLoss", "Readers", "Reading", "Readings", "Unreadable"]
 
 # What Dynamo does not look at by default, to be fast, is looked at too. A version need not have all of the names.
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     name: value
     for name, value in {
         "allow_rnn": True,
@@ -219,7 +219,7 @@ class PureLoss:
 
 
 class Readings(dict[str, Reading]):
-    """All functions of a step, by their roles: ``"upper"``, ``"upper features"``, ``"lower"``, ..., ``"projection"``."""
+    """All functions of a step by role: ``"upper"``, ``"upper features"``, ``"lower"``, ..., ``"projection"``."""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -320,11 +320,11 @@ def _reason(error: Exception) -> str:
     elif "data-dependent" in first.lower():
         first = "a value is read on the host (a branch on it)"
     places = [p for p in re.findall(r'File "(.+)", line (\d+), in (.+)', text) if p[0] != __file__]
-    where = " ({0}, line {1}, in {2})".format(*places[-1]) if places else ""
+    where = " ({}, line {}, in {})".format(*places[-1]) if places else ""
     return first.strip().rstrip(".") + where
 
 
-# ------------------------------------------------------------------------------------------------ graphs without effects
+# ----------------------------------------------------------------------------------------- graphs without effects
 
 
 def _write_nowhere(graph: Graph, places: Sequence[Node]) -> dict[int, int]:
@@ -412,7 +412,7 @@ def _beside_numbers(function: Callable[..., Any], numbers: Sequence[int]) -> Cal
 
 def _write_apart(module: GraphModule) -> None:
     """Operations that cannot be differentiated twice, mapped or traced as they stand, as others that can."""
-    for name, part in [*module.named_children()]:
+    for part in [*module.children()]:
         if isinstance(part, GraphModule):
             _write_apart(part)
             part.recompile()
@@ -466,6 +466,6 @@ def _function_of(forward: GraphModule, backward: GraphModule) -> Callable[..., A
             return tuple(backward(*gradients, *saved))
 
     def apply(*inputs: Any) -> Any:
-        return Own.apply(*inputs)  # type: ignore[no-untyped-call]
+        return Own.apply(*inputs)
 
     return apply

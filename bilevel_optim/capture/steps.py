@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain, takewhile
@@ -151,8 +152,8 @@ class CapturedSteps:
         optimizer = self.optimizer
         if self.cache.reason:
             return None
-        if optimizer.why_eager:
-            self.cache.warn(optimizer.why_eager)
+        if why := optimizer.why_eager(sources.tasks):
+            self.cache.warn(why)
             return None
         key = optimizer.graph_key(optimizer.run_state.steps + ahead, optimizer.numbers)
         return None if key is None else self.cache.entry(self._guard(sources, update, key))
@@ -174,7 +175,7 @@ class CapturedSteps:
         """Why such steps run eagerly, if they do; those that the host makes in between are told as the others."""
         entry = entry or next(iter(self.cache.entries), None)
         own = "" if entry is None else entry.reason
-        known = self.cache.reason or self.optimizer.why_eager or own
+        known = self.cache.reason or self.optimizer.why_eager(sources.tasks) or own
         return known or self.cache.unreadable(self._functions(sources))
 
     def _random_inputs(self) -> dict[str, Tensor]:
@@ -288,9 +289,7 @@ class CapturedSteps:
         compiled = CompiledStep(graph, optimizer.state, oracle.live_x, oracle.live_y, readings.key, batches)
         return self._ran(compiled, form, readings, drawing.data.tensors)
 
-    def _ran(
-        self, compiled: CompiledStep, form: DataForm, readings: Readings, data: Sequence[Tensor]
-    ) -> Captured:
+    def _ran(self, compiled: CompiledStep, form: DataForm, readings: Readings, data: Sequence[Tensor]) -> Captured:
         outputs = compiled.run(*self._arguments(compiled, readings), data)
         return Captured(compiled, readings, form, outputs)
 
@@ -459,9 +458,9 @@ class CapturedSteps:
     ) -> tuple[list[Sequence[Tensor]], Drawing | None]:
         """Data of steps with the same graph, from the first on; and a step that has been drawn and is none of them."""
         optimizer, sources = self.optimizer, first.sources
-        key = optimizer.graph_key(optimizer.run_state.steps, optimizer.numbers)
-        keys = (optimizer.graph_key(optimizer.run_state.steps + k + 1, optimizer.numbers) for k in range(most))
-        steps = len([*takewhile(lambda other: other == key, (own for own, _ in zip(keys, range(compiled.unwatched))))])
+        now = optimizer.run_state.steps
+        keys = (optimizer.graph_key(now + k, optimizer.numbers) for k in range(min(most, compiled.unwatched) + 1))
+        steps = len([*takewhile(partial(operator.eq, next(keys)), keys)])
         found: list[Sequence[Tensor]] = [first.data.tensors]
         if sources.are_lists and compiled.batches is not None:
             found += self._ahead(first, form, compiled, steps)

@@ -10,3 +10,152 @@ from torch import Tensor
 
 from ..hypergradient import Estimate
 from ..optimizer.base import BilevelOptimizer, CommonOptions
+from ..optimizer.declaration import MethodInfo
+from ..optimizer.step import StepInputs
+from ..oracle.first_order import lower_slope
+from ..oracle.oracle import Oracle
+from ..problem.parameters import Params, is_count, is_number, require
+from ..problem.vector import Vector
+
+__all__ = ["BOME"]
+
+
+class BOME(BilevelOptimizer):
+    r"""Bilevel optimisation made easy (BOME): both variables descend f, kept to the lower solution by a barrier.
+
+    With the value gap :math:`q(x, y) = g(x, y) - g(x, y_T)`, :math:`y_T` the end of ``lower_steps`` steps from y, taken
+    as a constant,
+
+    .. math::
+        \lambda = \max(\phi - \langle \nabla f, \nabla q\rangle,\, 0) / \|\nabla q\|^2, \qquad
+        (x, y) \leftarrow (x, y) - (\text{lr}, \xi)\,(\nabla f + \lambda \nabla q),
+
+    gradients, products and norms over (x, y) together; :math:`\phi = \eta \|\nabla q\|^2` or :math:`\phi = \eta\, q`.
+    So :math:`\langle \nabla f + \lambda \nabla q, \nabla q\rangle \ge \phi`: q falls along every step. With
+    ``joint_steps`` K, K - 1 such steps of y alone, with x held and products over y, come before the one of both.
+
+    *When.* First derivatives only, one copy of y, one step for both variables; no penalty to choose. *Needs* a smooth
+    g whose gap has no stationary points but the solutions (Polyak-Lojasiewicz), and deterministic losses, or large
+    batches. Leaving out that :math:`y_T` follows x changes :math:`\nabla_x q` by terms of the size of
+    :math:`\nabla_y g(x, y_T)`, which vanish as T grows. The direction is the hypergradient at a solution only:
+    elsewhere y lags behind by an amount proportional to it. With tasks that are new in every step y is always far from
+    their solutions, and one joint step tells x almost nothing (a head that starts at zero gives the body no gradient
+    of f at all): then use some ten ``joint_steps``.
+
+    *Cost per step*: ``lower_steps`` + 2 lower gradients, 1 upper gradient; each further joint step 1 of both in y alone
+    (``"value"``: ``lower_steps`` + 2 lower gradients). *Draws*: for each joint step of y alone one upper batch and one
+    lower batch (``"value"``: after those of its lower steps); then one lower batch for each lower step, one upper batch
+    and one lower batch, shared by both gradients of q. With tasks each has a multiplier of its own.
+
+    Args:
+        upper: upper parameters x.
+        lower: lower parameters y.
+        lr: learning rate of x.
+        lower_lr: learning rate of the steps to :math:`y_T`.
+        lower_steps: T. Default: 10.
+        joint_lr: :math:`\xi`, the step of y along the common direction. Default: the learning rate of its group.
+        joint_steps: K, steps of y along the common direction for each step of x. Default: 1, as in the paper.
+        eta: :math:`\eta > 0`, how fast the barrier falls. Default: 0.5.
+        barrier: ``"grad_norm"``, :math:`\phi = \eta \|\nabla q\|^2`, or ``"value"``, :math:`\phi = \eta\, q`. Default:
+            ``"grad_norm"``.
+        warm_start, lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`. The
+            lower optimizer makes the steps to :math:`y_T`; each outer step begins it anew.
+
+    State: ``initial`` y without warm starts.
+
+    Raises:
+        ValueError: for an argument out of its range.
+
+    Example:
+        >>> import torch
+        >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> optimizer = BOME([x], [y], lr=0.1, lower_lr=0.1)
+        >>> for _ in range(500):  # y*(x) = x, so the minimiser of f(x, y*(x)) is 1
+        ...     loss = optimizer.step(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
+        >>> round(x.item(), 3)
+        1.0
+
+    Source: Ye, Liu, Wright, Stone, Liu (2022), arXiv:2209.08709.
+    """
+
+    declared = MethodInfo(
+        paper="arXiv:2209.08709",
+        family="penalty",
+        when="first derivatives only and no penalty to choose; deterministic losses",
+        cost="T + 2 lower, 1 upper",
+        second_order=False,
+        converges=False,
+        solves=False,
+    )
+
+    def __init__(
+        self,
+        upper: Params,
+        lower: Params,
+        *,
+        lr: float,
+        lower_lr: float,
+        lower_steps: int = 10,
+        joint_lr: float | None = None,
+        joint_steps: int = 1,
+        eta: float = 0.5,
+        barrier: str = "grad_norm",
+        **common: Unpack[CommonOptions],
+    ) -> None:
+        require("joint_lr", joint_lr, joint_lr is None or (is_number(joint_lr) and 0 < joint_lr < math.inf))
+        require("joint_steps", joint_steps, is_count(joint_steps) and joint_steps > 0)
+        require("eta", eta, is_number(eta) and 0 < eta < math.inf)
+        require("barrier", barrier, barrier in ("grad_norm", "value"))
+        projection = common.get("lower_projection")
+        wording = "Invalid lower_projection value: {value} (y moves along a direction in common with x)"
+        require("lower_projection", projection, projection is None, wording)
+        self.joint_lr, self.joint_steps, self.eta, self.barrier = joint_lr, joint_steps, eta, barrier
+        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
+
+    stationary = True  # the value function is that of the lower loss alone
+
+    def together(self, tasks: int) -> list[slice]:
+        """Every task by itself, because each has a multiplier of its own."""
+        return [slice(i, i + 1) for i in range(tasks)]
+
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+        """The common direction: its part in x is the estimate, that in y is followed at once."""
+        for _ in range(self.joint_steps - 1):
+            oracle = self._settled(oracle, given)
+        ends = given.anew().descended(oracle, self.lower_steps).oracle
+        loss, f_x, f_y = oracle.upper(oracle.f.draw(once=True))
+        sample = oracle.g.draw()
+        value, g_x, g_y = oracle.lower_jointly(sample)
+        least, end_x, _ = ends.lower_jointly(sample)
+        f, q, gap = Vector((*f_x, *f_y)), Vector((*(g_x - end_x), *g_y)), value - least
+        multiplier = self._multiplier(f, q, gap)
+        direction = f + q * multiplier
+        split = len(f_x)
+        y = self._followed(oracle, given, Vector(direction[split:]))
+        diagnostics = {"lower_residual": g_y, "gap": gap, "multiplier": multiplier}
+        return Estimate(loss, Vector(direction[:split]), diagnostics, lower=y)
+
+    def _settled(self, oracle: Oracle, given: StepInputs) -> Oracle:
+        """After a step of y alone, for which the gradient of q is that of g."""
+        gap = torch.zeros((), device=oracle.device)
+        ends = given.anew().descended(oracle, self.lower_steps).oracle if self.barrier == "value" else None
+        _, f = lower_slope(oracle, "upper", oracle.f.draw(once=True))
+        sample = oracle.g.draw()
+        value, q = oracle.lower(sample)
+        if ends is not None:
+            gap = value - ends.lower(sample)[0]
+        return oracle.at(lower=self._followed(oracle, given, f + q * self._multiplier(f, q, gap)))
+
+    def _multiplier(self, f: Vector, q: Vector, gap: Tensor) -> Tensor:
+        """The least weight of q's gradient with which q falls as fast as the barrier asks."""
+        square = q.dot(q)
+        bound = self.eta * (square if self.barrier == "grad_norm" else gap.to(square))
+        # At a stationary point of q the multiplier is 0/0, and the direction that of f.
+        safe = torch.where(square > 0, square, 1.0)
+        return torch.where(square > 0, (bound - f.dot(q)).clamp_min(0) / safe, 0.0)
+
+    def _followed(self, oracle: Oracle, given: StepInputs, direction: Vector) -> Vector:
+        """Y after a step along a direction."""
+        y = oracle.y - direction * given.linear_rates(self.joint_lr)
+        oracle.checks.finite("lower_grad", y)
+        return y

@@ -14,3 +14,267 @@ from ..hypergradient import Estimate, penalty
 from ..hypergradient.finite_difference import KINDS, Stencil
 from ..hypergradient.finite_difference import stencil as stencil_of
 from ..optimizer.base import BilevelOptimizer, CommonOptions
+from ..optimizer.declaration import MethodInfo
+from ..optimizer.step import StepInputs, Update, changed
+from ..oracle.copies import evaluate_copies
+from ..oracle.differentiable import working_unit
+from ..oracle.oracle import Oracle
+from ..problem.objective import Sample
+from ..problem.parameters import Params, is_number, require
+from ..problem.vector import Vector, stack
+from ..solvers.lower import Solved
+
+__all__ = ["F2SA"]
+
+SAMPLES = ("shared", "independent")
+DIVERGED = "A smaller lower_lr helps, or if copies at negative nodes diverge a smaller nu"
+ROUNDING_LIMIT = 0.05  # rounding of the losses over nu above which their differences are not to be trusted
+SPREAD_LIMIT = 10.0  # how much further from y* one copy may be than another, per unit of its perturbation
+LEAVING = (
+    10.0  # how much further a copy at a negative node may go than those at positive nodes while its gradient grows
+)
+MOVED = 5e-3  # of the distance of the two: less is no matter
+UNEVEN = (
+    "the copies of y are not similarly far from y* for their perturbations (see diagnostics['spread']), so their "
+    "difference is not a derivative: use more lower_steps, or a smaller nu"
+)
+
+
+class F2SA(BilevelOptimizer):
+    r"""Fully first-order stochastic approximation (F2SA-p): no second derivatives at all.
+
+    Copies :math:`y_j` follow perturbed lower problems, :math:`y_j \approx \arg\min_y g(x, y) + j\nu f(x, y)`, and a
+    finite difference in :math:`\nu` of order p with nodes j and weights :math:`c_j` gives the hypergradient:
+
+    .. math::
+        y_j &\leftarrow y_j - \alpha\,(\nabla_y g(x, y_j) + j\nu \nabla_y f(x, y_j))
+            \quad (\text{lower\_steps times}),\\
+        \Psi &= \textstyle\sum_j c_j\,[\,j\,\nabla_x f(x, y_j) + \nabla_x g(x, y_j)/\nu\,],\\
+        x &\leftarrow x - \text{lr}\; \Psi/\|\Psi\|
+            \quad\text{(or } x - \text{lr}\,\Psi \text{ with normalize=False).}
+
+    Order 1 is F2SA of Kwon et al.; order 2 costs the same two copies and has error :math:`O(\nu^2)` instead of
+    :math:`O(\nu)`.
+
+    *When.* Lower models too large or too awkward for Hessian-vector products (fused attention, compiled modules,
+    sharded parameters); noisy data. *Needs* first derivatives only, p copies of y (p + 1 for odd orders), and a lower
+    loss that stays strongly convex under the perturbations: negative nodes need
+    :math:`|j|\nu\,\lambda_{\max}([\nabla^2_{yy} g]^{-1} \nabla^2_{yy} f) < 1`. For a lower problem that is not convex
+    use order 1, whose perturbation :math:`g + \nu f` is never unbounded when f is not.
+
+    *Choosing nu.* It is not scale free: multiplying g by s multiplies the right nu by s. In units of 1/r,
+    r the :math:`\lambda_{\max}` above, rounding and truncation balance near 5e-3 (order 2), 3e-2 (4) and 7e-2 (6) in
+    float32, and near 7e-6, 6e-4 and 4e-3 in float64. `check_hypergradient` tells whether a choice is good. With
+    ``samples="shared"`` sampling noise does not grow as nu falls; with independent samples it grows like 1/nu.
+
+    *Cost per step*, n copies: n ``lower_steps`` lower and upper gradients in y, n of each in x. *Draws*: for each lower
+    step one lower and one upper batch, shared by the copies (n of each with ``samples="independent"``); then one of
+    each for the difference, always shared.
+
+    The live y is set to :math:`\sum_j w_j y_j`, the copies extrapolated to :math:`\nu = 0` (their mean for order 2; the
+    unperturbed copy where there is one), with error :math:`O(\nu^p)`. If it is changed from outside between two steps,
+    the copies move with it. Module buffers (running statistics) advance once per step, at the live y.
+
+    Args:
+        upper: upper parameters x.
+        lower: lower parameters y.
+        lr: learning rate of x: the length of a step if ``normalize``.
+        lower_lr: learning rate of the lower steps.
+        lower_steps: lower steps per outer step, for each copy.
+        order: p >= 1, the order of the finite difference. Default: 2.
+        nu: :math:`\nu > 0`, its step, 1 / (penalty multiplier). Default: 1e-2.
+        stencil: ``"central"`` (even p), ``"forward"`` (nodes 0 to p; no negative perturbations, but weights that grow
+            like :math:`2^p`), ``"centred"`` (odd p, nearly central), or ``"auto"``: central for even p, forward for odd
+            p, and a change to forward, with a warning, when copies at negative nodes diverge. Default: ``"auto"``.
+        samples: ``"shared"`` or ``"independent"`` batches for the copies in the lower steps. Default: ``"shared"``.
+        normalize: divide the step by the norm of the estimate over all of x, as in the paper. ``.grad`` is never
+            normalised. Default: True.
+        warm_start, lower_optimizer, check_finite, generator, vectorize, process_group: see `BilevelOptimizer`. The
+            lower optimizer acts on stacked copies, so it must treat every entry alone (SGD, Adam; not LBFGS).
+
+    State: ``copies`` (a leading dimension of n), the lower optimizer's state, and ``initial`` y without warm starts.
+
+    Raises:
+        ValueError: for an argument out of its range, or an order that the stencil does not have.
+
+    Example:
+        >>> import torch
+        >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> optimizer = F2SA([x], [y], lr=0.1, lower_lr=0.5, lower_steps=60, order=2, nu=1e-2)
+        >>> loss = optimizer.backward(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
+        >>> x.grad.round(decimals=3)  # exact hypergradient: 1; relative error nu^2
+        tensor([1.])
+
+    Source: Chen, Li, Zhang (2025), arXiv:2509.02937 (F2SA-p); Kwon et al. (2023), arXiv:2301.10945 (F2SA).
+    """
+
+    declared = MethodInfo(
+        paper="arXiv:2509.02937",
+        family="penalty",
+        when="lower models too large or too awkward for Hessian-vector products; noisy data",
+        cost="p (T + 1) upper and lower, p = order; if p is odd (p + 1) (T + 1) lower and 1 loss",
+        second_order=False,
+        copies=True,
+        lower_optimizer="elementwise",
+    )
+
+    def __init__(
+        self,
+        upper: Params,
+        lower: Params,
+        *,
+        lr: float,
+        lower_lr: float,
+        lower_steps: int,
+        order: int = 2,
+        nu: float = 1e-2,
+        stencil: str = "auto",
+        samples: str = "shared",
+        normalize: bool = True,
+        **common: Unpack[CommonOptions],
+    ) -> None:
+        require("nu", nu, is_number(nu) and 0 < nu < math.inf)
+        require("stencil", stencil, stencil in (*KINDS, "auto"))
+        require("samples", samples, samples in SAMPLES)
+        require("normalize", normalize, isinstance(normalize, bool))
+        self.order, self.nu, self.samples, self.normalize = order, nu, samples, normalize
+        self._given_stencil = stencil
+        self.variant_of_state = {"order": order, "stencil": stencil_of(order, stencil).kind}
+        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
+        self.lower_checks.require_elementwise()
+
+    saved_options, difference_step = ("nu",), "nu"
+
+    @property
+    def stencil(self) -> str:
+        """The present stencil, which ``"auto"`` may have changed."""
+        changed: str = self.numbers.get("stencil", self._given_stencil)
+        return stencil_of(self.order, changed).kind
+
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+        """Lower steps of all copies, then the finite difference between them."""
+        formula = self._formula(given)
+        n, interpolation = len(formula.nodes), [float(w) for w in formula.interpolation]
+        copies, kept = self._copies(oracle, given, n, interpolation)
+        rule, memory = given.solver_for(copies) if kept else changed(given, solver=None).solver_for(copies)
+        start, solved = copies, rule.run(copies, memory, self.lower_steps, partial(self._perturbed, oracle, formula))
+        copies = solved.y
+        oracle.checks.finite("lower_grad", copies, DIVERGED)
+        self._watch_rounding(oracle)
+        xi, zeta = oracle.f.draw(), oracle.g.draw()
+        estimate = penalty(oracle, copies, formula, self.nu, upper_sample=xi, lower_sample=zeta)
+        y = copies.combine(interpolation)
+        found = solved.watched(oracle.checks)
+        if solved.gradient is not None:
+            found["lower_residual"] = solved.norm(lanes=True)
+        spread = self._watched_spread(oracle, y, copies, formula, given)
+        if formula.nodes == (-1, 1) and solved.early is not None:
+            self._watch_leaving(oracle, solved, start, found["lower_residual"], given)
+        return changed(
+            estimate.noting(**found, spread=spread),
+            lower=y,
+            memory={"copies": copies},
+            solver=solved.memory,
+            numbers={k: given.numbers[k] for k in ("stencil",) if k in given.numbers},
+        )
+
+    def _formula(self, given: StepInputs) -> Stencil:
+        return stencil_of(self.order, given.numbers.get("stencil", self._given_stencil))
+
+    def _copies(self, oracle: Oracle, given: StepInputs, n: int, interpolation: list[float]) -> tuple[Vector, bool]:
+        """Stacked copies, and whether they go on: all start at one point, and later move with y if it was changed."""
+        copies = given.memory.get("copies")
+        if copies is None or len(copies[0]) != n or not self.warm_start:
+            return stack([oracle.y] * n), False
+        moved = oracle.y - copies.combine(interpolation)  # exactly zero if nobody wrote to the live y
+        return copies + Vector(m.unsqueeze(0) for m in moved), True
+
+    def _perturbed(self, oracle: Oracle, formula: Stencil) -> Callable[[Vector], tuple[Tensor, Vector]]:
+        """Gradients of g + j nu f at copies, on the next samples."""
+        n, weights = len(formula.nodes), [j * self.nu for j in formula.nodes]
+        xi: Sample | list[Sample]
+        zeta: Sample | list[Sample]
+        if self.samples == "shared":
+            xi, zeta = oracle.f.draw(), oracle.g.draw()
+        else:
+            xi, zeta = [oracle.f.draw() for _ in range(n)], [oracle.g.draw() for _ in range(n)]
+
+        def gradient(copies: Vector) -> tuple[Tensor, Vector]:
+            found = evaluate_copies(oracle, copies, weights, [1.0] * n, xi, zeta, wrt="lower")
+            oracle.checks.scalar("loss", found.total, DIVERGED)
+            return found.lower.sum(), found.gradient
+
+        return gradient
+
+    def _watched_spread(self, oracle: Oracle, y: Vector, copies: Vector, formula: Stencil, given: StepInputs) -> Tensor:
+        """Distance of each copy from y* per unit of perturbation; similar for all as long as nu is small enough.
+
+        For a quadratic pair it is proportional to 1/(1 + j nu r), so it shows a negative copy near its pole or beyond;
+        but of order 2, where y* is taken for the mean of the two copies.
+        """
+        nodes = torch.tensor(formula.nodes, dtype=torch.float64, device=oracle.device)
+        distances = (copies - Vector(t.unsqueeze(0) for t in y)).lane_norm()
+        spread = torch.where(nodes == 0, torch.nan, distances / (nodes.abs() * self.nu).clamp_min(1e-300))
+        if formula.nodes != (-1, 1) and sum(j != 0 for j in formula.nodes) > 1:
+            known = torch.stack([spread[i] for i, j in enumerate(formula.nodes) if j])
+            rounding = 1e4 * torch.finfo(y[0].dtype).eps * y.norm()
+            limit = SPREAD_LIMIT * max(map(abs, formula.nodes))
+            apart = (known.max() > limit * known.min()) & (distances.max() > rounding)
+            if any(j < 0 for j in formula.nodes):
+                oracle.checks.alert("diverging copies", self._diverging(formula, given), apart)
+            else:
+                oracle.checks.alert("uneven copies", UNEVEN, apart)
+        return spread
+
+    def _watch_leaving(self, oracle: Oracle, solved: Solved, start: Vector, last: Tensor, given: StepInputs) -> None:
+        """Of order 2, see whether the copy at the negative node goes away: far beside the other one, and uphill.
+
+        Over steps of a convex problem a gradient grows with a step size or a momentum that is too large, or by noise;
+        then it grows for the copy at the positive node too, whose problem is the steeper one.
+        """
+        assert solved.early is not None
+        first, middle = solved.early
+        own, other = (solved.y - start).lane_norm().unbind()
+        apart = Vector(t[0] - t[1] for t in solved.y).norm()
+        text = self._diverging(stencil_of(self.order, "central"), given)
+        oracle.checks.alert_if("diverging copies", text, _leaves, own, other, apart, first[0], middle[0], last[0])
+
+    def _diverging(self, formula: Stencil, given: StepInputs) -> str:
+        return (
+            "the copies of y are not similarly far from y*, or go away from it (see diagnostics['spread'], of order 2 "
+            f"diagnostics['lower_residual'], for the nodes {formula.nodes}): those at negative nodes minimise "
+            "g - |j| nu f, which is no longer strongly convex, so the hypergradient is not reliable. Use a smaller nu, "
+            "stencil='forward' or order=1"
+            + (". Changing to stencil='forward' from here on" if self.reacts_to(given.numbers) else "")
+        )
+
+    def _watch_rounding(self, oracle: Oracle) -> None:
+        unit = working_unit(oracle.y[0])
+        if unit > ROUNDING_LIMIT * self.nu:
+            oracle.checks.alert(
+                "rounded differences",
+                f"the losses are computed with a precision of {unit:.1g} (autocast, or the parameters' type), of which "
+                f"nu = {self.nu:.1g} makes an error of about {unit / self.nu:.0%} in the hypergradient; use a larger "
+                "nu, or float32 without autocast",
+                torch.ones((), dtype=torch.bool, device=oracle.device),
+            )
+
+    def reacts_to(self, numbers: Mapping[str, Any]) -> str | None:
+        """Copies that diverge, where the stencil may change."""
+        return "diverging copies" if self._given_stencil == "auto" and "stencil" not in numbers else None
+
+    def react(self, oracle: Oracle, given: StepInputs, estimate: Estimate) -> tuple[Oracle, StepInputs]:
+        """Change to a forward stencil, from the copy that is sound: those at negative nodes diverge."""
+        nodes = self._formula(given).nodes
+        sound = estimate.memory["copies"].lane(nodes.index(min(j for j in nodes if j > 0)))
+        return oracle.at(lower=sound), changed(given.anew(), numbers={**given.numbers, "stencil": "forward"})
+
+    def update(self, x: Vector, gradient: Vector, given: StepInputs) -> Update:
+        """The step, of length lr if ``normalize``."""
+        return super().update(
+            x, gradient * (1 / gradient.norm().clamp_min(1e-30)) if self.normalize else gradient, given
+        )
+
+
+def _leaves(own: Any, other: Any, apart: Any, first: Any, middle: Any, last: Any) -> Any:
+    return (own > LEAVING * other) & (own > MOVED * apart) & (middle > first) & (last > middle)

@@ -86,3 +86,120 @@ class iMCN(MinimaxOptimizer):
     Source: Luo, Li, Chen (2022), arXiv:2110.04814.
     """
 
+    declared = MethodInfo(
+        uncaptured=(
+            "a step draws the perturbation of its Cauchy point, and with tol the host decides from a value whether the "
+            "run ends"
+        ),
+        paper="arXiv:2110.04814",
+        family="minimax",
+        when="second-order baseline: few outer steps, each of many products",
+        cost="T lower, 1 upper, (cubic_steps + 2) (linear_steps + 2) hvp and cross",
+        losses=1,
+        tasks="none",
+        random=True,
+        converges=False,
+    )
+
+    def __init__(
+        self,
+        upper: Params,
+        lower: Params,
+        *,
+        lr: float,
+        lower_lr: float,
+        lower_steps: int,
+        lower_momentum: float = 0.0,
+        cubic: float = 1.0,
+        cubic_steps: int = 10,
+        linear_steps: int = 10,
+        perturbation: float = 1e-3,
+        tol: float = 0.0,
+        **common: Unpack[CommonOptions],
+    ) -> None:
+        require("cubic", cubic, is_number(cubic) and 0 < cubic < math.inf)
+        require("cubic_steps", cubic_steps, is_count(cubic_steps))
+        require("linear_steps", linear_steps, is_count(linear_steps))
+        require("perturbation", perturbation, is_number(perturbation) and 0 <= perturbation < math.inf)
+        require("tol", tol, is_number(tol) and tol >= 0)
+        if common.get("hvp", "exact") == "finite-difference":
+            raise ValueError("Invalid hvp value: finite-difference (iMCN needs exact Hessian-vector products)")
+        self._own_solver = common.get("lower_optimizer") is None
+        common["lower_optimizer"] = agd_or(common.get("lower_optimizer"), lower_momentum)
+        self.cubic, self.cubic_steps, self.linear_steps = cubic, cubic_steps, linear_steps
+        self.perturbation, self.tol = perturbation, tol
+        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
+
+    @property
+    def converged(self) -> bool:
+        """Whether the run has ended."""
+        return bool(self.numbers.get("converged", False))
+
+    def finished(self) -> bool:
+        """Whether ``step`` has nothing left to do, and returns the last loss."""
+        return self.converged
+
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+        """The ascent steps, and the gradient whose step minimises the cubic model there."""
+        given = changed(given, solver=None) if self._own_solver else given
+        here = given.descended(oracle, self.lower_steps)
+        point, rates = here.oracle, given.upper_rates
+        with point.upper_system(point.f.draw()) as system:
+            model = _CubicModel(point, system, self.cubic, self.linear_steps)
+            s = model.cauchy_point()
+            if self.perturbation > 0:
+                s = s + given.ranks.same(uniform_ball(oracle.x, self.perturbation, given.generator))
+            s = model.descended(s, rates, self.cubic_steps)
+            decrease = model.at(s).decrease
+            ending = self.tol > 0 and bool(decrease < self.tol)
+            if ending:
+                s = model.descended(s, rates, 10 * self.cubic_steps)
+        oracle.checks.finite("hvp", s)
+        gradient = s * [-1 / rate if rate > 0 else 0.0 for rate in rates]
+        estimate = here.with_lower(
+            Estimate(system.loss, gradient, {"model_decrease": decrease}, numbers={"ending": ending})
+        )
+        return changed(estimate, solver=None if self._own_solver else estimate.solver)
+
+    def update(self, x: Vector, gradient: Vector, given: StepInputs) -> Update:
+        """The step, which may be the last one."""
+        return changed(super().update(x, gradient, given), numbers={"converged": given.numbers.get("ending", False)})
+
+
+class _CubicModel:
+    """m(s) around the oracle's point, whose inverse is replaced by conjugate gradients."""
+
+    def __init__(self, oracle: Oracle, system: UpperSystem, cubic: float, linear_steps: int) -> None:
+        self.oracle, self.system, self.cubic, self.linear_steps = oracle, system, cubic, linear_steps
+        self.gradient = Vector(system.gradient[: len(oracle.x)])
+
+    def cauchy_point(self) -> Vector:
+        """The minimiser along the gradient."""
+        norm = self.gradient.norm()
+        safe = torch.where(norm > 0, norm, 1.0)
+        slope = self.gradient.dot(self.hessian(self.gradient)) / (self.cubic * safe**2)
+        length = (slope**2 + 2 * norm / self.cubic).sqrt() - slope
+        return self.gradient * torch.where(norm > 0, -length / safe, 0.0)
+
+    def descended(self, s: Vector, rates: Sequence[float], steps: int) -> Vector:
+        """After gradient steps from s."""
+        for _ in range(steps):
+            s = s.descended(self.at(s).gradient, rates)
+        return s
+
+    def at(self, s: Vector) -> Model:
+        bent, norm = self.hessian(s), s.norm()
+        decrease = -(self.gradient.dot(s) + bent.dot(s) / 2 + self.cubic / 6 * norm**3)
+        return Model(decrease, self.gradient + bent + s * (self.cubic / 2 * norm))
+
+    def hessian(self, s: Vector) -> Vector:
+        """H s; what is inverted is -d2f/dy2, which is positive definite."""
+        system, split = self.system, len(self.oracle.x)
+        nothing_x, nothing_y = self.oracle.x.zeros_like(), self.oracle.y.zeros_like()
+        product = system.product(Vector((*s, *nothing_y)))
+        v = linear.cg(
+            lambda p: -Vector(system.product(Vector((*nothing_x, *p)))[split:]),
+            product[split:],
+            steps=self.linear_steps,
+        ).solution
+        return Vector(product[:split]) + Vector(system.product(Vector((*nothing_x, *v)))[:split])

@@ -8,3 +8,99 @@ import torch
 
 from ..hypergradient import Estimate, unrolled
 from ..optimizer.base import BilevelOptimizer, CommonOptions
+from ..optimizer.declaration import MethodInfo
+from ..optimizer.step import StepInputs
+from ..oracle import batched
+from ..oracle.oracle import Oracle
+from ..problem.parameters import Params, is_count, require
+
+__all__ = ["ITD"]
+
+
+class ITD(BilevelOptimizer):
+    r"""Iterative differentiation (ITD-BiO, reverse unrolling): the exact derivative of the lower steps.
+
+    With :math:`y_T(x)` the result of ``lower_steps`` steps from :math:`y_0`, a constant,
+
+    .. math:: x \leftarrow x - \text{lr}\, \frac{d}{dx} f(x, y_T(x)),
+
+    by the reverse recursion :math:`h \leftarrow h - \alpha \nabla^2_{xy} g(x, y_t)\, p`,
+    :math:`p \leftarrow p - \alpha \nabla^2_{yy} g(x, y_t)\, p` from :math:`p = \nabla_y f`, :math:`h = \nabla_x f` (for
+    plain gradient steps; momentum and adaptive steps are differentiated through their state as well).
+
+    *When.* Few lower steps, or a lower solve whose stopping early is part of the problem (meta-learning): it is exact
+    for what the lower solver really did, convex or not. *Needs* second derivatives and memory that grows with
+    ``lower_steps``: one graph per step, or one y per step with ``checkpoint=True``. Against :math:`\nabla\Phi` its
+    error decays like the lower error, :math:`(1 - \alpha\mu)^T`.
+
+    *Cost per step*, T differentiated steps: ``lower_steps`` lower gradients (+ T with ``checkpoint``), T Hessian-vector
+    and T cross products (one joint pass each), 1 upper gradient. *Draws*: one lower batch for each lower step, then one
+    upper batch.
+
+    Args:
+        upper: upper parameters x.
+        lower: lower parameters y.
+        lr: learning rate of x.
+        lower_lr: learning rate of the lower steps.
+        lower_steps: lower steps per outer step.
+        truncate: differentiate only the last that many lower steps. Default: None, all of them.
+        checkpoint: keep only the iterates and make the graphs again, one by one, in the reverse sweep. Default: False.
+        warm_start: start y at its last value. Default: True.
+        lower_optimizer: as in `BilevelOptimizer`; one of torch's optimizers that know ``differentiable=True`` (SGD with
+            momentum or Nesterov, Adam, AdamW, RMSprop, Adagrad, Adamax, NAdam, RAdam, Adadelta, ASGD). Default: SGD.
+        check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`. ``hvp="finite-difference"``
+            implies ``checkpoint=True``.
+
+    State: the lower optimizer's state, and ``initial`` y without warm starts.
+
+    Raises:
+        ValueError: for an argument out of its range, or a ``lower_optimizer`` that cannot be differentiated.
+
+    Example:
+        >>> import torch
+        >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> optimizer = ITD([x], [y], lr=0.5, lower_lr=0.5, lower_steps=2)
+        >>> loss = optimizer.backward(lambda: y.square().sum() / 2, lambda: (y - x).square().sum() / 2)
+        >>> x.grad  # y_2 = 3/4 x, so f = (3/4 x)^2 / 2
+        tensor([1.1250])
+
+    Source: Ji, Yang, Liang (2021), arXiv:2010.07962 (ITD-BiO); Franceschi et al. (2017), arXiv:1703.01785; truncation:
+    Shaban et al. (2019), arXiv:1810.10667.
+    """
+
+    declared = MethodInfo(
+        paper="arXiv:2010.07962",
+        family="unrolled",
+        when="few lower steps, or a lower solve whose stopping early is part of the problem",
+        cost="T lower (2 T with checkpoint), 1 upper, T hvp, T cross",
+        lower_optimizer="differentiable",
+    )
+
+    def __init__(
+        self,
+        upper: Params,
+        lower: Params,
+        *,
+        lr: float,
+        lower_lr: float,
+        lower_steps: int,
+        truncate: int | None = None,
+        checkpoint: bool = False,
+        **common: Unpack[CommonOptions],
+    ) -> None:
+        require("truncate", truncate, truncate is None or is_count(truncate))
+        require("checkpoint", checkpoint, isinstance(checkpoint, bool))
+        self.truncate, self.checkpoint = truncate, checkpoint
+        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
+        self.lower_checks.require_differentiable()
+
+    joined: ClassVar = {"lower_residual": torch.linalg.vector_norm, "lower_growth": torch.amax}
+
+    def together(self, tasks: int) -> list[slice]:
+        """As many tasks as are evaluated at once: the graphs of the others are gone by then."""
+        return batched.slices(self.oracle_options.at_once(max(tasks, 1)), tasks)
+
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+        """Lower steps, and backpropagation through them."""
+        rule, memory = given.solver_for(oracle.y)
+        return unrolled(oracle, rule, self.lower_steps, memory, truncate=self.truncate, checkpoint=self.checkpoint)

@@ -7,3 +7,104 @@ from collections.abc import Mapping
 from typing import Any, Unpack
 
 from ..optimizer.base import CommonOptions
+from ..optimizer.declaration import MethodInfo
+from ..optimizer.step import StepInputs, Update
+from ..problem.parameters import Params, is_count, is_number, require
+from ..problem.random import uniform_ball
+from ..problem.vector import Vector
+from .aid import AID
+
+__all__ = ["PAID"]
+
+
+class AIDOptions(CommonOptions, total=False):
+    """Optional keyword arguments of `AID`."""
+
+    linear_solver: str
+    linear_steps: int
+    linear_tol: float
+    linear_lr: float | None
+    damping: float
+
+
+class PAID(AID):
+    r"""Perturbed approximate implicit differentiation (PAID-BiO): `AID` that leaves strict saddle points.
+
+    After an update of x by a hypergradient of norm at most ``gradient_threshold``, and if more than
+    ``perturbation_period`` steps have passed since the last time, :math:`x \leftarrow x + \xi` with :math:`\xi` uniform
+    on the ball of radius r.
+
+    *When.* As the baseline for `PRAHGD`. *Needs* what `AID` needs.
+
+    *Cost per step*: as `AID`, one host synchronisation. *Draws*: as `AID`; the perturbations use ``generator``.
+
+    Args:
+        upper, lower, lr, lower_lr, lower_steps: as for `AID`, as all options that are not named here.
+        gradient_threshold: in units of the hypergradient. Default: 1e-3.
+        perturbation: r >= 0, in units of x. Default: 1e-3.
+        perturbation_period: steps for an escape. Default: 50.
+        options: as for `AID`.
+
+    State: as `AID`.
+
+    Raises:
+        ValueError: for an argument out of its range.
+
+    Example:
+        >>> import torch
+        >>> x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> optimizer = PAID([x], [y], lr=0.5, lower_lr=1.0, lower_steps=1, generator=generator)
+        >>> for _ in range(100):  # f(x, y*(x)) = x^4/4 - x^2/2 has a maximum at 0
+        ...     loss = optimizer.step(lambda: (y**4 / 4 - y**2 / 2).sum(), lambda: (y - x).square().sum() / 2)
+        >>> round(abs(x.item()), 2)
+        1.0
+
+    Source: Huang, Ji, Ma, Lai (2022), arXiv:2203.03830; Jin et al. (2017), arXiv:1703.00887.
+    """
+
+    declared = MethodInfo(
+        host_update=True,
+        paper="arXiv:2203.03830",
+        family="implicit",
+        when="baseline of PRAHGD: AID that leaves strict saddle points by perturbations",
+        cost="as AID",
+        random=True,
+    )
+
+    def __init__(
+        self,
+        upper: Params,
+        lower: Params,
+        *,
+        lr: float,
+        lower_lr: float,
+        lower_steps: int,
+        gradient_threshold: float = 1e-3,
+        perturbation: float = 1e-3,
+        perturbation_period: int = 50,
+        **options: Unpack[AIDOptions],
+    ) -> None:
+        require("gradient_threshold", gradient_threshold, is_number(gradient_threshold) and gradient_threshold >= 0)
+        require("perturbation", perturbation, is_number(perturbation) and 0 <= perturbation < math.inf)
+        require("perturbation_period", perturbation_period, is_count(perturbation_period))
+        self.gradient_threshold, self.perturbation = gradient_threshold, perturbation
+        self.perturbation_period = perturbation_period
+        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **options)
+
+    def graph_key(self, steps: int, numbers: Mapping[str, Any]) -> Any:
+        """The numbers are those of the update."""
+        return self.lower_step_count(steps)
+
+    def update(self, x: Vector, gradient: Vector, given: StepInputs) -> Update:
+        """The step of `AID`, and perhaps a perturbation after it."""
+        new = super().update(x, gradient, given).x
+        since = given.numbers.get("since")  # steps since the last perturbation
+        since = None if since is None else since + 1
+        if (
+            (since is None or since > self.perturbation_period)
+            and self.perturbation > 0
+            and float(gradient.norm()) <= self.gradient_threshold
+        ):
+            new, since = new + given.ranks.same(uniform_ball(x, self.perturbation, given.generator)), 0
+        return Update(new, numbers={"since": since})

@@ -49,7 +49,7 @@ from . import adapt, memory
 from .checkpoint import OWN, REMADE, packed, plain, require_loadable, unpacked
 from .declaration import UNDECLARED, MethodInfo, register
 from .diagnostics import described, floats
-from .hooks import no_dynamo, with_hooks
+from .hooks import has_hooks, no_dynamo, with_hooks
 from .lower_checks import LowerChecks, require_unlimited
 from .options import ColdOptions, CommonOptions, require_common, require_sizes
 from .placeholders import initial_state, initialises
@@ -431,6 +431,11 @@ class BilevelOptimizer(Optimizer, ABC):
         self._captured = CapturedSteps(self, Settings(fullgraph, backend, mode, options, unroll))
 
     @property
+    def has_step_hooks(self) -> bool:
+        """Whether something is to be called before or after each step."""
+        return has_hooks(self)
+
+    @property
     def captured_graphs(self) -> int:
         """How many graphs stand for steps at present."""
         graphs: int = 0 if self._captured is None else self._captured.graphs
@@ -779,6 +784,17 @@ class BilevelOptimizer(Optimizer, ABC):
         """What makes the next estimate one at x itself, for a method that would look ahead of it."""
         return given
 
+    def graph_key(self, steps: int, numbers: Mapping[str, Any]) -> Any:
+        """What decides, of the number of steps made and of the plain numbers, which operations the next one is made of.
+
+        For a method with ``host_update``: its estimate. None if the host has to make it.
+        """
+        return self.lower_step_count(steps), numbers
+
+    def why_eager(self, tasks: Any = None) -> str:
+        """Why steps (with these tasks) are not to be captured; empty if they can be."""
+        return self.declared.uncaptured
+
     def lower_step_count(self, steps: int) -> int:
         """Lower steps of the next outer step, after so many."""
         return self.lower_steps
@@ -807,21 +823,10 @@ class BilevelOptimizer(Optimizer, ABC):
         """The device of an entry of ``state[parameter]`` that is loaded; None for where it was saved."""
         return memory.place_of(name, parameter)
 
-    def graph_key(self, steps: int, numbers: Mapping[str, Any]) -> Any:
-        """What decides, of the number of steps made and of the plain numbers, which operations the next one is made of.
-
-        For a method with ``host_update``: its estimate. None if the host has to make it.
-        """
-        return self.lower_step_count(steps), numbers
-
-    def beyond_graphs(self, tasks: Any, random_inputs: Mapping[str, Any]) -> str:
-        """Why a step with these tasks and random inputs is not to be captured, if it is not."""
-        return ""
-
 
 def _signature(cls: type[BilevelOptimizer]) -> inspect.Signature:
     """How a method is made, which Python would take from ``__new__``."""
-    self, *arguments = inspect.signature(cls.__init__).parameters.values()
+    _, *arguments = inspect.signature(cls.__init__).parameters.values()
     return inspect.Signature(arguments)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..problem.parameters import LEVELS
 from .memory import SOLVER, TABLE
 
-__all__ = ["OWN", "REMADE", "unpacked", "packed", "plain", "require_loadable"]
+__all__ = ["OWN", "REMADE", "packed", "plain", "require_loadable", "unpacked"]
 
 OWN = "bilevel"  # the entry of the first parameter group; always there, because loading goes by the entries of groups
 # What torch's Optimizer makes again when it is unpickled, or a scheduler has attached.

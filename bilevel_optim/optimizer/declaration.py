@@ -6,3 +6,96 @@ from dataclasses import dataclass
 from typing import Any
 
 __all__ = ["FAMILIES", "REGISTRY", "UNDECLARED", "MethodInfo", "methods", "register"]
+
+FAMILIES = (
+    "implicit",
+    "unrolled",
+    "penalty",
+    "zeroth-order",
+    "stochastic",
+    "tracked",
+    "restarted",
+    "minimax",
+    "meta",
+    "contextual",
+    "control",
+)
+TASKS = ("stacked", "rows", "required", "none")
+DATA = ("any", "finite_sum")
+LOWER_OPTIMIZERS = ("any", "elementwise", "differentiable", "given gradient", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodInfo:
+    """What others need to know of a method; a class has it as its attribute ``declared``, right after its docstring.
+
+    Attributes:
+        paper: such as ``"arXiv:2010.07962"``.
+        family: one of `FAMILIES`.
+        when: when to choose it, a clause for the tables.
+        cost: oracle calls of a step in words, for the tables. T is ``lower_steps``.
+        second_order: needs second derivatives of g.
+        losses: 2, or 1 for minimax, ``step(loss)``.
+        tasks: ``"stacked"``, each task a copy of y; ``"rows"``, y has a row for each task, which is remembered;
+            ``"required"``, made for tasks alone; ``"none"``.
+        data: ``"any"``, or ``"finite_sum"``: has to know the index of what it draws.
+        initial: its last upper parameters start the lower ones.
+        random: draws random numbers of its own.
+        copies: keeps several copies of x or y, so that ``vectorize`` matters without tasks too.
+        lower_steps: takes ``lower_steps``; otherwise it is a single loop, whose estimate is good once y has settled.
+        lower_optimizer: what ``lower_optimizer`` may be: ``"any"``; ``"elementwise"``, one that treats every entry
+            alone; ``"differentiable"``; ``"given gradient"``, one that asks for one gradient per step; ``"none"``.
+        converges: its estimate tends to the hypergradient as y and all else settles.
+        uncaptured: why ``compile`` does not capture its steps as a whole, if it does not.
+        host_update: the host decides from values how x moves, so that ``compile`` captures the estimate alone.
+        solves: y tends to y*(x) where x is held.
+    """
+
+    paper: str
+    family: str
+    when: str
+    cost: str
+    second_order: bool = True
+    losses: int = 2
+    tasks: str = "stacked"
+    data: str = "any"
+    initial: bool = False
+    random: bool = False
+    copies: bool = False
+    lower_steps: bool = True
+    lower_optimizer: str = "any"
+    converges: bool = True
+    solves: bool = True
+    uncaptured: str = ""
+    host_update: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse a word that nobody reads."""
+        allowed = {
+            "family": FAMILIES,
+            "losses": (1, 2),
+            "tasks": TASKS,
+            "data": DATA,
+            "lower_optimizer": LOWER_OPTIMIZERS,
+        }
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"Invalid {name} value: {getattr(self, name)} (one of {values})")
+
+
+# What is supposed of a method that says nothing of itself.
+UNDECLARED = MethodInfo(paper="", family="control", when="", cost="", second_order=False)
+REGISTRY: dict[str, type[Any]] = {}  # subclasses of BilevelOptimizer, which this module does not know
+
+
+def register(cls: type[Any]) -> None:
+    """Add a class to the methods; a class with ``declared`` of its own is added when it is defined."""
+    known = REGISTRY.setdefault(cls.__name__, cls)
+    if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise ValueError(f"there is another method of the name {cls.__name__}, in {known.__module__}")
+    REGISTRY[cls.__name__] = cls
+
+
+def methods() -> dict[str, type[Any]]:
+    """The classes that have declared themselves, by name."""
+    return dict(sorted(REGISTRY.items()))

@@ -11,7 +11,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-__all__ = ["no_dynamo", "with_hooks"]
+__all__ = ["has_hooks", "no_dynamo", "with_hooks"]
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
@@ -27,6 +27,16 @@ def no_dynamo(verb: Verb) -> Verb:
     return cast(Verb, called)
 
 
+def has_hooks(optimizer: Any) -> bool:
+    """Whether something is to be called before or after each step of an optimizer."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+    )
+
+
 def with_hooks(step: Verb) -> Verb:
     """``Optimizer.step`` with its hooks and its range in a profile, `no_dynamo`; at no cost where there is none of it.
 
@@ -36,14 +46,7 @@ def with_hooks(step: Verb) -> Verb:
 
     @functools.wraps(step)
     def called(self: Any, *arguments: Any, **named: Any) -> Any:
-        if (
-            self._optimizer_step_pre_hooks
-            or self._optimizer_step_post_hooks
-            or _global_optimizer_pre_hooks
-            or _global_optimizer_post_hooks
-            or torch.autograd.profiler._is_profiler_enabled
-            or torch.compiler.is_dynamo_compiling()
-        ):
+        if has_hooks(self) or torch.autograd.profiler._is_profiler_enabled or torch.compiler.is_dynamo_compiling():
             return in_full(self, *arguments, **named)
         return step(self, *arguments, **named)
 

@@ -17,3 +17,402 @@ from torch import Tensor
 
 from ..kernels.cg import Algebra, cg_step, iteration
 from ..problem.tracing import end_region, traced
+from ..problem.vector import Vector, any_sharded
+
+__all__ = ["LinearSolution", "cg", "fixed_point", "minres", "neumann", "neumann_term"]
+
+Product = Callable[[Vector], Vector]
+
+
+class LinearSolution(NamedTuple):
+    """Solution of a linear system.
+
+    Attributes:
+        solution: v.
+        residual: norm of b - H v, a scalar tensor: for CG and MINRES by their recursions, for the two others as it was
+            before the last iteration (knowing it afterwards would cost one more product).
+        iterations: iterations that changed v, a scalar integer tensor.
+        indefinite: whether a direction p with p'Hp <= 0 was met (CG only), a scalar boolean tensor.
+        relative: the residual relative to the norm of b, a scalar tensor. None: not known.
+        diverged: whether the residual is larger than b and than it was at the start (for CG, whose residual may grow
+            on its way, ten times as large), a scalar boolean tensor. None: not known.
+    """
+
+    solution: Vector
+    residual: Tensor
+    iterations: Tensor
+    indefinite: Tensor
+    relative: Tensor | None = None
+    diverged: Tensor | None = None
+
+
+def cg(
+    product: Product,
+    b: Sequence[Tensor],
+    start: Sequence[Tensor] | None = None,
+    *,
+    steps: int,
+    tol: float = 0.0,
+    atol: float = 0.0,
+    damping: float = 0.0,
+    lanes: bool = False,
+) -> LinearSolution:
+    r"""Conjugate gradients for :math:`(H + \delta I) v = b`, H symmetric positive definite.
+
+    Stops, keeping the last iterate, when the residual is at most ``tol * ||b||`` or ``atol``, when it has reached the
+    rounding level of the dtype (further iterations only collect rounding errors), or when a direction of non-positive
+    curvature shows that H is not positive definite. On an accelerator these tests stay on the device; the host looks
+    at them every tenth iteration, and only if a tolerance is positive.
+
+    Args:
+        product: v -> H v.
+        b: right-hand side.
+        start: where to start. Default: zero, which saves one product.
+        steps: largest number of iterations; one product each.
+        tol: relative tolerance of the residual. Default: 0.
+        atol: absolute tolerance of the residual. Default: 0.
+        damping: :math:`\delta`. Default: 0.
+        lanes: solve each lane of stacked tensors by itself. Default: False.
+
+    Example:
+        >>> H = torch.tensor([1.0, 2.0])
+        >>> result = cg(lambda v: Vector([H * v[0]]), [torch.ones(2)], steps=200)
+        >>> result.solution, int(result.iterations)
+        ((tensor([1.0000, 0.5000]),), 2)
+    """
+    b, apply = Vector(b), partial(_damped, product, damping=damping)
+    v, r = (b.zeros_like(), b) if start is None else (Vector(start), b - apply(Vector(start)))
+    stop = _Stop(steps, tol, atol)
+    if b[0].device.type == "cuda" and not any_sharded(b):
+        return _fused(apply, b, v, r, stop, lanes)
+    one_here = b[0].is_cpu and not lanes and not any_sharded(b)
+    algebra = _NUMBERS if one_here and _host_looks(b[0]) else _LANES if lanes else _SCALARS
+    return _cg(apply, b, v, r, stop, algebra, partial(iteration, algebra))
+
+
+class _Stop(NamedTuple):
+    steps: int
+    tol: float
+    atol: float
+
+
+def _cg(
+    apply: Product, b: Vector, v: Vector, r: Vector, stop: _Stop, algebra: Algebra, step: Callable[..., Any]
+) -> LinearSolution:
+    """The loop from v, whose residual is r; ``step`` makes what follows each product."""
+    dot, _, where = algebra
+    square = dot(b, b)
+    rr = largest = square
+    if r is not b:
+        rr = dot(r, r)
+        largest = where(rr > square, rr, square)
+    rounding, given = max(stop.tol, torch.finfo(b[0].dtype).eps) ** 2 * square, stop.atol**2
+    floor, p = where(rounding > given, rounding, given), r
+    active = rr > floor
+    iterations, indefinite = 0 * active, active & False
+    for k in range(stop.steps):
+        if _seen_done(active, k, max(stop.tol, stop.atol)):
+            break
+        v, r, p, rr, negative = step(v, r, p, apply(p), rr, active)
+        active = active ^ negative
+        iterations, indefinite = iterations + active, indefinite | negative
+        active = active & (rr > floor)
+    diverged = rr > 100 * largest
+    if not isinstance(rr, Tensor):
+        rr, square = (torch.tensor(number, dtype=torch.float64, device="cpu") for number in (rr, square))
+        iterations, indefinite, diverged = (
+            torch.tensor(figure, device="cpu") for figure in (iterations, indefinite, diverged)
+        )
+    residual = rr.sqrt()
+    return LinearSolution(v, residual, iterations, indefinite, _relative(residual, square.sqrt()), diverged)
+
+
+def _fused(apply: Product, b: Vector, v: Vector, r: Vector, stop: _Stop, lanes: bool) -> LinearSolution:
+    """The loop on one tensor with a row for each lane, whose steps are made by the fused operator."""
+    n = len(b[0]) if lanes else 1
+    sizes = [t.numel() // n for t in b]
+
+    def flat(vector: Sequence[Tensor]) -> Vector:
+        return Vector([torch.cat([t.reshape(n, -1) for t in vector], 1)])
+
+    def whole(rows: Vector) -> Vector:
+        return Vector(p.reshape(t.shape).to(t.dtype) for p, t in zip(torch.split(rows[0], sizes, 1), b, strict=True))
+
+    def step(v: Vector, r: Vector, p: Vector, hp: Vector, rr: Tensor, active: Tensor) -> tuple[Any, ...]:
+        *vectors, rr, negative = cg_step(v[0], r[0], p[0], hp[0], rr, active)
+        return *(Vector([t]) for t in vectors), rr, negative
+
+    rows = flat(b)
+    found = _cg(lambda p: flat(apply(whole(p))), rows, flat(v), rows if r is b else flat(r), stop, _LANES, step)
+    figures: Any = found[1:] if lanes else [figure.squeeze(0) for figure in found[1:] if figure is not None]
+    return LinearSolution(whole(found.solution), *figures)
+
+
+def _number(a: Vector, b: Vector) -> float:
+    """The inner product on the host; NaN also where it is infinite, so that no step hides it."""
+    value = float(a.dot(b))
+    return value if isfinite(value) else nan
+
+
+def _either(condition: bool, a: float, b: float) -> float:
+    return a if condition else b
+
+
+_SCALARS, _LANES = Algebra(Vector.dot, Vector.add), Algebra(Vector.lane_dot, Vector.add)
+_NUMBERS = Algebra(_number, Vector.add, _either)  # which cost less than operations on tensors of one
+
+
+def minres(
+    product: Product,
+    b: Sequence[Tensor],
+    start: Sequence[Tensor] | None = None,
+    *,
+    steps: int,
+    tol: float = 0.0,
+    atol: float = 0.0,
+    damping: float = 0.0,
+    lanes: bool = False,
+) -> LinearSolution:
+    r"""Minimal residuals (MINRES) for :math:`(H + \delta I) v = b`, H symmetric, definite or not.
+
+    The iterate k minimises :math:`\|b - H v\|` over the Krylov space of dimension k, so the residual never grows, and H
+    may have negative eigenvalues, as the Hessian of a deep network away from its minima has. With ``damping``,
+    :math:`\delta` must not be near one of :math:`-\lambda_i(H)`. Stops, keeping the last iterate, when the residual is
+    at most ``tol * ||b||`` or ``atol``, at the rounding level of the dtype, or at the least squares of a singular H
+    without a solution, whose residual is not small; tests as in `cg`. Rounding errors grow like :math:`\kappa(H)^2`,
+    so for a positive definite H of large condition `cg` is more accurate.
+
+    Args:
+        product: v -> H v.
+        b: right-hand side.
+        start: where to start. Default: zero, which saves one product.
+        steps: largest number of iterations; one product each.
+        tol: relative tolerance of the residual. Default: 0.
+        atol: absolute tolerance of the residual. Default: 0.
+        damping: :math:`\delta`. Default: 0.
+        lanes: solve each lane of stacked tensors by itself. Default: False.
+
+    Example:
+        >>> H = torch.tensor([1.0, -2.0])
+        >>> result = minres(lambda v: Vector([H * v[0]]), [torch.ones(2)], steps=200)
+        >>> result.solution[0].round(decimals=4), int(result.iterations)
+        (tensor([ 1.0000, -0.5000]), 2)
+
+    Source: Paige, Saunders (1975), SIAM J. Numer. Anal. 12(4).
+    """
+    b = Vector(b)
+    dot = Vector.lane_dot if lanes else Vector.dot
+    eps = torch.finfo(b[0].dtype).eps
+    b_norm = dot(b, b).sqrt()
+    floor = (max(tol, eps) * b_norm).clamp_min(atol)
+    v, r = (b.zeros_like(), b) if start is None else (Vector(start), b - _damped(product, Vector(start), damping))
+    residual = beta = dot(r, r).sqrt()
+    # Lanczos makes H tridiagonal in the basis q; Givens rotations (c, s) make that triangular, row by row, and w are
+    # the columns of Q R^-1. Names as in the source: the last rows' entries are dbar (not yet rotated) and epsilon.
+    q_old, q = b.zeros_like(), r * _inverse(beta)
+    w_old = w = b.zeros_like()
+    c, s, dbar, epsilon, size = -torch.ones_like(beta), *(torch.zeros_like(beta) for _ in range(4))
+    iterations = torch.zeros_like(beta, dtype=torch.int64)
+    stuck = torch.zeros_like(beta, dtype=torch.bool)
+    for k in range(steps):
+        active = (residual > floor) & ~stuck
+        if _seen_done(active, k, max(tol, atol)):
+            break
+        hq = _damped(product, q, damping) - q_old * beta if k else _damped(product, q, damping)
+        alpha = dot(q, hq)
+        hq = hq - q * alpha
+        old_beta, beta = beta, dot(hq, hq).sqrt()
+        size = torch.maximum(size, alpha.abs() + beta + (old_beta if k else 0.0))
+        delta, gbar = c * dbar + s * alpha, s * dbar - c * alpha
+        gamma = torch.hypot(gbar, beta)
+        # ||H r|| / (||H|| ||r||) this small: r is in the kernel, or H so ill conditioned that only rounding is left.
+        stuck = stuck | (active & (torch.hypot(gbar, c * beta) <= eps**0.5 * size))
+        # A finished solve is frozen by zero steps instead of a branch, which would need the host.
+        active = active & ~stuck
+        inverse = torch.where(active, _inverse(gamma), 0.0)
+        w_old, w = w, (q - w_old * epsilon - w * delta) * inverse
+        v = v + w * (gbar * inverse * residual)
+        epsilon, dbar, c, s = s * beta, -c * beta, gbar * inverse, beta * inverse
+        residual = torch.where(active, residual * s, residual)
+        q_old, q = q, hq * _inverse(beta)
+        iterations = iterations + active
+    return _finished(v, residual, iterations, b_norm, residual)  # which never grows
+
+
+def fixed_point(
+    product: Product,
+    b: Sequence[Tensor],
+    start: Sequence[Tensor] | None = None,
+    *,
+    steps: int,
+    lr: float | Sequence[float],
+    tol: float = 0.0,
+    damping: float = 0.0,
+    lanes: bool = False,
+) -> LinearSolution:
+    r"""The fixed-point iteration :math:`v \leftarrow v - \eta (H v - b)`.
+
+    From zero, k iterations give :math:`\eta \sum_{i<k} (I - \eta H)^i b`: the hypergradient through the last k steps
+    of gradient descent, if H does not change. The error contracts by :math:`\|I - \eta H\|` per iteration, so it needs
+    :math:`\eta < 2 / \lambda_{\max}(H)`.
+
+    Args:
+        product: v -> H v.
+        b: right-hand side.
+        start: where to start. Default: zero, whose first iteration needs no product.
+        steps: number of iterations.
+        lr: :math:`\eta`, one number or one per tensor.
+        tol: stop when the residual is at most ``tol * ||b||``. Default: 0, all iterations.
+        damping: added to the diagonal of H. Default: 0.
+        lanes: treat each lane of stacked tensors by itself. Default: False.
+
+    Example:
+        >>> result = fixed_point(lambda v: v * 2.0, [torch.ones(1)], steps=2, lr=0.25)
+        >>> result.solution
+        (tensor([0.3750]),)
+    """
+    b = Vector(b)
+    v = b.zeros_like() if start is None else Vector(start)
+    r = b if start is None else b - _damped(product, v, damping)
+    norm = Vector.lane_norm if lanes else Vector.norm
+    b_norm = norm(b)
+    first = b_norm if start is None else norm(r)
+    done = torch.zeros_like(b_norm, dtype=torch.int64)
+    for k in range(steps):
+        if k:
+            r = b - _damped(product, v, damping)
+        move, active, seen_done = _unfinished(r, norm, b_norm, k, tol)
+        if seen_done:
+            break
+        v, done = v + move * lr, done + active
+    return _finished(v, norm(r), done, b_norm, first)
+
+
+def neumann(
+    product: Product,
+    b: Sequence[Tensor],
+    start: Sequence[Tensor] | None = None,
+    *,
+    steps: int,
+    lr: float | Sequence[float],
+    tol: float = 0.0,
+    damping: float = 0.0,
+    lanes: bool = False,
+) -> LinearSolution:
+    r"""The truncated Neumann series :math:`\eta \sum_{i=0}^{Q} (I - \eta H)^i b`, Q + 1 terms from Q products.
+
+    Args:
+        product: v -> H v.
+        b: right-hand side.
+        start: must be None: a series has no starting point.
+        steps: Q.
+        lr: :math:`\eta < 2 / \lambda_{\max}(H)`, one number or one per tensor.
+        tol: stop when a term is at most ``tol * ||b||``. Default: 0, all terms.
+        damping: added to the diagonal of H. Default: 0.
+        lanes: treat each lane of stacked tensors by itself. Default: False.
+
+    Example:
+        >>> neumann(lambda v: v * 2.0, [torch.ones(1)], steps=1, lr=0.25).solution
+        (tensor([0.3750]),)
+    """
+    if start is not None:
+        raise ValueError("Invalid start: a Neumann series starts from zero; use fixed_point for a warm start")
+    norm = Vector.lane_norm if lanes else Vector.norm
+    term = total = b = Vector(b)
+    residual = b_norm = norm(b)
+    done = torch.zeros_like(residual, dtype=torch.int64)
+    for k in range(steps):
+        term, active, seen_done = _unfinished(term, norm, b_norm, k, tol)
+        if seen_done:
+            break
+        term = term - _damped(product, term * lr, damping)
+        residual = torch.where(active, norm(term), residual) if isinstance(active, Tensor) else residual
+        total, done = total + term, done + active
+    end_region()
+    return _finished(total * lr, norm(term) if tol <= 0 else residual, done, b_norm, b_norm)
+
+
+def neumann_term(
+    product: Product,
+    b: Sequence[Tensor],
+    start: Sequence[Tensor] | None = None,
+    *,
+    steps: int | Tensor,
+    terms: int,
+    lr: float | Sequence[float],
+    lanes: bool = False,
+) -> LinearSolution:
+    r"""One term of a Neumann series in place of all, :math:`N \eta (I - \eta H)^n b`.
+
+    With n uniform on 0, ..., N - 1 its mean is :math:`\eta \sum_{i<N} (I - \eta H)^i b`.
+
+    Args:
+        product: v -> H v, which may be another random H at each call.
+        b: right-hand side.
+        start: must be None: a series has no starting point.
+        steps: n, the number of products. A tensor is not read: all N - 1 products are made, and the first n count.
+        terms: N, the length of the series.
+        lr: :math:`\eta < 2 / \lambda_{\max}(H)`, one number or one per tensor.
+        lanes: report a residual for each lane of stacked tensors. Default: False.
+
+    Example:
+        >>> neumann_term(lambda v: v * 2.0, [torch.ones(1)], steps=1, terms=2, lr=0.25).solution
+        (tensor([0.2500]),)
+    """
+    if start is not None:
+        raise ValueError("Invalid start: a Neumann series starts from zero; use fixed_point for a warm start")
+    norm = Vector.lane_norm if lanes else Vector.norm
+    term, b_norm = Vector(b), norm(Vector(b))
+    count = steps if isinstance(steps, Tensor) else None
+    for k in range(int(steps) if count is None else terms - 1):
+        new = term - product(term * lr)
+        term = new if count is None else Vector(map(torch.where, [k < count] * len(term), new, term))
+    residual = norm(term)
+    done = torch.zeros_like(residual, dtype=torch.int64) + steps
+    return _finished(term * lr * float(terms), residual, done, b_norm, b_norm)
+
+
+def _damped(product: Product, v: Vector, damping: float) -> Vector:
+    return product(v) + v * damping if damping else product(v)
+
+
+def _inverse(value: Tensor) -> Tensor:
+    """1 / value, and zero of zero."""
+    return torch.where(value > 0, 1 / torch.where(value > 0, value, 1.0), 0.0)
+
+
+def _relative(residual: Tensor, norm: Tensor) -> Tensor:
+    """A residual in units of the right-hand side; finite if both are."""
+    return residual / norm.clamp_min(torch.finfo(norm.dtype).tiny)
+
+
+def _host_looks(t: Tensor, k: int = 0, tol: float = 0.0) -> bool:
+    """Whether the host looks at values beside a tensor before iteration k: never in a trace, and waits but rarely."""
+    return not traced() and (t.is_cpu or (tol > 0 and k % 10 == 0))
+
+
+def _seen_done(active: Tensor | bool, k: int, tol: float) -> bool:
+    """Whether the host looks before iteration k, and finds that no lane goes on."""
+    if not isinstance(active, Tensor):
+        return not active
+    return _host_looks(active, k, tol) and not bool(active.any())
+
+
+def _unfinished(
+    r: Vector, norm: Callable[[Vector], Tensor], b_norm: Tensor, k: int, tol: float
+) -> tuple[Vector, Tensor | int, bool]:
+    """The residual, zero in lanes that have reached the tolerance; which have not; whether none is seen to go on."""
+    if tol <= 0:
+        return r, 1, False
+    active = norm(r) > tol * b_norm
+    if _host_looks(active, k, tol):
+        if active.all():
+            return r, active, False
+        if not active.any():
+            return r, active, True
+    return r * active.to(r[0].dtype), active, False
+
+
+def _finished(v: Vector, residual: Tensor, iterations: Tensor, b_norm: Tensor, first: Tensor) -> LinearSolution:
+    diverged = residual > (1 + 1e-3) * (b_norm if first is b_norm else torch.maximum(b_norm, first))
+    return LinearSolution(v, residual, iterations, torch.zeros_like(diverged), _relative(residual, b_norm), diverged)

@@ -12,3 +12,313 @@ from ...hypergradient import Estimate
 from ...hypergradient.multilevel import multilevel
 from ...hypergradient.multilevel import smoothness as largest_eigenvalue
 from ...optimizer.base import BilevelOptimizer, CommonOptions
+from ...optimizer.declaration import MethodInfo
+from ...optimizer.step import StepInputs
+from ...oracle.oracle import Oracle
+from ...problem.parameters import Params, is_count, is_number, require
+from ...problem.random import SEEDS
+from ...problem.tasks import starting_points, task_count
+from ...problem.vector import Vector
+from ...solvers.contexts import POWER, TASKS, Contexts, coupled_path, draw_levels, level_probabilities
+from . import levels as level_layer
+
+__all__ = ["DLSGD", "RTMLMC"]
+
+NEUMANN = ("sum", "product", "cg")
+SAMPLING = ("systematic", "independent")
+CURVATURE_SAMPLES, CURVATURE_MARGIN = 16, 1.2
+
+GROWING_SERIES = (
+    "a term of the Neumann series was larger than the one before (diagnostics['neumann_ratio']): smoothness is less "
+    "than an eigenvalue of a sample Hessian, or the lower loss is not convex on a sample, so the hypergradient is not "
+    "reliable. Give a larger smoothness, normalise the data, or regularise"
+)
+
+
+class RTMLMC(BilevelOptimizer):
+    r"""Random truncated multilevel Monte Carlo (RT-MLMC): unbiased for the deep solve at the cost of shallow ones.
+
+    For :math:`\min_x \mathbb E_\xi\, \mathbb E_{\eta|\xi} f(x, y^*(x; \xi); \eta, \xi)` with a lower problem
+    :math:`y^*(x; \xi) = \arg\min_y \mathbb E_{\eta|\xi}\, g(x, y; \eta, \xi)` for each of very many contexts
+    :math:`\xi`: tasks, users, clients, states of nature. With :math:`Y_l` the result of l epochs of EpochSGD (epoch e:
+    the mean of :math:`2^e` iterates with step :math:`\min(\beta_0 2^{-e}, 1/L)`, from the mean of the one before) and
+    :math:`u_l` the implicit gradient at it, one run of a random number k of epochs gives
+
+    .. math::
+        v = u_b + (u_k - u_{k-1}) / p_k, \qquad p_k = \frac{2^{-(k-b)}}{1 - 2^{-(K-b)}}, \quad k = b+1, \dots, K,
+        \qquad x \leftarrow x - \text{lr}\, \bar v,
+
+    with the mean of :math:`u_K` at an expected cost of O(K) lower steps instead of :math:`O(2^K)`. All points share
+    the context, the path and the samples of the implicit gradient; :math:`\bar v` is the mean over the contexts of a
+    step.
+
+    *When.* More lower problems than could be solved or remembered, each with data that can be drawn again and again;
+    the cost of a step does not depend on their number. *Needs* ``tasks=``, a lower loss that is strongly convex in y
+    for every sample, and Hessian-vector products. :math:`\beta_0` matters: the rate needs
+    :math:`\beta_0 \mu \ge 0.75`; :math:`1/\mu` to :math:`2/\mu` is good (the paper's :math:`1/(4\mu)` is too small, and
+    then the variance grows geometrically with K). The method watches this and warns. Its noise is heavy tailed:
+    clipping :math:`v` biases it, since the rare deep corrections are the large ones; prefer SGD, or more contexts per
+    step, to Adam on x. Random numbers drawn inside the losses (dropout) are shared by the contexts of a step. Keep y in
+    float32 or better.
+
+    *Cost per step* and context, on average: :math:`2K/(1-2^{-K}) - 2` lower gradients less those that need not be made
+    (K = 6: 10, K = 12: 22; DL-SGD: 126 and 8190); at 3 points (2 if k = b + 1) an upper gradient, a cross product, and
+    N - 1 Hessian-vector products. *Draws*: for each context one lower batch per lower step, one for the cross product
+    and one per term of the series, all independent, and one upper batch; each from a generator of its own, seeded by
+    what it is for, so that results do not depend on ``vectorize`` or on the number of processes.
+
+    The contexts start from the live y, or from ``lower_init(contexts)``, and the live y is left as it is.
+
+    Args:
+        upper: upper parameters x.
+        lower: lower parameters y, of one context.
+        lr: learning rate of x.
+        lower_lr: :math:`\beta_0`, the step of the lower solve before halving.
+        levels: K, the largest number of epochs. The bias falls like :math:`2^{-K/2}` or faster. Default: 6.
+        neumann_steps: N, terms of the series for the inverse Hessian; relative bias :math:`(1 - \mu/L)^N`. Default: 10.
+        neumann: ``"sum"``, all terms (least variance); ``"product"``, one random term, N times as large (the paper's;
+            on average half the products and very much more variance); ``"cg"``, N conjugate gradient steps on one
+            batch, exact for full batches, else biased by the batch. Default: ``"sum"``.
+        level_sampling: ``"independent"`` levels of the contexts, or ``"systematic"``, evenly spread over them, with
+            less variance of the gradient and of the cost. Default: ``"systematic"``.
+        base_level: b. One costs little more and has less variance. Default: 0, the paper's.
+        implicit_term: False leaves out the implicit term. For minimax (g = -f) it vanishes at the solution, and still
+            makes the error second instead of first order in that of y. Default: True.
+        smoothness: L, an upper bound on the eigenvalues of *sample* Hessians of g. Default: None, estimated by power
+            iteration with a margin of 1.2, at steps 0, 1, 3, 7, 15, ...; the largest estimate is kept.
+        cap: limit lower steps to 1/L. Default: True.
+        tasks_per_step: contexts per step. Default: 1.
+        lower_batch, upper_batch: rows per batch of a context; None, all of them. Default: 1.
+        warm_start: True writes the mean of the lower solutions to the live y. Default: False.
+        lower_init, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`. Processes share the
+            contexts of a step, deep ones first.
+
+    State: L as estimated, and the running mean squares of the corrections :math:`V_k = E\|u_k - u_{k-1}\|^2`, measured
+    at one context per step. ``diagnostics`` has ``level_variance``, :math:`2^k V_k` by k, which should not grow;
+    ``level_counts``, ``lower_steps``, ``correction`` (the last :math:`\|u_k - u_{k-1}\|^2`), ``neumann_ratio`` (largest
+    growth of a term of the series, below 1 for a convex g and a valid L), ``smoothness``, ``task_count``.
+
+    Raises:
+        ValueError: for an argument out of its range, or without ``tasks``.
+
+    Example:
+        >>> import torch, bilevel_optim as bo
+        >>> x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> data = torch.randn(1000, 20, 1, generator=torch.Generator().manual_seed(0)) + 2.0  # 1000 contexts
+        >>> optimizer = bo.RTMLMC(
+        ...     [x], [y], lr=0.1, lower_lr=2.0, levels=6, tasks_per_step=8, generator=torch.Generator().manual_seed(1)
+        ... )
+        >>> tasks = bo.TensorTasks(data)
+        >>> for _ in range(50):  # y* = x + mean of the context's rows, and f asks for y* = 1: x is -1 in the end
+        ...     loss = optimizer.step(
+        ...         lambda rows: (y - 1).square().sum() / 2,
+        ...         lambda rows: (y - x - rows).square().sum(1).mean() / 2,
+        ...         tasks=tasks,
+        ...     )
+        >>> bool((x + 1).abs() < 0.3)
+        True
+
+    Source: Hu, Wang, Xie, Krause, Kuhn (2023), arXiv:2310.18535 (RT-MLMC).
+    """
+
+    declared = MethodInfo(
+        uncaptured=(
+            "each set of levels would be a graph of its own, of all the lower steps of its contexts: compiling them "
+            "took minutes and made steps only 1.1 times faster"
+        ),
+        paper="arXiv:2310.18535",
+        family="contextual",
+        when="more lower problems than could be solved or remembered, each met once",
+        cost="per context about 2 K lower, 3 N hvp, 3 upper, 3 cross; K = levels, N = neumann_steps",
+        tasks="required",
+        random=True,
+        lower_steps=False,
+        lower_optimizer="none",
+    )
+
+    one_level = False  # whether all contexts go to the last level, and none is drawn
+
+    def __init__(
+        self,
+        upper: Params,
+        lower: Params,
+        *,
+        lr: float,
+        lower_lr: float,
+        levels: int = 6,
+        neumann_steps: int = 10,
+        neumann: str = "sum",
+        level_sampling: str = "systematic",
+        base_level: int = 0,
+        implicit_term: bool = True,
+        smoothness: float | None = None,
+        cap: bool = True,
+        **common: Unpack[CommonOptions],
+    ) -> None:
+        require("levels", levels, is_count(levels) and levels >= 1)
+        require("neumann_steps", neumann_steps, is_count(neumann_steps) and neumann_steps >= 1)
+        require("neumann", neumann, neumann in NEUMANN)
+        require("level_sampling", level_sampling, level_sampling in (SAMPLING[:1] if self.one_level else SAMPLING))
+        require("base_level", base_level, is_count(base_level) and base_level < (1 if self.one_level else levels))
+        require("implicit_term", implicit_term, isinstance(implicit_term, bool))
+        require("smoothness", smoothness, smoothness is None or (is_number(smoothness) and 0 < smoothness < math.inf))
+        require("cap", cap, isinstance(cap, bool))
+        factory = common.get("lower_optimizer")
+        wording = "Invalid lower_optimizer value: {value} (the lower solver is EpochSGD)"
+        require("lower_optimizer", factory, factory is None, wording)
+        common = {"tasks_per_step": 1, "lower_batch": 1, "upper_batch": 1, "warm_start": False, **common}
+        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=0, **common)
+        self.levels, self.neumann_steps, self.neumann = levels, neumann_steps, neumann
+        self.level_sampling, self.base_level, self.implicit_term = level_sampling, base_level, implicit_term
+        self.smoothness, self.cap = smoothness, cap
+
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+        """There is no single lower problem."""
+        raise ValueError(
+            f"{type(self).__name__} has a lower problem for each context: step(upper, lower, tasks=sampler)"
+        )
+
+    def estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Estimate:
+        """The mean over the contexts of one draw; the ranks share them."""
+        count = task_count(sampler, self.tasks_per_step)
+        contexts = self._contexts(sampler, count, int(given.random_inputs["seed"]))
+        depths = self.depths(contexts)
+        mine = _share(depths, given.ranks.rank, given.ranks.world)
+        make = partial(self._estimate_contexts, contexts, depths, mine)
+        return self.checked(oracle, given, make) if mine else make(oracle, given)
+
+    def random_inputs(self) -> dict[str, int]:
+        """What all the draws of a step are made from."""
+        return {"seed": SEEDS}
+
+    def depths(self, contexts: Contexts) -> list[int]:
+        """The level of each context."""
+        even = self.level_sampling == "systematic"
+        return draw_levels(contexts.count, self.levels, self.base_level, contexts.counters, systematic=even)
+
+    def _contexts(self, sampler: Any, count: int, seed: int, purpose: int = TASKS) -> Contexts:
+        rows = {"lower_batch": self.lower_batch, "upper_batch": self.upper_batch}
+        return Contexts(sampler, count, seed, purpose=purpose, **rows)
+
+    def _starts(self, oracle: Oracle, given: StepInputs, contexts: Contexts) -> Vector:
+        return starting_points(oracle.y, oracle.lower_names(), contexts.tasks, contexts.count, given.lower_init)
+
+    def _estimate_contexts(
+        self, contexts: Contexts, depths: list[int], mine: list[int], oracle: Oracle, given: StepInputs
+    ) -> Estimate:
+        """The part of some contexts in the mean."""
+        curvature = self._curvature(oracle, given, contexts)
+        bound = float(self.smoothness or curvature or 1.0)
+        chances = None if self.one_level else level_probabilities(self.levels, self.base_level)
+        several = chances is not None and len(chances) > 1
+        nothing = oracle.x[0].new_zeros(())
+        part = Estimate(nothing, oracle.x.zeros_like(), lower=oracle.y.zeros_like())
+        if mine:
+            starts = Vector(t[mine] for t in self._starts(oracle, given, contexts))
+            largest = 1 / bound if self.cap else math.inf
+            path = coupled_path(
+                oracle, contexts, starts, [depths[slot] for slot in mine],
+                lambda epoch: [min(rate * 2.0**-epoch, largest) for rate in given.lower_rates],
+                slots=mine, base_level=self.base_level,
+            )  # fmt: skip
+            part = multilevel(
+                oracle, path, chances=chances, steps=self.neumann_steps, rate=1 / bound, neumann=self.neumann,
+                implicit_term=self.implicit_term, measured=0 if several and mine[0] == 0 else None,
+            )  # fmt: skip
+            if "neumann_ratio" in part.diagnostics:
+                oracle.checks.alert("growing series", GROWING_SERIES, part.diagnostics["neumann_ratio"] > 1 + 1e-4)
+        loss, gradient, mean, correction = given.ranks.total(
+            part.loss.to(nothing), part.gradient, part.lower, part.diagnostics.get("correction", nothing.double())
+        )
+        diagnostics, numbers = dict(part.diagnostics), dict[str, Any]()
+        if curvature:
+            numbers["curvature"] = curvature
+        if several:
+            moments = level_layer.added(given.numbers.get("moments"), self.levels, depths[0], correction)
+            numbers["moments"], diagnostics["correction"] = moments, correction
+            diagnostics["level_variance"] = level_layer.watched(oracle.checks, moments, self.base_level)
+        diagnostics["level_counts"] = torch.tensor(depths, device="cpu").bincount(minlength=self.levels + 1)
+        steps = sum(2 ** (k + 1) - 2 - k for k in depths)
+        for name, number in (("lower_steps", steps), ("smoothness", bound), ("task_count", len(depths))):
+            diagnostics[name] = torch.tensor(number, device="cpu")
+        return Estimate(loss, gradient, diagnostics, lower=mean if self.warm_start else None, numbers=numbers)
+
+    def _curvature(self, oracle: Oracle, given: StepInputs, contexts: Contexts) -> float:
+        """L as estimated so far, from time to time anew; 0 before."""
+        known = float(given.numbers.get("curvature", 0.0))
+        needed = self.cap or (self.implicit_term and self.neumann != "cg")
+        if self.smoothness is not None or not needed or (given.steps + 1) & given.steps:
+            return known
+        some = self._contexts(contexts.sampler, CURVATURE_SAMPLES, contexts.counters.seed, POWER)
+        found = CURVATURE_MARGIN * float(largest_eigenvalue(oracle, some, self._starts(oracle, given, some)))
+        return max(known, found) if math.isfinite(found) else known
+
+
+class DLSGD(RTMLMC):
+    r"""Double-loop SGD (DL-SGD): for each context a deep lower solve, and the implicit gradient at its end.
+
+    .. math:: v = u_K, \qquad x \leftarrow x - \text{lr}\, \bar v
+
+    in the notation of `RTMLMC`, which has the same mean. *When.* As the control for `RTMLMC`: it has less variance per
+    step and costs :math:`2^{K+1} - 2 - K` lower gradients per context, so it pays only where a batch of contexts keeps
+    an accelerator busy anyway. *Needs* what `RTMLMC` needs; :math:`\beta_0` is less critical.
+
+    *Cost per step* and context: :math:`2^{K+1} - 2 - K` + N lower gradients, N - 1 Hessian-vector products, one upper
+    gradient, one cross product. *Draws*: as `RTMLMC`; with the same generator the same contexts and the same paths.
+
+    Args:
+        upper, lower, lr, lower_lr, levels, neumann_steps, neumann, implicit_term, smoothness, cap: see `RTMLMC`.
+        level_sampling, base_level: the defaults; others, which would have no effect, are refused.
+        tasks_per_step, lower_batch, upper_batch, warm_start, lower_init: see `RTMLMC`.
+        check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+
+    State: L as estimated.
+
+    Raises:
+        ValueError: for an argument out of its range, or without ``tasks``.
+
+    Example:
+        >>> import torch, bilevel_optim as bo
+        >>> x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> optimizer = bo.DLSGD([x], [y], lr=0.1, lower_lr=2.0, levels=1, neumann="cg", cap=False)
+        >>> loss = optimizer.backward(
+        ...     lambda t: (y - 1).square().sum() / 2,
+        ...     lambda t: (y - x - t).square().sum(),
+        ...     tasks=bo.TensorTasks(torch.full((10, 1, 1), 3.0)),
+        ... )
+        >>> x.grad  # y* = 3, the mean of 0 and 6
+        tensor([2.])
+
+    Source: Hu, Wang, Xie, Krause, Kuhn (2023), arXiv:2310.18535 (DL-SGD); Ghadimi, Wang (2018), arXiv:1802.02246.
+    """
+
+    declared = MethodInfo(
+        uncaptured=(
+            "a graph would be of all the lower steps of the contexts, about 2^(levels + 1) each: compiling it took "
+            "most of a minute with two levels and made steps only 1.8 times faster"
+        ),
+        paper="arXiv:2310.18535",
+        family="contextual",
+        when="control of RTMLMC: less variance per step, much dearer",
+        cost="per context 2^(K+1) - 2 - K + N lower, N - 1 hvp, 1 upper, 1 cross; K = levels, N = neumann_steps",
+        tasks="required",
+        random=True,
+        lower_steps=False,
+        lower_optimizer="none",
+    )
+
+    one_level = True
+
+    def depths(self, contexts: Contexts) -> list[int]:
+        """The last level, for all of them."""
+        return [self.levels] * contexts.count
+
+
+def _share(depths: list[int], rank: int, world: int) -> list[int]:
+    """The contexts of one process: the deepest first, each to the process with the least to do."""
+    loads, shares = [0] * world, [[] for _ in range(world)]  # type: tuple[list[int], list[list[int]]]
+    for slot in sorted(range(len(depths)), key=lambda i: -depths[i]):
+        to = loads.index(min(loads))
+        loads[to] += 2 ** (depths[slot] + 1)
+        shares[to].append(slot)
+    return sorted(shares[rank])

@@ -9,3 +9,324 @@ from torch import Tensor
 
 from ...hypergradient import Estimate
 from ...optimizer.base import BilevelOptimizer, CommonOptions, Loss
+from ...optimizer.declaration import MethodInfo
+from ...optimizer.step import StepInputs, changed
+from ...oracle.oracle import Oracle
+from ...problem.objective import Objective
+from ...problem.parameters import Params, is_number, require
+from ...problem.vector import Vector, any_sharded
+from ..aid import AID
+from ..itd import ITD
+
+__all__ = ["ANIL", "FOMAML", "MAML", "Initialised", "iMAML"]
+
+
+class Initialised(BilevelOptimizer):
+    """A method whose lower solves start from upper parameters: the last of them, one for each lower parameter."""
+
+    responds = False  # the start is a response
+
+    def initial(self, oracle: Oracle) -> Vector:
+        """The upper tensors where the lower ones start."""
+        if any_sharded(oracle.y):
+            raise ValueError(
+                f"{type(self).__name__} cannot start sharded lower parameters (DTensor) from upper ones: leave the "
+                "module whole, and let the ranks share the tasks"
+            )
+        count = len(oracle.y)
+        start = oracle.x[-count:]
+        shapes = [t.shape if oracle.lanes is None else t.shape[1:] for t in oracle.y]
+        if [t.shape for t in start] != shapes:
+            raise ValueError(
+                f"{type(self).__name__} starts the lower parameters from the last {count} upper ones, which must have "
+                f"the same shapes: {[tuple(s) for s in shapes]}, but they have {[tuple(t.shape) for t in start]}. Pass "
+                "copies of the lower parameters there, such as [p.detach().clone().requires_grad_() for p in "
+                "model.parameters()]"
+            )
+        return Vector(start)
+
+    def learned_start(self, oracle: Oracle) -> Vector:
+        """The initial point."""
+        return self.initial(oracle)
+
+    def load_start(self) -> None:
+        """Write the initial point that was learned into the live lower parameters, those of the model."""
+        lower = Vector(self.parameters("lower"))
+        lower.copy_(self.parameters("upper")[-len(lower) :])
+
+    def begun(self, oracle: Oracle, given: StepInputs) -> tuple[Oracle, StepInputs]:
+        """Where adaptation starts, with a lower optimizer that begins anew."""
+        start = Vector(s.expand_as(t).clone() for s, t in zip(self.initial(oracle), oracle.y, strict=True))
+        return oracle.at(lower=start), changed(given, solver=None)
+
+    def through_start(self, oracle: Oracle, estimate: Estimate, derivative: Vector) -> Estimate:
+        """The estimate with the derivative in the initial point added."""
+        extra = derivative if oracle.lanes is None else Vector(t.sum(0) for t in derivative)
+        head = len(oracle.x) - len(extra)
+        oracle.session.note_reached(extra)
+        gradient = Vector([*estimate.gradient[:head], *Vector(estimate.gradient[head:]) + extra])
+        return changed(estimate, gradient=gradient)
+
+
+class MAML(Initialised, ITD):
+    r"""Model-agnostic meta-learning (MAML): the initial value from which a few steps adapt well to any task.
+
+    .. math:: y_0 = x, \quad y_{t+1} = y_t - \alpha \nabla_y g(x, y_t) \quad (\text{lower\_steps times}), \qquad
+              x \leftarrow x - \text{lr}\, \frac{d}{dx} f(x, y_T(x))
+
+    for each task of ``tasks=``, and the mean over them. The *last* upper parameters are the initial values of the lower
+    ones, in the same order; the losses read the lower ones (the model). Other upper parameters may stand before them.
+    One step is MAML, more are multi-step MAML; a proximal term :math:`\tfrac\lambda2\|y - x\|^2` may be in g (with one
+    step it makes no difference, because it is flat at y = x).
+
+    *When.* Few-shot learning, as the baseline that everybody knows. *Needs* second derivatives and one graph per lower
+    step. It does not converge to a solution of the bilevel problem: few steps are part of the model. The exact
+    derivative through the steps, as in `ITD`, and through their start. After training, ``adapt`` gives the parameters
+    for a new task, and ``load_start()`` puts the initial values into the lower parameters.
+
+    *Cost per step* and task, T lower steps: T lower gradients (2 T with ``checkpoint``), T Hessian-vector and T cross
+    products, 1 upper gradient. *Draws*: one lower batch for each lower step, then one upper batch.
+
+    Args:
+        upper: upper parameters; the last of them are copies of the lower parameters, and start these.
+        lower: lower parameters, those of the model that the losses evaluate.
+        lr: learning rate of x.
+        lower_lr: learning rate of the adaptation.
+        lower_steps: adaptation steps T.
+        truncate: differentiate only the last that many steps; fewer than ``lower_steps`` leave out the derivative in
+            the initial value. Default: None, all of them.
+        checkpoint: keep only the iterates, and make the graphs again. Default: False.
+        warm_start: with tasks, whether the live y is set to the mean of the adapted values; adaptation always starts at
+            x. Default: True.
+        tasks_per_step, lower_batch, upper_batch, lower_optimizer, check_finite, generator, vectorize, hvp,
+            process_group: see `BilevelOptimizer`. ``lower_init`` has no effect.
+
+    State: that of the lower optimizer, which starts anew at each step.
+
+    Raises:
+        ValueError: for an argument out of its range, or at the first step if the shapes do not fit.
+
+    Example:
+        >>> import torch, bilevel_optim as bo
+        >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> optimizer = bo.MAML([x], [y], lr=0.1, lower_lr=0.5, lower_steps=1)
+        >>> loss = optimizer.backward(
+        ...     lambda t: (y - t).square().sum() / 2,
+        ...     lambda t: (y - t).square().sum() / 2,
+        ...     tasks=bo.TensorTasks(torch.tensor([[1.0], [5.0]])),
+        ... )
+        >>> x.grad  # y_1 = (x + t)/2, so the mean of (y_1 - t)/2 is (x - 3)/4
+        tensor([-0.2500])
+
+    Source: Finn, Abbeel, Levine (2017), arXiv:1703.03400; as compared in arXiv:2310.18535.
+    """
+
+    declared = MethodInfo(
+        paper="arXiv:1703.03400",
+        family="meta",
+        when="few-shot learning: the baseline that everybody knows",
+        cost="T lower (2 T with checkpoint), 1 upper, T hvp, T cross",
+        initial=True,
+        lower_optimizer="differentiable",
+    )
+
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+        """Backpropagation through adaptation, from the initial point."""
+        oracle, given = self.begun(oracle, given)
+        estimate = super().estimate(oracle, given)
+        return estimate if estimate.start is None else self.through_start(oracle, estimate, estimate.start)
+
+
+class ANIL(MAML):
+    r"""Almost no inner loop (ANIL): MAML that adapts only the head, on features shared by the tasks.
+
+    .. math:: w_0 = x_2, \quad w_{t+1} = w_t - \alpha \nabla_w g(x_1, w_t), \qquad
+              (x_1, x_2) \leftarrow (x_1, x_2) - \text{lr}\, \frac{d}{d(x_1, x_2)} f(x_1, w_T(x_1, x_2))
+
+    The upper parameters are those of the body, :math:`x_1`, and then copies of those of the head, :math:`x_2`, which
+    start the lower ones. *When.* As cheap as it gets with almost the accuracy of `MAML`. *Needs* second derivatives of
+    the head's loss, in the body too. (Without a learned initial head it is `ITD` over tasks.)
+
+    *Cost per step* and *Draws*: as `MAML`; the body is evaluated at each step, unless the losses keep features.
+
+    Args:
+        upper: parameters of the body, then copies of the head's.
+        lower: parameters of the head.
+        lr, lower_lr, lower_steps, truncate, checkpoint, warm_start: see `MAML`.
+        tasks_per_step, lower_batch, upper_batch, lower_optimizer, check_finite, generator, vectorize, hvp,
+            process_group: see `BilevelOptimizer`.
+
+    State: as `MAML`.
+
+    Raises:
+        ValueError: as `MAML`, and at the first step if there is no upper parameter beside the initial head.
+
+    Example:
+        >>> import torch, bilevel_optim as bo
+        >>> body, head = torch.nn.Linear(4, 3), torch.nn.Linear(3, 2)
+        >>> start = [p.detach().clone().requires_grad_() for p in head.parameters()]
+        >>> loss = lambda batch: torch.nn.functional.cross_entropy(head(body(batch[0])), batch[1])
+        >>> tasks = bo.TensorTasks((torch.randn(5, 6, 4), torch.randint(0, 2, (5, 6))))
+        >>> optimizer = bo.ANIL([*body.parameters(), *start], head.parameters(), lr=0.1, lower_lr=0.1, lower_steps=3)
+        >>> value = optimizer.step(loss, loss, tasks=tasks)
+
+    Source: Raghu, Raghu, Bengio, Vinyals (2020), arXiv:1909.09157.
+    """
+
+    declared = MethodInfo(
+        paper="arXiv:1909.09157",
+        family="meta",
+        when="few-shot learning where adapting a head on shared features is enough",
+        cost="as MAML",
+        initial=True,
+        lower_optimizer="differentiable",
+    )
+
+    def initial(self, oracle: Oracle) -> Vector:
+        """As for `MAML`, after the body."""
+        if len(oracle.x) == len(oracle.y):
+            raise ValueError(
+                "ANIL needs upper parameters beside the initial values of the lower ones: those of the body that the "
+                "tasks share, before them. To learn initial values only, use MAML"
+            )
+        return super().initial(oracle)
+
+
+class FOMAML(Initialised):
+    r"""First-order MAML: MAML with the derivative of the adaptation taken for the identity.
+
+    .. math:: y_0 = x, \quad y_{t+1} = y_t - \alpha \nabla_y g(x, y_t), \qquad
+              x \leftarrow x - \text{lr}\, (\nabla_x f + \nabla_y f)(x, y_T)
+
+    *When.* No second derivatives are wanted; long adaptation, whose exact derivative is costly and not much better.
+    *Needs* first derivatives only. The gradient is biased by :math:`O(\alpha T)`.
+
+    *Cost per step* and task: ``lower_steps`` lower gradients, 1 upper gradient. *Draws*: as `MAML`.
+
+    Args:
+        upper, lower, lr, lower_lr, lower_steps, warm_start: see `MAML`.
+        tasks_per_step, lower_batch, upper_batch, lower_optimizer, check_finite, generator, vectorize, hvp,
+            process_group: see `BilevelOptimizer`.
+
+    State: as `MAML`.
+
+    Raises:
+        ValueError: as `MAML`.
+
+    Example:
+        >>> import torch, bilevel_optim as bo
+        >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> optimizer = bo.FOMAML([x], [y], lr=0.1, lower_lr=0.5, lower_steps=1)
+        >>> loss = optimizer.backward(lambda: (y - 3).square().sum() / 2, lambda: (y - 3).square().sum() / 2)
+        >>> x.grad  # y_1 = (x + 3)/2
+        tensor([-0.5000])
+
+    Source: Finn, Abbeel, Levine (2017), arXiv:1703.03400, section 5.2.
+    """
+
+    declared = MethodInfo(
+        paper="arXiv:1703.03400",
+        family="meta",
+        when="few-shot learning without second derivatives; long adaptation",
+        cost="T lower, 1 upper",
+        second_order=False,
+        initial=True,
+        converges=False,
+    )
+
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+        """The gradient after adaptation, as if that were the identity in the initial point."""
+        oracle, given = self.begun(oracle, given)
+        here = given.descended(oracle, self.lower_steps)
+        loss, grad_x, grad_y = here.oracle.upper(oracle.f.draw(once=True))
+        return self.through_start(oracle, here.with_lower(Estimate(loss, grad_x)), grad_y)
+
+
+class iMAML(Initialised, AID):
+    r"""Implicit MAML (iMAML): adaptation that stays near x by a proximal term, differentiated implicitly.
+
+    .. math::
+        y^*(x) = \arg\min_y g(y) + \tfrac\lambda2 \|y - x\|^2, \qquad
+        x \leftarrow x - \text{lr}\, (I + \nabla^2 g(y) / \lambda)^{-1} \nabla f(y)
+
+    The lower solve starts at x; the linear system is solved as in `AID`. The last upper parameters are x, in
+    the order of the lower ones, as in `MAML`.
+
+    *When.* Adaptation by many steps: memory does not grow with them. *Needs* Hessian-vector products, and a lower solve
+    that comes near :math:`y^*`. The error is that of `AID`.
+
+    *Cost per step* and task: ``lower_steps`` + 1 lower gradients, about ``linear_steps`` Hessian-vector products, 1
+    upper gradient, 1 cross product. *Draws*: as `AID`.
+
+    Args:
+        upper, lower, lr, lower_lr, lower_steps, warm_start: see `MAML`.
+        proximal: :math:`\lambda`, the weight of the proximal term that is added to the lower loss; 0 if the loss has it
+            already. Default: 0.
+        linear_solver: ``"cg"``, ``"minres"`` or ``"auto"``, see `AID`. Default: ``"cg"``.
+        linear_steps, linear_tol, damping: see `AID`.
+        tasks_per_step, lower_batch, upper_batch, lower_optimizer, check_finite, generator, vectorize, hvp,
+            process_group: see `BilevelOptimizer`.
+
+    State: ``linear_solution`` (without tasks).
+
+    Raises:
+        ValueError: as `MAML`; at the first step if there is no proximal term, neither here nor in the loss.
+
+    Example:
+        >>> import torch, bilevel_optim as bo
+        >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> optimizer = bo.iMAML([x], [y], lr=0.1, lower_lr=0.25, lower_steps=50, proximal=3.0)
+        >>> loss = optimizer.backward(lambda: (y - 6).square().sum() / 2, lambda: (y - 6).square().sum() / 2)
+        >>> x.grad.round(decimals=4)  # y* = 3, and (1 + 1/3)^-1 (3 - 6)
+        tensor([-2.2500])
+
+    Source: Rajeswaran, Finn, Kakade, Levine (2019), arXiv:1909.04630.
+    """
+
+    declared = MethodInfo(
+        paper="arXiv:1909.04630",
+        family="meta",
+        when="few-shot learning with many steps that stay near x",
+        cost="as AID",
+        initial=True,
+    )
+
+    def __init__(
+        self,
+        upper: Params,
+        lower: Params,
+        *,
+        lr: float,
+        lower_lr: float,
+        lower_steps: int,
+        proximal: float = 0.0,
+        linear_solver: str = "cg",
+        linear_steps: int = 10,
+        linear_tol: float = 0.0,
+        damping: float = 0.0,
+        **common: Unpack[CommonOptions],
+    ) -> None:
+        require("proximal", proximal, is_number(proximal) and 0 <= proximal < math.inf)
+        self.proximal = proximal
+        super().__init__(
+            upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps,
+            linear_solver=linear_solver, linear_steps=linear_steps, linear_tol=linear_tol, damping=damping, **common,
+        )  # fmt: skip
+
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+        """Adaptation from the initial point, then the linear system."""
+        return super().estimate(*self.begun(oracle, given))
+
+    def objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
+        """With the proximal term in the lower loss."""
+        f, g = super().objectives(upper, lower)
+        if not self.proximal:
+            return f, g
+        lower_tensors = self.parameters("lower")
+        pairs = list(zip(lower_tensors, self.parameters("upper")[-len(lower_tensors) :], strict=True))
+
+        def penalised(loss: Tensor) -> Tensor:
+            distances = [(y - x).square().sum() for y, x in pairs]
+            return loss + self.proximal / 2 * sum(distances[1:], distances[0])
+
+        return f, g.mapped(penalised)

@@ -10,3 +10,189 @@ from torch import Tensor
 
 from ...hypergradient import Estimate
 from ...hypergradient.estimate import Write
+from ...optimizer.declaration import MethodInfo
+from ...optimizer.step import StepInputs
+from ...oracle.oracle import Oracle
+from ...problem.finite_sum import random_term, term_count
+from ...problem.objective import Sample
+from ...problem.vector import Vector, stack
+from .soba import SingleLoop
+
+__all__ = ["SABA"]
+
+
+class _Memory(NamedTuple):
+    """The last values of the terms of a sum, and their mean."""
+
+    table: Vector
+    mean: Vector
+
+    def direction(self, index: int | Tensor, value: Vector) -> Vector:
+        """The mean with one term renewed n times over: unbiased for the mean of the present values."""
+        return self.mean + (value - Vector(_row(t, index) for t in self.table))
+
+    def renewed(self, index: int | Tensor, value: Vector) -> Vector:
+        """The mean with one term renewed."""
+        return self.mean + (value - Vector(_row(t, index) for t in self.table)) * (1 / len(self.table[0]))
+
+
+def _row(table: Tensor, index: int | Tensor) -> Tensor:
+    return table.index_select(0, index.reshape(1))[0] if isinstance(index, Tensor) else table[index]
+
+
+class SABA(SingleLoop):
+    r"""Stochastic average bilevel algorithm (SABA): `SOBA` with SAGA's variance reduction, for finite sums.
+
+    Of each term of both losses the last :math:`\nabla_y g_i,\ \nabla^2_{yy} g_i v,\ \nabla^2_{xy} g_i v` and
+    :math:`\nabla_y f_j,\ \nabla_x f_j` are kept. A step draws i and j, and puts for each quantity t in the updates of
+    `SOBA`
+
+    .. math:: t_i - \bar t_i + \tfrac1n \sum_{i'} \bar t_{i'}
+
+    with :math:`\bar t` the values kept; then it keeps :math:`t_i`.
+
+    *When.* Data that can be divided into fixed batches: the step of `SOBA`, with *constant* learning rates and linear
+    convergence (for strongly convex f(x, y*(x))). *Needs* `FiniteSum` objectives (a loss without data is a sum of one
+    term), what `SOBA` needs, and memory: for n lower and m upper terms 2n + m copies of y, n + m of x. Losses with
+    random numbers of their own (dropout) keep that noise. :math:`\alpha, \eta` at most about 1/(3 L), L the largest
+    curvature of any term.
+
+    *Cost per step*: 1 lower gradient, 1 upper gradient, 1 Hessian-vector product, 1 cross product; in the first step n,
+    m, n, n, which fill the memory. *Draws*: a term of g, a term of f.
+
+    Args:
+        upper: upper parameters x.
+        lower: lower parameters y.
+        lr: learning rate of x.
+        lower_lr: learning rate of y.
+        linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
+        warm_start: start y and v at their last values. Default: True. (v begins with the first step from zero,
+            :math:`\eta \nabla_y f`.)
+        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`. Each rank keeps
+            a memory; all draw the indices of the first, and need the same numbers of terms.
+
+    State: ``linear_solution`` (v); ``lower_table``, ``product_table``, ``adjoint_table`` of the lower parameters and
+    ``cross_table``, ``direct_table`` of the upper ones, with a row for each term, and their means ``lower_mean``, ...;
+    the lower optimizer's state, and ``initial`` y without warm starts.
+
+    Raises:
+        ValueError: for an argument out of its range; at the first step, for an objective that does not know the indices
+            of its draws, and with tasks (there is no memory of tasks).
+
+    Example:
+        >>> import torch, bilevel_optim as bo
+        >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> data = torch.tensor([0.0, 3.0])
+        >>> upper = bo.FiniteSum(lambda t: (y - t).square().mean() / 2, data)  # the mean of f asks for y = 1.5
+        >>> lower = bo.FiniteSum(lambda t: (1 + t) * (y - x).square().sum() / 2, data)
+        >>> optimizer = SABA([x], [y], lr=0.03, lower_lr=0.2)
+        >>> for _ in range(1000):
+        ...     loss = optimizer.step(upper, lower)
+        >>> round(x.item(), 4)
+        1.5
+
+    Source: Dagréou, Ablin, Vaiter, Moreau (2022), arXiv:2201.13409; Defazio, Bach, Lacoste-Julien (2014),
+    arXiv:1407.0202 (SAGA).
+    """
+
+    declared = MethodInfo(
+        paper="arXiv:2201.13409",
+        family="stochastic",
+        when="data of moderate size in fixed batches: converges with constant learning rates",
+        cost="1 lower, 1 upper, 1 hvp, 1 cross; the first step: all batches",
+        tasks="none",
+        data="finite_sum",
+        lower_steps=False,
+        lower_optimizer="given gradient",
+    )
+
+    def estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Estimate:
+        """There is no memory of tasks."""
+        raise ValueError("SABA remembers every term of its losses and takes no tasks; SOBA does")
+
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+        """The step of `SOBA` along SAGA's directions."""
+        rates = given.linear_rates(self.linear_lr)
+        losses: list[Tensor] = []
+
+        def upper(sample: Sample) -> dict[str, Vector]:
+            loss, direct, adjoint = oracle.upper(sample)
+            losses.append(loss)
+            return {"direct": direct, "adjoint": adjoint}
+
+        f = _averaged(oracle, given, "upper", upper)
+        v = self.solution(given)
+        v = f.directions["adjoint"] * rates if v is None else v
+
+        def lower(sample: Sample) -> dict[str, Vector]:
+            with oracle.lower_system(sample) as system:
+                cross, product = system.both(v)
+                return {"lower": system.gradient, "product": product, "cross": cross}
+
+        g = _averaged(oracle, given, "lower", lower)
+        residual = g.directions["product"] - f.directions["adjoint"]
+        oracle.checks.finite("hvp", residual)
+        here = given.stepped(oracle, g.directions["lower"])
+        solution = {"linear_solution": v - residual * rates} if self.warm_start else {}
+        estimate = Estimate(
+            torch.stack(losses).mean(),
+            f.directions["direct"] - g.directions["cross"],
+            {"linear_residual": residual},
+            memory={**f.memory, **g.memory, **solution},
+            upper_memory={**f.upper_memory, **g.upper_memory},
+            writes=(*f.writes, *g.writes),
+        )
+        return here.with_lower(estimate)
+
+
+class _Averaged(NamedTuple):
+    """SAGA's directions for a sum, and what is to be kept of its terms."""
+
+    directions: dict[str, Vector]
+    memory: dict[str, Vector]
+    upper_memory: dict[str, Vector]
+    writes: list[Write]
+
+
+def _averaged(
+    oracle: Oracle, given: StepInputs, level: str, evaluate: Callable[[Sample], dict[str, Vector]]
+) -> _Averaged:
+    """SAGA's directions for what ``evaluate`` gives of one term."""
+    objective = oracle.f if level == "upper" else oracle.g
+    count = term_count(objective, level)
+    kept = _kept(given, level, count)
+    result = _Averaged({}, {}, {}, [])
+    memories = {True: result.upper_memory, False: result.memory}
+    if kept is None:
+        terms = [evaluate(sample) for sample in objective.samples()]
+        for name, is_upper in _QUANTITIES[level].items():
+            table = stack([term[name] for term in terms])
+            result.directions[name] = Vector(t.mean(0) for t in table)
+            memories[is_upper] |= {f"{name}_table": table, f"{name}_mean": result.directions[name].clone()}
+        return result
+    index, sample = random_term(objective, lambda i: given.ranks.agreed(i, oracle.device))
+    for name, value in evaluate(sample).items():
+        memory = kept[name]
+        result.directions[name] = memory.direction(index, value)
+        memories[_QUANTITIES[level][name]][f"{name}_mean"] = memory.renewed(index, value)
+        result.writes.extend(Write(table, index, row) for table, row in zip(memory.table, value, strict=True))
+    return result
+
+
+def _kept(given: StepInputs, level: str, count: int) -> dict[str, _Memory] | None:
+    """The memory of a sum, if every parameter has one for this number of terms."""
+    kept = {}
+    for name, is_upper in _QUANTITIES[level].items():
+        memory = given.upper_memory if is_upper else given.memory
+        table, mean = (memory.get(f"{name}_{part}") for part in ("table", "mean"))
+        if table is None or mean is None or len(table[0]) != count:
+            return None
+        kept[name] = _Memory(table, mean)
+    return kept
+
+
+# What is remembered of a term of each sum, and whether it is shaped like x.
+_QUANTITIES = {
+    "upper": {"direct": True, "adjoint": False},
+    "lower": {"lower": False, "product": False, "cross": True},
+}

@@ -9,3 +9,223 @@ from torch import Tensor
 
 from ...hypergradient import Estimate
 from ...optimizer.base import BilevelOptimizer, CommonOptions
+from ...optimizer.declaration import MethodInfo
+from ...optimizer.step import StepInputs
+from ...oracle.first_order import upper_slope
+from ...oracle.oracle import Oracle
+from ...oracle.second_order import system_sample
+from ...problem.objective import Sample
+from ...problem.parameters import Params, is_number, require
+from ...problem.vector import Vector
+
+__all__ = ["FSLA", "SOBA", "SingleLoop"]
+
+
+class SingleLoop(BilevelOptimizer):
+    """What the methods share that carry v, the solution of the linear system, from step to step.
+
+    Args:
+        upper, lower, lr, lower_lr: see `BilevelOptimizer`.
+        linear_lr: step size of v. Default: the learning rate of the lower groups.
+        common: see `BilevelOptimizer`.
+    """
+
+    def __init__(
+        self,
+        upper: Params,
+        lower: Params,
+        *,
+        lr: float,
+        lower_lr: float,
+        linear_lr: float | None = None,
+        **common: Unpack[CommonOptions],
+    ) -> None:
+        require("linear_lr", linear_lr, linear_lr is None or (is_number(linear_lr) and 0 < linear_lr < math.inf))
+        self.linear_lr = linear_lr
+        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=1, **common)
+        self.lower_checks.require_given_gradient()
+
+    def solution(self, given: StepInputs) -> Vector | None:
+        """V as the last step left it; None to start."""
+        return given.memory.get("linear_solution") if self.warm_start else None
+
+
+class SOBA(SingleLoop):
+    r"""Stochastic bilevel algorithm (SOBA): stochastic gradient steps on y, v and x at once.
+
+    .. math::
+        y_{k+1} &= y_k - \alpha \nabla_y g(x_k, y_k; \zeta),\\
+        v_{k+1} &= v_k - \eta (\nabla^2_{yy} g(x_k, y_k; \zeta)\, v_k - \nabla_y f(x_k, y_k; \xi)),\\
+        x_{k+1} &= x_k - \text{lr}\, (\nabla_x f(x_k, y_k; \xi) - \nabla^2_{xy} g(x_k, y_k; \zeta)\, v_k).
+
+    *When.* The cheapest step of all methods with second derivatives, and the simplest single loop. *Needs* a lower loss
+    that is strongly convex in y, and :math:`\alpha, \eta \lesssim 1/L` with a smaller ``lr``. With constant learning
+    rates it ends in a neighbourhood of the solution whose size is that of the rates; they are to decrease as
+    :math:`k^{-1/2}`, or see `SABA`.
+
+    *Cost per step*: 1 lower gradient, 1 upper gradient, 1 Hessian-vector product, 1 cross product. *Draws*: one lower
+    batch, one upper batch.
+
+    Args:
+        upper: upper parameters x.
+        lower: lower parameters y.
+        lr: learning rate of x.
+        lower_lr: learning rate of y.
+        linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
+        warm_start: start y and v at their last values. Default: True. (v begins with the first step from zero,
+            :math:`\eta \nabla_y f`.)
+        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+
+    State: ``linear_solution`` (v), the lower optimizer's state, and ``initial`` y without warm starts.
+
+    Raises:
+        ValueError: for an argument out of its range.
+
+    Example:
+        >>> import torch
+        >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> optimizer = SOBA([x], [y], lr=0.1, lower_lr=0.5)
+        >>> for _ in range(150):  # y*(x) = x, so the minimiser of f(x, y*(x)) is 1
+        ...     loss = optimizer.step(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
+        >>> round(x.item(), 4)
+        1.0
+
+    Source: Dagréou, Ablin, Vaiter, Moreau (2022), arXiv:2201.13409.
+    """
+
+    declared = MethodInfo(
+        paper="arXiv:2201.13409",
+        family="stochastic",
+        when="noisy second derivatives that are affordable: the cheapest step, the simplest single loop",
+        cost="1 lower, 1 upper, 1 hvp, 1 cross",
+        lower_steps=False,
+        lower_optimizer="given gradient",
+    )
+
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+        """One step of y and of v, and the hypergradient with the present v."""
+        rates = given.linear_rates(self.linear_lr)
+        zeta, xi = system_sample(oracle), oracle.f.draw(once=True)
+        loss, grad_x, grad_y = oracle.upper(xi)
+        v = self.solution(given)
+        v = grad_y * rates if v is None else v
+        with oracle.lower_system(zeta) as system:
+            cross, product = system.both(v)
+        residual = product - grad_y
+        here = given.stepped(oracle, system.gradient)
+        memory = {"linear_solution": v.descended(residual, rates)} if self.warm_start else {}
+        estimate = Estimate(loss, grad_x - cross, {"linear_residual": residual}, memory, complete=self.warm_start)
+        return here.with_lower(estimate)
+
+
+class FSLA(SingleLoop):
+    r"""Fully single loop algorithm (FSLA): one step on y, one on v, and a recursive estimate (STORM) for x.
+
+    With :math:`\nabla\Phi(x, y, v; \xi, \zeta) = \nabla_x f(x, y; \xi) - \nabla^2_{xy} g(x, y; \zeta)\, v`,
+
+    .. math::
+        y_{k+1} &= y_k - \alpha \nabla_y g(x_k, y_k; \zeta_1),\\
+        v_{k+1} &= v_k - \eta (\nabla^2_{yy} g(x_k, y_{k+1}; \zeta_2)\, v_k - \nabla_y f(x_k, y_{k+1}; \xi_2)),\\
+        h_k &= \nabla\Phi(x_k, y_{k+1}, v_{k+1}; \xi_3, \zeta_3)
+        + (1 - \beta) (h_{k-1} - \nabla\Phi(x_{k-1}, y_k, v_k; \xi_3, \zeta_3)),\\
+        x_{k+1} &= x_k - \text{lr}\, h_k.
+
+    *When.* As `SOBA`, for noisy upper gradients: :math:`\beta` averages them. *Needs* what `SOBA` needs.
+
+    *Cost per step*: 1 lower gradient, 3 upper gradients, 1 Hessian-vector product, 2 cross products (less in the first
+    step). *Draws*: a lower batch for y; an upper and a lower batch for v; an upper and a lower batch for h, evaluated
+    at both points.
+
+    Args:
+        upper: upper parameters x.
+        lower: lower parameters y.
+        lr: learning rate of x.
+        lower_lr: learning rate of y.
+        linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
+        beta: weight :math:`\beta` in [0, 1] of the present sample; 1 keeps no memory. May be assigned between steps
+            (the analysis lets it decrease with ``lr``). Default: 0.1.
+        warm_start: start y and v at their last values. Default: True. (The first v is :math:`\eta \nabla_y f`.)
+        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+
+    State: ``linear_solution`` (v) and ``previous`` of the lower parameters, ``previous`` and ``direction`` of the upper
+    ones, the lower optimizer's state, and ``initial`` y without warm starts. Tasks start without memory at every step.
+
+    Raises:
+        ValueError: for an argument out of its range.
+
+    Example:
+        >>> import torch
+        >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> optimizer = FSLA([x], [y], lr=0.1, lower_lr=0.5)
+        >>> for _ in range(150):
+        ...     loss = optimizer.step(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
+        >>> round(x.item(), 4)
+        1.0
+
+    Source: Li, Gu, Huang (2021), arXiv:2112.04660.
+    """
+
+    declared = MethodInfo(
+        paper="arXiv:2112.04660",
+        family="stochastic",
+        when="as SOBA, for noisy upper gradients",
+        cost="1 lower, 3 upper, 1 hvp, 2 cross",
+        lower_steps=False,
+        lower_optimizer="given gradient",
+    )
+
+    saved_options = ("beta",)
+
+    def __init__(
+        self,
+        upper: Params,
+        lower: Params,
+        *,
+        lr: float,
+        lower_lr: float,
+        linear_lr: float | None = None,
+        beta: float = 0.1,
+        **common: Unpack[CommonOptions],
+    ) -> None:
+        require("beta", beta, is_number(beta) and 0 <= beta <= 1)
+        self.beta = beta
+        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, linear_lr=linear_lr, **common)
+
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+        """One step of y, one of v, and the recursion of the hypergradient there."""
+        here = given.descended(oracle, 1)
+        point = here.oracle
+        v, residual = self._linear_step(point, given)
+        xi, zeta = oracle.f.draw(), oracle.g.draw()
+        loss, h = _direct(point, xi, zeta, v)
+        old_y, old_v = (given.memory.get(name) for name in ("previous", "linear_solution"))
+        old_x, old_h = (given.upper_memory.get(name) for name in ("previous", "direction"))
+        if old_y is not None and old_v is not None and old_x is not None and old_h is not None:
+            h = h + (old_h - _direct(oracle.at(old_x, old_y), xi, zeta, old_v)[1]) * (1 - self.beta)
+        estimate = Estimate(
+            loss,
+            h,
+            {"linear_residual": residual},
+            memory={"linear_solution": v, "previous": point.y},
+            upper_memory={"direction": h, "previous": oracle.x},
+        )
+        return here.with_lower(estimate)
+
+    def _linear_step(self, oracle: Oracle, given: StepInputs) -> tuple[Vector, Vector]:
+        """The next v, and the residual of the one before."""
+        xi, zeta, rates = oracle.f.draw(once=True), system_sample(oracle), given.linear_rates(self.linear_lr)
+        _, _, grad_y = oracle.upper(xi)
+        v = self.solution(given)
+        if v is None:
+            return grad_y * rates, grad_y
+        with oracle.lower_system(zeta, gradient=False) as system:
+            residual = system.hvp(v) - grad_y
+        oracle.checks.finite("hvp", residual)
+        return v - residual * rates, residual
+
+
+def _direct(oracle: Oracle, xi: Sample, zeta: Sample, v: Vector) -> tuple[Tensor, Vector]:
+    """The loss, and the hypergradient with a given v."""
+    loss, grad_x = upper_slope(oracle, "upper", xi)
+    with oracle.lower_system(zeta, gradient=False) as system:
+        return loss, grad_x - system.cross(v)

@@ -11,3 +11,154 @@ from torch import Tensor
 
 from ...hypergradient import Estimate
 from ...optimizer.base import CommonOptions
+from ...optimizer.declaration import MethodInfo
+from ...optimizer.step import StepInputs, changed
+from ...oracle.oracle import Oracle
+from ...problem.finite_sum import random_term, term_count
+from ...problem.objective import Sample
+from ...problem.parameters import Params, is_count, is_number, require
+from ...problem.vector import Vector
+from .soba import SingleLoop
+
+__all__ = ["SRBA"]
+
+
+class SRBA(SingleLoop):
+    r"""Stochastic recursive bilevel algorithm (SRBA): `SOBA` along directions that follow SARAH's (SPIDER's) recursion.
+
+    With the directions of `SOBA` on a lower term i and an upper term j,
+
+    .. math::
+        D_y = \nabla_y g_i, \qquad D_v = \nabla^2_{yy} g_i\, v - \nabla_y f_j, \qquad
+        D_x = \nabla_x f_j - \nabla^2_{xy} g_i\, v,
+
+    all three d are those of the full sums every ``period`` steps; between, with new i and j,
+    :math:`d \leftarrow d + D(x, y, v) - D(x^-, y^-, v^-)`, the last point being where the last step began. Then
+
+    .. math::
+        y \leftarrow y - \alpha d_y, \qquad v \leftarrow P_R(v - \eta d_v), \qquad x \leftarrow x - \text{lr}\, d_x .
+
+    *When.* Finite sums: nearly optimal there, and linear convergence with constant learning rates like `SABA`, without
+    its tables. *Needs* `FiniteSum` objectives (a loss without data is a sum of one term) and what `SOBA` needs.
+
+    *Cost per step*: 2 upper and 2 lower gradients, 2 Hessian-vector and 2 cross products; every ``period`` steps n
+    lower gradients and products and m upper gradients instead. *Draws*: a term of g, a term of f.
+
+    Args:
+        upper: upper parameters x.
+        lower: lower parameters y.
+        lr: learning rate of x.
+        lower_lr: learning rate of y.
+        linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
+        period: steps from one evaluation of the full sums to the next. Default: (n + m)/2.
+        radius: R, of the ball that v stays in. Default: infinite.
+        warm_start: go on from the last y, v and directions; otherwise every step evaluates the full sums. Default:
+            True. (v begins with the first step from zero.)
+        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`. All ranks draw
+            the indices of the first, and need the same numbers of terms.
+
+    State: ``linear_solution`` (v); of the last step ``previous`` (y, x), ``previous_solution``, ``direction`` (of y, of
+    x), ``solution_direction``; the lower optimizer's state, and ``initial`` y without warm starts.
+
+    Raises:
+        ValueError: for an argument out of its range, for objectives that are no finite sums, and with tasks.
+
+    Example:
+        >>> import torch, bilevel_optim as bo
+        >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> data = torch.tensor([0.0, 3.0])
+        >>> upper = bo.FiniteSum(lambda t: (y - t).square().mean() / 2, data)  # the mean of f asks for y = 1.5
+        >>> lower = bo.FiniteSum(lambda t: (1 + t) * (y - x).square().sum() / 2, data)
+        >>> optimizer = SRBA([x], [y], lr=0.03, lower_lr=0.2)
+        >>> for _ in range(1000):
+        ...     loss = optimizer.step(upper, lower)
+        >>> round(x.item(), 4)
+        1.5
+
+    Source: Dagréou, Moreau, Vaiter, Ablin (2023), arXiv:2302.08766.
+    """
+
+    declared = MethodInfo(
+        paper="arXiv:2302.08766",
+        family="stochastic",
+        when="finite sums: nearly optimal, linear convergence without tables",
+        cost="2 upper, 2 lower, 2 hvp, 2 cross; every period steps m, n, n, n",
+        data="finite_sum",
+        tasks="none",
+        lower_steps=False,
+        lower_optimizer="given gradient",
+    )
+
+    def __init__(
+        self,
+        upper: Params,
+        lower: Params,
+        *,
+        lr: float,
+        lower_lr: float,
+        linear_lr: float | None = None,
+        period: int | None = None,
+        radius: float = math.inf,
+        **common: Unpack[CommonOptions],
+    ) -> None:
+        require("period", period, period is None or (is_count(period) and period > 0))
+        require("radius", radius, is_number(radius) and radius > 0)
+        self.period, self.radius = period, float(radius)
+        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, linear_lr=linear_lr, **common)
+
+    def estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: object) -> Estimate:
+        """There is no memory of tasks."""
+        raise ValueError("SRBA goes on from its last step and takes no tasks; SOBA does")
+
+    def graph_key(self, steps: int, numbers: Mapping[str, Any]) -> int | bool:
+        """Whether it begins anew; without a period, which the data give, its place in it."""
+        return steps if self.period is None else steps % self.period == 0
+
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+        """One step along the recursive directions."""
+        n, rates = len(oracle.y), given.linear_rates(self.linear_lr)
+        loss, v, d = self._recursive(oracle, given, rates)
+        d_y, d_v, d_x = Vector(d[:n]), Vector(d[n : 2 * n]), Vector(d[2 * n :])
+        oracle.checks.finite("hvp", d_v)
+        here, new = given.stepped(oracle, d_y), v - d_v * rates
+        if math.isfinite(self.radius):
+            new = new * (self.radius / new.norm()).clamp_max(1.0)
+        estimate = Estimate(loss, d_x, {"linear_residual": d_v})
+        if self.warm_start:
+            lower = {"previous": oracle.y, "previous_solution": v, "direction": d_y, "solution_direction": d_v}
+            upper = {"previous": oracle.x, "direction": d_x}
+            estimate = changed(estimate, memory={**lower, "linear_solution": new}, upper_memory=upper)
+        return here.with_lower(estimate)
+
+    def _recursive(self, oracle: Oracle, given: StepInputs, rates: list[float]) -> tuple[Tensor, Vector, Vector]:
+        """The upper loss, v, and the directions of y, v, x: of the full sums, or from those of the last step."""
+        period = self.period or max((term_count(oracle.g, "lower") + term_count(oracle.f, "upper")) // 2, 1)
+        names = ("linear_solution", "previous", "previous_solution", "direction", "solution_direction")
+        goes_on = self.warm_start and "direction" in given.memory and "direction" in given.upper_memory
+        if not goes_on or given.steps % period == 0:
+            return _directions(oracle, self.solution(given), oracle.g.samples(), oracle.f.samples(), rates)
+        v, y_then, v_then, d_y, d_v = (given.memory[name] for name in names)
+        x_then, d_x = (given.upper_memory[name] for name in ("previous", "direction"))
+        sums = (oracle.g, oracle.f)
+        zeta, xi = (random_term(terms, lambda i: given.ranks.agreed(i, oracle.device))[1] for terms in sums)
+        loss, _, now = _directions(oracle, v, [zeta], [xi], rates)
+        _, _, then = _directions(oracle.at(x_then, y_then), v_then, [zeta], [xi], rates)
+        return loss, v, Vector((*d_y, *d_v, *d_x)) + (now - then)
+
+
+def _directions(
+    oracle: Oracle, v: Vector | None, lower: list[Sample], upper: list[Sample], rates: list[float]
+) -> tuple[Tensor, Vector, Vector]:
+    """The mean upper loss, v (its first step from zero, if there is none), and the mean directions on these terms."""
+    losses, f_x, f_y = zip(*(oracle.upper(xi) for xi in upper), strict=True)
+    total = Vector((*oracle.y.zeros_like(), *-_mean(f_y), *_mean(f_x)))
+    v, found = _mean(f_y) * rates if v is None else v, []
+    for zeta in lower:
+        with oracle.lower_system(zeta) as system:
+            cross, product = system.both(v)
+        found.append(Vector((*system.gradient, *product, *-cross)))
+    return torch.stack(losses).mean(), v, total + _mean(found)
+
+
+def _mean(vectors: Sequence[Vector]) -> Vector:
+    return Vector(torch.stack(ts).mean(0) for ts in zip(*vectors, strict=True))

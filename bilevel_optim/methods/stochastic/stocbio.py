@@ -8,3 +8,197 @@ from typing import Unpack
 
 from ...hypergradient import Estimate, ImplicitSamples, stochastic_implicit
 from ...optimizer.base import BilevelOptimizer, CommonOptions
+from ...optimizer.declaration import MethodInfo
+from ...optimizer.step import StepInputs, changed
+from ...oracle.oracle import Oracle
+from ...problem.parameters import Params, is_count, is_number, require
+from ...solvers import linear
+
+__all__ = ["AmIGO", "NeumannMethod", "StocBiO"]
+
+
+class NeumannMethod(BilevelOptimizer):
+    """What the methods with a stochastic Neumann series share: its length and step size, samples, the estimate on them.
+
+    Args:
+        upper, lower, lr, lower_lr, lower_steps: see `BilevelOptimizer`.
+        linear_steps: Q, the number of products; for the randomised series N, the number of terms.
+        linear_lr: its step size. Default: the learning rate of the lower groups.
+        common: see `BilevelOptimizer`.
+    """
+
+    randomised = False  # one term drawn at random, times their number, instead of the sum of all
+
+    def __init__(
+        self,
+        upper: Params,
+        lower: Params,
+        *,
+        lr: float,
+        lower_lr: float,
+        lower_steps: int,
+        linear_steps: int = 10,
+        linear_lr: float | None = None,
+        **common: Unpack[CommonOptions],
+    ) -> None:
+        require("linear_steps", linear_steps, is_count(linear_steps) and (linear_steps > 0 or not self.randomised))
+        require("linear_lr", linear_lr, linear_lr is None or (is_number(linear_lr) and 0 < linear_lr < math.inf))
+        self.linear_steps, self.linear_lr = linear_steps, linear_lr
+        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
+
+    def random_inputs(self) -> dict[str, int]:
+        """Which term of a randomised series it is."""
+        return {"products": self.linear_steps} if self.randomised else {}
+
+    def samples(self, oracle: Oracle, given: StepInputs) -> ImplicitSamples:
+        """Samples for one estimate, of which a randomised series takes as many as its term needs."""
+        if not self.randomised:
+            return ImplicitSamples.draw(oracle, self.linear_steps)
+        return ImplicitSamples.draw_some(oracle, given.random_inputs["products"], self.linear_steps - 1)
+
+    def hypergradient(self, oracle: Oracle, samples: ImplicitSamples, given: StepInputs) -> Estimate:
+        """The estimate on these samples at the oracle's point; nothing of it is remembered."""
+        lr = given.linear_rates(self.linear_lr)
+        if self.randomised:
+            steps = len(samples.products) if samples.number is None else samples.number
+            solve = partial(linear.neumann_term, steps=steps, terms=self.linear_steps, lr=lr)
+        else:
+            solve = partial(linear.neumann, steps=self.linear_steps, lr=lr)
+        return changed(stochastic_implicit(oracle, samples, solve), memory={})
+
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+        """Lower steps, then the series at their end."""
+        here = given.descended(oracle, self.lower_step_count(given.steps))
+        return here.with_lower(self.hypergradient(here.oracle, self.samples(oracle, given), given))
+
+
+class StocBiO(NeumannMethod):
+    r"""Stochastic bilevel optimiser (stocBiO): lower steps, then a Neumann series with a fresh batch in every factor.
+
+    .. math::
+        y &\leftarrow y - \alpha \nabla_y g(x, y; \zeta) \quad (\text{lower\_steps times, each on a new batch}),\\
+        v &= \eta \sum_{q=0}^{Q} \prod_{j=1}^{q} (I - \eta \nabla^2_{yy} g(x, y; \zeta_j))\, \nabla_y f(x, y; \xi),\\
+        x &\leftarrow x - \text{lr}\, (\nabla_x f(x, y; \xi) - \nabla^2_{xy} g(x, y; \zeta_0)\, v).
+
+    *When.* Stochastic losses with batches that are large enough for a Hessian-vector product to mean something; the
+    simplest of the stochastic methods with second derivatives. *Needs* a lower loss that is strongly convex in y, and
+    :math:`\eta \le 1/L` on every batch. The mean of v is the truncated series at the mean Hessian, with bias
+    :math:`O((1 - \eta\mu)^{Q+1})`.
+
+    *Cost per step*: ``lower_steps`` lower gradients, 1 upper gradient, Q Hessian-vector products, 1 cross product.
+    *Draws*: one lower batch for each lower step, one upper batch, one lower batch for each product, one for the cross
+    product.
+
+    Args:
+        upper: upper parameters x.
+        lower: lower parameters y.
+        lr: learning rate of x.
+        lower_lr: learning rate of the lower steps.
+        lower_steps: lower steps per outer step.
+        linear_steps: Q, the number of products. Default: 10.
+        linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
+        warm_start: start y at its last value. Default: True.
+        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+
+    State: the lower optimizer's state, and ``initial`` y without warm starts.
+
+    Raises:
+        ValueError: for an argument out of its range.
+
+    Example:
+        >>> import torch
+        >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> optimizer = StocBiO([x], [y], lr=0.5, lower_lr=0.5, lower_steps=5)
+        >>> for _ in range(30):  # y*(x) = x, so the minimiser of f(x, y*(x)) is 1
+        ...     loss = optimizer.step(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
+        >>> round(x.item(), 4)
+        1.0
+
+    Source: Ji, Yang, Liang (2021), arXiv:2010.07962 (there the batches of the factors may shrink geometrically).
+    """
+
+    declared = MethodInfo(
+        paper="arXiv:2010.07962",
+        family="stochastic",
+        when="noisy second derivatives, batches large enough for a product to mean something; the simplest",
+        cost="T lower, 1 upper, Q hvp, 1 cross; Q = linear_steps",
+    )
+
+
+class AmIGO(BilevelOptimizer):
+    r"""Amortised implicit gradient optimisation (AmIGO): warm-started stochastic steps on y and on the linear system.
+
+    .. math::
+        y &\leftarrow y - \alpha \nabla_y g(x, y; \zeta) \quad (\text{lower\_steps times}),\\
+        v &\leftarrow v - \eta (\nabla^2_{yy} g(x, y; \zeta_j)\, v - \nabla_y f(x, y; \xi))
+        \quad (\text{linear\_steps times}),\\
+        x &\leftarrow x - \text{lr}\, (\nabla_x f(x, y; \xi) - \nabla^2_{xy} g(x, y; \zeta_0)\, v).
+
+    *When.* As `StocBiO`, and better conditioned by the warm start of v: its error is carried over and shrinks from step
+    to step, so few linear steps do. *Needs* a lower loss that is strongly convex in y, and :math:`\eta < 2/L` on every
+    batch.
+
+    *Cost per step*: ``lower_steps`` lower gradients, 1 upper gradient, ``linear_steps`` Hessian-vector products (one
+    less where v starts from zero), 1 cross product. *Draws*: one lower batch for each lower step, one upper batch, one
+    lower batch for each product, one for the cross product.
+
+    Args:
+        upper: upper parameters x.
+        lower: lower parameters y.
+        lr: learning rate of x.
+        lower_lr: learning rate of the lower steps.
+        lower_steps: lower steps per outer step.
+        linear_steps: steps on the linear system. Default: 10.
+        linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
+        warm_start: start y and v at their last values. Default: True.
+        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+
+    State: ``linear_solution`` (v), the lower optimizer's state, and ``initial`` y without warm starts.
+
+    Raises:
+        ValueError: for an argument out of its range.
+
+    Example:
+        >>> import torch
+        >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> optimizer = AmIGO([x], [y], lr=0.5, lower_lr=0.5, lower_steps=2, linear_steps=2)
+        >>> for _ in range(50):
+        ...     loss = optimizer.step(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
+        >>> round(x.item(), 4)
+        1.0
+
+    Source: Arbel, Mairal (2022), arXiv:2111.14580.
+    """
+
+    declared = MethodInfo(
+        paper="arXiv:2111.14580",
+        family="stochastic",
+        when="as StocBiO, with a warm-started linear system: few linear steps do",
+        cost="as StocBiO",
+    )
+
+    def __init__(
+        self,
+        upper: Params,
+        lower: Params,
+        *,
+        lr: float,
+        lower_lr: float,
+        lower_steps: int,
+        linear_steps: int = 10,
+        linear_lr: float | None = None,
+        **common: Unpack[CommonOptions],
+    ) -> None:
+        require("linear_steps", linear_steps, is_count(linear_steps) and linear_steps > 0)
+        require("linear_lr", linear_lr, linear_lr is None or (is_number(linear_lr) and 0 < linear_lr < math.inf))
+        self.linear_steps, self.linear_lr = linear_steps, linear_lr
+        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
+
+    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+        """Lower steps, then steps on the linear system from its last solution."""
+        here = given.descended(oracle, self.lower_steps)
+        start = given.memory.get("linear_solution") if self.warm_start else None
+        samples = ImplicitSamples.draw(oracle, self.linear_steps - (start is None))
+        solve = partial(linear.fixed_point, steps=self.linear_steps, lr=given.linear_rates(self.linear_lr))
+        estimate = stochastic_implicit(here.oracle, samples, solve, start)
+        return here.with_lower(estimate if self.warm_start else changed(estimate, memory={}))

@@ -9,3 +9,113 @@ import torch
 
 from ...distributed.sharding import Split
 from ...hypergradient.recursive import flat, shaped
+from ...optimizer.declaration import MethodInfo
+from ...optimizer.step import StepInputs, Update
+from ...problem.parameters import Params, require
+from ...problem.vector import Vector
+from .drawing import Drawing
+from .options import RecursiveOptions, is_weight
+from .rows import CHUNK
+from .trackers import Matrices
+from .tracking import RecursiveOptimizer
+from .variants import Variant, exact
+
+__all__ = ["STABLE"]
+
+PLAIN = {"u": 1.0, "v": 1.0, "w": 1.0}  # mixing weights of plain first derivatives
+
+
+class STABLE(RecursiveOptimizer):
+    r"""Single-timescale stochastic bilevel method (STABLE): plain gradients, STORM matrices, y follows x.
+
+    .. math::
+        V, H &\leftarrow \text{STORM estimates of } \nabla^2_{xy} g, \nabla^2_{yy} g \text{, as in `SVRB`},\\
+        x^+ &= x - \text{lr}\,(\nabla_x f(x, y; \xi) - V H^{-1} \nabla_y f(x, y; \xi)),\\
+        y^+ &= y - \text{lower\_lr}\, \nabla_y g(x, y; \zeta) - H^{-1} V^\top (x^+ - x).
+
+    *When.* As the baseline of `SVRB`, which tracks the first derivatives too and leaves the last term out. That term
+    moves y along with :math:`y^*(x)`, so both levels may have steps of one size. *Needs* what `SVRB` needs.
+
+    *Cost per step*: that of `SVRB`, and one more solve. *Draws*: as `SVRB`.
+
+    The term is added by ``step``; after ``backward`` and the step of another optimizer it is missing.
+
+    Args:
+        upper: upper parameters x.
+        lower: lower parameters y; with ``tasks=``, one row for each task (all are looked at in every step).
+        lr: learning rate of x.
+        lower_lr: learning rate of y.
+        beta: mixing weight of V and H. Default: 0.1.
+        floor: least eigenvalue of H. Default: 1e-3.
+        averaging, ceilings, radius, schedule, schedule_offset, restarts, initial_steps, state_device, lazy: see `SVRB`.
+        check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+
+    State: as with every method of this kind (`RecursiveOptimizer`).
+
+    Raises:
+        ValueError: for an argument out of its range.
+
+    Example:
+        >>> import torch, bilevel_optim as bo
+        >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> optimizer = bo.STABLE([x], [y], lr=0.1, lower_lr=0.1)
+        >>> for _ in range(200):  # y*(x) = x, so the minimiser of f(x, y*(x)) is 1
+        ...     loss = optimizer.step(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
+        >>> round(x.item(), 3)
+        1.0
+
+    Source: Chen, Sun, Xiao, Yin (2022), arXiv:2102.04671 (STABLE).
+    """
+
+    declared = MethodInfo(
+        paper="arXiv:2102.04671",
+        family="tracked",
+        when="baseline of SVRB: plain first derivatives, lower steps that follow x",
+        cost="as SVRB",
+        tasks="rows",
+        lower_steps=False,
+        lower_optimizer="none",
+    )
+
+    def __init__(
+        self,
+        upper: Params,
+        lower: Params,
+        *,
+        lr: float,
+        lower_lr: float,
+        beta: float = 0.1,
+        floor: float = 1e-3,
+        **recursive: Unpack[RecursiveOptions],
+    ) -> None:
+        require("beta", beta, is_weight(beta))
+        weights, rule = {**PLAIN, "V": beta, "H": beta}, Variant(Matrices, exact)
+        super().__init__(
+            upper, lower, rule, Drawing(), lr=lr, lower_lr=lower_lr, beta=weights, floor=floor, **recursive
+        )
+
+    def _betas(self, steps: int, m: int) -> dict[str, float]:
+        return {**super()._betas(steps, m), **PLAIN}
+
+    def update(self, x: Vector, gradient: Vector, given: StepInputs) -> Update:
+        """The step along d, and what y moves with it."""
+        update = super().update(x, gradient, given)
+        if not given.tables:
+            return update
+        moved = dict(zip((id(p) for group in given.upper_groups for p in group["params"]), update.x - x, strict=True))
+        movement = flat([moved.get(id(p), torch.zeros_like(p)) for p in self.parameters("upper")])[0]
+        split, y = Split(given.lower, given.ranks), Vector(map(Split.local, given.lower))
+        V, H = (Split.local(given.tables[name]) for name in ("V", "H"))
+        m = len(H)
+        movement = movement[: V.shape[1]]  # of tensors added since, which stand behind the others, nothing is known
+        size = max(CHUNK // H[0].numel(), 1)
+        right = (V.mT @ movement.to(V)).to(H).unsqueeze(-1)  # autocast may have made it narrower
+        parts = [
+            torch.linalg.solve_ex(h, r).result
+            for h, r in zip(torch.split(H, size), torch.split(right, size), strict=True)
+        ]
+        rows, shift = flat(y, m), torch.cat(parts).squeeze(-1).to(movement.device)
+        rows = rows - torch.nn.functional.pad(shift, (0, rows.shape[1] - shift.shape[1]))
+        like = Vector(t.reshape(m, -1) for t in y).lane(0)
+        new = (split.whole(r.view_as(t)) for r, t in zip(shaped(rows, like), y, strict=True))
+        return replace(update, lower=Vector(new))

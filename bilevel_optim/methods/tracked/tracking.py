@@ -286,7 +286,7 @@ class RecursiveOptimizer(SizedSteps):
         not grow with their number: they move by a known rule, and catch up when they are next looked at, or here. Until
         then the live tensors hold their older values. Results do not depend on it.
         """
-        given = self._inputs(by_level(self.param_groups), self._parameters("upper"), self._parameters("lower"))
+        given = self._inputs(by_level(self.param_groups), self.parameters("upper"), self.parameters("lower"))
         if len(given.tables.get("age", ())) < 2:  # a single row is looked at in every step
             return
         table, clock = self._table(given, given.lower), self._clock(given)

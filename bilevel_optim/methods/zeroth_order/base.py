@@ -71,3 +71,31 @@ class ZerothOrder(BilevelOptimizer):
         """The directions of this step, the same on every rank."""
         if any_sharded(oracle.live_x):
             raise ValueError(f"{type(self).__name__} cannot perturb sharded upper parameters (DTensor)")
+        return Directions(
+            oracle.x,
+            self.direction,
+            self.directions,
+            seed=given.random_inputs["seed"],
+            smoothing=self.smoothing,
+            relative=self.smoothing_mode == "relative",
+            scale=self.scale,
+        )
+
+    def followed(
+        self, oracle: Oracle, given: StepInputs, estimator: Callable[..., Estimate], *, from_upper: bool = False
+    ) -> Estimate:
+        """An estimate from paths that all start at the oracle's y, or at the last tensors of their own x.
+
+        The samples of all the paths' steps are drawn before the first of them, so that every path sees the same.
+        """
+        directions, ranks = self.drawn_directions(oracle, given), Ranks()
+        if self.over_ranks == "directions" and oracle.shared:
+            if oracle.sharded:
+                raise ValueError(
+                    "over_ranks='directions' lets each rank follow paths of its own, which sharded lower parameters "
+                    "(DTensor) cannot do: use over_ranks='data'"
+                )
+            oracle, ranks = one_of_many(oracle), given.ranks
+        samples = [oracle.g.draw() for _ in range(self.lower_steps)]
+        paths = Paths(oracle, given.rule, samples, from_upper=from_upper)
+        return estimator(oracle, paths, directions, central=self.difference == "central", ranks=ranks)
