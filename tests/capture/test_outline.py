@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import bilevel_optim as bo
-from bilevel_optim.optimizer import graphs
+from bilevel_optim.capture import trace
 from bilevel_optim.oracle.checks import Checks
 from bilevel_optim.problem.tracing import cut
 
@@ -48,7 +48,7 @@ def test_a_part_that_is_given_one_value_twice_is_a_case_of_one_that_is_given_two
         return [total, term]
 
     values = [torch.linspace(-0.4, 0.7, 9, dtype=torch.float64).view(3, 3)]
-    graph = graphs.Graph(function, values, parts)
+    graph = trace.Graph(function, values, parts)
     close(function(values), graph(values), 1e-12)
     assert len(parts.modules) == (2 if written else 1)
 
@@ -65,7 +65,7 @@ def test_what_is_made_for_another_part_alone_moves_there_only_if_less_is_handed_
         return [a.t()]
 
     values = [torch.linspace(-0.4, 0.7, 9, dtype=torch.float64).view(3, 3), torch.tensor(0.1)]
-    graph = graphs.Graph(function, values, parts)
+    graph = trace.Graph(function, values, parts)
     close(function(values), graph(values), 1e-12)
     assert len(parts.modules) == 1  # and the view at the end is too short to be compiled
 
@@ -76,7 +76,7 @@ def test_a_large_table_makes_a_graph_large_only_if_more_than_rows_of_it_is_read(
     monkeypatch.setattr(graphs, "LARGE", 20)
     monkeypatch.setattr(graphs, "in_parts", lambda module, backend: asked.append(module))
     values = [torch.ones(30, 2), torch.tensor([1, 2])]
-    graphs.Graph(lambda v: [v[0].sin() if whole else v[0][v[1]].sin()], values, Parts())
+    trace.Graph(lambda v: [v[0].sin() if whole else v[0][v[1]].sin()], values, Parts())
     assert bool(asked) == whole
 
 
@@ -98,7 +98,7 @@ def test_of_vectors_that_are_added_up_the_last_sum_is_looked_at(bad, hidden, par
     terms = [torch.ones(4) for _ in range(3)]
     if bad is not None:
         terms[bad][2] = -1.0 if bad else 0.0
-    graph = graphs.Graph(function, [torch.ones(4), [torch.ones(4) for _ in terms], torch.ones(4) > 0], parts)
+    graph = trace.Graph(function, [torch.ones(4), [torch.ones(4) for _ in terms], torch.ones(4) > 0], parts)
     total, flags = graph([torch.ones(4), *terms, torch.ones(4) > 0])
     assert flags.tolist() == [bad is not None]
     assert bool(total.isfinite().all()) == (hidden or bad is None)
@@ -115,7 +115,7 @@ def test_a_sum_that_is_written_into_is_not_looked_at_later(parts):
         total.fill_(1.0)
         return [total, checks.flags()[1]]
 
-    graph = graphs.Graph(function, [torch.ones(4)], parts)
+    graph = trace.Graph(function, [torch.ones(4)], parts)
     assert [bool(graph([torch.full((4,), value)])[1]) for value in (1.0, -1.0)] == [False, True]
 
 

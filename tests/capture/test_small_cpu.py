@@ -5,10 +5,10 @@ import weakref
 import pytest
 import torch
 
-from bilevel_optim.optimizer import calls
-from bilevel_optim.optimizer.calls import TURNS
-from bilevel_optim.optimizer.graphs import Graph, backend_of
-from bilevel_optim.optimizer.workspace import listed
+from bilevel_optim.capture import small_cpu
+from bilevel_optim.capture.small_cpu import TURNS, Direct, listed
+from bilevel_optim.capture.backends import backend_of
+from bilevel_optim.capture.trace import Graph
 
 from ..problems import seeded
 
@@ -126,7 +126,7 @@ def test_calls_follow_each_other(tmp_path):
 def test_results_are_new_where_a_call_hands_its_argument_on_or_they_are_large(tmp_path, monkeypatch, large):
     """What is left at the end is nobody else's; what is asked for lasts."""
     if large:
-        monkeypatch.setattr(calls, "BYTES", 0)
+        monkeypatch.setattr(small_cpu, "BYTES", 0)
     x = torch.tensor([-5.0, -6.0, -7.0], dtype=torch.float64)
     call = listed(written(tmp_path, "buf6 = None", "buf5, buf2, " + ("buf5" if large else "arg0_1")), [x])
     found, expected = [*call.each([x], 1, [()] * 2 * TURNS, [(0, 0)], [1])], [x]
@@ -173,7 +173,7 @@ def test_graphs_of_inductor_are_listed():
 @pytest.mark.parametrize("wrong", [None, "value", "memory", "number"])
 def test_layers_that_change_something_stay(monkeypatch, wrong):
     """A list is used only where its results are those of what was compiled, bit for bit and in memory of their own."""
-    from bilevel_optim.optimizer import graphs
+    from bilevel_optim.capture import trace
 
     kept = torch.zeros(3)
 
@@ -188,7 +188,7 @@ def test_layers_that_change_something_stay(monkeypatch, wrong):
 
     monkeypatch.setattr(graphs, "written", lambda compiled: compiled)
     monkeypatch.setattr(graphs, "listed", lambda *_: call)
-    direct = graphs._Direct(compiled)
+    direct = Direct(compiled)
     for _ in range(2):
         first, second = direct(torch.ones(3))
         torch.testing.assert_close((first, second), (torch.full((3,), 2.0), torch.ones(3).exp()), rtol=0, atol=0)

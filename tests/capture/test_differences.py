@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import bilevel_optim as bo
-from bilevel_optim.optimizer import binding, compiled, graphs
-from bilevel_optim.optimizer.binding import difference
+from bilevel_optim.capture import backends, bind, steps, trace
+from bilevel_optim.capture.bind import difference
 from bilevel_optim.optimizer.step import changed
 from bilevel_optim.oracle import batched
 from bilevel_optim.problem.tracing import cut
@@ -45,8 +45,8 @@ def test_low_precision_has_its_own_tolerance():
     """In bfloat16 captured y, which moves by 100 to 0, may differ by 5 %; with a divisor not by more either."""
     y, before = torch.zeros(3, dtype=torch.bfloat16), torch.full((3,), 100.0, dtype=torch.bfloat16)
     for divisor in (1.0, 1e-2):
-        assert binding._close([y], [y + 5], [before], divisor)
-        assert not binding._close([y], [y + 10], [before], divisor)
+        assert bind._close([y], [y + 5], [before], divisor)
+        assert not bind._close([y], [y + 10], [before], divisor)
 
 
 @pytest.mark.filterwarnings("ignore::bilevel_optim.errors.BilevelWarning")
@@ -94,7 +94,7 @@ def nine_parts(values):
 
 def test_parts_refuse_tensors_of_another_form(monkeypatch):
     monkeypatch.setattr(graphs, "LARGE", 0)
-    graph = graphs.Graph(nine_parts, [torch.ones(7)], graphs.backend_of("eager", None, None))
+    graph = trace.Graph(nine_parts, [torch.ones(7)], backends.backend_of("eager", None, None))
     torch.testing.assert_close(graph([torch.ones(7)])[0], nine_parts([torch.ones(7)])[0])
     for other in (torch.ones(8), torch.ones(7, dtype=torch.float32), torch.ones(14)[::2]):
         with pytest.raises(AssertionError, match="other sizes, strides or types"):
@@ -106,7 +106,7 @@ def test_parts_that_write_into_what_they_are_given(monkeypatch):
     monkeypatch.setattr(graphs, "LARGE", 0)
 
     values = [torch.linspace(-1, 1, 7)]
-    graph = graphs.Graph(nine_parts, values, graphs.backend_of("inductor", None, None))
+    graph = trace.Graph(nine_parts, values, backends.backend_of("inductor", None, None))
     for shift in range(3):
         values = [torch.linspace(-1, 1, 7) + shift]
         torch.testing.assert_close(graph(values)[0], nine_parts(values)[0], rtol=1e-12, atol=1e-12)

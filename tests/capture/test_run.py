@@ -9,7 +9,7 @@ import torch
 import bilevel_optim as bo
 from bilevel_optim.optimizer import binding, running
 from bilevel_optim.optimizer.ahead import are_apart, data_ahead, forms
-from bilevel_optim.optimizer.calls import TURNS
+from bilevel_optim.capture.small_cpu import TURNS, Direct, listed
 from bilevel_optim.optimizer.flat import flattened
 from bilevel_optim.optimizer.replay import Sources
 from bilevel_optim.problem.feeding import Draw, Drawn, Draws, drawn

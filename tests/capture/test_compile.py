@@ -20,10 +20,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bilevel_optim as bo
-from bilevel_optim.optimizer import graphs as graph_module
-from bilevel_optim.optimizer.binding import Binding
-from bilevel_optim.optimizer.flat import Flat
-from bilevel_optim.optimizer.watch import Watch
+from bilevel_optim.capture import trace as graph_module
+from bilevel_optim.capture.bind import CompiledStep
+from bilevel_optim.capture.draws import Data
 from bilevel_optim.oracle.checks import Checks
 from bilevel_optim.problem.tracing import cut
 
@@ -322,8 +321,8 @@ def test_many_steps_at_once_go_on_bit_for_bit(row, request, monkeypatch):
     slow, made = request.config.getoption("--slow"), []
     if row.name != "SOBA" and not slow:
         pytest.skip("one is enough: run with --slow")
-    several = Binding.several
-    monkeypatch.setattr(Binding, "several", lambda *arguments: made.append(several(*arguments)) or made[-1])
+    several = CompiledStep.several
+    monkeypatch.setattr(CompiledStep, "several", lambda *arguments: made.append(several(*arguments)) or made[-1])
     for backend in ("eager", "inductor") if slow else ("eager",):
         state, values, counts = resumed(row, None, backend, 40)
         again, others = resumed(row, state, backend, 40, at_once=True)
@@ -1058,7 +1057,7 @@ def test_what_is_on_another_device_is_not_given_to_a_graph(moved):
         optimizer.step(*own)
     (kind,) = optimizer._captured.capture.kinds
     (binding,) = kind.bindings
-    drawn = Flat([data[0], data[1]], binding._like._constants)
+    drawn = Data([data[0], data[1]], binding._like._constants)
     assert binding.fits(drawn)
     assert binding.holds(optimizer.state, optimizer.numbers)
     if moved == "data":
