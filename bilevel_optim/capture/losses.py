@@ -282,9 +282,10 @@ class Readers:
                 if role in arguments:
                     features = readings.get(f"{role} features")
                     own = arguments[role] if features is None else (self._example(features, x, y, arguments[role]),)
-                    reader = self._readers.setdefault(role, LossReader())
+                    if role not in self._readers:
+                        self._readers[role] = LossReader()
                     try:
-                        readings[role] = reader.read(x, y, function, *own)
+                        readings[role] = self._readers[role].read(x, y, function, *own)
                     except Untraceable as error:
                         raise Unreadable(str(error), role, function) from error
         return readings
