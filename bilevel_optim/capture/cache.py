@@ -175,12 +175,16 @@ class StepCache:
 
     # ------------------------------------------------------------------------------------------------ refusals
 
+    @property
+    def some_are_unreadable(self) -> bool:
+        """Whether some function was found that cannot be captured."""
+        return bool(self._unreadable)
+
     def unreadable(self, functions: Mapping[str, Callable[..., Any]]) -> str:
         """Why one of these functions cannot be captured, as was found before."""
-        if self._unreadable:
-            for role, function in functions.items():
-                if (role, _code(function)) in self._unreadable:
-                    return self._unreadable[role, _code(function)]
+        for role, function in functions.items():
+            if (role, _code(function)) in self._unreadable:
+                return self._unreadable[role, _code(function)]
         return ""
 
     def note(self, error: Untraceable, entry: CacheEntry) -> str:

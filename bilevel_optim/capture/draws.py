@@ -371,6 +371,9 @@ class Data(NamedTuple):
         return data
 
 
+_ATOMS = (type(None), int, float, bool, str)
+
+
 class Like:
     """What data have in common with others: everything but the tensors' values.
 
@@ -384,16 +387,18 @@ class Like:
     def __init__(self, data: Data) -> None:
         self.width = len(data.tensors)
         self._constants, self._types = data.constants, [*map(type, data.constants)]
+        self._plain = {*self._types} <= {*_ATOMS, type} - {float}  # equal if they compare so
         self._form = Form(data.tensors)
 
     def fits(self, data: Data, times: int = 1) -> bool:
         """Whether data have it, or so many of them one after the other."""
         tensors, constants = data
-        return (
-            [*map(type, constants)] == self._types * times
-            and all(map(_same, self._constants * times, constants))
-            and self._form.fits(tensors, times)
-        )
+        expected = self._constants * times
+        if [*map(type, constants)] != self._types * times:
+            return False
+        if constants != expected if self._plain else not all(map(_same, expected, constants)):
+            return False
+        return self._form.fits(tensors, times)
 
     def tensors_of(self, parts: Collection[Any]) -> list[Tensor] | None:
         """The tensors of data one after the other, if all of these have it."""
@@ -412,34 +417,39 @@ class Like:
 
 def _same(value: Any, other: Any) -> bool:
     """Whether two constants, of one type, make the same graph."""
-    if isinstance(value, (int, float, complex, str, bytes, type(None))):
-        return bool(value == other) and repr(value) == repr(other) if isinstance(value, float) else bool(value == other)
     if value is other:
         return True
     try:
-        return bool(value == other)  # by identity where a class says nothing of equality
+        return bool(value == other) and (not isinstance(value, float) or repr(value) == repr(other))
     except Exception:  # an array, say, whose equality is not one truth
         return False
 
 
 def flattened(results: Sequence[Drawn], inputs: Mapping[str, Any]) -> Data:
-    """What was drawn, with the random inputs."""
-    return Data.of([[data, *other] for data, *other in results], dict(inputs))
-
-
-_ATOMS = (type(None), int, float, bool, str)
+    """What was drawn, with the random inputs; the tensors as torch's ``tree_flatten`` has them."""
+    data = Data([], [len(results)])
+    for drawn, term, weight in results:
+        _flatten(drawn if type(drawn) is tuple else (drawn,), *data)
+        if term is not None:
+            _flatten((term, weight), *data)
+    if inputs:
+        _flatten(inputs.values(), *data)
+    return data
 
 
 def _flatten(parts: Iterable[Any], tensors: list[Tensor], constants: list[Any]) -> None:
     for part in parts:
         kind = type(part)
-        if kind is Tensor or isinstance(part, Tensor):
+        if kind is Tensor:
             tensors.append(part)
-        elif kind in _ATOMS:
-            constants.append(part)
         elif kind is tuple or kind is list:
             constants += (kind, len(part))
             _flatten(part, tensors, constants)
+        elif kind in _ATOMS:
+            constants.append(part)
+        elif isinstance(part, Tensor):
+            constants.append(kind)
+            tensors.append(part)
         elif kind is dict:
             constants.extend(part)
             _flatten(part.values(), tensors, constants)

@@ -20,7 +20,7 @@ class Form:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.sizes, self.strides = tuple(tuple(t.shape) for t in tensors), tuple(map(Tensor.stride, tensors))
         self.types, self.devices = [t.dtype for t in tensors], [t.device for t in tensors]
-        self._full = [t.numel() > 0 for t in tensors]
+        self._empty = [t.numel() == 0 for t in tensors]
 
     def without(self, start: int, stop: int) -> Form:
         """The form of some of them."""
@@ -47,7 +47,7 @@ class Form:
             _ALIKE(tuple(tensors), sizes, strides, "input")
         except AssertionError:
             return False
-        return [n > 0 for n in map(Tensor.numel, tensors)] == self._full * times  # it takes empty ones for all
+        return [not n for n in map(Tensor.numel, tensors)] == self._empty * times  # it takes empty ones for all
 
 
 def picked(numbers: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..oracle.evaluation import placed
 from ..problem.tracing import Untraceable
+from .draws import Data
 
 __all__ = ["LossReader", "PureLoss", "Readers", "Reading", "Readings", "Unreadable"]
 
@@ -42,7 +43,7 @@ class Reading(NamedTuple):
     Attributes:
         graph: what it computes.
         places: where each input of the graph comes from: ``("x", i)`` and ``("y", i)`` are parameters,
-            ``("argument", k)`` is the k-th leaf of the arguments, ``("read", j)`` another tensor.
+            ``("argument", k)`` is the k-th tensor of the arguments, ``("read", j)`` another one.
         reads: the other tensors.
     """
 
@@ -94,8 +95,10 @@ class LossReader:
             raise Untraceable("a loss computes nothing with tensors")
         (graph, tensors), self._last = self._last, None
         graph.settle(tensors, output)
-        names = {id(t): ("argument", k) for k, t in enumerate(tree_leaves(arguments)) if isinstance(t, Tensor)}
-        names |= {id(t): ("x", i) for i, t in enumerate(x)} | {id(t): ("y", i) for i, t in enumerate(y)}
+        names = {id(t): ("argument", k) for k, t in enumerate(Data.of(*arguments).tensors)}
+        for kind, own in (("x", x), ("y", y)):
+            for i, t in enumerate(own):
+                names[id(t)] = (kind, i)
         reads: list[Tensor] = []
         places = []
         for tensor in tensors:
@@ -203,11 +206,11 @@ class PureLoss:
         self.written: dict[int, Tensor] = {}
 
     def __call__(self, *arguments: Any) -> Any:
-        leaves = tree_leaves(arguments)
+        own = Data.of(*arguments).tensors
         tensors = []
         for kind, i in self._reading.places:
             if kind == "argument":
-                tensors.append(leaves[i])
+                tensors.append(own[i])
             elif kind == "read":
                 tensors.append(self._reads[i])
             else:  # a call of torch, in which what stands for the parameter is put in its place
@@ -273,21 +276,24 @@ class Readers:
             x: the live upper parameters.
             y: the live lower parameters.
             functions: by role.
-            arguments: of each, such as those of the step; those without are left out.
+            arguments: of each but features, which have those of their loss; functions without are left out.
             row: whether a loss sees one row of y.
         """
         readings = Readings()
         with placed(y, [t.detach()[0] for t in y]) if row else nullcontext():
             for role, function in functions.items():
-                if role in arguments:
-                    features = readings.get(f"{role} features")
-                    own = arguments[role] if features is None else (self._example(features, x, y, arguments[role]),)
-                    if role not in self._readers:
-                        self._readers[role] = LossReader()
-                    try:
-                        readings[role] = self._readers[role].read(x, y, function, *own)
-                    except Untraceable as error:
-                        raise Unreadable(str(error), role, function) from error
+                own = arguments.get(role.removesuffix(" features"))
+                if own is None:
+                    continue
+                if role not in self._readers:
+                    self._readers[role] = LossReader()
+                features = readings.get(f"{role} features")
+                if features is not None:
+                    own = (self._example(features, x, y, own),)
+                try:
+                    readings[role] = self._readers[role].read(x, y, function, *own)
+                except Untraceable as error:
+                    raise Unreadable(str(error), role, function) from error
         return readings
 
     def _example(self, features: Reading, x: Sequence[Tensor], y: Sequence[Tensor], arguments: tuple[Any, ...]) -> Any:

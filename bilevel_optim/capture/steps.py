@@ -75,18 +75,22 @@ class Drawing:
     def arguments(self) -> dict[str, tuple[Any, ...]]:
         """Arguments of the losses and their features, by role, such as those of the step: with tasks of the first."""
         found: dict[str, tuple[Any, ...]] = {}
+        alone = self.sources.tasks is None
         for level, objective in self.sources.objectives.items():
-            if objective.data is None and self.sources.tasks is None:
+            if objective.data is None and alone:
                 found[level] = ()
         for draw, result in zip(self.draws, self.drawn, strict=True):
-            level = draw.source.removeprefix("tasks.")
-            if draw.source == "tasks":
-                found.setdefault("start", (result.data,))
+            if draw.source in found:
+                continue
+            if alone:
+                found[draw.source] = result.data
+            elif draw.source == "tasks":
+                found["start"] = (result.data,)
             elif draw.source == "whole":
                 found |= {level: (select(batch, 0),) for level, batch in result.data["batches"].items()}
-            elif level not in found:
-                found[level] = result.data if level == draw.source else (select(result.data, 0),)
-        return found | {f"{level} features": own for level, own in found.items()}
+            else:
+                found[draw.source.removeprefix("tasks.")] = (select(result.data, 0),)
+        return found
 
 
 class Captured(NamedTuple):
@@ -176,7 +180,7 @@ class CapturedSteps:
         entry = entry or next(iter(self.cache.entries), None)
         own = "" if entry is None else entry.reason
         known = self.cache.reason or self.optimizer.why_eager(sources.tasks) or own
-        return known or self.cache.unreadable(self._functions(sources))
+        return known or (self.cache.unreadable(self._functions(sources)) if self.cache.some_are_unreadable else "")
 
     def _random_inputs(self) -> dict[str, Tensor]:
         """What the method draws for a step."""
@@ -252,22 +256,26 @@ class CapturedSteps:
 
     def _functions(self, sources: Sources) -> dict[str, Callable[..., Any]]:
         """The user's functions that a step evaluates, by role; features before what takes them."""
-        found: dict[str, Callable[..., Any] | None] = {}
+        found: dict[str, Callable[..., Any]] = {}
         for level, objective in sources.objectives.items():
-            found |= {f"{level} features": objective.features, level: objective.loss}
-        found["projection"] = self.optimizer.limits.projection
-        found["start"] = None if sources.tasks is None else self.optimizer.lower_init
-        return {role: function for role, function in found.items() if function is not None}
+            if objective.features is not None:
+                found[f"{level} features"] = objective.features
+            found[level] = objective.loss
+        if self.optimizer.limits.projection is not None:
+            found["projection"] = self.optimizer.limits.projection
+        if sources.tasks is not None and self.optimizer.lower_init is not None:
+            found["start"] = self.optimizer.lower_init
+        return found
 
     def _read(self, drawing: Drawing) -> tuple[DataForm, Readings]:
         """The form of the data, and the losses as they are now."""
         sources, optimizer = drawing.sources, self.optimizer
         x, y = optimizer.parameters("upper"), optimizer.parameters("lower")
         row = sources.tasks is not None and optimizer.declared.tasks == "rows"
-        form = drawing.entry.form(drawing.data)
-        arguments = drawing.arguments()
-        arguments["projection"] = ([t.detach()[0] if row else t.detach() for t in y],)
-        return form, form.readers.read(x, y, self._functions(sources), arguments, row=row)
+        form, functions, arguments = drawing.entry.form(drawing.data), self._functions(sources), drawing.arguments()
+        if "projection" in functions:
+            arguments["projection"] = ([t.detach()[0] if row else t.detach() for t in y],)
+        return form, form.readers.read(x, y, functions, arguments, row=row)
 
     def _made(
         self, drawing: Drawing, form: DataForm, readings: Readings, oracle: Oracle, given: StepInputs
