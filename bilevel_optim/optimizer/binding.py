@@ -13,8 +13,8 @@ from ..problem.tracing import Untraceable
 from ..problem.vector import Vector
 from .calls import TURNS
 from .flat import Flat, Like
-from .memory import SOLVER, TABLE
 from .replay import StepGraph
+from .state import SOLVER, TABLE
 
 __all__ = ["Binding", "Slot", "difference"]
 

@@ -146,7 +146,7 @@ def methods() -> dict[str, type[Any]]:
     return dict(sorted(REGISTRY.items()))
 
 
-def configurations(problem: str) -> dict[str, tuple[type[Any], dict[str, Any]]]:
+def configurations(problem: str) -> dict[str, tuple[Any, dict[str, Any]]]:
     """Class and arguments of every method and variant that is made for a standard problem, by its name in the lists."""
     return {
         "-".join(filter(None, (cls.declared.label or name.lower(), variant))): (cls, arguments)
