@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..hypergradient import Estimate
-from ..optimizer.memory import SOLVER, TABLE
+from ..optimizer.state import SOLVER, TABLE
 from ..problem.tracing import Untraceable
 from ..problem.vector import Vector
 from .draws import Like

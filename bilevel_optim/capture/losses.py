@@ -382,12 +382,14 @@ def _running_statistics(graph: Graph, node: Node, origin: dict[Node, Node], curr
 
 def _new_mean(mean: Tensor, values: Tensor, momentum: Any) -> Tensor:
     now = values.detach().mean([0, *range(2, values.dim())])
-    return (1 - momentum) * mean + momentum * now.to(mean.dtype)
+    new: Tensor = (1 - momentum) * mean + momentum * now.to(mean.dtype)
+    return new
 
 
 def _new_variance(variance: Tensor, values: Tensor, momentum: Any) -> Tensor:
     now = values.detach().var([0, *range(2, values.dim())], unbiased=True)
-    return (1 - momentum) * variance + momentum * now.to(variance.dtype)
+    new: Tensor = (1 - momentum) * variance + momentum * now.to(variance.dtype)
+    return new
 
 
 def _keep_numbers(graph: Graph) -> None:

@@ -45,15 +45,15 @@ from ..problem.tracing import traced
 from ..problem.vector import Vector
 from ..solvers.limits import Clip, Projection, limits_of
 from ..solvers.lower import LowerRules
-from . import adapt, memory
-from .checkpoint import OWN, REMADE, packed, plain, require_loadable, unpacked
+from . import adapt, checkpoint
+from .checkpoint import OWN, REMADE
 from .declaration import UNDECLARED, MethodInfo, register
 from .diagnostics import described, floats
 from .hooks import has_hooks, no_dynamo, with_hooks
 from .lower_checks import LowerChecks, require_unlimited
 from .options import ColdOptions, CommonOptions, require_common, require_sizes
 from .placeholders import initial_state, initialises
-from .run_state import RunState
+from .state import RunState, recalled, remembered
 from .step import Groups, Start, StepInputs, StepResults, Update, changed
 from .task_mean import task_mean
 from .transaction import Transaction, Write, writes_of, writes_of_update
@@ -557,14 +557,14 @@ class BilevelOptimizer(Optimizer, ABC):
         if self._placeholders:
             self.state.clear()
             self._placeholders = False
-        remembered = memory.remembered(self.state, y)
+        known = remembered(self.state, y)
         if not self.warm_start:
-            remembered["solver"] = None
+            known["solver"] = None
         return StepInputs(
             upper_groups=groups["upper"],
             lower_groups=groups["lower"],
-            **remembered,
-            upper_memory=memory.recalled(self.state, x),
+            **known,
+            upper_memory=recalled(self.state, x),
             lower=Vector(y).detach() if lower is None else lower,
             numbers=dict(self.numbers),
             steps=self.run_state.steps,
@@ -682,7 +682,7 @@ class BilevelOptimizer(Optimizer, ABC):
         torch's random state where the losses use them, it continues a run bit for bit.
         """
         state: dict[str, Any] = super().state_dict()
-        state["state"] = memory.copied(state["state"])  # later steps write into tables
+        state["state"] = checkpoint.copied(state["state"])  # later steps write into tables
         own = {
             "method": type(self).__name__,
             "variant": dict(self.variant_of_state),
@@ -690,17 +690,17 @@ class BilevelOptimizer(Optimizer, ABC):
             "placeholders": self._placeholders,
             "generator": None if self.generator is None else self.generator.get_state(),
             "numbers": self.numbers,
-            "options": {name: plain(getattr(self, name)) for name in self.saved_options},
+            "options": {name: checkpoint.plain(getattr(self, name)) for name in self.saved_options},
         }
-        return packed(state, own, self.param_groups)
+        return checkpoint.packed(state, own, self.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, into an optimizer made with the same arguments."""
-        own, state_dict = unpacked(state_dict)
-        require_loadable(
+        own, state_dict = checkpoint.unpacked(state_dict)
+        checkpoint.require_loadable(
             own, state_dict, type(self).__name__, self.variant_of_state, self.saved_options, self.param_groups
         )
-        memory.load_exactly(self, super().load_state_dict, state_dict, self.place_of)
+        checkpoint.load_exactly(self, super().load_state_dict, state_dict, self.place_of)
         self.param_groups[0][OWN], self._placeholders = b"", False
         self._rules = LowerRules(self.lower_factory, self.limits)
         self.run_state.load(own)
@@ -821,10 +821,10 @@ class BilevelOptimizer(Optimizer, ABC):
 
     def place_of(self, name: str, parameter: Tensor) -> torch.device | None:
         """The device of an entry of ``state[parameter]`` that is loaded; None for where it was saved."""
-        return memory.place_of(name, parameter)
+        return checkpoint.place_of(name, parameter)
 
 
-def _signature(cls: type[BilevelOptimizer]) -> inspect.Signature:
+def _signature(cls: type[Any]) -> inspect.Signature:
     """How a method is made, which Python would take from ``__new__``."""
     _, *arguments = inspect.signature(cls.__init__).parameters.values()
     return inspect.Signature(arguments)

@@ -5,19 +5,22 @@ Tensors are with the parameters, each of which has some; everything else is one 
 
 from __future__ import annotations
 
+import copy
 import io
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from ..problem.parameters import LEVELS
-from .memory import SOLVER, TABLE
+from .state import SOLVER, TABLE
 
-__all__ = ["OWN", "REMADE", "packed", "plain", "require_loadable", "unpacked"]
+__all__ = ["OWN", "REMADE", "copied", "load_exactly", "packed", "place_of", "plain", "require_loadable", "unpacked"]
 
 OWN = "bilevel"  # the entry of the first parameter group; always there, because loading goes by the entries of groups
 # What torch's Optimizer makes again when it is unpickled, or a scheduler has attached.
@@ -170,3 +173,49 @@ def _like_its_parameter(name: str) -> bool:
 
 def _fits(value: Tensor, shape: Sequence[int]) -> bool:
     return not shape or list(value.shape[-len(shape) :]) == list(shape)
+
+
+def load_exactly(
+    optimizer: Optimizer,
+    load: Callable[[dict[str, Any]], None],
+    state_dict: dict[str, Any],
+    place_of: Callable[[str, Tensor], torch.device | None],
+) -> None:
+    """``load`` as torch does it, but for its cast of all that is kept to the precision of the parameters.
+
+    ``place_of`` gives the device of an entry of a parameter's state; None for where it was saved.
+    """
+    loaded: dict[str, Any] = {}
+
+    def withhold(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+        loaded.update(given)
+        return {**given, "state": {}}
+
+    def fill(_: Optimizer) -> None:
+        keys = [key for group in loaded["param_groups"] for key in group["params"]]
+        own = dict(zip(keys, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
+        for key, entries in loaded["state"].items():
+            optimizer.state[own.get(key, key)] = {
+                name: copied(value, place_of(name, own[key]) if key in own else None) for name, value in entries.items()
+            }
+
+    # Hooks see what they would see with torch's loading.
+    handles = (
+        optimizer.register_load_state_dict_pre_hook(withhold),
+        optimizer.register_load_state_dict_post_hook(fill, prepend=True),
+    )
+    try:
+        load(state_dict)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def place_of(name: str, parameter: Tensor) -> torch.device | None:
+    """The device of an entry of ``state[parameter]``: that of the parameter; None for where it was saved."""
+    return None if name == SOLVER + "step" else parameter.device
+
+
+def copied(value: Any, device: torch.device | None = None) -> Any:
+    """A copy that shares no tensor, with its tensors on a device."""
+    return tree_map(lambda t: t.to(device or t.device, copy=True) if isinstance(t, Tensor) else copy.copy(t), value)

@@ -17,7 +17,7 @@ from ..distributed.ranks import Ranks
 from ..distributed.sharding import Split
 from ..problem.parameters import LEVELS
 from ..problem.tasks import TensorTasks
-from .memory import TABLE
+from .state import TABLE
 
 __all__ = ["initial_state", "initialises"]
 

@@ -17,7 +17,7 @@ from ..oracle.buffers import Buffers
 from ..oracle.oracle import Oracle
 from ..problem.random import default_state, set_default_state
 from ..problem.vector import Vector, is_sharded
-from . import memory
+from .state import State, remember, remember_solver, remember_tables, write_rows
 from .step import Update
 
 __all__ = ["Transaction", "Write", "make", "writes_of", "writes_of_update"]
@@ -130,22 +130,22 @@ def make(writes: Sequence[Write]) -> None:
         raise
 
 
-def writes_of(state: memory.State, oracle: Oracle, estimate: Estimate, update: Update | None = None) -> list[Write]:
+def writes_of(state: State, oracle: Oracle, estimate: Estimate, update: Update | None = None) -> list[Write]:
     """Writes of what an estimate has found, and of the update of x made of it; ``.grad`` of x is the estimate."""
     x, y = oracle.live_x, oracle.live_y
     # Nobody else's, because gradients are clipped in place.
     gradients = [gradient.detach().clone() for gradient in estimate.gradient]
     writes: list[Write] = [partial(_set_gradients, x, gradients)]
     if estimate.writes:
-        writes.append(partial(memory.write_rows, estimate.writes))
+        writes.append(partial(write_rows, estimate.writes))
     if estimate.memory:
-        writes.append(partial(memory.remember, state, y, estimate.memory))
+        writes.append(partial(remember, state, y, estimate.memory))
     if estimate.upper_memory:
-        writes.append(partial(memory.remember, state, x, estimate.upper_memory))
+        writes.append(partial(remember, state, x, estimate.upper_memory))
     if estimate.tables:
-        writes.append(partial(memory.remember_tables, state, y, estimate.tables))
+        writes.append(partial(remember_tables, state, y, estimate.tables))
     if estimate.solver is not None:
-        writes.append(partial(memory.remember_solver, state, y, estimate.solver))
+        writes.append(partial(remember_solver, state, y, estimate.solver))
     if update is not None:
         lower = estimate.lower if update.lower is None else update.lower
         return writes + _writes_of_values(state, x, y, update, lower)
@@ -155,21 +155,21 @@ def writes_of(state: memory.State, oracle: Oracle, estimate: Estimate, update: U
 
 
 def writes_of_update(
-    state: memory.State, moved: Sequence[Tensor], lower: Callable[[], Sequence[Tensor]], update: Update
+    state: State, moved: Sequence[Tensor], lower: Callable[[], Sequence[Tensor]], update: Update
 ) -> list[Write]:
     """Writes of an update of x; ``lower`` gives the live lower tensors."""
     return _writes_of_values(state, moved, () if update.lower is None else lower(), update, update.lower)
 
 
 def _writes_of_values(
-    state: memory.State, x: Sequence[Tensor], y: Sequence[Tensor], update: Update, lower: Vector | None
+    state: State, x: Sequence[Tensor], y: Sequence[Tensor], update: Update, lower: Vector | None
 ) -> list[Write]:
     """Writes of an update of x, with a new y: values last, because what is remembered may be what they were."""
     writes: list[Write] = []
     if update.writes:
-        writes.append(partial(memory.write_rows, update.writes))
+        writes.append(partial(write_rows, update.writes))
     if update.upper_memory:
-        writes.append(partial(memory.remember, state, x, update.upper_memory))
+        writes.append(partial(remember, state, x, update.upper_memory))
     if lower is None:
         writes.append(partial(Vector(x).copy_, update.x))
     else:

@@ -352,15 +352,20 @@ def test_an_interrupt_while_a_step_is_written_waits(row, monkeypatch):
     reference.run(expected, 2)
     torch.manual_seed(0)
     problem.run(optimizer, 2)
-    from bilevel_optim.optimizer import memory
+    from bilevel_optim.optimizer import transaction
 
-    places = [(bo.Vector, "copy_"), (memory, "remember"), (memory, "remember_solver"), (memory, "remember_tables")]
+    places = [
+        (bo.Vector, "copy_"),
+        *((transaction, name) for name in ("remember", "remember_solver", "remember_tables")),
+    ]
+    interruptions = set()
     for owner, name in places:
         for when in ("before", "after"):
             inner, hits = getattr(owner, name), []
 
-            def interrupted(*arguments, inner=inner, when=when, hits=hits):
+            def interrupted(*arguments, inner=inner, name=name, when=when, hits=hits):
                 hits.append(1)
+                interruptions.add(name)
                 if when == "before" and len(hits) == 1:
                     raise KeyboardInterrupt
                 result = inner(*arguments)
@@ -381,6 +386,7 @@ def test_an_interrupt_while_a_step_is_written_waits(row, monkeypatch):
                     assert not hits
             assert same(values(reference.x, reference.y), values(problem.x, problem.y))
             assert text_of(expected) == text_of(optimizer)
+    assert {"copy_", "remember"} <= interruptions
 
 
 def test_an_interrupt_at_any_time_leaves_a_whole_step_or_none():

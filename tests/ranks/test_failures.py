@@ -15,7 +15,12 @@ from .processes import together
 
 METHODS = {"AID": bo.AID, "F2SA": bo.F2SA, "PZOBO": bo.PZOBO, "SOBA": bo.SOBA}
 # After how many evaluations of which loss the second rank fails.
-MOMENTS = {"at the first": ("lower", 1), "in the middle": ("lower", 3), "in the upper loss": ("upper", 1)}
+MOMENTS = {
+    "at the first": ("lower", 1),
+    "in the middle": ("lower", 3),
+    "in the upper loss": ("upper", 1),
+    "in the update of x": ("x", 1),
+}
 
 
 def moments_of(name):
@@ -29,6 +34,11 @@ class Failing(Quadratic):
     def __init__(self, **options):
         super().__init__(**options)
         self.event, self.plan = None, {}
+
+    def follow(self, optimizer):
+        """Let the update of x count too."""
+        update = optimizer.update
+        optimizer.update = lambda *arguments: (self._count("x"), update(*arguments))[1]
 
     def _count(self, level):
         if level in self.plan:
@@ -70,6 +80,8 @@ def after_failures(rank):
             before, counts = values(problem.x, problem.y), optimizer.oracle_counts
             if rank == 1:
                 problem.plan, problem.event = {level: count}, fails("the disk is full")
+                if level == "x":
+                    problem.follow(optimizer)
             error = None
             try:
                 problem.run(optimizer)

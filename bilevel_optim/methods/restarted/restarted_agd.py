@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...distributed.ranks import Ranks
 from ...optimizer.base import REMADE
-from ...optimizer.memory import recalled, remember
+from ...optimizer.state import recalled, remember
 from ...optimizer.transaction import Transaction
 from ...oracle.evaluation import placed
 from ...oracle.first_order import filled

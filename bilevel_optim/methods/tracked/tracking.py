@@ -16,7 +16,7 @@ from ...hypergradient.estimate import Write
 from ...hypergradient.recursive import Points, flat, shaped
 from ...hypergradient.storm import ball
 from ...optimizer.base import CommonOptions
-from ...optimizer.memory import TABLE
+from ...optimizer.state import TABLE
 from ...optimizer.step import StepInputs
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, by_level, require

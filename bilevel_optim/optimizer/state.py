@@ -1,26 +1,24 @@
-"""What is remembered of parameters, in the ``state`` of a ``torch.optim`` optimizer."""
+"""What an optimizer knows from earlier steps: in ``state`` what belongs to parameters, beside it that of the run."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from ..hypergradient.estimate import Write
+from ..oracle.buffers import Buffers
+from ..oracle.session import COUNTERS, LossFacts, Options, Session
 from ..problem.vector import Vector, is_sharded
 from ..solvers.lower import Memory
 
 __all__ = [
+    "SOLVER",
     "TABLE",
-    "copied",
-    "load_exactly",
-    "owned",
-    "place_of",
+    "RunState",
+    "State",
     "recalled",
     "remember",
     "remember_solver",
@@ -113,47 +111,62 @@ def remember_tables(state: State, parameters: Sequence[Tensor], tables: Mapping[
         state[parameters[0]][TABLE + name] = table.detach()
 
 
-def load_exactly(
-    optimizer: Optimizer,
-    load: Callable[[dict[str, Any]], None],
-    state_dict: dict[str, Any],
-    place_of: Callable[[str, Tensor], torch.device | None],
-) -> None:
-    """``load`` as torch does it, but for its cast of all that is kept to the precision of the parameters.
+@dataclass
+class RunState:
+    """The account of a run, written with each step that is accepted.
 
-    ``place_of`` gives the device of an entry of a parameter's state; None for where it was saved.
+    Attributes:
+        found: what is known about the losses.
+        buffers: module buffers that evaluations change.
+        warned: keys of the warnings that were given.
+        counts: oracle calls.
+        steps: outer steps made.
+        last_loss: what the last step returned.
     """
-    loaded: dict[str, Any] = {}
 
-    def withhold(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-        loaded.update(given)
-        return {**given, "state": {}}
+    found: LossFacts = field(default_factory=LossFacts)
+    buffers: Buffers = field(default_factory=Buffers)
+    warned: set[str] = field(default_factory=set)
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
+    steps: int = 0
+    last_loss: Tensor | None = None
 
-    def fill(_: Optimizer) -> None:
-        keys = [key for group in loaded["param_groups"] for key in group["params"]]
-        own = dict(zip(keys, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
-        for key, entries in loaded["state"].items():
-            optimizer.state[own.get(key, key)] = {
-                name: copied(value, place_of(name, own[key]) if key in own else None) for name, value in entries.items()
-            }
+    def session(self, options: Options) -> Session:
+        """The bookkeeping of a new step."""
+        return Session.begun(options, self.found, self.buffers, self.warned)
 
-    # Hooks see what they would see with torch's loading.
-    handles = (
-        optimizer.register_load_state_dict_pre_hook(withhold),
-        optimizer.register_load_state_dict_post_hook(fill, prepend=True),
-    )
-    try:
-        load(state_dict)
-    finally:
-        for handle in handles:
-            handle.remove()
+    def after(self, session: Session, loss: Tensor) -> dict[str, Any]:
+        """What becomes of it with a step."""
+        counts = {name: count + session.counts[name] for name, count in self.counts.items()}
+        return {
+            "found": session.found,
+            "warned": session.warned,
+            "counts": counts,
+            "steps": self.steps + 1,
+            "last_loss": loss.detach(),
+        }
 
+    def enter(self, after: dict[str, Any]) -> None:
+        """Write it; may be repeated."""
+        self.__dict__.update(after)
+        self.buffers.complete = True
 
-def place_of(name: str, parameter: Tensor) -> torch.device | None:
-    """The device of an entry of ``state[parameter]``: that of the parameter; None for where it was saved."""
-    return None if name == SOLVER + "step" else parameter.device
+    def after_steps(self, counts: Mapping[str, int], loss: Tensor, steps: int = 1) -> dict[str, Any]:
+        """What becomes of it with steps of these oracle calls each, the last with this loss, and nothing else new."""
+        total = {name: count + steps * counts.get(name, 0) for name, count in self.counts.items()}
+        return {"counts": total, "steps": self.steps + steps, "last_loss": loss}
 
+    def saved(self) -> dict[str, Any]:
+        """What a state dict holds of it."""
+        return {
+            "steps_done": self.steps,
+            "oracle_counts": dict(self.counts),
+            "fallback": self.found.fallback,
+            "last_loss": self.last_loss,
+        }
 
-def copied(value: Any, device: torch.device | None = None) -> Any:
-    """A copy that shares no tensor, with its tensors on a device."""
-    return tree_map(lambda t: t.to(device or t.device, copy=True) if isinstance(t, Tensor) else copy.copy(t), value)
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what `saved` gave."""
+        self.steps, self.last_loss = saved["steps_done"], saved["last_loss"]
+        self.counts.update(saved["oracle_counts"])
+        self.found = LossFacts(fallback=saved["fallback"])  # first looks are made where a new optimizer makes them
