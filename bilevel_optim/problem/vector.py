@@ -50,7 +50,9 @@ class Vector(tuple[Tensor, ...]):
             # Zero-dimensional tensors are equals in type promotion: a wider factor would widen them.
             return Vector(t * factor.to(t.dtype) for t in self)
         if isinstance(factor, list) and any([isinstance(f, Tensor) for f in factor]):
-            return Vector(t * torch.as_tensor(f).to(t) for t, f in zip(self, factor, strict=True))
+            return Vector(
+                t * (_beside(f, t) if isinstance(f, Tensor) else f) for t, f in zip(self, factor, strict=True)
+            )
         return Vector(torch._foreach_mul(self, factor))  # type: ignore[arg-type]
 
     __rmul__ = __mul__  # type: ignore[assignment]
@@ -186,6 +188,11 @@ def _sum(t: Tensor, lanes: bool = False) -> Tensor:
 
 def _largest(t: Tensor) -> Tensor:
     return _whole(t.abs().max()) if is_sharded(t) else torch.stack(torch.aminmax(t)).abs().max()
+
+
+def _beside(factor: Tensor, t: Tensor) -> Tensor:
+    """A factor as it can be multiplied with a tensor, which keeps its type: of two numbers the wider one decides."""
+    return factor.to(t.device) if t.dim() else factor.to(t)
 
 
 def _local(t: Tensor) -> Tensor:
