@@ -106,7 +106,7 @@ class BSA(NeumannMethod):
 
     def why_eager(self, tasks: Any = None) -> str:
         """Because the next steps are longer ones."""
-        return "the number of lower steps grows, and a graph is of a fixed one (growth=0)" if self.growth > 0 else ""
+        return "the number of lower steps grows, but that of a graph is fixed (growth=0)" if self.growth > 0 else ""
 
 
 class TTSA(NeumannMethod):
