@@ -16,6 +16,7 @@ from ..problem.vector import Vector
 from .draws import Like
 from .small_cpu import TURNS
 from .step_graph import StepGraph
+from .trace import LONGEST
 
 __all__ = ["CompiledStep", "Slot", "difference"]
 
@@ -176,7 +177,11 @@ class CompiledStep:
     def several(
         self, times: int, start: Sequence[Tensor], rates: Sequence[Tensor], data: Sequence[Sequence[Tensor]]
     ) -> CompiledStep | None:
-        """The graph of so many such steps, if there are as many data; made, and compared, when it is needed."""
+        """The graph of so many such steps, if there are as many data; made, and compared, when it is needed.
+
+        Of fewer where that graph would have to be divided.
+        """
+        times = min(times, LONGEST // self.step.graph.nodes)
         if times > 1 and len(data) >= times and self._several is None:
             self._several = False
             several = [t for one in data[:times] for t in one]

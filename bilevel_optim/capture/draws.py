@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, groupby, takewhile
+from itertools import accumulate, chain, groupby, takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -402,8 +402,12 @@ class Like:
 
     def tensors_of(self, parts: Collection[Any]) -> list[Tensor] | None:
         """The tensors of data one after the other, if all of these have it."""
-        whole = Data([], [])
         width, others = self.width, len(self._constants)
+        if self._constants in ([tuple, width], [list, width]):  # perhaps all of tensors alone, as common batches are
+            pieces = [*chain.from_iterable(parts)] if {*map(type, parts)} == {self._constants[0]} else []
+            if {*map(type, pieces)} == {Tensor} and {*map(len, parts)} == {width}:
+                return pieces if self.has_form(pieces, len(parts)) else None
+        whole = Data([], [])
         for k, part in enumerate(parts, 1):
             _flatten((part,), *whole)
             if len(whole.tensors) != k * width or len(whole.constants) != k * others:

@@ -244,7 +244,7 @@ class CapturedSteps:
         outputs = compiled.run(*self._arguments(compiled, readings), drawing.data.tensors)
         if optimizer.check_finite and self._troubled(compiled, outputs):
             return self._eager(drawing.replayed, update, inputs)
-        loss: Tensor = outputs[compiled.out["loss"]]
+        loss = outputs[compiled.out["loss"]]
         writes = self._writes(compiled, readings, outputs, loss)
         if update and optimizer.declared.host_update:
             with torch.no_grad():

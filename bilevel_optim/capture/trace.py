@@ -21,7 +21,7 @@ from .finite_checks import blind_to_unused, look_later
 from .outline import in_parts, number_parts, out_of_place, written_into
 from .small_cpu import Direct
 
-__all__ = ["Graph"]
+__all__ = ["LONGEST", "Graph"]
 
 LONGEST = 3000  # operations of a graph that is compiled as a whole
 # Decomposed, what a node saves of its own result would hold the node, and neither would ever be freed.
