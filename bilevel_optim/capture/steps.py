@@ -244,13 +244,13 @@ class CapturedSteps:
         outputs = compiled.run(*self._arguments(compiled, readings), drawing.data.tensors)
         if optimizer.check_finite and self._troubled(compiled, outputs):
             return self._eager(drawing.replayed, update, inputs)
-        loss = outputs[compiled.out["loss"]]
-        writes = self._writes(compiled, readings, outputs, loss)
+        own: Tensor = outputs[compiled.out["loss"]]
+        writes = self._writes(compiled, readings, outputs, own)
         if update and optimizer.declared.host_update:
             with torch.no_grad():
                 writes += optimizer.update_writes(compiled.estimate(outputs), compiled.x, compiled.y)
         make(writes)
-        return loss
+        return own
 
     # ------------------------------------------------------------------------------------------------ graphs
 
