@@ -202,7 +202,7 @@ class StepCache:
             entry.forms.clear()
         self.warn(reason)
 
-    def warn(self, reason: str) -> None:
+    def warn(self, reason: str, stacklevel: int = 7) -> None:
         """Say, once, why a step runs eagerly.
 
         Raises:
@@ -212,7 +212,8 @@ class StepCache:
             raise RuntimeError(f"the step cannot be captured: {reason}")
         if reason not in self._warned:
             self._warned.add(reason)
-            warnings.warn(f"steps run eagerly, because they cannot be captured: {reason}", BilevelWarning, stacklevel=7)
+            text = f"steps run eagerly, because they cannot be captured: {reason}"
+            warnings.warn(text, BilevelWarning, stacklevel=stacklevel)
 
 
 def _code(function: Callable[..., Any]) -> Any:

@@ -117,6 +117,15 @@ class CapturedSteps:
         """How many graphs stand for steps at present."""
         return self.cache.graphs
 
+    def say_why_eager(self) -> None:
+        """Say at once if no step of the optimizer can be captured.
+
+        Raises:
+            RuntimeError: if all have to be.
+        """
+        if why := self.optimizer.why_eager():
+            self.cache.warn(why, stacklevel=4)
+
     # ------------------------------------------------------------------------------------------------ one step
 
     def step(self, upper: Loss | None, lower: Loss | None, tasks: Any, update: bool) -> Tensor:

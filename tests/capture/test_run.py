@@ -7,23 +7,15 @@ import pytest
 import torch
 
 import bilevel_optim as bo
-from bilevel_optim.optimizer import binding, running
-from bilevel_optim.optimizer.ahead import are_apart, data_ahead, forms
-from bilevel_optim.capture.small_cpu import TURNS, Direct, listed
-from bilevel_optim.optimizer.flat import flattened
-from bilevel_optim.optimizer.replay import Sources
-from bilevel_optim.problem.feeding import Draw, Drawn, Draws, drawn
+from bilevel_optim.capture import steps as captured_steps
+from bilevel_optim.capture.bind import CompiledStep
+from bilevel_optim.capture.draws import Draw, Drawn, Draws, Sources, draw_ahead, flattened, forms_of
+from bilevel_optim.capture.small_cpu import TURNS
 from bilevel_optim.problem.random import draw_index, draw_indices
 
 from ..problems import seeded
 
 BATCHES = [torch.randn(2, 3, generator=seeded(k), dtype=torch.float64) for k in range(7)]
-
-
-@pytest.fixture(autouse=True)
-def one_graph(monkeypatch):
-    """A graph for several steps takes long to trace."""
-    monkeypatch.setattr(binding, "MOST_STEPS", 1)
 
 
 class Numbered:
@@ -63,8 +55,8 @@ def one_by_one_and_at_once(make, steps=(5, 14)):
     """Where steps lead, and a run; and how many steps' data of the run were drawn at once."""
     results, counted = [], []
     with pytest.MonkeyPatch.context() as patch:
-        ahead = running.data_ahead
-        patch.setattr(running, "data_ahead", lambda *a: counted.append(ahead(*a)) or counted[-1])
+        ahead = captured_steps.draw_ahead
+        patch.setattr(captured_steps, "draw_ahead", lambda *a: counted.append(ahead(*a)) or counted[-1])
         for at_once in (False, True):
             torch.manual_seed(0)
             optimizer, losses, x, y = make()
@@ -217,14 +209,12 @@ def test_data_ahead_are_those_of_single_steps(draws, counts, data):
     for at_once in (False, True):
         upper = bo.Objective(torch.sum, BATCHES[:3]) if data else bo.Objective(lambda: torch.zeros(()))
         sources = Sources(upper, bo.Objective(torch.sum, [(b, [b[0]]) for b in BATCHES[:5]]), None)
-        assert are_apart(sources)
-        steps = [
-            drawn(Draws(draws), *sources, None, each) for each in (random_inputs[:1] if at_once else random_inputs)
-        ]
+        assert sources.are_lists
+        steps = [Draws(draws).make(sources, None, each) for each in (random_inputs[:1] if at_once else random_inputs)]
         if at_once:
             further = {} if counts is None else {"count": torch.tensor(counts[1:])}
-            known = forms(draws, steps[0])
-            results.append(data_ahead(Draws(draws), known, sources, further, len(random_inputs) - 1))
+            known = forms_of(draws, steps[0])
+            results.append(draw_ahead(Draws(draws), known, sources, further, len(random_inputs) - 1))
         else:
             results.append([flattened(*each).tensors for each in zip(steps[1:], random_inputs[1:], strict=True)])
     assert [[*map(len, some)] for some in results[:1]] == [[*map(len, some)] for some in results[1:]]
@@ -248,13 +238,13 @@ def test_numbers_drawn_at_once_are_those_of_single_draws(counts):
 def test_batches_of_another_form_end_the_data_ahead():
     for other, found in ((BATCHES[0], 4), ([BATCHES[0]], 2), (BATCHES[0].float(), 2), (BATCHES[0][:1], 2), (1, 2)):
         sources = Sources(None, bo.Objective(torch.sum, [*BATCHES[:3], other, BATCHES[3]]), None)
-        known = forms([LOWER], drawn(Draws([LOWER]), *sources, None, {}))
-        assert len(data_ahead(Draws([LOWER]), known, sources, {}, 4)) == found
+        known = forms_of([LOWER], Draws([LOWER]).make(sources, None, {}))
+        assert len(draw_ahead(Draws([LOWER]), known, sources, {}, 4)) == found
     a, b = torch.zeros(2), torch.zeros(3)
     for data in ([a, (b, (a, b))], [(a,), (b, a, b)]):  # together like two of (a, b)
         sources = Sources(None, bo.Objective(torch.sum, data), None)
-        assert data_ahead(Draws([LOWER]), forms([LOWER], [Drawn(((a, b),))]), sources, {}, 2) == []
-    assert forms([LOWER, LOWER], [Drawn((BATCHES[0],)), Drawn((BATCHES[0][:1],))]) is None
+        assert draw_ahead(Draws([LOWER]), forms_of([LOWER], [Drawn(((a, b),))]), sources, {}, 2) == []
+    assert forms_of([LOWER, LOWER], [Drawn((BATCHES[0],)), Drawn((BATCHES[0][:1],))]) is None
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -268,7 +258,7 @@ def test_losses_and_flags_outlast_their_calls(times):
             for k, (value,) in enumerate(data):
                 yield [kept[k % TURNS].fill_(value)] * 2
 
-    one = object.__new__(binding.Binding)
+    one = object.__new__(CompiledStep)
     one.step, one.next = SimpleNamespace(times=times, graph=Reusing()), []
     one.out = {"loss": 0, "losses": 0, "flags": 1}
     for told in one.each([], [], [(float(k),) for k in range(count)])[:2]:
