@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ..optimizer.base import BilevelOptimizer, Loss, as_objective
 from ..optimizer.checkpoint import OWN
@@ -21,7 +22,7 @@ from ..problem.tasks import select
 from ..problem.tracing import Untraceable
 from .bind import CompiledStep, Slot, difference
 from .cache import FULL, MOST_GRAPHS, PLAIN, CacheEntry, DataForm, Identity, Settings, StepCache
-from .draws import Data, Drawn, Draws, Log, Sources, draw_ahead, flattened, forms_of
+from .draws import Data, Drawn, Draws, Log, Sources, draw_ahead, flattened, forms_of, versions_of
 from .losses import Readings
 from .step_graph import StepGraph, values_of
 
@@ -215,6 +216,8 @@ class CapturedSteps:
                 raise Untraceable(log.reason)
             drawing = Drawing(sources, update, entry, inputs, Draws(log.draws), log.drawn)
             form, readings = self._read(drawing)
+            if log.versions != versions_of(tree_leaves(log.drawn)):
+                raise Untraceable("the data write into a batch that was drawn before in the same step")
             entry.draws, form.met = drawing.draws, readings.key
             # What buffers held before the step is not known any more.
             return self._made(drawing, form, readings, oracle, given) if at_once and not readings.writes else None
@@ -474,17 +477,21 @@ class CapturedSteps:
         if sources.are_lists and compiled.batches is not None:
             found += self._ahead(first, form, compiled, steps)
             return found, None
+        versions, last = versions_of(found[0]), None
         for _ in range(steps):
             inputs = self._random_inputs()
             drawn = first.draws.make(sources, optimizer.generator, inputs)
             drawing = Drawing(sources, True, first.entry, inputs, first.draws, drawn)
             if not form.like.fits(drawing.data):
-                return found, drawing
+                last = drawing
+                break
             found.append(drawing.data.tensors)
+            versions += versions_of(found[-1])
             compiled.uses += 1
-        if not form.like.has_form([*chain.from_iterable(found)], len(found)):
-            raise RuntimeError("a batch was resized while others were drawn for the same run")
-        return found, None
+        tensors = [*chain.from_iterable(found)]
+        if versions != versions_of(tensors) or not form.like.has_form(tensors, len(found)):
+            raise _Unsteady
+        return found, last
 
     def _ahead(self, first: Drawing, form: DataForm, compiled: CompiledStep, steps: int) -> list[list[Tensor]]:
         """Data of the next steps from lists, as far as these have the form that the graph was made for."""
@@ -564,7 +571,7 @@ class CapturedSteps:
 
 
 class _Unsteady(Exception):
-    """What a loss reads changes while the data are drawn."""
+    """What a loss reads, or a batch, changes while further data are drawn."""
 
 
 def _sources(upper: Loss | None, lower: Loss | None, tasks: Any) -> Sources:
