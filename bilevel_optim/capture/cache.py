@@ -15,7 +15,7 @@ from ..problem.tracing import Untraceable
 from .backends import Backend, backend_of
 from .bind import CompiledStep
 from .draws import Data, Draws, Like
-from .losses import Readers, Unreadable
+from .losses import NotNow, Readers, Unreadable
 
 __all__ = ["PLAIN", "CacheEntry", "DataForm", "Identity", "Settings", "StepCache"]
 
@@ -187,6 +187,8 @@ class StepCache:
         """Remember why steps cannot be captured: because of a function, or all that are alike."""
         if isinstance(error, Unreadable):
             self._unreadable[error.role, _code(error.function)] = str(error)
+            self.warn(str(error))
+        elif isinstance(error, NotNow):
             self.warn(str(error))
         else:
             self.refuse(str(error), entry)

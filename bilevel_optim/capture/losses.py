@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..oracle.evaluation import placed
 from ..problem.tracing import Untraceable
 
-__all__ = ["LossReader", "PureLoss", "Readers", "Reading", "Readings", "Unreadable"]
+__all__ = ["LossReader", "NotNow", "PureLoss", "Readers", "Reading", "Readings", "Unreadable"]
 
 # What Dynamo does not look at by default, to be fast, is looked at too. A version need not have all of the names.
 SETTINGS: dict[str, Any] = {
@@ -120,6 +120,8 @@ class LossReader:
             with dynamo.config.patch(**SETTINGS), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what Dynamo warns of is among its reasons
                 return self._read(function, *arguments)
+        except _Unread:
+            raise NotNow("torch.compile is switched off here, or a torch dispatch mode is on") from None
         except Exception as error:
             raise Untraceable(_reason(error)) from error
 
@@ -248,6 +250,10 @@ class Readings(dict[str, Reading]):
         return {role: PureLoss(reading, x, y, reads[role]) for role, reading in self.items()}
 
 
+class NotNow(Untraceable):
+    """Nothing can be captured at present, whatever it is."""
+
+
 class Unreadable(Untraceable):
     """A function cannot be captured."""
 
@@ -290,6 +296,8 @@ class Readers:
                     reader = self._readers.setdefault(role, LossReader())
                     try:
                         readings[role] = reader.read(x, y, function, *own)
+                    except NotNow:
+                        raise
                     except Untraceable as error:
                         raise Unreadable(str(error), role, function) from error
         return readings

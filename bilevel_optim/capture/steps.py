@@ -513,7 +513,10 @@ class CapturedSteps:
 
     def _changed(self, drawing: Drawing, readings: Readings) -> bool:
         """Whether a loss reads something else than before the data were drawn."""
-        now = self._read(drawing)[1]
+        try:
+            now = self._read(drawing)[1]
+        except Untraceable:
+            return True
         return now.key != readings.key or not all(
             a is b or (a.dim() == b.dim() == 0 and a.is_cpu and torch.equal(a, b))
             for role, tensors in now.reads.items()
