@@ -17,7 +17,7 @@ from ..optimizer.checkpoint import OWN
 from ..optimizer.step import StepInputs, StepResults
 from ..optimizer.transaction import Write, make
 from ..oracle.oracle import Oracle
-from ..problem.random import draw_indices, draw_random_inputs
+from ..problem.random import draw_indices, draw_random_inputs, kept
 from ..problem.tasks import select
 from ..problem.tracing import Untraceable
 from .bind import CompiledStep, Slot, difference
@@ -208,7 +208,10 @@ class CapturedSteps:
         return results.loss
 
     def _recorded(self, entry: CacheEntry, sources: Sources, update: bool, inputs: dict[str, Any]) -> Tensor:
-        """An eager step that shows what such steps draw; captured at once if it is not the first of its run."""
+        """An eager step that shows what such steps draw, in the order in which it and the losses draw.
+
+        It is captured if it is not the first that reads so, or not the first of its run.
+        """
         log, at_once = Log(), bool(self.optimizer.run_state.steps) and self.cache.is_familiar
 
         def find(oracle: Oracle, given: StepInputs) -> Captured | None:
@@ -218,9 +221,14 @@ class CapturedSteps:
             form, readings = self._read(drawing)
             if log.versions != versions_of(tree_leaves(log.drawn)):
                 raise Untraceable("the data write into a batch that was drawn before in the same step")
-            entry.draws, form.met = drawing.draws, readings.key
-            # What buffers held before the step is not known any more.
-            return self._made(drawing, form, readings, oracle, given) if at_once and not readings.writes else None
+            again, form.met = form.met == readings.key, readings.key
+            if readings.writes:  # what buffers held before the step is not known any more
+                entry.draws = drawing.draws
+                return None
+            if not (again or at_once):
+                return None
+            entry.draws = drawing.draws
+            return self._made(drawing, form, readings, oracle, given)
 
         return self._beside_eager(sources.recorded(log), entry, update, inputs, find, afterwards=True)
 
@@ -366,7 +374,7 @@ class CapturedSteps:
     ) -> Captured | None:
         """What is found, unless a step cannot be captured."""
         try:
-            with torch.no_grad():
+            with torch.no_grad(), kept(oracle.device):  # a trace draws what a dropout would
                 return find(oracle, given)
         except Untraceable as error:
             if entry.seen > 1 or self.cache.settings.fullgraph:  # else what is remembered may not have settled
