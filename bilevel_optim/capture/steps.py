@@ -287,7 +287,8 @@ class CapturedSteps:
         form = drawing.entry.form(drawing.data)
         arguments = drawing.arguments()
         arguments["projection"] = ([t.detach()[0] if row else t.detach() for t in y],)
-        return form, form.readers.read(x, y, self._functions(sources), arguments, row=row)
+        with optimizer.run_state.buffers.unnoted():  # or a loss would read a hook of the first step
+            return form, form.readers.read(x, y, self._functions(sources), arguments, row=row)
 
     def _made(
         self, drawing: Drawing, form: DataForm, readings: Readings, oracle: Oracle, given: StepInputs
