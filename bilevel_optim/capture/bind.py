@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..hypergradient import Estimate
 from ..optimizer.state import SOLVER, TABLE
+from ..problem.random import kept
 from ..problem.tracing import Untraceable
 from ..problem.vector import Vector
 from .draws import Like
@@ -186,7 +187,8 @@ class CompiledStep:
             self._several = False
             several = [t for one in data[:times] for t in one]
             try:
-                many = CompiledStep(self.step.repeated(times), self._state, self.x, self.y)
+                with kept(self.device):
+                    many = CompiledStep(self.step.repeated(times), self._state, self.x, self.y)
             except Untraceable:
                 return None
             one = start

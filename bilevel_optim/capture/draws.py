@@ -18,7 +18,19 @@ from ..problem.objective import Objective, Sample
 from ..problem.tasks import StandIn, Whole
 from .form import Form
 
-__all__ = ["Data", "Draw", "Drawn", "Draws", "Like", "Log", "Sources", "draw_ahead", "flattened", "forms_of"]
+__all__ = [
+    "Data",
+    "Draw",
+    "Drawn",
+    "Draws",
+    "Like",
+    "Log",
+    "Sources",
+    "draw_ahead",
+    "flattened",
+    "forms_of",
+    "versions_of",
+]
 
 
 class Sources(NamedTuple):
@@ -124,15 +136,26 @@ class Drawn(NamedTuple):
 
 @dataclass
 class Log:
-    """The draws of a step in their order, what they gave, and why they cannot be made before it, if they cannot."""
+    """The draws of a step in their order, what they gave, and why they cannot be made before it, if they cannot.
+
+    Attributes:
+        versions: of the tensors when they were drawn.
+    """
 
     draws: list[Draw] = field(default_factory=list)
     drawn: list[Drawn] = field(default_factory=list)
     reason: str = ""
+    versions: list[int] = field(default_factory=list)
 
     def note(self, draw: Draw, result: Drawn) -> None:
         self.draws.append(draw)
         self.drawn.append(result)
+        self.versions += versions_of(tree_leaves(result))
+
+
+def versions_of(values: Iterable[Any]) -> list[int]:
+    """How often each of the tensors has been written into."""
+    return [0 if t.is_inference() else t._version for t in values if isinstance(t, Tensor)]
 
 
 class Draws(tuple[Draw, ...]):
