@@ -45,6 +45,7 @@ def epoch_sgd(
         :math:`Y_e` for each epoch.
 
     Example:
+        >>> import torch
         >>> x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
         >>> oracle = Oracle([x], [y], lambda: y.sum(), lambda: (y - 1 + x).square().sum() / 2)
         >>> epoch_sgd(oracle, oracle.y, 2, rates=1.0)  # 0, 1/2; and 1/4, 7/16, 37/64, 175/256
