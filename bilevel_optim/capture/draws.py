@@ -18,7 +18,19 @@ from ..problem.objective import Objective, Sample
 from ..problem.tasks import StandIn, Whole
 from .form import Form
 
-__all__ = ["Data", "Draw", "Drawn", "Draws", "Like", "Log", "Sources", "draw_ahead", "flattened", "forms_of", "versions_of"]
+__all__ = [
+    "Data",
+    "Draw",
+    "Drawn",
+    "Draws",
+    "Like",
+    "Log",
+    "Sources",
+    "draw_ahead",
+    "flattened",
+    "forms_of",
+    "versions_of",
+]
 
 
 class Sources(NamedTuple):
