@@ -832,4 +832,4 @@ def _signature(cls: type[Any]) -> inspect.Signature:
     return inspect.Signature(arguments)
 
 
-BilevelOptimizer.__signature__ = _signature(BilevelOptimizer)  # type: ignore[attr-defined]
+BilevelOptimizer.__signature__ = _signature(BilevelOptimizer)  # type: ignore[attr-defined, type-abstract]
