@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import torch
-
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
 from ..problem.vector import Vector
@@ -57,10 +55,10 @@ def epoch_sgd(
     means, z = [], start
     for e in range(first, first + epochs):
         rate = rates(e) if callable(rates) else [rates * 2.0**-e] * len(z)
-        total = z.clone()
+        total = z
         for _ in range(2**e - 1):
             z = z.descended(oracle.at(lower=z).lower(draw())[1], rate)
-            torch._foreach_add_(total, z)
+            total = total + z
         z = Vector(t / 2**e for t in total)
         means.append(z)
     return means
