@@ -148,7 +148,7 @@ def random_term(objective: Objective, agreed: Callable[[int], int]) -> tuple[int
     An index that is a tensor, as one that was drawn for a graph, is left as it is.
     """
     sample = objective.draw()
-    own = sample.index or 0
+    own = 0 if sample.index is None else sample.index
     if isinstance(own, Tensor):
         return own, sample
     index = agreed(own)
