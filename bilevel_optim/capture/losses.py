@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import types
 import warnings
@@ -35,6 +36,9 @@ SETTINGS: dict[str, Any] = {
     }.items()
     if hasattr(dynamo.config, name)
 }
+
+
+_NUMBERS = itertools.count()
 
 
 class Reading(NamedTuple):
@@ -76,7 +80,8 @@ class LossReader:
 
             return note
 
-        own = types.FunctionType(call.__code__.replace(co_name="call"), globals(), "call")
+        # Torch knows code by file, line and name, where it remembers which sizes and floats have changed.
+        own = types.FunctionType(call.__code__.replace(co_name=f"call_{next(_NUMBERS)}"), globals(), "call")
         self._read = torch.compile(own, backend=backend, fullgraph=True)
         self._known: Callable[..., Any] = dynamo.run(self._read)  # as it was read, and never anew
 
