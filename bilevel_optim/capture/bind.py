@@ -11,11 +11,13 @@ from torch import Tensor
 
 from ..hypergradient import Estimate
 from ..optimizer.state import SOLVER, TABLE
+from ..problem.random import kept
 from ..problem.tracing import Untraceable
 from ..problem.vector import Vector
 from .draws import Like
 from .small_cpu import TURNS
 from .step_graph import StepGraph
+from .trace import LONGEST
 
 __all__ = ["CompiledStep", "Slot", "difference", "shaken"]
 
@@ -176,12 +178,17 @@ class CompiledStep:
     def several(
         self, times: int, start: Sequence[Tensor], rates: Sequence[Tensor], data: Sequence[Sequence[Tensor]]
     ) -> CompiledStep | None:
-        """The graph of so many such steps, if there are as many data; made, and compared, when it is needed."""
+        """The graph of so many such steps, if there are as many data; made, and compared, when it is needed.
+
+        Of fewer where that graph would have to be divided.
+        """
+        times = min(times, LONGEST // self.step.graph.nodes)
         if times > 1 and len(data) >= times and self._several is None:
             self._several = False
             several = [t for one in data[:times] for t in one]
             try:
-                many = CompiledStep(self.step.repeated(times), self._state, self.x, self.y)
+                with kept(self.device):
+                    many = CompiledStep(self.step.repeated(times), self._state, self.x, self.y)
             except Untraceable:
                 return None
             one = start

@@ -15,7 +15,7 @@ from ..problem.tracing import Untraceable
 from .backends import Backend, backend_of
 from .bind import CompiledStep
 from .draws import Data, Draws, Like
-from .losses import Readers, Unreadable
+from .losses import NotNow, Readers, Unreadable
 
 __all__ = ["PLAIN", "CacheEntry", "DataForm", "Identity", "Settings", "StepCache"]
 
@@ -192,6 +192,8 @@ class StepCache:
         if isinstance(error, Unreadable):
             self._unreadable[error.role, _code(error.function)] = str(error)
             self.warn(str(error))
+        elif isinstance(error, NotNow):
+            self.warn(str(error))
         else:
             self.refuse(str(error), entry)
         return str(error)
@@ -206,7 +208,7 @@ class StepCache:
             entry.forms.clear()
         self.warn(reason)
 
-    def warn(self, reason: str) -> None:
+    def warn(self, reason: str, stacklevel: int = 7) -> None:
         """Say, once, why a step runs eagerly.
 
         Raises:
@@ -216,7 +218,8 @@ class StepCache:
             raise RuntimeError(f"the step cannot be captured: {reason}")
         if reason not in self._warned:
             self._warned.add(reason)
-            warnings.warn(f"steps run eagerly, because they cannot be captured: {reason}", BilevelWarning, stacklevel=7)
+            text = f"steps run eagerly, because they cannot be captured: {reason}"
+            warnings.warn(text, BilevelWarning, stacklevel=stacklevel)
 
 
 def _code(function: Callable[..., Any]) -> Any:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, groupby, takewhile
+from itertools import accumulate, chain, groupby, takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,19 @@ from ..problem.tasks import StandIn, Whole
 from ..problem.tracing import Untraceable
 from .form import Form
 
-__all__ = ["Data", "Draw", "Drawn", "Draws", "Like", "Log", "Sources", "draw_ahead", "flattened", "forms_of"]
+__all__ = [
+    "Data",
+    "Draw",
+    "Drawn",
+    "Draws",
+    "Like",
+    "Log",
+    "Sources",
+    "draw_ahead",
+    "flattened",
+    "forms_of",
+    "versions_of",
+]
 
 
 class Sources(NamedTuple):
@@ -142,15 +154,26 @@ class Drawn(NamedTuple):
 
 @dataclass
 class Log:
-    """The draws of a step in their order, what they gave, and why they cannot be made before it, if they cannot."""
+    """The draws of a step in their order, what they gave, and why they cannot be made before it, if they cannot.
+
+    Attributes:
+        versions: of the tensors when they were drawn.
+    """
 
     draws: list[Draw] = field(default_factory=list)
     drawn: list[Drawn] = field(default_factory=list)
     reason: str = ""
+    versions: list[int] = field(default_factory=list)
 
     def note(self, draw: Draw, result: Drawn) -> None:
         self.draws.append(draw)
         self.drawn.append(result)
+        self.versions += versions_of(tree_leaves(result))
+
+
+def versions_of(values: Iterable[Any]) -> list[int]:
+    """How often each of the tensors has been written into."""
+    return [0 if t.is_inference() else t._version for t in values if isinstance(t, Tensor)]
 
 
 class Draws(tuple[Draw, ...]):
@@ -456,8 +479,12 @@ class Like:
 
     def tensors_of(self, parts: Collection[Any]) -> list[Tensor] | None:
         """The tensors of data one after the other, if all of these have it."""
-        whole = Data([], [])
         width, others = self.width, len(self._constants)
+        if self._constants in ([tuple, width], [list, width]):  # perhaps all of tensors alone, as common batches are
+            pieces = [*chain.from_iterable(parts)] if {*map(type, parts)} == {self._constants[0]} else []
+            if {*map(type, pieces)} == {Tensor} and {*map(len, parts)} == {width}:
+                return pieces if self.has_form(pieces, len(parts)) else None
+        whole = Data([], [])
         for k, part in enumerate(parts, 1):
             _flatten((part,), *whole)
             if len(whole.tensors) != k * width or len(whole.constants) != k * others:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch._C._dynamo import guards
 __all__ = ["Form", "picked"]
 
 _ALIKE: Any = getattr(guards, "assert_size_stride_grouped", None)  # at a third of the cost of comparisons here
+_IS_CPU = attrgetter("is_cpu")
 
 
 class Form:
@@ -20,13 +21,14 @@ class Form:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.sizes, self.strides = tuple(tuple(t.shape) for t in tensors), tuple(map(Tensor.stride, tensors))
         self.types, self.devices = [t.dtype for t in tensors], [t.device for t in tensors]
+        self._on_cpu = all(t.is_cpu for t in tensors)
         self._empty = [t.numel() == 0 for t in tensors]
 
     def without(self, start: int, stop: int) -> Form:
         """The form of some of them."""
         found = Form(())
         for name, value in vars(self).items():
-            setattr(found, name, value[:start] + value[stop:])
+            setattr(found, name, value if name == "_on_cpu" else value[:start] + value[stop:])
         return found
 
     def require(self, tensors: Sequence[Tensor]) -> None:
@@ -38,7 +40,9 @@ class Form:
         """Whether other tensors have the same, so many times."""
         if [t.dtype for t in tensors] != self.types * times:  # of as many, therefore
             return False
-        if [t.device for t in tensors] != self.devices * times or any(map(Tensor.is_neg, tensors)):
+        if any(map(Tensor.is_neg, tensors)):  # torch has yet to negate them
+            return False
+        if not (all(map(_IS_CPU, tensors)) if self._on_cpu else [t.device for t in tensors] == self.devices * times):
             return False
         sizes, strides = self.sizes * times, self.strides * times
         if _ALIKE is None:

@@ -22,7 +22,7 @@ from ..oracle.evaluation import placed
 from ..problem.tracing import Untraceable
 from .draws import Data
 
-__all__ = ["LossReader", "PureLoss", "Readers", "Reading", "Readings", "Unreadable"]
+__all__ = ["LossReader", "NotNow", "PureLoss", "Readers", "Reading", "Readings", "Unreadable"]
 
 # What Dynamo does not look at by default, to be fast, is looked at too. A version need not have all of the names.
 SETTINGS: dict[str, Any] = {
@@ -123,6 +123,8 @@ class LossReader:
             with dynamo.config.patch(**SETTINGS), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what Dynamo warns of is among its reasons
                 return self._read(function, *arguments)
+        except _Unread:
+            raise NotNow("torch.compile is switched off here, or a torch dispatch mode is on") from None
         except Exception as error:
             raise Untraceable(_reason(error)) from error
 
@@ -251,6 +253,10 @@ class Readings(dict[str, Reading]):
         return {role: PureLoss(reading, x, y, reads[role]) for role, reading in self.items()}
 
 
+class NotNow(Untraceable):
+    """Nothing can be captured at present, whatever it is."""
+
+
 class Unreadable(Untraceable):
     """A function cannot be captured."""
 
@@ -297,6 +303,8 @@ class Readers:
                     own = (self._example(features, x, y, own),)
                 try:
                     readings[role] = self._readers[role].read(x, y, function, *own)
+                except NotNow:
+                    raise
                 except Untraceable as error:
                     raise Unreadable(str(error), role, function) from error
         return readings

@@ -10,18 +10,19 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ..optimizer.base import BilevelOptimizer, Loss, as_objective
 from ..optimizer.checkpoint import OWN
 from ..optimizer.step import StepInputs, StepResults
 from ..optimizer.transaction import Write, make
 from ..oracle.oracle import Oracle
-from ..problem.random import draw_indices, draw_random_inputs
+from ..problem.random import draw_indices, draw_random_inputs, kept
 from ..problem.tasks import select
 from ..problem.tracing import Untraceable
 from .bind import CompiledStep, Slot, difference, shaken
 from .cache import FULL, MOST_GRAPHS, PLAIN, CacheEntry, DataForm, Identity, Settings, StepCache
-from .draws import Data, Drawn, Draws, Log, Sources, draw_ahead, flattened, forms_of
+from .draws import Data, Drawn, Draws, Log, Sources, draw_ahead, flattened, forms_of, versions_of
 from .losses import Readings
 from .step_graph import StepGraph, values_of
 
@@ -122,6 +123,15 @@ class CapturedSteps:
         """How many graphs stand for steps at present."""
         return self.cache.graphs
 
+    def say_why_eager(self) -> None:
+        """Say at once if no step of the optimizer can be captured.
+
+        Raises:
+            RuntimeError: if all have to be.
+        """
+        if why := self.optimizer.why_eager():
+            self.cache.warn(why, stacklevel=4)
+
     # ------------------------------------------------------------------------------------------------ one step
 
     def step(self, upper: Loss | None, lower: Loss | None, tasks: Any, update: bool) -> Tensor:
@@ -209,7 +219,10 @@ class CapturedSteps:
         return results.loss
 
     def _recorded(self, entry: CacheEntry, sources: Sources, update: bool, inputs: dict[str, Any]) -> Tensor:
-        """An eager step that shows what such steps draw; captured at once if it is not the first of its run."""
+        """An eager step that shows what such steps draw, in the order in which it and the losses draw.
+
+        It is captured if it is not the first that reads so, or not the first of its run.
+        """
         log, at_once = Log(), bool(self.optimizer.run_state.steps) and self.cache.is_familiar
 
         def find(oracle: Oracle, given: StepInputs) -> Captured | None:
@@ -217,9 +230,16 @@ class CapturedSteps:
                 raise Untraceable(log.reason)
             drawing = Drawing(sources, update, entry, inputs, Draws(log.draws), log.drawn)
             form, readings = self._read(drawing)
-            entry.draws, form.met = drawing.draws, readings.key
-            # What buffers held before the step is not known any more.
-            return self._made(drawing, form, readings, oracle, given) if at_once and not readings.writes else None
+            if log.versions != versions_of(tree_leaves(log.drawn)):
+                raise Untraceable("the data write into a batch that was drawn before in the same step")
+            again, form.met = form.met == readings.key, readings.key
+            if readings.writes:  # what buffers held before the step is not known any more
+                entry.draws = drawing.draws
+                return None
+            if not (again or at_once):
+                return None
+            entry.draws = drawing.draws
+            return self._made(drawing, form, readings, oracle, given)
 
         return self._beside_eager(sources.recorded(log), entry, update, inputs, find, afterwards=True)
 
@@ -251,13 +271,13 @@ class CapturedSteps:
         outputs = compiled.run(*self._arguments(compiled, readings), drawing.data.tensors)
         if optimizer.check_finite and self._troubled(compiled, outputs):
             return self._eager(drawing.replayed, update, inputs)
-        loss: Tensor = outputs[compiled.out["loss"]]
-        writes = self._writes(compiled, readings, outputs, loss)
+        own: Tensor = outputs[compiled.out["loss"]]
+        writes = self._writes(compiled, readings, outputs, own)
         if update and optimizer.declared.host_update:
             with torch.no_grad():
                 writes += optimizer.update_writes(compiled.estimate(outputs), compiled.x, compiled.y)
         make(writes)
-        return loss
+        return own
 
     # ------------------------------------------------------------------------------------------------ graphs
 
@@ -282,7 +302,8 @@ class CapturedSteps:
         form, functions, arguments = drawing.entry.form(drawing.data), self._functions(sources), drawing.arguments()
         if "projection" in functions:
             arguments["projection"] = ([t.detach()[0] if row else t.detach() for t in y],)
-        return form, form.readers.read(x, y, functions, arguments, row=row)
+        with optimizer.run_state.buffers.unnoted():  # or a loss would read a hook of the first step
+            return form, form.readers.read(x, y, functions, arguments, row=row)
 
     def _made(
         self, drawing: Drawing, form: DataForm, readings: Readings, oracle: Oracle, given: StepInputs
@@ -369,7 +390,7 @@ class CapturedSteps:
     ) -> Captured | None:
         """What is found, unless a step cannot be captured."""
         try:
-            with torch.no_grad():
+            with torch.no_grad(), kept(oracle.device):  # a trace draws what a dropout would
                 return find(oracle, given)
         except Untraceable as error:
             if entry.seen > 1 or self.cache.settings.fullgraph:  # else what is remembered may not have settled
@@ -483,17 +504,21 @@ class CapturedSteps:
         if sources.are_lists and compiled.batches is not None:
             found += self._ahead(first, form, compiled, steps)
             return found, None
+        versions, last = versions_of(found[0]), None
         for _ in range(steps):
             inputs = self._random_inputs()
             drawn = first.draws.make(sources, optimizer.generator, inputs)
             drawing = Drawing(sources, True, first.entry, inputs, first.draws, drawn)
             if not form.like.fits(drawing.data):
-                return found, drawing
+                last = drawing
+                break
             found.append(drawing.data.tensors)
+            versions += versions_of(found[-1])
             compiled.uses += 1
-        if not form.like.has_form([*chain.from_iterable(found)], len(found)):
-            raise RuntimeError("a batch was resized while others were drawn for the same run")
-        return found, None
+        tensors = [*chain.from_iterable(found)]
+        if versions != versions_of(tensors) or not form.like.has_form(tensors, len(found)):
+            raise _Unsteady
+        return found, last
 
     def _ahead(self, first: Drawing, form: DataForm, compiled: CompiledStep, steps: int) -> list[list[Tensor]]:
         """Data of the next steps from lists, as far as these have the form that the graph was made for."""
@@ -515,7 +540,10 @@ class CapturedSteps:
 
     def _changed(self, drawing: Drawing, readings: Readings) -> bool:
         """Whether a loss reads something else than before the data were drawn."""
-        now = self._read(drawing)[1]
+        try:
+            now = self._read(drawing)[1]
+        except Untraceable:
+            return True
         return now.key != readings.key or not all(
             a is b or (a.dim() == b.dim() == 0 and a.is_cpu and torch.equal(a, b))
             for role, tensors in now.reads.items()
@@ -573,7 +601,7 @@ class CapturedSteps:
 
 
 class _Unsteady(Exception):
-    """What a loss reads changes while the data are drawn."""
+    """What a loss reads, or a batch, changes while further data are drawn."""
 
 
 def _sources(upper: Loss | None, lower: Loss | None, tasks: Any) -> Sources:

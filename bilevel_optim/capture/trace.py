@@ -17,11 +17,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..problem.tracing import Untraceable, tracing
 from .backends import LARGE, Backend
-from .finite_checks import blind_to_unused, look_later
 from .outline import in_parts, number_parts, out_of_place, written_into
 from .small_cpu import Direct
 
-__all__ = ["Graph"]
+__all__ = ["LONGEST", "Graph"]
 
 LONGEST = 3000  # operations of a graph that is compiled as a whole
 # Decomposed, what a node saves of its own result would hold the node, and neither would ever be freed.
@@ -30,27 +29,15 @@ SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)  # their ar
 
 
 class _Regions:
-    """What is told about a step while it is traced.
-
-    Attributes:
-        ends: the nodes after which its graph may be divided.
-        checks: the nodes that make a number of a vector, to see whether that is finite.
-    """
+    """What is told about a step while it is traced: the nodes after which its graph may be divided, ``ends``."""
 
     def __init__(self) -> None:
         self.ends: list[Node] = []
-        self.checks: list[Node] = []
 
     def end_region(self) -> None:
-        self.ends += _last_node()
-
-    def finite_check(self, number: Tensor) -> None:
-        self.checks += _last_node()
-
-
-def _last_node() -> list[Node]:
-    mode = get_proxy_mode()
-    return [] if mode is None else [next(iter(reversed(mode.tracer.graph.nodes)))]
+        mode = get_proxy_mode()
+        if mode is not None:
+            self.ends.append(next(iter(reversed(mode.tracer.graph.nodes))))
 
 
 class Graph:
@@ -97,8 +84,6 @@ class Graph:
         self.outputs = sum(self._is_tensor)
         number_parts(module, trace.ends)
         self._captured = _lifted(module, own)
-        blind_to_unused(module, trace.checks)
-        look_later(module, trace.checks)
         self.nodes = len(module.graph.nodes)
         self.shared: frozenset[int] | None = None
         places = [node for node in module.graph.nodes if node.op == "placeholder"]

@@ -428,7 +428,9 @@ class BilevelOptimizer(Optimizer, ABC):
         require("unroll", unroll, is_count(unroll) and unroll > 0)
         from ..capture.steps import CapturedSteps, Settings
 
-        self._captured = CapturedSteps(self, Settings(fullgraph, backend, mode, options, unroll))
+        captured = CapturedSteps(self, Settings(fullgraph, backend, mode, options, unroll))
+        captured.say_why_eager()
+        self._captured = captured
 
     @property
     def has_step_hooks(self) -> bool:

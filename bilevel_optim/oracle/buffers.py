@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 __all__ = ["Buffers"]
 
@@ -30,6 +31,7 @@ class Buffers:
         self._changing: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
         self.complete = complete  # a whole step has been seen
         self._none = True  # as long as nothing is known to change
+        self._hooks: list[tuple[Callable[..., None], RemovableHandle]] = []
 
     def __reduce__(self) -> tuple[type[Buffers], tuple[()]]:
         return Buffers, ()  # a copy of an optimizer finds out about its modules anew
@@ -70,6 +72,19 @@ class Buffers:
                 self._restored(before)
                 raise
 
+    def unnoted(self) -> AbstractContextManager[None]:
+        """Without the hooks of blocks that this one is in: what it calls is none of their business."""
+        return self._unnoted() if self._hooks else nullcontext()
+
+    @contextmanager
+    def _unnoted(self) -> Generator[None]:
+        for _, handle in self._hooks:
+            handle.remove()
+        try:
+            yield
+        finally:
+            self._hooks = [(note, register_module_forward_pre_hook(note)) for note, _ in self._hooks]
+
     @contextmanager
     def _noted(self) -> Generator[dict[tuple[nn.Module, str], Tensor]]:
         """What the buffers hold before the block changes them."""
@@ -98,11 +113,11 @@ class Buffers:
 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
-            handle = register_module_forward_pre_hook(note)
+            self._hooks.append((note, register_module_forward_pre_hook(note)))
             try:
                 yield before
             finally:
-                handle.remove()
+                self._hooks.pop()[1].remove()
 
     def _restored(self, before: dict[tuple[nn.Module, str], Tensor]) -> list[bool]:
         """Put back what was noted; non-empty if there was something to put back."""

@@ -10,10 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
-__all__ = ["Trace", "Untraceable", "end_region", "finite_check", "traced", "tracing"]
+__all__ = ["Trace", "Untraceable", "end_region", "traced", "tracing"]
 
 
 class Trace(Protocol):
@@ -21,9 +18,6 @@ class Trace(Protocol):
 
     def end_region(self) -> None:
         """Here something begins or ends that the step repeats."""
-
-    def finite_check(self, number: Tensor) -> None:
-        """A number is made to see whether a vector is finite."""
 
 
 _TRACE: ContextVar[Trace | None] = ContextVar("trace", default=None)
@@ -43,15 +37,6 @@ def end_region() -> None:
     trace = _TRACE.get()
     if trace is not None:
         trace.end_region()
-
-
-def finite_check(vector: Tensor) -> Tensor:
-    """In a trace, a number that is finite only if a vector is."""
-    number = vector.detach().sum(dtype=torch.promote_types(torch.float32, vector.dtype))
-    trace = _TRACE.get()
-    if trace is not None:
-        trace.finite_check(number)
-    return number
 
 
 @contextmanager

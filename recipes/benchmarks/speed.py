@@ -14,7 +14,7 @@ problem      lower variables                                                    
 ``tasks``    a head for each of 16 tasks with 25 images                         a body of four convolutions
 ============ ================================================================== =======================
 
-``eager`` is ``optimizer.step``; ``step`` the same after ``optimizer.compile()``; ``run`` is ``optimizer.run`` of many
+``eager`` is ``optimizer.step``; ``step`` the same after ``optimizer.compile()``; ``run`` is ``optimizer.run``, after ``compile(unroll=8)``, of many
 steps at once after it; ``hand`` is the algorithm in plain functions, traced and compiled, a step at a time; ``jax`` the
 same functions in JAX, many steps in one jitted scan (``pip install bilevel-optim[bench]``). Ten lower steps and
 products where there are any, five for the last two problems; one lower step where that is a method's default (TTSA).
@@ -129,7 +129,7 @@ def library(name: str, problem: Shape, entry: str, steps: int) -> tuple[Advance,
     optimizer: Any
     optimizer, losses, extra = optimizer_of(name, problem)
     if entry != "eager":
-        optimizer.compile()
+        optimizer.compile(unroll=8 if entry == "run" else 1)
     if entry == "run":
         return lambda: optimizer.run(*losses, steps=steps, **extra), optimizer
 

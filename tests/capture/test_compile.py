@@ -20,11 +20,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bilevel_optim as bo
-from bilevel_optim.capture import trace as graph_module
+from bilevel_optim.capture import backends, trace
 from bilevel_optim.capture.bind import CompiledStep
 from bilevel_optim.capture.draws import Data
 from bilevel_optim.oracle.checks import Checks
-from bilevel_optim.problem.tracing import cut
+from bilevel_optim.problem.tracing import end_region
 
 from ..problems import seeded
 from ..registry import ROWS, each
@@ -265,7 +265,7 @@ def test_the_bias_of_adam_is_corrected_in_double_precision_as_torch_does(kind):
 SAVE_AT, MORE = 8, 6
 PROGRAM = """
 import sys, torch
-from tests.generic.test_compile import resumed
+from tests.capture.test_compile import resumed
 from tests.registry import ROWS
 row = next(row for row in ROWS if row.name == sys.argv[1])
 torch.save(resumed(row, torch.load(sys.argv[2]), backend=sys.argv[4]), sys.argv[3])
@@ -336,15 +336,15 @@ def test_parts_of_long_graphs_are_the_whole(row, request, monkeypatch):
     """Of graphs that are cut where the oracles are called; equal parts are one function."""
     if row.name != "ITD" and not request.config.getoption("--slow"):
         pytest.skip("one is enough: run with --slow")
-    monkeypatch.setattr(graph_module, "LARGE", 0)
+    monkeypatch.setattr(trace, "LARGE", 0)
     made = []
-    function = graph_module.in_parts
+    function = trace.in_parts
 
     def in_parts(module, backend):
         made.append(function(module, lambda part, values: made.append(part) or backend(part, values)))
         return made[-1]
 
-    monkeypatch.setattr(graph_module, "in_parts", in_parts)
+    monkeypatch.setattr(trace, "in_parts", in_parts)
     longer = {
         name: lambda: 6 for name in ("lower_steps", "linear_steps") if name in inspect.signature(row.cls).parameters
     }
@@ -354,12 +354,12 @@ def test_parts_of_long_graphs_are_the_whole(row, request, monkeypatch):
 
 
 def test_parts_that_differ_in_a_constant_or_in_their_arguments_are_two(monkeypatch):
-    monkeypatch.setattr(graph_module, "LARGE", 0)
+    monkeypatch.setattr(trace, "LARGE", 0)
 
     def chain(values):
         a, b = values
         for k in range(9):
-            cut()
+            end_region()
             if k == 3:
                 a, b = b - b * 2.0 + b.sin() + a.cos() * 0.1, a  # another value in one place
             else:
@@ -373,7 +373,7 @@ def test_parts_that_differ_in_a_constant_or_in_their_arguments_are_two(monkeypat
         sizes.append(len(module.graph.nodes))
         return module.forward
 
-    graph = graph_module.Graph(chain, values, backend)
+    graph = trace.Graph(chain, values, backend)
     assert close(chain(values), graph(values), 1e-6)
     assert len(sizes) == 3
 
@@ -791,7 +791,7 @@ def test_lambdas_made_anew_are_the_same_losses():
 
 def test_a_part_makes_what_it_alone_needs_but_not_across_a_write(monkeypatch):
     """Little is handed on between parts, and what reads a value stays before what writes into it."""
-    monkeypatch.setattr(graph_module, "LARGE", 0)
+    monkeypatch.setattr(trace, "LARGE", 0)
     handed = []
 
     def backend(module, example):
@@ -801,19 +801,19 @@ def test_a_part_makes_what_it_alone_needs_but_not_across_a_write(monkeypatch):
     def chain(values, written):
         (a,) = values
         for _ in range(9):
-            cut()
+            end_region()
             b = a.sin().cos().sin().cos().cumsum(0)
             late = b * 2.0  # read in the next part only
             if written:
                 b += 1.0
-            cut()
+            end_region()
             a = (late * b).cos().sin().cos() + late.sin() * b
         return [a]
 
     for written in (False, True):
         handed.clear()
         values = [torch.linspace(-0.4, 0.7, 5)]
-        graph = graph_module.Graph(lambda values, written=written: chain(values, written), values, backend)
+        graph = trace.Graph(lambda values, written=written: chain(values, written), values, backend)
         assert close(chain(values, written), graph(values), 1e-12)
         sent = [len(shapes) for shapes in handed]
         assert sent == ([1, 1] if not written else [2, 1]), "late is made where it is read, if b is not written into"
@@ -835,7 +835,7 @@ def test_a_sum_that_nobody_else_reads_is_written_in_place_no_more():
         return module.forward
 
     values = [torch.linspace(-0.4, 0.7, 5)]
-    graph = graph_module.Graph(function, values, backend)
+    graph = trace.Graph(function, values, backend)
     assert close(function(values), graph(values), 1e-12)
     assert targets.count("aten.add_.Tensor") == 1  # into `shared`, whose values before are wanted through a view
     assert targets.count("aten.add.Tensor") == 1
@@ -882,7 +882,7 @@ def test_what_would_only_be_looked_at_is_not_computed():
         return module.forward
 
     values = [torch.eye(2), torch.ones(2, 2)]
-    graph = graph_module.Graph(function, values, backend)
+    graph = trace.Graph(function, values, backend)
     assert targets.count("aten.mm.default") == 1
     assert "aten.exp.default" not in targets
     for bad in ((), (0,), (1,)):
@@ -899,8 +899,8 @@ def test_products_of_large_tensors_are_not_merged_with_sums(monkeypatch, size):
     monkeypatch.setattr(inductor, "compile", lambda module, example, options: seen.append(options) or module.forward)
     values = [torch.ones(size, size)]
     for options in (None, {"pattern_matcher": True}):
-        backend = graph_module.backend_of("inductor", None, options)
-        assert graph_module.Graph(lambda values: [values[0] + 1], values, backend)(values)[0][0, 0] == 2
+        backend = backends.backend_of("inductor", None, options)
+        assert trace.Graph(lambda values: [values[0] + 1], values, backend)(values)[0][0, 0] == 2
     assert seen == [{"pattern_matcher": False} if size == 200 else None, {"pattern_matcher": True}]
 
 

@@ -9,7 +9,7 @@ from bilevel_optim.capture import backends, bind, steps, trace
 from bilevel_optim.capture.bind import difference
 from bilevel_optim.optimizer.step import changed
 from bilevel_optim.oracle import batched
-from bilevel_optim.problem.tracing import cut
+from bilevel_optim.problem.tracing import end_region
 
 METHODS = {
     bo.F2SA: {"nu": 1e-2},
@@ -28,7 +28,7 @@ def test_rounding_over_a_small_divisor_is_no_difference(method, error, monkeypat
     def off(binding, outputs, estimate, update, divisor):
         return difference(binding, outputs, changed(estimate, gradient=estimate.gradient * (1 + error)), None, divisor)
 
-    monkeypatch.setattr(compiled, "difference", off)
+    monkeypatch.setattr(steps, "difference", off)
     x, y = (torch.full((3,), value, dtype=torch.float32, requires_grad=True) for value in (0.5, 0.2))
     options = {} if method is bo.SOBA else {"lower_steps": 2}
     optimizer = method([x], [y], lr=0.1, lower_lr=0.1, **options, **METHODS[method])
@@ -85,15 +85,15 @@ def nine_parts(values):
     (start,) = values
     total, point = start.clone(), start
     for _ in range(9):
-        cut()
+        end_region()
         point = point.sin().cos().sin() * 0.9
         torch._foreach_add_([total], [point])
-    cut()
+    end_region()
     return [total * 1.0]
 
 
 def test_parts_refuse_tensors_of_another_form(monkeypatch):
-    monkeypatch.setattr(graphs, "LARGE", 0)
+    monkeypatch.setattr(trace, "LARGE", 0)
     graph = trace.Graph(nine_parts, [torch.ones(7)], backends.backend_of("eager", None, None))
     torch.testing.assert_close(graph([torch.ones(7)])[0], nine_parts([torch.ones(7)])[0])
     for other in (torch.ones(8), torch.ones(7, dtype=torch.float32), torch.ones(14)[::2]):
@@ -103,7 +103,7 @@ def test_parts_refuse_tensors_of_another_form(monkeypatch):
 
 def test_parts_that_write_into_what_they_are_given(monkeypatch):
     """Once for each call, the first included, which is made in several ways."""
-    monkeypatch.setattr(graphs, "LARGE", 0)
+    monkeypatch.setattr(trace, "LARGE", 0)
 
     values = [torch.linspace(-1, 1, 7)]
     graph = trace.Graph(nine_parts, values, backends.backend_of("inductor", None, None))

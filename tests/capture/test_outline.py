@@ -6,7 +6,7 @@ import torch
 import bilevel_optim as bo
 from bilevel_optim.capture import trace
 from bilevel_optim.oracle.checks import Checks
-from bilevel_optim.problem.tracing import cut
+from bilevel_optim.problem.tracing import end_region
 
 from ..problems import close
 
@@ -28,7 +28,7 @@ class Parts:
 @pytest.fixture
 def parts(monkeypatch):
     """In the test every graph is made in parts."""
-    monkeypatch.setattr(graphs, "LARGE", 0)
+    monkeypatch.setattr(trace, "LARGE", 0)
     return Parts()
 
 
@@ -39,7 +39,7 @@ def test_a_part_that_is_given_one_value_twice_is_a_case_of_one_that_is_given_two
     def function(values):
         term = total = values[0] @ values[0]
         for _ in range(6):
-            cut()
+            end_region()
             term = (term.sin() @ term.cos()).tanh() - term.exp()
             if written:
                 term, total = term.clone(), total.clone()
@@ -59,9 +59,9 @@ def test_what_is_made_for_another_part_alone_moves_there_only_if_less_is_handed_
     def function(values):
         a, rate = values
         for _ in range(6):
-            cut()
+            end_region()
             a = a - (a.sin() @ a.cos()) * rate.neg().to(torch.float64)
-        cut()
+        end_region()
         return [a.t()]
 
     values = [torch.linspace(-0.4, 0.7, 9, dtype=torch.float64).view(3, 3), torch.tensor(0.1)]
@@ -73,8 +73,8 @@ def test_what_is_made_for_another_part_alone_moves_there_only_if_less_is_handed_
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_large_table_makes_a_graph_large_only_if_more_than_rows_of_it_is_read(whole, monkeypatch):
     asked = []
-    monkeypatch.setattr(graphs, "LARGE", 20)
-    monkeypatch.setattr(graphs, "in_parts", lambda module, backend: asked.append(module))
+    monkeypatch.setattr(trace, "LARGE", 20)
+    monkeypatch.setattr(trace, "in_parts", lambda module, backend: asked.append(module))
     values = [torch.ones(30, 2), torch.tensor([1, 2])]
     trace.Graph(lambda v: [v[0].sin() if whole else v[0][v[1]].sin()], values, Parts())
     assert bool(asked) == whole

@@ -7,23 +7,15 @@ import pytest
 import torch
 
 import bilevel_optim as bo
-from bilevel_optim.optimizer import binding, running
-from bilevel_optim.optimizer.ahead import are_apart, data_ahead, forms
-from bilevel_optim.capture.small_cpu import TURNS, Direct, listed
-from bilevel_optim.optimizer.flat import flattened
-from bilevel_optim.optimizer.replay import Sources
-from bilevel_optim.problem.feeding import Draw, Drawn, Draws, drawn
+from bilevel_optim.capture import steps as captured_steps
+from bilevel_optim.capture.bind import CompiledStep
+from bilevel_optim.capture.draws import Draw, Drawn, Draws, Sources, draw_ahead, flattened, forms_of
+from bilevel_optim.capture.small_cpu import TURNS
 from bilevel_optim.problem.random import draw_index, draw_indices
 
 from ..problems import seeded
 
 BATCHES = [torch.randn(2, 3, generator=seeded(k), dtype=torch.float64) for k in range(7)]
-
-
-@pytest.fixture(autouse=True)
-def one_graph(monkeypatch):
-    """A graph for several steps takes long to trace."""
-    monkeypatch.setattr(binding, "MOST_STEPS", 1)
 
 
 class Numbered:
@@ -39,12 +31,13 @@ class Numbered:
             yield BATCHES[k]
 
 
-def problem(cls, upper, lower, same=False, **arguments):
+def problem(cls, upper, lower, same=False, compiled=True, **arguments):
     """A captured optimizer with its losses on these data, and its parameters."""
     x, y = (torch.full((3,), value, dtype=torch.float64, requires_grad=True) for value in (0.1, 0.5))
     options = {name: 1 for name in ("lower_steps", "linear_steps") if cls is not bo.SOBA}
     optimizer = cls([x], [y], **{"lr": 0.1, "lower_lr": 0.3, **options, **arguments})
-    optimizer.compile(backend="eager")
+    if compiled:
+        optimizer.compile(backend="eager")
 
     def g(batch):
         return (y - x - batch.mean(0)).square().sum() / 2 + 0.1 * y.square().sum()
@@ -63,8 +56,8 @@ def one_by_one_and_at_once(make, steps=(5, 14)):
     """Where steps lead, and a run; and how many steps' data of the run were drawn at once."""
     results, counted = [], []
     with pytest.MonkeyPatch.context() as patch:
-        ahead = running.data_ahead
-        patch.setattr(running, "data_ahead", lambda *a: counted.append(ahead(*a)) or counted[-1])
+        ahead = captured_steps.draw_ahead
+        patch.setattr(captured_steps, "draw_ahead", lambda *a: counted.append(ahead(*a)) or counted[-1])
         for at_once in (False, True):
             torch.manual_seed(0)
             optimizer, losses, x, y = make()
@@ -84,7 +77,7 @@ def test_lists_are_drawn_at_once(cls):
     chance = {"linear_steps": 2} if cls is bo.TTSA else {}
     steps, run, at_once = one_by_one_and_at_once(lambda: problem(cls, BATCHES[:5], tuple(BATCHES[1:4]), **chance))
     assert all(map(torch.equal, steps, run))
-    assert at_once == 7  # all before one that is compared
+    assert at_once == 6  # with the first, all before one that is compared
 
 
 def test_another_kind_of_step_ends_what_is_drawn_at_once():
@@ -154,7 +147,7 @@ def test_batches_of_another_form_end_what_is_drawn_at_once():
     data, results = [*BATCHES, *BATCHES, BATCHES[0][:1]], []
     for at_once in (False, True):
         optimizer, losses, x, y = problem(bo.TTSA, BATCHES[:3], data, generator=seeded(3))
-        found = [optimizer.step(*losses).reshape(1) for _ in range(9 if at_once else 21)]
+        found = [optimizer.step(*losses).reshape(1) for _ in range(24 if at_once else 36)]
         if at_once:
             found.append(optimizer.run(*losses, steps=12))
         results.append(ends(optimizer, losses, x, y, found))
@@ -162,20 +155,43 @@ def test_batches_of_another_form_end_what_is_drawn_at_once():
     assert all(map(torch.equal, *results))
 
 
-def test_a_batch_that_is_resized_after_it_was_drawn_is_not_given_to_a_graph():
-    class Reused:
-        def __iter__(self):
-            batch, k = BATCHES[0].clone(), 0
-            while True:
-                yield batch.resize_(2 if k < 13 else 1, 3)
-                k += 1
+class Reused:
+    """Batches that are written into so many tensors in turn; one may be of another size."""
 
-    optimizer, losses, _, _ = problem(bo.SOBA, BATCHES, Reused())
-    for _ in range(5):
-        optimizer.step(*losses)
-    optimizer.run(*losses, steps=4)
-    with pytest.raises(RuntimeError, match="resized"):
-        optimizer.run(*losses, steps=6)
+    def __init__(self, tensors, small=None):
+        self.tensors, self.small = tensors, small
+
+    def __iter__(self):
+        batches = [BATCHES[0].clone() for _ in range(self.tensors)]
+        for k in itertools.count():
+            batch = batches[k % self.tensors]
+            yield batch.resize_(1 if k == self.small else 2, 3).fill_(0.1 * (k % 5))
+
+
+@pytest.mark.parametrize("data", [Reused(1), Reused(2), Reused(1, 11), Reused(1, 13)], ids=["one", "two", "11", "13"])
+def test_batches_that_are_written_into_are_drawn_step_by_step(data):
+    """By a run, which draws ahead, as one by one."""
+    ends = []
+    for at_once in (False, True):
+        optimizer, losses, x, y = problem(bo.SOBA, BATCHES, data)
+        found = [optimizer.step(*losses).reshape(1) for _ in range(5 if at_once else 20)]
+        if at_once:
+            found.append(optimizer.run(*losses, steps=15))
+        assert optimizer.captured_graphs == 1
+        ends.append((torch.cat(found), x.detach(), y.detach()))
+    assert all(map(torch.equal, *ends))
+
+
+@pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
+def test_batches_that_are_written_into_within_a_step_are_not_captured():
+    """All the batches of a captured step are drawn before it."""
+    ends = []
+    for compiled in (False, True):
+        optimizer, losses, x, y = problem(bo.AID, BATCHES, Reused(1), compiled=compiled, lower_steps=3)
+        found = [optimizer.step(*losses) for _ in range(6)]
+        ends.append((torch.stack(found), x.detach(), y.detach()))
+    assert all(map(torch.equal, *ends))
+    assert "write into a batch" in optimizer.diagnostics["compile_fallback"]
 
 
 def test_a_failing_step_gives_back_random_numbers():
@@ -217,14 +233,12 @@ def test_data_ahead_are_those_of_single_steps(draws, counts, data):
     for at_once in (False, True):
         upper = bo.Objective(torch.sum, BATCHES[:3]) if data else bo.Objective(lambda: torch.zeros(()))
         sources = Sources(upper, bo.Objective(torch.sum, [(b, [b[0]]) for b in BATCHES[:5]]), None)
-        assert are_apart(sources)
-        steps = [
-            drawn(Draws(draws), *sources, None, each) for each in (random_inputs[:1] if at_once else random_inputs)
-        ]
+        assert sources.are_lists
+        steps = [Draws(draws).make(sources, None, each) for each in (random_inputs[:1] if at_once else random_inputs)]
         if at_once:
             further = {} if counts is None else {"count": torch.tensor(counts[1:])}
-            known = forms(draws, steps[0])
-            results.append(data_ahead(Draws(draws), known, sources, further, len(random_inputs) - 1))
+            known = forms_of(draws, steps[0])
+            results.append(draw_ahead(Draws(draws), known, sources, further, len(random_inputs) - 1))
         else:
             results.append([flattened(*each).tensors for each in zip(steps[1:], random_inputs[1:], strict=True)])
     assert [[*map(len, some)] for some in results[:1]] == [[*map(len, some)] for some in results[1:]]
@@ -248,13 +262,13 @@ def test_numbers_drawn_at_once_are_those_of_single_draws(counts):
 def test_batches_of_another_form_end_the_data_ahead():
     for other, found in ((BATCHES[0], 4), ([BATCHES[0]], 2), (BATCHES[0].float(), 2), (BATCHES[0][:1], 2), (1, 2)):
         sources = Sources(None, bo.Objective(torch.sum, [*BATCHES[:3], other, BATCHES[3]]), None)
-        known = forms([LOWER], drawn(Draws([LOWER]), *sources, None, {}))
-        assert len(data_ahead(Draws([LOWER]), known, sources, {}, 4)) == found
+        known = forms_of([LOWER], Draws([LOWER]).make(sources, None, {}))
+        assert len(draw_ahead(Draws([LOWER]), known, sources, {}, 4)) == found
     a, b = torch.zeros(2), torch.zeros(3)
     for data in ([a, (b, (a, b))], [(a,), (b, a, b)]):  # together like two of (a, b)
         sources = Sources(None, bo.Objective(torch.sum, data), None)
-        assert data_ahead(Draws([LOWER]), forms([LOWER], [Drawn(((a, b),))]), sources, {}, 2) == []
-    assert forms([LOWER, LOWER], [Drawn((BATCHES[0],)), Drawn((BATCHES[0][:1],))]) is None
+        assert draw_ahead(Draws([LOWER]), forms_of([LOWER], [Drawn(((a, b),))]), sources, {}, 2) == []
+    assert forms_of([LOWER, LOWER], [Drawn((BATCHES[0],)), Drawn((BATCHES[0][:1],))]) is None
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -268,7 +282,7 @@ def test_losses_and_flags_outlast_their_calls(times):
             for k, (value,) in enumerate(data):
                 yield [kept[k % TURNS].fill_(value)] * 2
 
-    one = object.__new__(binding.Binding)
+    one = object.__new__(CompiledStep)
     one.step, one.next = SimpleNamespace(times=times, graph=Reusing()), []
     one.out = {"loss": 0, "losses": 0, "flags": 1}
     for told in one.each([], [], [(float(k),) for k in range(count)])[:2]:

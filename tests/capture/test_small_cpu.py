@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from bilevel_optim.capture import small_cpu
-from bilevel_optim.capture.small_cpu import TURNS, Direct, listed
 from bilevel_optim.capture.backends import backend_of
+from bilevel_optim.capture.small_cpu import TURNS, Direct, listed
 from bilevel_optim.capture.trace import Graph
 
 from ..problems import seeded
@@ -173,8 +173,6 @@ def test_graphs_of_inductor_are_listed():
 @pytest.mark.parametrize("wrong", [None, "value", "memory", "number"])
 def test_layers_that_change_something_stay(monkeypatch, wrong):
     """A list is used only where its results are those of what was compiled, bit for bit and in memory of their own."""
-    from bilevel_optim.capture import trace
-
     kept = torch.zeros(3)
 
     def compiled(x):
@@ -186,8 +184,8 @@ def test_layers_that_change_something_stay(monkeypatch, wrong):
             return torch.add(x, 1, out=kept), x.exp()
         return (x + (1 + 1e-6 if wrong == "value" else 1), x.exp())[: 1 if wrong == "number" else 2]
 
-    monkeypatch.setattr(graphs, "written", lambda compiled: compiled)
-    monkeypatch.setattr(graphs, "listed", lambda *_: call)
+    monkeypatch.setattr(small_cpu, "written", lambda compiled: compiled)
+    monkeypatch.setattr(small_cpu, "listed", lambda *_: call)
     direct = Direct(compiled)
     for _ in range(2):
         first, second = direct(torch.ones(3))

@@ -133,6 +133,10 @@ class Copies(TorchDispatchMode):
         super().__init__()
         self.m, self.found = m, set()
 
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True  # else nothing is captured while it is on
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         result = function(*args, **(kwargs or {}))
@@ -225,7 +229,7 @@ def test_a_loss_that_changes_out_of_sight_shows_in_the_rows():
     """A linear part of g is seen by w alone: neither by d nor by x in the same step."""
     problem, optimizer = made(bo.RSVRB, captured={"backend": "eager"}, task_batch=2, lazy=True)
     hidden = iter(range(9))
-    left = hidden.__length_hint__
+    left = torch.compiler.assume_constant_result(lambda: hidden.__length_hint__())  # which it is not
 
     def lower(batch):
         return problem.lower(batch) + 0.1 * left() * problem.y[0].sum()
