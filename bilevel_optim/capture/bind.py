@@ -19,7 +19,7 @@ from .small_cpu import TURNS
 from .step_graph import StepGraph
 from .trace import LONGEST
 
-__all__ = ["CompiledStep", "Slot", "difference"]
+__all__ = ["CompiledStep", "Slot", "difference", "shaken"]
 
 
 class CompiledStep:
@@ -276,9 +276,17 @@ Place = tuple[dict[str, Any], str]
 
 
 def difference(
-    compiled: CompiledStep, outputs: Sequence[Tensor], estimate: Estimate, update: Any, divisor: float
+    compiled: CompiledStep,
+    outputs: Sequence[Tensor],
+    estimate: Estimate,
+    update: Any,
+    divisor: float,
+    shaken: Sequence[Tensor] | None = None,
 ) -> str | None:
-    """What of a captured step differs from the eager one by more than rounding, which the hypergradient divides."""
+    """What of a captured step differs from the eager one by more than rounding, which the hypergradient divides.
+
+    ``shaken`` is what the graph gives for arguments that are rounded otherwise, if that is known.
+    """
     out = compiled.out
     pairs: list[tuple[str, Sequence[Tensor], Sequence[Slot], Sequence[Tensor] | None, float]] = [
         ("the loss", [estimate.loss], [out["loss"]], None, 1.0),
@@ -293,12 +301,14 @@ def difference(
         if update.lower is not None:
             pairs.append(("y", update.lower, out["x_lower"], compiled.y, divisor))
     for name, right, slots, base, part in pairs:
-        if not _close(right, [outputs[i] for i in slots], base, part):
+        others = None if shaken is None else [shaken[i] for i in slots]
+        if not _close(right, [outputs[i] for i in slots], base, part, others):
             return name
     for write, ((_, name, _), _, slot) in zip(estimate.writes, out["writes"], strict=True):
         # What few rows see stands for all, which magnifies rounding.
         part = write.rows.numel() / len(write.table) if isinstance(write.rows, Tensor) else 1.0
-        if write.values.is_floating_point() and not _close([write.values], [outputs[slot]], None, part):
+        others = None if shaken is None else [shaken[slot]]
+        if write.values.is_floating_point() and not _close([write.values], [outputs[slot]], None, part, others):
             return f"rows of {name}"
     return None
 
@@ -313,10 +323,29 @@ def _alike(value: Any, known: Tensor) -> bool:
     )
 
 
+def shaken(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors that differ from these by rounding, each entry up or down; those with gaps in memory are as they are."""
+    generator, found = torch.Generator().manual_seed(0), []
+    for t in tensors:
+        other = t
+        if t.is_floating_point():
+            signs = torch.randint(2, t.shape, generator=generator, device="cpu").to(t.device, t.dtype) * 2 - 1
+            other = t * (1 + torch.finfo(t.dtype).eps * signs)
+        found.append(other if other.stride() == t.stride() else t)
+    return found
+
+
 def _close(
-    right: Sequence[Tensor], found: Sequence[Tensor], base: Sequence[Tensor] | None, divisor: float = 1.0
+    right: Sequence[Tensor],
+    found: Sequence[Tensor],
+    base: Sequence[Tensor] | None,
+    divisor: float = 1.0,
+    shaken: Sequence[Tensor] | None = None,
 ) -> bool:
-    """Whether two vectors, or their distances from a third, are equal up to rounding."""
+    """Whether two vectors, or their distances from a third, are equal up to rounding.
+
+    ``shaken`` is another second one, which differs from it by rounding of what both are made of.
+    """
     a, b = Vector(t.detach().double() for t in right), Vector(t.detach().double() for t in found)
     eps = max(torch.finfo(t.dtype).eps for t in right if t.is_floating_point())
     size = a.norm()
@@ -325,6 +354,8 @@ def _close(
     if not bool(size.isfinite()):
         return not bool(b.norm().isfinite())
     least = eps**TOLERANCE
+    if shaken is not None and bool(distance <= 100 * (b - Vector(t.detach().double() for t in shaken)).norm()):
+        return True
     return bool(distance <= min(least / divisor, max(least, LARGEST)) * moved + 100 * eps * (size + 1e-30))
 
 

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from ..problem.finite_sum import FiniteSum
 from ..problem.objective import Objective, Sample
 from ..problem.tasks import StandIn, Whole
+from ..problem.tracing import Untraceable
 from .form import Form
 
 __all__ = [
@@ -57,6 +59,11 @@ class Sources(NamedTuple):
         ]
 
     @property
+    def terms(self) -> dict[str, int]:
+        """How many terms each loss has, if it is a sum of known ones."""
+        return {f"{level}_terms": o.terms for level, o in self.objectives.items() if o.terms is not None}
+
+    @property
     def are_lists(self) -> bool:
         """Whether each loss draws from a list of its own, so that nothing can tell when it does."""
         return self.tasks is None and self.upper is not self.lower and all(map(_is_list, self.objectives.values()))
@@ -84,15 +91,17 @@ class Sources(NamedTuple):
         kept: dict[str, deque[Drawn]] = {}
         for draw, result in zip(draws, drawn, strict=True):
             if inputs is None or draw.is_made(inputs):
-                kept.setdefault(draw.source, deque()).append(result)
+                kept.setdefault(f"all of {draw.source}" if draw.how == ALL else draw.source, deque()).append(result)
         upper, lower = (
-            None if o is None else _Replayed(o, level, kept.get(level, deque()), losses, inputs is None)
+            None if o is None else _Replayed(o, level, kept, losses, inputs is None)
             for o, level in zip(self, LEVELS, strict=False)
         )
         return Sources(upper, lower, None if self.tasks is None else _ReplayedTasks(self.tasks, kept))
 
 
 LEVELS = ("upper", "lower")
+ALL = "all"  # how a step draws that goes over all terms of a finite sum
+MOST_TERMS = 64  # that a step goes over in a graph
 
 
 def _is_list(objective: Objective) -> bool:
@@ -106,7 +115,8 @@ class Draw(NamedTuple):
     Attributes:
         source: ``"upper"`` or ``"lower"``, of the two losses; ``"tasks"``; ``"tasks.upper"`` or ``"tasks.lower"``, for
             the tasks drawn before; ``"whole"``, all that a step draws from the tasks.
-        how: whether a sample is evaluated once; or how many are drawn; or the function that draws it all.
+        how: whether a sample is evaluated once; or how many are drawn; or the function that draws it all; or ``ALL``,
+            every term of a finite sum.
         only: name and number: it is made only where the random input of this name is at least the number; otherwise
             what was drawn before stands for it.
     """
@@ -114,6 +124,13 @@ class Draw(NamedTuple):
     source: str
     how: Any
     only: tuple[str, int] | None = None
+
+    def arguments(self, drawn: Drawn) -> tuple[Any, ...]:
+        """What a loss is evaluated on, once, of what the draw gave."""
+        if self.how != ALL:
+            return tuple(drawn.data)
+        (terms,) = drawn.data
+        return tuple(terms[0][0])
 
     def is_made(self, inputs: Mapping[str, Any]) -> bool:
         """Whether it is, with these random inputs of a step."""
@@ -124,7 +141,8 @@ class Drawn(NamedTuple):
     """What a draw gave, as a pytree.
 
     Attributes:
-        data: the arguments of the loss, or what the sampler gave.
+        data: the arguments of the loss, or what the sampler gave; or one tuple, with the arguments and the weight of
+            every term of a finite sum.
         term: index of a term of a finite sum.
         weight: of that term, if the terms are unequal.
     """
@@ -175,7 +193,9 @@ class Draws(tuple[Draw, ...]):
                 found += [found[-1]] * times
             elif draw.source in objectives:
                 objective = objectives[draw.source]
-                if type(objective) is not Objective or objective.accumulate > 1:
+                if draw.how == ALL:
+                    found += [_all_drawn(objective.samples()) for _ in range(times)]
+                elif type(objective) is not Objective or objective.accumulate > 1:
                     found += [_drawn(objective.draw(once=draw.how)) for _ in range(times)]
                 elif objective.data is None:
                     found += [Drawn(())] * times
@@ -206,8 +226,15 @@ class Draws(tuple[Draw, ...]):
 def _drawn(sample: Sample) -> Drawn:
     if sample.index is None:
         return Drawn(sample.arguments)
-    weight = None if sample.weight is None else torch.tensor(sample.weight, device="cpu")
-    return Drawn(sample.arguments, torch.tensor(sample.index, device="cpu"), weight)
+    return Drawn(sample.arguments, torch.tensor(sample.index, device="cpu"), _weight(sample))
+
+
+def _all_drawn(terms: Sequence[Sample]) -> Drawn:
+    return Drawn((tuple((term.arguments, _weight(term)) for term in terms),))
+
+
+def _weight(sample: Sample) -> Tensor | None:
+    return None if sample.weight is None else torch.tensor(sample.weight, device="cpu")
 
 
 # ------------------------------------------------------------------------------------------------ one step
@@ -266,24 +293,33 @@ class _Recorded(_InPlace):
         return self.source.term(index, once=once)
 
     def samples(self, most: int | None = None) -> list[Sample]:
-        if self.source.data is not None:
-            self.log.reason = "a step goes over all the data"
-        return self.source.samples(most)
+        samples, source = self.source.samples(most), self.source
+        if not isinstance(source, FiniteSum):
+            if source.data is not None:
+                self.log.reason = "a step goes over all the data"
+        elif len(samples) > MOST_TERMS:
+            self.log.reason = f"a step goes over {len(samples)} terms of a finite sum, a graph over {MOST_TERMS} at most"
+        elif Like(Data.of(samples[0].arguments)).tensors_of([sample.arguments for sample in samples]) is None:
+            self.log.reason = "a step goes over terms of a finite sum that are not alike"
+        else:
+            self.log.note(Draw(self.level, ALL), _all_drawn(samples))
+        return samples
 
 
 class _Replayed(_InPlace):
-    """An objective whose samples were drawn before; when they are used up, it draws on."""
+    """An objective whose samples were drawn before; when they are used up, it draws on, but in a trace."""
 
     def __init__(
         self,
         source: Objective,
         level: str,
-        drawn: Iterable[Drawn],
+        drawn: Mapping[str, deque[Drawn]],
         losses: Mapping[str, Callable[..., Any]] | None,
         padded: bool,
     ) -> None:
         super().__init__(source, level)
-        self.drawn, self.padded = deque(drawn), padded
+        self.drawn, self.all = (drawn.get(key, deque()) for key in (level, f"all of {level}"))
+        self.padded = padded
         if losses is not None:
             self.loss, self.features = losses[level], losses.get(f"{level} features")
 
@@ -295,19 +331,37 @@ class _Replayed(_InPlace):
 
     def draw(self, *, once: bool = False) -> Sample:
         if not self.drawn:
-            return self.source.draw(once=once)
-        result = self.drawn.popleft()
-        sample = self.sample(*result.data, once=once)
-        sample.index = result.term
-        if result.weight is not None:
-            sample.loss, sample.weight = _weighted(sample.loss, result.weight), result.weight
-        return sample
+            return self._source().draw(once=once)
+        (arguments, term, weight) = self.drawn.popleft()
+        return self._again(arguments, term, weight, once=once)
 
     def draw_some(self, name: str, count: Tensor, most: int) -> list[Sample]:
         return [self.draw() for _ in range((most if self.padded else int(count)) + 1)]
 
+    def term(self, index: int, *, once: bool = False) -> Sample:
+        return self._source().term(index, once=once)
+
     def samples(self, most: int | None = None) -> list[Sample]:
-        return [self.sample()] if self.data is None else self.source.samples(most)
+        if self.data is None:
+            return [self.sample()]
+        if not self.all:
+            return self._source().samples(most)
+        (terms,) = self.all.popleft().data
+        return [self._again(arguments, index, weight) for index, (arguments, weight) in enumerate(terms)]
+
+    def _source(self) -> Objective:
+        if self.padded:
+            raise Untraceable("a step draws other samples than the one before that was like it")
+        return self.source
+
+    def _again(
+        self, arguments: tuple[Any, ...], index: int | Tensor | None, weight: Tensor | None, *, once: bool = False
+    ) -> Sample:
+        sample = self.sample(*arguments, once=once)
+        sample.index = index
+        if weight is not None:
+            sample.loss, sample.weight = _weighted(sample.loss, weight), weight
+        return sample
 
 
 def _weighted(loss: Any, weight: Tensor) -> Any:

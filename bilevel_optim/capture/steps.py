@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain, takewhile
 from typing import Any, NamedTuple, Self
@@ -20,7 +20,7 @@ from ..oracle.oracle import Oracle
 from ..problem.random import draw_indices, draw_random_inputs, kept
 from ..problem.tasks import select
 from ..problem.tracing import Untraceable
-from .bind import CompiledStep, Slot, difference
+from .bind import CompiledStep, Slot, difference, shaken
 from .cache import FULL, MOST_GRAPHS, PLAIN, CacheEntry, DataForm, Identity, Settings, StepCache
 from .draws import Data, Drawn, Draws, Log, Sources, draw_ahead, flattened, forms_of, versions_of
 from .losses import Readings, Unreadable
@@ -84,7 +84,7 @@ class Drawing:
             if draw.source in found:
                 continue
             if alone:
-                found[draw.source] = result.data
+                found[draw.source] = draw.arguments(result)
             elif draw.source == "tasks":
                 found["start"] = (result.data,)
             elif draw.source == "whole":
@@ -100,6 +100,7 @@ class Captured(NamedTuple):
     compiled: CompiledStep
     readings: Readings
     form: DataForm
+    arguments: tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]
     outputs: Sequence[Tensor]
 
 
@@ -161,16 +162,22 @@ class CapturedSteps:
             self.optimizer.diagnostics["compile_fallback"] = reason
         return loss
 
-    def _entry(self, sources: Sources, update: bool, ahead: int = 0) -> CacheEntry | None:
-        """What is known of steps like the next one but so many; None: they are the host's."""
+    def _entry(self, sources: Sources, update: bool) -> CacheEntry | None:
+        """What is known of steps like the next one; None: they are the host's."""
         optimizer = self.optimizer
         if self.cache.reason:
             return None
         if why := optimizer.why_eager(sources.tasks):
             self.cache.warn(why)
             return None
-        key = optimizer.graph_key(optimizer.run_state.steps + ahead, optimizer.numbers)
+        (key,) = self._keys(sources, 1)
         return None if key is None else self.cache.entry(self._guard(sources, update, key))
+
+    def _keys(self, sources: Sources, steps: int) -> Iterator[Any]:
+        """What decides, of the state of the run, which operations each of the next steps is made of."""
+        optimizer, known = self.optimizer, self.optimizer.numbers | sources.terms
+        now = optimizer.run_state.steps
+        return (optimizer.graph_key(k, known) for k in range(now, now + steps))
 
     def _guard(self, sources: Sources, update: bool, key: Any) -> list[Any]:
         """What decides, beside the losses, which operations a step is made of."""
@@ -319,8 +326,8 @@ class CapturedSteps:
         return self._ran(compiled, form, readings, drawing.data.tensors)
 
     def _ran(self, compiled: CompiledStep, form: DataForm, readings: Readings, data: Sequence[Tensor]) -> Captured:
-        outputs = compiled.run(*self._arguments(compiled, readings), data)
-        return Captured(compiled, readings, form, outputs)
+        arguments = *self._arguments(compiled, readings), data
+        return Captured(compiled, readings, form, arguments, compiled.run(*arguments))
 
     def _arguments(self, compiled: CompiledStep, readings: Readings) -> tuple[list[Tensor], list[Tensor]]:
         """What a graph gets beside the data: values, and learning rates."""
@@ -398,6 +405,10 @@ class CapturedSteps:
         step = optimizer.difference_step
         divisor = 1.0 if step is None else min(getattr(optimizer, step), 1.0)
         what = difference(found.compiled, found.outputs, *results, divisor)
+        if what is not None:  # perhaps it is small, and what it is made of is not, as close to a solution
+            values, rates, data = found.arguments
+            otherwise = found.compiled.run(shaken(values), rates, data)
+            what = difference(found.compiled, found.outputs, *results, divisor, otherwise)
         if what is None:
             return True
         self.cache.refuse(
@@ -487,8 +498,7 @@ class CapturedSteps:
     ) -> tuple[list[Sequence[Tensor]], Drawing | None]:
         """Data of steps with the same graph, from the first on; and a step that has been drawn and is none of them."""
         optimizer, sources = self.optimizer, first.sources
-        now = optimizer.run_state.steps
-        keys = (optimizer.graph_key(now + k, optimizer.numbers) for k in range(min(most, compiled.unwatched) + 1))
+        keys = self._keys(sources, min(most, compiled.unwatched) + 1)
         steps = len([*takewhile(partial(operator.eq, next(keys)), keys)])
         found: list[Sequence[Tensor]] = [first.data.tensors]
         if sources.are_lists and compiled.batches is not None:
