@@ -833,4 +833,4 @@ def _signature(cls: type[Any]) -> inspect.Signature:
     return inspect.Signature(arguments)
 
 
-BilevelOptimizer.__signature__ = _signature(BilevelOptimizer)  # type: ignore[attr-defined, type-abstract]
+BilevelOptimizer.__signature__ = _signature(BilevelOptimizer)  # type: ignore[attr-defined]
