@@ -7,8 +7,10 @@ import itertools
 import operator
 import random
 import re
+import threading
 import types
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -18,6 +20,7 @@ import torch
 import torch._dynamo as dynamo
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.eval_frame import remove_from_cache
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -67,7 +70,6 @@ class LossReader:
     """
 
     def __init__(self) -> None:
-        self._last: tuple[LossGraph, tuple[Any, ...]] | None = None
         self._begin()
 
     def _begin(self, *, constant: bool = False) -> None:
@@ -79,18 +81,11 @@ class LossReader:
                 raise _Unread
             return function(*arguments)
 
-        def backend(module: GraphModule, examples: Sequence[Tensor]) -> Callable[..., Any]:
-            graph = LossGraph(module)
-
-            def note(*tensors: Any) -> tuple[Tensor, ...]:
-                self._last = graph, tensors
-                return graph.results
-
-            return note
-
-        # Torch knows code by file, line and name, where it remembers which sizes and floats have changed.
-        own = types.FunctionType(call.__code__.replace(co_name=f"call_{next(_NUMBERS)}"), globals(), "call")
-        self._read = torch.compile(own, backend=backend, fullgraph=True)
+        # Torch knows code by file, line and name, where it remembers which sizes and floats have changed; and it keeps
+        # what it has compiled, in the globals of the function too, until it is told that there is no such code any more.
+        own = types.FunctionType(call.__code__.replace(co_name=f"call_{next(_NUMBERS)}"), {**globals()}, "call")
+        weakref.finalize(own, remove_from_cache, own.__code__).atexit = False
+        self._read: Callable[..., Any] = _READ(own)
         self._known: Callable[..., Any] = dynamo.run(self._read)  # as it was read, and never anew
 
     def read(self, x: Sequence[Tensor], y: Sequence[Tensor], function: Callable[..., Any], *arguments: Any) -> Reading:
@@ -99,14 +94,16 @@ class LossReader:
         Raises:
             Untraceable: with Dynamo's reason and the user's line, if Dynamo cannot read it.
         """
+        _CALLED.last = None
         with torch.enable_grad():
             try:
                 output = self._known(function, *arguments)
             except _Unread:
                 output = self._read_anew(function, arguments)
-        if self._last is None:
+        if _CALLED.last is None:
             raise Untraceable("a loss computes nothing with tensors")
-        (graph, tensors), self._last = self._last, None
+        graph: LossGraph
+        (graph, tensors), _CALLED.last = _CALLED.last, None
         if graph.wants_constants and not self._constant:
             self._begin(constant=True)
             return self.read(x, y, function, *arguments)
@@ -209,6 +206,23 @@ class _Slot:
 
     def __getitem__(self, i: int) -> int:
         return self._place[i]
+
+
+_CALLED = threading.local()  # the graph that was called last, with its tensors
+
+
+def _noting(module: GraphModule, examples: Sequence[Tensor]) -> Callable[..., Any]:
+    """A backend of Dynamo: a call of the function notes the graph and its tensors."""
+    graph = LossGraph(module)
+
+    def note(*tensors: Any) -> tuple[Tensor, ...]:
+        _CALLED.last = graph, tensors
+        return graph.results
+
+    return note
+
+
+_READ: Callable[..., Any] = dynamo.optimize(_noting, nopython=True)  # one for all, because torch keeps every backend
 
 
 class PureLoss:
