@@ -30,7 +30,7 @@ NAMES = [
     ),
     Name(
         "torch.utils._pytree.*",
-        "pytree.py capture/draws.py capture/losses.py capture/trace.py",
+        "pytree.py capture/draws.py capture/losses.py capture/steps.py capture/trace.py",
         "nested data; make_fx and vmap take the same for trees",
         "torch.utils.pytree, which 2.15 has not",
     ),
@@ -45,6 +45,12 @@ NAMES = [
         "oracle/differentiable.py",
         "how large the input of a convolution is; the attributes _saved_* are in torch's notes on autograd",
         "nothing that is known",
+    ),
+    Name(
+        "._version",
+        "capture/draws.py",
+        "whether data write into a batch that they gave before",
+        "a public count of the writes into a tensor",
     ),
     # ------------------------------------------------------------------------------------ optimizers
     Name(
@@ -166,8 +172,8 @@ NAMES = [
     ),
     Name(
         "torch.ops.aten._*",
-        "capture/outline.py capture/finite_checks.py",
-        "operations of graphs that view, or that act on all tensors of a vector",
+        "capture/outline.py",
+        "operations of graphs that view or copy",
         "nothing: that is what they are called",
     ),
     Name(

@@ -1,6 +1,7 @@
 """What the documents claim is run."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,30 @@ def test_version_is_that_of_the_package():
     from importlib.metadata import version
 
     assert version("bilevel-optim") == bo.__version__
+
+
+def test_the_walk_through_a_step_is_the_one_that_is_made():
+    text = PAGES[ROOT / "CONTRIBUTING.md"].split("### How to read one eager step")[1].split("\n### ")[0]
+    walk, words = (re.findall(pattern, text, re.M) for pattern in (r"^\d+\. `(\S+\.py)`", r"^- (`.+`):"))
+    vocabulary = [file for line in words for file in re.findall(r"`(\S+)`", line)]
+    x, y = torch.ones(3, requires_grad=True), torch.zeros(2, requires_grad=True)
+    optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.5, lower_steps=3)
+    losses = lambda: (y - 1).square().sum() / 2, lambda: (y - x.sum()).square().sum() / 2
+    for _ in range(2):  # the first steps also look at the losses
+        optimizer.step(*losses)
+    met = []
+
+    def note(frame, event, argument):
+        parts = frame.f_code.co_filename.split("/bilevel_optim/")
+        if event == "call" and len(parts) == 2 and parts[1] not in met:
+            met.append(parts[1])
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        optimizer.step(*losses)
+    finally:
+        sys.setprofile(before)
+    assert len(walk) <= 15
+    assert sorted(walk + vocabulary) == sorted(met)
+    assert f"functions of {len(met)} modules" in text
