@@ -82,7 +82,7 @@ class LossReader:
             return function(*arguments)
 
         # Torch knows code by file, line and name, where it remembers which sizes and floats have changed; and it keeps
-        # what it has compiled, in the globals of the function too, until it is told that there is no such code any more.
+        # what it has compiled, in the globals of the function too, until it is told that there is no such code now.
         own = types.FunctionType(call.__code__.replace(co_name=f"call_{next(_NUMBERS)}"), {**globals()}, "call")
         weakref.finalize(own, remove_from_cache, own.__code__).atexit = False
         self._read: Callable[..., Any] = _READ(own)
