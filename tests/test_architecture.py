@@ -1,9 +1,13 @@
-"""The house rules that can be seen from outside: who imports whom, who touches whose private parts, who inherits."""
+"""The house rules that can be seen from outside: who imports, calls, asks, inherits and touches what."""
 
 import ast
+import subprocess
+import sys
 from abc import ABC
+from collections import defaultdict
 from graphlib import TopologicalSorter
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 from torch.optim import Optimizer
@@ -11,9 +15,15 @@ from torch.optim import Optimizer
 import bilevel_optim as bo
 from bilevel_optim.optimizer.declaration import methods
 
+from .private_names import NAMES, entry_of, of_torch, private_names
+
 PACKAGE = Path(__file__).parent.parent / "bilevel_optim"
 # A folder imports only those before it; ``methods`` and ``checking`` are side by side.
-LAYERS = ("kernels", "problem", "distributed", "oracle", "solvers", "hypergradient", "optimizer", "methods", "checking")
+LAYERS = (
+    "kernels", "problem", "distributed", "oracle", "solvers", "hypergradient", "optimizer", "capture", "methods",
+    "checking",
+)  # fmt: skip
+DOOR = (("optimizer", "base"), "capture")  # who alone imports what
 FAMILIES = {
     "meta": ("aid", "itd", "zeroth_order"),
     "ba": ("aid",),
@@ -27,16 +37,44 @@ def parts_of(path):
     return path.relative_to(PACKAGE).with_suffix("").parts
 
 
-def imports(path):
-    """The modules of the package that a module imports, as tuples of names."""
-    package = parts_of(path)[:-1]
-    for node in ast.walk(TREES[path]):
+def file_of(path):
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def module_of(target):
+    path = PACKAGE.joinpath(*target)
+    return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p in TREES), None)
+
+
+def imported(path, nodes=None):
+    """What a module imports of the package: for each name the module that it is of, and its name there; None: all."""
+    package, found = parts_of(path)[:-1], {}
+    for node in ast.walk(TREES[path]) if nodes is None else nodes:
         if isinstance(node, ast.ImportFrom) and node.level:
-            base = package[: len(package) - node.level + 1]
-            target = base + tuple(node.module.split(".") if node.module else ())
-            yield from ([(*target, alias.name) for alias in node.names] if not node.module else [target])
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("bilevel_optim"):
-            yield tuple(node.module.split(".")[1:])
+            base = package[: len(package) - node.level + 1] + tuple(node.module.split(".") if node.module else ())
+            for alias in node.names:
+                whole = module_of((*base, alias.name))
+                found[alias.asname or alias.name] = (whole, None) if whole else (module_of(base), alias.name)
+    return found
+
+
+IMPORTED = {path: imported(path) for path in MODULES}
+
+
+def imports(path):
+    """The modules of the package that a module imports, wherever it does: types and functions included."""
+    return {target for target, _ in IMPORTED[path].values()}
+
+
+def test_the_package_imports_itself_by_relative_names():
+    """So that the tests here see it all."""
+    absolute = {
+        (path.name, ast.unparse(node))
+        for path in MODULES
+        for node in ast.walk(TREES[path])
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and "bilevel_optim" in ast.unparse(node)
+    }
+    assert not absolute
 
 
 def test_few_modules_stand_outside_of_the_folders():
@@ -50,13 +88,43 @@ def test_a_folder_imports_only_those_below(path):
     own = parts_of(path)
     if len(own) == 1:
         return  # the public face, and the errors that everything may raise
-    for target in imports(path):
-        if target and target[0] in LAYERS:
+    for target in map(parts_of, imports(path)):
+        if target[0] in LAYERS and (own, target[0]) != DOOR:
             assert LAYERS.index(target[0]) <= LAYERS.index(own[0]), f"{'.'.join(own)} imports {'.'.join(target)}"
             assert (own[0], target[0]) != ("checking", "methods")
-        if own[0] == target[0] == "methods" and len(own) > 1 and len(target) > 1 and own[1] != "__init__":
+        if own[0] == target[0] == "methods" and own[1] != "__init__":
             allowed = (own[1], *FAMILIES.get(own[1], ()))
             assert target[1] in allowed, f"{'.'.join(own)} imports {'.'.join(target)}"
+
+
+def test_the_capture_has_one_door():
+    """Nobody who does not compile pays for it, and nothing of a step knows it."""
+    importing = {path for path in MODULES if any(parts_of(target)[0] == DOOR[1] for target in imports(path))}
+    (base,) = (path for path in importing if parts_of(path)[0] != DOOR[1])
+    functions = [node for node in ast.walk(TREES[base]) if isinstance(node, ast.FunctionDef)]
+    modules = {f.name: {t for t, _ in imported(base, ast.walk(f)).values()} for f in functions}
+    assert parts_of(base) == DOOR[0]
+    assert [name for name, targets in modules.items() if targets] == ["compile"]
+    assert module_of((DOOR[1], "steps")) not in {t for t, _ in imported(base, TREES[base].body).values()}
+
+
+def test_no_modules_import_each_other():
+    """Types included: whoever needs one of them needs all."""
+    graph = {path: imports(path) - {path} for path in MODULES}
+    base = module_of(DOOR[0])
+    graph[base] = {target for target in graph[base] if parts_of(target)[0] != DOOR[1]}
+    TopologicalSorter(graph).prepare()
+
+
+FOREIGN = ("torch.fx", "torch._dynamo", "torch._inductor", "torch._subclasses", "torch._guards")
+
+
+def test_graphs_are_the_captures():
+    outside = {path: of_torch(TREES[path]) for path in MODULES if parts_of(path)[0] != "capture"}
+    ends = tuple(f"{name}." for name in FOREIGN)
+    assert not {
+        (file_of(path), name) for path, names in outside.items() for name in names if f"{name}.".startswith(ends)
+    }
 
 
 def test_torch_distributed_is_named_in_one_folder():
@@ -67,97 +135,125 @@ def test_torch_distributed_is_named_in_one_folder():
             assert "from torch.distributed" not in text, path
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_private_attributes_stay_at_home(path):
-    """No attribute that begins with an underscore is used, but through self or in the module that has it."""
-    tree = TREES[path]
-    own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    own |= {
-        target.attr
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign))
-        for target in ast.walk(node)
-        if isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store)
-    }
-    for node in ast.walk(tree):
-        if not (isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")):
-            continue
-        value = node.value
-        at_home = isinstance(value, ast.Name) and value.id in ("self", "cls")
-        of_super = isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "super"
-        of_torch = ast.unparse(value).startswith("torch") or node.attr in ALLOWED
-        assert at_home or of_super or of_torch or node.attr in own, f"{path.name}:{node.lineno}: {ast.unparse(node)}"
+def test_private_names_stay_at_home_or_are_in_the_table():
+    """Nothing that begins with an underscore is used but through self, in the module that has it, or with a reason."""
+    used = {(file_of(path), name) for path in MODULES for name in private_names(TREES[path])}
+    assert not {(file, name) for file, name in used if entry_of(name, file) is None}
 
 
-ALLOWED = {
-    "_replace",  # of a named tuple
-    "_buffers",  # of a torch module
-    "_get_backend",  # of a process group, for its timeout
-}
+def test_the_table_of_private_names_has_none_too_many():
+    used = {(entry_of(name, file_of(path)), file_of(path)) for path in MODULES for name in private_names(TREES[path])}
+    gone = {(row.name, file) for row in NAMES for file in row.files.split() if (row, file) not in used}
+    assert not gone
+    assert all(row.why and row.instead for row in NAMES)
 
 
-def imported_at_once(path):
-    """The modules of the package that are imported with a module, those for type checkers alone included."""
-    package, waiting, found = parts_of(path)[:-1], [*TREES[path].body], set()
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            continue
-        waiting += ast.iter_child_nodes(node)
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = package[: len(package) - node.level + 1] + tuple(node.module.split(".") if node.module else ())
-            known = [(*base, alias.name) for alias in node.names if module_of((*base, alias.name)) is not None]
-            found |= {module_of(target) for target in (known or [base])}
+def definitions(tree, outer=()):
+    """The functions and classes of a module, with those around each of them."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node, outer
+            yield from definitions(node, (*outer, node))
+        else:
+            yield from definitions(node, outer)
+
+
+def origin(path, name):
+    """Where a name of a module comes from, and what it is called there."""
+    while name in IMPORTED[path]:
+        path, name = IMPORTED[path][name][0], IMPORTED[path][name][1]
+    return path, name
+
+
+def uses():
+    """Where each function is used: by the module and name of those of a module, by the name of those of a class."""
+    found = defaultdict(list)
+    for path in MODULES:
+        for node in ast.walk(TREES[path]):
+            if isinstance(node, ast.Name):
+                found[origin(path, node.id)].append((path, node.lineno))
+            elif isinstance(node, ast.Attribute):
+                found[None, node.attr].append((path, node.lineno))
+                module, name = origin(path, node.value.id) if isinstance(node.value, ast.Name) else (None, "")
+                if name is None:
+                    found[origin(module, node.attr)].append((path, node.lineno))
     return found
 
 
-def module_of(target):
-    path = PACKAGE.joinpath(*target)
-    return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p in TREES), None)
+def public():
+    """Names of what users can reach: of the package, of its two public modules, and of classes among these."""
+    values = [getattr(space, name) for space in (bo, bo.hypergradient, bo.linear) for name in space.__all__]
+    found = {(v.__module__, v.__qualname__) for v in values if isinstance(v, FunctionType)}
+    for cls in {base for v in values if isinstance(v, type) for base in v.__mro__}:
+        own = ["", *(f".{name}" for name in vars(cls) if name[0] != "_")]
+        found |= {(cls.__module__, cls.__qualname__ + end) for end in own}
+    return found
 
 
-def test_no_modules_import_each_other():
-    """Types included: whoever needs one of them needs all. An import inside a function is none of these."""
-    # oracle/ has a circle still
-    graph = {path: imported_at_once(path) for path in MODULES if parts_of(path)[0] != "oracle"}
-    TopologicalSorter(graph).prepare()
+# What is called by others than the package, and is not in its public names.
+CALLED = {
+    "capture/losses.py _function_of.Own.setup_context": "by torch.autograd.Function",
+    "kernels/programs.py perturbed": "a program is launched by the name of its reference",
+    "kernels/programs.py accumulated": "likewise",
+    "kernels/programs.py squares": "likewise",
+    "kernels/programs.py cg_step": "likewise",
+    "optimizer/declaration.py methods": "recipes and tests go through all methods",
+}
 
 
-def test_the_optimizer_imports_the_capture_when_it_is_asked_for():
-    """Nobody who does not compile pays for it, and nothing of a step knows it."""
-    late = {
-        (path.name, node.module)
+def test_every_function_has_a_caller_or_is_public():
+    known, seen, alone = public(), uses(), set()
+    for path in MODULES:
+        module = ".".join(("bilevel_optim", *parts_of(path))).removesuffix(".__init__")
+        for node, outer in definitions(TREES[path]):
+            name = ".".join(n.name for n in (*outer, node))
+            if node.name.startswith("__") or (module, name) in known:
+                continue
+            of_class = bool(outer) and isinstance(outer[-1], ast.ClassDef)
+            own = range(node.lineno, node.end_lineno + 1)
+            if all(p == path and line in own for p, line in seen[(None if of_class else path), node.name]):
+                alone.add(f"{file_of(path)} {name}")
+    assert alone == CALLED.keys()
+
+
+# Why a module has to know whether a step is being traced, where no value can be read.
+TRACED = {
+    "oracle/checks.py": "whether a vector is finite is looked at where it is made, not at the end",
+    "oracle/batched.py": "convolutions of other sizes are faster one by one",
+    "solvers/lower.py": "the step of an optimizer of torch has another form",
+    "solvers/linear.py": "the host does not look whether a solve has ended",
+    "hypergradient/storm.py": "all rows are projected, not those alone which the host has found outside",
+    "optimizer/base.py": "the flags of an estimate are not read, but leave the graph",
+    "methods/tracked/rows.py": "the clock stays a tensor",
+    "methods/tracked/watching.py": "there is no warning from the number of a step, which is no argument of a graph",
+}
+
+
+def test_few_modules_ask_whether_a_step_is_traced():
+    asking = {
+        file_of(path)
         for path in MODULES
-        if parts_of(path)[0] == "optimizer"
-        for function in ast.walk(TREES[path])
-        if isinstance(function, ast.FunctionDef)
-        for node in ast.walk(function)
-        if isinstance(node, ast.ImportFrom) and node.level
+        if any(isinstance(node, ast.Name) and node.id == "traced" for node in ast.walk(TREES[path]))
     }
-    assert late == {("base.py", "running")}
+    assert asking == TRACED.keys()
+    assert len(asking) <= 8
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if parts_of(p)[0] == "optimizer"], ids=lambda p: p.stem)
-def test_no_class_declares_what_another_assigns(path):
-    """A class of the optimizer assigns its own attributes; what is data, and made by a decorator, is declared."""
-    for cls in ast.walk(TREES[path]):
-        if not isinstance(cls, ast.ClassDef) or any(
-            name in ast.unparse(part)
-            for part in (*cls.decorator_list, *cls.bases, *cls.keywords)
-            for name in ("dataclass", "values", "NamedTuple", "TypedDict", "total=")
-        ):
-            continue
-        declared = {
-            node.target.id
-            for node in cls.body
-            if isinstance(node, ast.AnnAssign) and node.value is None and isinstance(node.target, ast.Name)
-        }
-        assigned = {
-            node.attr
-            for node in ast.walk(cls)
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
-        }
-        assert declared <= assigned, f"{cls.name} declares {', '.join(sorted(declared - assigned))}"
+def test_no_class_declares_what_another_assigns():
+    """A class assigns its own attributes; what is data, and made by a decorator, is declared."""
+    data = ("dataclass", "values", "NamedTuple", "TypedDict", "total=", "Protocol", "Trackers")
+    found = {}
+    for path in MODULES:
+        for cls in ast.walk(TREES[path]):
+            if not isinstance(cls, ast.ClassDef):
+                continue
+            made_by = " ".join(map(ast.unparse, (*cls.decorator_list, *cls.bases, *cls.keywords)))
+            declared = {n.target.id for n in cls.body if isinstance(n, ast.AnnAssign) and n.value is None}
+            stored = (n for n in ast.walk(cls) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+            declared -= {n.attr for n in stored if ast.unparse(n.value) == "self"}
+            if declared and not any(name in made_by for name in data):
+                found[f"{file_of(path)} {cls.name}"] = declared
+    assert not found
 
 
 def generations(cls):
@@ -171,3 +267,14 @@ def generations(cls):
 def test_few_classes_stand_between_a_method_and_torch(name):
     assert generations(methods()[name]) <= 3
     assert bo.BilevelOptimizer.__bases__ == (Optimizer, ABC)
+
+
+def test_the_import_brings_in_nothing_heavy():
+    """A compiler, or a package that torch itself has not loaded, waits until it is needed."""
+    code = "import sys, torch; before = {*sys.modules}; import bilevel_optim; print(*({*sys.modules} - before))"
+    made = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, check=True)
+    new = made.stdout.split()
+    assert "bilevel_optim.optimizer.base" in new
+    others = {name for name in new if name.split(".")[0] not in ("bilevel_optim", "torch", *sys.stdlib_module_names)}
+    compilers = {name for name in new if name.startswith((*FOREIGN, "torch._functorch", "bilevel_optim.capture"))}
+    assert not others | compilers

@@ -24,7 +24,7 @@ from ..problem.tracing import Untraceable
 from .bind import CHECKED_EVERY, CompiledStep, Slot, difference, shaken
 from .cache import FULL, MOST_GRAPHS, PLAIN, CacheEntry, DataForm, Identity, Settings, StepCache
 from .draws import Data, Drawn, Draws, Log, Sources, draw_ahead, draw_numbers, flattened, forms_of, versions_of
-from .losses import Readings
+from .losses import Readings, Unreadable
 from .step_graph import StepGraph, values_of
 
 __all__ = ["CapturedSteps", "Settings"]
@@ -299,13 +299,13 @@ class CapturedSteps:
         outputs = compiled.run(*self._arguments(compiled, readings), drawing.data.tensors)
         if optimizer.check_finite and self._troubled(compiled, outputs):
             return self._eager(drawing.replayed, update, inputs)
-        own: Tensor = outputs[compiled.out["loss"]]
-        writes = self._writes(compiled, readings, outputs, own)
+        found: Tensor = outputs[compiled.out["loss"]]
+        writes = self._writes(compiled, readings, outputs, found)
         if update and optimizer.declared.host_update:
             with torch.no_grad():
                 writes += optimizer.update_writes(compiled.estimate(outputs), compiled.x, compiled.y)
         make(writes)
-        return own
+        return found
 
     # ------------------------------------------------------------------------------------------------ graphs
 
@@ -424,8 +424,8 @@ class CapturedSteps:
             with torch.no_grad(), kept(oracle.device):  # a trace draws what a dropout would
                 return find(oracle, given)
         except Untraceable as error:
-            if entry.seen > 1 or self.cache.settings.fullgraph:  # else what is remembered may not have settled
-                self.cache.note(error, entry)
+            if entry.seen > 1 or isinstance(error, Unreadable) or self.cache.settings.fullgraph:
+                self.cache.note(error, entry)  # else what is remembered may not have settled
         except Exception as error:  # of the compiler, or of what it has made
             self.cache.refuse(f"{type(error).__name__}: {error}".splitlines()[0], entry)
         return None

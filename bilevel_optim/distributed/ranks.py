@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from ..problem.random import apart
 from ..problem.vector import Vector, is_sharded
+from ..pytree import tree_map
 from .failures import exchange, report
 
 __all__ = ["Ranks"]

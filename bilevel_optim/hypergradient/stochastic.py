@@ -10,7 +10,6 @@ from torch import Tensor
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
 from ..problem.profiling import span
-from ..problem.tracing import traced
 from ..problem.vector import Vector
 from ..solvers.linear import LinearSolution
 from .estimate import Estimate
@@ -41,10 +40,10 @@ class ImplicitSamples(NamedTuple):
 
     @classmethod
     def draw_some(cls, oracle: Oracle, products: Tensor, most: int) -> ImplicitSamples:
-        """Likewise for a random number of products; if it is being traced, for the most that there may be."""
+        """Likewise for a random number of products; samples for the most that there may be, if a trace gives these."""
         upper = oracle.f.draw()
         samples = oracle.g.draw_some("products", products, most)
-        return cls(upper, samples[:-1], samples[-1], products if traced() else None)
+        return cls(upper, samples[:-1], samples[-1], products if len(samples) > most else None)
 
 
 def stochastic_implicit(

@@ -8,7 +8,8 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+
+from ..pytree import tree_map
 
 __all__ = ["launch_of", "operator", "programs"]
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from ..problem.parameters import LEVELS
+from ..pytree import tree_map
 from .state import SOLVER, TABLE
 
 __all__ = ["OWN", "REMADE", "copied", "load_exactly", "packed", "place_of", "plain", "require_loadable", "unpacked"]

@@ -11,6 +11,8 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from ..problem.profiling import is_profiled
+
 __all__ = ["has_hooks", "no_dynamo", "with_hooks"]
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
@@ -46,7 +48,7 @@ def with_hooks(step: Verb) -> Verb:
 
     @functools.wraps(step)
     def called(self: Any, *arguments: Any, **named: Any) -> Any:
-        if has_hooks(self) or torch.autograd.profiler._is_profiler_enabled or torch.compiler.is_dynamo_compiling():
+        if has_hooks(self) or is_profiled() or torch.compiler.is_dynamo_compiling():
             return in_full(self, *arguments, **named)
         return step(self, *arguments, **named)
 

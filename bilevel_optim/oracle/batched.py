@@ -7,11 +7,15 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from torch import Tensor
+
 from ..problem.tracing import traced
+from .differentiable import has_large_convolutions
 from .session import Session
 
-__all__ = ["CONVOLUTIONS", "Unsuited", "no_slow_batching", "run", "slices"]
+__all__ = ["CONVOLUTIONS", "no_large_convolutions", "no_slow_batching", "run", "slices"]
 
+LARGE = 1 << 17  # entries of what goes into a convolution
 CONVOLUTIONS = "convolutions of this size are faster one by one on a CPU"
 Part = TypeVar("Part")
 
@@ -77,6 +81,15 @@ def _passes(attempt: Callable[[], object]) -> bool:
     except Exception:
         return False
     return True
+
+
+def no_large_convolutions(loss: Tensor) -> None:
+    """Raise where grouped convolutions are slower than those one by one.
+
+    What is around them is faster for all at once in a compiled graph, so that they may be twice as large there.
+    """
+    if has_large_convolutions(loss, 2 * LARGE if traced() else LARGE):
+        raise Unsuited(CONVOLUTIONS)
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -40,11 +39,6 @@ class Buffers:
     def constant(self) -> bool:
         """Whether no evaluation changes any buffer."""
         return self.complete and self._none
-
-    @property
-    def changing(self) -> bool:
-        """Whether evaluations change some, with the modules in the modes that they are in."""
-        return bool(self._changing) and any(module.training for module in self._changing)
 
     def kept(self) -> AbstractContextManager[list[bool]]:
         """Restore the buffers that the block changes; gives a list that is non-empty afterwards if there are any."""
@@ -93,7 +87,7 @@ class Buffers:
                 (module, name): buffer.detach().clone()
                 for module, names in self._changing.items()
                 for name in names
-                if module.training and (buffer := module._buffers[name]) is not None
+                if module.training and (buffer := getattr(module, name)) is not None
             }
             return
         before: dict[tuple[nn.Module, str], Tensor] = {}
@@ -104,12 +98,12 @@ class Buffers:
                 return
             for part in module.modules():
                 if part.training:
-                    for name, buffer in part._buffers.items():
-                        if buffer is not None and (part, name) not in before:
+                    for name, buffer in part.named_buffers(recurse=False):
+                        if (part, name) not in before:
                             before[part, name] = buffer.detach().clone()
                 elif _normalises(part):
                     self._none = False
-                    self._changing.setdefault(part, set(part._buffers))
+                    self._changing.setdefault(part, {*_buffers(part)})
 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
@@ -123,11 +117,11 @@ class Buffers:
         """Put back what was noted; non-empty if there was something to put back."""
         found = []
         for (module, name), value in before.items():
-            buffer = module._buffers[name]
+            buffer = getattr(module, name)
             if buffer is not None and (self.complete or not torch.equal(buffer, value)):
                 if not self.complete:
                     self._none = False
-                    self._changing.setdefault(module, set()).update(module._buffers if _normalises(module) else [name])
+                    self._changing.setdefault(module, set()).update(_buffers(module) if _normalises(module) else [name])
                 found = [True]
                 buffer.data.copy_(value)  # graphs that saved the buffer with this value stay valid
         return found
@@ -135,4 +129,8 @@ class Buffers:
 
 def _normalises(module: nn.Module) -> bool:
     """Whether a module has running statistics, which all change together."""
-    return isinstance(module, _NormBase) and module.track_running_stats
+    return bool(getattr(module, "track_running_stats", False))
+
+
+def _buffers(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_buffers(recurse=False)]

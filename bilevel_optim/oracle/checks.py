@@ -115,7 +115,7 @@ class Checks:
 def _norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     if any_sharded(tensors):
         return [Vector([t]).norm() for t in tensors]
-    return list(torch._foreach_norm(tuple(tensors))) if tensors else []
+    return Vector(tensors).norms()
 
 
 def _itself(on: Any) -> Any:

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.func import vmap
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ..problem import random
 from ..problem.objective import Sample
 from ..problem.vector import Vector, stack
+from ..pytree import tree_leaves, tree_map
 from . import batched
-from .differentiable import has_large_convolutions
 from .first_order import filled
 from .oracle import Oracle
 from .substitution import Substitution
@@ -227,8 +226,8 @@ def _together(oracle: Oracle, points: _Points) -> Copies:
             assert f is not None
             return _only_values(f)
         _look(oracle, g, y, None if points.upper is None else x, wrt)
-        if not session.found.vmapped and has_large_convolutions(g, session.options.captured):
-            raise batched.Unsuited(batched.CONVOLUTIONS)
+        if not session.found.vmapped:
+            batched.no_large_convolutions(g)
         total = (g if set(points.g_weights) == {1.0} else g * g.new_tensor(points.g_weights)).sum()
         if f is None:
             f = torch.full_like(g, torch.nan)
@@ -290,11 +289,11 @@ def _features(
     if sample.features is None:
         return None, None
     if points.wrt == "lower" and level == "lower":
-        oracle.features.check(oracle, level, sample)
+        oracle.check_features(level, sample)
     if points.upper is None:
         if points.wrt == "upper":
             return oracle.call(sample.features), None  # at the one x, for all copies
-        return oracle.features.frozen(oracle, level, sample), None
+        return oracle.frozen(level, sample), None
     inner = sample.features
     watched = torch.is_grad_enabled() and not oracle.session.found.reaches_upper
 
@@ -307,7 +306,7 @@ def _features(
 
     if watched:
         return evaluate(), 0
-    return oracle.features.frozen(oracle, level, sample, points.upper, evaluate), 0
+    return oracle.frozen(level, sample, points.upper, evaluate), 0
 
 
 def _stacked_arguments(samples: Sequence[Sample]) -> tuple[Any, ...]:
@@ -332,10 +331,10 @@ def _alone(oracle: Oracle, point: _Points) -> Copies:
                 session.found.looked |= {"upper"}
             return _only_values(f.reshape(1))
         if wrt == "lower":
-            here.features.check(here, "lower", zeta)
+            here.check_features("lower", zeta)
         # Features at the one x are constants for y; at other values of x they are needed once only.
         frozen = wrt == "lower" and session.found.reaches_upper
-        part = here.features.frozen(here, "lower", zeta) if frozen else None
+        part = here.frozen("lower", zeta) if frozen else None
         g = here.evaluated("lower", zeta, x, y, features=part)
         watched = wrt == "lower" and not here.sharded and zeta.features is xi.features is None
         if watched:
@@ -345,7 +344,7 @@ def _alone(oracle: Oracle, point: _Points) -> Copies:
         if here.sharded:  # one graph over two evaluations would go back through what the second has dropped
             gradient, total = _gradient(here, total, variables, wrt, of_lower=True), total.detach()
         if a:
-            part = here.features.frozen(here, "upper", xi) if frozen else None
+            part = here.frozen("upper", xi) if frozen else None
             f = here.evaluated("upper", xi, x, y, features=part)
             if watched:
                 session.reaching("upper", f, y, x)

@@ -13,8 +13,6 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["has_fused", "has_kinks", "has_large_convolutions", "twice_differentiable", "working_unit"]
 
-LARGE = 1 << 17  # entries of what goes into a convolution
-
 
 class _PlainWeightNorm(TorchFunctionMode):
     """Weight normalisation in plain operations: torch's fused one has a wrong second derivative, without an error."""
@@ -41,12 +39,8 @@ def has_kinks(loss: Tensor) -> bool:
     return _has(loss, _KINKED)
 
 
-def has_large_convolutions(loss: Tensor, captured: bool = False) -> bool:
-    """Whether it contains convolutions of so many numbers that on a CPU grouped ones are slower than one by one.
-
-    What is around them is faster for all at once in a compiled graph, so that they may be twice as large there.
-    """
-    large = 2 * LARGE if captured else LARGE
+def has_large_convolutions(loss: Tensor, large: int) -> bool:
+    """Whether it contains convolutions on a CPU, into which so many numbers go."""
     found = (getattr(node, "_saved_input", None) for node in _nodes(loss) if node.name().startswith("Convolution"))
     return any(isinstance(t, Tensor) and t.device.type == "cpu" and t.numel() >= large for t in found)
 

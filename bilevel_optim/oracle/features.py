@@ -1,61 +1,18 @@
-"""The part of a loss that does not depend on y, evaluated once for all that happens at one x on one batch."""
+"""Derivatives through the part of a loss that does not depend on y, made once for many steps on one batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..problem.objective import Sample
 from ..problem.vector import Vector
+from ..pytree import tree_flatten, tree_unflatten
+from .oracle import Oracle
 
-if TYPE_CHECKING:
-    from .oracle import Oracle
-
-__all__ = ["Apart", "Features", "require_free_of_lower"]
-
-
-class Features:
-    """The last features of each level, for one x."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, tuple[Sample, object, Any]] = {}  # level -> (features' sample, point, features)
-
-    def check(self, oracle: Oracle, level: str, sample: Sample) -> None:
-        """Raise, the first time, if the features of a sample depend on y."""
-        if sample.features is not None and level not in oracle.session.found.features_checked:
-            require_free_of_lower(oracle, level, oracle.call(sample.features))
-            oracle.session.found.features_checked |= {level}
-
-    def frozen(
-        self,
-        oracle: Oracle,
-        level: str,
-        sample: Sample,
-        point: object = None,
-        evaluate: Callable[[], Any] | None = None,
-    ) -> Any:
-        """The features of a sample as constants, for derivatives in y alone; evaluated once for each x and batch.
-
-        Args:
-            oracle: evaluates them.
-            level: of the objective.
-            sample: the sample; None is returned if its objective has no features.
-            point: stands for the x at which they are wanted. Default: that of the oracle.
-            evaluate: evaluates them there. Default: at what is placed.
-        """
-        if sample.features is None:
-            return None
-        self.check(oracle, level, sample)
-        point = oracle.x if point is None else point
-        kept, at, part = self._kept.get(level, (None, None, None))
-        if at is not point or kept is not sample.features:
-            part = oracle.call(sample.features, graph=False) if evaluate is None else evaluate()
-            self._kept[level] = (sample.features, point, part)
-        return part
+__all__ = ["Apart"]
 
 
 class Apart:
@@ -99,7 +56,7 @@ class Apart:
         def names() -> list[str]:
             return [*(f"feature {i}" for i in range(len(self._leaves))), *oracle.names]
 
-        other = type(oracle)(
+        other = Oracle(
             (*self._leaves, *oracle.live_x), oracle.live_y, loss, loss, names=names, session=oracle.session,
             lanes=oracle.lanes,
         )  # fmt: skip
@@ -122,16 +79,3 @@ class Apart:
         result = direct + Vector(torch.zeros_like(t) if g is None else g for g, t in zip(found, direct, strict=True))
         oracle.checks.finite("jvp", result)
         return result
-
-
-def require_free_of_lower(oracle: Oracle, level: str, part: Any) -> None:
-    """At the first step, raise if the features change with y: they are kept while y moves."""
-    parts = [t for t in tree_leaves(part) if isinstance(t, Tensor) and t.requires_grad]
-    if parts:
-        reached = torch.autograd.grad([t.sum() for t in parts], oracle.live_y, allow_unused=True)
-        for gradient, name in zip(reached, oracle.lower_names(), strict=True):
-            if gradient is not None:
-                raise ValueError(
-                    f"the features of the {level} objective depend on lower parameter {name}; they are the part of "
-                    "the loss that does not depend on y, so move what reads it into the loss itself"
-                )

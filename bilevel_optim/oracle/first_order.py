@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..problem.objective import Sample
 from ..problem.vector import Vector
-
-if TYPE_CHECKING:
-    from .oracle import Oracle
+from .point import Point
 
 __all__ = ["filled", "lower_slope", "slopes", "upper_slope"]
 
 
 def slopes(
-    oracle: Oracle,
+    oracle: Point,
     level: str,
     sample: Sample,
     x: Vector,
@@ -39,7 +36,7 @@ def slopes(
         frozen: features are constants.
     """
     if sample.parts is None:
-        features = oracle.features.frozen(oracle, level, sample) if frozen else None
+        features = oracle.frozen(level, sample) if frozen else None
         loss = oracle.evaluated(level, sample, x, y, features=features)
         return loss, oracle.differentiate(loss, variables)
     loss = torch.zeros((), device=oracle.device)
@@ -55,7 +52,7 @@ def slopes(
     return loss * share, [None if t is None else t * share for t in total]
 
 
-def lower_slope(oracle: Oracle, level: str, sample: Sample) -> tuple[Tensor, Vector]:
+def lower_slope(oracle: Point, level: str, sample: Sample) -> tuple[Tensor, Vector]:
     """Value of a loss and its gradient in y alone, with features that are constants.
 
     Args:
@@ -74,7 +71,7 @@ def lower_slope(oracle: Oracle, level: str, sample: Sample) -> tuple[Tensor, Vec
     return loss, gradient
 
 
-def upper_slope(oracle: Oracle, level: str, sample: Sample) -> tuple[Tensor, Vector]:
+def upper_slope(oracle: Point, level: str, sample: Sample) -> tuple[Tensor, Vector]:
     """Value of a loss and its gradient in x alone; arguments as of `lower_slope`."""
     session = oracle.session
     with session.buffers_kept(), oracle.placed() as (x, y):

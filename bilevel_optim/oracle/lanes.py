@@ -15,15 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import vmap
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ..problem import random
 from ..problem.objective import Objective, Sample, require_fit
 from ..problem.tasks import select
 from ..problem.vector import Vector, any_sharded
+from ..pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from . import batched
 from .evaluation import placed
-from .features import require_free_of_lower
 from .first_order import filled
 from .oracle import Oracle
 from .session import as_scalar
@@ -240,7 +239,7 @@ class LaneFeatures:
     def __call__(self, batch: Any) -> Any:
         if self.level not in self.oracle.session.found.features_checked:
             with torch.enable_grad(), random.kept(self.oracle.device):
-                require_free_of_lower(self.oracle, self.level, self.features(select(batch, 0)))
+                self.oracle.require_free_of_lower(self.level, self.features(select(batch, 0)))
             self.oracle.session.found.features_checked |= {self.level}
         if hasattr(self.features, "stacked"):
             return self.features.stacked(batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +17,7 @@ from ..problem.vector import Vector, stack
 from . import batched
 from .differentiable import has_fused, has_kinks, twice_differentiable, working_unit
 from .first_order import slopes
-
-if TYPE_CHECKING:
-    from .oracle import Oracle
+from .point import Point
 
 __all__ = ["LowerSystem", "UpperSystem", "kept_system", "lower_matrices", "lower_system", "pulled", "system_sample"]
 
@@ -52,7 +50,7 @@ Product = Callable[[Vector, str], Vector]  # a vector, and in what to differenti
 
 
 @contextmanager
-def upper_system(oracle: Oracle, sample: Sample) -> Generator[UpperSystem]:
+def upper_system(oracle: Point, sample: Sample) -> Generator[UpperSystem]:
     """See `Oracle.upper_system`."""
     session, split, like = oracle.session, len(oracle.x), Vector((*oracle.x, *oracle.y))
     with session.buffers_kept(), oracle.placed() as (x, y):
@@ -73,7 +71,7 @@ def upper_system(oracle: Oracle, sample: Sample) -> Generator[UpperSystem]:
 
 
 @contextmanager
-def lower_system(oracle: Oracle, sample: Sample, *, gradient: bool = True) -> Generator[LowerSystem]:
+def lower_system(oracle: Point, sample: Sample, *, gradient: bool = True) -> Generator[LowerSystem]:
     """See `Oracle.lower_system`; without ``gradient`` that is left out and not counted."""
     if oracle.session.options.hvp == "finite-difference":
         yield _by_differences(oracle, sample, gradient)
@@ -85,14 +83,14 @@ def lower_system(oracle: Oracle, sample: Sample, *, gradient: bool = True) -> Ge
             yield _by_graph(oracle, gradients, loss, x, y, gradient)
 
 
-def system_sample(oracle: Oracle) -> Sample:
+def system_sample(oracle: Point) -> Sample:
     """The next sample of g, for one `lower_system` and nothing else: evaluated once, if products do no more."""
     session = oracle.session
     alone = session.options.hvp == "exact" and session.found.fused is False and session.buffers.constant
     return oracle.g.draw(once=alone)
 
 
-def kept_system(oracle: Oracle, sample: Sample) -> LowerSystem:
+def kept_system(oracle: Point, sample: Sample) -> LowerSystem:
     """See `Oracle.kept_system`.
 
     A graph over live leaves saves the leaves themselves, so they hold the same values again while it is used.
@@ -118,7 +116,7 @@ def kept_system(oracle: Oracle, sample: Sample) -> LowerSystem:
 
 
 def _lower_gradient(
-    oracle: Oracle, sample: Sample, x: Vector, y: Vector
+    oracle: Point, sample: Sample, x: Vector, y: Vector
 ) -> tuple[Sequence[Tensor | None], Tensor, Vector]:
     """Gradient of g in y, with a graph, at what is placed; g; and the variables y (full ones if it is sharded)."""
     gradients, loss, y = _graph(oracle, "lower", sample, x, y, y)
@@ -127,7 +125,7 @@ def _lower_gradient(
 
 
 def _graph(
-    oracle: Oracle, level: str, sample: Sample, x: Vector, y: Vector, variables: Vector
+    oracle: Point, level: str, sample: Sample, x: Vector, y: Vector, variables: Vector
 ) -> tuple[Sequence[Tensor | None], Tensor, Vector]:
     """Gradient of a loss in variables, with a graph that can be differentiated once more; the loss; the variables."""
     found = oracle.session.found
@@ -171,7 +169,7 @@ def pulled(
 
 
 def _by_graph(
-    oracle: Oracle, gradients: Sequence[Tensor | None], loss: Tensor, x: Vector, y: Vector, gradient: bool
+    oracle: Point, gradients: Sequence[Tensor | None], loss: Tensor, x: Vector, y: Vector, gradient: bool
 ) -> LowerSystem:
     """The system of a gradient with a graph."""
     session = oracle.session
@@ -198,7 +196,7 @@ def _of_levels(wrt: str, x: Vector, y: Vector) -> Vector:
 
 
 def _products(
-    oracle: Oracle,
+    oracle: Point,
     gradients: Sequence[Tensor | None],
     variables: Vector,
     v: Vector,
@@ -212,11 +210,11 @@ def _products(
     return _own(oracle, pulled(gradients, variables, v, plain=bool(oracle.session.found.fused)), like)
 
 
-def _own(oracle: Oracle, results: Sequence[Tensor | None], like: Vector) -> Sequence[Tensor | None]:
+def _own(oracle: Point, results: Sequence[Tensor | None], like: Vector) -> Sequence[Tensor | None]:
     return oracle.session.gathered.scattered(results, like) if oracle.sharded else results
 
 
-def _by_parts(oracle: Oracle, parts: Sequence[Sample], gradient: bool) -> LowerSystem:
+def _by_parts(oracle: Point, parts: Sequence[Sample], gradient: bool) -> LowerSystem:
     """Products with the mean of several samples, whose graphs are made again one after another."""
     own = oracle.at()  # of this process alone, which counts nothing: the parts together are one product
     own.shared, own.weight = False, 0
@@ -245,7 +243,7 @@ def _by_parts(oracle: Oracle, parts: Sequence[Sample], gradient: bool) -> LowerS
     return _counted(oracle, mean(lambda system: system.gradient), product)
 
 
-def _by_differences(oracle: Oracle, sample: Sample, gradient: bool) -> LowerSystem:
+def _by_differences(oracle: Point, sample: Sample, gradient: bool) -> LowerSystem:
     """Products from central differences of first-order gradients, all on the same sample."""
     y, session = oracle.y, oracle.session
 
@@ -288,7 +286,7 @@ def _by_differences(oracle: Oracle, sample: Sample, gradient: bool) -> LowerSyst
     return system
 
 
-def _counted(oracle: Oracle, gradient: Vector, product: Product) -> LowerSystem:
+def _counted(oracle: Point, gradient: Vector, product: Product) -> LowerSystem:
     """The system whose products are counted and checked."""
     split = len(oracle.x)
 
@@ -314,7 +312,7 @@ def _counted(oracle: Oracle, gradient: Vector, product: Product) -> LowerSystem:
     return LowerSystem(gradient, hvp, cross, both)
 
 
-def lower_matrices(oracle: Oracle, sample: Sample) -> tuple[Vector, Tensor, Tensor]:
+def lower_matrices(oracle: Point, sample: Sample) -> tuple[Vector, Tensor, Tensor]:
     """See `Oracle.lower_matrices`."""
     lanes, split = oracle.lanes or 1, len(oracle.x)
     sizes = [t.numel() // lanes for t in oracle.y]
@@ -361,7 +359,7 @@ def _joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat([*tensors], dim)  # matrices are too large for a copy
 
 
-def _basis(oracle: Oracle, sizes: Sequence[int], part: slice) -> Vector:
+def _basis(oracle: Point, sizes: Sequence[int], part: slice) -> Vector:
     """Some unit vectors of the space of y, the same in every lane, stacked."""
     lanes = oracle.lanes or 1
     rows = torch.arange(part.start, part.stop, device=oracle.device)

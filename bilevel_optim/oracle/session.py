@@ -18,7 +18,7 @@ from ..problem.objective import Sample
 from ..problem.values import changed
 from .buffers import Buffers
 from .checks import Checks
-from .evaluation import Evaluation, in_place, substituted
+from .evaluation import Evaluation, in_place
 
 __all__ = ["COUNTERS", "LossFacts", "Options", "Session", "as_scalar", "forget_casts"]
 
@@ -45,11 +45,6 @@ class Options:
     evaluation: Evaluation = in_place
     one_loss: bool = False
     responds: bool = True
-
-    @property
-    def captured(self) -> bool:
-        """Whether what is evaluated becomes a graph."""
-        return self.evaluation is substituted
 
     def at_once(self, n: int) -> int:
         """How many of n evaluations may run together."""

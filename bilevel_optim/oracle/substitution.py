@@ -27,6 +27,7 @@ class Substitution(TorchFunctionMode):
         super().__init__()
         self._value_of = {id(t): value for t, value in zip(live, values, strict=True)}
         self._stacked = stacked
+        self._passed: dict[int, Tensor] = {}  # values that were handed on by a call of their own, as `PureLoss` does
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -39,11 +40,18 @@ class Substitution(TorchFunctionMode):
             }
         else:
             kwargs = {}
-        if self._stacked and func is F.linear and len(new) > 1 and new[1] is not args[1]:
+        if self._stacked and func is F.linear and len(new) > 1 and self._is_value(new[1], args[1]):
             return _linear(*new, **kwargs)
         if self._stacked and func is F.batch_norm:
             return _batch_norm_without_update(*new, **kwargs)
-        return func(*new, **kwargs)
+        result = func(*new, **kwargs)
+        if func is Tensor.view_as and new[0] is not args[0]:
+            self._passed[id(result)] = result
+        return result
+
+    def _is_value(self, new: Any, given: Any) -> bool:
+        """Whether a tensor stands for a live one."""
+        return new is not given or id(given) in self._passed
 
     def _inside(self, values: Sequence[Any]) -> Any:
         return type(values)(

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
+from ..pytree import tree_leaves, tree_map
 from .objective import Objective, Sample, require_state
 from .parameters import is_count, require
 

@@ -6,9 +6,14 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-__all__ = ["span"]
+__all__ = ["is_profiled", "span"]
 
 _OFF = nullcontext()
+
+
+def is_profiled() -> bool:
+    """Whether a profiler is on."""
+    return torch.autograd.profiler._is_profiler_enabled
 
 
 def span(name: str) -> AbstractContextManager[object]:
@@ -21,6 +26,6 @@ def span(name: str) -> AbstractContextManager[object]:
         >>> "bilevel_optim.here" in {event.key for event in profile.key_averages()}
         True
     """
-    if not torch.autograd.profiler._is_profiler_enabled:
+    if not is_profiled():
         return _OFF
     return torch.profiler.record_function(f"bilevel_optim.{name}")

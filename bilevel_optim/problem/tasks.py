@@ -7,8 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
+from ..pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 from .random import device_of
 from .vector import Vector
 

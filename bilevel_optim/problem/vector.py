@@ -93,6 +93,10 @@ class Vector(tuple[Tensor, ...]):
             return parts[0]
         return torch.linalg.vector_norm(torch.stack(parts)) if parts else torch.zeros((), device="cpu")
 
+    def norms(self) -> list[Tensor]:
+        """Euclidean norm of each tensor, in its own precision."""
+        return list(torch._foreach_norm(self)) if self else []
+
     def lane_dot(self, other: Sequence[Tensor]) -> Tensor:
         """Inner product of each lane of stacked tensors with the same lane of others, or one vector; shape (n,)."""
         return torch.stack([_sum(t * o, lanes=True) for t, o in zip(self, other, strict=True)]).sum(0)

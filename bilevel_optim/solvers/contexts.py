@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..oracle.lanes import LaneFeatures, one_of_many, stacked
 from ..oracle.oracle import Oracle
@@ -16,6 +15,7 @@ from ..problem.objective import Sample
 from ..problem.random import Counters
 from ..problem.tasks import draw, draw_apart, sample, select
 from ..problem.vector import Vector
+from ..pytree import tree_flatten, tree_unflatten
 from .epoch_sgd import epoch_sgd
 
 __all__ = ["Contexts", "CoupledPath", "coupled_path", "draw_levels", "level_probabilities"]

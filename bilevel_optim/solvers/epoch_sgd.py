@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import torch
-
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
 from ..problem.vector import Vector
@@ -45,6 +43,7 @@ def epoch_sgd(
         :math:`Y_e` for each epoch.
 
     Example:
+        >>> import torch
         >>> x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
         >>> oracle = Oracle([x], [y], lambda: y.sum(), lambda: (y - 1 + x).square().sum() / 2)
         >>> epoch_sgd(oracle, oracle.y, 2, rates=1.0)  # 0, 1/2; and 1/4, 7/16, 37/64, 175/256
@@ -56,10 +55,10 @@ def epoch_sgd(
     means, z = [], start
     for e in range(first, first + epochs):
         rate = rates(e) if callable(rates) else [rates * 2.0**-e] * len(z)
-        total = z.clone()
+        total = z
         for _ in range(2**e - 1):
             z = z.descended(oracle.at(lower=z).lower(draw())[1], rate)
-            torch._foreach_add_(total, z)
+            total = total + z
         z = Vector(t / 2**e for t in total)
         means.append(z)
     return means

@@ -291,3 +291,12 @@ def test_series_that_nobody_looks_at_end_where_others_stop(solve, monkeypatch):
     found = solve(product, [b], steps=40, lr=0.9, tol=1e-3, lanes=True)
     for a, c in zip((*found.solution, *found[1:]), (*expected.solution, *expected[1:]), strict=True):
         assert torch.equal(a, c)
+
+
+@pytest.mark.parametrize("lanes", [False, True])
+def test_a_start_far_away_is_no_divergence(lanes):
+    """The residual is much larger than b, but no larger than where it began."""
+    b, start, scale = (t[None] if lanes else t for t in (torch.full((2,), 1e-6), torch.ones(2), torch.tensor([1, 9])))
+    result = cg(lambda v: Vector([v[0] * scale]), [b], [start], steps=1, lanes=lanes)
+    assert result.residual > 1e3 * b.norm()
+    assert not result.diverged

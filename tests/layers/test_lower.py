@@ -10,7 +10,7 @@ import torch
 from bilevel_optim import AGD
 from bilevel_optim.problem.vector import Vector
 from bilevel_optim.solvers.functional import updated
-from bilevel_optim.solvers.lower import LowerRule
+from bilevel_optim.solvers.lower import LowerRule, rates_of
 from bilevel_optim.solvers.unrolling import can_be_unrolled, update_vjp
 
 from ..problems import close
@@ -219,6 +219,37 @@ def test_a_rule_takes_groups_and_touches_no_parameter():
     torch.testing.assert_close(rule.step(y, memory, draw()).y[0], torch.full((2,), 0.8))
     with pytest.raises(TypeError, match=r"must return a torch\.optim\.Optimizer"):
         LowerRule(lambda groups: None, groups, Vector([a, b]))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_a_learning_rate_that_is_a_tensor_is_one_that_is_a_number(momentum):
+    """It is not read, and decides no type, also of y that is a number."""
+    ends = []
+    for lr in (torch.tensor([0.1], dtype=torch.float64, requires_grad=True)[0], 0.1):
+        params = [torch.ones(shape, dtype=torch.float32, requires_grad=True) for shape in ((2,), ())]
+        groups = [{"params": params, "lr": lr}]
+        rule = LowerRule(partial(torch.optim.SGD, momentum=momentum), groups, Vector(params))
+        ends.append(rule.run(Vector(params).detach(), rule.fresh(), 3, lambda: lambda y: (None, y * 1.0)).y)
+    assert [t.dtype for t in ends[0]] == [torch.float32] * 2
+    torch.testing.assert_close(ends[0], ends[1])
+    (rate, *_) = rates_of([{"params": params, "lr": torch.ones(1, device="meta")}])  # which cannot be read
+    assert rate.shape == ()
+
+
+@pytest.mark.parametrize("copies", [0, 3])
+def test_norms_that_a_run_made_are_those_of_its_gradients(copies):
+    y = Vector([torch.randn(*[copies] * bool(copies), 2), torch.randn(*[copies] * bool(copies), 3)])
+    groups = [{"params": [torch.zeros(2), torch.zeros(3)], "lr": 0.1}]
+    seen = []
+
+    def gradient(y):
+        seen.append(y * 2.0)
+        return None, seen[-1]
+
+    solved = LowerRule(torch.optim.SGD, groups, y).run(y, [{}, {}], 4, lambda: gradient)
+    torch.testing.assert_close(solved.norm(), seen[-1].norm())
+    for found, slope in zip((*solved.early, solved.norm(lanes=bool(copies))), (seen[0], seen[2], seen[3]), strict=True):
+        torch.testing.assert_close(found, slope.lane_norm() if copies else slope.norm())
 
 
 def test_a_run_ends_with_the_step_that_found_a_small_gradient():

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import bilevel_optim as bo
+from bilevel_optim.capture.trace import Graph
 from bilevel_optim.hypergradient import storm
 from bilevel_optim.hypergradient.recursive import Points, matrices, products
 from bilevel_optim.methods.tracked import rows
-from bilevel_optim.capture.trace import Graph
 from bilevel_optim.oracle.session import Options, Session
 
 from ..methods.test_tracked import Family

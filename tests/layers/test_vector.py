@@ -28,8 +28,17 @@ def test_algebra_is_that_of_the_concatenated_vector(tensors):
     rates = [2.0, 3.0, 4.0][:tensors]
     torch.testing.assert_close(flat(a.descended(b, rates)), flat(a) - flat(b * rates))
     torch.testing.assert_close(flat(a.descended(b, [0.5] * tensors)), flat(a) - 0.5 * flat(b))
+    for alpha in (-1.5, torch.tensor(-1.5)):
+        torch.testing.assert_close(flat(a.add(b, alpha)), flat(a) - 1.5 * flat(b))
     assert flat(a.zeros_like()).abs().max() == 0
     assert (a * 2).__class__ is Vector
+
+
+def test_rates_that_are_tensors_leave_the_types_as_they_are():
+    a, rate = random(torch.float32), torch.tensor(0.1, dtype=torch.float64)
+    found, expected = a.descended(a, [rate, rate, 0.1]), a.descended(a, [0.1] * 3)
+    assert {t.dtype for t in found} == {torch.float32}
+    torch.testing.assert_close(found, expected)
 
 
 def test_stacked_lanes():

@@ -37,7 +37,7 @@ class AcceleratedOptions(CommonOptions, total=False):
 class Accelerated(Restarted, BilevelOptimizer):
     """Base class of the methods that move x by `Momentum` and y by `AGD`; the arguments are those of `RAHGD`."""
 
-    constants: ClassVar[Callable[..., Constants]]  # those of the problems that the method is for
+    constants: ClassVar[Callable[..., Constants]] = Constants.bilevel  # those of the problems that the method is for
     theorem: ClassVar[Callable[..., dict[str, Any]]] = Constants.first_order
     estimate_reads = ("previous", "sum", "perturbation")
 
@@ -59,7 +59,7 @@ class Accelerated(Restarted, BilevelOptimizer):
         on_converged: str = "stop",
         **common: Unpack[CommonOptions],
     ) -> None:
-        self.iteration = Momentum(momentum, restart_radius, restart_period, on_converged)
+        iteration = Momentum(momentum, restart_radius, restart_period, on_converged)
         require("lower_restart", lower_restart, lower_restart in ("keep", "zero"))
         require("restart_steps", restart_steps, restart_steps is None or is_count(restart_steps))
         require("lower_tol", lower_tol, is_number(lower_tol) and lower_tol >= 0)
@@ -67,7 +67,7 @@ class Accelerated(Restarted, BilevelOptimizer):
         common["lower_optimizer"] = agd_or(common.get("lower_optimizer"), lower_momentum)
         self.lower_momentum, self.lower_restart, self.lower_tol = lower_momentum, lower_restart, lower_tol
         self.restart_steps = restart_steps
-        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
+        super().__init__(upper, lower, iteration=iteration, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """The lower steps and the hypergradient, both at the look-ahead point."""

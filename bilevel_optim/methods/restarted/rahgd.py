@@ -12,7 +12,6 @@ from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, is_count, is_number, require
 from ...solvers import linear
 from .accelerated import Accelerated, AcceleratedOptions, Perturbed
-from .theory import Constants
 
 __all__ = ["PRAHGD", "RAHGD"]
 
@@ -108,8 +107,6 @@ class RAHGD(Accelerated):
         when="full batches and bad conditioning: momentum at both levels",
         cost="as AID",
     )
-
-    constants = Constants.bilevel
 
     def __init__(
         self,

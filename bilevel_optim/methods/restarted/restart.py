@@ -204,15 +204,16 @@ def _held(name: str) -> Any:
 
 
 class Restarted(Optimizer):
-    """What users see of an optimizer that moves x by `Momentum`.
+    """What users see of an optimizer that moves x by `Momentum`; its other arguments are those of the next class.
 
     Attributes:
         iteration: the iteration of x, with its hyper-parameters.
         numbers: plain numbers that change from step to step, see `Progress`.
     """
 
-    iteration: Momentum
-    numbers: dict[str, Any]
+    def __init__(self, *arguments: Any, iteration: Momentum, **options: Any) -> None:
+        self.iteration, self.numbers = iteration, dict[str, Any]()
+        super().__init__(*arguments, **options)
 
     momentum, restart_radius, restart_period = _held("momentum"), _held("restart_radius"), _held("restart_period")
     on_converged, perturbation, perturb_initial = _held("on_converged"), _held("perturbation"), _held("perturb_initial")

@@ -1,0 +1,196 @@
+"""The two losses at one point: how they are evaluated at given values of x and y, and what is kept of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ..problem.objective import Objective, Sample
+from ..problem.tracing import end_region
+from ..problem.vector import Vector, any_sharded
+from ..pytree import tree_leaves
+from .checks import Checks
+from .session import Session, as_scalar, forget_casts
+
+__all__ = ["Point"]
+
+
+class Point:
+    """Two losses at a point, without their derivatives; arguments and attributes as of `Oracle`."""
+
+    def __init__(
+        self,
+        upper: Iterable[Tensor],
+        lower: Iterable[Tensor],
+        upper_loss: Objective | Callable[..., Tensor],
+        lower_loss: Objective | Callable[..., Tensor],
+        *,
+        names: Callable[[], Sequence[str]] | None = None,
+        session: Session | None = None,
+        lanes: int | None = None,
+    ) -> None:
+        self.lanes, self.shared, self.weight = lanes, lanes is None, lanes or 1
+        self.live_x, self.live_y = Vector(upper), Vector(lower)
+        self.x, self.y = self.live_x.detach(), self.live_y.detach()
+        self.moved = (False, False)
+        self.f = upper_loss if isinstance(upper_loss, Objective) else Objective(upper_loss)
+        self.g = lower_loss if isinstance(lower_loss, Objective) else Objective(lower_loss)
+        self.session = session or Session()
+        self.device = self.live_y[0].device
+        self.sharded = any_sharded((*self.live_x, *self.live_y))
+        self._features: dict[str, tuple[Sample, object, Any]] = {}  # the last ones: of which sample, and where
+        self.f.begin()
+        self.g.begin()
+        self._names = names
+        if not self.session.found.reaches_upper:
+            for tensor, name in zip((*self.x, *self.y), self.names, strict=True):
+                if tensor.device != self.device:
+                    raise ValueError(
+                        f"all parameters must be on one device, but parameter {name} is on {tensor.device} and "
+                        f"parameter {self.lower_names()[0]} is on {self.device}"
+                    )
+
+    def at(self, upper: Sequence[Tensor] | None = None, lower: Sequence[Tensor] | None = None) -> Self:
+        """The same at other values of x, or of y, or of both."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        if upper is not None:
+            other.x = Vector(upper).detach()
+        if lower is not None:
+            other.y = Vector(lower).detach()
+        other.moved = (self.moved[0] or upper is not None, self.moved[1] or lower is not None)
+        return other
+
+    def placed(self) -> AbstractContextManager[Sequence[Vector]]:
+        """Evaluate at this point inside the block; gives the variables x and y to differentiate in."""
+        x_moved, y_moved = self.moved
+        return self.session.options.evaluation(
+            (self.live_x, self.live_y), (self.x if x_moved else None, self.y if y_moved else None)
+        )
+
+    @property
+    def checks(self) -> Checks:
+        """The flags of the step."""
+        return self.session.checks
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the upper, then of the lower tensors."""
+        if self._names is not None:
+            return self._names()
+        levels = zip(("upper", "lower"), (self.x, self.y), strict=True)
+        return [f"{level} {i}" for level, ts in levels for i in range(len(ts))]
+
+    def lower_names(self) -> Sequence[str]:
+        """Names of the lower tensors."""
+        return self.names[len(self.x) :]
+
+    def count(self, oracle: str, times: int = 1) -> None:
+        """Add to the counters."""
+        self.session.counts[oracle] += times * self.weight
+
+    # ------------------------------------------------------------------------------------------------ evaluations
+
+    def evaluated(
+        self, level: str, sample: Sample, x: Sequence[Tensor], y: Sequence[Tensor], *, features: Any = None
+    ) -> Tensor:
+        """The loss as a function of the variables x and y, with a graph, and checked to depend on something."""
+        loss = self.value(level, sample, features=features)
+        if level == "lower":
+            self.session.lower_sample = sample
+        whole = False
+        if level not in self.session.found.looked and not self.sharded and features is None:
+            # The graph does not show all that depends on x where features are constants.
+            objective = self.f if level == "upper" else self.g
+            whole = (sample.features is None) == (objective.features is None)
+        return self.session.dependent(level, loss, y, x if whole else None)
+
+    def value(self, level: str, sample: Sample, *, graph: bool = True, features: Any = None) -> Tensor:
+        """The loss on a sample at whatever is placed, with the random numbers of that sample, checked to be a scalar.
+
+        ``features`` are those of the sample at the present x, if the caller has them.
+        """
+        if sample.features is None:
+            loss = self.call(sample, graph=graph)
+        else:
+            part = self.call(sample.features, graph=graph) if features is None else features
+            loss = self.call(sample, part, graph=graph)
+        return as_scalar(level, loss, self.session.called(level))
+
+    def call(self, sample: Sample, *arguments: Any, graph: bool = True) -> Any:
+        """What a sample's function returns on its arguments, or on others, with the random numbers of that sample."""
+        forget_casts(self.device)
+        end_region()
+        if sample.once and not self.sharded and graph is torch.is_grad_enabled():
+            return sample(*arguments)  # contexts cost more than small losses
+        watched = self.session.gathered.watching() if self.sharded else nullcontext()
+        with watched, torch.set_grad_enabled(graph), nullcontext() if sample.once else sample.replayed(self.device):
+            return sample(*arguments)
+
+    def differentiate(self, loss: Tensor, inputs: Sequence[Tensor], *, graph: bool = False) -> Sequence[Tensor | None]:
+        """Gradient of a loss; None where it does not depend on an input."""
+        if self.sharded and not graph:
+            return _by_backward(loss, inputs)
+        return torch.autograd.grad(loss, list(inputs), create_graph=graph, allow_unused=True)
+
+    def averaged(self, *results: Any) -> tuple[Any, ...]:
+        """Mean over the ranks if these share the problem; otherwise nothing is averaged."""
+        return (
+            results if self.session.options.ranks.group is None or not self.shared else self.session.averaged(*results)
+        )
+
+    # ------------------------------------------------------------------------------------------------ features
+
+    def frozen(self, level: str, sample: Sample, at: object = None, evaluate: Callable[[], Any] | None = None) -> Any:
+        """The features of a sample as constants, for derivatives in y alone; evaluated once for each x and batch.
+
+        Args:
+            level: of the objective.
+            sample: the sample; None is returned if its objective has no features.
+            at: stands for the x at which they are wanted. Default: that of this point.
+            evaluate: evaluates them there. Default: at what is placed.
+        """
+        if sample.features is None:
+            return None
+        self.check_features(level, sample)
+        at = self.x if at is None else at
+        kept, place, part = self._features.get(level, (None, None, None))
+        if place is not at or kept is not sample.features:
+            part = self.call(sample.features, graph=False) if evaluate is None else evaluate()
+            self._features[level] = (sample.features, at, part)
+        return part
+
+    def check_features(self, level: str, sample: Sample) -> None:
+        """Raise, the first time, if the features of a sample depend on y."""
+        if sample.features is not None and level not in self.session.found.features_checked:
+            self.require_free_of_lower(level, self.call(sample.features))
+            self.session.found.features_checked |= {level}
+
+    def require_free_of_lower(self, level: str, part: Any) -> None:
+        """Raise if features change with y: they are kept while y moves."""
+        parts = [t for t in tree_leaves(part) if isinstance(t, Tensor) and t.requires_grad]
+        if parts:
+            reached = torch.autograd.grad([t.sum() for t in parts], self.live_y, allow_unused=True)
+            for gradient, name in zip(reached, self.lower_names(), strict=True):
+                if gradient is not None:
+                    raise ValueError(
+                        f"the features of the {level} objective depend on lower parameter {name}; they are the part of "
+                        "the loss that does not depend on y, so move what reads it into the loss itself"
+                    )
+
+
+def _by_backward(loss: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """Gradients through ``.backward()``, the only way that sharded parameters (FSDP2) have."""
+    before = [t.grad for t in inputs]
+    for tensor in inputs:
+        tensor.grad = None
+    try:
+        loss.backward()  # type: ignore[no-untyped-call]
+        return [t.grad for t in inputs]
+    finally:
+        for tensor, grad in zip(inputs, before, strict=True):
+            tensor.grad = grad

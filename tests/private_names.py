@@ -1,0 +1,269 @@
+"""Private names of torch that the package uses: why each of them, and what public name would do.
+
+A name is a path (``torch._guards.tracing``), an attribute of something of torch (``.name``), or a text by which torch
+calls it (``"name"``); a star at the end stands for several.
+"""
+
+import ast
+import inspect
+import re
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from torch.optim import lr_scheduler, optimizer
+
+
+class Name(NamedTuple):
+    name: str
+    files: str  # where it is used
+    why: str
+    instead: str  # what would replace it
+
+
+NAMES = [
+    # ------------------------------------------------------------------------------------ tensors
+    Name(
+        "torch._foreach_*",
+        "problem/vector.py capture/bind.py",
+        "one kernel for all tensors of a vector, as torch.optim has it",
+        "a public foreach; until then a loop over the tensors",
+    ),
+    Name(
+        "torch.utils._pytree.*",
+        "pytree.py capture/draws.py capture/losses.py capture/trace.py",
+        "nested data; make_fx and vmap take the same for trees",
+        "torch.utils.pytree, which 2.15 has not",
+    ),
+    Name(
+        "torch._weight_norm",
+        "oracle/differentiable.py",
+        "the fused operation, whose second derivative is wrong, is known by it",
+        "nothing, once torch's derivative is right",
+    ),
+    Name(
+        '"_saved_input"',
+        "oracle/differentiable.py",
+        "how large the input of a convolution is; the attributes _saved_* are in torch's notes on autograd",
+        "nothing that is known",
+    ),
+    # ------------------------------------------------------------------------------------ optimizers
+    Name(
+        "._optimizer_step_p*_hooks",
+        "optimizer/hooks.py",
+        "whether an optimizer has hooks: torch's own wrapper of step costs as much as a small step",
+        "a public question, or a cheaper wrapper",
+    ),
+    Name(
+        "torch.optim.optimizer._global_optimizer_p*_hooks",
+        "optimizer/hooks.py",
+        "the same of hooks on all optimizers",
+        "likewise",
+    ),
+    Name(
+        '"_optimizer_step_"',
+        "solvers/lower.py",
+        "the same of a lower optimizer, whose step is then made by itself",
+        "likewise",
+    ),
+    Name(
+        '"_optimizer_"',
+        "optimizer/base.py methods/restarted/restarted_agd.py",
+        "hooks are not pickled, as in torch",
+        "a public list of what an optimizer keeps to itself",
+    ),
+    Name(
+        '"_optimizer"',
+        "optimizer/base.py",
+        "Lightning's wrapper of an optimizer, which inherits from it",
+        "nothing that is known",
+    ),
+    Name(
+        "._opt_called",
+        "optimizer/base.py",
+        "a scheduler would warn after backward, although another optimizer's step follows",
+        "a public switch of that warning",
+    ),
+    Name(
+        '"_opt_called"',
+        "optimizer/checkpoint.py",
+        "not pickled: torch sets it anew",
+        "a public list of what an optimizer keeps to itself",
+    ),
+    Name('"_zero_grad_profile_name"', "optimizer/checkpoint.py", "likewise", "likewise"),
+    Name('"_warned_capturable_if_run_uncaptured"', "optimizer/checkpoint.py", "likewise", "likewise"),
+    # ------------------------------------------------------------------------------------ what is switched on
+    Name(
+        "torch.autograd.profiler._is_profiler_enabled",
+        "problem/profiling.py",
+        "a range in a profile costs microseconds, also when nobody profiles",
+        "a public question",
+    ),
+    Name(
+        "torch._compile._disable_dynamo",
+        "optimizer/hooks.py",
+        "torch.compiler.disable imports torch._dynamo when a class is defined; this does when it is needed",
+        "torch.compiler.disable, once it waits likewise",
+    ),
+    Name(
+        "torch._C._len_torch_function_stack",
+        "optimizer/transaction.py",
+        "an interrupt inside of the exit of a mode leaves it on",
+        "nothing, once the exit of a mode cannot be interrupted",
+    ),
+    Name("torch.overrides._pop_mode", "optimizer/transaction.py", "likewise", "likewise"),
+    Name("torch._C._functorch.*", "optimizer/transaction.py", "the same for vmap", "likewise"),
+    # ------------------------------------------------------------------------------------ processes
+    Name(
+        "._get_backend",
+        "distributed/failures.py",
+        "the timeout of a process group is with its backend",
+        "a public timeout of a group",
+    ),
+    Name('"_timeout"', "distributed/failures.py", "likewise", "likewise"),
+    # ------------------------------------------------------------------------------------ reading losses
+    Name(
+        "torch._dynamo.run",
+        "capture/losses.py",
+        "calls what was compiled, and never compiles anew: so it is seen that a loss has changed",
+        "torch.compiler.set_stance, which holds for the whole process",
+    ),
+    Name(
+        "torch._dynamo.config.*",
+        "capture/losses.py",
+        "what Dynamo leaves out of its guards by default, to be fast, is looked at too",
+        "options of torch.compile",
+    ),
+    Name(
+        "torch._C._set_grad_enabled",
+        "capture/losses.py",
+        "a node of Dynamo's graphs, which is taken out of custom autograd functions",
+        "nothing, once Dynamo's function has right second derivatives",
+    ),
+    # ------------------------------------------------------------------------------------ tracing and compiling
+    Name(
+        "torch.fx.experimental.proxy_tensor.*",
+        "capture/trace.py",
+        "traces a step through its derivatives",
+        "torch.export, once it traces autograd.grad",
+    ),
+    Name(
+        "torch._guards.*",
+        "capture/trace.py capture/backends.py",
+        "one fake mode for a whole trace, which takes half the time; and the one that Inductor asks for",
+        "an argument of make_fx, and of torch._inductor.compile",
+    ),
+    Name(
+        "torch._subclasses.fake_tensor.FakeTensorMode", "capture/trace.py capture/backends.py", "the same", "the same"
+    ),
+    Name("torch.fx.experimental.symbolic_shapes.ShapeEnv", "capture/backends.py", "likewise", "likewise"),
+    Name("torch._ops.OpOverload", "capture/trace.py", "the type of an operation", "a public name of it"),
+    Name('"_schema"', "capture/trace.py capture/outline.py", "what an operation writes into", "a public schema"),
+    Name(
+        '"_local_scalar_dense"',
+        "capture/trace.py",
+        "known by it: the error of a trace in which a value was read",
+        "an error of a class of its own",
+    ),
+    Name(
+        "torch.ops.aten._*",
+        "capture/outline.py capture/finite_checks.py",
+        "operations of graphs that view, or that act on all tensors of a vector",
+        "nothing: that is what they are called",
+    ),
+    Name(
+        "torch._inductor.*",
+        "capture/backends.py",
+        "compiles a graph; torch.compile around it costs 40 us a call more",
+        "torch.compiler.compile of a graph, should it come",
+    ),
+    Name(
+        "torch._dynamo.backends.registry.lookup_backend",
+        "capture/backends.py",
+        "a backend by its name, as torch.compile takes it",
+        "a public look-up beside torch.compiler.list_backends",
+    ),
+    Name(
+        "torch._C._dynamo.guards.*",
+        "capture/form.py",
+        "compares the sizes of many tensors at a third of what it costs in Python",
+        "nothing: the comparison in Python is there, and is used where this is not",
+    ),
+]
+
+# Attributes of optimizers, also where they are reached by ``self``.
+OF_OPTIMIZERS = {
+    name
+    for module in (optimizer, lr_scheduler)
+    for name in re.findall(r"\b(?:self|optimizer|opt)\.(_[a-z]\w+)", inspect.getsource(module))
+}
+OTHERS = {"_replace", "_last"}  # of named tuples; and an ending of names of our own
+
+
+def dotted(node: ast.AST, known: dict[str, str]) -> str:
+    """The path of a name or attribute of torch; empty for others. ``known`` are the imported names."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([known[node.id], *reversed(parts)]) if isinstance(node, ast.Name) and node.id in known else ""
+
+
+def imported(tree: ast.AST) -> dict[str, str]:
+    """What a module imports of torch: the path of each name."""
+    known: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            known |= {a.asname or "torch": a.name if a.asname else "torch" for a in node.names if is_torch(a.name)}
+        elif isinstance(node, ast.ImportFrom) and not node.level and is_torch(node.module):
+            known |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    return known
+
+
+def of_torch(tree: ast.AST) -> set[str]:
+    """All names of torch that a module uses, as paths."""
+    known = imported(tree)
+    found = {path for path in known.values() if path != "torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            found.add(dotted(node, known))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            text = node.args[1]
+            if (path := dotted(node.args[0], known)) and isinstance(text, ast.Constant):
+                found.add(f"{path}.{text.value}")
+    return {path for path in found if path and not any(other.startswith(f"{path}.") for other in found)}
+
+
+def is_torch(module: str | None) -> bool:
+    return module is not None and module.split(".")[0] == "torch"
+
+
+def is_private(path: str) -> bool:
+    return any(re.match(r"_(?!_)", part) or part == "experimental" for part in path.split("."))
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """The private names of others that a module uses."""
+    own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    own |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    stored = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    own |= {node.attr for node in stored}
+    own -= OF_OPTIMIZERS
+    inner = {
+        id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values[1:]
+    }  # a text that goes on
+    known = imported(tree)
+    found = {path for path in of_torch(tree) if is_private(path)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.match(r"_(?!_)", node.attr) and not dotted(node, known):
+            at_home = ast.unparse(node.value) in ("self", "cls", "super()") and node.attr not in OF_OPTIMIZERS
+            if not at_home and node.attr not in own | OTHERS:
+                found.add(f".{node.attr}")
+        elif isinstance(node, ast.Constant) and isinstance(text := node.value, str) and id(node) not in inner:
+            private = re.fullmatch(r"_[a-z]\w+", text) and text not in own | OTHERS
+            found |= {f'"{text}"'} if private else set()
+    return found
+
+
+def entry_of(name: str, file: str) -> Name | None:
+    """The row of the table for a name in a file."""
+    return next((row for row in NAMES if file in row.files.split() and fnmatchcase(name, row.name)), None)
