@@ -66,6 +66,7 @@ class DataForm:
         like: the form.
         readers: read the losses with such data.
         compiled: the graphs, one for each way in which the losses read.
+        arguments: such as those of the losses, by role, if they are known and draws do not matter to anybody else.
         met: the last way that was met without having a graph.
     """
 
@@ -73,6 +74,7 @@ class DataForm:
         self.like, self.readers = Like(data), Readers()
         self.compiled: list[CompiledStep] = []
         self.met: Any = None
+        self.arguments: dict[str, tuple[Any, ...]] | None = None
 
     def compiled_for(self, key: Any, state: Any, numbers: Mapping[str, Any]) -> CompiledStep | None:
         """The graph for losses that read so, in an optimizer with this state; one that does not fit any more goes."""

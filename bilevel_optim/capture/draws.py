@@ -567,38 +567,40 @@ class Batches:
     def __init__(self, like: Like) -> None:
         self._like = like
         self._memory: Any = None
-        self._known: dict[int | str, tuple[Any, list[Tensor]]] = {}
+        self._known: dict[int | str, list[Tensor]] = {}
 
     def take(self, objective: Objective, times: int) -> list[list[Tensor]]:
         """The tensors of the next batches, up to the first of another form."""
         return _tensors_of_each(self._like, objective.take(times))
 
-    def all_terms(self, objective: FiniteSum, times: int) -> list[list[Tensor]]:
-        """The tensors of all terms, so many times."""
-        ((terms, _),) = self._kept(objective, [ALL])
-        return _tensors_of_each(self._like, [terms]) * times
+    def terms(self, objective: FiniteSum, which: Iterable[int | str]) -> list[list[Tensor]]:
+        """The tensors of terms, each with its index and weight, or of all terms, up to the first of another form.
 
-    def terms(self, objective: FiniteSum, indices: Sequence[int]) -> list[list[Tensor]]:
-        """The tensors of terms, each with its index and weight, up to the first of another form."""
-        terms = self._kept(objective, indices)
-        found = _tensors_of_each(self._like, [batch for batch, _ in terms])
-        return [[*tensors, *own] for tensors, (_, own) in zip(found, terms, strict=False)]
-
-    def _kept(self, objective: FiniteSum, indices: Sequence[int | str]) -> list[tuple[Any, list[Tensor]]]:
-        """Batches with the tensors of index and weight: made once, as long as the data are the same memory."""
-        known, data = self._known, objective.data
+        They are made once, as long as the data are the same memory.
+        """
+        data = objective.data
         tensors = [] if isinstance(data, list) else Data.of(data).tensors
-        memory = data if not tensors else [(t.data_ptr(), t.size(), t.stride(), t.dtype) for t in tensors]
-        if not tensors or memory != self._memory or len(known) > KEPT:
-            known.clear()
+        memory = [(t.data_ptr(), t.size(), t.stride(), t.dtype) for t in tensors]
+        if not memory or memory != self._memory:
+            self._known.clear()
             self._memory = memory
-        for i in {*indices}.difference(known):
-            if isinstance(i, str):
-                known[i] = *_all_drawn(objective.samples()).data, []
-            else:
-                (batch,), *numbers = _drawn(objective.term(i))
-                known[i] = batch, [number for number in numbers if number is not None]
-        return [known[i] for i in indices]
+        found = []
+        for i in which:
+            term = self._known.get(i) or self._term(objective, i)
+            if not term:
+                break
+            found.append(term)
+        return found
+
+    def _term(self, objective: FiniteSum, i: int | str) -> list[Tensor]:
+        arguments, *numbers = _all_drawn(objective.samples()) if isinstance(i, str) else _drawn(objective.term(i))
+        tensors = self._like.tensors_of(arguments)
+        if tensors is None:
+            return []
+        found = [*tensors, *(number for number in numbers if number is not None)]
+        if len(self._known) < KEPT:
+            self._known[i] = found
+        return found
 
 
 KEPT = 2**12  # terms of a finite sum
@@ -659,12 +661,12 @@ def draw_ahead(
         ends[source] = [*accumulate((patterns[key][1][source] for key in keys), initial=0)]
         batches[source] = [[]] * ends[source][-1]
         if objective.data is not None:
-            if not isinstance(objective, FiniteSum):
-                batches[source] = known[source].take(objective, ends[source][-1])
-            elif columns := [numbers[i] for i, _ in draws.terms(sources) if draws[i].source == source]:
-                batches[source] = known[source].terms(objective, torch.stack(columns, 1).flatten().tolist())
+            if isinstance(objective, FiniteSum):
+                columns = [numbers[i].tolist() for i, _ in draws.terms(sources) if draws[i].source == source]
+                which = chain.from_iterable(zip(*columns, strict=True)) if columns else [ALL] * ends[source][-1]
+                batches[source] = known[source].terms(objective, which)
             else:
-                batches[source] = known[source].all_terms(objective, ends[source][-1])
+                batches[source] = known[source].take(objective, ends[source][-1])
             steps = min(steps, bisect_right(ends[source], len(batches[source])) - 1)
     own = [[*column.unbind()] for column in inputs.values()]
     found = []

@@ -110,12 +110,20 @@ class Captured(NamedTuple):
 
 
 class Link(NamedTuple):
-    """Steps with one graph, which others may follow before anything is written; ``first`` is the first of them."""
+    """Steps with one graph, which others may follow before anything is written; ``arguments`` of their losses."""
 
-    first: Drawing
+    sources: Sources
+    entry: CacheEntry
     form: DataForm
+    arguments: dict[str, tuple[Any, ...]]
     readings: Readings
     compiled: CompiledStep
+
+    @property
+    def draws(self) -> Draws:
+        """What each of the steps draws."""
+        assert self.entry.draws is not None
+        return self.entry.draws
 
 
 class Segment(NamedTuple):
@@ -130,6 +138,16 @@ class Segment(NamedTuple):
         """Whether the data are still what they were when they were drawn."""
         tensors = [*chain.from_iterable(self.data)]
         return self.versions == versions_of(tensors) and self.link.form.like.has_form(tensors, len(self.data))
+
+
+class Made(NamedTuple):
+    """What a segment gave: losses, flags, the last graph and what it gave; ``follow`` makes its steps with data."""
+
+    segment: Segment
+    follow: Callable[[Sequence[Sequence[Tensor]]], tuple[Tensor, Tensor, tuple[CompiledStep, Sequence[Tensor]]]]
+    losses: Tensor
+    flags: Tensor
+    ends: tuple[CompiledStep, Sequence[Tensor]]
 
 
 class CapturedSteps:
@@ -323,18 +341,21 @@ class CapturedSteps:
         return found
 
     def _read(self, drawing: Drawing) -> tuple[DataForm, Readings]:
-        """The form of the data, and the losses as they are now."""
-        if drawing.read is not None:
-            return drawing.read
-        sources, optimizer = drawing.sources, self.optimizer
+        """The form of the data, and the losses as they were when the step was drawn."""
+        if drawing.read is None:
+            form = drawing.entry.form(drawing.data)
+            drawing.read = form, self._readings(drawing.sources, form, drawing.arguments())
+        return drawing.read
+
+    def _readings(self, sources: Sources, form: DataForm, arguments: Mapping[str, tuple[Any, ...]]) -> Readings:
+        """The losses as they are now."""
+        optimizer, functions = self.optimizer, self._functions(sources)
         x, y = optimizer.parameters("upper"), optimizer.parameters("lower")
         row = sources.tasks is not None and optimizer.declared.tasks == "rows"
-        form, functions, arguments = drawing.entry.form(drawing.data), self._functions(sources), drawing.arguments()
         if "projection" in functions:
-            arguments["projection"] = ([t.detach()[0] if row else t.detach() for t in y],)
+            arguments = {**arguments, "projection": ([t.detach()[0] if row else t.detach() for t in y],)}
         with optimizer.run_state.buffers.unnoted():  # or a loss would read a hook of the first step
-            drawing.read = form, form.readers.read(x, y, functions, arguments, row=row)
-        return drawing.read
+            return form.readers.read(x, y, functions, arguments, row=row)
 
     def _made(
         self, drawing: Drawing, form: DataForm, readings: Readings, oracle: Oracle, given: StepInputs
@@ -499,16 +520,13 @@ class CapturedSteps:
             if entry is None or not entry.draws or self._why_eager(entry, sources):
                 return [self._step(sources, True).reshape(1)]
             made.append(entry.draws)
-            first = self._draw(sources, entry)
-            link = self._link(first)
-            if link is None:
-                return [self._drawn(first).reshape(1)]
-            segments, last = self._segments(link, most)
-            if not sources.are_lists and any(
-                self._changed(link) for link in {id(s.link): s.link for s in segments}.values()
-            ):
+            segments, last = self._segments(sources, entry, most)
+            if not segments:
+                assert last is not None
+                return [self._drawn(last).reshape(1)]
+            if not sources.are_lists and not self._hold(segments):
                 raise _Unsteady
-            made[:] = [segment.link.first.draws for segment in segments for _ in segment.data]
+            made[:] = [segment.link.draws for segment in segments for _ in segment.data]
             losses = self._linked(segments)
             if len(losses) < len(made):
                 self._return_to(sources, start)
@@ -520,6 +538,52 @@ class CapturedSteps:
             self._draw_again(sources, made[: optimizer.run_state.steps - before])
             raise
 
+    def _segments(self, sources: Sources, entry: CacheEntry, most: int) -> tuple[list[Segment], Drawing | None]:
+        """Steps that follow each other, the first of which is such a one; and one that is drawn and is none of them."""
+        links, segments = list[tuple[Any, Link]](), list[Segment]()
+        for key, alike in groupby(self._keys(sources, min(most, CHECKED_EVERY))):
+            steps, drawn = len([*alike]), None
+            link = next((link for known, link in links if known == key), None)
+            if link is None:
+                if segments:
+                    found = None if key is None else self.cache.entry(self._guard(sources, True, key))
+                    if found is None or not found.draws or self._why_eager(found, sources):
+                        break
+                    entry = found
+                link, drawn = self._link(sources, entry)
+                if link is None or (links and not link.compiled.may_follow(links[0][1].compiled)):
+                    return segments, drawn or self._draw(sources, entry)
+                links.append((key, link))
+            if not link.compiled.unwatched:
+                break
+            segment, last = self._following(link, drawn, min(steps, link.compiled.unwatched))
+            if segment.data:
+                segments.append(segment)
+            if len(segment.data) < steps:
+                return segments, last
+        return segments, None
+
+    def _link(self, sources: Sources, entry: CacheEntry) -> tuple[Link | None, Drawing | None]:
+        """The graph of the next step, if others may follow it before anything is written; and the step, if drawn."""
+        optimizer, drawn = self.optimizer, None
+        form = next((form for form in entry.forms if form.arguments is not None), None) if sources.are_lists else None
+        try:
+            if form is None or form.arguments is None:
+                drawn = self._draw(sources, entry)
+                form, readings = self._read(drawn)
+                arguments = drawn.arguments()
+            else:
+                arguments = form.arguments
+                readings = self._readings(sources, form, arguments)
+        except Untraceable:
+            return None, drawn
+        compiled = form.compiled_for(readings.key, optimizer.state, optimizer.numbers)
+        if compiled is None or not compiled.unwatched or not compiled.chains or optimizer.declared.host_update:
+            return None, drawn
+        if sources.are_lists and compiled.batches is not None:
+            form.arguments = arguments
+        return Link(sources, entry, form, arguments, readings, compiled), drawn
+
     def _draw(self, sources: Sources, entry: CacheEntry) -> Drawing:
         """The next step, which is like others."""
         assert entry.draws is not None
@@ -527,57 +591,18 @@ class CapturedSteps:
         drawn = entry.draws.make(sources, self.optimizer.generator, inputs)
         return Drawing(sources, True, entry, inputs, entry.draws, drawn)
 
-    def _link(self, drawing: Drawing) -> Link | None:
-        """The graph of a step, if others may follow it before anything is written."""
-        optimizer = self.optimizer
-        try:
-            form, readings = self._read(drawing)
-        except Untraceable:
-            return None
-        compiled = form.compiled_for(readings.key, optimizer.state, optimizer.numbers)
-        if compiled is None or not compiled.unwatched or not compiled.chains or optimizer.declared.host_update:
-            return None
-        return Link(drawing, form, readings, compiled)
-
-    def _segments(self, first: Link, most: int) -> tuple[list[Segment], Drawing | None]:
-        """Steps that follow each other, from the first on; and one that has been drawn and is none of them."""
-        sources, links, segments = first.first.sources, list[tuple[Any, Link]](), list[Segment]()
-        last: Drawing | None = None
-        for key, alike in groupby(self._keys(sources, min(most, CHECKED_EVERY))):
-            steps = len([*alike])
-            link = next((link for known, link in links if known == key), None)
-            drawn: Drawing | None = None
-            if link is None:
-                if segments:
-                    entry = None if key is None else self.cache.entry(self._guard(sources, True, key))
-                    if entry is None or not entry.draws or self._why_eager(entry, sources):
-                        break
-                    drawn = self._draw(sources, entry)
-                    link = self._link(drawn)
-                else:
-                    drawn, link = first.first, first
-                if link is None or not link.compiled.may_follow(first.compiled):
-                    last = drawn
-                    break
-                links.append((key, link))
-            if not link.compiled.unwatched:
-                break
-            segment, last = self._following(link, drawn, min(steps, link.compiled.unwatched))
-            segments.append(segment)
-            if last is not None or len(segment.data) < steps:
-                break
-        return segments, last
-
     def _following(self, link: Link, drawn: Drawing | None, steps: int) -> tuple[Segment, Drawing | None]:
         """So many steps, the first of which may have been drawn; and one that has been and is none of them."""
-        sources, compiled = link.first.sources, link.compiled
+        sources, compiled, last = link.sources, link.compiled, None
         found: list[Sequence[Tensor]] = [] if drawn is None else [drawn.data.tensors]
-        versions, last = [] if drawn is None else versions_of(found[0]), None
+        versions = [] if drawn is None else versions_of(found[0])
         if sources.are_lists and compiled.batches is not None:
             found += self._ahead(link, steps - len(found))
+            if not found:
+                last = self._draw(sources, link.entry)
         else:
             while len(found) < steps:
-                drawing = self._draw(sources, link.first.entry)
+                drawing = self._draw(sources, link.entry)
                 if not link.form.like.fits(drawing.data):
                     last = drawing
                     break
@@ -588,7 +613,7 @@ class CapturedSteps:
 
     def _ahead(self, link: Link, steps: int) -> list[list[Tensor]]:
         """Data of the next steps from lists, as far as these have the form that the graph was made for."""
-        optimizer, draws, sources = self.optimizer, link.first.draws, link.first.sources
+        optimizer, draws, sources = self.optimizer, link.draws, link.sources
         wanted: list[Any] = [(name, count, optimizer.generator) for name, count in optimizer.random_inputs().items()]
         wanted += [(i, objective.terms, objective.generator) for i, objective in draws.terms(sources)]
         assert link.compiled.batches is not None
@@ -611,9 +636,9 @@ class CapturedSteps:
 
     def _changed(self, link: Link) -> bool:
         """Whether a loss reads something else than before the data were drawn."""
-        readings, link.first.read = link.readings, None
+        readings = link.readings
         try:
-            now = self._read(link.first)[1]
+            now = self._readings(link.sources, link.form, link.arguments)
         except Untraceable:
             return True
         return now.key != readings.key or not all(
@@ -624,39 +649,40 @@ class CapturedSteps:
 
     def _linked(self, segments: Sequence[Segment]) -> Tensor:
         """The losses of captured steps that follow each other, of those before the first that failed."""
-        found: list[Tensor] = []
-        made: list[tuple[CompiledStep, int]] = []
-        last: tuple[CompiledStep, Sequence[Tensor]] | None = None
+        made: list[Made] = []
         with torch.no_grad():
-            for link, data, _ in segments:
-                compiled = link.compiled
-                start, rates = self._arguments(compiled, link.readings)
-                if last is not None:
-                    start = compiled.after(*last, start)
-                many = compiled.several(self.cache.settings.unroll, start, rates, data)
-                losses, flags, ends = compiled.follow(many, start, rates, data)
-                sound = len(data) if not self.optimizer.check_finite else self._sound(compiled, flags)
-                if 0 < sound < len(data):  # nothing has been written: make the sound ones again
-                    losses, _, ends = compiled.follow(many, start, rates, data[:sound])
-                if sound:
-                    found.append(losses)
-                    made.append((compiled, sound))
-                    last, readings = ends, link.readings
-                if sound < len(data):
-                    break
-            if last is None:
-                return losses[:0]
-            make(self._writes(last[0], readings, last[1], found[-1][-1], made))
-        return torch.cat(found)
+            for segment in segments:
+                compiled = segment.link.compiled
+                start, rates = self._arguments(compiled, segment.link.readings)
+                if made:
+                    start = compiled.after(*made[-1].ends, start)
+                many = compiled.several(self.cache.settings.unroll, start, rates, segment.data)
+                follow = partial(compiled.follow, many, start, rates)
+                made.append(Made(segment, follow, *follow(segment.data)))
+            losses = torch.cat([each.losses for each in made])
+            if self.optimizer.check_finite and bool(torch.cat([each.flags.flatten() for each in made]).any()):
+                made = self._sound(made)
+                losses = losses[: sum(len(each.losses) for each in made)]
+            if made:
+                (compiled, outputs), link = made[-1].ends, made[-1].segment.link
+                counted = [(each.segment.link.compiled, len(each.losses)) for each in made]
+                make(self._writes(compiled, link.readings, outputs, losses[-1], counted))
+        return losses
 
-    def _sound(self, compiled: CompiledStep, flags: Tensor) -> int:
-        """How many steps passed before the first one with a flag that matters."""
-        if not bool(flags.any()):
-            return len(flags)
-        known = self.optimizer.run_state.warned - {self.optimizer.reacts_to(self.optimizer.numbers)}
-        matters = [True] + [key not in known for key in compiled.step.alerts]
-        failed = (flags & flags.new_tensor(matters)).any(1).tolist()
-        return failed.index(True) if any(failed) else len(flags)
+    def _sound(self, made: Sequence[Made]) -> list[Made]:
+        """What came before the first step with a flag that matters: nothing of it has been written."""
+        optimizer, found = self.optimizer, list[Made]()
+        known = optimizer.run_state.warned - {optimizer.reacts_to(optimizer.numbers)}
+        for each in made:
+            matters = [True] + [key not in known for key in each.segment.link.compiled.step.alerts]
+            failed = (each.flags & each.flags.new_tensor(matters)).any(1).tolist()
+            if True not in failed:
+                found.append(each)
+                continue
+            if sound := failed.index(True):
+                found.append(Made(each.segment, each.follow, *each.follow(each.segment.data[:sound])))
+            break
+        return found
 
     # ------------------------------------------------------------------------------------------------ places
 

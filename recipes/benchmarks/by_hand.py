@@ -13,11 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from bilevel_optim.kernels.counter import mixed, units
 
+from ..problems.shapes import BATCHES
+
 __all__ = ["ALGORITHMS", "LR", "RATE", "TORCH", "Api", "Recipe", "compiled", "drawn"]
 
+TERMS = BATCHES  # of each finite sum
 LR, RATE, NU, MU, DIRECTIONS, BETA = 1e-3, 0.1, 0.1, 1e-2, 8, 0.1
 Vec = tuple[Any, ...]
 Draw = Callable[[str, Any], Any]
@@ -32,6 +36,9 @@ class Api:
         grad, vjp, vmap: the transformations.
         times: ``times(n, body, start)``, with ``body(k, value)``.
         stack: tuples of arrays, along a new first dimension.
+        each: ``each(n, body)``: the results of ``body(k)`` along a new first dimension, vectors by vectors.
+        either: ``either(on, first, second)``: the result of one of two functions without arguments.
+        put: ``put(table, k, row)``: the table with another row.
         random: ``random(state, n)``: a number from 0, ..., n - 1, and the state after it.
     """
 
@@ -40,6 +47,9 @@ class Api:
     vmap: Callable[..., Any]
     times: Callable[[Any, Callable[[Any, Any], Any], Any], Any]
     stack: Callable[[list[Any]], Any]
+    each: Callable[[int, Callable[[Any], Any]], Any]
+    either: Callable[[Any, Callable[[], Any], Callable[[], Any]], Any]
+    put: Callable[[Any, Any, Any], Any]
     random: Callable[[Any, int], tuple[Any, Any]] | None = None
 
 
@@ -49,7 +59,21 @@ def _times(n: int, body: Callable[[int, Any], Any], start: Any) -> Any:
     return start
 
 
-TORCH = Api(torch.func.grad, torch.func.vjp, torch.func.vmap, _times, torch.stack)
+def _each(n: int, body: Callable[[int], Any]) -> Any:
+    leaves, structures = zip(*(tree_flatten(body(k)) for k in range(n)), strict=True)
+    return tree_unflatten([torch.stack(column) for column in zip(*leaves, strict=True)], structures[0])
+
+
+TORCH = Api(
+    torch.func.grad,
+    torch.func.vjp,
+    torch.func.vmap,
+    _times,
+    torch.stack,
+    _each,
+    lambda on, first, second: first() if on else second(),
+    lambda table, k, row: table.index_copy(0, torch.as_tensor([k]), row.unsqueeze(0)),
+)
 
 
 class Oracles:
@@ -85,6 +109,16 @@ class Oracles:
 def plus(a: Vec, b: Vec, factor: Any = 1.0) -> Vec:
     """The vector a + factor b."""
     return tuple(p + factor * q for p, q in zip(a, b, strict=True))
+
+
+def dot(a: Vec, b: Vec) -> Any:
+    """The inner product."""
+    return sum((p * q).sum() for p, q in zip(a, b, strict=True))
+
+
+def mean(rows: Any) -> Vec:
+    """Of vectors along their first dimension."""
+    return tuple(t.mean(0) for t in rows)
 
 
 @dataclass(frozen=True)
@@ -236,6 +270,100 @@ def aid(o: Oracles, T: int) -> Any:
     return _nothing, step
 
 
+def ba(o: Oracles, T: int) -> Any:
+    """Lower steps from the first y, which is the state, then conjugate gradients from zero."""
+
+    def start(x: Vec, y: Vec, draw: Draw) -> Any:
+        return y
+
+    def step(x: Vec, y: Vec, state: Any, draw: Draw) -> Any:
+        y, zeta = o.descended(x, state, draw, T), draw("lower", T)
+        direct, b = o.upper(x, y, draw("upper", 0))
+
+        def body(k: Any, at: Any) -> Any:
+            v, r, p = at
+            product = o.hvp(x, y, zeta, p)
+            alpha = dot(r, r) / dot(p, product)
+            new = plus(r, product, -alpha)
+            return plus(v, p, alpha), new, plus(new, p, dot(new, new) / dot(r, r))
+
+        v, _, _ = o.api.times(T, body, (tuple(0 * t for t in b), b, b))
+        return plus(x, plus(direct, o.cross(x, y, zeta, v), -1), -LR), y, state
+
+    return start, step
+
+
+def srba(o: Oracles, T: int) -> Any:
+    """SARAH's recursion of the three directions; the state is v, these, the last point, and the number of the step."""
+    assert o.api.random is not None
+    random = o.api.random
+
+    def directions(point: Any, zeta: Any, xi: Any) -> Any:
+        x, y, v = point
+        direct, b = o.upper(x, y, xi)
+        cross, product = o.products(x, y, zeta, v)
+        return o.lower(x, y, zeta), plus(product, b, -1), plus(direct, cross, -1)
+
+    def full(point: Any, draw: Draw) -> Any:
+        found = o.api.each(TERMS, lambda k: directions(point, draw("lower", k), draw("upper", k)))
+        return tuple(map(mean, found))
+
+    def start(x: Vec, y: Vec, draw: Draw) -> Any:
+        b = mean(o.api.each(TERMS, lambda k: o.upper(x, y, draw("upper", k))[1]))
+        point = x, y, plus(tuple(0 * t for t in y), b, RATE)
+        return point[2], full(point, draw), point, 0
+
+    def step(x: Vec, y: Vec, state: Any, draw: Draw) -> Any:
+        numbers, (v, d, last, k) = state
+        point = x, y, v
+
+        def recursive() -> Any:
+            i, after = random(numbers, TERMS)
+            j, after = random(after, TERMS)
+            now, then = (directions(at, draw("lower", i), draw("upper", j)) for at in (point, last))
+            return tuple(plus(a, plus(b, c, -1)) for a, b, c in zip(d, now, then, strict=True)), after
+
+        d, numbers = o.api.either(k % TERMS == 0, lambda: (full(point, draw), numbers), recursive)
+        new = plus(v, d[1], -RATE), d, point, k + 1
+        return plus(x, d[2], -LR), plus(y, d[0], -RATE), (numbers, new)
+
+    return start, step
+
+
+def saba(o: Oracles, T: int) -> Any:
+    """SAGA's corrections of the terms of both losses; the state is v, the last values of all terms, and their means."""
+    assert o.api.random is not None
+    random = o.api.random
+
+    def lower(x: Vec, y: Vec, v: Vec, zeta: Any) -> Any:
+        return o.lower(x, y, zeta), *o.products(x, y, zeta, v)
+
+    def start(x: Vec, y: Vec, draw: Draw) -> Any:
+        upper = o.api.each(TERMS, lambda k: o.upper(x, y, draw("upper", k)))
+        v = plus(tuple(0 * t for t in y), mean(upper[1]), RATE)
+        tables = (*upper, *o.api.each(TERMS, lambda k: lower(x, y, v, draw("lower", k))))
+        return v, tables, tuple(map(mean, tables))
+
+    def step(x: Vec, y: Vec, state: Any, draw: Draw) -> Any:
+        numbers, (v, tables, means) = state
+        j, numbers = random(numbers, TERMS)
+        i, numbers = random(numbers, TERMS)
+        rows = j, j, i, i, i
+        new = (*o.upper(x, y, draw("upper", j)), *lower(x, y, v, draw("lower", i)))
+        kept = [tuple(t[k] for t in table) for table, k in zip(tables, rows, strict=True)]
+        changes = [plus(a, b, -1) for a, b in zip(new, kept, strict=True)]
+        direct, b, slope, cross, product = (plus(m, c) for m, c in zip(means, changes, strict=True))
+        tables = tuple(
+            tuple(o.api.put(t, k, row) for t, row in zip(table, own, strict=True))
+            for table, k, own in zip(tables, rows, new, strict=True)
+        )
+        means = tuple(plus(m, c, 1 / TERMS) for m, c in zip(means, changes, strict=True))
+        after = plus(v, plus(product, b, -1), -RATE), tables, means
+        return plus(x, plus(direct, cross, -1), -LR), plus(y, slope, -RATE), (numbers, after)
+
+    return start, step
+
+
 def itd(o: Oracles, T: int) -> Any:
     """Backpropagation through the lower steps."""
 
@@ -310,9 +438,12 @@ ALGORITHMS = {
     "mrbo": Recipe(mrbo, lambda T: (1, T + 2)),
     "amigo": Recipe(amigo, lambda T: (1, 2 * T + 1)),
     "aid-neumann": Recipe(aid, lambda T: (1, T + 1)),
+    "ba": Recipe(ba, lambda T: (1, T + 1)),
     "itd": Recipe(itd, lambda T: (1, T)),
     "f2sa": Recipe(f2sa, lambda T: (T + 1, T + 1)),
     "pzobo": Recipe(pzobo, lambda T: (1, T), seeded=True),
+    "srba": Recipe(srba, lambda T: (0, 0), random=True),
+    "saba": Recipe(saba, lambda T: (0, 0), random=True),
     "bsa": Recipe(bsa, lambda T: (1, 2 * T), random=True),
     "ttsa": Recipe(lambda o, T: bsa(o, T, 1), lambda T: (1, T + 1), random=True),
     "sustain": Recipe(lambda o, T: mrbo(o, T, randomised=True), lambda T: (1, T + 1), random=True),

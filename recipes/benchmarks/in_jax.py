@@ -13,7 +13,7 @@ from .by_hand import ALGORITHMS, Api, Oracles
 
 __all__ = ["LOSSES", "METHODS", "loop"]
 
-METHODS = ("soba", "stocbio", "mrbo", "amigo", "fsla", "ttsa", "sustain", "bsa")
+METHODS = ("soba", "stocbio", "mrbo", "amigo", "fsla", "ttsa", "sustain", "bsa", "ba", "srba", "saba")
 
 
 def _losses(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -65,7 +65,15 @@ def loop(problem: str, method: str, shape: Shape, steps: int) -> tuple[Callable[
         for level, batches in zip(("upper", "lower"), shape.batches, strict=True)
     }
     api = Api(
-        jax.grad, jax.vjp, jax.vmap, lambda n, body, start: jax.lax.fori_loop(0, n, body, start), jnp.stack, random
+        jax.grad,
+        jax.vjp,
+        jax.vmap,
+        lambda n, body, start: jax.lax.fori_loop(0, n, body, start),
+        jnp.stack,
+        lambda n, body: jax.vmap(body)(jnp.arange(n)),
+        jax.lax.cond,
+        lambda table, k, row: table.at[k].set(row),
+        random,
     )
     recipe, count = ALGORITHMS[method], len(shape.batches[0])
     start, step = recipe.make(Oracles(api, *_losses(problem)), shape.steps)

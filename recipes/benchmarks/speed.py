@@ -66,6 +66,7 @@ Advance = Callable[[], object]
 OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "aid-neumann": (bo.AID, {"linear_solver": "neumann"}),
     "anil": (bo.ANIL, {}),
+    "ba": (bo.BA, {"lower_steps": 10, "linear_steps": 10, "growth": 0.0}),
     "dl-sgd": (bo.DLSGD, {"levels": 2, "neumann_steps": 3, "neumann": "cg"}),
     "es-maml": (bo.ESMAML, {}),
     "f2sa": (bo.F2SA, {"order": 2, "normalize": False, "nu": NU, "stencil": "central"}),
