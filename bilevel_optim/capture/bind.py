@@ -14,12 +14,12 @@ from ..optimizer.state import SOLVER, TABLE
 from ..problem.random import kept
 from ..problem.tracing import Untraceable
 from ..problem.vector import Vector
-from .draws import Like
+from .draws import Batches
 from .small_cpu import TURNS
 from .step_graph import StepGraph
 from .trace import LONGEST
 
-__all__ = ["CompiledStep", "Slot", "difference"]
+__all__ = ["CompiledStep", "Slot", "difference", "shaken"]
 
 
 class CompiledStep:
@@ -31,7 +31,7 @@ class CompiledStep:
         x: the live upper parameters.
         y: the live lower parameters.
         key: which functions it evaluates. Default: None.
-        batches: what those of each loss have in common, if they have. Default: None.
+        batches: of each loss, if they are alike. Default: None.
 
     Attributes:
         uses: how often the graph has been used.
@@ -47,7 +47,7 @@ class CompiledStep:
         x: Sequence[Tensor],
         y: Sequence[Tensor],
         key: Any = None,
-        batches: Mapping[str, Like] | None = None,
+        batches: Mapping[str, Batches] | None = None,
     ) -> None:
         self.key, self.batches = key, batches
         self.step, self.x, self.y, self.uses, self.device = step, list(x), list(y), 0, y[0].device
@@ -81,26 +81,24 @@ class CompiledStep:
                     self.results.append(((entries, SOLVER + name), value))
         self.numbers: dict[str, int] = out["numbers"]  # tensors among the plain numbers, and which output they are
         self._numbers: dict[str, Tensor] = step.arguments["numbers"]
-        known_places = {(id(entries), name) for entries, name in self.reads}
-        settled = self.numbers.keys() <= self._numbers.keys()
-        if not settled or any((id(entries), name) not in known_places for (entries, name), _ in self.results):
-            raise Untraceable("what a step remembers has not settled")
-        order = {place: k for k, place in enumerate((id(entries), name) for entries, name in self.reads)}
-        ahead = [len(self.x) + len(self.y) + order[id(entries), name] for (entries, name), _ in self.results]
-        # What a step leaves behind, as arguments of the next one: place among the arguments, and which output.
-        self.next = list(zip(ahead, (i for _, i in self.results), strict=True))
-        first = len(self.x) + len(self.y) + len(self.reads)
-        self.next += [(first + k, self.numbers[n]) for k, n in enumerate(self._numbers) if n in self.numbers]
-        start = first + len(self._numbers)
         self._written: list[tuple[str, int, int]] = []  # buffers that a step writes into: role, number, and output
-        for role, tensors in step.arguments["reads"].items():
-            self.next += [(start + i, slot) for i, slot in out["reads"].get(role, {}).items()]
-            self._written += [(role, i, slot) for i, slot in out["reads"].get(role, {}).items()]
-            start += len(tensors)
+        for role, found in out["reads"].items():
+            self._written += [(role, i, slot) for i, slot in found.items()]
+        # All values of a step by name: which argument they are; and what it leaves behind: which output that is.
+        names: list[tuple[Any, Any]] = [("x", i) for i in range(len(self.x))] + [("y", i) for i in range(len(self.y))]
+        names += [(id(entries), name) for entries, name in self.reads] + [("number", name) for name in self._numbers]
+        names += [(role, i) for role, tensors in step.arguments["reads"].items() for i in range(len(tensors))]
+        self.place = {name: k for k, name in enumerate(names)}
         moved = out.get("x") or ()
-        self.next += list(enumerate(moved))
-        self.next += [(len(self.x) + k, i) for k, i in enumerate(out["lower"] or ())]
-        self.next += [(len(self.x) + k, i) for k, i in enumerate(out.get("x_lower") or ())]  # y moves along with x
+        self.left: dict[tuple[Any, Any], int] = {(id(entries), name): i for (entries, name), i in self.results}
+        self.left |= {("number", name): i for name, i in self.numbers.items()}
+        self.left |= {(role, i): slot for role, i, slot in self._written}
+        self.left |= {("x", k): i for k, i in enumerate(moved)}
+        self.left |= {("y", k): i for k, i in enumerate(out["lower"] or ())}
+        self.left |= {("y", k): i for k, i in enumerate(out.get("x_lower") or ())}  # y moves along with x
+        if not self.left.keys() <= self.place.keys():
+            raise Untraceable("what a step remembers has not settled")
+        self.next = [(self.place[name], i) for name, i in self.left.items()]
 
         y_ends = out.get("x_lower") or out["lower"] or ()
         self._moved = [*zip([*self.x, *self.y] if moved else self.y, (*moved, *y_ends), strict=bool(y_ends))]
@@ -146,6 +144,18 @@ class CompiledStep:
         new = list(arguments)
         for k, i in self.next:
             new[k] = outputs[i]
+        return new
+
+    def may_follow(self, before: CompiledStep) -> bool:
+        """Whether the values of a step are those that one with another graph leaves behind, and nothing else."""
+        constants = self._written or before._written or self.step.numbers or before.step.numbers
+        return before is self or (self.left.keys() == before.left.keys() and not constants)
+
+    def after(self, before: CompiledStep, outputs: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[Tensor]:
+        """The values of a step after one with another graph; ``arguments`` are those that it would have without."""
+        new = list(arguments)
+        for name, i in before.left.items():
+            new[self.place[name]] = outputs[i]
         return new
 
     def run(self, arguments: Sequence[Tensor], rates: Sequence[Tensor], data: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -276,9 +286,17 @@ Place = tuple[dict[str, Any], str]
 
 
 def difference(
-    compiled: CompiledStep, outputs: Sequence[Tensor], estimate: Estimate, update: Any, divisor: float
+    compiled: CompiledStep,
+    outputs: Sequence[Tensor],
+    estimate: Estimate,
+    update: Any,
+    divisor: float,
+    shaken: Sequence[Tensor] | None = None,
 ) -> str | None:
-    """What of a captured step differs from the eager one by more than rounding, which the hypergradient divides."""
+    """What of a captured step differs from the eager one by more than rounding, which the hypergradient divides.
+
+    ``shaken`` is what the graph gives for arguments that are rounded otherwise, if that is known.
+    """
     out = compiled.out
     pairs: list[tuple[str, Sequence[Tensor], Sequence[Slot], Sequence[Tensor] | None, float]] = [
         ("the loss", [estimate.loss], [out["loss"]], None, 1.0),
@@ -293,12 +311,14 @@ def difference(
         if update.lower is not None:
             pairs.append(("y", update.lower, out["x_lower"], compiled.y, divisor))
     for name, right, slots, base, part in pairs:
-        if not _close(right, [outputs[i] for i in slots], base, part):
+        others = None if shaken is None else [shaken[i] for i in slots]
+        if not _close(right, [outputs[i] for i in slots], base, part, others):
             return name
     for write, ((_, name, _), _, slot) in zip(estimate.writes, out["writes"], strict=True):
         # What few rows see stands for all, which magnifies rounding.
         part = write.rows.numel() / len(write.table) if isinstance(write.rows, Tensor) else 1.0
-        if write.values.is_floating_point() and not _close([write.values], [outputs[slot]], None, part):
+        others = None if shaken is None else [shaken[slot]]
+        if write.values.is_floating_point() and not _close([write.values], [outputs[slot]], None, part, others):
             return f"rows of {name}"
     return None
 
@@ -313,10 +333,29 @@ def _alike(value: Any, known: Tensor) -> bool:
     )
 
 
+def shaken(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors that differ from these by rounding, each entry up or down; those with gaps in memory are as they are."""
+    generator, found = torch.Generator().manual_seed(0), []
+    for t in tensors:
+        other = t
+        if t.is_floating_point():
+            signs = torch.randint(2, t.shape, generator=generator, device="cpu").to(t.device, t.dtype) * 2 - 1
+            other = t * (1 + torch.finfo(t.dtype).eps * signs)
+        found.append(other if other.stride() == t.stride() else t)
+    return found
+
+
 def _close(
-    right: Sequence[Tensor], found: Sequence[Tensor], base: Sequence[Tensor] | None, divisor: float = 1.0
+    right: Sequence[Tensor],
+    found: Sequence[Tensor],
+    base: Sequence[Tensor] | None,
+    divisor: float = 1.0,
+    shaken: Sequence[Tensor] | None = None,
 ) -> bool:
-    """Whether two vectors, or their distances from a third, are equal up to rounding."""
+    """Whether two vectors, or their distances from a third, are equal up to rounding.
+
+    ``shaken`` is another second one, which differs from it by rounding of what both are made of.
+    """
     a, b = Vector(t.detach().double() for t in right), Vector(t.detach().double() for t in found)
     eps = max(torch.finfo(t.dtype).eps for t in right if t.is_floating_point())
     size = a.norm()
@@ -325,6 +364,8 @@ def _close(
     if not bool(size.isfinite()):
         return not bool(b.norm().isfinite())
     least = eps**TOLERANCE
+    if shaken is not None and bool(distance <= 100 * (b - Vector(t.detach().double() for t in shaken)).norm()):
+        return True
     return bool(distance <= min(least / divisor, max(least, LARGEST)) * moved + 100 * eps * (size + 1e-30))
 
 

@@ -14,11 +14,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from ..problem.finite_sum import FiniteSum
 from ..problem.objective import Objective, Sample
+from ..problem.random import draw_indices
 from ..problem.tasks import StandIn, Whole
+from ..problem.tracing import Untraceable
 from .form import Form
 
 __all__ = [
+    "Batches",
     "Data",
     "Draw",
     "Drawn",
@@ -27,6 +31,7 @@ __all__ = [
     "Log",
     "Sources",
     "draw_ahead",
+    "draw_numbers",
     "flattened",
     "forms_of",
     "versions_of",
@@ -57,8 +62,13 @@ class Sources(NamedTuple):
         ]
 
     @property
+    def terms(self) -> dict[str, int]:
+        """How many terms each loss has, if it is a sum of known ones."""
+        return {f"{level}_terms": o.terms for level, o in self.objectives.items() if o.terms is not None}
+
+    @property
     def are_lists(self) -> bool:
-        """Whether each loss draws from a list of its own, so that nothing can tell when it does."""
+        """Whether each loss draws from a list of its own, or terms of a sum, so that nothing can tell when it does."""
         return self.tasks is None and self.upper is not self.lower and all(map(_is_list, self.objectives.values()))
 
     def recorded(self, log: Log) -> Sources:
@@ -84,20 +94,24 @@ class Sources(NamedTuple):
         kept: dict[str, deque[Drawn]] = {}
         for draw, result in zip(draws, drawn, strict=True):
             if inputs is None or draw.is_made(inputs):
-                kept.setdefault(draw.source, deque()).append(result)
+                kept.setdefault(f"all of {draw.source}" if draw.how == ALL else draw.source, deque()).append(result)
         upper, lower = (
-            None if o is None else _Replayed(o, level, kept.get(level, deque()), losses, inputs is None)
+            None if o is None else _Replayed(o, level, kept, losses, inputs is None)
             for o, level in zip(self, LEVELS, strict=False)
         )
         return Sources(upper, lower, None if self.tasks is None else _ReplayedTasks(self.tasks, kept))
 
 
 LEVELS = ("upper", "lower")
+ALL = "all"  # how a step draws that goes over all terms of a finite sum
+MOST_TERMS = 64  # that a step goes over in a graph
 
 
 def _is_list(objective: Objective) -> bool:
-    kind, data = type(objective), type(objective.data)
-    return kind is Objective and objective.accumulate == 1 and data in (list, tuple, type(None))
+    kind, data = type(objective), objective.data
+    if kind is FiniteSum:
+        return type(data) is list or {Tensor} == {*map(type, Data.of(data).tensors)}
+    return kind is Objective and objective.accumulate == 1 and type(data) in (list, tuple, type(None))
 
 
 class Draw(NamedTuple):
@@ -106,7 +120,8 @@ class Draw(NamedTuple):
     Attributes:
         source: ``"upper"`` or ``"lower"``, of the two losses; ``"tasks"``; ``"tasks.upper"`` or ``"tasks.lower"``, for
             the tasks drawn before; ``"whole"``, all that a step draws from the tasks.
-        how: whether a sample is evaluated once; or how many are drawn; or the function that draws it all.
+        how: whether a sample is evaluated once; or how many are drawn; or the function that draws it all; or ``ALL``,
+            every term of a finite sum.
         only: name and number: it is made only where the random input of this name is at least the number; otherwise
             what was drawn before stands for it.
     """
@@ -114,6 +129,13 @@ class Draw(NamedTuple):
     source: str
     how: Any
     only: tuple[str, int] | None = None
+
+    def arguments(self, drawn: Drawn) -> tuple[Any, ...]:
+        """What a loss is evaluated on, once, of what the draw gave."""
+        if self.how != ALL:
+            return tuple(drawn.data)
+        (terms,) = drawn.data
+        return tuple(terms[0][0])
 
     def is_made(self, inputs: Mapping[str, Any]) -> bool:
         """Whether it is, with these random inputs of a step."""
@@ -124,7 +146,8 @@ class Drawn(NamedTuple):
     """What a draw gave, as a pytree.
 
     Attributes:
-        data: the arguments of the loss, or what the sampler gave.
+        data: the arguments of the loss, or what the sampler gave; or one tuple, with the arguments and the weight of
+            every term of a finite sum.
         term: index of a term of a finite sum.
         weight: of that term, if the terms are unequal.
     """
@@ -175,7 +198,9 @@ class Draws(tuple[Draw, ...]):
                 found += [found[-1]] * times
             elif draw.source in objectives:
                 objective = objectives[draw.source]
-                if type(objective) is not Objective or objective.accumulate > 1:
+                if draw.how == ALL:
+                    found += [_all_drawn(objective.samples()) for _ in range(times)]
+                elif type(objective) is not Objective or objective.accumulate > 1:
                     found += [_drawn(objective.draw(once=draw.how)) for _ in range(times)]
                 elif objective.data is None:
                     found += [Drawn(())] * times
@@ -189,6 +214,12 @@ class Draws(tuple[Draw, ...]):
             else:
                 found.append(Drawn(getattr(tasks, draw.source.removeprefix("tasks."))(sampled, draw.how, generator)))
         return found
+
+    def terms(self, sources: Sources) -> list[tuple[int, FiniteSum]]:
+        """The draws of a random term, by their number, and of which sum."""
+        objectives = sources.objectives
+        found = [(i, objectives.get(draw.source)) for i, draw in enumerate(self) if draw.how != ALL]
+        return [(i, objective) for i, objective in found if isinstance(objective, FiniteSum)]
 
     def pattern(self, inputs: Mapping[str, Any]) -> tuple[list[tuple[str, int]], dict[str, int]]:
         """Source and number, among those of its source, of what each draw gives; and how many each source gives."""
@@ -206,8 +237,15 @@ class Draws(tuple[Draw, ...]):
 def _drawn(sample: Sample) -> Drawn:
     if sample.index is None:
         return Drawn(sample.arguments)
-    weight = None if sample.weight is None else torch.tensor(sample.weight, device="cpu")
-    return Drawn(sample.arguments, torch.tensor(sample.index, device="cpu"), weight)
+    return Drawn(sample.arguments, torch.tensor(sample.index, device="cpu"), _weight(sample))
+
+
+def _all_drawn(terms: Sequence[Sample]) -> Drawn:
+    return Drawn((tuple((term.arguments, _weight(term)) for term in terms),))
+
+
+def _weight(sample: Sample) -> Tensor | None:
+    return None if sample.weight is None else torch.tensor(sample.weight, device="cpu")
 
 
 # ------------------------------------------------------------------------------------------------ one step
@@ -266,24 +304,35 @@ class _Recorded(_InPlace):
         return self.source.term(index, once=once)
 
     def samples(self, most: int | None = None) -> list[Sample]:
-        if self.source.data is not None:
-            self.log.reason = "a step goes over all the data"
-        return self.source.samples(most)
+        samples, source = self.source.samples(most), self.source
+        if not isinstance(source, FiniteSum):
+            if source.data is not None:
+                self.log.reason = "a step goes over all the data"
+        elif len(samples) > MOST_TERMS:
+            self.log.reason = (
+                f"a step goes over {len(samples)} terms of a finite sum, a graph over at most {MOST_TERMS}"
+            )
+        elif Like(Data.of(samples[0].arguments)).tensors_of([sample.arguments for sample in samples]) is None:
+            self.log.reason = "a step goes over terms of a finite sum that are not alike"
+        else:
+            self.log.note(Draw(self.level, ALL), _all_drawn(samples))
+        return samples
 
 
 class _Replayed(_InPlace):
-    """An objective whose samples were drawn before; when they are used up, it draws on."""
+    """An objective whose samples were drawn before; when they are used up, it draws on, but in a trace."""
 
     def __init__(
         self,
         source: Objective,
         level: str,
-        drawn: Iterable[Drawn],
+        drawn: Mapping[str, deque[Drawn]],
         losses: Mapping[str, Callable[..., Any]] | None,
         padded: bool,
     ) -> None:
         super().__init__(source, level)
-        self.drawn, self.padded = deque(drawn), padded
+        self.drawn, self.all = (drawn.get(key, deque()) for key in (level, f"all of {level}"))
+        self.padded = padded
         if losses is not None:
             self.loss, self.features = losses[level], losses.get(f"{level} features")
 
@@ -295,19 +344,37 @@ class _Replayed(_InPlace):
 
     def draw(self, *, once: bool = False) -> Sample:
         if not self.drawn:
-            return self.source.draw(once=once)
-        result = self.drawn.popleft()
-        sample = self.sample(*result.data, once=once)
-        sample.index = result.term
-        if result.weight is not None:
-            sample.loss, sample.weight = _weighted(sample.loss, result.weight), result.weight
-        return sample
+            return self._source().draw(once=once)
+        (arguments, term, weight) = self.drawn.popleft()
+        return self._again(arguments, term, weight, once=once)
 
     def draw_some(self, name: str, count: Tensor, most: int) -> list[Sample]:
         return [self.draw() for _ in range((most if self.padded else int(count)) + 1)]
 
+    def term(self, index: int, *, once: bool = False) -> Sample:
+        return self._source().term(index, once=once)
+
     def samples(self, most: int | None = None) -> list[Sample]:
-        return [self.sample()] if self.data is None else self.source.samples(most)
+        if self.data is None:
+            return [self.sample()]
+        if not self.all:
+            return self._source().samples(most)
+        (terms,) = self.all.popleft().data
+        return [self._again(arguments, index, weight) for index, (arguments, weight) in enumerate(terms)]
+
+    def _source(self) -> Objective:
+        if self.padded:
+            raise Untraceable("a step draws other samples than the one before that was like it")
+        return self.source
+
+    def _again(
+        self, arguments: tuple[Any, ...], index: int | Tensor | None, weight: Tensor | None, *, once: bool = False
+    ) -> Sample:
+        sample = self.sample(*arguments, once=once)
+        sample.index = index
+        if weight is not None:
+            sample.loss, sample.weight = _weighted(sample.loss, weight), weight
+        return sample
 
 
 def _weighted(loss: Any, weight: Tensor) -> Any:
@@ -490,29 +557,95 @@ def _flatten(parts: Iterable[Any], tensors: list[Tensor], constants: list[Any]) 
 # ------------------------------------------------------------------------------------------------ many steps
 
 
-def forms_of(draws: Sequence[Draw], drawn: Sequence[Drawn]) -> dict[str, Like] | None:
-    """What the batches of a step have in common, for each loss that draws any; None if they have not."""
+class Batches:
+    """The batches that a loss draws for steps of one graph.
+
+    Args:
+        like: what they have in common.
+    """
+
+    def __init__(self, like: Like) -> None:
+        self._like = like
+        self._memory: Any = None
+        self._known: dict[int | str, tuple[Any, list[Tensor]]] = {}
+
+    def take(self, objective: Objective, times: int) -> list[list[Tensor]]:
+        """The tensors of the next batches, up to the first of another form."""
+        return _tensors_of_each(self._like, objective.take(times))
+
+    def all_terms(self, objective: FiniteSum, times: int) -> list[list[Tensor]]:
+        """The tensors of all terms, so many times."""
+        ((terms, _),) = self._kept(objective, [ALL])
+        return _tensors_of_each(self._like, [terms]) * times
+
+    def terms(self, objective: FiniteSum, indices: Sequence[int]) -> list[list[Tensor]]:
+        """The tensors of terms, each with its index and weight, up to the first of another form."""
+        terms = self._kept(objective, indices)
+        found = _tensors_of_each(self._like, [batch for batch, _ in terms])
+        return [[*tensors, *own] for tensors, (_, own) in zip(found, terms, strict=False)]
+
+    def _kept(self, objective: FiniteSum, indices: Sequence[int | str]) -> list[tuple[Any, list[Tensor]]]:
+        """Batches with the tensors of index and weight: made once, as long as the data are the same memory."""
+        known, data = self._known, objective.data
+        tensors = [] if isinstance(data, list) else Data.of(data).tensors
+        memory = data if not tensors else [(t.data_ptr(), t.size(), t.stride(), t.dtype) for t in tensors]
+        if not tensors or memory != self._memory or len(known) > KEPT:
+            known.clear()
+            self._memory = memory
+        for i in {*indices}.difference(known):
+            if isinstance(i, str):
+                known[i] = *_all_drawn(objective.samples()).data, []
+            else:
+                (batch,), *numbers = _drawn(objective.term(i))
+                known[i] = batch, [number for number in numbers if number is not None]
+        return [known[i] for i in indices]
+
+
+KEPT = 2**12  # terms of a finite sum
+
+
+def forms_of(draws: Sequence[Draw], drawn: Sequence[Drawn]) -> dict[str, Batches] | None:
+    """The batches of a step, for each loss that draws any; None if they are not alike, or random in their number."""
     found: dict[str, Like] = {}
     for draw, result in zip(draws, drawn, strict=True):
         if draw.source in LEVELS and result.data:
             known = found.setdefault(draw.source, Like(Data.of(*result.data)))
-            if known.tensors_of(result.data) is None:
+            if known.tensors_of(result.data) is None or (draw.only and result.term is not None):
                 return None
-    return found
+    return {source: Batches(like) for source, like in found.items()}
+
+
+def draw_numbers(wanted: Sequence[tuple[Any, int, torch.Generator | None]], steps: int) -> dict[Any, Tensor]:
+    """Numbers that further steps draw, for each key a column.
+
+    Args:
+        wanted: in the order of a step the key, of how many numbers one, and the generator.
+        steps: how many.
+    """
+    streams: dict[int, list[tuple[Any, int, torch.Generator | None]]] = {}
+    for one in wanted:
+        streams.setdefault(id(one[-1] or torch.default_generator), []).append(one)
+    found: dict[Any, Tensor] = {}
+    for stream in streams.values():
+        keys, counts, generators = zip(*stream, strict=True)
+        found.update(zip(keys, draw_indices(counts, steps, generators[0]), strict=True))
+    return {key: found[key] for key, *_ in wanted}
 
 
 def draw_ahead(
-    draws: Draws, known: Mapping[str, Like], sources: Sources, inputs: Mapping[str, Tensor], steps: int
+    draws: Draws, known: Mapping[str, Batches], sources: Sources, numbers: Mapping[Any, Tensor], steps: int
 ) -> list[list[Tensor]]:
     """Tensors of the data of further steps, as `flattened` gives them, up to the first of another form.
 
     Args:
         draws: of a step.
         known: the `forms_of` the batches.
-        sources: where they are made, which are lists.
-        inputs: random inputs of the steps, by name, shape (steps,).
+        sources: where they are made, which are lists or finite sums.
+        numbers: what `draw_numbers` gave, each of shape (steps,): the random inputs by name, and the index of a term by
+            the number of its draw.
         steps: how many.
     """
+    inputs = {name: column for name, column in numbers.items() if isinstance(name, str)}
     deciding = sorted({draw.only[0] for draw in draws if draw.only is not None})
     keys = [*zip(*(inputs[name].tolist() for name in deciding), strict=True)] if deciding else [()] * steps
     patterns = {key: draws.pattern(dict(zip(deciding, key, strict=True))) for key in {*keys}}
@@ -526,7 +659,12 @@ def draw_ahead(
         ends[source] = [*accumulate((patterns[key][1][source] for key in keys), initial=0)]
         batches[source] = [[]] * ends[source][-1]
         if objective.data is not None:
-            batches[source] = _tensors_of_each(known[source], objective.take(ends[source][-1]))
+            if not isinstance(objective, FiniteSum):
+                batches[source] = known[source].take(objective, ends[source][-1])
+            elif columns := [numbers[i] for i, _ in draws.terms(sources) if draws[i].source == source]:
+                batches[source] = known[source].terms(objective, torch.stack(columns, 1).flatten().tolist())
+            else:
+                batches[source] = known[source].all_terms(objective, ends[source][-1])
             steps = min(steps, bisect_right(ends[source], len(batches[source])) - 1)
     own = [[*column.unbind()] for column in inputs.values()]
     found = []

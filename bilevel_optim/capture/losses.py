@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import operator
+import random
 import re
+import threading
 import types
 import warnings
+import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -15,6 +20,7 @@ import torch
 import torch._dynamo as dynamo
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.eval_frame import remove_from_cache
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -64,25 +70,22 @@ class LossReader:
     """
 
     def __init__(self) -> None:
-        self._last: tuple[LossGraph, tuple[Any, ...]] | None = None
+        self._begin()
+
+    def _begin(self, *, constant: bool = False) -> None:
+        """Forget what was read; ``constant``: numbers that change are from now on no inputs of a graph."""
+        self._constant = constant
 
         def call(function: Callable[..., Any], *arguments: Any) -> Any:
             if not torch.compiler.is_compiling():
                 raise _Unread
             return function(*arguments)
 
-        def backend(module: GraphModule, examples: Sequence[Tensor]) -> Callable[..., Any]:
-            graph = LossGraph(module)
-
-            def note(*tensors: Any) -> tuple[Tensor, ...]:
-                self._last = graph, tensors
-                return graph.results
-
-            return note
-
-        # Torch knows code by file, line and name, where it remembers which sizes and floats have changed.
-        own = types.FunctionType(call.__code__.replace(co_name=f"call_{next(_NUMBERS)}"), globals(), "call")
-        self._read = torch.compile(own, backend=backend, fullgraph=True)
+        # Torch knows code by file, line and name, where it remembers which sizes and floats have changed; and it keeps
+        # what it has compiled, in the globals of the function too, until it is told that there is no such code now.
+        own = types.FunctionType(call.__code__.replace(co_name=f"call_{next(_NUMBERS)}"), {**globals()}, "call")
+        weakref.finalize(own, remove_from_cache, own.__code__).atexit = False
+        self._read: Callable[..., Any] = _READ(own)
         self._known: Callable[..., Any] = dynamo.run(self._read)  # as it was read, and never anew
 
     def read(self, x: Sequence[Tensor], y: Sequence[Tensor], function: Callable[..., Any], *arguments: Any) -> Reading:
@@ -91,14 +94,19 @@ class LossReader:
         Raises:
             Untraceable: with Dynamo's reason and the user's line, if Dynamo cannot read it.
         """
+        _CALLED.last = None
         with torch.enable_grad():
             try:
                 output = self._known(function, *arguments)
             except _Unread:
                 output = self._read_anew(function, arguments)
-        if self._last is None:
+        if _CALLED.last is None:
             raise Untraceable("a loss computes nothing with tensors")
-        (graph, tensors), self._last = self._last, None
+        graph: LossGraph
+        (graph, tensors), _CALLED.last = _CALLED.last, None
+        if graph.wants_constants and not self._constant:
+            self._begin(constant=True)
+            return self.read(x, y, function, *arguments)
         graph.settle(tensors, output)
         names = {id(t): ("argument", k) for k, t in enumerate(Data.of(*arguments).tensors)}
         for kind, own in (("x", x), ("y", y)):
@@ -119,14 +127,17 @@ class LossReader:
         return Reading(graph, tuple(places), reads)
 
     def _read_anew(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+        state = random.getstate()  # what a loss draws is drawn when it is read
         try:
-            with dynamo.config.patch(**SETTINGS), warnings.catch_warnings():
+            with dynamo.config.patch(**SETTINGS, specialize_float=self._constant), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what Dynamo warns of is among its reasons
                 return self._read(function, *arguments)
         except _Unread:
             raise NotNow("torch.compile is switched off here, or a torch dispatch mode is on") from None
         except Exception as error:
             raise Untraceable(_reason(error)) from error
+        finally:
+            random.setstate(state)
 
 
 class _Unread(Exception):
@@ -142,17 +153,21 @@ class LossGraph:
     Attributes:
         results: stand for the results of the graph when the function is called, and are known again by identity.
         writes: the number of each input that the function would write into, and the result that is its new value.
-
+        wants_constants: whether a number that is an input would have to be read on the host.
     """
 
     def __init__(self, module: GraphModule) -> None:
         places = [node for node in module.graph.nodes if node.op == "placeholder"]
-        drawn = any(node.name.startswith("random_value") for node in places)
-        self._reason = "a loss draws random numbers (of Python's random)" if drawn else ""
         self.results = tuple(torch.zeros((), device="cpu") for _ in _results(module.graph))
         _write_apart(module)
-        self.writes = _write_nowhere(module.graph, places)
-        _keep_numbers(module.graph)
+        self.writes, complete = _write_nowhere(module.graph, places)
+        self.wants_constants = not _keep_numbers(module.graph)
+        if any(node.name.startswith("random_value") for node in places):
+            self._reason = "a loss draws random numbers (of Python's random)"
+        elif not complete:
+            self._reason = "a loss writes into a tensor that is not its own"
+        else:
+            self._reason = "a value is read on the host (.item())" if self.wants_constants else ""
         module.graph.lint()
         module.recompile()
         self._module = module
@@ -162,7 +177,7 @@ class LossGraph:
         """Note, at the first call, which results the function returns, and in which form.
 
         Raises:
-            Untraceable: if it draws Python's random numbers, or what it reads or returns is not made of tensors.
+            Untraceable: if it is not a pure function of tensors.
         """
         if self._output:
             return
@@ -191,6 +206,23 @@ class _Slot:
 
     def __getitem__(self, i: int) -> int:
         return self._place[i]
+
+
+_CALLED = threading.local()  # the graph that was called last, with its tensors
+
+
+def _noting(module: GraphModule, examples: Sequence[Tensor]) -> Callable[..., Any]:
+    """A backend of Dynamo: a call of the function notes the graph and its tensors."""
+    graph = LossGraph(module)
+
+    def note(*tensors: Any) -> tuple[Tensor, ...]:
+        _CALLED.last = graph, tensors
+        return graph.results
+
+    return note
+
+
+_READ: Callable[..., Any] = dynamo.optimize(_noting, nopython=True)  # one for all, because torch keeps every backend
 
 
 class PureLoss:
@@ -337,6 +369,12 @@ def _reason(error: Exception) -> str:
         first = f"a loss changes Python values as it runs {''.join(changed[-1:])}"
     elif "recompile_limit" in first or "recompile limit" in text:
         first = "what a loss reads keeps changing, each time to another value"
+    elif "(Generator)" in text:
+        first = "a loss draws random numbers (of a generator)"
+    elif "UnspecializedPythonVariable" in text or "qualname: Random." in text:
+        first = "a loss draws random numbers (of Python's random)"
+    elif "marked as skipped" in first and (called := re.search(r"(?:function|builtin) `(.+?)`", text)):
+        first = f"a loss calls {called[1]}, which Dynamo does not read"
     elif "data-dependent" in first.lower():
         first = "a value is read on the host (a branch on it)"
     places = [p for p in re.findall(r'File "(.+)", line (\d+), in (.+)', text) if p[0] != __file__]
@@ -347,9 +385,13 @@ def _reason(error: Exception) -> str:
 # ----------------------------------------------------------------------------------------- graphs without effects
 
 
-def _write_nowhere(graph: Graph, places: Sequence[Node]) -> dict[int, int]:
-    """Make writes into inputs results of the graph; gives the input's number and that of the result."""
+def _write_nowhere(graph: Graph, places: Sequence[Node]) -> tuple[dict[int, int], bool]:
+    """Make writes into inputs results of the graph.
+
+    Gives the number of each such input and that of the result, and whether these are all that is written into.
+    """
     current: dict[Node, Node] = {}
+    rewritten = Counter[Node]()
     for node in list(graph.nodes):
         for place, value in current.items():
             node.replace_input_with(place, value)
@@ -361,13 +403,16 @@ def _write_nowhere(graph: Graph, places: Sequence[Node]) -> dict[int, int]:
                 node.replace_all_uses_with(new)
                 graph.erase_node(node)
                 current[origin[target]] = new
+                rewritten[origin[target]] += 1
             elif node.target is F.batch_norm:
                 _running_statistics(graph, node, origin, current)
+    # Dynamo has made all writes in its examples of the inputs, but for those of a normalisation.
+    versions = [getattr(place.meta.get("example_value"), "_version", 0) for place in places]
     finals = [*_results(graph)]
     writes = {places.index(place): len(finals) + k for k, place in enumerate(current)}
     (output,) = (node for node in graph.nodes if node.op == "output")
     output.args = ((*finals, *current.values()),)
-    return writes
+    return writes, versions == [rewritten[place] for place in places]
 
 
 _IN_PLACE: dict[Any, Callable[..., Tensor]] = {
@@ -394,42 +439,62 @@ def _running_statistics(graph: Graph, node: Node, origin: dict[Node, Node], curr
 
 
 def _new_mean(mean: Tensor, values: Tensor, momentum: Any) -> Tensor:
-    now = values.detach().mean([0, *range(2, values.dim())])
-    new: Tensor = (1 - momentum) * mean + momentum * now.to(mean.dtype)
-    return new
+    now = values.detach().to(mean.dtype).mean([0, *range(2, values.dim())])
+    moved: Tensor = (1 - momentum) * mean + momentum * now
+    return moved
 
 
 def _new_variance(variance: Tensor, values: Tensor, momentum: Any) -> Tensor:
-    now = values.detach().var([0, *range(2, values.dim())], unbiased=True)
-    new: Tensor = (1 - momentum) * variance + momentum * now.to(variance.dtype)
-    return new
+    now = values.detach().to(variance.dtype).var([0, *range(2, values.dim())], unbiased=True)
+    moved: Tensor = (1 - momentum) * variance + momentum * now
+    return moved
 
 
-def _keep_numbers(graph: Graph) -> None:
-    """Leave numbers that a tensor holds (a schedule, which Dynamo hands over as one) on the device."""
+# What takes a tensor in place of a number: functions of torch and of Python, and methods.
+_NAMES = ("add", "sub", "mul", "div", "pow", "neg", "gt", "ge", "lt", "le", "eq", "ne", "where")
+_OPERATORS = ("add", "sub", "mul", "truediv", "pow", "neg", "gt", "ge", "lt", "le", "eq", "ne")
+_ARITHMETIC = {key: getattr(torch, name) for name in _NAMES for key in (name, getattr(torch, name))}
+_ARITHMETIC |= {function: function for function in (getattr(operator, name) for name in _OPERATORS)}
+
+
+def _keep_numbers(graph: Graph) -> bool:
+    """Leave numbers that a tensor holds (a schedule, which Dynamo hands over as one) on the device, if this can be."""
     numbers: set[Node] = set()
     for node in list(graph.nodes):
         own = [i for i, argument in enumerate(node.args) if argument in numbers]
-        if node.op == "call_method" and node.target == "item":
+        if node.target == "item" or getattr(node.target, "__name__", "") == "wrapped_item":  # of NumPy's arrays
             node.op, node.target = "call_function", Tensor.detach
             numbers.add(node)
-        elif own and node.op == "call_function":
+        elif own and node.target in _ARITHMETIC and not node.kwargs:
+            node.op, node.target = "call_function", _ARITHMETIC[node.target]
             if set(node.all_input_nodes) <= numbers:
                 numbers.add(node)
             else:
-                node.target = _beside_numbers(node.target, own)
+                node.target = _BesideNumbers(node.target, own)
+    for node in reversed(graph.nodes):
+        if not numbers.isdisjoint(node.all_input_nodes) and not node.users and node.op == "call_function":
+            graph.erase_node(node)
+    known = numbers | {node for node in graph.nodes if isinstance(node.target, _BesideNumbers)}
+    return all(user in known for number in numbers for user in number.users)
 
 
-def _beside_numbers(function: Callable[..., Any], numbers: Sequence[int]) -> Callable[..., Any]:
+class _BesideNumbers:
     """A function some of whose arguments are numbers, which do not decide about the type of its result."""
 
-    def beside_numbers(*arguments: Any, **named: Any) -> Any:
-        kinds = [a.dtype for i, a in enumerate(arguments) if isinstance(a, Tensor) and i not in numbers]
-        floating = next((kind for kind in kinds if kind.is_floating_point), None)
-        given = [a.to(floating) if floating and i in numbers else a for i, a in enumerate(arguments)]
-        return function(*given, **named)
+    __name__ = "beside_numbers"
 
-    return beside_numbers
+    def __init__(self, function: Callable[..., Tensor], numbers: Sequence[int]) -> None:
+        self._function, self._numbers = function, numbers
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        given = [*arguments]
+        kinds = [a.dtype for i, a in enumerate(given) if isinstance(a, Tensor) and i not in self._numbers]
+        kind = next((kind for kind in kinds if kind.is_floating_point), torch.get_default_dtype())
+        exact = torch.promote_types(kind, torch.float32)  # in which low precision computes with a number
+        for i in self._numbers:
+            given[i] = given[i].to(exact)
+        result: Tensor = self._function(*given)
+        return result.to(kind) if result.is_floating_point() else result
 
 
 def _write_apart(module: GraphModule) -> None:

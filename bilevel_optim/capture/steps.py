@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from itertools import chain, takewhile
+from itertools import chain, groupby
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -17,13 +16,15 @@ from ..optimizer.checkpoint import OWN
 from ..optimizer.step import StepInputs, StepResults
 from ..optimizer.transaction import Write, make
 from ..oracle.oracle import Oracle
-from ..problem.random import draw_indices, draw_random_inputs, kept
+from ..problem.finite_sum import FiniteSum
+from ..problem.objective import Objective
+from ..problem.random import draw_random_inputs, kept
 from ..problem.tasks import select
 from ..problem.tracing import Untraceable
-from .bind import CompiledStep, Slot, difference
+from .bind import CHECKED_EVERY, CompiledStep, Slot, difference, shaken
 from .cache import FULL, MOST_GRAPHS, PLAIN, CacheEntry, DataForm, Identity, Settings, StepCache
-from .draws import Data, Drawn, Draws, Log, Sources, draw_ahead, flattened, forms_of, versions_of
-from .losses import Readings
+from .draws import Data, Drawn, Draws, Log, Sources, draw_ahead, draw_numbers, flattened, forms_of, versions_of
+from .losses import Readings, Unreadable
 from .step_graph import StepGraph, values_of
 
 __all__ = ["CapturedSteps", "Settings"]
@@ -49,6 +50,9 @@ class Drawing:
         inputs: its random inputs.
         draws: what it draws.
         drawn: what these gave.
+
+    Attributes:
+        read: the form of the data and the losses, if these were read.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class Drawing:
     ) -> None:
         self.sources, self.update, self.entry, self.inputs = sources, update, entry, inputs
         self.draws, self.drawn = draws, drawn
+        self.read: tuple[DataForm, Readings] | None = None
 
     @cached_property
     def data(self) -> Data:
@@ -84,7 +89,7 @@ class Drawing:
             if draw.source in found:
                 continue
             if alone:
-                found[draw.source] = result.data
+                found[draw.source] = draw.arguments(result)
             elif draw.source == "tasks":
                 found["start"] = (result.data,)
             elif draw.source == "whole":
@@ -100,7 +105,31 @@ class Captured(NamedTuple):
     compiled: CompiledStep
     readings: Readings
     form: DataForm
+    arguments: tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]
     outputs: Sequence[Tensor]
+
+
+class Link(NamedTuple):
+    """Steps with one graph, which others may follow before anything is written; ``first`` is the first of them."""
+
+    first: Drawing
+    form: DataForm
+    readings: Readings
+    compiled: CompiledStep
+
+
+class Segment(NamedTuple):
+    """Steps with one graph that follow each other, with their data, and how often these had been written into."""
+
+    link: Link
+    data: list[Sequence[Tensor]]
+    versions: list[int]
+
+    @property
+    def holds(self) -> bool:
+        """Whether the data are still what they were when they were drawn."""
+        tensors = [*chain.from_iterable(self.data)]
+        return self.versions == versions_of(tensors) and self.link.form.like.has_form(tensors, len(self.data))
 
 
 class CapturedSteps:
@@ -161,16 +190,22 @@ class CapturedSteps:
             self.optimizer.diagnostics["compile_fallback"] = reason
         return loss
 
-    def _entry(self, sources: Sources, update: bool, ahead: int = 0) -> CacheEntry | None:
-        """What is known of steps like the next one but so many; None: they are the host's."""
+    def _entry(self, sources: Sources, update: bool) -> CacheEntry | None:
+        """What is known of steps like the next one; None: they are the host's."""
         optimizer = self.optimizer
         if self.cache.reason:
             return None
         if why := optimizer.why_eager(sources.tasks):
             self.cache.warn(why)
             return None
-        key = optimizer.graph_key(optimizer.run_state.steps + ahead, optimizer.numbers)
+        (key,) = self._keys(sources, 1)
         return None if key is None else self.cache.entry(self._guard(sources, update, key))
+
+    def _keys(self, sources: Sources, steps: int) -> Iterator[Any]:
+        """What decides, of the state of the run, which operations each of the next steps is made of."""
+        optimizer, known = self.optimizer, self.optimizer.numbers | sources.terms
+        now = optimizer.run_state.steps
+        return (optimizer.graph_key(k, known) for k in range(now, now + steps))
 
     def _guard(self, sources: Sources, update: bool, key: Any) -> list[Any]:
         """What decides, beside the losses, which operations a step is made of."""
@@ -264,13 +299,13 @@ class CapturedSteps:
         outputs = compiled.run(*self._arguments(compiled, readings), drawing.data.tensors)
         if optimizer.check_finite and self._troubled(compiled, outputs):
             return self._eager(drawing.replayed, update, inputs)
-        own: Tensor = outputs[compiled.out["loss"]]
-        writes = self._writes(compiled, readings, outputs, own)
+        found: Tensor = outputs[compiled.out["loss"]]
+        writes = self._writes(compiled, readings, outputs, found)
         if update and optimizer.declared.host_update:
             with torch.no_grad():
                 writes += optimizer.update_writes(compiled.estimate(outputs), compiled.x, compiled.y)
         make(writes)
-        return own
+        return found
 
     # ------------------------------------------------------------------------------------------------ graphs
 
@@ -289,6 +324,8 @@ class CapturedSteps:
 
     def _read(self, drawing: Drawing) -> tuple[DataForm, Readings]:
         """The form of the data, and the losses as they are now."""
+        if drawing.read is not None:
+            return drawing.read
         sources, optimizer = drawing.sources, self.optimizer
         x, y = optimizer.parameters("upper"), optimizer.parameters("lower")
         row = sources.tasks is not None and optimizer.declared.tasks == "rows"
@@ -296,7 +333,8 @@ class CapturedSteps:
         if "projection" in functions:
             arguments["projection"] = ([t.detach()[0] if row else t.detach() for t in y],)
         with optimizer.run_state.buffers.unnoted():  # or a loss would read a hook of the first step
-            return form, form.readers.read(x, y, functions, arguments, row=row)
+            drawing.read = form, form.readers.read(x, y, functions, arguments, row=row)
+        return drawing.read
 
     def _made(
         self, drawing: Drawing, form: DataForm, readings: Readings, oracle: Oracle, given: StepInputs
@@ -319,8 +357,8 @@ class CapturedSteps:
         return self._ran(compiled, form, readings, drawing.data.tensors)
 
     def _ran(self, compiled: CompiledStep, form: DataForm, readings: Readings, data: Sequence[Tensor]) -> Captured:
-        outputs = compiled.run(*self._arguments(compiled, readings), data)
-        return Captured(compiled, readings, form, outputs)
+        arguments = *self._arguments(compiled, readings), data
+        return Captured(compiled, readings, form, arguments, compiled.run(*arguments))
 
     def _arguments(self, compiled: CompiledStep, readings: Readings) -> tuple[list[Tensor], list[Tensor]]:
         """What a graph gets beside the data: values, and learning rates."""
@@ -386,8 +424,8 @@ class CapturedSteps:
             with torch.no_grad(), kept(oracle.device):  # a trace draws what a dropout would
                 return find(oracle, given)
         except Untraceable as error:
-            if entry.seen > 1 or self.cache.settings.fullgraph:  # else what is remembered may not have settled
-                self.cache.note(error, entry)
+            if entry.seen > 1 or isinstance(error, Unreadable) or self.cache.settings.fullgraph:
+                self.cache.note(error, entry)  # else what is remembered may not have settled
         except Exception as error:  # of the compiler, or of what it has made
             self.cache.refuse(f"{type(error).__name__}: {error}".splitlines()[0], entry)
         return None
@@ -398,6 +436,10 @@ class CapturedSteps:
         step = optimizer.difference_step
         divisor = 1.0 if step is None else min(getattr(optimizer, step), 1.0)
         what = difference(found.compiled, found.outputs, *results, divisor)
+        if what is not None:  # perhaps it is small, and what it is made of is not, as close to a solution
+            values, rates, data = found.arguments
+            otherwise = found.compiled.run(shaken(values), rates, data)
+            what = difference(found.compiled, found.outputs, *results, divisor, otherwise)
         if what is None:
             return True
         self.cache.refuse(
@@ -416,12 +458,19 @@ class CapturedSteps:
         return bool(amiss) or not on <= optimizer.run_state.warned or optimizer.reacts_to(optimizer.numbers) in on
 
     def _writes(
-        self, compiled: CompiledStep, readings: Readings, outputs: Sequence[Tensor], loss: Tensor, steps: int = 1
+        self,
+        compiled: CompiledStep,
+        readings: Readings,
+        outputs: Sequence[Tensor],
+        loss: Tensor,
+        made: Sequence[tuple[CompiledStep, int]] = (),
     ) -> list[Write]:
-        """The writes of captured steps, the last of which gave this."""
+        """The writes of captured steps, the last of which gave this; ``made`` are all of them, if it is not the one."""
         state, out = self.optimizer.run_state, compiled.out
         figures = {name: outputs[v] if isinstance(v, Slot) else v for name, v in out["diagnostics"].items()}
-        after = state.after_steps(compiled.step.counts, loss, steps)
+        made = made or [(compiled, 1)]
+        counts = {name: sum(n * one.step.counts.get(name, 0) for one, n in made) for name in state.counts}
+        after = {**state.after_steps(counts, loss), "steps": state.steps + sum(n for _, n in made)}
         left = self.optimizer.result_writes(figures, compiled.numbers_of(outputs), state.found, after)
         return [partial(compiled.write, outputs, readings.reads), *left]
 
@@ -445,31 +494,40 @@ class CapturedSteps:
         """Losses of captured steps that follow each other, at most so many; of a single step if there are none."""
         optimizer, start, before = self.optimizer, self._place(sources), self.optimizer.run_state.steps
         entry = self._entry(sources, True)
-        draws = Draws() if entry is None or entry.draws is None else entry.draws
+        made: list[Draws] = []
         try:
-            if entry is None or not draws or self._why_eager(entry, sources):
+            if entry is None or not entry.draws or self._why_eager(entry, sources):
                 return [self._step(sources, True).reshape(1)]
-            inputs = self._random_inputs()
-            first = Drawing(sources, True, entry, inputs, draws, draws.make(sources, optimizer.generator, inputs))
+            made.append(entry.draws)
+            first = self._draw(sources, entry)
             link = self._link(first)
             if link is None:
                 return [self._drawn(first).reshape(1)]
-            form, readings, compiled = link
-            data, last = self._following(first, form, compiled, most - 1)
-            if not sources.are_lists and self._changed(first, readings):
+            segments, last = self._segments(link, most)
+            if not sources.are_lists and any(
+                self._changed(link) for link in {id(s.link): s.link for s in segments}.values()
+            ):
                 raise _Unsteady
-            losses = self._linked(compiled, readings, data)
-            if len(losses) < len(data):
+            made[:] = [segment.link.first.draws for segment in segments for _ in segment.data]
+            losses = self._linked(segments)
+            if len(losses) < len(made):
                 self._return_to(sources, start)
-                self._draw_again(sources, draws, len(losses))
+                self._draw_again(sources, made[: len(losses)])
                 return [losses, self._step(sources, True).reshape(1)]
             return [losses] if last is None else [losses, self._drawn(last).reshape(1)]
         except BaseException:
             self._return_to(sources, start)
-            self._draw_again(sources, draws, optimizer.run_state.steps - before)
+            self._draw_again(sources, made[: optimizer.run_state.steps - before])
             raise
 
-    def _link(self, drawing: Drawing) -> tuple[DataForm, Readings, CompiledStep] | None:
+    def _draw(self, sources: Sources, entry: CacheEntry) -> Drawing:
+        """The next step, which is like others."""
+        assert entry.draws is not None
+        inputs = self._random_inputs()
+        drawn = entry.draws.make(sources, self.optimizer.generator, inputs)
+        return Drawing(sources, True, entry, inputs, entry.draws, drawn)
+
+    def _link(self, drawing: Drawing) -> Link | None:
         """The graph of a step, if others may follow it before anything is written."""
         optimizer = self.optimizer
         try:
@@ -479,59 +537,83 @@ class CapturedSteps:
         compiled = form.compiled_for(readings.key, optimizer.state, optimizer.numbers)
         if compiled is None or not compiled.unwatched or not compiled.chains or optimizer.declared.host_update:
             return None
-        compiled.uses += 1
-        return form, readings, compiled
+        return Link(drawing, form, readings, compiled)
 
-    def _following(
-        self, first: Drawing, form: DataForm, compiled: CompiledStep, most: int
-    ) -> tuple[list[Sequence[Tensor]], Drawing | None]:
-        """Data of steps with the same graph, from the first on; and a step that has been drawn and is none of them."""
-        optimizer, sources = self.optimizer, first.sources
-        now = optimizer.run_state.steps
-        keys = (optimizer.graph_key(now + k, optimizer.numbers) for k in range(min(most, compiled.unwatched) + 1))
-        steps = len([*takewhile(partial(operator.eq, next(keys)), keys)])
-        found: list[Sequence[Tensor]] = [first.data.tensors]
-        if sources.are_lists and compiled.batches is not None:
-            found += self._ahead(first, form, compiled, steps)
-            return found, None
-        versions, last = versions_of(found[0]), None
-        for _ in range(steps):
-            inputs = self._random_inputs()
-            drawn = first.draws.make(sources, optimizer.generator, inputs)
-            drawing = Drawing(sources, True, first.entry, inputs, first.draws, drawn)
-            if not form.like.fits(drawing.data):
-                last = drawing
+    def _segments(self, first: Link, most: int) -> tuple[list[Segment], Drawing | None]:
+        """Steps that follow each other, from the first on; and one that has been drawn and is none of them."""
+        sources, links, segments = first.first.sources, list[tuple[Any, Link]](), list[Segment]()
+        last: Drawing | None = None
+        for key, alike in groupby(self._keys(sources, min(most, CHECKED_EVERY))):
+            steps = len([*alike])
+            link = next((link for known, link in links if known == key), None)
+            drawn: Drawing | None = None
+            if link is None:
+                if segments:
+                    entry = None if key is None else self.cache.entry(self._guard(sources, True, key))
+                    if entry is None or not entry.draws or self._why_eager(entry, sources):
+                        break
+                    drawn = self._draw(sources, entry)
+                    link = self._link(drawn)
+                else:
+                    drawn, link = first.first, first
+                if link is None or not link.compiled.may_follow(first.compiled):
+                    last = drawn
+                    break
+                links.append((key, link))
+            if not link.compiled.unwatched:
                 break
-            found.append(drawing.data.tensors)
-            versions += versions_of(found[-1])
-            compiled.uses += 1
-        tensors = [*chain.from_iterable(found)]
-        if versions != versions_of(tensors) or not form.like.has_form(tensors, len(found)):
-            raise _Unsteady
-        return found, last
+            segment, last = self._following(link, drawn, min(steps, link.compiled.unwatched))
+            segments.append(segment)
+            if last is not None or len(segment.data) < steps:
+                break
+        return segments, last
 
-    def _ahead(self, first: Drawing, form: DataForm, compiled: CompiledStep, steps: int) -> list[list[Tensor]]:
+    def _following(self, link: Link, drawn: Drawing | None, steps: int) -> tuple[Segment, Drawing | None]:
+        """So many steps, the first of which may have been drawn; and one that has been and is none of them."""
+        sources, compiled = link.first.sources, link.compiled
+        found: list[Sequence[Tensor]] = [] if drawn is None else [drawn.data.tensors]
+        versions, last = [] if drawn is None else versions_of(found[0]), None
+        if sources.are_lists and compiled.batches is not None:
+            found += self._ahead(link, steps - len(found))
+        else:
+            while len(found) < steps:
+                drawing = self._draw(sources, link.first.entry)
+                if not link.form.like.fits(drawing.data):
+                    last = drawing
+                    break
+                found.append(drawing.data.tensors)
+                versions += versions_of(found[-1])
+        compiled.uses += len(found)
+        return Segment(link, found, versions), last
+
+    def _ahead(self, link: Link, steps: int) -> list[list[Tensor]]:
         """Data of the next steps from lists, as far as these have the form that the graph was made for."""
-        optimizer, ranges, place = self.optimizer, self.optimizer.random_inputs(), self._place(first.sources)
-        assert compiled.batches is not None
+        optimizer, draws, sources = self.optimizer, link.first.draws, link.first.sources
+        wanted: list[Any] = [(name, count, optimizer.generator) for name, count in optimizer.random_inputs().items()]
+        wanted += [(i, objective.terms, objective.generator) for i, objective in draws.terms(sources)]
+        assert link.compiled.batches is not None
         data: list[list[Tensor]] = []
+        place = self._place(sources)
         while steps:
-            numbers = draw_indices([*ranges.values()], steps, optimizer.generator) if ranges else ()
-            inputs = dict(zip(ranges, numbers, strict=True))
-            data = draw_ahead(first.draws, compiled.batches, first.sources, inputs, steps)
-            if data and not form.like.has_form(data[0]):
+            data = draw_ahead(draws, link.compiled.batches, sources, draw_numbers(wanted, steps), steps)
+            if data and not link.form.like.has_form(data[0]):
                 data = []
             if len(data) == steps:
                 break
-            self._return_to(first.sources, place)
+            self._return_to(sources, place)
             steps = len(data)
-        compiled.uses += steps
         return data
 
-    def _changed(self, drawing: Drawing, readings: Readings) -> bool:
+    def _hold(self, segments: Sequence[Segment]) -> bool:
+        """Whether data and losses still are what they were before all the data were drawn."""
+        links = {id(segment.link): segment.link for segment in segments}
+        return all(segment.holds for segment in segments) and not any(map(self._changed, links.values()))
+
+    def _changed(self, link: Link) -> bool:
         """Whether a loss reads something else than before the data were drawn."""
+        readings, link.first.read = link.readings, None
         try:
-            now = self._read(drawing)[1]
+            now = self._read(link.first)[1]
         except Untraceable:
             return True
         return now.key != readings.key or not all(
@@ -540,19 +622,32 @@ class CapturedSteps:
             for a, b in zip(tensors, readings.reads[role], strict=True)
         )
 
-    def _linked(self, compiled: CompiledStep, readings: Readings, data: Sequence[Sequence[Tensor]]) -> Tensor:
+    def _linked(self, segments: Sequence[Segment]) -> Tensor:
         """The losses of captured steps that follow each other, of those before the first that failed."""
+        found: list[Tensor] = []
+        made: list[tuple[CompiledStep, int]] = []
+        last: tuple[CompiledStep, Sequence[Tensor]] | None = None
         with torch.no_grad():
-            start, rates = self._arguments(compiled, readings)
-            many = compiled.several(self.cache.settings.unroll, start, rates, data)
-            losses, flags, last = compiled.follow(many, start, rates, data)
-            sound = len(data) if not self.optimizer.check_finite else self._sound(compiled, flags)
-            if sound < len(data):  # nothing has been written: make the sound ones again
-                if not sound:
-                    return losses[:0]
-                losses, _, last = compiled.follow(many, start, rates, data[:sound])
-            make(self._writes(last[0], readings, last[1], losses[-1], sound))
-        return losses
+            for link, data, _ in segments:
+                compiled = link.compiled
+                start, rates = self._arguments(compiled, link.readings)
+                if last is not None:
+                    start = compiled.after(*last, start)
+                many = compiled.several(self.cache.settings.unroll, start, rates, data)
+                losses, flags, ends = compiled.follow(many, start, rates, data)
+                sound = len(data) if not self.optimizer.check_finite else self._sound(compiled, flags)
+                if 0 < sound < len(data):  # nothing has been written: make the sound ones again
+                    losses, _, ends = compiled.follow(many, start, rates, data[:sound])
+                if sound:
+                    found.append(losses)
+                    made.append((compiled, sound))
+                    last, readings = ends, link.readings
+                if sound < len(data):
+                    break
+            if last is None:
+                return losses[:0]
+            make(self._writes(last[0], readings, last[1], found[-1][-1], made))
+        return torch.cat(found)
 
     def _sound(self, compiled: CompiledStep, flags: Tensor) -> int:
         """How many steps passed before the first one with a flag that matters."""
@@ -569,7 +664,7 @@ class CapturedSteps:
         """Where what draws is: positions in the data, and the generators that matter."""
         optimizer = self.optimizer
         plain = sources.tasks is None and (optimizer.generator is not None or not optimizer.random_inputs())
-        plain = plain and all(type(o.data) in (list, tuple, type(None)) for o in sources.objectives.values())
+        plain = plain and not any(map(_draws_by_default, sources.objectives.values()))
         own = None if optimizer.generator is None else optimizer.generator.get_state()
         marks = [objective.mark() for objective in sources.objectives.values()]
         return Place(marks, own, None if plain else torch.get_rng_state())
@@ -583,11 +678,18 @@ class CapturedSteps:
         if place.default is not None:
             torch.set_rng_state(place.default)
 
-    def _draw_again(self, sources: Sources, draws: Draws, steps: int) -> None:
-        """Draw what so many steps draw."""
-        for _ in range(steps):
+    def _draw_again(self, sources: Sources, steps: Sequence[Draws]) -> None:
+        """Draw what these steps draw."""
+        for draws in steps:
             inputs = self._random_inputs()
             draws.make(sources, self.optimizer.generator, inputs)
+
+
+def _draws_by_default(objective: Objective) -> bool:
+    """Whether torch's default generator may decide what a loss draws."""
+    if type(objective) is FiniteSum:
+        return objective.generator is None
+    return type(objective) is not Objective or type(objective.data) not in (list, tuple, type(None))
 
 
 class _Unsteady(Exception):

@@ -789,7 +789,8 @@ class BilevelOptimizer(Optimizer, ABC):
     def graph_key(self, steps: int, numbers: Mapping[str, Any]) -> Any:
         """What decides, of the number of steps made and of the plain numbers, which operations the next one is made of.
 
-        For a method with ``host_update``: its estimate. None if the host has to make it.
+        Among the numbers are ``upper_terms`` and ``lower_terms`` of losses that are sums of known terms. For a method
+        with ``host_update``: its estimate. None if the host has to make it.
         """
         return self.lower_step_count(steps), numbers
 

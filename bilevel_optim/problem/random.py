@@ -86,8 +86,8 @@ def draw_random_inputs(
 
 def draw_indices(counts: Sequence[int], times: int, generator: torch.Generator | None) -> Tensor:
     """One for each of these counts in turn, so many times: those of single draws, shape (counts, times), on the CPU."""
-    if len(counts) == 1 and device_of(generator).type == "cpu":  # elsewhere draws that are made at once are others
-        return torch.randint(counts[0], (1, times), generator=generator, device="cpu")
+    if len({*counts}) == 1 and device_of(generator).type == "cpu":  # elsewhere draws that are made at once are others
+        return torch.randint(counts[0], (times, len(counts)), generator=generator, device="cpu").T
     numbers = [[draw_index(count, generator) for count in counts] for _ in range(times)]
     return torch.tensor(numbers, dtype=torch.int64, device="cpu").reshape(times, len(counts)).T
 

@@ -15,9 +15,10 @@ problem      lower variables                                                    
 ============ ================================================================== =======================
 
 ``eager`` is ``optimizer.step``; ``step`` the same after ``optimizer.compile()``; ``run`` is ``optimizer.run`` of many
-steps at once after ``compile(unroll=8)``; ``hand`` is the algorithm in plain functions, traced and compiled, a step at a time; ``jax`` the
-same functions in JAX, many steps in one jitted scan (``pip install bilevel-optim[bench]``). Ten lower steps and
-products where there are any, five for the last two problems; one lower step where that is a method's default (TTSA).
+steps at once after ``compile(unroll=8)``; ``hand`` is the algorithm in plain functions, traced and compiled, a step at
+a time; ``jax`` the same functions in JAX, many steps in one jitted scan (``pip install bilevel-optim[bench]``). Ten
+lower steps and products where there are any, five for the last two problems; one lower step where that is a method's
+default (TTSA).
 
 Every record is a process of its own, on one thread, whose entries are timed in turn; the figures are medians over the
 rounds. Compile times are seconds of the first calls less what these take later: cold with an empty cache of Inductor,

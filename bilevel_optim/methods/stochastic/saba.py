@@ -164,7 +164,7 @@ def _averaged(
     result = _Averaged({}, {}, {}, [])
     memories = {True: result.upper_memory, False: result.memory}
     if kept is None:
-        terms = [evaluate(sample) for sample in objective.samples()]
+        terms = [evaluate(objective.term(i)) for i in range(count)]
         for name, is_upper in _QUANTITIES[level].items():
             table = stack([term[name] for term in terms])
             result.directions[name] = Vector(t.mean(0) for t in table)

@@ -110,9 +110,10 @@ class SRBA(SingleLoop):
         """There is no memory of tasks."""
         raise ValueError("SRBA goes on from its last step and takes no tasks; SOBA does")
 
-    def graph_key(self, steps: int, numbers: Mapping[str, Any]) -> int | bool:
-        """Whether it begins anew; without a period, which the data give, its place in it."""
-        return steps if self.period is None else steps % self.period == 0
+    def graph_key(self, steps: int, numbers: Mapping[str, Any]) -> bool:
+        """Whether it evaluates the full sums."""
+        terms = [numbers.get(f"{level}_terms", 1) for level in ("lower", "upper")]
+        return not self.warm_start or steps % self._period(*terms) == 0
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """One step along the recursive directions."""
@@ -130,9 +131,12 @@ class SRBA(SingleLoop):
             estimate = changed(estimate, memory={**lower, "linear_solution": new}, upper_memory=upper)
         return here.with_lower(estimate)
 
+    def _period(self, lower_terms: int, upper_terms: int) -> int:
+        return self.period or max((lower_terms + upper_terms) // 2, 1)
+
     def _recursive(self, oracle: Oracle, given: StepInputs, rates: list[float]) -> tuple[Tensor, Vector, Vector]:
         """The upper loss, v, and the directions of y, v, x: of the full sums, or from those of the last step."""
-        period = self.period or max((term_count(oracle.g, "lower") + term_count(oracle.f, "upper")) // 2, 1)
+        period = self._period(term_count(oracle.g, "lower"), term_count(oracle.f, "upper"))
         names = ("linear_solution", "previous", "previous_solution", "direction", "solution_direction")
         goes_on = self.warm_start and "direction" in given.memory and "direction" in given.upper_memory
         if not goes_on or given.steps % period == 0:
