@@ -134,6 +134,24 @@ NAMES = [
         "torch.compiler.set_stance, which holds for the whole process",
     ),
     Name(
+        "torch._dynamo.optimize",
+        "capture/losses.py",
+        "reads losses with one backend for all; torch keeps every backend that torch.compile is given",
+        "torch.compile, once it lets a backend go",
+    ),
+    Name(
+        "torch._dynamo.eval_frame.remove_from_cache",
+        "capture/losses.py",
+        "what was read goes with its reader",
+        "nothing, once torch lets it go with the code",
+    ),
+    Name(
+        '"_version"',
+        "capture/losses.py",
+        "whether a loss writes into an input in a way that its graph does not show",
+        "a public count of the writes into a tensor",
+    ),
+    Name(
         "torch._dynamo.config.*",
         "capture/losses.py",
         "what Dynamo leaves out of its guards by default, to be fast, is looked at too",

@@ -454,6 +454,23 @@ def test_running_statistics_advance_once_in_a_step():
         torch.testing.assert_close(norm.running_mean, 0.1 * hidden.mean(0))
 
 
+def test_a_normalisation_may_begin_to_train_after_the_first_step():
+    (X, t), net, x = rows(), mlp(nn.BatchNorm1d(4)), torch.zeros(6, requires_grad=True)
+    optimizer = bo.ITD([x], net.parameters(), lr=0.1, lower_lr=0.01, lower_steps=4)
+
+    def step():
+        optimizer.step(
+            lambda: F.cross_entropy(net(X), t),
+            lambda: (x.sigmoid() * F.cross_entropy(net(X), t, reduction="none")).mean(),
+        )
+        return int(net[2].num_batches_tracked)
+
+    net.eval()
+    assert step() == 0
+    net.train()
+    assert [step(), step()] == [1, 2]
+
+
 def test_dropout_masks_are_shared_by_the_copies_and_fresh_in_each_step():
     """With one mask for all copies a finite difference in nu stays finite as nu falls."""
     (X, t), net, x = rows((20,)), nn.Sequential(nn.Linear(20, 40), nn.Dropout(0.5), nn.Linear(40, 3)), torch.zeros(6)
