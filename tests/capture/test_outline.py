@@ -80,45 +80,6 @@ def test_a_large_table_makes_a_graph_large_only_if_more_than_rows_of_it_is_read(
     assert bool(asked) == whole
 
 
-@pytest.mark.parametrize("hidden", [False, True])
-@pytest.mark.parametrize("bad", [None, 0, 1, 2])
-def test_of_vectors_that_are_added_up_the_last_sum_is_looked_at(bad, hidden, parts):
-    """It is not finite if one of them was not, unless something but sums and products came between."""
-
-    def function(values):
-        total, terms, mask = values
-        checks = Checks()
-        for term in terms:
-            found = term.log()
-            checks.finite("hvp", [found])
-            scaled = found * -0.0
-            total = torch.where(mask, 1.0, total + scaled) if hidden else total - scaled
-        return [total, checks.flags()[1]]
-
-    terms = [torch.ones(4) for _ in range(3)]
-    if bad is not None:
-        terms[bad][2] = -1.0 if bad else 0.0
-    graph = trace.Graph(function, [torch.ones(4), [torch.ones(4) for _ in terms], torch.ones(4) > 0], parts)
-    total, flags = graph([torch.ones(4), *terms, torch.ones(4) > 0])
-    assert flags.tolist() == [bad is not None]
-    assert bool(total.isfinite().all()) == (hidden or bad is None)
-    assert parts.count("aten.sum.default") == (3 if hidden else 1)
-
-
-def test_a_sum_that_is_written_into_is_not_looked_at_later(parts):
-    def function(values):
-        (term,) = values
-        checks, total = Checks(), torch.ones(4)
-        found = term.log()
-        checks.finite("hvp", [found])
-        total = total + found
-        total.fill_(1.0)
-        return [total, checks.flags()[1]]
-
-    graph = trace.Graph(function, [torch.ones(4)], parts)
-    assert [bool(graph([torch.full((4,), value)])[1]) for value in (1.0, -1.0)] == [False, True]
-
-
 @pytest.mark.filterwarnings("ignore::bilevel_optim.errors.BilevelWarning")
 @pytest.mark.parametrize("method", ["ITD", "AID", "SOBA"])
 @pytest.mark.parametrize("at", [0, 2])
