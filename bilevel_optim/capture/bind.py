@@ -18,7 +18,11 @@ from .draws import Like
 from .small_cpu import TURNS
 from .step_graph import StepGraph
 
-__all__ = ["CompiledStep", "Slot", "difference"]
+__all__ = ["CompiledStep", "Slot", "Unsettled", "difference"]
+
+
+class Unsettled(Untraceable):
+    """A step remembers something else than the one before it, as a first one does."""
 
 
 class CompiledStep:
@@ -36,7 +40,7 @@ class CompiledStep:
         uses: how often the graph has been used.
 
     Raises:
-        Untraceable: if a step does not leave behind what it has found, so that the next one is another.
+        Unsettled: if a step does not leave behind what it has found, so that the next one is another.
     """
 
     def __init__(
@@ -71,7 +75,7 @@ class CompiledStep:
         ):
             for name, slots in found.items():
                 if slots is None:
-                    raise Untraceable("a step forgets what it remembered")
+                    raise Unsettled("a step forgets what it remembered")
                 self.results += [((entries, name), i) for entries, i in zip(places[level], slots, strict=True)]
         self.results += [((lower[0], TABLE + name), i) for name, i in out["tables"].items()]
         for entries, known in zip(lower, out["solver"] or (), strict=False):
@@ -83,7 +87,7 @@ class CompiledStep:
         known_places = {(id(entries), name) for entries, name in self.reads}
         settled = self.numbers.keys() <= self._numbers.keys()
         if not settled or any((id(entries), name) not in known_places for (entries, name), _ in self.results):
-            raise Untraceable("what a step remembers has not settled")
+            raise Unsettled("what a step remembers has not settled")
         order = {place: k for k, place in enumerate((id(entries), name) for entries, name in self.reads)}
         ahead = [len(self.x) + len(self.y) + order[id(entries), name] for (entries, name), _ in self.results]
         # What a step leaves behind, as arguments of the next one: place among the arguments, and which output.

@@ -91,17 +91,17 @@ class CacheEntry:
 
     Attributes:
         guard: what they have in common.
-        seen: how many were met.
         draws: what each of them draws; None: not known yet.
         forms: the forms of their data.
         reason: why they run eagerly, if they do.
+        unsettled: whether one did not leave behind what it had found.
     """
 
     guard: list[Any]
-    seen: int = 0
     draws: Draws | None = None
     forms: list[DataForm] = field(default_factory=list)
     reason: str = ""
+    unsettled: bool = False
 
     def form(self, data: Data) -> DataForm:
         """That of these data."""

@@ -20,11 +20,12 @@ from ..oracle.oracle import Oracle
 from ..problem.random import draw_indices, draw_random_inputs, kept
 from ..problem.tasks import select
 from ..problem.tracing import Untraceable
-from .bind import CompiledStep, Slot, difference
+from .bind import CompiledStep, Slot, Unsettled, difference
 from .cache import FULL, MOST_GRAPHS, PLAIN, CacheEntry, DataForm, Identity, Settings, StepCache
 from .draws import Data, Drawn, Draws, Log, Sources, draw_ahead, flattened, forms_of, versions_of
 from .losses import Readings, Unreadable
 from .step_graph import StepGraph, values_of
+from .trace import storage_of
 
 __all__ = ["CapturedSteps", "Settings"]
 
@@ -145,7 +146,6 @@ class CapturedSteps:
         if entry is None or reason:
             loss = self._eager(sources, update, inputs)
         elif entry.draws is None:
-            entry.seen += 1
             loss = self._recorded(entry, sources, update, inputs)
         else:
             drawn = entry.draws.make(sources, self.optimizer.generator, inputs)
@@ -178,7 +178,7 @@ class CapturedSteps:
                 for name, value in group.items()
                 if name not in NOT_GUARDED
             ]
-            guard += [p.requires_grad for p in group["params"]]
+            guard += [(p.requires_grad, bool(p._backward_hooks)) for p in group["params"]]
         return guard
 
     def _why_eager(self, entry: CacheEntry | None, sources: Sources) -> str:
@@ -287,8 +287,14 @@ class CapturedSteps:
         form = drawing.entry.form(drawing.data)
         arguments = drawing.arguments()
         arguments["projection"] = ([t.detach()[0] if row else t.detach() for t in y],)
+        functions = self._functions(sources)
         with optimizer.run_state.buffers.unnoted():  # or a loss would read a hook of the first step
-            return form, form.readers.read(x, y, self._functions(sources), arguments, row=row)
+            readings = form.readers.read(x, y, functions, arguments, row=row)
+        if readings.writes:
+            for role, tensor in readings.written:
+                if not optimizer.run_state.buffers.advance(tensor):
+                    raise Unreadable("a loss writes into a tensor that is not its own", role, functions[role])
+        return form, readings
 
     def _made(
         self, drawing: Drawing, form: DataForm, readings: Readings, oracle: Oracle, given: StepInputs
@@ -299,6 +305,8 @@ class CapturedSteps:
             raise Untraceable("ranks exchange results in a step")
         if oracle.sharded:
             raise Untraceable("parameters are sharded")
+        if any(p._backward_hooks for p in (*oracle.live_x, *oracle.live_y)):
+            raise Untraceable("a parameter has a hook")
         rates = self.cache.rates(optimizer.param_groups, oracle.device)
         arguments = values_of(given, oracle.x, oracle.y, readings.reads, rates, optimizer.estimate_reads)
         arguments["data"] = list(drawing.drawn), drawing.inputs
@@ -378,8 +386,9 @@ class CapturedSteps:
             with torch.no_grad(), kept(oracle.device):  # a trace draws what a dropout would
                 return find(oracle, given)
         except Untraceable as error:
-            if entry.seen > 1 or isinstance(error, Unreadable) or self.cache.settings.fullgraph:
-                self.cache.note(error, entry)  # else what is remembered may not have settled
+            if entry.unsettled or not isinstance(error, Unsettled):
+                self.cache.note(error, entry)
+            entry.unsettled = True  # the first time what is remembered may not have settled
         except Exception as error:  # of the compiler, or of what it has made
             self.cache.refuse(f"{type(error).__name__}: {error}".splitlines()[0], entry)
         return None
@@ -470,6 +479,10 @@ class CapturedSteps:
             return None
         compiled = form.compiled_for(readings.key, optimizer.state, optimizer.numbers)
         if compiled is None or not compiled.unwatched or not compiled.chains or optimizer.declared.host_update:
+            return None
+        moving = {*map(storage_of, (*compiled.x, *compiled.y))}
+        others = chain(drawing.data.tensors, *readings.reads.values())
+        if not moving.isdisjoint(map(storage_of, others)):  # what it reads moves with the parameters, once written
             return None
         compiled.uses += 1
         return form, readings, compiled

@@ -46,6 +46,14 @@ class Buffers:
         """Whether evaluations change some, with the modules in the modes that they are in."""
         return bool(self._changing) and any(module.training for module in self._changing)
 
+    def advance(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a buffer that evaluations change, and that goes with the steps."""
+        return any(
+            module.training and module._buffers[name] is tensor
+            for module, names in self._changing.items()
+            for name in names
+        )
+
     def kept(self) -> AbstractContextManager[list[bool]]:
         """Restore the buffers that the block changes; gives a list that is non-empty afterwards if there are any."""
         return nullcontext([]) if self.constant else self._kept()
