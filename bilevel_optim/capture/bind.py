@@ -19,7 +19,11 @@ from .small_cpu import TURNS
 from .step_graph import StepGraph
 from .trace import LONGEST
 
-__all__ = ["CompiledStep", "Slot", "difference", "shaken"]
+__all__ = ["CompiledStep", "Slot", "Unsettled", "difference", "shaken"]
+
+
+class Unsettled(Untraceable):
+    """A step remembers something else than the one before it, as a first one does."""
 
 
 class CompiledStep:
@@ -37,7 +41,7 @@ class CompiledStep:
         uses: how often the graph has been used.
 
     Raises:
-        Untraceable: if a step does not leave behind what it has found, so that the next one is another.
+        Unsettled: if a step does not leave behind what it has found, so that the next one is another.
     """
 
     def __init__(
@@ -72,7 +76,7 @@ class CompiledStep:
         ):
             for name, slots in found.items():
                 if slots is None:
-                    raise Untraceable("a step forgets what it remembered")
+                    raise Unsettled("a step forgets what it remembered")
                 self.results += [((entries, name), i) for entries, i in zip(places[level], slots, strict=True)]
         self.results += [((lower[0], TABLE + name), i) for name, i in out["tables"].items()]
         for entries, known in zip(lower, out["solver"] or (), strict=False):
@@ -97,7 +101,7 @@ class CompiledStep:
         self.left |= {("y", k): i for k, i in enumerate(out["lower"] or ())}
         self.left |= {("y", k): i for k, i in enumerate(out.get("x_lower") or ())}  # y moves along with x
         if not self.left.keys() <= self.place.keys():
-            raise Untraceable("what a step remembers has not settled")
+            raise Unsettled("what a step remembers has not settled")
         self.next = [(self.place[name], i) for name, i in self.left.items()]
 
         y_ends = out.get("x_lower") or out["lower"] or ()

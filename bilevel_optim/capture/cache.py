@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BilevelWarning
+from ..problem.parameters import LEVELS
 from ..problem.tracing import Untraceable
 from .backends import Backend, backend_of
 from .bind import CompiledStep
@@ -93,17 +94,17 @@ class CacheEntry:
 
     Attributes:
         guard: what they have in common.
-        seen: how many were met.
         draws: what each of them draws; None: not known yet.
         forms: the forms of their data.
         reason: why they run eagerly, if they do.
+        unsettled: whether one did not leave behind what it had found.
     """
 
     guard: list[Any]
-    seen: int = 0
     draws: Draws | None = None
     forms: list[DataForm] = field(default_factory=list)
     reason: str = ""
+    unsettled: bool = False
 
     def form(self, data: Data) -> DataForm:
         """That of these data."""
@@ -166,8 +167,8 @@ class StepCache:
         return sum(len(entry.compiled) for entry in self.entries)
 
     def rates(self, groups: Sequence[dict[str, Any]], device: torch.device) -> list[Tensor]:
-        """Learning rates of all groups as tensors, made anew where they have changed."""
-        values = [group["lr"] for group in groups]
+        """Learning rates of all groups, the upper ones first, as tensors that are made anew where they have changed."""
+        values = [group["lr"] for level in LEVELS for group in groups if group["level"] == level]
         options: Any = {"dtype": torch.float64 if device.type != "mps" else torch.float32, "device": device}
         if any(isinstance(value, Tensor) for value in values):
             return [torch.as_tensor(value, **options).reshape(()) for value in values]

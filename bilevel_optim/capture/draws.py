@@ -212,7 +212,8 @@ class Draws(tuple[Draw, ...]):
             elif draw.source == "whole":
                 found.append(Drawn(draw.how(tasks, inputs)))
             else:
-                found.append(Drawn(getattr(tasks, draw.source.removeprefix("tasks."))(sampled, draw.how, generator)))
+                level = getattr(tasks, draw.source.removeprefix("tasks."))
+                found += [Drawn(level(sampled, draw.how, generator)) for _ in range(times)]
         return found
 
     def terms(self, sources: Sources) -> list[tuple[int, FiniteSum]]:

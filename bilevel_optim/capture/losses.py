@@ -36,6 +36,7 @@ SETTINGS: dict[str, Any] = {
     for name, value in {
         "allow_rnn": True,
         "side_effect_replay_policy": "error",
+        "trace_autograd_ops": True,
         "skip_guards_on_constant_func_defaults": False,
         "skip_nnmodule_hook_guards": False,
         "specialize_int": True,
@@ -73,7 +74,7 @@ class LossReader:
         self._begin()
 
     def _begin(self, *, constant: bool = False) -> None:
-        """Forget what was read; ``constant``: numbers that change are from now on no inputs of a graph."""
+        """Forget what was read; ``constant``: numbers and sizes that change are from now on no inputs of a graph."""
         self._constant = constant
 
         def call(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -104,7 +105,8 @@ class LossReader:
             raise Untraceable("a loss computes nothing with tensors")
         graph: LossGraph
         (graph, tensors), _CALLED.last = _CALLED.last, None
-        if graph.wants_constants and not self._constant:
+        sized = not all(isinstance(t, Tensor) for t in tensors)  # some sizes are inputs
+        if (graph.wants_constants or sized) and not self._constant:
             self._begin(constant=True)
             return self.read(x, y, function, *arguments)
         graph.settle(tensors, output)
@@ -127,9 +129,10 @@ class LossReader:
         return Reading(graph, tuple(places), reads)
 
     def _read_anew(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+        settings = {"specialize_float": self._constant, "automatic_dynamic_shapes": not self._constant, **SETTINGS}
         state = random.getstate()  # what a loss draws is drawn when it is read
         try:
-            with dynamo.config.patch(**SETTINGS, specialize_float=self._constant), warnings.catch_warnings():
+            with dynamo.config.patch(**settings), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what Dynamo warns of is among its reasons
                 return self._read(function, *arguments)
         except _Unread:
@@ -160,7 +163,7 @@ class LossGraph:
         places = [node for node in module.graph.nodes if node.op == "placeholder"]
         self.results = tuple(torch.zeros((), device="cpu") for _ in _results(module.graph))
         _write_apart(module)
-        self.writes, complete = _write_nowhere(module.graph, places)
+        self.writes, complete = _write_nowhere(module, places)
         self.wants_constants = not _keep_numbers(module.graph)
         if any(node.name.startswith("random_value") for node in places):
             self._reason = "a loss draws random numbers (of Python's random)"
@@ -186,7 +189,7 @@ class LossGraph:
         }
         leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
         if not all(isinstance(t, Tensor) for t in tensors) or not all(id(t) in known for t in leaves):
-            self._reason = self._reason or "the sizes of what a loss reads change, or what it returns is not its own"
+            self._reason = self._reason or "what a loss reads or returns is not made of its own tensors"
         if self._reason:
             raise Untraceable(self._reason)
         self._output = [tree_map(lambda leaf: known[id(leaf)] if isinstance(leaf, Tensor) else leaf, output)]
@@ -272,6 +275,11 @@ class Readings(dict[str, Reading]):
     def writes(self) -> bool:
         """Whether one of them writes into what it reads."""
         return any(reading.graph.writes for reading in self.values())
+
+    @property
+    def written(self) -> list[tuple[str, Tensor]]:
+        """The tensors that they write into, each with the role."""
+        return [(role, own.reads[own.places[i][1]]) for role, own in self.items() for i in own.graph.writes]
 
     @property
     def reads(self) -> dict[str, list[Tensor]]:
@@ -385,11 +393,12 @@ def _reason(error: Exception) -> str:
 # ----------------------------------------------------------------------------------------- graphs without effects
 
 
-def _write_nowhere(graph: Graph, places: Sequence[Node]) -> tuple[dict[int, int], bool]:
+def _write_nowhere(module: GraphModule, places: Sequence[Node]) -> tuple[dict[int, int], bool]:
     """Make writes into inputs results of the graph.
 
     Gives the number of each such input and that of the result, and whether these are all that is written into.
     """
+    graph = module.graph
     current: dict[Node, Node] = {}
     rewritten = Counter[Node]()
     for node in list(graph.nodes):
@@ -406,13 +415,27 @@ def _write_nowhere(graph: Graph, places: Sequence[Node]) -> tuple[dict[int, int]
                 rewritten[origin[target]] += 1
             elif node.target is F.batch_norm:
                 _running_statistics(graph, node, origin, current)
-    # Dynamo has made all writes in its examples of the inputs, but for those of a normalisation.
-    versions = [getattr(place.meta.get("example_value"), "_version", 0) for place in places]
     finals = [*_results(graph)]
     writes = {places.index(place): len(finals) + k for k, place in enumerate(current)}
     (output,) = (node for node in graph.nodes if node.op == "output")
     output.args = ((*finals, *current.values()),)
-    return writes, versions == [rewritten[place] for place in places]
+    module.recompile()
+    return writes, _leaves_alone(module, places, rewritten)
+
+
+def _leaves_alone(module: GraphModule, places: Sequence[Node], rewritten: Mapping[Node, int]) -> bool:
+    """Whether a graph writes into none of its inputs, of whose examples Dynamo has made so many writes."""
+
+    def versions() -> list[int]:
+        return [getattr(example, "_version", 0) for example in examples]
+
+    examples = [place.meta.get("example_value") for place in places]
+    before = versions()
+    if before == [rewritten.get(place, 0) for place in places]:
+        return True  # those that are rewritten
+    with torch.enable_grad():  # inputs that share memory have a version too
+        module(*examples)
+    return versions() == before
 
 
 _IN_PLACE: dict[Any, Callable[..., Tensor]] = {

@@ -21,11 +21,12 @@ from ..problem.objective import Objective
 from ..problem.random import draw_random_inputs, kept
 from ..problem.tasks import select
 from ..problem.tracing import Untraceable
-from .bind import CHECKED_EVERY, CompiledStep, Slot, difference, shaken
+from .bind import CHECKED_EVERY, CompiledStep, Slot, Unsettled, difference, shaken
 from .cache import FULL, MOST_GRAPHS, PLAIN, CacheEntry, DataForm, Identity, Settings, StepCache
 from .draws import Data, Drawn, Draws, Log, Sources, draw_ahead, draw_numbers, flattened, forms_of, versions_of
 from .losses import Readings, Unreadable
 from .step_graph import StepGraph, values_of
+from .trace import storage_of
 
 __all__ = ["CapturedSteps", "Settings"]
 
@@ -196,7 +197,6 @@ class CapturedSteps:
         if entry is None or reason:
             loss = self._eager(sources, update, inputs)
         elif entry.draws is None:
-            entry.seen += 1
             loss = self._recorded(entry, sources, update, inputs)
         else:
             drawn = entry.draws.make(sources, self.optimizer.generator, inputs)
@@ -235,7 +235,7 @@ class CapturedSteps:
                 for name, value in group.items()
                 if name not in NOT_GUARDED
             ]
-            guard += [p.requires_grad for p in group["params"]]
+            guard += [(p.requires_grad, bool(p._backward_hooks)) for p in group["params"]]
         return guard
 
     def _why_eager(self, entry: CacheEntry | None, sources: Sources) -> str:
@@ -355,7 +355,12 @@ class CapturedSteps:
         if "projection" in functions:
             arguments = {**arguments, "projection": ([t.detach()[0] if row else t.detach() for t in y],)}
         with optimizer.run_state.buffers.unnoted():  # or a loss would read a hook of the first step
-            return form.readers.read(x, y, functions, arguments, row=row)
+            readings = form.readers.read(x, y, functions, arguments, row=row)
+        if readings.writes:
+            for role, tensor in readings.written:
+                if not optimizer.run_state.buffers.advance(tensor):
+                    raise Unreadable("a loss writes into a tensor that is not its own", role, functions[role])
+        return readings
 
     def _made(
         self, drawing: Drawing, form: DataForm, readings: Readings, oracle: Oracle, given: StepInputs
@@ -366,6 +371,8 @@ class CapturedSteps:
             raise Untraceable("ranks exchange results in a step")
         if oracle.sharded:
             raise Untraceable("parameters are sharded")
+        if any(p._backward_hooks for p in (*oracle.live_x, *oracle.live_y)):
+            raise Untraceable("a parameter has a hook")
         rates = self.cache.rates(optimizer.param_groups, oracle.device)
         arguments = values_of(given, oracle.x, oracle.y, readings.reads, rates, optimizer.estimate_reads)
         arguments["data"] = list(drawing.drawn), drawing.inputs
@@ -445,8 +452,9 @@ class CapturedSteps:
             with torch.no_grad(), kept(oracle.device):  # a trace draws what a dropout would
                 return find(oracle, given)
         except Untraceable as error:
-            if entry.seen > 1 or isinstance(error, Unreadable) or self.cache.settings.fullgraph:
-                self.cache.note(error, entry)  # else what is remembered may not have settled
+            if entry.unsettled or not isinstance(error, Unsettled):
+                self.cache.note(error, entry)
+            entry.unsettled = True  # the first time what is remembered may not have settled
         except Exception as error:  # of the compiler, or of what it has made
             self.cache.refuse(f"{type(error).__name__}: {error}".splitlines()[0], entry)
         return None
@@ -579,6 +587,10 @@ class CapturedSteps:
             return None, drawn
         compiled = form.compiled_for(readings.key, optimizer.state, optimizer.numbers)
         if compiled is None or not compiled.unwatched or not compiled.chains or optimizer.declared.host_update:
+            return None, drawn
+        moving = {*map(storage_of, (*compiled.x, *compiled.y))}
+        others = [*Data.of(*arguments.values()).tensors, *chain.from_iterable(readings.reads.values())]
+        if not moving.isdisjoint(map(storage_of, others)):  # what it reads moves with the parameters, once written
             return None, drawn
         if sources.are_lists and compiled.batches is not None:
             form.arguments = arguments

@@ -20,7 +20,7 @@ from .backends import LARGE, Backend
 from .outline import in_parts, number_parts, out_of_place, written_into
 from .small_cpu import Direct
 
-__all__ = ["LONGEST", "Graph"]
+__all__ = ["LONGEST", "Graph", "storage_of"]
 
 LONGEST = 3000  # operations of a graph that is compiled as a whole
 # Decomposed, what a node saves of its own result would hold the node, and neither would ever be freed.
@@ -99,13 +99,13 @@ class Graph:
         """The tensors of the result."""
         outputs: Sequence[Tensor] = self._run(*tensors, *self._captured)
         if self.shared is None:
-            known = {_storage(t) for t in (*tensors, *self._captured) if t.numel()}
+            known = {storage_of(t) for t in (*tensors, *self._captured) if t.numel()}
             shared = set()
             for i, output in enumerate(outputs):
                 if output.numel():
-                    if _storage(output) in known:
+                    if storage_of(output) in known:
                         shared.add(i)
-                    known.add(_storage(output))
+                    known.add(storage_of(output))
             self.shared = frozenset(shared)
         return outputs
 
@@ -147,7 +147,8 @@ class Graph:
         return tree_unflatten(leaves, self._structure)
 
 
-def _storage(t: Tensor) -> int:
+def storage_of(t: Tensor) -> int:
+    """The memory of a tensor."""
     return t.untyped_storage().data_ptr()
 
 
@@ -186,9 +187,9 @@ def _lifted(module: GraphModule, own: Sequence[Tensor]) -> list[Tensor]:
             node.replace_all_uses_with(node.args[0])
     graph.eliminate_dead_code()
     graph.lint()
-    memory = {_storage(t) for t in own if t.numel()}
+    memory = {storage_of(t) for t in own if t.numel()}
     for node, value in zip(place[len(place) - len(captured) :], captured, strict=True):
-        if node.users and _storage(value) in memory:
+        if node.users and storage_of(value) in memory:
             raise Untraceable("a loss reads its parameters out of torch's sight (checkpointing, an autograd function)")
     held = {name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))}
     for name in held.difference(node.target for node in graph.nodes if node.op == "get_attr"):

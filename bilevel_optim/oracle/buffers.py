@@ -40,6 +40,14 @@ class Buffers:
         """Whether no evaluation changes any buffer."""
         return self.complete and self._none
 
+    def advance(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a buffer that evaluations change, and that goes with the steps."""
+        return any(
+            module.training and dict(module.named_buffers(recurse=False)).get(name) is tensor
+            for module, names in self._changing.items()
+            for name in names
+        )
+
     def kept(self) -> AbstractContextManager[list[bool]]:
         """Restore the buffers that the block changes; gives a list that is non-empty afterwards if there are any."""
         return nullcontext([]) if self.constant else self._kept()

@@ -5,7 +5,6 @@ import torch
 
 import bilevel_optim as bo
 from bilevel_optim.capture import trace
-from bilevel_optim.oracle.checks import Checks
 from bilevel_optim.problem.tracing import end_region
 
 from ..problems import close
