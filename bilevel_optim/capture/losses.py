@@ -370,6 +370,7 @@ def _results(graph: Graph) -> Sequence[Node]:
 
 def _reason(error: Exception) -> str:
     """What Dynamo says in one sentence, and where in the user's code."""
+    error = getattr(error, "inner_exception", error)  # of a backend, which is ours
     text = str(error).strip()
     first = text.splitlines()[0] if text else type(error).__name__
     if "side effects" in first:
@@ -484,7 +485,7 @@ def _keep_numbers(graph: Graph) -> bool:
     """Leave numbers that a tensor holds (a schedule, which Dynamo hands over as one) on the device, if this can be."""
     numbers: set[Node] = set()
     for node in list(graph.nodes):
-        own = [i for i, argument in enumerate(node.args) if argument in numbers]
+        own = [i for i, argument in enumerate(node.args) if isinstance(argument, Node) and argument in numbers]
         if node.target == "item" or getattr(node.target, "__name__", "") == "wrapped_item":  # of NumPy's arrays
             node.op, node.target = "call_function", Tensor.detach
             numbers.add(node)
