@@ -23,6 +23,12 @@ class Name(NamedTuple):
 NAMES = [
     # ------------------------------------------------------------------------------------ tensors
     Name(
+        "._backward_hooks",
+        "capture/steps.py",
+        "a parameter that has a hook is not captured, since a graph would not call it",
+        "a public way to ask a tensor for its hooks",
+    ),
+    Name(
         "torch._foreach_*",
         "problem/vector.py capture/bind.py",
         "one kernel for all tensors of a vector, as torch.optim has it",

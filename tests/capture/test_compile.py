@@ -24,7 +24,6 @@ from bilevel_optim.capture import backends, trace
 from bilevel_optim.capture.bind import CompiledStep
 from bilevel_optim.capture.draws import Data
 from bilevel_optim.capture.losses import LossGraph, LossReader
-from bilevel_optim.oracle.checks import Checks
 from bilevel_optim.problem.tracing import end_region
 
 from ..problems import seeded
@@ -277,7 +276,7 @@ def resumed(row, saved, backend, more=MORE, *, at_once=False):
     """What some more steps give of a run that goes on from what was saved, or that begins."""
     problem = Regression(row)
     optimizer = problem.optimizer(row)
-    optimizer.compile(backend=backend)
+    optimizer.compile(backend=backend, unroll=8 if at_once else 1)
     if saved is not None:
         with torch.no_grad():
             for parameter, value in zip((*problem.x, *problem.y), saved["parameters"], strict=True):
@@ -435,12 +434,11 @@ def normalising(x, y):
 @pytest.mark.parametrize(
     ("lower", "word"),
     [
-        (counting, "something else"),
-        (drawing, "draws its own data"),
+        (counting, "changes Python values"),
+        (drawing, "changes Python values"),
         (noisy, "random numbers"),
-        (python_noise, "differs"),
+        (python_noise, "andom"),  # torch 2.11 says that it cannot read Python's random
         (branching, "read on the host"),
-        (normalising, "buffers"),
     ],
 )
 def test_what_a_graph_does_not_see_runs_eagerly(lower, word):
@@ -450,13 +448,20 @@ def test_what_a_graph_does_not_see_runs_eagerly(lower, word):
         values = [optimizer.step(*losses) for _ in range(12)]
         results.append((torch.stack(values), x.detach(), y.detach()))
     assert word in optimizer.diagnostics["compile_fallback"]
-    if lower is not python_noise:
-        assert close(*results, 0.0)
+    assert close(*results, 0.0)
 
 
-@pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
-def test_parameters_read_out_of_sight_are_not_captured():
-    """A single step would be right, as what it reads is the live y; in several at once y has moved on."""
+def test_normalisation_in_training_mode_is_captured():
+    results = []
+    for optimizer, losses, x, y in simple(normalising):
+        values = [optimizer.step(*losses) for _ in range(12)]
+        results.append((torch.stack(values), x.detach(), y.detach()))
+    assert graphs(optimizer) == 1
+    assert close(*results, 1e-12)
+
+
+def test_what_a_checkpoint_reads_is_captured():
+    """Also in the backward pass, and in several steps at once, where y has moved on."""
     ends = []
     for captured in (False, True):
         x = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
@@ -470,8 +475,8 @@ def test_parameters_read_out_of_sight_are_not_captured():
             optimizer.compile(backend="eager")
         losses = [optimizer.step(lambda y=y: (y - 1).square().sum(), lower) for _ in range(5)]
         ends.append((torch.stack([*losses, *optimizer.run(lambda y=y: (y - 1).square().sum(), lower, steps=6)]), x, y))
-    assert close(*ends, 0.0)
-    assert "out of torch's sight" in optimizer.diagnostics["compile_fallback"]
+    assert close(*ends, 1e-12)
+    assert graphs(optimizer) == 1
 
 
 class Held:
@@ -554,7 +559,7 @@ def test_what_a_loss_reads_is_in_sight(name, monkeypatch):
             optimizer.step(*losses)
         made.append((x.detach(), y.detach()))
     assert close(*made, 1e-12)
-    assert graphs(optimizer) == 2
+    assert graphs(optimizer) == (1 if name in ("array", "buffer", "list of tensors") else 2)  # an argument of the graph
 
 
 @pytest.mark.parametrize("how", ["number", "object"])
@@ -579,9 +584,9 @@ def test_a_lambda_made_again_is_the_same_until_it_reads_something_else(how):
     assert graphs(optimizer) == 2
 
 
-@pytest.mark.parametrize("read", [float, torch.Tensor.item, torch.Tensor.tolist, lambda t: t.numpy().copy().item()])
-def test_a_value_that_is_read_on_the_host_is_watched(read):
-    """A graph has it as a constant; written in place, it makes another graph."""
+@pytest.mark.parametrize("read", [float, torch.Tensor.item])
+def test_a_value_that_is_read_on_the_host_stays_on_the_device(read):
+    """It is an argument of the graph, which stays right when it is written in place."""
     scale, made = torch.tensor(1.0, dtype=torch.float64), []
 
     def lower(x, y):
@@ -595,7 +600,7 @@ def test_a_value_that_is_read_on_the_host_is_watched(read):
             optimizer.step(*losses)
         made.append((x.detach(), y.detach()))
     assert close(*made, 1e-12)
-    assert graphs(optimizer) == 2
+    assert graphs(optimizer) == 1
     assert "compile_fallback" not in optimizer.diagnostics
 
 
@@ -637,14 +642,12 @@ def test_every_step_says_why_it_is_eager():
 
 def test_a_reason_is_warned_of_once_and_raised_if_asked_for():
     (_, _, _, _), (optimizer, losses, _, _) = simple(branching)
-    optimizer.step(*losses)
     with pytest.warns(bo.BilevelWarning, match="read on the host"):
         optimizer.step(*losses)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.step(*losses)
     optimizer.compile(backend="eager", fullgraph=True)
-    optimizer.step(*losses)
     with pytest.raises(RuntimeError, match="cannot be captured"):
         optimizer.step(*losses)
     with pytest.raises(ValueError, match="Invalid dynamic value"):
@@ -672,8 +675,8 @@ def test_what_changes_in_sight_is_seen():
     assert graphs(optimizer) >= 2
 
 
-def test_normalisation_in_evaluation_mode_is_captured_until_it_is_trained():
-    """Its running statistics are constants, and change nothing; in training mode steps run eagerly."""
+def test_normalisation_is_captured_in_both_modes():
+    """Its running statistics change nothing then; in training mode they are results of the step."""
     ends = []
     for captured in (False, True):
         torch.manual_seed(0)
@@ -691,12 +694,9 @@ def test_normalisation_in_evaluation_mode_is_captured_until_it_is_trained():
             optimizer.step(*losses)
         assert graphs(optimizer) == captured
         net[1].train()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", bo.BilevelWarning)
-            for _ in range(3):
-                optimizer.step(*losses)
-        if captured:
-            assert "module buffers" in optimizer.diagnostics["compile_fallback"]
+        for _ in range(6):
+            optimizer.step(*losses)
+        assert graphs(optimizer) == 2 * captured
         ends.append([x.detach(), *(t.detach() for t in net.parameters()), *net.buffers()])
     assert close(*ends, 1e-12)
 
@@ -844,34 +844,6 @@ def test_a_trace_leaves_nothing_behind(method):
     assert not before[LossGraph]
 
 
-def test_what_would_only_be_looked_at_is_not_computed():
-    """A product that goes nowhere; one that is used is looked at, and what is written into is kept."""
-
-    def function(values):
-        a, b = values
-        checks, kept = Checks(), a.clone()
-        used, unused = a @ b, (b @ a).exp()
-        checks.finite("hvp", [unused, used])
-        checks.finite("jvp", [kept.mul_(b)])
-        return [used.detach(), kept, checks.flags()[1]]
-
-    targets = []
-
-    def backend(module, example):
-        targets.extend(str(node.target) for node in module.graph.nodes)
-        return module.forward
-
-    values = [torch.eye(2), torch.ones(2, 2)]
-    graph = trace.Graph(function, values, backend)
-    assert targets.count("aten.mm.default") == 1
-    assert "aten.exp.default" not in targets
-    for bad in ((), (0,), (1,)):
-        values = [torch.full((2, 2), torch.nan if i in bad else 1.0) for i in range(2)]
-        used, kept, flags = graph(values)
-        assert close([used, kept], [values[0] @ values[1], values[0] * values[1]], 0) or bad
-        assert flags.tolist() == [bool(bad)]
-
-
 @pytest.mark.parametrize("size", [10, 200])
 def test_products_of_large_tensors_are_not_merged_with_sums(monkeypatch, size):
     """Unless the user's options say so."""
@@ -922,7 +894,7 @@ def test_shapes_are_captured_a_bounded_number_of_times(strict):
     assert graphs(optimizer) == 16
     if not strict:
         assert [str(w.message).endswith("shapes and constants") for w in found] == [True]  # once
-        assert eager == [17, 18, 19, 36, 37, 38]  # the first shape was only seen, the last two never traced
+        assert eager == [35, 36, 37]  # a shape has a graph when it comes a second time
 
 
 @pytest.mark.parametrize("at", [7, 8, 11])
@@ -1035,16 +1007,17 @@ def test_what_is_on_another_device_is_not_given_to_a_graph(moved):
     own = losses(data)
     for _ in range(8):
         optimizer.step(*own)
-    (kind,) = optimizer._captured.capture.kinds
-    (binding,) = kind.bindings
-    drawn = Data([data[0], data[1]], binding._like._constants)
-    assert binding.fits(drawn)
-    assert binding.holds(optimizer.state, optimizer.numbers)
+    (entry,) = optimizer._captured.cache.entries
+    (form,) = entry.forms
+    (compiled,) = form.compiled
+    drawn = Data([data[0], data[1]], form.like._constants)
+    assert form.like.fits(drawn)
+    assert compiled.holds(optimizer.state, optimizer.numbers)
     if moved == "data":
-        assert not binding.fits(drawn._replace(tensors=[t.to("meta") for t in drawn.tensors]))
+        assert not form.like.fits(drawn._replace(tensors=[t.to("meta") for t in drawn.tensors]))
     else:
-        binding.y = [t.to("meta") for t in binding.y]
-        assert not binding.holds(optimizer.state, optimizer.numbers)
+        compiled.y = [t.to("meta") for t in compiled.y]
+        assert not compiled.holds(optimizer.state, optimizer.numbers)
 
 
 def test_a_run_gives_the_losses_of_the_steps():

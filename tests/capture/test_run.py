@@ -77,7 +77,7 @@ def test_lists_are_drawn_at_once(cls):
     chance = {"linear_steps": 2} if cls is bo.TTSA else {}
     steps, run, at_once = one_by_one_and_at_once(lambda: problem(cls, BATCHES[:5], tuple(BATCHES[1:4]), **chance))
     assert all(map(torch.equal, steps, run))
-    assert at_once == 6  # with the first, all before one that is compared
+    assert at_once == 7  # all before one that is compared
 
 
 def test_another_kind_of_step_ends_what_is_drawn_at_once():
