@@ -273,7 +273,7 @@ class CapturedSteps:
 
         def find(oracle: Oracle, given: StepInputs) -> Captured | None:
             if log.reason:
-                raise Untraceable(log.reason)
+                raise Unsettled(log.reason)  # a first step may draw otherwise than all later ones
             drawing = Drawing(sources, update, entry, inputs, Draws(log.draws), log.drawn)
             form, readings = self._read(drawing)
             if log.versions != versions_of(tree_leaves(log.drawn)):

@@ -473,8 +473,11 @@ def test_what_a_checkpoint_reads_is_captured():
         optimizer = bo.SOBA([x], [y], lr=0.1, lower_lr=0.3)
         if captured:
             optimizer.compile(backend="eager")
-        losses = [optimizer.step(lambda y=y: (y - 1).square().sum(), lower) for _ in range(5)]
-        ends.append((torch.stack([*losses, *optimizer.run(lambda y=y: (y - 1).square().sum(), lower, steps=6)]), x, y))
+        def upper(y=y):
+            return (y - 1).square().sum()
+
+        losses = [optimizer.step(upper, lower) for _ in range(5)]
+        ends.append((torch.stack([*losses, *optimizer.run(upper, lower, steps=6)]), x, y))
     assert close(*ends, 1e-12)
     assert graphs(optimizer) == 1
 
