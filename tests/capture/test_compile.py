@@ -473,6 +473,7 @@ def test_what_a_checkpoint_reads_is_captured():
         optimizer = bo.SOBA([x], [y], lr=0.1, lower_lr=0.3)
         if captured:
             optimizer.compile(backend="eager")
+
         def upper(y=y):
             return (y - 1).square().sum()
 
