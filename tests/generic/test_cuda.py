@@ -9,10 +9,10 @@ import bilevel_optim as bo
 from bilevel_optim.kernels import registry
 from bilevel_optim.kernels import seeded as seeded_kernels
 
+from ..capture.test_compile import Regression
 from ..layers import triton_alone
 from ..layers.test_kernels import operators
 from ..registry import each
-from .test_compile import Regression
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
