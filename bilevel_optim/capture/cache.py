@@ -169,11 +169,12 @@ class StepCache:
     def rates(self, groups: Sequence[dict[str, Any]], device: torch.device) -> list[Tensor]:
         """Learning rates of all groups, the upper ones first, as tensors that are made anew where they have changed."""
         values = [group["lr"] for level in LEVELS for group in groups if group["level"] == level]
+        if {*map(type, values)} == {float} and values == self._rates[0]:
+            return self._rates[1]
         options: Any = {"dtype": torch.float64 if device.type != "mps" else torch.float32, "device": device}
         if any(isinstance(value, Tensor) for value in values):
             return [torch.as_tensor(value, **options).reshape(()) for value in values]
-        if values != self._rates[0]:
-            self._rates = (values, [torch.full((), float(value), **options) for value in values])
+        self._rates = (values, [torch.full((), float(value), **options) for value in values])
         return self._rates[1]
 
     # ------------------------------------------------------------------------------------------------ refusals

@@ -101,13 +101,13 @@ class StepGraph:
             )
             losses = readings.losses(oracle.live_x, oracle.live_y, values["reads"])
             drawn, random_inputs = values["data"]
-            f, g, tasks = sources.replayed(draws, drawn, None, losses)
-            f, g = method.objectives(f, g)
+            again = sources.replayed(draws, drawn, None, losses)
+            f, g = method.objectives(again.upper, again.lower)
             here = Oracle(oracle.live_x, oracle.live_y, f, g, names=lambda: oracle.names, session=session)
             here = here.at(values["x"], values["y"])
             now = _given(given, values, random_inputs, method, losses)
             session.buffers_skipped = any(loss.writes for role, loss in losses.items() if role.startswith("lower"))
-            estimate, moved = method.compute(here, now, tasks, update=update)
+            estimate, moved = method.compute(here, now, again.tasks, update=update)
             results = _results(estimate, values, here.y)
             # Of all evaluations the last one of the lower loss leaves its buffers.
             results["reads"] = {role: dict(loss.written) for role, loss in losses.items() if role.startswith("lower")}

@@ -498,8 +498,11 @@ class CapturedSteps:
         state, out = self.optimizer.run_state, compiled.out
         figures = {name: outputs[v] if isinstance(v, Slot) else v for name, v in out["diagnostics"].items()}
         made = made or [(compiled, 1)]
-        counts = {name: sum(n * one.step.counts.get(name, 0) for one, n in made) for name in state.counts}
-        after = {**state.after_steps(counts, loss), "steps": state.steps + sum(n for _, n in made)}
+        after: dict[str, Any] = {"counts": {**state.counts}, "steps": state.steps, "last_loss": loss}
+        for one, times in made:
+            after["steps"] += times
+            for name, count in one.step.counts.items():
+                after["counts"][name] += times * count
         left = self.optimizer.result_writes(figures, compiled.numbers_of(outputs), state.found, after)
         return [partial(compiled.write, outputs, readings.reads), *left]
 

@@ -729,7 +729,8 @@ class BilevelOptimizer(Optimizer, ABC):
 
     def parameters(self, level: str) -> list[Tensor]:
         """The parameters of one level that require a gradient."""
-        return tensors_of(level_groups(self.param_groups, level), level)
+        groups = [group["params"] for group in self.param_groups if group["level"] == level]
+        return tensors_of([{"params": [p for params in groups for p in params if p.requires_grad]}], level)
 
     # ------------------------------------------------------------------------------------------------ what a method is
 

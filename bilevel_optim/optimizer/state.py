@@ -151,11 +151,6 @@ class RunState:
         self.__dict__.update(after)
         self.buffers.complete = True
 
-    def after_steps(self, counts: Mapping[str, int], loss: Tensor, steps: int = 1) -> dict[str, Any]:
-        """What becomes of it with steps of these oracle calls each, the last with this loss, and nothing else new."""
-        total = {name: count + steps * counts.get(name, 0) for name, count in self.counts.items()}
-        return {"counts": total, "steps": self.steps + steps, "last_loss": loss}
-
     def saved(self) -> dict[str, Any]:
         """What a state dict holds of it."""
         return {
