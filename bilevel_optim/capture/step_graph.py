@@ -97,17 +97,17 @@ class StepGraph:
 
         def step(values: dict[str, Any]) -> dict[str, Any]:
             session = Session(
-                changed(method.oracle_options, evaluation=substituted), changed(found), Buffers(complete=True)
+                changed(method._oracle_options, evaluation=substituted), changed(found), Buffers(complete=True)
             )
             losses = readings.losses(oracle.live_x, oracle.live_y, values["reads"])
             drawn, random_inputs = values["data"]
             f, g, tasks = sources.replayed(draws, drawn, None, losses)
-            f, g = method.objectives(f, g)
+            f, g = method._objectives(f, g)
             here = Oracle(oracle.live_x, oracle.live_y, f, g, names=lambda: oracle.names, session=session)
             here = here.at(values["x"], values["y"])
             now = _given(given, values, random_inputs, method, losses)
             session.buffers_skipped = any(loss.writes for role, loss in losses.items() if role.startswith("lower"))
-            estimate, moved = method.compute(here, now, tasks, update=update)
+            estimate, moved = method._compute(here, now, tasks, update=update)
             results = _results(estimate, values, here.y)
             # Of all evaluations the last one of the lower loss leaves its buffers.
             results["reads"] = {role: dict(loss.written) for role, loss in losses.items() if role.startswith("lower")}
@@ -137,7 +137,7 @@ class StepGraph:
                 flags.append(results["flags"])
             return {**results, "losses": torch.stack(losses), "flags": torch.stack(flags)}
 
-        self.arguments, self.times, self.reads = arguments, times, method.estimate_reads
+        self.arguments, self.times, self.reads = arguments, times, method._estimate_reads
         self._again = partial(StepGraph, method, oracle, given, sources, draws, readings, update)
         self._backend = backend
         self.graph = Graph(step if times == 1 else several, arguments, backend, [*oracle.live_x, *oracle.live_y])
@@ -179,8 +179,8 @@ def _given(
     rates = iter(values["rates"])
     upper_groups = [{**group, "lr": next(rates)} for group in given.upper_groups]
     lower_groups = [{**group, "lr": next(rates)} for group in given.lower_groups]
-    limits = replace(method.limits, projection=losses.get("projection"))
-    rules = LowerRules(method.lower_factory, limits)
+    limits = replace(method._limits, projection=losses.get("projection"))
+    rules = LowerRules(method._lower_factory, limits)
     return changed(
         given,
         upper_groups=upper_groups,

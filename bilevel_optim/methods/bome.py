@@ -112,9 +112,9 @@ class BOME(BilevelOptimizer):
         self.joint_lr, self.joint_steps, self.eta, self.barrier = joint_lr, joint_steps, eta, barrier
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
 
-    stationary = True  # the value function is that of the lower loss alone
+    _stationary = True  # the value function is that of the lower loss alone
 
-    def together(self, tasks: int) -> list[slice]:
+    def _together(self, tasks: int) -> list[slice]:
         """Every task by itself, because each has a multiplier of its own."""
         return [slice(i, i + 1) for i in range(tasks)]
 

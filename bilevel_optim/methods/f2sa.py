@@ -139,11 +139,11 @@ class F2SA(BilevelOptimizer):
         require("normalize", normalize, isinstance(normalize, bool))
         self.order, self.nu, self.samples, self.normalize = order, nu, samples, normalize
         self._given_stencil = stencil
-        self.variant_of_state = {"order": order, "stencil": stencil_of(order, stencil).kind}
+        self._variant_of_state = {"order": order, "stencil": stencil_of(order, stencil).kind}
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
-        self.lower_checks.require_elementwise()
+        self._lower_checks.require_elementwise()
 
-    saved_options, difference_step = ("nu",), "nu"
+    _saved_options, _difference_step = ("nu",), "nu"
 
     @property
     def stencil(self) -> str:
@@ -245,7 +245,7 @@ class F2SA(BilevelOptimizer):
             f"diagnostics['lower_residual'], for the nodes {formula.nodes}): those at negative nodes minimise "
             "g - |j| nu f, which is no longer strongly convex, so the hypergradient is not reliable. Use a smaller nu, "
             "stencil='forward' or order=1"
-            + (". Changing to stencil='forward' from here on" if self.reacts_to(given.numbers) else "")
+            + (". Changing to stencil='forward' from here on" if self._reacts_to(given.numbers) else "")
         )
 
     def _watch_rounding(self, oracle: Oracle) -> None:
@@ -259,11 +259,11 @@ class F2SA(BilevelOptimizer):
                 torch.ones((), dtype=torch.bool, device=oracle.device),
             )
 
-    def reacts_to(self, numbers: Mapping[str, Any]) -> str | None:
+    def _reacts_to(self, numbers: Mapping[str, Any]) -> str | None:
         """Copies that diverge, where the stencil may change."""
         return "diverging copies" if self._given_stencil == "auto" and "stencil" not in numbers else None
 
-    def react(self, oracle: Oracle, given: StepInputs, estimate: Estimate) -> tuple[Oracle, StepInputs]:
+    def _react(self, oracle: Oracle, given: StepInputs, estimate: Estimate) -> tuple[Oracle, StepInputs]:
         """Change to a forward stencil, from the copy that is sound: those at negative nodes diverge."""
         nodes = self._formula(given).nodes
         sound = estimate.memory["copies"].lane(nodes.index(min(j for j in nodes if j > 0)))

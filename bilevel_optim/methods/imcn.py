@@ -135,7 +135,7 @@ class iMCN(MinimaxOptimizer):
         """Whether the run has ended."""
         return bool(self.numbers.get("converged", False))
 
-    def finished(self) -> bool:
+    def _finished(self) -> bool:
         """Whether ``step`` has nothing left to do, and returns the last loss."""
         return self.converged
 

@@ -92,9 +92,9 @@ class PAID(AID):
         self.perturbation_period = perturbation_period
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **options)
 
-    def graph_key(self, steps: int, numbers: Mapping[str, Any]) -> Any:
+    def _graph_key(self, steps: int, numbers: Mapping[str, Any]) -> Any:
         """The numbers are those of the update."""
-        return self.lower_step_count(steps)
+        return self._lower_step_count(steps)
 
     def update(self, x: Vector, gradient: Vector, given: StepInputs) -> Update:
         """The step of `AID`, and perhaps a perturbation after it."""

@@ -20,16 +20,16 @@ class MinimaxOptimizer(BilevelOptimizer):
     To the parts of the library it is a pair of losses, f and -f, whose samples come out of one stream of data.
     """
 
-    one_loss = True
+    _one_loss = True
 
-    def objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
+    def _objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
         """The loss, and its negative on the same draws."""
         if upper is None or lower is not None:
             raise TypeError(f"{type(self).__name__} takes one loss, which x descends and y ascends: step(loss)")
         loss = as_objective(upper, "minimax")
         return loss, loss.mapped(neg)
 
-    def estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Never:
+    def _estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Never:
         """A sampler draws for two losses."""
         raise TypeError(f"{type(self).__name__} takes one loss, and no tasks")
 

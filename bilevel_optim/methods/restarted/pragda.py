@@ -78,7 +78,7 @@ class RAGDA(Accelerated, MinimaxOptimizer):
         tasks="none",
     )
 
-    constants = Constants.minimax
+    _constants = Constants.minimax
 
     def __init__(
         self,
@@ -98,11 +98,11 @@ class RAGDA(Accelerated, MinimaxOptimizer):
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **options)
 
     @property
-    def stationary(self) -> bool:
+    def _stationary(self) -> bool:
         """Only with the adjoint term."""
         return self.newton_correction
 
-    def hypergradient(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def _hypergradient(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """The gradient in x, with the adjoint term if that is asked for."""
         if not self.newton_correction:
             return danskin(oracle)

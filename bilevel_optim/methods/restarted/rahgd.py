@@ -131,7 +131,7 @@ class RAHGD(Accelerated):
         self.linear_start, self.damping = linear_start, damping
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **options)
 
-    def hypergradient(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def _hypergradient(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Implicit differentiation by conjugate gradients, from the last solution."""
         tol, atol = self.linear_tol, self.linear_atol
         solve = partial(linear.cg, steps=self.linear_steps, tol=tol, atol=atol, damping=self.damping)

@@ -106,7 +106,7 @@ class MRBO(NeumannMethod):
         lower_optimizer="given gradient",
     )
 
-    saved_options = ("beta", "lower_beta")
+    _saved_options = ("beta", "lower_beta")
 
     def __init__(
         self,
@@ -134,20 +134,20 @@ class MRBO(NeumannMethod):
             linear_lr=linear_lr,
             **common,
         )
-        self.lower_checks.require_given_gradient()
+        self._lower_checks.require_given_gradient()
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Both estimates at the present point and at the last one, on the same samples; then a step of y."""
         last = Recursion.remembered(given)
-        zeta, samples = oracle.g.draw(), self.samples(oracle, given)
+        zeta, samples = oracle.g.draw(), self._samples(oracle, given)
         _, u = oracle.lower(zeta)
-        estimate = self.hypergradient(oracle, samples, given)
+        estimate = self._hypergradient(oracle, samples, given)
         h = estimate.gradient
         if last is not None:
             before = oracle.at(last.x, last.y)
             _, before_u = before.lower(zeta)
             u = u + (last.u - before_u) * (1 - self.lower_beta)
-            h = h + (last.h - self.hypergradient(before, samples, given).gradient) * (1 - self.beta)
+            h = h + (last.h - self._hypergradient(before, samples, given).gradient) * (1 - self.beta)
         here = given.stepped(oracle, u)
         return here.with_lower(Recursion(oracle.x, oracle.y, h, u).estimate(estimate.loss, estimate.diagnostics))
 
@@ -206,4 +206,4 @@ class SUSTAIN(MRBO):
         lower_optimizer="given gradient",
     )
 
-    randomised = True
+    _randomised = True

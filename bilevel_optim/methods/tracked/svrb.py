@@ -104,7 +104,7 @@ class SVRB(RecursiveOptimizer):
         lower_optimizer="none",
     )
 
-    VARIANTS: ClassVar = {"faithful": Variant(Matrices, exact), "matrix_free": Variant(Products, summed)}
+    _VARIANTS: ClassVar = {"faithful": Variant(Matrices, exact), "matrix_free": Variant(Products, summed)}
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class SVRB(RecursiveOptimizer):
         variant: str = "faithful",
         **recursive: Unpack[RecursiveOptions],
     ) -> None:
-        require("variant", variant, variant in tuple(self.VARIANTS))
+        require("variant", variant, variant in tuple(self._VARIANTS))
         self.variant = variant
-        rule = self.VARIANTS[variant]
+        rule = self._VARIANTS[variant]
         super().__init__(upper, lower, rule, Drawing(), lr=lr, lower_lr=lower_lr, beta=beta, floor=floor, **recursive)

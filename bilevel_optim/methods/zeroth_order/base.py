@@ -59,15 +59,15 @@ class ZerothOrder(BilevelOptimizer):
         super().__init__(
             upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, warm_start=warm_start, **common
         )
-        self.lower_checks.require_elementwise()
+        self._lower_checks.require_elementwise()
 
-    saved_options, difference_step = ("smoothing", "directions"), "smoothing"
+    _saved_options, _difference_step = ("smoothing", "directions"), "smoothing"
 
-    def random_inputs(self) -> dict[str, int]:
+    def _random_inputs(self) -> dict[str, int]:
         """The seed of the directions."""
         return {"seed": SEEDS}
 
-    def drawn_directions(self, oracle: Oracle, given: StepInputs) -> Directions:
+    def _drawn_directions(self, oracle: Oracle, given: StepInputs) -> Directions:
         """The directions of this step, the same on every rank."""
         if any_sharded(oracle.live_x):
             raise ValueError(f"{type(self).__name__} cannot perturb sharded upper parameters (DTensor)")
@@ -81,14 +81,14 @@ class ZerothOrder(BilevelOptimizer):
             scale=self.scale,
         )
 
-    def followed(
+    def _followed(
         self, oracle: Oracle, given: StepInputs, estimator: Callable[..., Estimate], *, from_upper: bool = False
     ) -> Estimate:
         """An estimate from paths that all start at the oracle's y, or at the last tensors of their own x.
 
         The samples of all the paths' steps are drawn before the first of them, so that every path sees the same.
         """
-        directions, ranks = self.drawn_directions(oracle, given), Ranks()
+        directions, ranks = self._drawn_directions(oracle, given), Ranks()
         if self.over_ranks == "directions" and oracle.shared:
             if oracle.sharded:
                 raise ValueError(
