@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..hypergradient import Estimate
 from ..hypergradient.estimate import Write, measured
@@ -21,12 +22,12 @@ from ..oracle.session import Session
 from ..problem.tracing import Untraceable
 from ..problem.vector import Vector
 from ..solvers.lower import LowerRules
-from .backends import Backend
+from .backends import Backend, backend_of
 from .draws import Draw, Sources
 from .losses import Readings
 from .trace import Graph
 
-__all__ = ["StepGraph", "values_of"]
+__all__ = ["StepGraph", "trace_update", "values_of"]
 
 
 def values_of(
@@ -50,6 +51,7 @@ def values_of(
         },
         "tables": dict(given.tables),
         "solver": None if given.solver is None else [dict(entries) for entries in given.solver],
+        "upper_solver": None if given.upper_solver is None else [dict(entries) for entries in given.upper_solver],
         "numbers": _tensors(given.numbers),
         "reads": {role: list(tensors) for role, tensors in reads.items()},
         "rates": list(rates),
@@ -120,6 +122,7 @@ class StepGraph:
                 results |= {
                     "x": list(moved.x),
                     "x_memory": {name: v if v is None else list(v) for name, v in moved.upper_memory.items()},
+                    "x_solver": moved.solver,
                     "x_lower": None if moved.lower is None else list(moved.lower),
                     "x_writes": _writes(moved.writes, values, here.y),
                 }
@@ -148,6 +151,19 @@ class StepGraph:
         return self._again(arguments, self._backend, times)
 
 
+def trace_update(factory: Callable[[Any], Optimizer]) -> None:
+    """Trace the second step of an optimizer of x; raises `Untraceable` if its update cannot be part of a graph."""
+    single, one = torch.zeros(1, 1, device="cpu", requires_grad=True), torch.ones(1, 1, device="cpu")
+
+    def moved(values: tuple[Any, Any]) -> tuple[list[Tensor], Any]:
+        rate, memory = values
+        rule = LowerRules(factory)([{"params": [single], "lr": rate}], Vector([one]))
+        solved = rule.step(Vector([one]), memory or rule.fresh(), lambda _: (None, Vector([one])))
+        return list(solved.y), solved.memory
+
+    Graph(moved, (torch.ones((), device="cpu"), moved((1.0, None))[1]), backend_of("eager", None, None))
+
+
 def _advanced(values: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
     """The values of the step after one with these results."""
     reads = {role: list(tensors) for role, tensors in values["reads"].items()}
@@ -163,6 +179,7 @@ def _advanced(values: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]
         "upper_memory": upper,
         "tables": {**values["tables"], **results["tables"]},
         "solver": results["solver"] or values["solver"],
+        "upper_solver": results.get("x_solver") or values["upper_solver"],
         "numbers": {**values["numbers"], **results["numbers"]},
         "reads": reads,
     }
@@ -180,7 +197,8 @@ def _given(
     upper_groups = [{**group, "lr": next(rates)} for group in given.upper_groups]
     lower_groups = [{**group, "lr": next(rates)} for group in given.lower_groups]
     limits = replace(method._limits, projection=losses.get("projection"))
-    rules = LowerRules(method._lower_factory, limits)
+    rules, upper = LowerRules(method._lower_factory, limits), method._upper_factory
+    upper_rules = None if upper is None else LowerRules(upper)
     return changed(
         given,
         upper_groups=upper_groups,
@@ -190,10 +208,12 @@ def _given(
         tables=values["tables"],
         lower=Vector(values["y"]),
         solver=values["solver"],
+        upper_solver=values["upper_solver"],
         numbers={**given.numbers, **values["numbers"]},
         random_inputs=random_inputs,
         lower_init=losses.get("start"),
         rule=lambda like: rules(lower_groups, like),
+        upper_rule=None if upper_rules is None else lambda like: upper_rules(upper_groups, like),
     )
 
 

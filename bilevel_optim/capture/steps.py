@@ -25,7 +25,7 @@ from .bind import CHECKED_EVERY, CompiledStep, Slot, Unsettled, difference, shak
 from .cache import FULL, MOST_GRAPHS, PLAIN, CacheEntry, DataForm, Identity, Settings, StepCache
 from .draws import Data, Drawn, Draws, Log, Sources, draw_ahead, draw_numbers, flattened, forms_of, versions_of
 from .losses import Readings, Unreadable
-from .step_graph import StepGraph, values_of
+from .step_graph import StepGraph, trace_update, values_of
 from .trace import storage_of
 
 __all__ = ["CapturedSteps", "Settings"]
@@ -179,6 +179,18 @@ class CapturedSteps:
         if why := self.optimizer._why_eager():
             self.cache.warn(why, stacklevel=4)
 
+    def why_update_is_eager(self) -> str:
+        """Why the host moves x although the method does not ask for it: its optimizer; empty if it does not."""
+        factory = self.optimizer._upper_factory
+        try:
+            if factory is not None:
+                trace_update(factory)
+        except Untraceable as error:
+            return (
+                f"x is moved eagerly, by the hypergradient of the graph: the upper_optimizer cannot be traced ({error})"
+            )
+        return ""
+
     # ------------------------------------------------------------------------------------------------ one step
 
     def step(self, upper: Loss | None, lower: Loss | None, tasks: Any, update: bool) -> Tensor:
@@ -319,7 +331,7 @@ class CapturedSteps:
             return self._eager(drawing.replayed, update, inputs)
         found: Tensor = outputs[compiled.out["loss"]]
         writes = self._writes(compiled, readings, outputs, found)
-        if update and optimizer.declared.host_update:
+        if update and optimizer._host_update:
             with torch.no_grad():
                 writes += optimizer._update_writes_after(compiled.estimate(outputs), compiled.x, compiled.y)
         make(writes)
@@ -376,7 +388,7 @@ class CapturedSteps:
         rates = self.cache.rates(optimizer.param_groups, oracle.device)
         arguments = values_of(given, oracle.x, oracle.y, readings.reads, rates, optimizer._estimate_reads)
         arguments["data"] = list(drawing.drawn), drawing.inputs
-        update = drawing.update and not optimizer.declared.host_update
+        update = drawing.update and not optimizer._host_update
         graph = StepGraph(
             optimizer, oracle, given, drawing.sources, drawing.draws, readings, update, arguments, self.cache.backend
         )
@@ -413,7 +425,7 @@ class CapturedSteps:
             find: gives the graph and its results, if there are.
             afterwards: ask for them after the eager step, which shows what it draws.
         """
-        optimizer, host = self.optimizer, self.optimizer.declared.host_update
+        optimizer, host = self.optimizer, self.optimizer._host_update
         transaction, oracle, groups = optimizer._open_step(sources.upper, sources.lower)
         with transaction:
             given = optimizer._step_inputs(oracle, groups, inputs)
@@ -586,7 +598,7 @@ class CapturedSteps:
         except Untraceable:
             return None, drawn
         compiled = form.compiled_for(readings.key, optimizer.state, optimizer.numbers)
-        if compiled is None or not compiled.unwatched or not compiled.chains or optimizer.declared.host_update:
+        if compiled is None or not compiled.unwatched or not compiled.chains or optimizer._host_update:
             return None, drawn
         moving = {*map(storage_of, (*compiled.x, *compiled.y))}
         others = [*Data.of(*arguments.values()).tensors, *chain.from_iterable(readings.reads.values())]

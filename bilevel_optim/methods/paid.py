@@ -70,6 +70,7 @@ class PAID(AID):
         when="baseline of PRAHGD: AID that leaves strict saddle points by perturbations",
         cost="as AID",
         random=True,
+        upper_update="gradient descent with perturbations where the gradient is small",
     )
 
     def __init__(
@@ -78,7 +79,7 @@ class PAID(AID):
         lower: Params,
         *,
         lr: float,
-        lower_lr: float,
+        lower_lr: float | None = None,
         lower_steps: int,
         gradient_threshold: float = 1e-3,
         perturbation: float = 1e-3,

@@ -50,10 +50,10 @@ from .checkpoint import OWN, REMADE
 from .declaration import UNDECLARED, MethodInfo, register
 from .diagnostics import described, floats
 from .hooks import has_hooks, no_dynamo, with_hooks
-from .lower_checks import LowerChecks, require_unlimited
+from .lower_checks import LowerChecks, rate_of, require_unlimited, require_update_alone
 from .options import ColdOptions, CommonOptions, require_common, require_sizes
 from .placeholders import initial_state, initialises
-from .state import RunState, recalled, remembered
+from .state import RunState, recalled, remembered, solver_memory
 from .step import Groups, Start, StepInputs, StepResults, Update, changed
 from .task_mean import task_mean
 from .transaction import Transaction, Write, writes_of, writes_of_update
@@ -77,14 +77,17 @@ class BilevelOptimizer(Optimizer, ABC):
     Args:
         upper: upper parameters: tensors, ``(name, tensor)`` pairs or group dicts, as ``torch.optim`` takes.
         lower: lower parameters, likewise.
-        lr: learning rate of the upper update.
-        lower_lr: learning rate of the lower steps.
+        lr: learning rate of the upper update. It may be left out with an ``upper_optimizer``, which then has its own.
+        lower_lr: learning rate of the lower steps. It may be left out with a ``lower_optimizer``, likewise.
         lower_steps: lower steps per outer step.
         warm_start: start each lower solve where the last one ended; otherwise each starts from the value that the lower
             parameters had at the first step. Default: True.
-        lower_optimizer: makes the optimizer of the lower steps from parameter groups, as ``torch.optim.Adam`` or
-            ``lambda groups: torch.optim.SGD(groups, momentum=0.9)`` do. Its learning rate is that of the groups
-            (``lower_lr``). With warm starts its state lasts too. Default: ``torch.optim.SGD``.
+        upper_optimizer: makes the optimizer of x from parameter groups, as ``torch.optim.Adam`` or
+            ``lambda groups: torch.optim.Adam(groups, lr=1e-2, betas=(0.5, 0.9))`` do. A rate that it sets stays, and
+            raises if ``lr`` is another one. Its state is in ``state[p]``, under ``upper_optimizer.``. Methods whose
+            update of x is the method do not take it. Default: ``torch.optim.SGD``.
+        lower_optimizer: makes the optimizer of the lower steps, likewise, with ``lower_lr``. With warm starts its state
+            lasts too. Default: ``torch.optim.SGD``.
         lower_clip: limit lower gradients: a number, the norm over all of y (of each task or copy by itself) above which
             they are scaled down to it; ``("value", c)``, every entry to [-c, c]. Default: None.
         lower_projection: takes the list of the lower tensors' values after each lower step, and returns what they are
@@ -138,10 +141,11 @@ class BilevelOptimizer(Optimizer, ABC):
         upper: Params,
         lower: Params,
         *,
-        lr: float,
-        lower_lr: float,
+        lr: float | None = None,
+        lower_lr: float | None = None,
         lower_steps: int,
         warm_start: bool = True,
+        upper_optimizer: Callable[[Any], Optimizer] | None = None,
         lower_optimizer: Callable[[Any], Optimizer] | None = None,
         check_finite: bool = True,
         generator: torch.Generator | None = None,
@@ -155,20 +159,32 @@ class BilevelOptimizer(Optimizer, ABC):
         lower_clip: Clip | None = None,
         lower_projection: Projection | None = None,
     ) -> None:
+        require_common(
+            upper_optimizer=upper_optimizer, lower_optimizer=lower_optimizer, generator=generator, vectorize=vectorize,
+            hvp=hvp, lower_init=lower_init,
+        )  # fmt: skip
+        method = type(self).__name__
+        if upper_optimizer is not None and self.declared.upper_update:
+            raise ValueError(
+                f"Invalid upper_optimizer value: {upper_optimizer} ({method} takes none, because how x moves is "
+                f"part of the method: {self.declared.upper_update})"
+            )
+        lr = rate_of("upper", lr, upper_optimizer, method)
+        lower_lr = rate_of("lower", lower_lr, lower_optimizer, method)
         require("learning rate", lr, is_number(lr) and 0 <= lr < math.inf, wording="Invalid learning rate: {value}")
         require("lower_lr", lower_lr, is_number(lower_lr) and 0 <= lower_lr < math.inf)
         require("lower_steps", lower_steps, is_count(lower_steps))
         require("warm_start", warm_start, isinstance(warm_start, bool))
         require("check_finite", check_finite, isinstance(check_finite, bool))
-        require_common(
-            lower_optimizer=lower_optimizer, generator=generator, vectorize=vectorize, hvp=hvp, lower_init=lower_init
-        )
         require_sizes(tasks_per_step=tasks_per_step, lower_batch=lower_batch, upper_batch=upper_batch)
         self.tasks_per_step, self.lower_batch, self.upper_batch = tasks_per_step, lower_batch, upper_batch
         self.lower_steps, self.warm_start, self.check_finite = lower_steps, warm_start, check_finite
         self.lower_init, self.generator = lower_init, generator
         self.numbers: dict[str, Any] = {}
-        self._lower_factory = lower_optimizer or SGD
+        self._upper_factory, self._lower_factory = upper_optimizer, lower_optimizer or SGD
+        self._untraced_update = ""  # why a graph does not move x, where its optimizer alone is in the way
+        if upper_optimizer is not None:
+            require_update_alone(upper_optimizer, lr)
         self._limits = limits_of(lower_clip, lower_projection, interior=self._stationary)
         self._lower_checks = LowerChecks(self._lower_factory, lower_lr)
         self._oracle_options = Options(
@@ -176,7 +192,7 @@ class BilevelOptimizer(Optimizer, ABC):
         )
         self._run_state = RunState()
         self._default_lr = {"upper": lr, "lower": lower_lr}
-        self._rules = LowerRules(self._lower_factory, self._limits)
+        self._rules, self._upper_rules = self._new_rules()
         self._diagnostics: dict[str, Any] = {}
         self._placeholders = False  # the state holds zeros that only show what a step would remember
         self._captured: Any = None  # makes steps in place of this class, once there is a `compile`
@@ -432,7 +448,7 @@ class BilevelOptimizer(Optimizer, ABC):
 
         captured = CapturedSteps(self, Settings(fullgraph, backend, mode, options, unroll))
         captured.say_why_eager()
-        self._captured = captured
+        self._captured, self._untraced_update = captured, captured.why_update_is_eager()
 
     @property
     def _has_step_hooks(self) -> bool:
@@ -515,6 +531,8 @@ class BilevelOptimizer(Optimizer, ABC):
     ) -> list[Write]:
         """Writes of what a step leaves beside the values of parameters: plain numbers, diagnostics, the run state."""
         diagnostics = {**figures, **self._static_diagnostics(self.numbers), **found.diagnostics()}
+        if self._untraced_update:
+            diagnostics["compile_fallback"] = self._untraced_update
         return [
             partial(vars(self).update, numbers={**self.numbers, **numbers}, _diagnostics=diagnostics),
             partial(self._run_state.enter, after),
@@ -571,6 +589,8 @@ class BilevelOptimizer(Optimizer, ABC):
             lower_groups=groups["lower"],
             **known,
             upper_memory=recalled(self.state, x),
+            upper_rule=None if self._upper_rules is None else partial(self._upper_rules, groups["upper"]),
+            upper_solver=None if self._upper_rules is None else solver_memory(self.state, x),
             lower=Vector(y).detach() if lower is None else lower,
             numbers=dict(self.numbers),
             steps=self._run_state.steps,
@@ -708,7 +728,7 @@ class BilevelOptimizer(Optimizer, ABC):
         )
         checkpoint.load_exactly(self, super().load_state_dict, state_dict, self._place_of)
         self.param_groups[0][OWN], self._placeholders = b"", False
-        self._rules = LowerRules(self._lower_factory, self._limits)
+        self._rules, self._upper_rules = self._new_rules()
         self._run_state.load(own)
         if own["generator"] is not None and self.generator is not None:
             self.generator.set_state(own["generator"].cpu())
@@ -719,11 +739,22 @@ class BilevelOptimizer(Optimizer, ABC):
     def __getstate__(self) -> dict[str, Any]:
         # torch keeps three entries and makes the others again; ours must be kept too, the rules excepted.
         own = {k: v for k, v in self.__dict__.items() if k not in REMADE and not k.startswith("_optimizer_")}
-        return {**super().__getstate__(), **own, "_rules": LowerRules(self._lower_factory, self._limits)}
+        rules, upper_rules = self._new_rules()
+        return {**super().__getstate__(), **own, "_rules": rules, "_upper_rules": upper_rules}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch's own optimizers have it; added groups would get it from here
+
+    def _new_rules(self) -> tuple[LowerRules, LowerRules | None]:
+        """The updates of y and, if it has an optimizer of its own, of x; not made for any parameters yet."""
+        upper = None if self._upper_factory is None else LowerRules(self._upper_factory)
+        return LowerRules(self._lower_factory, self._limits), upper
+
+    @property
+    def _host_update(self) -> bool:
+        """Whether the host moves x, so that a graph holds the estimate alone."""
+        return self.declared.host_update or bool(self._untraced_update)
 
     def _initialise(self) -> None:
         """Before the first step, let the state show what a step would remember."""
@@ -743,7 +774,7 @@ class BilevelOptimizer(Optimizer, ABC):
 
     def update(self, x: Vector, gradient: Vector, given: StepInputs) -> Update:
         """The new x; writes nothing. ``given`` holds the groups and the memory of these tensors."""
-        return Update(x.descended(gradient, given.upper_rates))
+        return given.moved(x, gradient)
 
     def _estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Estimate:
         """The mean of the estimates for the tasks of one draw, made as one problem with stacked y."""

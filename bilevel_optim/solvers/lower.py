@@ -206,7 +206,7 @@ class LowerRule:
         """One step of the optimizer itself, on copies; in a trace its differentiable form."""
         if traced():
             if self._kind is Optimizer:
-                raise Untraceable(f"the lower optimizer is a {type(self.optimizer).__name__} that torch does not know")
+                raise Untraceable(f"the optimizer {type(self.optimizer).__name__} is not one of torch's as it comes")
             _, slope = gradient(y)
             values, kept = updated(self.optimizer, y, memory, slope)
             return Solved(Vector(values).detach(), kept, slope)
@@ -311,7 +311,7 @@ def is_known(optimizer: Optimizer) -> bool:
     """Whether an optimizer is one of torch's or ours as it comes: no subclass, without hooks, its step its own."""
     own, kind = vars(optimizer), type(optimizer)
     hooked = any(own.get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post"))
-    return (kind is AGD or kind.__module__.startswith("torch.optim.")) and not hooked and "step" not in own
+    return (kind is AGD or f"{kind.__module__}.".startswith("torch.optim.")) and not hooked and "step" not in own
 
 
 def needs_closure(probe: Optimizer) -> bool:

@@ -143,7 +143,7 @@ class RTMLMC(BilevelOptimizer):
         upper: Params,
         lower: Params,
         *,
-        lr: float,
+        lr: float | None = None,
         lower_lr: float,
         levels: int = 6,
         neumann_steps: int = 10,

@@ -76,6 +76,7 @@ class RAGDA(Accelerated, MinimaxOptimizer):
         second_order=False,
         losses=1,
         tasks="none",
+        upper_update="Nesterov's momentum with restarts",
     )
 
     _constants = Constants.minimax
@@ -86,7 +87,7 @@ class RAGDA(Accelerated, MinimaxOptimizer):
         lower: Params,
         *,
         lr: float,
-        lower_lr: float,
+        lower_lr: float | None = None,
         lower_steps: int,
         newton_correction: bool = False,
         linear_steps: int = 10,
@@ -155,4 +156,5 @@ class PRAGDA(Perturbed, RAGDA):
         losses=1,
         tasks="none",
         random=True,
+        upper_update="Nesterov's momentum with restarts",
     )

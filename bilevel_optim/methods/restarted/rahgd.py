@@ -106,6 +106,7 @@ class RAHGD(Accelerated):
         family="restarted",
         when="full batches and bad conditioning: momentum at both levels",
         cost="as AID",
+        upper_update="Nesterov's momentum with restarts",
     )
 
     def __init__(
@@ -114,7 +115,7 @@ class RAHGD(Accelerated):
         lower: Params,
         *,
         lr: float,
-        lower_lr: float,
+        lower_lr: float | None = None,
         lower_steps: int,
         linear_steps: int = 10,
         linear_tol: float = 0.0,
@@ -188,4 +189,5 @@ class PRAHGD(Perturbed, RAHGD):
         when="as RAHGD, where the way may lead past saddle points",
         cost="as AID",
         random=True,
+        upper_update="Nesterov's momentum with restarts",
     )

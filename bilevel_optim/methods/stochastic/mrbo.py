@@ -104,6 +104,7 @@ class MRBO(NeumannMethod):
         cost="2 lower, 2 upper, 2 Q hvp, 2 cross; Q = linear_steps",
         lower_steps=False,
         lower_optimizer="given gradient",
+        upper_update="steps of lr along a momentum, whose recursion (STORM) is made for them",
     )
 
     _saved_options = ("beta", "lower_beta")
@@ -114,7 +115,7 @@ class MRBO(NeumannMethod):
         lower: Params,
         *,
         lr: float,
-        lower_lr: float,
+        lower_lr: float | None = None,
         linear_steps: int = 10,
         linear_lr: float | None = None,
         beta: float = 0.1,
@@ -204,6 +205,7 @@ class SUSTAIN(MRBO):
         random=True,
         lower_steps=False,
         lower_optimizer="given gradient",
+        upper_update="steps of lr along a momentum, whose recursion (STORM) is made for them",
     )
 
     _randomised = True

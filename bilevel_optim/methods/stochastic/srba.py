@@ -87,6 +87,7 @@ class SRBA(SingleLoop):
         tasks="none",
         lower_steps=False,
         lower_optimizer="given gradient",
+        upper_update="steps of lr along an estimate, whose recursion (SARAH) is made for them",
     )
 
     def __init__(
@@ -95,7 +96,7 @@ class SRBA(SingleLoop):
         lower: Params,
         *,
         lr: float,
-        lower_lr: float,
+        lower_lr: float | None = None,
         linear_lr: float | None = None,
         period: int | None = None,
         radius: float = math.inf,

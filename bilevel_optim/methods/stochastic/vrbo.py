@@ -82,6 +82,7 @@ class VRBO(NeumannMethod):
         when="baseline: recursive differences between anchors",
         cost="2 (T + 1) times 1 lower, 1 upper, Q hvp, 1 cross, with Q = linear_steps; less at an anchor",
         lower_optimizer="given gradient",
+        upper_update="steps of lr along an estimate, whose recursion (SPIDER) is made for them",
     )
 
     def __init__(
@@ -90,7 +91,7 @@ class VRBO(NeumannMethod):
         lower: Params,
         *,
         lr: float,
-        lower_lr: float,
+        lower_lr: float | None = None,
         lower_steps: int,
         linear_steps: int = 10,
         linear_lr: float | None = None,

@@ -89,6 +89,7 @@ class BSVRB(RecursiveOptimizer):
         random=True,
         lower_steps=False,
         lower_optimizer="none",
+        upper_update="steps of lr along an average, whose recursion (STORM) is made for them",
     )
 
     _VERSIONS: ClassVar = {1: Variant(Blocks, blockwise, rests=True), 2: Variant(Products, summed, rests=True)}

@@ -116,6 +116,7 @@ class RSVRB(RecursiveOptimizer):
         random=True,
         lower_steps=False,
         lower_optimizer="none",
+        upper_update="steps of lr along an average, whose recursion (STORM) is made for them",
     )
 
     _VARIANTS: ClassVar = {

@@ -102,6 +102,7 @@ class SVRB(RecursiveOptimizer):
         tasks="rows",
         lower_steps=False,
         lower_optimizer="none",
+        upper_update="steps of lr along an average, whose recursion (STORM) is made for them",
     )
 
     _VARIANTS: ClassVar = {"faithful": Variant(Matrices, exact), "matrix_free": Variant(Products, summed)}
