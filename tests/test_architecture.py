@@ -219,7 +219,6 @@ CALLED = {
     "kernels/programs.py accumulated": "likewise",
     "kernels/programs.py squares": "likewise",
     "kernels/programs.py cg_step": "likewise",
-    "optimizer/declaration.py methods": "recipes and tests go through all methods",
 }
 
 

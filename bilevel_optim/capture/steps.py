@@ -177,7 +177,7 @@ class CapturedSteps:
             RuntimeError: if all have to be.
         """
         if why := self.optimizer._why_eager():
-            self.cache.warn(why, stacklevel=4)
+            self.cache.warn(why)
 
     def why_update_is_eager(self) -> str:
         """Why the host moves x although the method does not ask for it: its optimizer; empty if it does not."""

@@ -18,7 +18,7 @@ from ..oracle.buffers import Buffers
 from ..oracle.oracle import Oracle
 from ..problem.finite_sum import FiniteSum
 from ..problem.objective import Loss, Objective, as_objective
-from ..problem.parameters import require
+from ..problem.parameters import require, require_choice
 from ..problem.tasks import draw, sample, select, starting_points, task_count
 from ..problem.vector import Vector, stack
 from ..solvers.limits import changes
@@ -122,7 +122,7 @@ def check_hypergradient(
     require("atol", atol, atol >= 0)
     require("rtol", rtol, rtol >= 0)
     require("repeats", repeats, isinstance(repeats, int) and repeats >= 2)
-    require("reference", reference, reference in ("auto", "dense", "differences"))
+    require_choice("reference", reference, ("auto", "dense", "differences"))
     require("directions", directions, isinstance(directions, int) and directions >= 1)
     with _undisturbed(optimizer):
         case = _one_problem(optimizer, upper, lower) if tasks is None else _tasks(optimizer, upper, lower, tasks)

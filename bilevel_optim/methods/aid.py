@@ -12,7 +12,7 @@ from ..optimizer.base import BilevelOptimizer, CommonOptions
 from ..optimizer.declaration import MethodInfo
 from ..optimizer.step import StepInputs, changed
 from ..oracle.oracle import Oracle
-from ..problem.parameters import Params, is_count, is_number, require
+from ..problem.parameters import Params, is_count, is_number, require, require_choice
 from ..solvers import linear
 from ..solvers.linear import LinearSolution
 
@@ -103,7 +103,7 @@ class AID(BilevelOptimizer):
         damping: float = 0.0,
         **common: Unpack[CommonOptions],
     ) -> None:
-        require("linear_solver", linear_solver, linear_solver in tuple(_SOLVE))
+        require_choice("linear_solver", linear_solver, _SOLVE)
         require("linear_steps", linear_steps, is_count(linear_steps))
         require("linear_tol", linear_tol, is_number(linear_tol) and linear_tol >= 0)
         require("linear_lr", linear_lr, linear_lr is None or (is_number(linear_lr) and 0 < linear_lr < math.inf))

@@ -14,7 +14,7 @@ from ..optimizer.declaration import MethodInfo
 from ..optimizer.step import StepInputs
 from ..oracle.first_order import lower_slope
 from ..oracle.oracle import Oracle
-from ..problem.parameters import Params, is_count, is_number, require
+from ..problem.parameters import Params, is_count, is_number, require, require_choice
 from ..problem.vector import Vector
 
 __all__ = ["BOME"]
@@ -105,7 +105,7 @@ class BOME(BilevelOptimizer):
         require("joint_lr", joint_lr, joint_lr is None or (is_number(joint_lr) and 0 < joint_lr < math.inf))
         require("joint_steps", joint_steps, is_count(joint_steps) and joint_steps > 0)
         require("eta", eta, is_number(eta) and 0 < eta < math.inf)
-        require("barrier", barrier, barrier in ("grad_norm", "value"))
+        require_choice("barrier", barrier, ("grad_norm", "value"))
         projection = common.get("lower_projection")
         wording = "Invalid lower_projection value: {value} (y moves along a direction in common with x)"
         require("lower_projection", projection, projection is None, wording)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from ..distributed.ranks import Ranks
+from ..errors import warn
 from ..hypergradient import Estimate
 from ..hypergradient.estimate import measured
 from ..oracle.advance import advance_buffers
@@ -47,18 +47,32 @@ from ..solvers.limits import Clip, Projection, limits_of
 from ..solvers.lower import LowerRules
 from . import adapt, checkpoint
 from .checkpoint import OWN, REMADE
-from .declaration import UNDECLARED, MethodInfo, register
+from .declaration import UNDECLARED, MethodInfo, methods, register
 from .diagnostics import described, floats
 from .hooks import has_hooks, no_dynamo, with_hooks
 from .lower_checks import LowerChecks, rate_of, require_unlimited, require_update_alone
 from .options import ColdOptions, CommonOptions, require_common, require_sizes
 from .placeholders import initial_state, initialises
+from .signatures import called_rightly, signature_of, wrong_arguments
 from .state import RunState, recalled, remembered, solver_memory
 from .step import Groups, Start, StepInputs, StepResults, Update, changed
 from .task_mean import task_mean
 from .transaction import Transaction, Write, writes_of, writes_of_update
 
 KEPT = 1 << 16  # entries of vectors that are kept for diagnostics, which most steps are not asked for
+
+NO_GRADIENT = """step() without losses moves x by its .grad, but no upper parameter has one. A step is one of
+
+    optimizer.step(upper_loss, lower_loss)                          # all of it
+    optimizer.backward(upper_loss, lower_loss); optimizer.step()    # in two parts, to clip .grad in between
+    optimizer.step(lambda: optimizer.backward(upper_loss, lower_loss))
+
+and the losses are functions: the optimizer calls and differentiates them, so loss.backward() is not called."""
+UNSET_GRADIENT = (
+    "step() without losses moves x by a .grad that no call of optimizer.backward(upper_loss, lower_loss) has set: the "
+    "lower problem is left out of it, and y stays. If it comes from loss.backward(), leave that out and call "
+    "optimizer.step(upper_loss, lower_loss)"
+)
 
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "Loss", "as_objective"]
 
@@ -123,7 +137,7 @@ class BilevelOptimizer(Optimizer, ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.__signature__ = _signature(cls)  # type: ignore[attr-defined]
+        cls.__signature__ = signature_of(cls)  # type: ignore[attr-defined]
         if "declared" in vars(cls):
             register(cls)
 
@@ -131,9 +145,9 @@ class BilevelOptimizer(Optimizer, ABC):
         """As for any class, but that a missing or unknown argument is one of the method, not of a base class."""
         if arguments or options:  # copies are made without
             try:
-                _signature(cls).bind(*arguments, **options)
+                cls.__signature__.bind(*arguments, **options)  # type: ignore[attr-defined]
             except TypeError as error:
-                raise TypeError(f"{cls.__name__}: {error}") from None
+                raise wrong_arguments(cls, error, arguments, options, methods().values()) from None
         return super().__new__(cls)
 
     def __init__(
@@ -272,6 +286,7 @@ class BilevelOptimizer(Optimizer, ABC):
         self._opt_called = True  # schedulers may go on: it is another optimizer's step that follows
         return self._make_step(upper, lower, tasks, update=False)
 
+    @called_rightly("the number of steps goes by its name, run(upper, lower, steps=10)")
     def run(self, upper: Loss, lower: Loss | None = None, *, steps: int, tasks: Any = None) -> Tensor:
         """Make many outer steps in one call: the same numbers as that many calls of ``step``.
 
@@ -563,11 +578,12 @@ class BilevelOptimizer(Optimizer, ABC):
         while True:
             estimate, session = make(oracle, given), oracle.session
             session.conclude()
+            session.warn_of_unreached(oracle.lower_names)
             alerts = session.checks.verify(given.steps, session.warned, estimate.shown) if self.check_finite else set()
             if not alerts or self._reacts_to(given.numbers) not in alerts:
                 return estimate
             oracle, given = self._react(oracle, given, estimate)
-            session.checks = Checks()
+            session.checks, session.unreached = Checks(), None
 
     def _inputs(
         self,
@@ -613,7 +629,10 @@ class BilevelOptimizer(Optimizer, ABC):
             group["params"] = [p for p in group["params"] if p.grad is not None]
         moved = [p for group in groups["upper"] for p in group["params"]]
         if not moved:
-            return
+            raise RuntimeError(NO_GRADIENT)
+        if not self._run_state.steps and "unset gradient" not in self._run_state.warned:
+            self._run_state.warned.add("unset gradient")
+            warn(UNSET_GRADIENT)
         inputs = self._inputs(groups, moved, tensors_of(groups["lower"], "lower"))
         with Transaction(self.generator) as transaction:
             update = self.update(Vector(p.detach() for p in moved), Vector(p.grad for p in moved), inputs)
@@ -667,7 +686,7 @@ class BilevelOptimizer(Optimizer, ABC):
 
     def _extra_repr(self) -> str:
         """The method's own arguments, as ``torch.nn.Module.extra_repr`` gives those of a module."""
-        arguments = inspect.signature(type(self)).parameters
+        arguments = signature_of(type(self)).parameters
         shown = {name: getattr(self, name) for name in arguments if name in vars(self)}
         return ", ".join(f"{name}={value!r}" for name, value in shown.items() if isinstance(value, (int, float, str)))
 
@@ -862,10 +881,4 @@ class BilevelOptimizer(Optimizer, ABC):
         return checkpoint.place_of(name, parameter)
 
 
-def _signature(cls: type[Any]) -> inspect.Signature:
-    """How a method is made, which Python would take from ``__new__``."""
-    _, *arguments = inspect.signature(cls.__init__).parameters.values()
-    return inspect.Signature(arguments)
-
-
-BilevelOptimizer.__signature__ = _signature(BilevelOptimizer)  # type: ignore[attr-defined]
+BilevelOptimizer.__signature__ = signature_of(BilevelOptimizer)  # type: ignore[attr-defined]

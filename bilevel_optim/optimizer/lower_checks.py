@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..errors import BilevelWarning
+from ..errors import warn
 from ..solvers.agd import AGD
 from ..solvers.limits import Limits
 from ..solvers.lower import NOT_ELEMENTWISE, is_known, needs_closure
@@ -88,11 +87,9 @@ class LowerChecks:
     def warn_of_decay(self, group: Mapping[str, Any]) -> None:
         """Warn of a lower group with a penalty that the linear system would not know."""
         if group.get("weight_decay", self.probe().param_groups[0].get("weight_decay")):
-            warnings.warn(
+            warn(
                 "weight_decay of the lower_optimizer is not part of the lower loss, so the linear system does not know "
-                "it and the hypergradient is biased; put the penalty into the lower loss instead",
-                BilevelWarning,
-                stacklevel=4,
+                "it and the hypergradient is biased; put the penalty into the lower loss instead"
             )
 
     def _shows(self, what: str, test: Callable[[Factory, float], bool]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, Never
 from ..hypergradient import Estimate
 from ..oracle.oracle import Oracle
 from ..problem.objective import Loss, Objective, as_objective
+from ..solvers.lower import LowerRule
 from .base import BilevelOptimizer
 from .step import StepInputs
 
@@ -34,7 +35,10 @@ class MinimaxOptimizer(BilevelOptimizer):
         raise TypeError(f"{type(self).__name__} takes one loss, and no tasks")
 
 
-def danskin(oracle: Oracle) -> Estimate:
-    """The gradient of f in x at the present y, which is that of max_y f(x, y) if y is the maximiser."""
+def danskin(oracle: Oracle, rule: LowerRule) -> Estimate:
+    """The gradient of f in x at the present y, which is that of max_y f(x, y) if y is the maximiser.
+
+    ``rule`` makes the ascent steps, and knows what keeps y where it is.
+    """
     loss, grad_x, grad_y = oracle.upper(oracle.f.draw(once=True))
-    return Estimate(loss, grad_x, {"lower_residual": grad_y})
+    return Estimate(loss, grad_x, {"lower_residual": rule.residual(oracle.y, -grad_y)})

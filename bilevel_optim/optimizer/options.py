@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 import torch
 from torch.optim import Optimizer
 
-from ..problem.parameters import is_count, require
+from ..problem.parameters import is_count, require, require_choice
 from ..problem.tasks import LowerInit
 from ..solvers.limits import Clip, Projection
 
@@ -46,7 +46,7 @@ def require_common(
 ) -> None:
     """Raise unless these arguments of every method are what they should be."""
     require("vectorize", vectorize, isinstance(vectorize, bool) or (is_count(vectorize) and vectorize > 0))
-    require("hvp", hvp, hvp in ("exact", "finite-difference"))
+    require_choice("hvp", hvp, ("exact", "finite-difference"))
     for name, factory in (("upper_optimizer", upper_optimizer), ("lower_optimizer", lower_optimizer)):
         require(name, factory, factory is None or callable(factory), f"Invalid {{name}} value: {{value}}{HINT}")
     require("generator", generator, generator is None or isinstance(generator, torch.Generator))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..hypergradient.estimate import Write
 from ..oracle.buffers import Buffers
-from ..oracle.session import COUNTERS, LossFacts, Options, Session
+from ..oracle.session import COUNTERS, LossFacts, LowerTrend, Options, Session
 from ..problem.vector import Vector, is_sharded
 from ..solvers.lower import Memory
 
@@ -135,6 +135,7 @@ class RunState:
         counts: oracle calls.
         steps: outer steps made.
         last_loss: what the last step returned.
+        trend: how lower solves have gone.
     """
 
     found: LossFacts = field(default_factory=LossFacts)
@@ -143,10 +144,11 @@ class RunState:
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
     steps: int = 0
     last_loss: Tensor | None = None
+    trend: LowerTrend = field(default_factory=LowerTrend)
 
     def session(self, options: Options) -> Session:
         """The bookkeeping of a new step."""
-        return Session.begun(options, self.found, self.buffers, self.warned)
+        return Session.begun(options, self.found, self.buffers, self.warned, self.trend)
 
     def after(self, session: Session, loss: Tensor) -> dict[str, Any]:
         """What becomes of it with a step."""
@@ -154,6 +156,7 @@ class RunState:
         return {
             "found": session.found,
             "warned": session.warned,
+            "trend": session.trend,
             "counts": counts,
             "steps": self.steps + 1,
             "last_loss": loss.detach(),

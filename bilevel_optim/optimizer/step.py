@@ -123,7 +123,7 @@ class StepInputs:
             return LowerResult(oracle, solved.memory, {}, True)
         oracle.checks.finite("lower_grad", solved.y)
         return LowerResult(
-            oracle.at(lower=solved.y), solved.memory, solved.watched(oracle.checks), solved.memory is memory
+            oracle.at(lower=solved.y), solved.memory, solved.watched(oracle.session), solved.memory is memory
         )
 
     def stepped(self, oracle: Oracle, gradient: Vector) -> LowerResult:
@@ -133,7 +133,10 @@ class StepInputs:
         require_interior(oracle, rule, solved)
         oracle.checks.finite("lower_grad", solved.y)
         return LowerResult(
-            oracle.at(lower=solved.y), solved.memory, {"lower_residual": gradient}, solved.memory is memory
+            oracle.at(lower=solved.y),
+            solved.memory,
+            {"lower_residual": rule.residual(oracle.y, gradient)},
+            solved.memory is memory,
         )
 
 

@@ -15,7 +15,7 @@ from ...optimizer.base import BilevelOptimizer, CommonOptions
 from ...optimizer.declaration import MethodInfo
 from ...optimizer.step import StepInputs
 from ...oracle.oracle import Oracle
-from ...problem.parameters import Params, is_count, is_number, require
+from ...problem.parameters import Params, is_count, is_number, require, require_choice
 from ...problem.random import SEEDS
 from ...problem.tasks import starting_points, task_count
 from ...problem.vector import Vector
@@ -157,8 +157,8 @@ class RTMLMC(BilevelOptimizer):
     ) -> None:
         require("levels", levels, is_count(levels) and levels >= 1)
         require("neumann_steps", neumann_steps, is_count(neumann_steps) and neumann_steps >= 1)
-        require("neumann", neumann, neumann in NEUMANN)
-        require("level_sampling", level_sampling, level_sampling in (SAMPLING[:1] if self._one_level else SAMPLING))
+        require_choice("neumann", neumann, NEUMANN)
+        require_choice("level_sampling", level_sampling, SAMPLING[:1] if self._one_level else SAMPLING)
         require("base_level", base_level, is_count(base_level) and base_level < (1 if self._one_level else levels))
         require("implicit_term", implicit_term, isinstance(implicit_term, bool))
         require("smoothness", smoothness, smoothness is None or (is_number(smoothness) and 0 < smoothness < math.inf))

@@ -12,7 +12,7 @@ from ...hypergradient import Estimate
 from ...optimizer.base import BilevelOptimizer, CommonOptions
 from ...optimizer.step import LowerResult, StepInputs, Update, changed
 from ...oracle.oracle import Oracle
-from ...problem.parameters import Params, as_groups, is_count, is_number, require, unnamed
+from ...problem.parameters import Params, as_groups, is_count, is_number, require, require_choice, unnamed
 from ...problem.vector import Vector
 from ...solvers.agd import agd_or
 from .restart import Momentum, Point, Progress, Restarted
@@ -60,7 +60,7 @@ class Accelerated(Restarted, BilevelOptimizer):
         **common: Unpack[CommonOptions],
     ) -> None:
         iteration = Momentum(momentum, restart_radius, restart_period, on_converged)
-        require("lower_restart", lower_restart, lower_restart in ("keep", "zero"))
+        require_choice("lower_restart", lower_restart, ("keep", "zero"))
         require("restart_steps", restart_steps, restart_steps is None or is_count(restart_steps))
         require("lower_tol", lower_tol, is_number(lower_tol) and lower_tol >= 0)
         self._own_solver = common.get("lower_optimizer") is None

@@ -106,7 +106,7 @@ class RAGDA(Accelerated, MinimaxOptimizer):
     def _hypergradient(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """The gradient in x, with the adjoint term if that is asked for."""
         if not self.newton_correction:
-            return danskin(oracle)
+            return danskin(oracle, given.rule(oracle.y))
         sample, solve = oracle.f.draw(), partial(linear.cg, steps=self.linear_steps)
         # The right-hand side is the error of y and no smooth function of x, so that the last solution is no start.
         return changed(implicit(oracle, solve, upper_sample=sample, lower_sample=sample.mapped(neg)), memory={})

@@ -9,7 +9,7 @@ from ...hypergradient import Estimate, implicit
 from ...optimizer.declaration import MethodInfo
 from ...optimizer.step import StepInputs, changed
 from ...oracle.oracle import Oracle
-from ...problem.parameters import Params, is_count, is_number, require
+from ...problem.parameters import Params, is_count, is_number, require, require_choice
 from ...solvers import linear
 from .accelerated import Accelerated, AcceleratedOptions, Perturbed
 
@@ -125,7 +125,7 @@ class RAHGD(Accelerated):
         **options: Unpack[AcceleratedOptions],
     ) -> None:
         require("linear_steps", linear_steps, is_count(linear_steps))
-        require("linear_start", linear_start, linear_start in ("zero", "y"))
+        require_choice("linear_start", linear_start, ("zero", "y"))
         for name, value in (("linear_tol", linear_tol), ("linear_atol", linear_atol), ("damping", damping)):
             require(name, value, is_number(value) and value >= 0)
         self.linear_steps, self.linear_tol, self.linear_atol = linear_steps, linear_tol, linear_atol

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ...distributed.ranks import Ranks
 from ...optimizer.step import Update
-from ...problem.parameters import is_count, is_number, require
+from ...problem.parameters import is_count, is_number, require, require_choice
 from ...problem.random import uniform_ball
 from ...problem.vector import Vector
 
@@ -118,7 +118,7 @@ class Momentum:
         require("momentum", self.momentum, is_number(self.momentum) and 0 <= self.momentum < 1)
         require("restart_radius", radius, radius is None or (is_number(radius) and radius > 0))
         require("restart_period", period, is_count(period) and period > 0)
-        require("on_converged", self.on_converged, self.on_converged in ("stop", "continue"))
+        require_choice("on_converged", self.on_converged, ("stop", "continue"))
         require("perturbation", noise, is_number(noise) and 0 <= noise < math.inf)
         require("perturb_initial", self.perturb_initial, isinstance(self.perturb_initial, bool))
 

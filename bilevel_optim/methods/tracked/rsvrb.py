@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...optimizer.declaration import MethodInfo
-from ...problem.parameters import Params, is_count, require
+from ...problem.parameters import Params, is_count, require, require_choice
 from .drawing import Drawing, Weighted, importance_probabilities
 from .options import RecursiveOptions
 from .trackers import Matrices, Normalised, Products
@@ -141,7 +141,7 @@ class RSVRB(RecursiveOptimizer):
         variant: str = "self_normalised",
         **recursive: Unpack[RecursiveOptions],
     ) -> None:
-        require("variant", variant, variant in tuple(self._VARIANTS))
+        require_choice("variant", variant, self._VARIANTS)
         require("task_batch", task_batch, is_count(task_batch) and task_batch > 0)
         require("probes", probes, probes is None or (is_count(probes) and probes > 0))
         self.variant, self.task_batch, self.probes = variant, task_batch, 4 * task_batch if probes is None else probes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Unpack
 
 from ...optimizer.declaration import MethodInfo
-from ...problem.parameters import Params, require
+from ...problem.parameters import Params, require_choice
 from .drawing import Drawing
 from .options import RecursiveOptions
 from .trackers import Matrices, Products
@@ -119,7 +119,7 @@ class SVRB(RecursiveOptimizer):
         variant: str = "faithful",
         **recursive: Unpack[RecursiveOptions],
     ) -> None:
-        require("variant", variant, variant in tuple(self._VARIANTS))
+        require_choice("variant", variant, self._VARIANTS)
         self.variant = variant
         rule = self._VARIANTS[variant]
         super().__init__(upper, lower, rule, Drawing(), lr=lr, lower_lr=lower_lr, beta=beta, floor=floor, **recursive)

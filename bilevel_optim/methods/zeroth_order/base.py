@@ -12,7 +12,7 @@ from ...optimizer.base import BilevelOptimizer, ColdOptions
 from ...optimizer.step import StepInputs
 from ...oracle.lanes import one_of_many
 from ...oracle.oracle import Oracle
-from ...problem.parameters import Params, is_count, is_number, require
+from ...problem.parameters import Params, is_count, is_number, require, require_choice
 from ...problem.random import SEEDS
 from ...problem.vector import any_sharded
 from ...solvers.paths import Paths
@@ -48,11 +48,11 @@ class ZerothOrder(BilevelOptimizer):
     ) -> None:
         require("directions", directions, is_count(directions) and directions > 0)
         require("smoothing", smoothing, is_number(smoothing) and 0 < smoothing < float("inf"))
-        require("smoothing_mode", smoothing_mode, smoothing_mode in ("absolute", "relative"))
-        require("direction", direction, direction in KINDS)
-        require("scale", scale, scale in ("unbiased", "none") or (is_number(scale) and 0 < float(scale) < float("inf")))
-        require("difference", difference, difference in ("forward", "central"))
-        require("over_ranks", over_ranks, over_ranks in ("data", "directions"))
+        require_choice("smoothing_mode", smoothing_mode, ("absolute", "relative"))
+        require_choice("direction", direction, KINDS)
+        require_choice("scale", scale, ("unbiased", "none"), or_positive=True)
+        require_choice("difference", difference, ("forward", "central"))
+        require_choice("over_ranks", over_ranks, ("data", "directions"))
         self.directions, self.smoothing, self.smoothing_mode = directions, smoothing, smoothing_mode
         self.direction, self.scale, self.difference = direction, scale, difference
         self.over_ranks = over_ranks
