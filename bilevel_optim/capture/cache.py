@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import BilevelWarning
+from ..errors import warn
 from ..problem.parameters import LEVELS
 from ..problem.tracing import Untraceable
 from .backends import Backend, backend_of
@@ -212,7 +211,7 @@ class StepCache:
             entry.forms.clear()
         self.warn(reason)
 
-    def warn(self, reason: str, stacklevel: int = 7) -> None:
+    def warn(self, reason: str) -> None:
         """Say, once, why a step runs eagerly.
 
         Raises:
@@ -222,8 +221,7 @@ class StepCache:
             raise RuntimeError(f"the step cannot be captured: {reason}")
         if reason not in self._warned:
             self._warned.add(reason)
-            text = f"steps run eagerly, because they cannot be captured: {reason}"
-            warnings.warn(text, BilevelWarning, stacklevel=stacklevel)
+            warn(f"steps run eagerly, because they cannot be captured: {reason}")
 
 
 def _code(function: Callable[..., Any]) -> Any:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from math import inf
 
 import torch
 from torch import Tensor
 
 from ..kernels.counter import mixed, remainders
 from ..kernels.seeded import accumulated, perturbed, squares
-from ..problem.parameters import is_number, require
+from ..problem.parameters import require_choice
 from ..problem.vector import Vector
 
 __all__ = ["KINDS", "Directions"]
@@ -64,8 +63,8 @@ class Directions:
         relative: bool = False,
         scale: str | float = "unbiased",
     ) -> None:
-        require("direction", kind, kind in KINDS)
-        require("scale", scale, scale in ("unbiased", "none") or (is_number(scale) and 0 < float(scale) < inf))
+        require_choice("direction", kind, KINDS)
+        require_choice("scale", scale, ("unbiased", "none"), or_positive=True)
         self.x, self.kind, self.count, self.smoothing = x.detach(), kind, count, float(smoothing)
         self._sizes = [t.numel() for t in x]
         self._p = sum(self._sizes)

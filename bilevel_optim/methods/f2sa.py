@@ -10,6 +10,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from ..errors import warn
 from ..hypergradient import Estimate, penalty
 from ..hypergradient.finite_difference import KINDS, Stencil
 from ..hypergradient.finite_difference import stencil as stencil_of
@@ -20,13 +21,14 @@ from ..oracle.copies import evaluate_copies
 from ..oracle.differentiable import working_unit
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
-from ..problem.parameters import Params, is_number, require
+from ..problem.parameters import Params, is_number, require, require_choice
 from ..problem.vector import Vector, stack
 from ..solvers.lower import Solved
 
 __all__ = ["F2SA"]
 
 SAMPLES = ("shared", "independent")
+LARGEST_NU = 1.0  # above it is taken for a mistake
 DIVERGED = "A smaller lower_lr helps, or if copies at negative nodes diverge a smaller nu"
 ROUNDING_LIMIT = 0.05  # rounding of the losses over nu above which their differences are not to be trusted
 SPREAD_LIMIT = 10.0  # how much further from y* one copy may be than another, per unit of its perturbation
@@ -123,8 +125,8 @@ class F2SA(BilevelOptimizer):
         upper: Params,
         lower: Params,
         *,
-        lr: float,
-        lower_lr: float,
+        lr: float | None = None,
+        lower_lr: float | None = None,
         lower_steps: int,
         order: int = 2,
         nu: float = 1e-2,
@@ -134,16 +136,21 @@ class F2SA(BilevelOptimizer):
         **common: Unpack[CommonOptions],
     ) -> None:
         require("nu", nu, is_number(nu) and 0 < nu < math.inf)
-        require("stencil", stencil, stencil in (*KINDS, "auto"))
-        require("samples", samples, samples in SAMPLES)
+        if nu > LARGEST_NU:
+            warn(
+                f"nu={nu:g} is the step of a finite difference, whose error grows like nu^{order} (1e-3 to 1e-1 "
+                f"suits losses of similar size); if it was meant as a penalty's multiplier, that is nu={1 / nu:.3g}"
+            )
+        require_choice("stencil", stencil, (*KINDS, "auto"))
+        require_choice("samples", samples, SAMPLES)
         require("normalize", normalize, isinstance(normalize, bool))
         self.order, self.nu, self.samples, self.normalize = order, nu, samples, normalize
         self._given_stencil = stencil
-        self.variant_of_state = {"order": order, "stencil": stencil_of(order, stencil).kind}
+        self._variant_of_state = {"order": order, "stencil": stencil_of(order, stencil).kind}
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
-        self.lower_checks.require_elementwise()
+        self._lower_checks.require_elementwise()
 
-    saved_options, difference_step = ("nu",), "nu"
+    _saved_options, _difference_step = ("nu",), "nu"
 
     @property
     def stencil(self) -> str:
@@ -164,7 +171,7 @@ class F2SA(BilevelOptimizer):
         xi, zeta = oracle.f.draw(), oracle.g.draw()
         estimate = penalty(oracle, copies, formula, self.nu, upper_sample=xi, lower_sample=zeta)
         y = copies.combine(interpolation)
-        found = solved.watched(oracle.checks)
+        found = solved.watched(oracle.session)
         if solved.gradient is not None:
             found["lower_residual"] = solved.norm(lanes=True)
         spread = self._watched_spread(oracle, y, copies, formula, given)
@@ -245,7 +252,7 @@ class F2SA(BilevelOptimizer):
             f"diagnostics['lower_residual'], for the nodes {formula.nodes}): those at negative nodes minimise "
             "g - |j| nu f, which is no longer strongly convex, so the hypergradient is not reliable. Use a smaller nu, "
             "stencil='forward' or order=1"
-            + (". Changing to stencil='forward' from here on" if self.reacts_to(given.numbers) else "")
+            + (". Changing to stencil='forward' from here on" if self._reacts_to(given.numbers) else "")
         )
 
     def _watch_rounding(self, oracle: Oracle) -> None:
@@ -259,11 +266,11 @@ class F2SA(BilevelOptimizer):
                 torch.ones((), dtype=torch.bool, device=oracle.device),
             )
 
-    def reacts_to(self, numbers: Mapping[str, Any]) -> str | None:
+    def _reacts_to(self, numbers: Mapping[str, Any]) -> str | None:
         """Copies that diverge, where the stencil may change."""
         return "diverging copies" if self._given_stencil == "auto" and "stencil" not in numbers else None
 
-    def react(self, oracle: Oracle, given: StepInputs, estimate: Estimate) -> tuple[Oracle, StepInputs]:
+    def _react(self, oracle: Oracle, given: StepInputs, estimate: Estimate) -> tuple[Oracle, StepInputs]:
         """Change to a forward stencil, from the copy that is sound: those at negative nodes diverge."""
         nodes = self._formula(given).nodes
         sound = estimate.memory["copies"].lane(nodes.index(min(j for j in nodes if j > 0)))

@@ -99,6 +99,7 @@ class iMCN(MinimaxOptimizer):
         tasks="none",
         random=True,
         converges=False,
+        upper_update="the minimiser of a cubic model",
     )
 
     def __init__(
@@ -107,7 +108,7 @@ class iMCN(MinimaxOptimizer):
         lower: Params,
         *,
         lr: float,
-        lower_lr: float,
+        lower_lr: float | None = None,
         lower_steps: int,
         lower_momentum: float = 0.0,
         cubic: float = 1.0,
@@ -135,7 +136,7 @@ class iMCN(MinimaxOptimizer):
         """Whether the run has ended."""
         return bool(self.numbers.get("converged", False))
 
-    def finished(self) -> bool:
+    def _finished(self) -> bool:
         """Whether ``step`` has nothing left to do, and returns the last loss."""
         return self.converged
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ..problem.parameters import LEVELS
 from ..pytree import tree_map
-from .state import SOLVER, TABLE
+from .state import SOLVERS, TABLE
 
 __all__ = ["OWN", "REMADE", "copied", "load_exactly", "packed", "place_of", "plain", "require_loadable", "unpacked"]
 
@@ -166,8 +166,8 @@ def require_loadable(
 
 
 def _like_its_parameter(name: str) -> bool:
-    if name.startswith(SOLVER):
-        return name[len(SOLVER) :] in LIKE
+    if prefix := next(filter(name.startswith, SOLVERS), ""):
+        return name.removeprefix(prefix) in LIKE
     return not name.startswith(TABLE)
 
 
@@ -213,7 +213,7 @@ def load_exactly(
 
 def place_of(name: str, parameter: Tensor) -> torch.device | None:
     """The device of an entry of ``state[parameter]``: that of the parameter; None for where it was saved."""
-    return None if name == SOLVER + "step" else parameter.device
+    return None if name in [prefix + STEP for prefix in SOLVERS] else parameter.device
 
 
 def copied(value: Any, device: torch.device | None = None) -> Any:

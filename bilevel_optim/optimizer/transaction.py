@@ -17,7 +17,7 @@ from ..oracle.buffers import Buffers
 from ..oracle.oracle import Oracle
 from ..problem.random import default_state, set_default_state
 from ..problem.vector import Vector, is_sharded
-from .state import State, remember, remember_solver, remember_tables, write_rows
+from .state import UPPER_SOLVER, State, remember, remember_solver, remember_tables, write_rows
 from .step import Update
 
 __all__ = ["Transaction", "Write", "make", "writes_of", "writes_of_update"]
@@ -170,6 +170,8 @@ def _writes_of_values(
         writes.append(partial(write_rows, update.writes))
     if update.upper_memory:
         writes.append(partial(remember, state, x, update.upper_memory))
+    if update.solver is not None:
+        writes.append(partial(remember_solver, state, x, update.solver, UPPER_SOLVER))
     if lower is None:
         writes.append(partial(Vector(x).copy_, update.x))
     else:

@@ -378,6 +378,8 @@ def _gradient(oracle: Oracle, total: Tensor, variables: Vector, wrt: str, *, of_
         gradients = oracle.differentiate(total, variables)
         if of_lower:  # of g alone, so that it can be seen what it depends on
             oracle.session.require_reached(gradients, oracle.lower_names)
+        else:
+            oracle.session.note_unreached(gradients)
         return filled(gradients, variables)
     if not total.requires_grad:  # neither loss depends on x; whether that is a mistake is decided over the whole step
         return oracle.x.zeros_like()

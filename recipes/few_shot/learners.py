@@ -203,7 +203,7 @@ class HeadAdapting(Bilevel):
         # The heads of all tasks together, where `optimizer.adapt` is for one.
         heads = [p.detach().expand(count, *p.shape).clone().requires_grad_() for p in self.start]
         weight, bias = heads
-        steps = self.optimizer.lower_factory([{"params": heads, "lr": group["lr"]}])
+        steps = self.optimizer._lower_factory([{"params": heads, "lr": group["lr"]}])
         for _ in range(self.optimizer.lower_steps):
             with torch.enable_grad():
                 scores = torch.baddbmm(bias.unsqueeze(1), features, weight.mT)

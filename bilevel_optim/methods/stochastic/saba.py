@@ -106,7 +106,7 @@ class SABA(SingleLoop):
         lower_optimizer="given gradient",
     )
 
-    def estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Estimate:
+    def _estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Estimate:
         """There is no memory of tasks."""
         raise ValueError("SABA remembers every term of its losses and takes no tasks; SOBA does")
 
@@ -121,7 +121,7 @@ class SABA(SingleLoop):
             return {"direct": direct, "adjoint": adjoint}
 
         f = _averaged(oracle, given, "upper", upper)
-        v = self.solution(given)
+        v = self._solution(given)
         v = f.directions["adjoint"] * rates if v is None else v
 
         def lower(sample: Sample) -> dict[str, Vector]:
