@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..oracle.evaluation import placed
 from ..problem.tracing import Untraceable
+from .alone import TRACING, alone
 from .draws import Data
 
 __all__ = ["LossReader", "NotNow", "PureLoss", "Readers", "Reading", "Readings", "Unreadable"]
@@ -96,7 +97,7 @@ class LossReader:
             Untraceable: with Dynamo's reason and the user's line, if Dynamo cannot read it.
         """
         _CALLED.last = None
-        with torch.enable_grad():
+        with TRACING, torch.enable_grad():
             try:
                 output = self._known(function, *arguments)
             except _Unread:
@@ -132,7 +133,7 @@ class LossReader:
         settings = {"specialize_float": self._constant, "automatic_dynamic_shapes": not self._constant, **SETTINGS}
         state = random.getstate()  # what a loss draws is drawn when it is read
         try:
-            with dynamo.config.patch(**settings), warnings.catch_warnings():
+            with alone(), dynamo.config.patch(**settings), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what Dynamo warns of is among its reasons
                 return self._read(function, *arguments)
         except _Unread:

@@ -271,8 +271,8 @@ class BilevelOptimizer(Optimizer, ABC):
             The upper losses of the steps, shape (steps,).
 
         Raises:
-            NonFiniteError: names the step that failed. What the steps before it did is kept, nothing of it or after, and
-                so it is if anything else fails. An interrupt of captured steps may undo those of the last half second.
+            NonFiniteError: names the step that failed. What the steps before it did is kept, nothing of it or after,
+                also if anything else fails. An interrupt of captured steps may undo those of the last half second.
 
         Example:
             >>> import torch, bilevel_optim as bo
