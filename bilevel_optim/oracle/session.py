@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,10 +118,18 @@ class Session:
 
     # ------------------------------------------------------------------------------------------------ first looks
 
-    def require_alike(self, x: Sequence[Tensor], y: Sequence[Tensor], names: Callable[[], Sequence[str]]) -> None:
-        """At the first step, raise on all ranks unless they hold the same parameters."""
+    def require_alike(
+        self,
+        x: Sequence[Tensor],
+        y: Sequence[Tensor],
+        names: Callable[[], Sequence[str]],
+        decisive: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        """At the first step, raise on all ranks unless they have the same options and parameters."""
         if self.found.alike:
             return
+        if self.options.ranks.group is not None:
+            self.options.ranks.require_equal(decisive())
         differing = self.options.ranks.differing([*x, *y])
         if differing:
             called = [f"{'upper' if i < len(x) else 'lower'} parameter {names()[i]}" for i in differing[:3]]
