@@ -62,6 +62,7 @@ class LossFacts:
     vmapped_tasks: bool = False  # the same, over tasks
     redirected: frozenset[str] = frozenset()  # losses known to read y where torch sees it
     alike: bool = False  # all ranks are known to have begun with the same parameters
+    writes_seen: bool = False  # it has been looked for losses that write into parameters
     reaches_lower: bool = False  # the lower loss is known to depend on every lower parameter
     reaches_upper: bool = False  # some loss is known to depend on some upper parameter
     features_checked: frozenset[str] = frozenset()  # levels whose features are known not to depend on y
@@ -162,6 +163,7 @@ class Session:
 
     def conclude(self) -> None:
         """At the first step, raise if neither loss depended on any upper parameter: the hypergradient would be zero."""
+        self.found.writes_seen = True
         if not self.found.reaches_upper:
             raise ValueError(
                 f"{'the loss does not depend' if self.options.one_loss else 'neither loss depends'} on any upper "
