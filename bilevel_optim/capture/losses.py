@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..oracle.evaluation import placed
 from ..problem.tracing import Untraceable
+from .alone import TRACING, alone
 from .draws import Data
 
 __all__ = ["LossReader", "NotNow", "PureLoss", "Readers", "Reading", "Readings", "Unreadable"]
@@ -173,7 +174,7 @@ class LossReader:
         settings = {"specialize_float": self._constant, "automatic_dynamic_shapes": not self._constant, **SETTINGS}
         state = random.getstate()  # what a loss draws is drawn when it is read
         try:
-            with dynamo.config.patch(**settings), warnings.catch_warnings():
+            with alone(), dynamo.config.patch(**settings), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what Dynamo warns of is among its reasons
                 return self._read(function, *arguments)
         except _Unread:
@@ -406,7 +407,8 @@ class Readers:
                 if f"{role} features" not in own:
                     calls[role] = (readers[role].known, function, values)
         readings = Readings()
-        with placed(y, [t.detach()[0] for t in y]) if row else nullcontext(), torch.enable_grad():
+        row_of_y = placed(y, [t.detach()[0] for t in y]) if row else nullcontext()
+        with TRACING, row_of_y, torch.enable_grad():
             called = dict(zip(calls, _KNOWN([*calls.values()]), strict=True))
             for role, values in own.items():
                 function, features = functions[role], readings.get(f"{role} features")

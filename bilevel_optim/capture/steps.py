@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain, groupby
@@ -30,6 +31,7 @@ from .trace import storage_of
 
 __all__ = ["CapturedSteps", "Settings"]
 
+FIRST, AT_RISK = 64, 0.5  # such steps at the beginning; seconds that they may take, all of which an interrupt undoes
 NOT_GUARDED = ("params", "lr", "param_names", "initial_lr", OWN)  # of a parameter group; the rates are arguments
 
 
@@ -161,6 +163,7 @@ class CapturedSteps:
 
     def __init__(self, optimizer: BilevelOptimizer, settings: Settings) -> None:
         self.optimizer, self.cache = optimizer, StepCache(settings)
+        self._most = FIRST  # steps that follow each other before anything is written
 
     def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
         return type(self), (self.optimizer, self.cache.settings)  # a copy of an optimizer makes its graphs anew
@@ -523,11 +526,11 @@ class CapturedSteps:
     def run(self, upper: Loss, lower: Loss | None, tasks: Any, steps: int) -> Tensor:
         """So many steps, captured ones one after the other without a look at their values; gives the losses."""
         losses: list[Tensor] = []
-        steady = True  # nothing is known to change what a loss reads while the data are drawn
+        steady = True  # nothing is known to change what a loss reads while the data are drawn, or to fail
         while (done := sum(map(len, losses))) < steps:
             if steady and not (self.optimizer._finished() or self.optimizer._has_step_hooks):
                 try:
-                    losses += self._chain(_sources(upper, lower, tasks), steps - done)
+                    losses += self._chain(_sources(upper, lower, tasks), min(steps - done, self._most))
                     continue
                 except _Unsteady:
                     steady = False
@@ -537,13 +540,16 @@ class CapturedSteps:
     def _chain(self, sources: Sources, most: int) -> list[Tensor]:
         """Losses of captured steps that follow each other, at most so many; of a single step if there are none."""
         optimizer, start, before = self.optimizer, self._place(sources), self.optimizer._run_state.steps
+        began, many = time.monotonic(), False  # whether what fails may be another step than the next one
         entry = self._entry(sources, True)
         made: list[Draws] = []
         try:
             if entry is None or not entry.draws or self._why_eager(entry, sources):
                 return [self._step(sources, True).reshape(1)]
             made.append(entry.draws)
+            many = True
             segments, last = self._segments(sources, entry, most)
+            many = bool(segments)
             if not segments:
                 assert last is not None
                 return [self._drawn(last).reshape(1)]
@@ -551,14 +557,18 @@ class CapturedSteps:
                 raise _Unsteady
             made[:] = [segment.link.draws for segment in segments for _ in segment.data]
             losses = self._linked(segments)
+            each = max(time.monotonic() - began, 1e-9) / max(len(losses), 1)
+            self._most = min(max(int(AT_RISK / each), 1), CHECKED_EVERY)
             if len(losses) < len(made):
                 self._return_to(sources, start)
                 self._draw_again(sources, made[: len(losses)])
                 return [losses, self._step(sources, True).reshape(1)]
             return [losses] if last is None else [losses, self._drawn(last).reshape(1)]
-        except BaseException:
+        except BaseException as error:
             self._return_to(sources, start)
             self._draw_again(sources, made[: optimizer._run_state.steps - before])
+            if many and isinstance(error, Exception) and optimizer._run_state.steps == before:
+                raise _Unsteady from error  # step by step all are kept that come before what fails
             raise
 
     def _segments(self, sources: Sources, entry: CacheEntry, most: int) -> tuple[list[Segment], Drawing | None]:

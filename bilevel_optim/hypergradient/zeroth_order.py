@@ -141,7 +141,7 @@ def _indirect(
         values, loss = measure(upper, ends, base)
         measured.append(values)
         difference = ends - Vector(t.unsqueeze(0) for t in base)
-        moved.append(difference.lane_dot(difference))
+        moved.append(difference.lane_norm() ** 2)
         done += len(part)
         del upper, ends, difference
     assert base is not None

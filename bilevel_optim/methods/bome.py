@@ -148,11 +148,11 @@ class BOME(BilevelOptimizer):
 
     def _multiplier(self, f: Vector, q: Vector, gap: Tensor) -> Tensor:
         """The least weight of q's gradient with which q falls as fast as the barrier asks."""
-        square = q.dot(q)
-        bound = self.eta * (square if self.barrier == "grad_norm" else gap.to(square))
+        norm = q.norm()
         # At a stationary point of q the multiplier is 0/0, and the direction that of f.
-        safe = torch.where(square > 0, square, 1.0)
-        return torch.where(square > 0, (bound - f.dot(q)).clamp_min(0) / safe, 0.0)
+        safe = torch.where(norm > 0, norm, 1.0)
+        bound = self.eta * (norm if self.barrier == "grad_norm" else gap.to(norm) / safe)
+        return torch.where(norm > 0, (bound - f.dot(q * (1 / safe))).clamp_min(0) / safe, 0.0)
 
     def _followed(self, oracle: Oracle, given: StepInputs, direction: Vector) -> Vector:
         """Y after a step along a direction."""

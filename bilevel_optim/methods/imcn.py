@@ -178,9 +178,10 @@ class _CubicModel:
         """The minimiser along the gradient."""
         norm = self.gradient.norm()
         safe = torch.where(norm > 0, norm, 1.0)
-        slope = self.gradient.dot(self.hessian(self.gradient)) / (self.cubic * safe**2)
+        unit = self.gradient * (1 / safe)
+        slope = unit.dot(self.hessian(unit)) / self.cubic
         length = (slope**2 + 2 * norm / self.cubic).sqrt() - slope
-        return self.gradient * torch.where(norm > 0, -length / safe, 0.0)
+        return unit * torch.where(norm > 0, -length, 0.0)
 
     def descended(self, s: Vector, rates: Sequence[float], steps: int) -> Vector:
         """After gradient steps from s."""

@@ -304,7 +304,8 @@ class BilevelOptimizer(Optimizer, ABC):
             The upper losses of the steps, shape (steps,).
 
         Raises:
-            NonFiniteError: names the step that failed. What the steps before it did is kept, nothing of it or after.
+            NonFiniteError: names the step that failed. What the steps before it did is kept, nothing of it or after,
+                also if anything else fails. An interrupt of captured steps may undo those of the last half second.
 
         Example:
             >>> import torch, bilevel_optim as bo
@@ -484,7 +485,7 @@ class BilevelOptimizer(Optimizer, ABC):
         groups = groups or by_level(self.param_groups)
         x, y = tensors_of(groups["upper"], "upper"), tensors_of(groups["lower"], "lower")
         session = self._run_state.session(self._oracle_options)
-        session.require_alike(x, y, lambda: names_of(self.param_groups))
+        session.require_alike(x, y, lambda: names_of(self.param_groups), self._decisive)
         return Oracle(x, y, f, g, names=lambda: names_of(self.param_groups), session=session)
 
     # ------------------------------------------------------------------------------------------------ one step
@@ -506,7 +507,19 @@ class BilevelOptimizer(Optimizer, ABC):
         """The two losses at the present point, and a block that leaves everything as it was if a step of them fails."""
         groups = by_level(self.param_groups)
         oracle = self._oracle(upper, lower, groups=groups)
-        return Transaction(self.generator, oracle, self._run_state.buffers), oracle, groups
+        return Transaction(self.generator, oracle, self._run_state.buffers, self._decisive), oracle, groups
+
+    def _decisive(self) -> dict[str, Any]:
+        """What decides about a step beside losses, data and values, by name."""
+        plain = (bool, int, float, str, tuple, type(None))
+        found = {name: v for name, v in vars(self).items() if isinstance(v, plain) and not name.startswith("_")}
+        for i, group in enumerate(self.param_groups):
+            entries = {
+                name: value for name, value in group.items() if isinstance(value, plain) and name != "param_names"
+            }
+            entries["shapes"] = tuple(tuple(p.shape) for p in group["params"])
+            found |= {f"{name} of group {i}": value for name, value in entries.items()}
+        return {**found, "method": type(self).__name__, "steps made": self._run_state.steps}
 
     def _step_inputs(
         self, oracle: Oracle, groups: Groups, random_inputs: Mapping[str, Any] | None = None
@@ -717,6 +730,8 @@ class BilevelOptimizer(Optimizer, ABC):
         require_usable(param_group, self.param_groups)
         require_rates([param_group])
         super().add_param_group(param_group)
+        if hasattr(self, "_run_state"):
+            self._run_state.found.alike = False  # of what was added nothing has been compared
         if level == "lower" and self._stationary:
             self._lower_checks.warn_of_decay(self.param_groups[-1])
 

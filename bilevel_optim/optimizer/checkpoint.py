@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..problem.parameters import LEVELS
+from ..problem.parameters import LEVELS, is_number
 from ..pytree import tree_map
 from .state import SOLVERS, TABLE
 
@@ -49,7 +49,7 @@ def packed(
     ``own`` becomes one value, which no tool takes apart: what it consists of differs from step to step.
     """
     state, groups = state_dict["state"], state_dict["param_groups"]
-    own = {**own, "shapes": _shapes(param_groups), "kept": _names(state_dict)}
+    own = {**own, "shapes": _shapes(param_groups), "kept": _names(state_dict), "tables": _tables(state)}
     keys = [key for group in groups for key in group["params"]]
     parameters = [p for group in param_groups for p in group["params"]]
     for key, parameter in zip(keys, parameters, strict=True):
@@ -66,6 +66,11 @@ def unpacked(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     written = state_dict["param_groups"][0].get(OWN) if state_dict.get("param_groups") else None
     if not isinstance(written, bytes) or not written:
         raise ValueError(f"the state dict is not that of a BilevelOptimizer: it has no {OWN!r} entry")
+    for i, group in enumerate(state_dict["param_groups"]):
+        if group.get("level") not in LEVELS:
+            raise ValueError(f"the state dict is damaged: group {i} has the level {group.get('level')!r}")
+        if not is_number(group.get("lr")):
+            raise ValueError(f"the state dict is damaged: group {i} has the learning rate {group.get('lr')!r}")
     try:
         own: dict[str, Any] = torch.load(
             io.BytesIO(written), map_location=None if torch.cuda.is_available() else "cpu", weights_only=True
@@ -155,6 +160,13 @@ def require_loadable(
         raise ValueError(
             f"the state dict is that of parameters of shapes {own['shapes']}, but these have {_shapes(groups)}"
         )
+    found, known = _tables(state["state"]), own.get("tables", {})
+    for name in known.keys() & found.keys():
+        if found[name] != known[name]:
+            raise ValueError(
+                f"the state dict is damaged: (shape, whether of real numbers) of the table {name.removeprefix(TABLE)} "
+                f"are {found[name]}, but were {known[name]} when it was saved"
+            )
     keys = [key for group in state["param_groups"] for key in group["params"]]
     for key, shape in zip(keys, _shapes(groups), strict=True):
         for name, value in state["state"].get(key, {}).items():
@@ -163,6 +175,18 @@ def require_loadable(
                     f"the state dict is damaged: {name} has shape {tuple(value.shape)} where the parameter has "
                     f"{tuple(shape)}"
                 )
+            if _like_its_parameter(name) and isinstance(value, Tensor) and not value.is_floating_point():
+                raise ValueError(f"the state dict is damaged: {name} holds {value.dtype}, no real numbers")
+
+
+def _tables(state: Mapping[Any, Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Shape of each table, and whether it holds real numbers."""
+    return {
+        name: [list(value.shape), value.is_floating_point()] if isinstance(value, Tensor) else [type(value).__name__]
+        for entries in state.values()
+        for name, value in entries.items()
+        if name.startswith(TABLE)
+    }
 
 
 def _like_its_parameter(name: str) -> bool:

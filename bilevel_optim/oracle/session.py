@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,6 +61,7 @@ class LossFacts:
     vmapped_tasks: bool = False  # the same, over tasks
     redirected: frozenset[str] = frozenset()  # losses known to read y where torch sees it
     alike: bool = False  # all ranks are known to have begun with the same parameters
+    writes_seen: bool = False  # it has been looked for losses that write into parameters
     reaches_lower: bool = False  # the lower loss is known to depend on every lower parameter
     reaches_upper: bool = False  # some loss is known to depend on some upper parameter
     features_checked: frozenset[str] = frozenset()  # levels whose features are known not to depend on y
@@ -183,10 +184,18 @@ class Session:
 
     # ------------------------------------------------------------------------------------------------ first looks
 
-    def require_alike(self, x: Sequence[Tensor], y: Sequence[Tensor], names: Callable[[], Sequence[str]]) -> None:
-        """At the first step, raise on all ranks unless they hold the same parameters."""
+    def require_alike(
+        self,
+        x: Sequence[Tensor],
+        y: Sequence[Tensor],
+        names: Callable[[], Sequence[str]],
+        decisive: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        """At the first step, raise on all ranks unless they have the same options and parameters."""
         if self.found.alike:
             return
+        if self.options.ranks.group is not None:
+            self.options.ranks.require_equal(decisive())
         differing = self.options.ranks.differing([*x, *y])
         if differing:
             called = [f"{'upper' if i < len(x) else 'lower'} parameter {names()[i]}" for i in differing[:3]]
@@ -241,6 +250,7 @@ class Session:
 
     def conclude(self) -> None:
         """At the first step, raise if neither loss depended on any upper parameter: the hypergradient would be zero."""
+        self.found.writes_seen = True
         if not self.found.reaches_upper:
             raise ValueError(
                 f"{'the loss does not depend' if self.options.one_loss else 'neither loss depends'} on any upper "

@@ -144,8 +144,8 @@ class Momentum:
         x = w.descended(gradient, rates)
         step = x - start
         # With its own rate each group is preconditioned; in the rescaled coordinates the rule is the plain one.
-        weighted = step * [largest / rate if rate > 0 else 0.0 for rate in rates]
-        squared, slope = torch.stack([weighted.dot(step), gradient.dot(gradient)]).tolist()
+        weighted = step * [math.sqrt(largest / rate) if rate > 0 else 0.0 for rate in rates]
+        squared, slope = (norm**2 for norm in torch.stack([weighted.norm(), gradient.norm()]).tolist())
 
         total = point.memory["sum"] + w if now.step else w.clone()
         memory: dict[str, Vector | None] = {"previous": start, "sum": total, "perturbation": None}
