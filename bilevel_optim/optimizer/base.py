@@ -591,7 +591,7 @@ class BilevelOptimizer(Optimizer, ABC):
         if not moved:
             return
         inputs = self._inputs(groups, moved, tensors_of(groups["lower"], "lower"))
-        with Transaction(self.generator) as transaction:
+        with Transaction(self.generator, device=moved[0].device) as transaction:
             update = self.update(Vector(p.detach() for p in moved), Vector(p.grad for p in moved), inputs)
             transaction.commit(self._update_writes(moved, update, {}))
 
@@ -698,7 +698,7 @@ class BilevelOptimizer(Optimizer, ABC):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, into an optimizer made with the same arguments."""
-        own, state_dict = checkpoint.unpacked(state_dict)
+        own, state_dict = checkpoint.unpacked(state_dict, self.param_groups[0]["params"][0].device)
         checkpoint.require_loadable(
             own, state_dict, type(self).__name__, self.variant_of_state, self.saved_options, self.param_groups
         )
@@ -824,7 +824,10 @@ class BilevelOptimizer(Optimizer, ABC):
 
     def place_of(self, name: str, parameter: Tensor) -> torch.device | None:
         """The device of an entry of ``state[parameter]`` that is loaded; None for where it was saved."""
-        return checkpoint.place_of(name, parameter)
+        if not checkpoint.counts(name):
+            return parameter.device
+        group = next(group for group in self.param_groups if any([p is parameter for p in group["params"]]))
+        return self.lower_checks.place_of_counts(group, parameter)
 
 
 def _signature(cls: type[Any]) -> inspect.Signature:

@@ -93,6 +93,13 @@ class LowerChecks:
                 stacklevel=4,
             )
 
+    def place_of_counts(self, group: Mapping[str, Any], parameter: torch.Tensor) -> torch.device | None:
+        """The device of its counts of steps for a parameter of a group; None if it has no option that says so."""
+        options = {**self.probe().param_groups[0], **group}
+        if not {"capturable", "fused"} & options.keys():
+            return None
+        return parameter.device if options.get("capturable") or options.get("fused") else torch.device("cpu")
+
     def _shows(self, what: str, test: Callable[[Factory, float], bool]) -> bool:
         if what not in self._shown:
             self._shown[what] = test(self.factory, self.lr)

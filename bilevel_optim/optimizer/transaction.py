@@ -23,6 +23,7 @@ from .step import Update
 __all__ = ["Transaction", "Write", "make", "writes_of", "writes_of_update"]
 
 Write = Callable[[], object]
+CPU = torch.device("cpu")
 
 
 class Transaction:
@@ -36,16 +37,21 @@ class Transaction:
         generator: of the optimizer.
         oracle: of the step; None for an update from ``.grad``.
         buffers: module buffers that evaluations change.
+        device: of the parameters, without an oracle.
     """
 
     __slots__ = ("_accepted", "_before", "_buffers", "_concluded", "_data", "_device", "_generator", "oracle")
 
     def __init__(
-        self, generator: torch.Generator | None, oracle: Oracle | None = None, buffers: Buffers | None = None
+        self,
+        generator: torch.Generator | None,
+        oracle: Oracle | None = None,
+        buffers: Buffers | None = None,
+        device: torch.device = CPU,
     ) -> None:
         self.oracle, self._generator, self._accepted, self._concluded = oracle, generator, False, False
         self._buffers = None if buffers is None or buffers.constant else buffers.kept_on_failure()
-        self._device = torch.device("cpu") if oracle is None else oracle.device
+        self._device = device if oracle is None else oracle.device
         self._before: tuple[Any, ...] = ()
         self._data: list[tuple[Any, Any]] = []
 
