@@ -19,6 +19,7 @@ from ..oracle.oracle import Oracle
 from ..problem.finite_sum import FiniteSum
 from ..problem.objective import Loss, Objective, as_objective
 from ..problem.parameters import require, require_choice
+from ..problem.random import kept
 from ..problem.tasks import draw, sample, select, starting_points, task_count
 from ..problem.vector import Vector, stack
 from ..solvers.limits import changes
@@ -180,7 +181,7 @@ def _undisturbed(optimizer: BilevelOptimizer) -> Generator[None]:
     generator = optimizer.generator
     random = None if generator is None else generator.get_state()
     try:
-        with torch.random.fork_rng(), Buffers().kept():
+        with kept(optimizer.parameters("upper")[0].device), Buffers().kept():
             yield
     finally:
         if generator is not None and random is not None:

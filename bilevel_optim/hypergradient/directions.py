@@ -11,6 +11,7 @@ from torch import Tensor
 from ..kernels.counter import mixed, remainders
 from ..kernels.seeded import accumulated, perturbed, squares
 from ..problem.parameters import require_choice
+from ..problem.placement import constant
 from ..problem.vector import Vector
 
 __all__ = ["KINDS", "Directions"]
@@ -122,10 +123,9 @@ class Directions:
 
     def _moved(self, x: Vector, which: Sequence[int], factors: Sequence[float], *, smoothed: bool = True) -> Vector:
         """Points :math:`x + c D u_j`, or without D."""
-        device, parts = self._keys.device, []
-        chosen = torch.tensor(which, device=device)
+        parts, chosen = [], constant(which, self._keys)
         keys, rows = self._keys[chosen], self._rows[chosen]
-        lengths = torch.tensor(factors, dtype=torch.float64, device=device)
+        lengths = constant(factors, self._keys, torch.float64)
         for i, (t, offset) in enumerate(zip(x, self._offsets, strict=True)):
             own = lengths / self._lengths[i][chosen] if self._lengths else lengths
             if smoothed and self._metric is not None:
@@ -144,7 +144,7 @@ class Directions:
         # A random affine map of the index: every row is as likely as any other, and none comes twice in a block.
         first, shift = remainders(mixed(torch.stack([keys - 1, keys - 2])), self._p)
         tried = (first.unsqueeze(1) + torch.arange(PRIME_GAP, device=j.device)) % self._p
-        prime = torch.gcd(tried, torch.tensor(self._p, device=j.device)) == 1
+        prime = torch.gcd(tried, torch.full_like(shift[:1], self._p)) == 1
         a = tried.gather(1, prime.int().argmax(1, keepdim=True)).squeeze(1)
         return keys, (a * index + shift) % self._p
 

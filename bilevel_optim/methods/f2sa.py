@@ -22,6 +22,7 @@ from ..oracle.differentiable import working_unit
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
 from ..problem.parameters import Params, is_number, require, require_choice
+from ..problem.placement import constant
 from ..problem.vector import Vector, stack
 from ..solvers.lower import Solved
 
@@ -223,8 +224,8 @@ class F2SA(BilevelOptimizer):
         For a quadratic pair it is proportional to 1/(1 + j nu r), so it shows a negative copy near its pole or beyond;
         but of order 2, where y* is taken for the mean of the two copies.
         """
-        nodes = torch.tensor(formula.nodes, dtype=torch.float64, device=oracle.device)
         distances = (copies - Vector(t.unsqueeze(0) for t in y)).lane_norm()
+        nodes = constant(formula.nodes, distances)
         spread = torch.where(nodes == 0, torch.nan, distances / (nodes.abs() * self.nu).clamp_min(1e-300))
         if formula.nodes != (-1, 1) and sum(j != 0 for j in formula.nodes) > 1:
             known = torch.stack([spread[i] for i, j in enumerate(formula.nodes) if j])
@@ -276,13 +277,13 @@ class F2SA(BilevelOptimizer):
         )
 
     def _watch_rounding(self, oracle: Oracle) -> None:
-        unit = working_unit(oracle.y[0])
+        unit = working_unit(oracle.y[0], oracle.session.found.products)
         if unit > ROUNDING_LIMIT * self.nu:
             oracle.checks.alert(
                 "rounded differences",
-                f"the losses are computed with a precision of {unit:.1g} (autocast, or the parameters' type), of which "
-                f"nu = {self.nu:.1g} makes an error of about {unit / self.nu:.0%} in the hypergradient; use a larger "
-                "nu, or float32 without autocast",
+                f"the losses are computed with a precision of {unit:.1g} (autocast, TF32, or the parameters' type), of "
+                f"which nu = {self.nu:.1g} makes an error of about {unit / self.nu:.0%} in the hypergradient; use a larger "
+                "nu, or float32 without autocast and TF32 (torch.backends.fp32_precision = 'ieee')",
                 torch.ones((), dtype=torch.bool, device=oracle.device),
             )
 

@@ -50,7 +50,7 @@ from .checkpoint import OWN, REMADE
 from .declaration import UNDECLARED, MethodInfo, methods, register
 from .diagnostics import described, floats
 from .hooks import has_hooks, no_dynamo, with_hooks
-from .lower_checks import LowerChecks, rate_of, require_unlimited, require_update_alone
+from .lower_checks import LowerChecks, place_of_counts, rate_of, require_unlimited, require_update_alone
 from .options import ColdOptions, CommonOptions, require_common, require_sizes
 from .placeholders import initial_state, initialises
 from .signatures import called_rightly, signature_of, wrong_arguments
@@ -647,7 +647,7 @@ class BilevelOptimizer(Optimizer, ABC):
             self._run_state.warned.add("unset gradient")
             warn(UNSET_GRADIENT)
         inputs = self._inputs(groups, moved, tensors_of(groups["lower"], "lower"))
-        with Transaction(self.generator) as transaction:
+        with Transaction(self.generator, device=moved[0].device) as transaction:
             update = self.update(Vector(p.detach() for p in moved), Vector(p.grad for p in moved), inputs)
             transaction.commit(self._update_writes(moved, update, {}))
 
@@ -756,7 +756,7 @@ class BilevelOptimizer(Optimizer, ABC):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, into an optimizer made with the same arguments."""
-        own, state_dict = checkpoint.unpacked(state_dict)
+        own, state_dict = checkpoint.unpacked(state_dict, self.param_groups[0]["params"][0].device)
         checkpoint.require_loadable(
             own, state_dict, type(self).__name__, self._variant_of_state, self._saved_options, self.param_groups
         )
@@ -894,7 +894,11 @@ class BilevelOptimizer(Optimizer, ABC):
 
     def _place_of(self, name: str, parameter: Tensor) -> torch.device | None:
         """The device of an entry of ``state[parameter]`` that is loaded; None for where it was saved."""
-        return checkpoint.place_of(name, parameter)
+        if not checkpoint.counts(name):
+            return parameter.device
+        group = next(group for group in self.param_groups if any([p is parameter for p in group["params"]]))
+        factory = self._upper_factory if group["level"] == "upper" else self._lower_factory
+        return None if factory is None else place_of_counts(factory, group, parameter)
 
 
 BilevelOptimizer.__signature__ = signature_of(BilevelOptimizer)  # type: ignore[attr-defined]

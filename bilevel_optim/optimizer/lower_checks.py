@@ -17,7 +17,7 @@ from ..solvers.lower import NOT_ELEMENTWISE, is_known, needs_closure
 from ..solvers.trust import acts_elementwise, can_be_differentiated, rests_without_gradient
 from ..solvers.unrolling import can_be_unrolled
 
-__all__ = ["LowerChecks", "rate_of", "require_unlimited", "require_update_alone"]
+__all__ = ["LowerChecks", "place_of_counts", "rate_of", "require_unlimited", "require_update_alone"]
 
 Factory = Callable[[Any], Optimizer]
 
@@ -115,6 +115,15 @@ def rate_of(level: str, rate: Any, factory: Factory | None, method: str) -> Any:
             f"Invalid {name} value: {rate} (the {level}_optimizer sets lr={own} itself; leave one of the two out)"
         )
     return rate
+
+
+def place_of_counts(factory: Factory, group: Mapping[str, Any], parameter: torch.Tensor) -> torch.device | None:
+    """Where an optimizer of torch keeps its counts of steps for a parameter of a group; None if no option says so."""
+    dummy = torch.zeros(1, 1, device="cpu", requires_grad=True)
+    options = {**factory([{"params": [dummy], "lr": group["lr"]}]).param_groups[0], **group}
+    if not {"capturable", "fused"} & options.keys():
+        return None
+    return parameter.device if options.get("capturable") or options.get("fused") else torch.device("cpu")
 
 
 def _own_rate(factory: Factory) -> tuple[Any, bool]:

@@ -23,6 +23,7 @@ from .step import Update
 __all__ = ["Transaction", "Write", "make", "writes_of", "writes_of_update"]
 
 Write = Callable[[], object]
+CPU = torch.device("cpu")
 
 
 class Transaction:
@@ -37,6 +38,7 @@ class Transaction:
         oracle: of the step; None for an update from ``.grad``.
         buffers: module buffers that evaluations change.
         decisive: gives what decides about a step, by name, which is compared over the ranks.
+        device: of the parameters, without an oracle.
     """
 
     __slots__ = (
@@ -49,11 +51,12 @@ class Transaction:
         oracle: Oracle | None = None,
         buffers: Buffers | None = None,
         decisive: Callable[[], Mapping[str, Any]] = dict,
+        device: torch.device = CPU,
     ) -> None:
         self._decisive = decisive
         self.oracle, self._generator, self._accepted, self._concluded = oracle, generator, False, False
         self._buffers = None if buffers is None or buffers.constant else buffers.kept_on_failure()
-        self._device = torch.device("cpu") if oracle is None else oracle.device
+        self._device = device if oracle is None else oracle.device
         self._before: tuple[Any, ...] = ()
         self._data: list[tuple[Any, Any]] = []
 

@@ -56,6 +56,7 @@ class LossFacts:
 
     fused: bool | None = None  # a loss contains fused operations that cannot be differentiated twice
     kinked: bool | None = None  # the lower loss contains activations whose derivative jumps
+    products: frozenset[str] | None = None  # which products the lower loss contains whose precision torch can lower
     fallback: str | None = None  # why the loop runs although vmap was asked for
     vmapped: bool = False  # vmap is known to work on copies of these losses
     vmapped_tasks: bool = False  # the same, over tasks

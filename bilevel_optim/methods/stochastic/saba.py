@@ -15,6 +15,7 @@ from ...optimizer.step import StepInputs
 from ...oracle.oracle import Oracle
 from ...problem.finite_sum import random_term, term_count
 from ...problem.objective import Sample
+from ...problem.placement import uploaded
 from ...problem.vector import Vector, stack
 from .soba import SingleLoop
 
@@ -171,10 +172,11 @@ def _averaged(
             memories[is_upper] |= {f"{name}_table": table, f"{name}_mean": result.directions[name].clone()}
         return result
     index, sample = random_term(objective, lambda i: given.ranks.agreed(i, oracle.device))
+    row = uploaded(index, oracle.device) if isinstance(index, Tensor) else index
     for name, value in evaluate(sample).items():
         memory = kept[name]
-        result.directions[name] = memory.direction(index, value)
-        memories[_QUANTITIES[level][name]][f"{name}_mean"] = memory.renewed(index, value)
+        result.directions[name] = memory.direction(row, value)
+        memories[_QUANTITIES[level][name]][f"{name}_mean"] = memory.renewed(row, value)
         result.writes.extend(Write(table, index, row) for table, row in zip(memory.table, value, strict=True))
     return result
 

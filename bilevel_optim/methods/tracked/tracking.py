@@ -163,7 +163,7 @@ class RecursiveOptimizer(BilevelOptimizer):
                 value, total = value / m, trackers.hypergradients({**derivatives, **tracked}).sum(0) / m
             loss, direction = loss + value, direction + total
             rows, active = self._followed({**rows, **tracked}, tracked, active, given, rates)
-            found.append({name: t.to(self.state_device or t.device) for name, t in rows.items()})
+            found.append({name: t if name == "y" else t.to(self.state_device or t.device) for name, t in rows.items()})
             counts.append(active)
         whole = {name: torch.cat([part[name] for part in found]) for name in found[0]}
         active = {name: torch.stack([part[name] for part in counts]).sum() for name in counts[0]}
