@@ -8,11 +8,10 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import bilevel_optim as bo
 
 from ..common.search import axis
+from ..common.seeds import stream
 from ..problems.images import load_images
 from ..problems.softmax import Cleaning, corrupted, with_bias
 from .experiment import Arm, Better, Experiment, Point, Trial
@@ -26,7 +25,7 @@ RIDGE = 1e-3
 @lru_cache(maxsize=1)
 def problem_of(seed: int, data: str, root: Path | None, sizes: tuple[int, int], share: float) -> Cleaning:
     """Images of one seed, a share of whose training labels is wrong."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = stream(seed, "data")
     folder = None if root is None else root / data
     train, val, test = load_images(data, folder, False, sizes, generator)
     labels = corrupted(train.labels, share, 10, generator)

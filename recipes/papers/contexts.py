@@ -5,12 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
-
 import bilevel_optim as bo
 
 from ..benchmarks.contextual import P1
 from ..common.search import axis
+from ..common.seeds import stream
 from .experiment import Arm, Better, Experiment, Point, Trial
 from .runner import follow
 
@@ -25,7 +24,7 @@ def run(trial: Trial) -> list[Point]:
     options: dict[str, Any] = {"levels": trial.scale["levels"], **trial.setting}
     optimizer = trial.make(
         [problem.x], [problem.y], lower_lr=1.0, neumann_steps=20, smoothness=problem.L, tasks_per_step=16,
-        generator=torch.Generator().manual_seed(trial.seed), **options,
+        generator=stream(trial.seed, "method"), **options,
     )  # fmt: skip
 
     def step() -> None:

@@ -12,6 +12,7 @@ import bilevel_optim as bo
 
 from ..common import timed
 from ..common.search import axis
+from ..common.seeds import begin, stream
 from ..newsvendor import SIDE, Newsvendor, Rule, learn, losses
 from .experiment import Arm, Better, Experiment, Point, Trial
 from .meta import time
@@ -44,7 +45,7 @@ def ratio(trial: Trial) -> list[Point]:
     """log10 of the time of an estimate of DL-SGD over that of RT-MLMC."""
     scale, price = trial.scale, 10.0
     problem = data(trial.seed, 30, 0.0, 100)
-    torch.manual_seed(trial.seed)
+    begin(trial.seed, "start")
     rule, y = Rule(), torch.zeros(SIDE, requires_grad=True)
     upper, lower = losses(rule, y, price)
     means, spent = [], 0.0
@@ -52,7 +53,7 @@ def ratio(trial: Trial) -> list[Point]:
         optimizer = kind(
             rule.parameters(), [y], lr=0.0, lower_lr=1 / (2 * price), levels=scale["levels"], neumann_steps=8,
             tasks_per_step=scale["count"], lower_batch=4, upper_batch=4, lower_init=lambda ids: problem.xi[ids],
-            generator=torch.Generator().manual_seed(trial.seed),
+            generator=stream(trial.seed, "method"),
         )  # fmt: skip
         estimate = partial(optimizer.backward, upper, lower, tasks=problem.tasks)
         times = [timed(estimate)[1] for _ in range(repeats + 1)]

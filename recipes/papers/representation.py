@@ -13,6 +13,7 @@ import bilevel_optim as bo
 
 from ..common import gradients
 from ..common.search import axis
+from ..common.seeds import begin, stream
 from ..hyper_representation import CODE, regression
 from .experiment import Arm, Better, Experiment, Point, Trial
 from .runner import follow
@@ -26,11 +27,11 @@ def run(trial: Trial) -> list[Point]:
     task = regression(
         tuple(scale["layers"]), scale["n"], scale["ridge"], SimpleNamespace(seed=trial.seed, device="cpu")
     )
-    torch.manual_seed(trial.seed)
+    begin(trial.seed, "method")
     adam = torch.optim.Adam(task.x, lr=setting.pop("lr"))
     optimizer: bo.BilevelOptimizer = trial.make(
         task.x, task.y, lr=1.0, lower_lr=1e-3, lower_steps=scale["lower_steps"], warm_start=False,
-        generator=torch.Generator().manual_seed(trial.seed), **setting,
+        generator=stream(trial.seed, "directions"), **setting,
     )  # fmt: skip
     start = [t.detach().clone() for t in task.y]
     probe = bo.FirstOrder(task.x, task.y, lr=1.0, lower_lr=1e-3, lower_steps=scale["lower_steps"], warm_start=False)

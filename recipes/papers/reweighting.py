@@ -15,6 +15,7 @@ import bilevel_optim as bo
 
 from ..common.methods import STOCHASTIC, Method
 from ..common.search import Axis, axis
+from ..common.seeds import stream
 from ..hyper_regularization import Reweighting
 from ..hyper_regularization import run as reweight
 from ..problems.libsvm import load_breast_cancer, load_libsvm
@@ -47,7 +48,7 @@ def problem_of(seed: int, root: Path | None, data: str, most: int, tasks: int, r
     """A random split of one seed, with at most so many validation examples."""
     source, train, val = SPLITS.get(data, (data, 300, 269))
     examples = whole(source, root)
-    generator = torch.Generator().manual_seed(seed)
+    generator = stream(seed, "data")
     order = torch.randperm(len(examples.labels), generator=generator)
     scales = 1 + 10 * torch.rand(tasks, generator=generator) if tasks > 1 else None
     first, second = examples.take(order[:train]), examples.take(order[train : train + min(val, most)])

@@ -17,7 +17,7 @@ from ..common.search import Found, search
 from .experiment import SEARCH_SEED, Arm, Experiment, Point, Trial
 from .judge import Verdict, judge
 
-__all__ = ["Outcome", "complete", "execute", "follow"]
+__all__ = ["Outcome", "complete", "execute", "follow", "middle"]
 
 POINTS = 24  # of a curve that is kept
 
@@ -88,13 +88,12 @@ def complete(
         def score(setting: dict[str, Any], share: float, name: str = name, arm: Arm = arm) -> float:
             return float(run(name, arm, setting, SEARCH_SEED, share)["score"])
 
-        middle = {key: a.values[len(a.values) // 2] for key, a in arm.grid.items()}
         chosen = numbers.get("search", True) and any(len(a.values) > 1 for a in arm.grid.values())
         try:
             best = (
                 search(arm.grid, score, shares=experiment.shares, moves=experiment.moves)
                 if chosen
-                else Found(middle, math.nan, ())
+                else Found(middle(arm), math.nan, ())
             )
             results = [run(name, arm, best.setting, seed, 1.0) for seed in range(numbers["seeds"])]
         except Missing:
@@ -103,6 +102,11 @@ def complete(
             continue  # the verdict does not need it
         found[name], runs[name] = best, results
     return found, runs
+
+
+def middle(arm: Arm) -> dict[str, Any]:
+    """The setting in the middle of its grid."""
+    return {key: a.values[len(a.values) // 2] for key, a in arm.grid.items()}
 
 
 def follow(

@@ -10,6 +10,7 @@ import torch
 import bilevel_optim as bo
 
 from ..common.search import axis
+from ..common.seeds import begin, stream
 from ..saddle_escape import ASCENT, STARTS, TOLERANCE, gap, loss
 from .experiment import Arm, Better, Experiment, Point, Trial
 from .runner import follow
@@ -28,10 +29,10 @@ def pragda(x: list[torch.Tensor], y: list[torch.Tensor], *, theta: float, **opti
 
 def run(trial: Trial, start: tuple[float, ...]) -> list[Point]:
     """Until the minimum or the end of the budget of gradients and products; the score of a point is the gap."""
-    torch.manual_seed(trial.seed)
+    begin(trial.seed, "start")
     x = torch.tensor(start, dtype=torch.float64, requires_grad=True)
     y = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-    optimizer = trial.make([x], [y], generator=torch.Generator().manual_seed(trial.seed), **trial.setting)
+    optimizer = trial.make([x], [y], generator=stream(trial.seed, "method"), **trial.setting)
 
     def spent() -> float:
         counts = optimizer.oracle_counts
