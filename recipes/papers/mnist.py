@@ -24,7 +24,7 @@ from .runner import follow
 __all__ = ["EXPERIMENTS"]
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=3)
 def parts_of(seed: int, data: str, root: Path | None, sizes: tuple[int, int]) -> tuple[Part, Part, Part]:
     """D_in, D_out and the test set of one seed."""
     if data == "digits":
@@ -99,6 +99,7 @@ def experiment(name: str, method: str, what: str, like: str = "") -> Experiment:
             "full": {**LENET, "budget": 1000, "seeds": 5, "evaluations": 20},
         },
         shares=(0.25,),
+        whole=1000,
         moves=4,
         departures=(
             "100 updates at the scale cpu (1,000 in the paper)",

@@ -156,7 +156,9 @@ EXPERIMENTS = [
             "full": {"data": "20newsgroups", "least": 1, "batch": 1000, "tol": 1e-6, "budget": 40_000, "seeds": 5,
                      "evaluations": 10},
         },
+        shares=(0.3,),
         moves=12,
+        whole=44_000,
         departures=(
             "words in fewer than 50 texts are left out at the scale cpu: 4,444 features, not 130,107; with headers",
             "penalty as in the authors' code, half of the mean of exp(x) y^2; zero start of y",

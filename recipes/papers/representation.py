@@ -110,6 +110,7 @@ EXPERIMENTS = [
         },
         shares=(),
         moves=4,
+        whole=4100,
         departures=("learning rates of Adam are searched for all; in the paper 0.05 (HOZOG in its code 0.1)",),
     ),
     *pair(
@@ -122,6 +123,7 @@ EXPERIMENTS = [
             "cpu": {**LAYERS, "budget": 1500, "seeds": 5, "evaluations": 6},
             "full": {**LAYERS, "n": 5000, "budget": 2100, "seeds": 5, "evaluations": 10},
         },
+        whole=2100,
         departures=(
             "1,000 examples at the scale cpu (5,000 in the paper's code)",
             "learning rates as in the paper and its code (0.01; HOZOG 0.2), none searched",
