@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import bilevel_optim as bo
 
+from ..common.seeds import stream
 from .backbones import Body
 from .episodes import Batch, Episodes
 
@@ -380,5 +381,5 @@ def make(
         settings["options"] = {**settings["options"], "vectorize": vectorize}
     if name in SCALED:
         settings["options"]["lower_lr"] /= body.gain
-    generator = torch.Generator().manual_seed(seed)
+    generator = stream(seed, "method")
     return kind(body, way, tasks=tasks, generator=generator, autocast=autocast, **settings)
