@@ -56,10 +56,10 @@ def upper_loss():
     return (image - clean).square().mean() * 1000
 
 
-count = image.numel() / 100
-optimizer = bo.AID(
-    [filters, scales], [image], lr=1, lower_lr=0.2 * count, lower_steps=10, linear_solver="auto", linear_steps=10
-)
+size_of_all = image.numel()  # the lower loss is a mean: curvatures are in units of one over this
+steps_below = {"lower_lr": 0.002 * size_of_all, "lower_steps": 10}
+system = {"linear_solver": "minres", "linear_steps": 10, "damping": 10 / size_of_all}
+optimizer = bo.AID([filters, scales], [image], lr=1, **steps_below, **system)
 adam, curve = torch.optim.Adam([filters, scales], lr=0.02), []
 for _ in range(steps):
     optimizer.backward(upper_loss, lambda: energy(image, noisy))

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "bilevel_optim"
-# Calls that take a text for the user, and which argument it is (the last of those that are there).
-SAYING = {"warn": 0, "alert": 1, "alert_if": 1, "refuse": 0}
+# Calls that take a text for the user, and which argument it is.
+SAYING = {"warn": 0, "alert": 1, "alert_if": 1, "refuse": 0, "__init__": 0}
 # Exceptions that never leave the package with a text.
 SILENT = ("AssertionError", "StopIteration", "AttributeError", "NotImplementedError")
 HOLE = "…"
@@ -70,6 +70,8 @@ class Source:
             return self.texts(known[1], known[0], None, depth + 1) if known else [HOLE]
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name == "join" and isinstance(node.args[0], (ast.GeneratorExp, ast.ListComp)):
+                return self.texts(node.args[0].elt, *again)
             if name in ("str", "repr", "join", "format"):
                 return [HOLE]
             made = [
@@ -102,6 +104,8 @@ class Source:
             if name == "require" and len(node.args) >= 3:
                 wording = [*node.args[3:4], *(k.value for k in node.keywords if k.arg == "wording")]
                 return self.texts(wording[0], path, scope) if wording else ["Invalid {name} value: {value}"]
+            if name == "__init__" and path.name != "errors.py":
+                return []  # errors that make their own texts are there
             if name in SAYING and len(node.args) > SAYING[name]:
                 return self.texts(node.args[SAYING[name]], path, scope)
         return []
@@ -121,7 +125,7 @@ def first_words(text: str) -> str:
     """The first ten words of a text, with one hole for each unknown part; empty if hardly anything is known."""
     text = re.sub(r"\{\w+\}", HOLE, text)
     words = re.sub(rf"{HOLE}+", HOLE, text).split()[:10]
-    return " ".join(words) if sum(HOLE not in word for word in words) >= 3 or words[:1] == ["Invalid"] else ""
+    return " ".join(words) if sum(HOLE not in word for word in words) >= 2 or words[:1] == ["Invalid"] else ""
 
 
 def entries(page: str) -> list[str]:
