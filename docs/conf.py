@@ -55,7 +55,10 @@ html_theme_options = {
     "secondary_sidebar_items": ["page-toc"],
 }
 if "DOCS_VERSIONS" in os.environ:  # the address of the list of versions, where several are published side by side
-    html_theme_options["switcher"] = {"json_url": os.environ["DOCS_VERSIONS"], "version_match": version}
+    html_theme_options["switcher"] = {
+        "json_url": os.environ["DOCS_VERSIONS"],
+        "version_match": os.environ.get("DOCS_VERSION", version),
+    }
     html_theme_options["navbar_end"] = ["version-switcher", "theme-switcher"]
 
 sphinx_gallery_conf = {

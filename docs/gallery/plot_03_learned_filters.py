@@ -18,7 +18,7 @@ import bilevel_optim as bo
 
 torch.manual_seed(0)
 smoke = "SMOKE" in os.environ
-steps, size = (2, 24) if smoke else (150, 96)
+steps, size = (2, 24) if smoke else (200, 96)
 
 
 def photograph(name, top, left, size):
@@ -40,8 +40,9 @@ def psnr(image, reference):
 # The lower problem is the denoised image, the upper parameters are 12 filters of 5 x 5 and their weights. The filters
 # have a mean of zero, so that a constant image costs nothing.
 
-filters = (0.1 * torch.randn(12, 1, 5, 5)).requires_grad_()
-scales = torch.full((12,), -3.0, requires_grad=True)
+waves = torch.stack([torch.cos(torch.pi * k * (torch.arange(5) + 0.5) / 5) for k in range(4)])  # cosines, as a start
+filters = (0.2 * torch.einsum("ia,jb->ijab", waves, waves).reshape(16, 1, 5, 5)[1:13]).requires_grad_()
+scales = torch.full((12,), -4.0, requires_grad=True)
 image = noisy.clone().requires_grad_()
 
 
@@ -57,7 +58,7 @@ def upper_loss():
 
 
 size_of_all = image.numel()  # the lower loss is a mean: curvatures are in units of one over this
-steps_below = {"lower_lr": 0.002 * size_of_all, "lower_steps": 10}
+steps_below = {"lower_lr": 0.002 * size_of_all, "lower_steps": 20}
 system = {"linear_solver": "minres", "linear_steps": 10, "damping": 10 / size_of_all}
 optimizer = bo.AID([filters, scales], [image], lr=1, **steps_below, **system)
 adam, curve = torch.optim.Adam([filters, scales], lr=0.02), []
@@ -86,7 +87,7 @@ def denoised(loss, data):
     return u.detach()
 
 
-grid = [0.5, 1.0, 1.5, 2.0, 3.0, 4.0]
+grid = [2.0, 4.0, 6.0, 8.0, 12.0, 16.0]
 scores = [psnr(denoised(lambda u: total_variation(u, noisy, w), noisy), clean) for w in grid]  # noqa: B023
 best = grid[scores.index(max(scores))]
 shown = {
