@@ -153,7 +153,7 @@ class Objective:
 
     @property
     def terms(self) -> int | None:
-        """How many terms the loss is the mean of, if these can be told apart: one without data."""
+        """The number of terms that the loss is the mean of, where these have numbers; one without data."""
         return 1 if self.data is None else None
 
     def term(self, index: int, *, once: bool = False) -> Sample:

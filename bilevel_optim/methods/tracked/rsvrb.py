@@ -79,7 +79,7 @@ class RSVRB(RecursiveOptimizer):
         check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`. Processes share the tasks of a
             step; each has all rows, or, of lower parameters split along their first dimension (``DTensor``), its own.
 
-    State: as with every method of this kind (`RecursiveOptimizer`); ``rows.scale``, :math:`s_i`, by which ``rows.u``,
+    State: as with `SVRB`; ``rows.scale``, :math:`s_i`, by which ``rows.u``,
     ``v``, ``V`` and ``H`` are divided (``"self_normalised"``); for adaptive probabilities ``rows.size``,
     ``rows.probability`` and ``rows.cumulative``. ``diagnostics``: as `SVRB`, and ``rows_touched``.
 

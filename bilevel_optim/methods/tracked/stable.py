@@ -50,7 +50,7 @@ class STABLE(RecursiveOptimizer):
         averaging, ceilings, radius, schedule, schedule_offset, restarts, initial_steps, state_device, lazy: see `SVRB`.
         check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
 
-    State: as with every method of this kind (`RecursiveOptimizer`).
+    State: as with `SVRB`.
 
     Raises:
         ValueError: for an argument out of its range.

@@ -72,8 +72,11 @@ class SVRB(RecursiveOptimizer):
         lower_batch, upper_batch: rows per batch of a task. Default: all.
         check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
 
-    State: as with every method of this kind (`RecursiveOptimizer`). ``diagnostics`` has ``projected_NAME``, how many
-    projections changed something in this step, and ``lower_residual``, the norm of w.
+    State: of the first lower parameter ``rows.NAME``, with a row for each problem that mixes all lower parameters, for
+    each tracker, for ``y_last`` (y at the last step; likewise r), and for ``log``, ``drift`` and ``age``, which say at
+    what time a row is valid. Of the upper parameters ``direction`` (d) and ``previous`` (x at the last step).
+    ``numbers["clock"]``: the time, and sums over the steps by which rows catch up. ``diagnostics`` has
+    ``projected_NAME``, how many projections changed something in this step, and ``lower_residual``, the norm of w.
 
     Raises:
         ValueError: for an argument out of its range.
