@@ -68,12 +68,14 @@ class DataForm:
         compiled: the graphs, one for each way in which the losses read.
         arguments: such as those of the losses, by role, if they are known and draws do not matter to anybody else.
         met: the last way that was met without having a graph.
+        refused: the last way that could not be traced, and why.
     """
 
     def __init__(self, data: Data) -> None:
         self.like, self.readers = Like(data), Readers()
         self.compiled: list[CompiledStep] = []
         self.met: Any = None
+        self.refused: tuple[Any, str] = (None, "")
         self.arguments: dict[str, tuple[Any, ...]] | None = None
 
     def compiled_for(self, key: Any, state: Any, numbers: Mapping[str, Any]) -> CompiledStep | None:

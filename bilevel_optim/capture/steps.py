@@ -25,7 +25,7 @@ from ..problem.tracing import Untraceable
 from .bind import CHECKED_EVERY, CompiledStep, Slot, Unsettled, difference, shaken
 from .cache import FULL, MOST_GRAPHS, PLAIN, CacheEntry, DataForm, Identity, Settings, StepCache
 from .draws import Data, Drawn, Draws, Log, Sources, draw_ahead, draw_numbers, flattened, forms_of, versions_of
-from .losses import Readings, Unreadable
+from .losses import NotNow, Readings, Unreadable
 from .step_graph import StepGraph, trace_update, values_of
 from .trace import storage_of
 
@@ -213,6 +213,7 @@ class CapturedSteps:
             loss = self._eager(sources, update, inputs)
         elif entry.draws is None:
             loss = self._recorded(entry, sources, update, inputs)
+            reason = next((form.refused[1] for form in entry.forms), "")
         else:
             drawn = entry.draws.make(sources, self.optimizer.generator, inputs)
             return self._drawn(Drawing(sources, update, entry, inputs, entry.draws, drawn))
@@ -313,6 +314,8 @@ class CapturedSteps:
             return self._noted(self._eager(drawing.replayed, update, inputs), self.cache.note(error, entry))
         compiled = form.compiled_for(readings.key, optimizer.state, optimizer.numbers)
         if compiled is None:
+            if form.refused[0] == readings.key:
+                return self._noted(self._eager(drawing.replayed, update, inputs), form.refused[1])
             if self.cache.graphs >= MOST_GRAPHS:
                 self.cache.warn(FULL)
                 return self._noted(self._eager(drawing.replayed, update, inputs), FULL)
@@ -321,7 +324,7 @@ class CapturedSteps:
                 return self._eager(drawing.replayed, update, inputs)
             made = partial(self._made, drawing, form, readings)
             loss = self._beside_eager(drawing.replayed, entry, update, inputs, made)
-            return self._noted(loss, self._why_eager(entry, drawing.sources))
+            return self._noted(loss, form.refused[1] or self._why_eager(entry, drawing.sources))
         if compiled.due():
 
             def find(oracle: Oracle, given: StepInputs) -> Captured:
@@ -392,9 +395,15 @@ class CapturedSteps:
         arguments = values_of(given, oracle.x, oracle.y, readings.reads, rates, optimizer._estimate_reads)
         arguments["data"] = list(drawing.drawn), drawing.inputs
         update = drawing.update and not optimizer._host_update
-        graph = StepGraph(
-            optimizer, oracle, given, drawing.sources, drawing.draws, readings, update, arguments, self.cache.backend
-        )
+        parts = optimizer, oracle, given, drawing.sources, drawing.draws, readings, update, arguments
+        try:
+            graph = StepGraph(*parts, self.cache.backend)
+        except Unsettled:
+            raise
+        except Untraceable as error:
+            form.refused = readings.key, str(error)  # it is tried again when the losses read otherwise
+            raise NotNow(str(error)) from error
+        form.refused = None, ""
         batches = forms_of(drawing.draws, drawing.drawn)
         compiled = CompiledStep(graph, optimizer.state, oracle.live_x, oracle.live_y, readings.key, batches)
         return self._ran(compiled, form, readings, drawing.data.tensors)
