@@ -36,7 +36,6 @@ SPREAD_LIMIT = 10.0  # how much further from y* one copy may be than another, pe
 LEAVING = (
     10.0  # how much further a copy at a negative node may go than those at positive nodes while its gradient grows
 )
-BENT = 0.5  # nu r above which a difference of order 2 is not to be trusted
 MOVED = 5e-3  # of the distance of the two: less is no matter
 UNEVEN = (
     "the copies of y are not similarly far from y* for their perturbations (see diagnostics['spread']), so their "
@@ -177,8 +176,6 @@ class F2SA(BilevelOptimizer):
         if solved.gradient is not None:
             found["lower_residual"] = solved.norm(lanes=True)
         spread = self._watched_spread(oracle, y, copies, formula, given)
-        if formula.nodes == (-1, 1) and solved.gradient is not None:
-            self._watch_truncation(oracle, copies, estimate, found["lower_residual"])
         if formula.nodes == (-1, 1) and solved.early is not None:
             self._watch_leaving(oracle, solved, start, found["lower_residual"], given)
         estimate = changed(estimate, diagnostics={})
@@ -251,22 +248,6 @@ class F2SA(BilevelOptimizer):
         text = self._diverging(stencil_of(self.order, "central"), given)
         oracle.checks.alert_if("diverging copies", text, _leaves, own, other, apart, first[0], middle[0], last[0])
 
-    def _watch_truncation(self, oracle: Oracle, copies: Vector, estimate: Estimate, residual: Tensor) -> None:
-        r"""Of order 2, see whether nu is near the pole of the copy at the negative node.
-
-        Of a quadratic pair in one variable :math:`s = (g(y_-) - g(y_+)) / \nu (f(y_-) - f(y_+))` is :math:`\nu r`, and
-        the difference is off by :math:`s^2 / (1 - s^2)`; in several, s is a mean. What copies that are not yet solved
-        can make of it is left out: their gradients times their distance.
-        """
-        f, g = (estimate.diagnostics[name].unbind() for name in ("upper_losses", "lower_losses"))
-        apart = Vector(t[1] - t[0] for t in copies).norm()
-        text = (
-            f"nu = {self.nu:.2g} is large for these losses: the copies of y go so far that the hypergradient is off by "
-            "about a third or more. Use a smaller nu (a tenth of it), or an order of 4 or more"
-        )
-        test = partial(_bent, BENT * self.nu, 10 * torch.finfo(copies[0].dtype).eps)
-        oracle.checks.alert_if("large nu", text, test, *f, *g, *residual.unbind(), apart)
-
     def _diverging(self, formula: Stencil, given: StepInputs) -> str:
         return (
             "the copies of y are not similarly far from y*, or go away from it (see diagnostics['spread'], of order 2 "
@@ -303,13 +284,6 @@ class F2SA(BilevelOptimizer):
             norm = gradient.norm()
             gradient = gradient * (1 / torch.where(norm > 0, norm, 1.0))
         return super().update(x, gradient, given)
-
-
-def _bent(limit: float, unit: float, *figures: Any) -> Any:
-    """Whether g differs more between the copies than f, losses at the negative node first, and than errors may do."""
-    f, f_other, g, g_other, residual, residual_other, apart = figures
-    errors = (residual + residual_other) * apart + unit * (abs(g) + abs(g_other))
-    return abs(g - g_other) - errors > limit * abs(f - f_other)
 
 
 def _leaves(own: Any, other: Any, apart: Any, first: Any, middle: Any, last: Any) -> Any:
