@@ -92,8 +92,9 @@ class F2SA(BilevelOptimizer):
         samples: ``"shared"`` or ``"independent"`` batches for the copies in the lower steps. Default: ``"shared"``.
         normalize: divide the step by the norm of the estimate over all of x, as in the paper. ``.grad`` is never
             normalised. Default: True.
-        warm_start, lower_optimizer, check_finite, generator, vectorize, process_group: see `BilevelOptimizer`. The
-            lower optimizer acts on stacked copies, so it must treat every entry alone (SGD, Adam; not LBFGS).
+        warm_start, upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group,
+            tasks_per_step, lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
+            The lower optimizer acts on stacked copies, so it must treat every entry alone (SGD, Adam; not LBFGS).
 
     State: ``copies`` (a leading dimension of n), the lower optimizer's state, and ``initial`` y without warm starts.
 

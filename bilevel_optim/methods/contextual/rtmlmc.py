@@ -90,8 +90,8 @@ class RTMLMC(BilevelOptimizer):
         tasks_per_step: contexts per step. Default: 1.
         lower_batch, upper_batch: rows per batch of a context; None, all of them. Default: 1.
         warm_start: True writes the mean of the lower solutions to the live y. Default: False.
-        lower_init, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`. Processes share the
-            contexts of a step, deep ones first.
+        upper_optimizer, check_finite, generator, vectorize, hvp, process_group, lower_init: see `BilevelOptimizer`.
+            Processes share the contexts of a step, deep ones first.
 
     State: L as estimated, and the running mean squares of the corrections :math:`V_k = E\|u_k - u_{k-1}\|^2`, measured
     at one context per step. ``diagnostics`` has ``level_variance``, :math:`2^k V_k` by k, which should not grow;
@@ -129,7 +129,7 @@ class RTMLMC(BilevelOptimizer):
         paper="arXiv:2310.18535",
         family="contextual",
         when="more lower problems than could be solved or remembered, each met once",
-        cost="per context about 2 K lower, 3 N hvp, 3 upper, 3 cross; K = levels, N = neumann_steps",
+        cost="per context about 2 K lower, 3 N hvp, 3 upper, 3 jvp; K = levels, N = neumann_steps",
         tasks="required",
         random=True,
         lower_steps=False,
@@ -270,7 +270,7 @@ class DLSGD(RTMLMC):
         upper, lower, lr, lower_lr, levels, neumann_steps, neumann, implicit_term, smoothness, cap: see `RTMLMC`.
         level_sampling, base_level: the defaults; others, which would have no effect, are refused.
         tasks_per_step, lower_batch, upper_batch, warm_start, lower_init: see `RTMLMC`.
-        check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        upper_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
 
     State: L as estimated.
 
@@ -300,7 +300,7 @@ class DLSGD(RTMLMC):
         paper="arXiv:2310.18535",
         family="contextual",
         when="control of RTMLMC: less variance per step, much dearer",
-        cost="per context 2^(K+1) - 2 - K + N lower, N - 1 hvp, 1 upper, 1 cross; K = levels, N = neumann_steps",
+        cost="per context 2^(K+1) - 2 - K + N lower, N - 1 hvp, 1 upper, 1 jvp; K = levels, N = neumann_steps",
         tasks="required",
         random=True,
         lower_steps=False,
