@@ -185,7 +185,7 @@ class PRAHGD(Perturbed, RAHGD):
         host_update=True,
         paper="arXiv:2307.00126",
         family="restarted",
-        when="as RAHGD, where the way may lead past saddle points",
+        when="as RAHGD, near saddle points",
         cost="as AID",
         random=True,
     )
