@@ -29,6 +29,13 @@ NAMES = [
         "a public way to ask a tensor for its hooks",
     ),
     Name(
+        "torch._C._len_torch_dispatch_stack",
+        "capture/alone.py",
+        "modes of torch that an interrupt has left on in a trace",
+        "nothing, once torch's tracers end their modes whatever happens",
+    ),
+    Name("torch.utils._python_dispatch._pop_mode", "capture/alone.py", "likewise", "likewise"),
+    Name(
         "torch._foreach_*",
         "problem/vector.py capture/bind.py",
         "one kernel for all tensors of a vector, as torch.optim has it",

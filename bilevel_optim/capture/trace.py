@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..problem.tracing import Untraceable, tracing
+from .alone import alone
 from .backends import LARGE, Backend
 from .outline import in_parts, number_parts, out_of_place, written_into
 from .small_cpu import Direct
@@ -72,7 +73,7 @@ class Graph:
         try:
             # One mode for the descriptions of all results, which otherwise get one each: most of the time it takes.
             modes = TracingContext(FakeTensorMode(allow_fallback_kernels=True))
-            with installed(modes), tracing(trace), torch.enable_grad():
+            with alone(), installed(modes), tracing(trace), torch.enable_grad():
                 module = make_fx(flat, DETACHED)(*(t.detach() for t in tensors))
         except Untraceable:
             raise

@@ -18,7 +18,8 @@ from ..oracle.buffers import Buffers
 from ..oracle.oracle import Oracle
 from ..problem.finite_sum import FiniteSum
 from ..problem.objective import Loss, Objective, as_objective
-from ..problem.parameters import require
+from ..problem.parameters import require, require_choice
+from ..problem.random import kept
 from ..problem.tasks import draw, sample, select, starting_points, task_count
 from ..problem.vector import Vector, stack
 from ..solvers.limits import changes
@@ -122,12 +123,12 @@ def check_hypergradient(
     require("atol", atol, atol >= 0)
     require("rtol", rtol, rtol >= 0)
     require("repeats", repeats, isinstance(repeats, int) and repeats >= 2)
-    require("reference", reference, reference in ("auto", "dense", "differences"))
+    require_choice("reference", reference, ("auto", "dense", "differences"))
     require("directions", directions, isinstance(directions, int) and directions >= 1)
     with _undisturbed(optimizer):
         case = _one_problem(optimizer, upper, lower) if tasks is None else _tasks(optimizer, upper, lower, tasks)
         truth = reference_of(case.problems, case.starts, reference, directions)
-        if any(bool(changes(y, optimizer.limits.projected(y, 0))) for y in truth.solutions):
+        if any(bool(changes(y, optimizer._limits.projected(y, 0))) for y in truth.solutions):
             raise ValueError("there is no reference where lower_projection changes the solution of the lower problem")
         mean, std, count = _repeated(lambda: case.estimate(None), truth.coordinates, repeats)
         at_solution, *_ = _repeated(lambda: case.estimate(truth.solutions), truth.coordinates, repeats)
@@ -180,7 +181,7 @@ def _undisturbed(optimizer: BilevelOptimizer) -> Generator[None]:
     generator = optimizer.generator
     random = None if generator is None else generator.get_state()
     try:
-        with torch.random.fork_rng(), Buffers().kept():
+        with kept(optimizer.parameters("upper")[0].device), Buffers().kept():
             yield
     finally:
         if generator is not None and random is not None:
@@ -216,7 +217,7 @@ class _Case:
 def _one_problem(optimizer: BilevelOptimizer, upper: Loss, lower: Loss | None) -> _Case:
     f = _replica(as_objective(upper, "upper"))
     g = None if lower is None else _replica(as_objective(lower, "lower"))
-    oracle = optimizer.oracle(f, g)
+    oracle = optimizer._oracle(f, g)
 
     def estimate(points: list[Vector] | None) -> Vector:
         return optimizer.propose(f, g, still=True, start=None if points is None else points[0]).gradient
@@ -227,12 +228,12 @@ def _one_problem(optimizer: BilevelOptimizer, upper: Loss, lower: Loss | None) -
 def _tasks(optimizer: BilevelOptimizer, upper: Loss, lower: Loss | None, sampler: Any) -> _Case:
     """The lower problems of one draw of tasks."""
     kinds = {"rows": "keeps y of every task", "none": "takes no tasks"}
-    why = "has one loss" if optimizer.one_loss else kinds.get(optimizer.declared.tasks)
+    why = "has one loss" if optimizer._one_loss else kinds.get(optimizer.declared.tasks)
     if why is not None:
         raise ValueError(f"{type(optimizer).__name__} {why}: it is checked on one problem, without tasks")
     n = task_count(sampler, optimizer.tasks_per_step)
     drawn = _DrawnTasks(sampler, n, optimizer.generator)
-    oracle = optimizer.oracle(upper, lower)
+    oracle = optimizer._oracle(upper, lower)
     first = starting_points(oracle.y, oracle.lower_names(), drawn.tasks, n, optimizer.lower_init)
     starts = [first.lane(i).clone() for i in range(n)]
     pairs = zip(drawn.objectives(upper, "upper"), drawn.objectives(lower, "lower"), strict=True)
@@ -245,7 +246,7 @@ def _tasks(optimizer: BilevelOptimizer, upper: Loss, lower: Loss | None, sampler
 
         return optimizer.propose(upper, lower, tasks=drawn, still=True, start=start).gradient
 
-    return _Case([optimizer.oracle(*pair) for pair in pairs], starts, estimate)
+    return _Case([optimizer._oracle(*pair) for pair in pairs], starts, estimate)
 
 
 class _Shuffled:

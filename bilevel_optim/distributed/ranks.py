@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +76,32 @@ class Ranks:
         pairs = zip(sums[: len(own)], sums[len(own) :], strict=True)
         return [i for i, (total, squares) in enumerate(pairs) if total * total != self.world * squares]
 
+    def require_equal(self, options: Mapping[str, Any]) -> None:
+        """Raise ValueError, on all ranks, unless all of them have these options.
+
+        Args:
+            options: what decides about a step, by name.
+        """
+        if self.group is not None and not self._equal(_number(options)):
+            self._refuse(options)
+
+    def _equal(self, number: int) -> bool:
+        """Whether a number of 24 bits is that of all ranks."""
+        own = torch.tensor([number, number * number], device=_device_of(self.group))
+        total, squares = exchange(self.group, "sum", own).tolist()
+        return bool(total * total == self.world * squares)
+
+    def _refuse(self, options: Mapping[str, Any]) -> None:
+        """Say which options are not those of all ranks, each of which has found that some are not."""
+        names = sorted(options)
+        differing = ["the methods, or the parameter groups"]
+        if self._equal(_number(names)):
+            differing = [name for name in names if not self._equal(_number(options[name]))]
+        raise ValueError(
+            f"the ranks of process_group have different options: {', '.join(differing)}; each would make steps of its "
+            "own, so give all ranks the same, and change learning rates on all of them alike"
+        )
+
     def same(self, vector: Vector) -> Vector:
         """The vector that the first rank has, written into this one."""
         if self.group is not None:
@@ -82,15 +109,26 @@ class Ranks:
                 t.copy_(exchange(self.group, "first", t.reshape(-1).clone()).view_as(t))
         return vector
 
-    def conclude(self, device: torch.device, flag: bool) -> bool:
+    def conclude(self, device: torch.device, flag: bool, options: Mapping[str, Any]) -> bool:
         """The end of a step, which is one on all ranks or on none; gives whether the flag is up on any of them.
+
+        Args:
+            device: of the step.
+            flag: what this rank has found.
+            options: what decides about a step, by name.
 
         Raises:
             RankError: if another rank has failed.
+            ValueError: if the options are not the same on all ranks.
         """
         if self.group is None:
             return flag
-        return bool(exchange(self.group, "sum", torch.full((1,), float(flag), device=device)))
+        number = _number(options)
+        own = torch.tensor([int(flag), number, number * number], device=device)
+        flags, total, squares = exchange(self.group, "sum", own).tolist()
+        if total * total != self.world * squares:
+            self._refuse(options)
+        return bool(flags)
 
     def failed(self, error: BaseException) -> None:
         """The end of a step on all ranks, because it has failed on this one."""
@@ -113,6 +151,17 @@ class Ranks:
     def place(self, index: int) -> int:
         """Which of all drawn tasks the one of this index in this rank's part is."""
         return self.rank + self.world * index
+
+
+def _number(value: Any) -> int:
+    """A number of 24 bits that follows from a value's text."""
+    text = sorted(value.items()) if isinstance(value, Mapping) else value
+    return zlib.crc32(repr(text).encode()) & 0xFFFFFF
+
+
+def _device_of(group: Any) -> torch.device:
+    """Where a group's exchanges may be made of which nobody has told the device."""
+    return torch.device("cpu") if "gloo" in str(dist.get_backend(group)) else torch.device("cuda")
 
 
 def _mark(tensor: Tensor, piece: int = 2**22) -> Tensor:

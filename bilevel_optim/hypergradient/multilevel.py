@@ -135,7 +135,7 @@ def multilevel(
         diagnostics["neumann_ratio"] = ratio
         diagnostics["lower_residual"] = (system.gradient.lane_norm()[deepest] ** 2).mean().sqrt()
     for change in changes:
-        diagnostics["correction"] = change.dot(change)
+        diagnostics["correction"] = change.norm() ** 2
     count = path.contexts.count
     mean = Vector(t.sum(0) / count for t in path.last)
     return Estimate(values[deepest].sum() / count, gradient, diagnostics, lower=mean)

@@ -10,6 +10,7 @@ import torch
 from ..oracle.copies import evaluate_copies
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
+from ..problem.placement import constant
 from ..problem.vector import Vector
 from .estimate import Estimate
 from .finite_difference import Stencil
@@ -42,7 +43,8 @@ def penalty(
         lower_sample: sample of g, shared by the copies. Default: the next one.
 
     Returns:
-        Estimate whose loss is f extrapolated to :math:`\nu = 0`, with error :math:`O(\nu^p)`.
+        Estimate whose loss is f extrapolated to :math:`\nu = 0`, with error :math:`O(\nu^p)`; among its diagnostics
+        are the values of f and g at the copies, ``upper_losses`` and ``lower_losses``.
     """
     values = evaluate_copies(
         oracle,
@@ -55,11 +57,11 @@ def penalty(
     )
     hint = "If copies at negative nodes diverge, a smaller nu helps, or stencil='forward'"
     oracle.checks.finite("upper_grad", values.gradient, hint)
-    interpolation = values.upper.new_tensor([float(w) for w in formula.interpolation])
+    interpolation = constant([float(w) for w in formula.interpolation], values.upper)
     used = interpolation != 0
     loss = torch.where(used, values.upper * interpolation, 0.0).sum()
     oracle.checks.scalar("loss", loss, hint)
-    return Estimate(loss, values.gradient)
+    return Estimate(loss, values.gradient, {"upper_losses": values.upper, "lower_losses": values.lower})
 
 
 def _summing_to_zero(weights: Sequence[float], dtype: torch.dtype) -> list[float]:

@@ -14,7 +14,7 @@ from ..optimizer.declaration import MethodInfo
 from ..optimizer.step import StepInputs
 from ..oracle.first_order import lower_slope
 from ..oracle.oracle import Oracle
-from ..problem.parameters import Params, is_count, is_number, require
+from ..problem.parameters import Params, is_count, is_number, require, require_choice
 from ..problem.vector import Vector
 
 __all__ = ["BOME"]
@@ -93,8 +93,8 @@ class BOME(BilevelOptimizer):
         upper: Params,
         lower: Params,
         *,
-        lr: float,
-        lower_lr: float,
+        lr: float | None = None,
+        lower_lr: float | None = None,
         lower_steps: int = 10,
         joint_lr: float | None = None,
         joint_steps: int = 1,
@@ -105,16 +105,16 @@ class BOME(BilevelOptimizer):
         require("joint_lr", joint_lr, joint_lr is None or (is_number(joint_lr) and 0 < joint_lr < math.inf))
         require("joint_steps", joint_steps, is_count(joint_steps) and joint_steps > 0)
         require("eta", eta, is_number(eta) and 0 < eta < math.inf)
-        require("barrier", barrier, barrier in ("grad_norm", "value"))
+        require_choice("barrier", barrier, ("grad_norm", "value"))
         projection = common.get("lower_projection")
         wording = "Invalid lower_projection value: {value} (y moves along a direction in common with x)"
         require("lower_projection", projection, projection is None, wording)
         self.joint_lr, self.joint_steps, self.eta, self.barrier = joint_lr, joint_steps, eta, barrier
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
 
-    stationary = True  # the value function is that of the lower loss alone
+    _stationary = True  # the value function is that of the lower loss alone
 
-    def together(self, tasks: int) -> list[slice]:
+    def _together(self, tasks: int) -> list[slice]:
         """Every task by itself, because each has a multiplier of its own."""
         return [slice(i, i + 1) for i in range(tasks)]
 
@@ -148,11 +148,11 @@ class BOME(BilevelOptimizer):
 
     def _multiplier(self, f: Vector, q: Vector, gap: Tensor) -> Tensor:
         """The least weight of q's gradient with which q falls as fast as the barrier asks."""
-        square = q.dot(q)
-        bound = self.eta * (square if self.barrier == "grad_norm" else gap.to(square))
+        norm = q.norm()
         # At a stationary point of q the multiplier is 0/0, and the direction that of f.
-        safe = torch.where(square > 0, square, 1.0)
-        return torch.where(square > 0, (bound - f.dot(q)).clamp_min(0) / safe, 0.0)
+        safe = torch.where(norm > 0, norm, 1.0)
+        bound = self.eta * (norm if self.barrier == "grad_norm" else gap.to(norm) / safe)
+        return torch.where(norm > 0, (bound - f.dot(q * (1 / safe))).clamp_min(0) / safe, 0.0)
 
     def _followed(self, oracle: Oracle, given: StepInputs, direction: Vector) -> Vector:
         """Y after a step along a direction."""

@@ -57,7 +57,7 @@ class FirstOrder(BilevelOptimizer):
         converges=False,
     )
 
-    responds = False
+    _responds = False
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Lower steps, then the direct gradient."""

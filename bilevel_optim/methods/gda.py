@@ -73,8 +73,8 @@ class GDA(MinimaxOptimizer):
         upper: Params,
         lower: Params,
         *,
-        lr: float,
-        lower_lr: float,
+        lr: float | None = None,
+        lower_lr: float | None = None,
         lower_steps: int = 1,
         simultaneous: bool = True,
         **common: Unpack[CommonOptions],
@@ -87,14 +87,14 @@ class GDA(MinimaxOptimizer):
         """The ascent steps, and the gradient in x at the last of them or after it."""
         together = self.simultaneous and self.lower_steps > 0
         here = given.descended(oracle, self.lower_steps - together)
-        if not together:
-            return here.with_lower(danskin(here.oracle))
         rule, _ = given.solver_for(oracle.y)
+        if not together:
+            return here.with_lower(danskin(here.oracle, rule))
         sample, found = oracle.f.draw(once=rule.evaluates_once), list[Estimate]()
 
         def ascent(y: Vector) -> tuple[Tensor, Vector]:
             loss, grad_x, grad_y = oracle.at(lower=y).upper(sample)
-            found.append(Estimate(loss, grad_x, {"lower_residual": grad_y}))
+            found.append(Estimate(loss, grad_x, {"lower_residual": rule.residual(y, -grad_y)}))
             return -loss, -grad_y
 
         solved = rule.step(here.oracle.y, here.solver, ascent)

@@ -99,6 +99,7 @@ class iMCN(MinimaxOptimizer):
         tasks="none",
         random=True,
         converges=False,
+        upper_update="the minimiser of a cubic model",
     )
 
     def __init__(
@@ -107,7 +108,7 @@ class iMCN(MinimaxOptimizer):
         lower: Params,
         *,
         lr: float,
-        lower_lr: float,
+        lower_lr: float | None = None,
         lower_steps: int,
         lower_momentum: float = 0.0,
         cubic: float = 1.0,
@@ -135,7 +136,7 @@ class iMCN(MinimaxOptimizer):
         """Whether the run has ended."""
         return bool(self.numbers.get("converged", False))
 
-    def finished(self) -> bool:
+    def _finished(self) -> bool:
         """Whether ``step`` has nothing left to do, and returns the last loss."""
         return self.converged
 
@@ -177,9 +178,10 @@ class _CubicModel:
         """The minimiser along the gradient."""
         norm = self.gradient.norm()
         safe = torch.where(norm > 0, norm, 1.0)
-        slope = self.gradient.dot(self.hessian(self.gradient)) / (self.cubic * safe**2)
+        unit = self.gradient * (1 / safe)
+        slope = unit.dot(self.hessian(unit)) / self.cubic
         length = (slope**2 + 2 * norm / self.cubic).sqrt() - slope
-        return self.gradient * torch.where(norm > 0, -length / safe, 0.0)
+        return unit * torch.where(norm > 0, -length, 0.0)
 
     def descended(self, s: Vector, rates: Sequence[float], steps: int) -> Vector:
         """After gradient steps from s."""

@@ -81,8 +81,8 @@ class ITD(BilevelOptimizer):
         upper: Params,
         lower: Params,
         *,
-        lr: float,
-        lower_lr: float,
+        lr: float | None = None,
+        lower_lr: float | None = None,
         lower_steps: int,
         truncate: int | None = None,
         checkpoint: bool = False,
@@ -92,13 +92,13 @@ class ITD(BilevelOptimizer):
         require("checkpoint", checkpoint, isinstance(checkpoint, bool))
         self.truncate, self.checkpoint = truncate, checkpoint
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
-        self.lower_checks.require_differentiable()
+        self._lower_checks.require_differentiable()
 
-    joined: ClassVar = {"lower_residual": torch.linalg.vector_norm, "lower_growth": torch.amax}
+    _joined: ClassVar = {"lower_residual": torch.linalg.vector_norm, "lower_growth": torch.amax}
 
-    def together(self, tasks: int) -> list[slice]:
+    def _together(self, tasks: int) -> list[slice]:
         """As many tasks as are evaluated at once: the graphs of the others are gone by then."""
-        return batched.slices(self.oracle_options.at_once(max(tasks, 1)), tasks)
+        return batched.slices(self._oracle_options.at_once(max(tasks, 1)), tasks)
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Lower steps, and backpropagation through them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from traceback import clear_frames
 from typing import Any, Self
@@ -17,12 +17,13 @@ from ..oracle.buffers import Buffers
 from ..oracle.oracle import Oracle
 from ..problem.random import default_state, set_default_state
 from ..problem.vector import Vector, is_sharded
-from .state import State, remember, remember_solver, remember_tables, write_rows
+from .state import UPPER_SOLVER, State, remember, remember_solver, remember_tables, write_rows
 from .step import Update
 
 __all__ = ["Transaction", "Write", "make", "writes_of", "writes_of_update"]
 
 Write = Callable[[], object]
+CPU = torch.device("cpu")
 
 
 class Transaction:
@@ -36,16 +37,26 @@ class Transaction:
         generator: of the optimizer.
         oracle: of the step; None for an update from ``.grad``.
         buffers: module buffers that evaluations change.
+        decisive: gives what decides about a step, by name, which is compared over the ranks.
+        device: of the parameters, without an oracle.
     """
 
-    __slots__ = ("_accepted", "_before", "_buffers", "_concluded", "_data", "_device", "_generator", "oracle")
+    __slots__ = (
+        "_accepted", "_before", "_buffers", "_concluded", "_data", "_decisive", "_device", "_generator", "oracle",
+    )  # fmt: skip
 
     def __init__(
-        self, generator: torch.Generator | None, oracle: Oracle | None = None, buffers: Buffers | None = None
+        self,
+        generator: torch.Generator | None,
+        oracle: Oracle | None = None,
+        buffers: Buffers | None = None,
+        decisive: Callable[[], Mapping[str, Any]] = dict,
+        device: torch.device = CPU,
     ) -> None:
+        self._decisive = decisive
         self.oracle, self._generator, self._accepted, self._concluded = oracle, generator, False, False
         self._buffers = None if buffers is None or buffers.constant else buffers.kept_on_failure()
-        self._device = torch.device("cpu") if oracle is None else oracle.device
+        self._device = device if oracle is None else oracle.device
         self._before: tuple[Any, ...] = ()
         self._data: list[tuple[Any, Any]] = []
 
@@ -78,7 +89,8 @@ class Transaction:
         """All ranks have come so far, and from here on evaluate copies of y in one way; else the step ends on all."""
         assert self.oracle is not None
         found, ranks = self.oracle.session.found, self.oracle.session.options.ranks
-        if ranks.conclude(self.oracle.device, found.fallback is not None) and found.fallback is None:
+        options = {} if ranks.group is None else self._decisive()
+        if ranks.conclude(self.oracle.device, found.fallback is not None, options) and found.fallback is None:
             found.fallback = "another rank could not vectorise the losses"
         self._concluded = True
 
@@ -170,6 +182,8 @@ def _writes_of_values(
         writes.append(partial(write_rows, update.writes))
     if update.upper_memory:
         writes.append(partial(remember, state, x, update.upper_memory))
+    if update.solver is not None:
+        writes.append(partial(remember_solver, state, x, update.solver, UPPER_SOLVER))
     if lower is None:
         writes.append(partial(Vector(x).copy_, update.x))
     else:

@@ -18,6 +18,11 @@ from .session import Session, as_scalar, forget_casts
 
 __all__ = ["Point"]
 
+CALLS_BACKWARD = (
+    "the {} seems to call backward() or to return a part of a graph that is gone: it has to return the loss, made anew "
+    "at each call, and the optimizer differentiates it"
+)
+
 
 class Point:
     """Two losses at a point, without their derivatives; arguments and attributes as of `Oracle`."""
@@ -99,7 +104,13 @@ class Point:
         self, level: str, sample: Sample, x: Sequence[Tensor], y: Sequence[Tensor], *, features: Any = None
     ) -> Tensor:
         """The loss as a function of the variables x and y, with a graph, and checked to depend on something."""
+        first = level not in self.session.found.looked
+        before = [t.grad for t in (*self.live_x, *self.live_y)] if first else []
         loss = self.value(level, sample, features=features)
+        if first and any(t.grad is not g for t, g in zip((*self.live_x, *self.live_y), before, strict=True)):
+            for t, gradient in zip((*self.live_x, *self.live_y), before, strict=True):
+                t.grad = gradient
+            raise ValueError(CALLS_BACKWARD.format(self.session.called(level)))
         if level == "lower":
             self.session.lower_sample = sample
         whole = False
@@ -125,6 +136,29 @@ class Point:
         """What a sample's function returns on its arguments, or on others, with the random numbers of that sample."""
         forget_casts(self.device)
         end_region()
+        if not self.session.found.writes_seen:
+            return self._watched_call(sample, arguments, graph)
+        return self._call(sample, arguments, graph)
+
+    def _watched_call(self, sample: Sample, arguments: Sequence[Any], graph: bool) -> Any:
+        """In the first step: raise if a loss writes into parameters, and put back what it has written over."""
+        live = [*self.live_x, *self.live_y]
+        if any(t.is_inference() for t in live):
+            return self._call(sample, arguments, graph)
+        held, versions = [t.detach().clone() for t in live], [t._version for t in live]
+        result = self._call(sample, arguments, graph)
+        written = [i for i, t in enumerate(live) if t._version != versions[i]]
+        if written:
+            Vector(live[i].detach() for i in written).copy_(held[i] for i in written)
+            level = "upper" if written[0] < len(self.live_x) else "lower"
+            raise ValueError(
+                f"a loss writes into {level} parameter {self.names[written[0]]}, which is not its to change "
+                "(nn.Embedding(max_norm=...) does so); without that, lower_projection= keeps lower parameters where "
+                "they are to be"
+            )
+        return result
+
+    def _call(self, sample: Sample, arguments: Sequence[Any], graph: bool) -> Any:
         if sample.once and not self.sharded and graph is torch.is_grad_enabled():
             return sample(*arguments)  # contexts cost more than small losses
         watched = self.session.gathered.watching() if self.sharded else nullcontext()
@@ -135,7 +169,20 @@ class Point:
         """Gradient of a loss; None where it does not depend on an input."""
         if self.sharded and not graph:
             return _by_backward(loss, inputs)
-        return torch.autograd.grad(loss, list(inputs), create_graph=graph, allow_unused=True)
+        try:
+            found = torch.autograd.grad(loss, list(inputs), create_graph=graph, allow_unused=True)
+        except RuntimeError as error:
+            if "a second time" in str(error):
+                raise RuntimeError(CALLS_BACKWARD.format("loss")) from error
+            raise
+        for gradient, t in zip(found, inputs, strict=True):
+            if gradient is not None and gradient.layout is not torch.strided:
+                names = dict(zip(map(id, (*self.live_x, *self.live_y)), self.names, strict=True))
+                raise ValueError(
+                    f"the gradient of parameter {names.get(id(t), '')} is sparse: make the module with sparse=False "
+                    "(nn.Embedding and nn.EmbeddingBag have it)"
+                )
+        return found
 
     def averaged(self, *results: Any) -> tuple[Any, ...]:
         """Mean over the ranks if these share the problem; otherwise nothing is averaged."""

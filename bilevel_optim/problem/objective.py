@@ -12,8 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..pytree import tree_leaves, tree_map
 from .profiling import span
-from .random import default_state, order_of, own_order, set_default_state, set_order
+from .random import (
+    RandomState,
+    default_state,
+    order_of,
+    own_order,
+    require_replayable,
+    set_default_state,
+    set_order,
+)
 
 __all__ = ["Loss", "Objective", "Sample", "as_objective", "require_fit", "require_state"]
 
@@ -70,7 +79,9 @@ class Objective:
         if data is not None and not isinstance(data, Iterable):
             raise TypeError(f"data must be iterable, but got {type(data).__name__}")
         self.loss, self.data, self.features, self.accumulate = loss, data, features, accumulate
-        self._features: Sample | None = None  # of the last sample: those of the next are the same on the same batch
+        self._features: tuple[Any, Sample] | None = None  # of the last sample: those of the next on the same batch
+        self._last: tuple[Any, Any] | None = None  # the last batch of data that may write into it, and its copy
+        self._lasting = data is None or type(data) in (list, tuple) or _makes_new(data)  # a batch stays as it is
         self._iterator: Iterator[Any] | None = None
         self._passes = 0  # iterators started
         self._position = 0  # batches drawn since the last was
@@ -121,10 +132,10 @@ class Objective:
         """The sample of a given batch (without an argument, for a loss without data)."""
         sample = Sample(self.loss, arguments, once=once, features=self.features)
         if sample.features is not None:
-            last = self._features
-            if last is not None and [*map(id, last.arguments)] == [*map(id, arguments)]:
-                sample.features = last
-            self._features = sample.features
+            mark = _mark(arguments)
+            if self._features is not None and _same(self._features[0], mark):
+                sample.features = self._features[1]
+            self._features = mark, sample.features
         return sample
 
     def samples(self, most: int | None = None) -> list[Sample]:
@@ -133,7 +144,7 @@ class Objective:
             return [self.sample()]
         random = order_of(self.data)
         try:
-            batches = list(islice(self.data, most))
+            batches = [batch if self._lasting else self._kept(batch) for batch in islice(self.data, most)]
         finally:
             set_order(self.data, random)
         if not batches:
@@ -173,6 +184,13 @@ class Objective:
         """From here on features are new, also on the batch of the last ones (an outer step begins)."""
         self._features = None
 
+    def _kept(self, batch: Any) -> Any:
+        """A batch as it is now, of data that may write into it to make the next one."""
+        mark = _mark((batch,))
+        if self._last is None or not _same(self._last[0], mark):
+            self._last = mark, tree_map(_copied, batch)
+        return self._last[1]
+
     def _rest(self, most: int) -> list[Any]:
         """Batches of the present pass."""
         found = [] if self._iterator is None else [*islice(self._iterator, most)]
@@ -188,7 +206,7 @@ class Objective:
                 self._passes += 1
             for batch in self._iterator:
                 self._position += 1
-                return batch
+                return batch if self._lasting else self._kept(batch)
             self._iterator = None
         raise ValueError(
             "the data of an Objective gave no batch: it is empty, or it can be iterated only once and is exhausted "
@@ -257,6 +275,34 @@ class Objective:
     def __repr__(self) -> str:
         name = getattr(self.loss, "__name__", type(self.loss).__name__)
         return f"Objective({name}, data={None if self.data is None else type(self.data).__name__})"
+
+
+def _makes_new(data: Any) -> bool:
+    """Whether all batches are new tensors: those that a ``DataLoader`` makes of single examples in torch's way."""
+    collate = getattr(data, "collate_fn", None)
+    return collate is not None and collate is torch.utils.data.default_collate
+
+
+def _mark(arguments: tuple[Any, ...]) -> list[tuple[Any, int]]:
+    """The parts of a batch, each with how often it was written into; -1 where that is not known."""
+    return [*((part, 0) for part in arguments), *((leaf, _version(leaf)) for leaf in tree_leaves(arguments))]
+
+
+def _version(leaf: Any) -> int:
+    if isinstance(leaf, Tensor):
+        return -1 if leaf.is_inference() else leaf._version
+    return -1 if type(leaf).__module__ == "numpy" else 0
+
+
+def _same(mark: list[tuple[Any, int]], other: list[tuple[Any, int]]) -> bool:
+    """Whether two marks are of one batch, as it was."""
+    return len(mark) == len(other) and all(a is b and i == k >= 0 for (a, i), (b, k) in zip(mark, other, strict=True))
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf if leaf.requires_grad else leaf.clone()
+    return leaf.copy() if type(leaf).__module__ == "numpy" else leaf
 
 
 class _Wrapped(Objective):
@@ -328,7 +374,7 @@ class Sample:
         self.features = None if features is None else Sample(features, arguments)
         self.index: int | Tensor | None = None
         self.weight: float | Tensor | None = None  # of a term of an unequal sum; the loss has it already
-        self._random: list[tuple[Tensor, ...]] = []  # at most one, which the samples mapped from this one share
+        self._random: list[RandomState] = []  # at most one, which the samples mapped from this one share
 
     def wrapped(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Sample:
         """The sample of what ``wrap`` makes of the loss: the same batch, features and random numbers."""
@@ -365,7 +411,8 @@ class Sample:
 
 
 @contextmanager
-def _replayed(device: torch.device, state: tuple[Tensor, ...]) -> Generator[None]:
+def _replayed(device: torch.device, state: RandomState) -> Generator[None]:
+    require_replayable(device, state)
     present = default_state(device)
     set_default_state(device, state)
     try:

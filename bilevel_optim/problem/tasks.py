@@ -121,12 +121,11 @@ class TensorTasks:
         return ids
 
     def _few(self, n: int, generator: torch.Generator | None) -> Tensor:
-        ids: Tensor = torch.empty(0, dtype=torch.int64, device=device_of(generator))
-        while len(ids) < n:  # draw again what came up before: uniform over the sets of different ids
-            more = torch.randint(self._tasks, (n - len(ids),), generator=generator, device=device_of(generator))
-            fresh = [i for k, i in enumerate(more.tolist()) if i not in more[:k].tolist() and i not in ids.tolist()]
-            ids = torch.cat([ids, more.new_tensor(fresh)])
-        return ids
+        found: dict[int, None] = {}  # in the order in which they came up
+        while len(found) < n:  # draw again what came up before: uniform over the sets of different ids
+            more = torch.randint(self._tasks, (n - len(found),), generator=generator, device=device_of(generator))
+            found.update(dict.fromkeys(more.tolist()))
+        return torch.tensor([*found], device=device_of(generator))
 
     def lower(self, tasks: Tensor, n: int | None, generator: torch.Generator | None) -> Any:
         """Rows of the lower data of these tasks."""

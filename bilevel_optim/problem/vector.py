@@ -81,7 +81,9 @@ class Vector(tuple[Tensor, ...]):
     def dot(self, other: Sequence[Tensor]) -> Tensor:
         """Inner product over all tensors, accumulated in float64 where the device has it."""
         if len(self) == 1:
-            return _sum(self[0] * other[0])
+            return _sum(_wide(self[0]) * other[0])
+        if self and self[0].dtype in _HALF:
+            return _total([_sum(_wide(t) * o) for t, o in zip(self, other, strict=True)])
         return _total([_sum(product) for product in torch._foreach_mul(self, tuple(other))])
 
     def norm(self) -> Tensor:
@@ -99,7 +101,7 @@ class Vector(tuple[Tensor, ...]):
 
     def lane_dot(self, other: Sequence[Tensor]) -> Tensor:
         """Inner product of each lane of stacked tensors with the same lane of others, or one vector; shape (n,)."""
-        return torch.stack([_sum(t * o, lanes=True) for t, o in zip(self, other, strict=True)]).sum(0)
+        return torch.stack([_sum(_wide(t) * o, lanes=True) for t, o in zip(self, other, strict=True)]).sum(0)
 
     def lane_norm(self) -> Tensor:
         """Euclidean norm of each lane of stacked tensors, shape (n,)."""
@@ -181,6 +183,14 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 def _accumulator(t: Tensor) -> torch.dtype | None:
     return torch.float64 if t.is_floating_point() and not t.is_mps else None
+
+
+_HALF = frozenset((torch.float16, torch.bfloat16))
+
+
+def _wide(t: Tensor) -> Tensor:
+    """A factor of products to be added up, in a type that holds them."""
+    return t.float() if t.dtype in _HALF else t
 
 
 def _sum(t: Tensor, lanes: bool = False) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import isfinite, nan
+from math import inf, isfinite, nan
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from ..problem.vector import Vector, any_sharded
 __all__ = ["LinearSolution", "cg", "fixed_point", "minres", "neumann", "neumann_term"]
 
 Product = Callable[[Vector], Vector]
+ORDINARY = (1e-4, 1e4)  # norms whose squares are numbers of float32, also when the solve has made them small
 
 
 class LinearSolution(NamedTuple):
@@ -80,20 +81,45 @@ def cg(
         >>> result.solution, int(result.iterations)
         ((tensor([1.0000, 0.5000]),), 2)
     """
-    b, apply = Vector(b), partial(_damped, product, damping=damping)
-    v, r = (b.zeros_like(), b) if start is None else (Vector(start), b - apply(Vector(start)))
-    stop = _Stop(steps, tol, atol)
-    if b[0].device.type == "cuda" and not any_sharded(b):
-        return _fused(apply, b, v, r, stop, lanes)
-    one_here = b[0].is_cpu and not lanes and not any_sharded(b)
-    algebra = _NUMBERS if one_here and _host_looks(b[0]) else _LANES if lanes else _SCALARS
-    return _cg(apply, b, v, r, stop, algebra, partial(iteration, algebra))
+    right, apply = Vector(b), partial(_damped, product, damping=damping)
+    v, r = (right.zeros_like(), right) if start is None else (Vector(start), right - apply(Vector(start)))
+    one_here = right[0].is_cpu and not lanes and not any_sharded(right) and _host_looks(right[0])
+    unit, looked_at = _unit(r, lanes, read=one_here), max(tol, atol)
+    if unit is not None:
+        inverse = 1 / unit
+        scaled = right * inverse
+        r, v, atol = scaled if r is right else r * inverse, v * inverse, atol * inverse
+        right = scaled
+    stop = _Stop(steps, tol, atol, looked_at)
+    if right[0].device.type == "cuda" and not any_sharded(right):
+        found = _fused(apply, right, v, r, stop, lanes)
+    else:
+        algebra = _NUMBERS if one_here else _LANES if lanes else _SCALARS
+        found = _cg(apply, right, v, r, stop, algebra, partial(iteration, algebra))
+    return found if unit is None else found._replace(solution=found.solution * unit, residual=found.residual * unit)
+
+
+def _unit(r: Vector, lanes: bool, *, read: bool) -> Any:
+    """What a system is measured in, so that squares of its entries are numbers of their type; None: nothing else.
+
+    A number if it may be ``read``, else a tensor.
+    """
+    kind = torch.finfo(r[0].dtype)
+    if kind.bits == 64:
+        return None
+    if not read:
+        norms = r.lane_norm() if lanes else r.norm()
+        return torch.where((norms > 0) & norms.isfinite(), norms.clamp_min(kind.tiny), 1.0)
+    norm = float(r.norm())
+    ordinary = ORDINARY[0] < norm < ORDINARY[1] and kind.max > 1e30
+    return None if ordinary or not 0 < norm < inf else max(norm, kind.tiny)
 
 
 class _Stop(NamedTuple):
     steps: int
     tol: float
-    atol: float
+    atol: float | Tensor
+    looked_at: float  # the tolerance, for whether the host looks at all
 
 
 def _cg(
@@ -111,7 +137,7 @@ def _cg(
     active = rr > floor
     iterations, indefinite = 0 * active, active & False
     for k in range(stop.steps):
-        if _seen_done(active, k, max(stop.tol, stop.atol)):
+        if _seen_done(active, k, stop.looked_at):
             break
         v, r, p, rr, negative = step(v, r, p, apply(p), rr, active)
         active = active ^ negative
@@ -201,12 +227,12 @@ def minres(
     Source: Paige, Saunders (1975), SIAM J. Numer. Anal. 12(4).
     """
     b = Vector(b)
-    dot = Vector.lane_dot if lanes else Vector.dot
+    dot, norm = (Vector.lane_dot, Vector.lane_norm) if lanes else (Vector.dot, Vector.norm)
     eps = torch.finfo(b[0].dtype).eps
-    b_norm = dot(b, b).sqrt()
+    b_norm = norm(b)
     floor = (max(tol, eps) * b_norm).clamp_min(atol)
     v, r = (b.zeros_like(), b) if start is None else (Vector(start), b - _damped(product, Vector(start), damping))
-    residual = beta = dot(r, r).sqrt()
+    residual = beta = norm(r)
     # Lanczos makes H tridiagonal in the basis q; Givens rotations (c, s) make that triangular, row by row, and w are
     # the columns of Q R^-1. Names as in the source: the last rows' entries are dbar (not yet rotated) and epsilon.
     q_old, q = b.zeros_like(), r * _inverse(beta)
@@ -221,7 +247,7 @@ def minres(
         hq = _damped(product, q, damping) - q_old * beta if k else _damped(product, q, damping)
         alpha = dot(q, hq)
         hq = hq - q * alpha
-        old_beta, beta = beta, dot(hq, hq).sqrt()
+        old_beta, beta = beta, norm(hq)
         size = torch.maximum(size, alpha.abs() + beta + (old_beta if k else 0.0))
         delta, gbar = c * dbar + s * alpha, s * dbar - c * alpha
         gamma = torch.hypot(gbar, beta)

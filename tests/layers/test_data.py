@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import bilevel_optim as bo
@@ -193,6 +194,23 @@ def test_task_ids_are_different_and_equally_likely():
     assert chi_squared(drawn.flatten().bincount()) < 5
     positions = torch.stack([tasks.sample(3, generator) for _ in range(3000)])
     assert all(chi_squared(column.bincount(minlength=7)) < 5 for column in positions.T)
+
+
+def test_few_tasks_out_of_many_are_drawn_with_few_operations():
+    """However few: one draw, and one more for those that came up twice."""
+
+    class Counted(TorchFunctionMode):
+        calls = 0
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            self.calls += 1
+            return function(*args, **(kwargs or {}))
+
+    tasks = bo.TensorTasks(torch.zeros(10_000, 1))
+    with Counted() as counted:
+        ids = tasks.sample(1_200, seeded())
+    assert len(ids.unique()) == 1_200
+    assert counted.calls < 60
 
 
 def test_rows_are_drawn_with_replacement_and_together():

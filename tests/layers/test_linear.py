@@ -293,6 +293,44 @@ def test_series_that_nobody_looks_at_end_where_others_stop(solve, monkeypatch):
         assert torch.equal(a, c)
 
 
+SCALES = [
+    *[(torch.float32, scale, 1e-4) for scale in (1e-30, 1e30)],
+    (torch.bfloat16, 1e-30, 0.1),
+    *[(torch.float16, scale, 3e-3) for scale in (1e-4, 1e3)],
+]
+
+
+@pytest.mark.parametrize("solver", [cg, minres])
+@pytest.mark.parametrize("way", ["alone", "lanes", "two tensors", "traced"])
+@pytest.mark.parametrize("scaled", ["b", "both"])
+@pytest.mark.parametrize(("dtype", "scale", "tolerance"), SCALES, ids=str)
+def test_scales_of_either_side_do_not_matter(solver, way, scaled, dtype, scale, tolerance, monkeypatch):
+    """Squares of what is added up would be zero or infinite in the type of the parameters."""
+    if way == "traced":
+        monkeypatch.setattr(linear, "traced", lambda: True)
+    H, b = torch.linspace(0.5, 2.0, 8, dtype=dtype), torch.linspace(-1.0, 1.0, 8, dtype=dtype)
+    H, b = H * scale if scaled == "both" else H, b * scale
+    expected = b.double() / H.double()
+    cut = {"alone": [8], "traced": [8], "lanes": [8], "two tensors": [3, 5]}[way]
+    matrix, right = (Vector(t[None] if way == "lanes" else t for t in side.split(cut)) for side in (H, b))
+
+    def product(v):
+        return Vector(h * t for h, t in zip(matrix, v, strict=True))
+
+    for start in (
+        None,
+        right.zeros_like(),
+        Vector((t.double() / h * 0.5).to(dtype) for t, h in zip(right, matrix, strict=True)),
+    ):
+        result = solver(product, right, start, steps=20, tol=tolerance / 10, lanes=way == "lanes")
+        found = torch.cat([t.reshape(-1) for t in result.solution])
+        assert found.dtype == dtype
+        assert (found.double() - expected).norm() <= tolerance * expected.norm()
+        assert result.residual <= tolerance * b.double().norm()
+        assert bool(result.iterations)
+        assert not bool(result.diverged)
+
+
 @pytest.mark.parametrize("lanes", [False, True])
 def test_a_start_far_away_is_no_divergence(lanes):
     """The residual is much larger than b, but no larger than where it began."""

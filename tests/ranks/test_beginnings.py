@@ -45,8 +45,44 @@ def uneven():
     return ends
 
 
+CHANGES = {
+    "lr of group 0": {"lr": 0.2},
+    "lower_steps": {"lower_steps": 3},
+    "linear_steps": {"linear_steps": 4},
+    "warm_start": {"warm_start": False},
+}
+
+
+def differing_options(rank):
+    """What is said where one rank has another option, from the beginning or later; the last runs have none."""
+    said, group = [], dist.group.WORLD
+
+    def tried(problem, optimizer):
+        before = values(problem.x, problem.y)
+        try:
+            problem.run(optimizer)
+            said.append(None)
+        except ValueError as error:
+            said.append(str(error))
+            assert same(before, values(problem.x, problem.y))
+
+    for options in [*CHANGES.values(), {}]:
+        problem = Quadratic(n=4, m=2)
+        given = {"lr": 0.1, "lower_lr": 0.1, "lower_steps": 2, **(options if rank == 1 else {})}
+        tried(problem, bo.AID(problem.x, problem.y, process_group=group, **given))
+    problem = Quadratic(n=4, m=2)
+    optimizer = bo.AID(problem.x, problem.y, process_group=group, lr=0.1, lower_lr=0.1, lower_steps=2)
+    for rate in (None, 0.3, 0.1):
+        if rate is not None and rank == 1:
+            optimizer.param_groups[1]["lr"] = rate
+        tried(problem, optimizer)
+    method = bo.AID if rank == 1 else bo.FirstOrder
+    tried(problem, method(problem.x, problem.y, process_group=group, lr=0.1, lower_lr=0.1, lower_steps=2))
+    return said
+
+
 def both(rank):
-    return [differing(rank), uneven()]
+    return [differing(rank), uneven(), differing_options(rank)]
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -54,7 +90,12 @@ def test_ranks_that_differ(world, tmp_path):
     """Ranks with other parameters ran on; those with more tasks were ahead, and then saw other tasks than the rest."""
     results = together(world, tmp_path, both)
     for rank in range(world):
-        said, ends = results[rank]
+        said, ends, options = results[rank]
+        *first, none, before, changed, again, methods = options
+        for message, name in zip([*first, changed], [*CHANGES, "lr of group 1"], strict=True):
+            assert f"process_group have different options: {name}; each would make" in message
+        assert none is before is again is None
+        assert "different options: the methods, or the parameter groups;" in methods
         for message, level in zip(said, ("upper", "lower"), strict=True):
             assert f"process_group hold different values of {level} parameter 0, so" in message
         for row in DRAWING:

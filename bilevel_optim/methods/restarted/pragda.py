@@ -76,9 +76,10 @@ class RAGDA(Accelerated, MinimaxOptimizer):
         second_order=False,
         losses=1,
         tasks="none",
+        upper_update="Nesterov's momentum with restarts",
     )
 
-    constants = Constants.minimax
+    _constants = Constants.minimax
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class RAGDA(Accelerated, MinimaxOptimizer):
         lower: Params,
         *,
         lr: float,
-        lower_lr: float,
+        lower_lr: float | None = None,
         lower_steps: int,
         newton_correction: bool = False,
         linear_steps: int = 10,
@@ -98,14 +99,14 @@ class RAGDA(Accelerated, MinimaxOptimizer):
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **options)
 
     @property
-    def stationary(self) -> bool:
+    def _stationary(self) -> bool:
         """Only with the adjoint term."""
         return self.newton_correction
 
-    def hypergradient(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def _hypergradient(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """The gradient in x, with the adjoint term if that is asked for."""
         if not self.newton_correction:
-            return danskin(oracle)
+            return danskin(oracle, given.rule(oracle.y))
         sample, solve = oracle.f.draw(), partial(linear.cg, steps=self.linear_steps)
         # The right-hand side is the error of y and no smooth function of x, so that the last solution is no start.
         return changed(implicit(oracle, solve, upper_sample=sample, lower_sample=sample.mapped(neg)), memory={})
@@ -155,4 +156,5 @@ class PRAGDA(Perturbed, RAGDA):
         losses=1,
         tasks="none",
         random=True,
+        upper_update="Nesterov's momentum with restarts",
     )

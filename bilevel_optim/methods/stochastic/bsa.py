@@ -71,15 +71,15 @@ class BSA(NeumannMethod):
         random=True,
     )
 
-    randomised = True
+    _randomised = True
 
     def __init__(
         self,
         upper: Params,
         lower: Params,
         *,
-        lr: float,
-        lower_lr: float,
+        lr: float | None = None,
+        lower_lr: float | None = None,
         lower_steps: float,
         growth: float = 0.5,
         linear_steps: int = 10,
@@ -98,13 +98,13 @@ class BSA(NeumannMethod):
             linear_lr=linear_lr,
             **common,
         )
-        self.scale, self.growth = lower_steps, growth
+        self._scale, self.growth = lower_steps, growth
 
-    def lower_step_count(self, steps: int) -> int:
+    def _lower_step_count(self, steps: int) -> int:
         """More and more."""
-        return math.ceil(self.scale * math.pow(steps + 1, self.growth))
+        return math.ceil(self._scale * math.pow(steps + 1, self.growth))
 
-    def why_eager(self, tasks: Any = None) -> str:
+    def _why_eager(self, tasks: Any = None) -> str:
         """Because the next steps are longer ones."""
         return "the number of lower steps grows, but that of a graph is fixed (growth=0)" if self.growth > 0 else ""
 
@@ -163,15 +163,15 @@ class TTSA(NeumannMethod):
         random=True,
     )
 
-    randomised = True
+    _randomised = True
 
     def __init__(
         self,
         upper: Params,
         lower: Params,
         *,
-        lr: float,
-        lower_lr: float,
+        lr: float | None = None,
+        lower_lr: float | None = None,
         lower_steps: int = 1,
         linear_steps: int = 10,
         linear_lr: float | None = None,

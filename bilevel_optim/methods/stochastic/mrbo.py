@@ -104,9 +104,10 @@ class MRBO(NeumannMethod):
         cost="2 lower, 2 upper, 2 Q hvp, 2 cross; Q = linear_steps",
         lower_steps=False,
         lower_optimizer="given gradient",
+        upper_update="steps of lr along a momentum, whose recursion (STORM) is made for them",
     )
 
-    saved_options = ("beta", "lower_beta")
+    _saved_options = ("beta", "lower_beta")
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class MRBO(NeumannMethod):
         lower: Params,
         *,
         lr: float,
-        lower_lr: float,
+        lower_lr: float | None = None,
         linear_steps: int = 10,
         linear_lr: float | None = None,
         beta: float = 0.1,
@@ -134,20 +135,20 @@ class MRBO(NeumannMethod):
             linear_lr=linear_lr,
             **common,
         )
-        self.lower_checks.require_given_gradient()
+        self._lower_checks.require_given_gradient()
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Both estimates at the present point and at the last one, on the same samples; then a step of y."""
         last = Recursion.remembered(given)
-        zeta, samples = oracle.g.draw(), self.samples(oracle, given)
+        zeta, samples = oracle.g.draw(), self._samples(oracle, given)
         _, u = oracle.lower(zeta)
-        estimate = self.hypergradient(oracle, samples, given)
+        estimate = self._hypergradient(oracle, samples, given)
         h = estimate.gradient
         if last is not None:
             before = oracle.at(last.x, last.y)
             _, before_u = before.lower(zeta)
             u = u + (last.u - before_u) * (1 - self.lower_beta)
-            h = h + (last.h - self.hypergradient(before, samples, given).gradient) * (1 - self.beta)
+            h = h + (last.h - self._hypergradient(before, samples, given).gradient) * (1 - self.beta)
         here = given.stepped(oracle, u)
         return here.with_lower(Recursion(oracle.x, oracle.y, h, u).estimate(estimate.loss, estimate.diagnostics))
 
@@ -204,6 +205,7 @@ class SUSTAIN(MRBO):
         random=True,
         lower_steps=False,
         lower_optimizer="given gradient",
+        upper_update="steps of lr along a momentum, whose recursion (STORM) is made for them",
     )
 
-    randomised = True
+    _randomised = True

@@ -15,6 +15,7 @@ from ...optimizer.step import StepInputs
 from ...oracle.oracle import Oracle
 from ...problem.finite_sum import random_term, term_count
 from ...problem.objective import Sample
+from ...problem.placement import uploaded
 from ...problem.vector import Vector, stack
 from .soba import SingleLoop
 
@@ -106,7 +107,7 @@ class SABA(SingleLoop):
         lower_optimizer="given gradient",
     )
 
-    def estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Estimate:
+    def _estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Estimate:
         """There is no memory of tasks."""
         raise ValueError("SABA remembers every term of its losses and takes no tasks; SOBA does")
 
@@ -121,7 +122,7 @@ class SABA(SingleLoop):
             return {"direct": direct, "adjoint": adjoint}
 
         f = _averaged(oracle, given, "upper", upper)
-        v = self.solution(given)
+        v = self._solution(given)
         v = f.directions["adjoint"] * rates if v is None else v
 
         def lower(sample: Sample) -> dict[str, Vector]:
@@ -171,10 +172,11 @@ def _averaged(
             memories[is_upper] |= {f"{name}_table": table, f"{name}_mean": result.directions[name].clone()}
         return result
     index, sample = random_term(objective, lambda i: given.ranks.agreed(i, oracle.device))
+    row = uploaded(index, oracle.device) if isinstance(index, Tensor) else index
     for name, value in evaluate(sample).items():
         memory = kept[name]
-        result.directions[name] = memory.direction(index, value)
-        memories[_QUANTITIES[level][name]][f"{name}_mean"] = memory.renewed(index, value)
+        result.directions[name] = memory.direction(row, value)
+        memories[_QUANTITIES[level][name]][f"{name}_mean"] = memory.renewed(row, value)
         result.writes.extend(Write(table, index, row) for table, row in zip(memory.table, value, strict=True))
     return result
 

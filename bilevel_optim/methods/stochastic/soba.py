@@ -35,17 +35,17 @@ class SingleLoop(BilevelOptimizer):
         upper: Params,
         lower: Params,
         *,
-        lr: float,
-        lower_lr: float,
+        lr: float | None = None,
+        lower_lr: float | None = None,
         linear_lr: float | None = None,
         **common: Unpack[CommonOptions],
     ) -> None:
         require("linear_lr", linear_lr, linear_lr is None or (is_number(linear_lr) and 0 < linear_lr < math.inf))
         self.linear_lr = linear_lr
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=1, **common)
-        self.lower_checks.require_given_gradient()
+        self._lower_checks.require_given_gradient()
 
-    def solution(self, given: StepInputs) -> Vector | None:
+    def _solution(self, given: StepInputs) -> Vector | None:
         """V as the last step left it; None to start."""
         return given.memory.get("linear_solution") if self.warm_start else None
 
@@ -107,7 +107,7 @@ class SOBA(SingleLoop):
         rates = given.linear_rates(self.linear_lr)
         zeta, xi = system_sample(oracle), oracle.f.draw(once=True)
         loss, grad_x, grad_y = oracle.upper(xi)
-        v = self.solution(given)
+        v = self._solution(given)
         v = grad_y * rates if v is None else v
         with oracle.lower_system(zeta) as system:
             cross, product = system.both(v)
@@ -174,15 +174,15 @@ class FSLA(SingleLoop):
         lower_optimizer="given gradient",
     )
 
-    saved_options = ("beta",)
+    _saved_options = ("beta",)
 
     def __init__(
         self,
         upper: Params,
         lower: Params,
         *,
-        lr: float,
-        lower_lr: float,
+        lr: float | None = None,
+        lower_lr: float | None = None,
         linear_lr: float | None = None,
         beta: float = 0.1,
         **common: Unpack[CommonOptions],
@@ -215,7 +215,7 @@ class FSLA(SingleLoop):
         """The next v, and the residual of the one before."""
         xi, zeta, rates = oracle.f.draw(once=True), system_sample(oracle), given.linear_rates(self.linear_lr)
         _, _, grad_y = oracle.upper(xi)
-        v = self.solution(given)
+        v = self._solution(given)
         if v is None:
             return grad_y * rates, grad_y
         with oracle.lower_system(zeta, gradient=False) as system:

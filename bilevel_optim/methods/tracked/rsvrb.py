@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...optimizer.declaration import MethodInfo
-from ...problem.parameters import Params, is_count, require
+from ...problem.parameters import Params, is_count, require, require_choice
 from .drawing import Drawing, Weighted, importance_probabilities
 from .options import RecursiveOptions
 from .trackers import Matrices, Normalised, Products
@@ -116,9 +116,10 @@ class RSVRB(RecursiveOptimizer):
         random=True,
         lower_steps=False,
         lower_optimizer="none",
+        upper_update="steps of lr along an average, whose recursion (STORM) is made for them",
     )
 
-    VARIANTS: ClassVar = {
+    _VARIANTS: ClassVar = {
         "self_normalised": Variant(Normalised, exact, mean=True),
         "exact_mean": Variant(Matrices, exact, mean=True),
         "faithful": Variant(Matrices, probed, floored=True),
@@ -140,7 +141,7 @@ class RSVRB(RecursiveOptimizer):
         variant: str = "self_normalised",
         **recursive: Unpack[RecursiveOptions],
     ) -> None:
-        require("variant", variant, variant in tuple(self.VARIANTS))
+        require_choice("variant", variant, self._VARIANTS)
         require("task_batch", task_batch, is_count(task_batch) and task_batch > 0)
         require("probes", probes, probes is None or (is_count(probes) and probes > 0))
         self.variant, self.task_batch, self.probes = variant, task_batch, 4 * task_batch if probes is None else probes
@@ -151,7 +152,7 @@ class RSVRB(RecursiveOptimizer):
             require("probabilities", probabilities, given is not None or probabilities == "adaptive")
             chances = None if given is None else (given / given.sum(), (given / given.sum()).cumsum(0))
             drawing = Weighted(task_batch, self.probes, chances)
-        rule = self.VARIANTS[variant]
+        rule = self._VARIANTS[variant]
         super().__init__(upper, lower, rule, drawing, lr=lr, lower_lr=lower_lr, beta=beta, floor=floor, **recursive)
         require(
             "beta", beta, not rule.mean or len({self.beta[name] for name in ("u", "v", "V", "H", "d")}) == 1,

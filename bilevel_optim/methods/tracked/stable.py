@@ -75,6 +75,7 @@ class STABLE(RecursiveOptimizer):
         tasks="rows",
         lower_steps=False,
         lower_optimizer="none",
+        upper_update="steps of lr along an average, which y follows",
     )
 
     def __init__(

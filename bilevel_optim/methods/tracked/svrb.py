@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Unpack
 
 from ...optimizer.declaration import MethodInfo
-from ...problem.parameters import Params, require
+from ...problem.parameters import Params, require_choice
 from .drawing import Drawing
 from .options import RecursiveOptions
 from .trackers import Matrices, Products
@@ -105,9 +105,10 @@ class SVRB(RecursiveOptimizer):
         tasks="rows",
         lower_steps=False,
         lower_optimizer="none",
+        upper_update="steps of lr along an average, whose recursion (STORM) is made for them",
     )
 
-    VARIANTS: ClassVar = {"faithful": Variant(Matrices, exact), "matrix_free": Variant(Products, summed)}
+    _VARIANTS: ClassVar = {"faithful": Variant(Matrices, exact), "matrix_free": Variant(Products, summed)}
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class SVRB(RecursiveOptimizer):
         variant: str = "faithful",
         **recursive: Unpack[RecursiveOptions],
     ) -> None:
-        require("variant", variant, variant in tuple(self.VARIANTS))
+        require_choice("variant", variant, self._VARIANTS)
         self.variant = variant
-        rule = self.VARIANTS[variant]
+        rule = self._VARIANTS[variant]
         super().__init__(upper, lower, rule, Drawing(), lr=lr, lower_lr=lower_lr, beta=beta, floor=floor, **recursive)

@@ -68,4 +68,4 @@ class HOZOG(ZerothOrder):
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Differences of the paths from perturbed x."""
-        return self.followed(oracle, given, full_zeroth_order)
+        return self._followed(oracle, given, full_zeroth_order)

@@ -108,8 +108,8 @@ class PZOBO(ZerothOrder):
         upper: Params,
         lower: Params,
         *,
-        lr: float,
-        lower_lr: float,
+        lr: float | None = None,
+        lower_lr: float | None = None,
         lower_steps: int,
         directions: int = 8,
         smoothing: float = 1e-2,
@@ -144,10 +144,10 @@ class PZOBO(ZerothOrder):
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Differences of the paths from perturbed x."""
-        return self.followed(oracle, given, partial_zeroth_order)
+        return self._followed(oracle, given, partial_zeroth_order)
 
-    def together(self, tasks: int) -> list[slice]:
+    def _together(self, tasks: int) -> list[slice]:
         """All tasks share their directions, or each makes a problem of its own."""
         if self.share_directions_across_tasks:
-            return super().together(tasks)
+            return super()._together(tasks)
         return [slice(i, i + 1) for i in range(tasks)]

@@ -1,0 +1,54 @@
+"""A block in which torch traces: one at a time, and not to be interrupted anywhere."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+from torch.utils._python_dispatch import _pop_mode
+
+__all__ = ["TRACING", "alone"]
+
+TRACING = threading.RLock()  # settings and flags of torch's tracers, is_compiling among them, are those of all threads
+
+
+@contextmanager
+def alone() -> Generator[None]:
+    """Trace in this block: other threads wait, and an interrupt waits for its end, but for a second one.
+
+    An interrupt where torch enters or leaves one of its modes leaves it on, or ends the process.
+    """
+    with TRACING:
+        depth = torch._C._len_torch_dispatch_stack()
+        try:
+            if threading.current_thread() is threading.main_thread() and callable(signal.getsignal(signal.SIGINT)):
+                with _waiting():
+                    yield
+            else:
+                yield
+        finally:
+            while torch._C._len_torch_dispatch_stack() > depth:
+                _pop_mode()
+
+
+@contextmanager
+def _waiting() -> Generator[None]:
+    handler, met = signal.getsignal(signal.SIGINT), list[FrameType | None]()
+    assert callable(handler)
+
+    def wait(number: int, frame: FrameType | None) -> None:
+        met.append(frame)
+        if len(met) > 1:
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, wait)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if len(met) == 1:
+        handler(signal.SIGINT, met[0])

@@ -1,0 +1,101 @@
+"""What fails or is interrupted in a run: the steps before it are kept, and the data go on where they ended."""
+
+import pytest
+import torch
+
+import bilevel_optim as bo
+from bilevel_optim.capture import steps as captured_steps
+
+from ..problems import seeded
+
+ROWS = torch.randn(200, 3, generator=seeded(3), dtype=torch.float64)
+
+
+class Failing:
+    """Batches, one of which cannot be read."""
+
+    def __init__(self, at, error):
+        self.at, self.error = at, error
+
+    def __iter__(self):
+        for k, row in enumerate(ROWS):
+            if k == self.at:
+                raise self.error("this batch cannot be read")
+            yield row
+
+
+def made(cls, data, compiled, backend="eager"):
+    torch.manual_seed(0)
+    x, y = (torch.full((3,), value, requires_grad=True) for value in (0.3, 0.1))
+    options = {} if cls is bo.SOBA else {"lower_steps": 1, "linear_steps": 2}
+    optimizer = cls([x], [y], lr=0.05, lower_lr=0.1, generator=seeded(7), **options)
+    if compiled:
+        optimizer.compile(backend=backend)
+    lower = bo.Objective(lambda row: (row @ y - 1).square() + (y - x).square().sum() / 4, data)
+    return optimizer, bo.Objective(lambda: y.square().sum() + y.sum()), lower, x, y
+
+
+def left(optimizer, lower, x, y):
+    numbers = torch.tensor([optimizer.run_state.steps, lower.state_dict()["position"]])
+    return torch.cat([x.detach(), y.detach()]), numbers, optimizer.generator.get_state()
+
+
+@pytest.mark.parametrize("cls", [bo.SOBA, bo.TTSA])
+@pytest.mark.parametrize("at", [90, 91, 92])
+@pytest.mark.parametrize("steps", [4, 11])
+def test_a_batch_that_cannot_be_read_ends_a_run_at_its_step(cls, at, steps):
+    """Captured ones have drawn ahead; they end where eager ones do."""
+    results = []
+    for compiled in (False, True):
+        optimizer, upper, lower, x, y = made(cls, Failing(at, OSError), compiled)
+        for _ in range(steps):
+            optimizer.step(upper, lower)
+        with pytest.raises(OSError, match="cannot be read"):
+            optimizer.run(upper, lower, steps=100)
+        results.append(left(optimizer, lower, x, y))
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+    assert optimizer.captured_graphs
+
+
+class Interrupting:
+    """A backend whose graphs are interrupted at some call."""
+
+    def __init__(self):
+        self.remaining = None
+
+    def __call__(self, module, arguments):
+        def call(*tensors):
+            if self.remaining is not None:
+                self.remaining -= 1
+                if self.remaining < 0:
+                    self.remaining = None
+                    raise KeyboardInterrupt
+            return module(*tensors)
+
+        return call
+
+
+@pytest.mark.parametrize("data", ["list", "iterable"])
+@pytest.mark.parametrize("after", [0, 1, 7, 20])
+def test_an_interrupted_run_is_whole_and_loses_little(data, after, monkeypatch):
+    """Wherever it is interrupted, x, y, counts, numbers and positions are those of as many eager steps."""
+    monkeypatch.setattr(captured_steps, "AT_RISK", 0.0)  # a chain is one step long
+    monkeypatch.setattr(captured_steps, "FIRST", 3)
+    rows = [*ROWS] if data == "list" else Failing(None, OSError)
+    backend = Interrupting()
+    optimizer, upper, lower, x, y = made(bo.SOBA, rows, True, backend)
+    for _ in range(12):
+        optimizer.step(upper, lower)
+    backend.remaining = after
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.run(upper, lower, steps=50)
+    count = optimizer.run_state.steps
+    assert 12 + after - 3 <= count <= 12 + after
+    twin = made(bo.SOBA, rows, False)
+    for _ in range(count):
+        twin[0].step(*twin[1:3])
+    torch.testing.assert_close(left(optimizer, *[lower, x, y]), left(twin[0], *twin[2:]), rtol=1e-12, atol=1e-12)
+    assert optimizer.oracle_counts == twin[0].oracle_counts
+    optimizer.run(upper, lower, steps=5)
+    twin[0].run(*twin[1:3], steps=5)
+    torch.testing.assert_close(left(optimizer, *[lower, x, y]), left(twin[0], *twin[2:]), rtol=1e-12, atol=1e-12)
