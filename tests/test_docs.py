@@ -83,7 +83,7 @@ def test_readme_is_short():
 
 def test_the_readme_counts_what_there_is():
     (judged,) = re.findall(r"\*\* (\d+) experiments", README)
-    assert f"{judged} of {judged} experiments have been run" in (ROOT / "recipes/papers/RESULTS.md").read_text()
+    assert f"\n{judged} rows:\n" in (ROOT / "recipes/papers/RESULTS.md").read_text()
 
 
 def test_public_names_are_documented():

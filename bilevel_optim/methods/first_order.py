@@ -52,7 +52,7 @@ class FirstOrder(BilevelOptimizer):
     declared = MethodInfo(
         paper="arXiv:2110.07004",
         family="control",
-        when="control: what it reaches, the indirect term did not contribute",
+        when="control: it ignores how y* depends on x, so a method that does no better gained nothing from that",
         cost="T lower, 1 upper",
         second_order=False,
         converges=False,

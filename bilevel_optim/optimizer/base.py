@@ -385,7 +385,7 @@ class BilevelOptimizer(Optimizer, ABC):
             lower: the lower loss of the task, as for ``step``. (A minimax method takes its loss, which y ascends.)
             batch: what the loss is called with at every step. Default: None, nothing, or the data of an `Objective`.
             steps: how many. Default: ``lower_steps``; has to be given for a method that has none.
-            start: where y starts. Default: the learned start of `MAML` and its kin, else what the live y holds.
+            start: where y starts. Default: the learned start of `MAML` and methods like it, else what the live y holds.
             write: leave the result, and module buffers, in the live tensors, so that the model is the task's; a later
                 ``step`` starts there. Otherwise they are as before.
 

@@ -151,13 +151,17 @@ def verdicts(name: str) -> str:
     """Rows of the papers' experiments whose claim names a method."""
     text = (ROOT / "recipes/papers/RESULTS.md").read_text(encoding="utf-8")
     names = {name, {"RTMLMC": "RT-MLMC", "DLSGD": "DL-SGD", "ESMAML": "ES-MAML"}.get(name, name)}
-    found = []
+    found, columns = [], []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 7 and "**" in cells[4]:
-            words = set(re.findall(r"[\w-]+", re.sub(r"(?<=[A-Z])-[12345]\b", "", cells[1])))
+        if "claim" in cells and "verdict" in cells:
+            columns = cells
+        elif len(cells) == len(columns) > 2:
+            row = dict(zip(columns, cells, strict=True))
+            words = set(re.findall(r"[\w-]+", re.sub(r"(?<=[A-Z])-[12345]\b", "", row["claim"])))
             if names & words:
-                found.append(f"| {cells[0]} | {cells[1]} | {cells[4]} |")
+                first = cells[0].replace("](#", "](../papers/index.md#")
+                found.append(f"| {first} | {row['claim']} | {row['verdict']} |")
     if not found:
         return ""
     head = "| experiment | claim of the paper | verdict here |\n|---|---|---|\n"
@@ -232,7 +236,7 @@ def with_curves(text: str) -> str:
         there = (ROOT / "recipes/papers" / curves).exists()  # what is judged from another's records has none
         return f"{found[0]}\n![Curves of {found[1]}]({curves})\n" if there else found[0]
 
-    return re.sub(r"^## (\d{3}-\S+)\n", picture, text, flags=re.M)
+    return re.sub(r"^### (\d{3}-\S+)\n", picture, text, flags=re.M)
 
 
 def _put(path: Path, text: str) -> None:

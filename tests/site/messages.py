@@ -49,7 +49,8 @@ class Source:
                     ends = [str(part.value)]
                 else:
                     inner = part.value
-                    ends = self.texts(inner, *again) if isinstance(inner, ast.IfExp) or _named(inner) else [HOLE]
+                    known = isinstance(inner, ast.IfExp) or _named(inner) or _own(inner) == "text"
+                    ends = self.texts(inner, *again) if known else [HOLE]
                 found = [a + b for a in found for b in ends][:8]
             return found
         if isinstance(node, ast.IfExp):
@@ -68,8 +69,17 @@ class Source:
                 return [text for value in local for text in self.texts(value, *again)]
             known = self.constant(path, node.id)
             return self.texts(known[1], known[0], None, depth + 1) if known else [HOLE]
+        if name := _own(node):
+            return [
+                text
+                for found in ast.walk(self.trees[path])
+                if isinstance(found, ast.Assign) and _own(found.targets[0]) == name
+                for text in self.texts(found.value, *again)
+            ] or [HOLE]
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name == "format" and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+                return [re.sub(r"\{\w*\}", HOLE, text) for text in self.texts(node.func.value, *again)]
             if name == "join" and isinstance(node.args[0], (ast.GeneratorExp, ast.ListComp)):
                 return self.texts(node.args[0].elt, *again)
             if name in ("str", "repr", "join", "format"):
@@ -109,6 +119,12 @@ class Source:
             if name in SAYING and len(node.args) > SAYING[name]:
                 return self.texts(node.args[SAYING[name]], path, scope)
         return []
+
+
+def _own(node: ast.expr) -> str:
+    """The name of an attribute of self."""
+    mine = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    return node.attr if mine else ""
 
 
 def _named(node: ast.expr) -> bool:

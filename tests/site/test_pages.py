@@ -31,6 +31,22 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
         exec(compile(block, page.name, "exec"), namespace)
 
 
+@pytest.mark.parametrize("name", ["higher", "torchopt"])
+@pytest.mark.filterwarnings("default")
+def test_the_other_library_gives_the_same(name):
+    library = pytest.importorskip(name)
+    text = (ROOT / f"docs/howto/from_{name}.md").read_text()
+    (runnable,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    problem = runnable.split("\nmeta = ")[0]
+    found = []
+    for code in re.findall(r"```\n(.*?)```", text, re.S)[:2]:  # theirs, ours
+        torch.manual_seed(0)
+        namespace = {name: library}
+        exec(problem + "\n" + code, namespace)
+        found.append(namespace["log_decay"].detach())
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
 def test_an_example_runs_and_draws(path, monkeypatch):
     matplotlib.use("Agg")

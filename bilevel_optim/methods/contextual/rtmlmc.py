@@ -299,7 +299,7 @@ class DLSGD(RTMLMC):
         ),
         paper="arXiv:2310.18535",
         family="contextual",
-        when="control of RTMLMC: less variance per step, much dearer",
+        when="control of RTMLMC: less variance per step, much more expensive",
         cost="per context 2^(K+1) - 2 - K + N lower, N - 1 hvp, 1 upper, 1 jvp; K = levels, N = neumann_steps",
         tasks="required",
         random=True,

@@ -151,7 +151,7 @@ class PRAGDA(Perturbed, RAGDA):
         host_update=True,
         paper="arXiv:2307.00126",
         family="minimax",
-        when="as RAGDA, where the way may lead past saddle points",
+        when="as RAGDA, near saddle points",
         cost="as RAGDA",
         second_order=False,
         losses=1,

@@ -187,7 +187,7 @@ class PRAHGD(Perturbed, RAHGD):
         host_update=True,
         paper="arXiv:2307.00126",
         family="restarted",
-        when="as RAHGD, where the way may lead past saddle points",
+        when="as RAHGD, near saddle points",
         cost="as AID",
         random=True,
         upper_update="Nesterov's momentum with restarts",

@@ -101,7 +101,7 @@ class SVRB(RecursiveOptimizer):
     declared = MethodInfo(
         paper="arXiv:2105.02266",
         family="tracked",
-        when="noisy gradients and a small lower problem: the least noise per sample, the dearest step",
+        when="noisy gradients and a small lower problem: the least noise per sample, the most expensive step",
         cost="2 lower, 2 upper, 2 p hvp, 2 p jvp, p the size of y; 2 of each if matrix_free",
         tasks="rows",
         lower_steps=False,
