@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor
@@ -122,6 +122,8 @@ class F2SA(BilevelOptimizer):
         lower_optimizer="elementwise",
     )
 
+    theory: dict[str, int]  # of `from_theory`
+
     def __init__(
         self,
         upper: Params,
@@ -153,6 +155,78 @@ class F2SA(BilevelOptimizer):
         self._lower_checks.require_elementwise()
 
     _saved_options, _difference_step = ("nu",), "nu"
+
+    @classmethod
+    def from_theory(
+        cls,
+        upper: Params,
+        lower: Params,
+        *,
+        eps: float,
+        ell: float,
+        mu: float,
+        sigma: float = 0.0,
+        gap: float = 1.0,
+        radius: float = 1.0,
+        order: int = 2,
+        **options: Any,
+    ) -> Self:
+        r"""The method with the constants of its theorem: the mean norm of the hypergradient comes to eps.
+
+        With :math:`\kappa = \ell/\mu`, nodes up to r, and constants of the proof where it has them (eq. 10),
+
+        .. math::
+            \nu &= \min\{R/\kappa,\ (\epsilon/(\ell \kappa^{2p+1}))^{1/p},\ 1/(2 r \kappa)\}, \qquad
+            \text{lr} = \epsilon/(6 \ell \kappa^3),\\
+            \text{lower\_lr} &= \min\{\nu^2 \epsilon^2/(\ell \kappa \sigma^2),\ 1/(\ell (1 + r \nu))\}, \qquad
+            \text{lower\_steps} = \log(R \ell \kappa/(\nu \epsilon))/(\mu\, \text{lower\_lr}).
+
+        The bounds by 1/(2 r kappa) and 1/ell are not in the text: without them copies at negative nodes may have no
+        minimum, and lower steps without noise no bound. ``theory`` of the optimizer has the ``batch`` of the theorem,
+        :math:`\sigma^2/(\nu\epsilon)^2`, and the number of outer ``steps``. *When.* To study how cost grows with the
+        accuracy: the constants are far too careful to be worked with (for kappa = 10, eps = 0.1 and noise 1e20 calls
+        of order 1, 1e17 of order 4).
+
+        Args:
+            upper: upper parameters.
+            lower: lower parameters.
+            eps: target of the mean gradient norm.
+            ell: Lipschitz constant of f, and of the derivatives of f and g up to the order p + 1.
+            mu: strong convexity of g in y.
+            sigma: standard deviation of a sample's gradient. Default: 0.
+            gap: :math:`\Delta`, how far the upper objective is above its infimum. Default: 1.
+            radius: R, the distance of y from y*(x) in the beginning. Default: 1.
+            order: p. Default: 2.
+            options: any other argument of the constructor, or the same ones to override a constant.
+
+        Raises:
+            ValueError: for constants out of range.
+
+        Example:
+            >>> import torch, bilevel_optim as bo
+            >>> x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+            >>> optimizer = bo.F2SA.from_theory([x], [y], eps=0.1, ell=2.0, mu=1.0, sigma=1.0)
+            >>> round(optimizer.nu, 3), optimizer.theory["steps"]
+            (0.04, 57600)
+        """
+        for name, value in (("eps", eps), ("ell", ell), ("mu", mu), ("gap", gap), ("radius", radius)):
+            require(name, value, is_number(value) and 0 < value < math.inf)
+        require("mu", mu, mu <= ell)
+        require("sigma", sigma, is_number(sigma) and 0 <= sigma < math.inf)
+        kappa = ell / mu
+        reach = max(map(abs, stencil_of(order, options.get("stencil", "auto")).nodes))
+        nu = min(radius / kappa, (eps / (ell * kappa ** (2 * order + 1))) ** (1 / order), 1 / (2 * reach * kappa))
+        lr, lower_lr = eps / (6 * ell * kappa**3), 1 / (ell * (1 + reach * nu))
+        if sigma:
+            lower_lr = min(lower_lr, (nu * eps / sigma) ** 2 / (ell * kappa))
+        steps = math.ceil(max(math.log(radius * ell * kappa / (nu * eps)), 1.0) / (mu * lower_lr))
+        chosen = {"lr": lr, "lower_lr": lower_lr, "lower_steps": steps, "nu": nu, "samples": "independent"}
+        made = cls(upper, lower, order=order, **{**chosen, **options})
+        made.theory = {
+            "batch": max(math.ceil((sigma / (nu * eps)) ** 2), 1),
+            "steps": math.ceil(6 * gap / (eps * lr) - 1e-9),
+        }
+        return made
 
     @property
     def stencil(self) -> str:

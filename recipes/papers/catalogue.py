@@ -7,6 +7,7 @@ from . import (
     cleaning,
     contexts,
     kappa,
+    laws,
     meta,
     mnist,
     news,
@@ -37,6 +38,7 @@ MODULES = (
     meta,
     newsvendor,
     solver,
+    laws,
 )
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.id: experiment for module in MODULES for experiment in module.EXPERIMENTS

@@ -636,3 +636,38 @@ def test_nu_can_be_changed_and_is_saved():
     optimizer.nu = 0.01
     other.load_state_dict(optimizer.state_dict())
     assert other.nu == 0.01
+
+
+# nu, batch, lower steps, outer steps where all other constants are 1: the arithmetic of the specification, 3.2.
+THEORY = {
+    (10, 1): (1.0e-4, 1e10, 1.4e13, 3.6e6),
+    (10, 2): (1.0e-3, 1e8, 1.2e11, 3.6e6),
+    (10, 4): (3.2e-3, 1e7, 1.0e10, 3.6e6),
+    (2, 1): (1.25e-2, 6.4e5, 1.9e7, 2.9e4),
+    (2, 2): (5.6e-2, 3.2e4, 7.5e5, 2.9e4),
+    (2, 8): (6.3e-2, 2.6e4, 5.9e5, 2.9e4),
+}
+
+
+@pytest.mark.parametrize(("kappa", "p"), THEORY)
+def test_constants_of_the_theorem(kappa, p):
+    x, y = (torch.zeros(1, requires_grad=True) for _ in range(2))
+    optimizer = bo.F2SA.from_theory([x], [y], eps=0.1, ell=1.0, mu=1 / kappa, sigma=1.0, order=p)
+    found = optimizer.nu, optimizer.theory["batch"], optimizer.lower_steps, optimizer.theory["steps"]
+    assert found == pytest.approx(THEORY[kappa, p], rel=0.05)
+    assert (optimizer.order, optimizer.samples, optimizer.normalize) == (p, "independent", True)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / (6 * kappa**3))
+
+
+def test_the_theorem_keeps_its_promise_without_noise():
+    """The mean norm of the hypergradient over the steps of the theorem is at most eps."""
+    x, y = torch.tensor([1.0], requires_grad=True), torch.tensor([1.0], requires_grad=True)
+    optimizer = bo.F2SA.from_theory([x], [y], eps=0.5, ell=1.0, mu=1.0, gap=0.5, radius=0.1)
+    total = 0.0
+    for _ in range(optimizer.theory["steps"]):
+        total += abs(float(x.detach()))  # y*(x) = x, f = y^2/2
+        optimizer.step(lambda: y.square().sum() / 2, lambda: (y - x).square().sum() / 2)
+    assert optimizer.theory == {"batch": 1, "steps": 72}
+    assert total / 72 <= 0.5
+    with pytest.raises(ValueError, match="Invalid mu value: 2"):
+        bo.F2SA.from_theory([x], [y], eps=0.1, ell=1.0, mu=2.0)
