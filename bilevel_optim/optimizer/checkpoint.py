@@ -70,7 +70,7 @@ def unpacked(state_dict: dict[str, Any], device: torch.device = CPU) -> tuple[di
     """
 
     def placed(storage: Any, location: str) -> Any:
-        return storage if location == "cpu" else default_restore_location(storage, str(device))
+        return storage if location == "cpu" else default_restore_location(storage, str(device))  # type: ignore[no-untyped-call]
 
     _require_form(state_dict)
     written = state_dict["param_groups"][0].get(OWN) if state_dict.get("param_groups") else None
