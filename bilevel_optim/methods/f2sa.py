@@ -337,9 +337,9 @@ class F2SA(BilevelOptimizer):
         if unit > ROUNDING_LIMIT * self.nu:
             oracle.checks.alert(
                 "rounded differences",
-                f"the losses are computed with a precision of {unit:.1g} (autocast, TF32, or the parameters' type), of "
-                f"which nu = {self.nu:.1g} makes an error of about {unit / self.nu:.0%} in the hypergradient; use a "
-                "larger nu, or float32 without autocast and TF32 (torch.backends.fp32_precision = 'ieee')",
+                f"the losses are computed with a precision of {unit:.1g} (autocast, TF32, or the parameters' type), "
+                f"of which nu = {self.nu:.1g} makes an error of about {unit / self.nu:.0%} in the hypergradient; use a "
+                "larger nu, or float32 without autocast and TF32 (torch.backends.cudnn.allow_tf32 = False)",
                 torch.ones((), dtype=torch.bool, device=oracle.device),
             )
 

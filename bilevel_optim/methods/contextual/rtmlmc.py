@@ -219,7 +219,9 @@ class RTMLMC(BilevelOptimizer):
         nothing = oracle.x[0].new_zeros(())
         part = Estimate(nothing, oracle.x.zeros_like(), lower=oracle.y.zeros_like())
         if mine:
-            starts = Vector(t[mine] for t in self._starts(oracle, given, contexts))
+            starts = self._starts(oracle, given, contexts)
+            if mine != [*range(contexts.count)]:
+                starts = Vector(t[mine] for t in starts)
             largest = 1 / bound if self.cap else math.inf
             path = coupled_path(
                 oracle, contexts, starts, [depths[slot] for slot in mine],
