@@ -152,6 +152,9 @@ def test_the_table_of_methods_is_filtered(open_page):
     assert "F2SA" in names
     assert "AID" not in names
     assert len(names) < everything
+    if folder := os.environ.get("SCREENSHOTS"):
+        page.query_selector(".method-filters").scroll_into_view_if_needed()
+        page.screenshot(path=f"{folder}/filtered.png")
 
 
 def test_every_internal_link_answers(address):
