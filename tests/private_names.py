@@ -61,6 +61,12 @@ NAMES = [
     ),
     Name(
         "._version",
+        "oracle/point.py",
+        "whether an evaluation writes into a parameter (an embedding with max_norm)",
+        "a public count of the writes into a tensor",
+    ),
+    Name(
+        "._version",
         "capture/draws.py",
         "whether data write into a batch that they gave before",
         "a public count of the writes into a tensor",

@@ -269,6 +269,7 @@ ERRORS: dict[str, dict[str, list[Any]]] = {
     "RTMLMC": {
         **{"levels": [0, 2.0], "neumann_steps": [0], "neumann": ["series"], "level_sampling": ["shared"]},
         **{"base_level": [10, -1], "implicit_term": [1], "smoothness": [0.0, nan], "cap": ["1/L"]},
+        **{"neumann_rate": [0.0, 1.5, nan]},
     },
     "MAML": {"truncate": [-1], "lower_optimizer": [LBFGS]},
     "iMAML": {"proximal": [-1.0], "damping": [-1], "linear_solver": ["lu"]},

@@ -184,7 +184,7 @@ def test_the_valley_and_the_regret():
     assert training.valleys({s: grid[s] for s in (0.2, 0.7)}) == [0.2, 0.2]
     found = training.excess([1.0, 2.0], [0.5, 1.6])
     assert found.mean == pytest.approx(0.45)
-    assert (found.high - found.low) / 2 == pytest.approx(12.706 * 0.05)
+    assert (found.high - found.low) / 2 == pytest.approx(12.7062047 * 0.05)
 
 
 RUN = (

@@ -85,6 +85,60 @@ def test_signatures_are_written_out(name):
     assert ("lower_steps" in parameters) == method.declared.lower_steps
 
 
+def public(method):
+    """Names on a method's objects beyond those of torch's optimizers, from its class alone."""
+    return {name for name in dir(method) if name[0] != "_"} - {*dir(torch.optim.Optimizer)}
+
+
+@pytest.mark.parametrize("name", sorted(methods()))
+def test_what_an_optimizer_shows_is_for_users_and_documented(name):
+    method = methods()[name]
+    found = [n for n in public(method) if n not in inspect.signature(method).parameters]
+    assert len(found) <= 22
+    text = inspect.getdoc(method) + inspect.getdoc(bo.BilevelOptimizer)
+    for n in found:
+        assert n in text or inspect.getdoc(getattr(method, n)), n
+
+
+def test_an_object_shows_about_thirty_names():
+    optimizer, *_ = made()
+    found = {name for name in dir(optimizer) if name[0] != "_"} - {*dir(torch.optim.SGD([torch.zeros(1)]))}
+    assert len(found) <= 30
+    assert {"adapt", "backward", "compile", "diagnostics", "metrics", "oracle_counts", "run", "lower_steps"} < found
+    own = {"estimate", "update", "declared", "numbers", "propose", "parameters", "captured_graphs"}
+    verbs = {"adapt", "backward", "compile", "diagnostics", "metrics", "oracle_counts", "run"}
+    assert found - own - verbs <= {*inspect.signature(bo.AID).parameters}
+
+
+@pytest.mark.parametrize("name", sorted(methods()))
+def test_docstrings_have_every_argument(name):
+    method = methods()[name]
+    text = inspect.getdoc(method)
+    if "as all options that are not named here" in text:
+        return
+    declared = method.declared
+    refused = {"upper_optimizer"} if declared.upper_update else set()
+    if declared.lower_optimizer == "none":
+        refused |= {"lower_optimizer", "lower_clip", "lower_projection"}
+    if declared.tasks == "none":
+        refused |= {"tasks_per_step", "lower_batch", "upper_batch", "lower_init"}
+    arguments = text[text.index("Args:") :]
+    assert not {n for n in inspect.signature(method).parameters if not re.search(rf"\b{n}\b", arguments)} - refused
+
+
+def test_the_text_of_an_optimizer_names_what_it_is_made_of():
+    optimizer, *_ = made(upper_optimizer=torch.optim.Adam, lower_optimizer=torch.optim.RMSprop, hvp="finite-difference")
+    optimizer.compile(backend="eager")
+    text = repr(optimizer)
+    for part in (
+        "hvp='finite-difference'",
+        "compiled: 0 graphs",
+        "1 tensor, Adam, lr=0.1",
+        "1 tensor, RMSprop, lr=0.1",
+    ):
+        assert part in text
+
+
 CHOICES = [
     (bo.AID, "linear_solver", "conjugate_gradient", "'cg', 'minres', 'auto', 'neumann', 'fixed_point'"),
     (bo.AID, "hvp", "fd", "'exact', 'finite-difference'"),

@@ -501,6 +501,15 @@ def test_sabotage_turns_the_verdict_on_the_saddle():
     assert without != "HOLDS"
 
 
+def test_sabotage_by_a_leaked_start_turns_the_verdict():
+    """Where the start is what is to be found, every method has it at once, and no verdict can be had."""
+    experiment = small(saddle.EXPERIMENTS[0], budget=500)
+    at_minimum = dataclasses.replace(experiment, run=partial(saddle.run, start=(0.0, 0.0, 0.6)))
+    found = execute(at_minimum, "smoke", Records()).verdict
+    assert found.word == "UNDECIDED"
+    assert words(experiment) == ["HOLDS"]
+
+
 def test_sabotage_turns_the_verdict_on_the_order_of_the_error():
     def first_order(x, y, **options):
         return bo.F2SA(x, y, order=1, **options)
@@ -511,7 +520,11 @@ def test_sabotage_turns_the_verdict_on_the_order_of_the_error():
         optimizer.backward = lambda upper, lower: backward(lambda: -upper(), lower)
         return optimizer
 
-    assert words(EXPERIMENTS["001-order-2"], Arm(first_order), Arm(opposite)) == ["HOLDS", "FAILS", "FAILS"]
+    def direct(x, y, nu, **options):  # no indirect term
+        return bo.FirstOrder(x, y, **options)
+
+    found = words(EXPERIMENTS["001-order-2"], Arm(first_order), Arm(opposite), Arm(direct))
+    assert found == ["HOLDS", "FAILS", "FAILS", "FAILS"]
 
 
 @pytest.mark.parametrize("name", ["000-linear", "001-news", "002-libsvm-a1a", "004-p1", "004-newsvendor-10"])

@@ -21,6 +21,7 @@ FOLDER = Path(recipes.__file__).parent
 OF_DATA = ("data", "labels", "features", "power iteration")
 RANDOM = ("rand", "uniform", "normal", "bernoulli", "multinomial", "exponential", "geometric")
 RECIPES = {  # short runs of the programs that train something on random data or from a random start
+    "black_box": "--tolls 3 --budget 12 --seeds 1 --methods PZOBO",
     "compare": "--problem quadratic --budget 40 --methods pzobo-1 --grid 0.1 --seeds 1",
     "hyper_cleaning": "--steps 1 --optimizer prahgd",
     "hyper_regularization": "--samples 700 --lr 10 --lower-lr 0.5 --evaluations 1 --seeds 1 --optimizer svrb",

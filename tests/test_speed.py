@@ -8,6 +8,7 @@ import torch
 
 from bilevel_optim.problem.random import draw_index, draw_seed
 from recipes.benchmarks import by_hand, in_jax, speed
+from recipes.common.seeds import stream
 from recipes.problems.shapes import SHAPES, shape
 
 from .problems import close
@@ -34,7 +35,7 @@ def test_algorithms_by_hand_are_those_of_the_library(name):
     recipe, (uppers, lowers) = by_hand.ALGORITHMS[name], problem.streams()
     start, step = recipe.make(by_hand.Oracles(by_hand.TORCH, problem.f, problem.g), problem.steps)
     x, y = (tuple(t.detach() for t in ts) for ts in (problem.x, problem.y))
-    generator, state = torch.Generator().manual_seed(0), None
+    generator, state = stream(0, "method"), None
     up, low = recipe.draws(problem.steps)
     for _ in range(STEPS):
         draw = by_hand.drawn([next(uppers) for _ in range(up)], [next(lowers) for _ in range(low)])
@@ -56,7 +57,7 @@ def test_random_algorithms_by_hand_are_those_of_the_library(name):
     optimizer.run(*losses, steps=STEPS)
     api = replace(by_hand.TORCH, random=lambda generator, n: (draw_index(n, generator), generator))
     _, step = by_hand.ALGORITHMS[name].make(by_hand.Oracles(api, problem.f, problem.g), problem.steps)
-    state, batches = torch.Generator().manual_seed(0), dict(zip(("upper", "lower"), problem.batches, strict=True))
+    state, batches = stream(0, "method"), dict(zip(("upper", "lower"), problem.batches, strict=True))
     for _ in range(STEPS):
         x, y, state = step(x, y, state, lambda level, k: batches[level][0])
     close(torch.cat([t.flatten() for t in (*x, *y)]), values(problem), 1e-13)

@@ -61,7 +61,8 @@ class AID(BilevelOptimizer):
             learning rate of the lower groups.
         damping: solve with :math:`H + \delta I`; biases the hypergradient. Default: 0.
         warm_start: start y and v at their last values. Default: True.
-        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
+            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: ``linear_solution`` (v), the lower optimizer's state, and ``initial`` y without warm starts.
 
@@ -85,7 +86,7 @@ class AID(BilevelOptimizer):
         paper="arXiv:2010.07962",
         family="implicit",
         when="first choice where Hessian-vector products are affordable; memory does not grow with T",
-        cost="T + 1 lower, 1 upper, Q hvp (+ 1 for a warm start), 1 cross; Q = linear_steps",
+        cost="T + 1 lower, 1 upper, Q hvp (+ 1 for a warm start), 1 jvp; Q = linear_steps",
     )
 
     def __init__(

@@ -34,7 +34,8 @@ class BA(AID):
         linear_steps: most iterations of CG (the original solves the system exactly). Default: 10.
         linear_tol, damping: as in `AID`.
         warm_start: start y and v at their last values instead. Default: False.
-        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
+            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: ``initial`` y (``linear_solution`` with warm starts), the lower optimizer's state.
 

@@ -67,7 +67,8 @@ class iMCN(MinimaxOptimizer):
         perturbation: radius of the perturbation of the Cauchy point. Default: 1e-3.
         tol: once the model decreases by less, it is minimised with ten times the steps, and the run ends:
             ``converged``, ``step`` does nothing. Costs a host synchronisation. Default: 0, never.
-        warm_start, lower_optimizer, check_finite, generator, vectorize, process_group: see `BilevelOptimizer`.
+        warm_start, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, lower_clip,
+            lower_projection: see `BilevelOptimizer`.
 
     State: that of a ``lower_optimizer``, and ``initial`` y without warm starts. Attribute ``converged``.
 
@@ -94,7 +95,7 @@ class iMCN(MinimaxOptimizer):
         paper="arXiv:2110.04814",
         family="minimax",
         when="second-order baseline: few outer steps, each of many products",
-        cost="T lower, 1 upper, (cubic_steps + 2) (linear_steps + 2) hvp and cross",
+        cost="T lower, 1 upper, (cubic_steps + 2) (linear_steps + 2) hvp and jvp",
         losses=1,
         tasks="none",
         random=True,

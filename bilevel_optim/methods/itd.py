@@ -48,7 +48,8 @@ class ITD(BilevelOptimizer):
         warm_start: start y at its last value. Default: True.
         lower_optimizer: as in `BilevelOptimizer`; one of torch's optimizers that know ``differentiable=True`` (SGD with
             momentum or Nesterov, Adam, AdamW, RMSprop, Adagrad, Adamax, NAdam, RAdam, Adadelta, ASGD). Default: SGD.
-        check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`. ``hvp="finite-difference"``
+        upper_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch,
+            upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`. ``hvp="finite-difference"``
             implies ``checkpoint=True``.
 
     State: the lower optimizer's state, and ``initial`` y without warm starts.
@@ -72,7 +73,7 @@ class ITD(BilevelOptimizer):
         paper="arXiv:2010.07962",
         family="unrolled",
         when="few lower steps, or a lower solve whose stopping early is part of the problem",
-        cost="T lower (2 T with checkpoint), 1 upper, T hvp, T cross",
+        cost="T lower (2 T with checkpoint), 1 upper, T hvp, T jvp",
         lower_optimizer="differentiable",
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ from .checkpoint import OWN, REMADE
 from .declaration import UNDECLARED, MethodInfo, methods, register
 from .diagnostics import described, floats
 from .hooks import has_hooks, no_dynamo, with_hooks
-from .lower_checks import LowerChecks, place_of_counts, rate_of, require_unlimited, require_update_alone
+from .lower_checks import LowerChecks, place_of_counts, probe, rate_of, require_unlimited, require_update_alone
 from .options import ColdOptions, CommonOptions, require_common, require_sizes
 from .placeholders import initial_state, initialises
 from .signatures import called_rightly, signature_of, wrong_arguments
@@ -59,6 +59,7 @@ from .step import Groups, Start, StepInputs, StepResults, Update, changed
 from .task_mean import task_mean
 from .transaction import Transaction, Write, writes_of, writes_of_update
 
+Result = TypeVar("Result")
 KEPT = 1 << 16  # entries of vectors that are kept for diagnostics, which most steps are not asked for
 
 NO_GRADIENT = """step() without losses moves x by its .grad, but no upper parameter has one. A step is one of
@@ -114,12 +115,19 @@ class BilevelOptimizer(Optimizer, ABC):
             a number, in chunks of that many. Default: True.
         hvp: ``"exact"`` Hessian-vector products by double backward, or ``"finite-difference"`` of first-order
             gradients. Default: ``"exact"``.
+        tasks_per_step: with tasks, how many are drawn for a step. Default: all of a sampler that knows how many it has,
+            else 1.
+        lower_batch, upper_batch: with tasks, how many rows of each task's data an evaluation of g, or of f, draws.
+            Default: all of them.
+        lower_init: with tasks, a function of the drawn tasks that returns where their lower solves start: the tensors
+            of y, each with a leading dimension for the tasks. Default: the live y.
         process_group: average all oracles over the ranks of this ``torch.distributed`` group, each of which has its own
             part of the data and the same parameters, which is looked at in the first step. Default: None.
 
     Attributes:
         oracle_counts: cumulative number of ``upper_grad``, ``lower_grad``, ``hvp``, ``jvp`` and ``loss`` evaluations,
-            each per sample batch. (``jvp`` counts products with the cross derivative.)
+            each per sample batch: ``hvp`` are products of the Hessian of g in y with a vector, ``jvp`` those of its
+            cross derivative in x and y.
         diagnostics: tensors of the last step: ``hypergradient_norm``, and what the method adds.
         numbers: the plain numbers of the method that change from step to step (restart counters and the like).
     """
@@ -219,8 +227,17 @@ class BilevelOptimizer(Optimizer, ABC):
 
     # ------------------------------------------------------------------------------------------------ verbs
 
+    @overload  # type: ignore[override]
+    def step(self, upper: Loss, lower: Loss | None = None, *, tasks: Any = None) -> Tensor: ...
+
+    @overload
+    def step(self, *, closure: Callable[[], Result]) -> Result: ...
+
+    @overload
+    def step(self) -> None: ...
+
     @with_hooks
-    def step(  # type: ignore[override]
+    def step(
         self,
         upper: Loss | None = None,
         lower: Loss | None = None,
@@ -699,12 +716,18 @@ class BilevelOptimizer(Optimizer, ABC):
 
     def _extra_repr(self) -> str:
         """The method's own arguments, as ``torch.nn.Module.extra_repr`` gives those of a module."""
-        arguments = signature_of(type(self)).parameters
-        shown = {name: getattr(self, name) for name in arguments if name in vars(self)}
-        return ", ".join(f"{name}={value!r}" for name, value in shown.items() if isinstance(value, (int, float, str)))
+        common = signature_of(BilevelOptimizer).parameters
+        shown = {name: getattr(self, name) for name in signature_of(type(self)).parameters if name in vars(self)}
+        shown = {name: value for name, value in shown.items() if name not in common or value != common[name].default}
+        if self._oracle_options.hvp != "exact":
+            shown["hvp"] = self._oracle_options.hvp
+        plain = [f"{name}={value!r}" for name, value in shown.items() if isinstance(value, (int, float, str))]
+        if self._captured is not None:
+            plain.append(f"compiled: {self.captured_graphs} graphs")
+        return ", ".join(plain)
 
     def __repr__(self) -> str:
-        """The method with its arguments, and each group with its level.
+        """The method with its arguments, and each group with its level and its optimizer.
 
         Example:
             >>> import torch, bilevel_optim as bo
@@ -712,11 +735,14 @@ class BilevelOptimizer(Optimizer, ABC):
             >>> bo.StocBiO([x], [y], lr=0.1, lower_lr=0.5, lower_steps=10)
             StocBiO(
               lower_steps=10, linear_steps=10
-              (0) upper: 2 numbers in 1 tensor, lr=0.1
-              (1) lower: 12 numbers in 1 tensor, lr=0.5
+              (0) upper: 2 numbers in 1 tensor, SGD, lr=0.1
+              (1) lower: 12 numbers in 1 tensor, SGD, lr=0.5
             )
         """
-        return described(type(self).__name__, self._extra_repr(), self.param_groups)
+        lr, lower_lr = self._default_lr.values()
+        upper = "" if self.declared.upper_update else type(probe(self._upper_factory or SGD, lr)).__name__
+        lower = "" if self.declared.lower_optimizer == "none" else type(probe(self._lower_factory, lower_lr)).__name__
+        return described(type(self).__name__, self._extra_repr(), self.param_groups, {"upper": upper, "lower": lower})
 
     # ------------------------------------------------------------------------------------------------ state
 

@@ -17,7 +17,7 @@ from ..solvers.lower import NOT_ELEMENTWISE, is_known, needs_closure
 from ..solvers.trust import acts_elementwise, can_be_differentiated, rests_without_gradient
 from ..solvers.unrolling import can_be_unrolled
 
-__all__ = ["LowerChecks", "place_of_counts", "rate_of", "require_unlimited", "require_update_alone"]
+__all__ = ["LowerChecks", "place_of_counts", "probe", "rate_of", "require_unlimited", "require_update_alone"]
 
 Factory = Callable[[Any], Optimizer]
 
@@ -36,7 +36,7 @@ class LowerChecks:
 
     def probe(self) -> Optimizer:
         """The lower optimizer made for a dummy parameter, to see what it is."""
-        return self.factory([{"params": [torch.zeros(1, 1, device="cpu", requires_grad=True)], "lr": self.lr}])
+        return probe(self.factory, self.lr)
 
     def require_at_rest(self) -> None:
         """Raise if it moves y where the gradient is zero."""
@@ -98,6 +98,12 @@ class LowerChecks:
         return self._shown[what]
 
 
+def probe(factory: Factory, lr: Any = None) -> Optimizer:
+    """The optimizer made for a dummy parameter, to see what it is."""
+    group = {"params": [torch.zeros(1, 1, device="cpu", requires_grad=True)]}
+    return factory([group if lr is None else {**group, "lr": lr}])
+
+
 def rate_of(level: str, rate: Any, factory: Factory | None, method: str) -> Any:
     """The learning rate of a level: the argument, or what the optimizer made for the level has by itself.
 
@@ -129,11 +135,11 @@ def place_of_counts(factory: Factory, group: Mapping[str, Any], parameter: torch
 def _own_rate(factory: Factory) -> tuple[Any, bool]:
     """The learning rate of an optimizer made from groups without one, if any, and whether its maker has set it."""
     try:
-        probe = factory([{"params": [torch.zeros(1, 1, device="cpu", requires_grad=True)]}])
-        rate = probe.param_groups[0].get("lr")
+        made = probe(factory)
+        rate = made.param_groups[0].get("lr")
     except Exception:  # it needs a rate, or will be seen again with one
         return None, False
-    default = inspect.signature(type(probe)).parameters.get("lr")
+    default = inspect.signature(type(made)).parameters.get("lr")
     if rate is None or default is None or default.default is inspect.Parameter.empty or rate != default.default:
         return rate, rate is not None
     # It is the default, which may have been written out all the same.
@@ -145,12 +151,12 @@ def _own_rate(factory: Factory) -> tuple[Any, bool]:
 
 def require_update_alone(factory: Factory, lr: Any) -> None:
     """Raise if an upper optimizer asks for hypergradients at points of its own."""
-    probe = factory([{"params": [torch.zeros(1, 1, device="cpu", requires_grad=True)], "lr": lr}])
-    if not isinstance(probe, Optimizer):
-        raise TypeError(f"upper_optimizer must return a torch.optim.Optimizer, but returned {type(probe).__name__}")
-    if isinstance(probe, AGD) or needs_closure(probe):
+    made = probe(factory, lr)
+    if not isinstance(made, Optimizer):
+        raise TypeError(f"upper_optimizer must return a torch.optim.Optimizer, but returned {type(made).__name__}")
+    if isinstance(made, AGD) or needs_closure(made):
         raise ValueError(
-            f"Invalid upper_optimizer value: {type(probe).__name__} evaluates gradients at points of its own, but "
+            f"Invalid upper_optimizer value: {type(made).__name__} evaluates gradients at points of its own, but "
             "there is one hypergradient for each step; use SGD, Adam or the like"
         )
 

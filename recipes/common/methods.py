@@ -17,8 +17,8 @@ __all__ = ["ELSEWHERE", "EXACT", "PAPER", "STOCHASTIC", "Method", "decaying", "g
 
 # Arguments that make a method that of its paper, where the library's defaults are others; by the name of the class.
 PAPER: dict[str, dict[str, Any]] = {
-    "RTMLMC": {"neumann": "product", "level_sampling": "independent", "cap": False},
-    "DLSGD": {"neumann": "product", "cap": False},
+    "RTMLMC": {"neumann": "product", "neumann_rate": 0.5, "level_sampling": "independent", "cap": False},
+    "DLSGD": {"neumann": "product", "neumann_rate": 0.5, "cap": False},
     "F2SA": {"samples": "independent"},
     "RSVRB": {"variant": "faithful"},
     "PZOBO": {"directions": 1},

@@ -116,6 +116,7 @@ def spend(
         used, before = spent(seconds), used
         cost = used - before
         if used > budget:
+            diverged = not all(math.isfinite(value) for value in measure().values() if value is not None)
             curve += [within] * (1 + evaluations - len(curve))
             break
     worst = {key: math.inf for key in judged if diverged and curve[-1][key] is not None}

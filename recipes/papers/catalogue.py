@@ -7,6 +7,7 @@ from . import (
     cleaning,
     contexts,
     kappa,
+    laws,
     meta,
     mnist,
     news,
@@ -15,6 +16,7 @@ from . import (
     representation,
     reweighting,
     saddle,
+    solver,
     texts,
 )
 from .experiment import Experiment
@@ -35,6 +37,8 @@ MODULES = (
     contexts,
     meta,
     newsvendor,
+    solver,
+    laws,
 )
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.id: experiment for module in MODULES for experiment in module.EXPERIMENTS

@@ -173,7 +173,7 @@ def test_solver_on_flat_vectors_is_the_solver(lanes):
     for start in (None, Vector([torch.randn(3, 4), torch.randn(3, 5)])):
         v, r = (b.zeros_like(), b) if start is None else (start, b - product(start))
         for steps, tol in ((3, 0.0), (30, 1e-6)):
-            found = linear._fused(product, b, v, r, linear._Stop(steps, tol, 0.0), lanes)
+            found = linear._fused(product, b, v, r, linear._Stop(steps, tol, 0.0, tol), lanes)
             expected = linear.cg(product, b, start, steps=steps, tol=tol, lanes=lanes)
             for one, other in zip((*found.solution, *found[1:]), (*expected.solution, *expected[1:]), strict=True):
                 assert (one.shape, one.dtype) == (other.shape, other.dtype)

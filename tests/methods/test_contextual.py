@@ -169,6 +169,18 @@ def test_bias_of_the_series_and_of_the_path_are_exact_without_noise(steps, rows)
     close(exact, problem.mean(4, steps=None), 1e-12)
 
 
+@pytest.mark.parametrize("neumann_rate", [1.0, 0.5, 0.2])
+def test_bias_of_the_series_with_another_step(neumann_rate):
+    """g = (y - x)^2/2 and f = y^2/2 with L = 2: N terms of step c/L leave (1 - c/2)^N of the hypergradient x."""
+    x, y = torch.tensor([3.0], requires_grad=True), torch.tensor([3.0], requires_grad=True)
+    for steps in (1, 4):
+        optimizer = bo.DLSGD([x], [y], lr=0.1, lower_lr=0.1, levels=1, neumann_steps=steps, smoothness=2.0,
+                             neumann_rate=neumann_rate)  # fmt: skip
+        optimizer.backward(lambda _: y.square().sum() / 2, lambda _: (y - x).square().sum() / 2,
+                           tasks=bo.TensorTasks(torch.zeros(1, 1, 1)))  # fmt: skip
+        close(x.grad, torch.tensor([3 * (1 - (1 - neumann_rate / 2) ** steps)]), 1e-12)
+
+
 # ---------------------------------------------------------------------------------------------------- special cases
 
 

@@ -52,6 +52,7 @@ def test_a_closure_that_calls_backward_is_a_step(row, how):
         optimizer.step(*problem.losses, closure=lambda: None)
     with pytest.raises(TypeError, match="takes both losses"):  # a loss alone is no closure
         optimizer.step(problem.losses[0])
+    problem.apply(optimizer.backward)
     assert optimizer.step(closure=lambda: None) is None  # as Lightning gives one where the user gave none
 
 

@@ -75,10 +75,13 @@ class RTMLMC(BilevelOptimizer):
         lr: learning rate of x.
         lower_lr: :math:`\beta_0`, the step of the lower solve before halving.
         levels: K, the largest number of epochs. The bias falls like :math:`2^{-K/2}` or faster. Default: 6.
-        neumann_steps: N, terms of the series for the inverse Hessian; relative bias :math:`(1 - \mu/L)^N`. Default: 10.
+        neumann_steps: N, terms of the series for the inverse Hessian; relative bias
+            :math:`(1 - \text{neumann\_rate}\; \mu/L)^N`. Default: 10.
         neumann: ``"sum"``, all terms (least variance); ``"product"``, one random term, N times as large (the paper's;
             on average half the products and very much more variance); ``"cg"``, N conjugate gradient steps on one
             batch, exact for full batches, else biased by the batch. Default: ``"sum"``.
+        neumann_rate: step of the series in units of 1/L, at most 1; the paper's eq. 5 has 1/2, whose bias falls
+            half as fast in N. Default: 1.
         level_sampling: ``"independent"`` levels of the contexts, or ``"systematic"``, evenly spread over them, with
             less variance of the gradient and of the cost. Default: ``"systematic"``.
         base_level: b. One costs little more and has less variance. Default: 0, the paper's.
@@ -90,8 +93,8 @@ class RTMLMC(BilevelOptimizer):
         tasks_per_step: contexts per step. Default: 1.
         lower_batch, upper_batch: rows per batch of a context; None, all of them. Default: 1.
         warm_start: True writes the mean of the lower solutions to the live y. Default: False.
-        lower_init, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`. Processes share the
-            contexts of a step, deep ones first.
+        upper_optimizer, check_finite, generator, vectorize, hvp, process_group, lower_init: see `BilevelOptimizer`.
+            Processes share the contexts of a step, deep ones first.
 
     State: L as estimated, and the running mean squares of the corrections :math:`V_k = E\|u_k - u_{k-1}\|^2`, measured
     at one context per step. ``diagnostics`` has ``level_variance``, :math:`2^k V_k` by k, which should not grow;
@@ -129,7 +132,7 @@ class RTMLMC(BilevelOptimizer):
         paper="arXiv:2310.18535",
         family="contextual",
         when="more lower problems than could be solved or remembered, each met once",
-        cost="per context about 2 K lower, 3 N hvp, 3 upper, 3 cross; K = levels, N = neumann_steps",
+        cost="per context about 2 K lower, 3 N hvp, 3 upper, 3 jvp; K = levels, N = neumann_steps",
         tasks="required",
         random=True,
         lower_steps=False,
@@ -148,6 +151,7 @@ class RTMLMC(BilevelOptimizer):
         levels: int = 6,
         neumann_steps: int = 10,
         neumann: str = "sum",
+        neumann_rate: float = 1.0,
         level_sampling: str = "systematic",
         base_level: int = 0,
         implicit_term: bool = True,
@@ -158,6 +162,7 @@ class RTMLMC(BilevelOptimizer):
         require("levels", levels, is_count(levels) and levels >= 1)
         require("neumann_steps", neumann_steps, is_count(neumann_steps) and neumann_steps >= 1)
         require_choice("neumann", neumann, NEUMANN)
+        require("neumann_rate", neumann_rate, is_number(neumann_rate) and 0 < neumann_rate <= 1)
         require_choice("level_sampling", level_sampling, SAMPLING[:1] if self._one_level else SAMPLING)
         require("base_level", base_level, is_count(base_level) and base_level < (1 if self._one_level else levels))
         require("implicit_term", implicit_term, isinstance(implicit_term, bool))
@@ -170,7 +175,7 @@ class RTMLMC(BilevelOptimizer):
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=0, **common)
         self.levels, self.neumann_steps, self.neumann = levels, neumann_steps, neumann
         self.level_sampling, self.base_level, self.implicit_term = level_sampling, base_level, implicit_term
-        self.smoothness, self.cap = smoothness, cap
+        self.smoothness, self.cap, self.neumann_rate = smoothness, cap, neumann_rate
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """There is no single lower problem."""
@@ -222,8 +227,9 @@ class RTMLMC(BilevelOptimizer):
                 slots=mine, base_level=self.base_level,
             )  # fmt: skip
             part = multilevel(
-                oracle, path, chances=chances, steps=self.neumann_steps, rate=1 / bound, neumann=self.neumann,
-                implicit_term=self.implicit_term, measured=0 if several and mine[0] == 0 else None,
+                oracle, path, chances=chances, steps=self.neumann_steps, rate=self.neumann_rate / bound,
+                neumann=self.neumann, implicit_term=self.implicit_term,
+                measured=0 if several and mine[0] == 0 else None,
             )  # fmt: skip
             if "neumann_ratio" in part.diagnostics:
                 oracle.checks.alert("growing series", GROWING_SERIES, part.diagnostics["neumann_ratio"] > 1 + 1e-4)
@@ -267,10 +273,11 @@ class DLSGD(RTMLMC):
     gradient, one cross product. *Draws*: as `RTMLMC`; with the same generator the same contexts and the same paths.
 
     Args:
-        upper, lower, lr, lower_lr, levels, neumann_steps, neumann, implicit_term, smoothness, cap: see `RTMLMC`.
+        upper, lower, lr, lower_lr, levels, neumann_steps, neumann, neumann_rate, implicit_term, smoothness, cap: see
+            `RTMLMC`.
         level_sampling, base_level: the defaults; others, which would have no effect, are refused.
         tasks_per_step, lower_batch, upper_batch, warm_start, lower_init: see `RTMLMC`.
-        check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        upper_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
 
     State: L as estimated.
 
@@ -300,7 +307,7 @@ class DLSGD(RTMLMC):
         paper="arXiv:2310.18535",
         family="contextual",
         when="control of RTMLMC: less variance per step, much more expensive",
-        cost="per context 2^(K+1) - 2 - K + N lower, N - 1 hvp, 1 upper, 1 cross; K = levels, N = neumann_steps",
+        cost="per context 2^(K+1) - 2 - K + N lower, N - 1 hvp, 1 upper, 1 jvp; K = levels, N = neumann_steps",
         tasks="required",
         random=True,
         lower_steps=False,

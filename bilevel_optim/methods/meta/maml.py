@@ -98,8 +98,9 @@ class MAML(Initialised, ITD):
         checkpoint: keep only the iterates, and make the graphs again. Default: False.
         warm_start: with tasks, whether the live y is set to the mean of the adapted values; adaptation always starts at
             x. Default: True.
-        tasks_per_step, lower_batch, upper_batch, lower_optimizer, check_finite, generator, vectorize, hvp,
-            process_group: see `BilevelOptimizer`. ``lower_init`` has no effect.
+        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
+            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`. ``lower_init``
+            has no effect.
 
     State: that of the lower optimizer, which starts anew at each step.
 
@@ -125,7 +126,7 @@ class MAML(Initialised, ITD):
         paper="arXiv:1703.03400",
         family="meta",
         when="few-shot learning: the baseline that everybody knows",
-        cost="T lower (2 T with checkpoint), 1 upper, T hvp, T cross",
+        cost="T lower (2 T with checkpoint), 1 upper, T hvp, T jvp",
         initial=True,
         lower_optimizer="differentiable",
     )
@@ -153,8 +154,8 @@ class ANIL(MAML):
         upper: parameters of the body, then copies of the head's.
         lower: parameters of the head.
         lr, lower_lr, lower_steps, truncate, checkpoint, warm_start: see `MAML`.
-        tasks_per_step, lower_batch, upper_batch, lower_optimizer, check_finite, generator, vectorize, hvp,
-            process_group: see `BilevelOptimizer`.
+        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
+            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: as `MAML`.
 
@@ -205,8 +206,8 @@ class FOMAML(Initialised):
 
     Args:
         upper, lower, lr, lower_lr, lower_steps, warm_start: see `MAML`.
-        tasks_per_step, lower_batch, upper_batch, lower_optimizer, check_finite, generator, vectorize, hvp,
-            process_group: see `BilevelOptimizer`.
+        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
+            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: as `MAML`.
 
@@ -264,8 +265,8 @@ class iMAML(Initialised, AID):
             already. Default: 0.
         linear_solver: ``"cg"``, ``"minres"`` or ``"auto"``, see `AID`. Default: ``"cg"``.
         linear_steps, linear_tol, damping: see `AID`.
-        tasks_per_step, lower_batch, upper_batch, lower_optimizer, check_finite, generator, vectorize, hvp,
-            process_group: see `BilevelOptimizer`.
+        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
+            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: ``linear_solution`` (without tasks).
 

@@ -15,7 +15,7 @@ from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, as_groups, is_count, is_number, require, require_choice, unnamed
 from ...problem.vector import Vector
 from ...solvers.agd import agd_or
-from .restart import Momentum, Point, Progress, Restarted
+from .restart import Momentum, Point, Progress, Restarted, held
 from .theory import Constants
 
 __all__ = ["Accelerated", "AcceleratedOptions", "Perturbed"]
@@ -194,6 +194,7 @@ class Perturbed(Accelerated):
     """
 
     _theorem = Constants.second_order
+    perturbation, perturb_initial = held("perturbation"), held("perturb_initial")
 
     def __init__(
         self,

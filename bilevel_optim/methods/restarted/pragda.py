@@ -48,7 +48,8 @@ class RAGDA(Accelerated, MinimaxOptimizer):
             see `RAHGD`.
         newton_correction: add the adjoint term. Default: False.
         linear_steps: most iterations of CG, for ``newton_correction``. Default: 10.
-        warm_start, lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        warm_start, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, lower_clip,
+            lower_projection: see `BilevelOptimizer`.
 
     State: as `RAHGD` (``linear_solution`` only with ``newton_correction``).
 
@@ -72,7 +73,7 @@ class RAGDA(Accelerated, MinimaxOptimizer):
         paper="arXiv:2307.00126",
         family="minimax",
         when="full batches and bad conditioning, with gradients only",
-        cost="T lower, 1 upper; newton_correction: 1 lower, Q hvp, 1 cross more; Q = linear_steps",
+        cost="T lower, 1 upper; newton_correction: 1 lower, Q hvp, 1 jvp more; Q = linear_steps",
         second_order=False,
         losses=1,
         tasks="none",

@@ -22,7 +22,7 @@ from ...problem.parameters import is_count, is_number, require, require_choice
 from ...problem.random import uniform_ball
 from ...problem.vector import Vector
 
-__all__ = ["Ahead", "Momentum", "Point", "Progress", "Restarted"]
+__all__ = ["Ahead", "Momentum", "Point", "Progress", "Restarted", "held"]
 
 AUTOMATIC_RADIUS = 5.0  # restart radius in lengths of the first step
 LARGEST_PERTURBATION = 0.02  # in restart radii: more than that keeps triggering restarts at a minimum
@@ -194,7 +194,7 @@ def _now(point: Point) -> Progress:
     return now if known or now.swapped or now.step == 0 else now.afresh()
 
 
-def _held(name: str) -> Any:
+def held(name: str) -> Any:
     """A hyper-parameter of the iteration, as an attribute of the optimizer that holds it."""
 
     def assign(optimizer: Restarted, value: Any) -> None:
@@ -215,8 +215,8 @@ class Restarted(Optimizer):
         self._iteration, self.numbers = iteration, dict[str, Any]()
         super().__init__(*arguments, **options)
 
-    momentum, restart_radius, restart_period = _held("momentum"), _held("restart_radius"), _held("restart_period")
-    on_converged, perturbation, perturb_initial = _held("on_converged"), _held("perturbation"), _held("perturb_initial")
+    momentum, restart_radius, restart_period = held("momentum"), held("restart_radius"), held("restart_period")
+    on_converged = held("on_converged")
 
     @property
     def _progress(self) -> Progress:

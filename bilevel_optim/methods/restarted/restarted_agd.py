@@ -19,7 +19,7 @@ from ...oracle.evaluation import placed
 from ...oracle.first_order import filled
 from ...problem.parameters import is_number, require, require_rates
 from ...problem.vector import Vector
-from .restart import Momentum, Point, Restarted
+from .restart import Momentum, Point, Restarted, held
 
 __all__ = ["RestartedAGD"]
 
@@ -71,6 +71,8 @@ class RestartedAGD(Restarted):
 
     Source: Li, Lin (2022), arXiv:2201.11411; arXiv:2307.00126.
     """
+
+    perturbation, perturb_initial = held("perturbation"), held("perturb_initial")
 
     def __init__(
         self,

@@ -41,7 +41,8 @@ class BSA(NeumannMethod):
         linear_steps: N, the number of terms. Default: 10.
         linear_lr: :math:`\eta`, in the original 1/L. Default: the learning rate of the lower groups.
         warm_start: start y at its last value. Default: True.
-        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
+            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: the lower optimizer's state, and ``initial`` y without warm starts.
 
@@ -67,7 +68,7 @@ class BSA(NeumannMethod):
         paper="arXiv:1802.02246",
         family="stochastic",
         when="baseline: StocBiO with a random term of the series, and more and more lower steps",
-        cost="T lower, growing like k^(1/2), 1 upper, (Q - 1)/2 hvp on average, 1 cross; Q = linear_steps",
+        cost="T lower, growing like k^(1/2), 1 upper, (Q - 1)/2 hvp on average, 1 jvp; Q = linear_steps",
         random=True,
     )
 
@@ -135,7 +136,8 @@ class TTSA(NeumannMethod):
         linear_steps: N, the number of terms. Default: 10.
         linear_lr: :math:`\eta`, in the original c/L with c in (0, 1]. Default: the learning rate of the lower groups.
         warm_start: start y at its last value. Default: True.
-        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
+            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: the lower optimizer's state, and ``initial`` y without warm starts.
 
@@ -159,7 +161,7 @@ class TTSA(NeumannMethod):
         paper="arXiv:2007.05170",
         family="stochastic",
         when="baseline: one lower step, a random term of the series",
-        cost="T lower (T = 1 by default), 1 upper, (Q - 1)/2 hvp on average, 1 cross; Q = linear_steps",
+        cost="T lower (T = 1 by default), 1 upper, (Q - 1)/2 hvp on average, 1 jvp; Q = linear_steps",
         random=True,
     )
 

@@ -77,7 +77,8 @@ class MRBO(NeumannMethod):
         warm_start: start y at its last value. Default: True.
         lower_optimizer: takes u for the gradient, so it cannot be one that evaluates gradients itself (``LBFGS``); see
             `BilevelOptimizer`.
-        check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch, upper_batch, lower_init,
+            lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: ``previous`` and ``direction`` of the upper and of the lower parameters, the lower optimizer's state, and
     ``initial`` y without warm starts. Tasks start without memory at every step.
@@ -101,7 +102,7 @@ class MRBO(NeumannMethod):
         paper="arXiv:2106.04692",
         family="stochastic",
         when="small batches: a single loop with recursive estimates of both gradients",
-        cost="2 lower, 2 upper, 2 Q hvp, 2 cross; Q = linear_steps",
+        cost="2 lower, 2 upper, 2 Q hvp, 2 jvp; Q = linear_steps",
         lower_steps=False,
         lower_optimizer="given gradient",
         upper_update="steps of lr along a momentum, whose recursion (STORM) is made for them",
@@ -177,7 +178,8 @@ class SUSTAIN(MRBO):
         lower_beta: the same of the lower gradient. Default: ``beta``.
         warm_start: start y at its last value. Default: True.
         lower_optimizer: takes u for the gradient; see `BilevelOptimizer`.
-        check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch, upper_batch, lower_init,
+            lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: as `MRBO`.
 
@@ -201,7 +203,7 @@ class SUSTAIN(MRBO):
         paper="arXiv:2102.07367",
         family="stochastic",
         when="as MRBO, with half of the products and more variance",
-        cost="2 lower, 2 upper, Q - 1 hvp on average, 2 cross; Q = linear_steps",
+        cost="2 lower, 2 upper, Q - 1 hvp on average, 2 jvp; Q = linear_steps",
         random=True,
         lower_steps=False,
         lower_optimizer="given gradient",

@@ -69,8 +69,9 @@ class SABA(SingleLoop):
         linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
         warm_start: start y and v at their last values. Default: True. (v begins with the first step from zero,
             :math:`\eta \nabla_y f`.)
-        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`. Each rank keeps
-            a memory; all draw the indices of the first, and need the same numbers of terms.
+        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, lower_clip,
+            lower_projection: see `BilevelOptimizer`. Each rank keeps a memory; all draw the indices of the first, and
+            need the same numbers of terms.
 
     State: ``linear_solution`` (v); ``lower_table``, ``product_table``, ``adjoint_table`` of the lower parameters and
     ``cross_table``, ``direct_table`` of the upper ones, with a row for each term, and their means ``lower_mean``, ...;
@@ -100,7 +101,7 @@ class SABA(SingleLoop):
         paper="arXiv:2201.13409",
         family="stochastic",
         when="data of moderate size in fixed batches: converges with constant learning rates",
-        cost="1 lower, 1 upper, 1 hvp, 1 cross; the first step: all batches",
+        cost="1 lower, 1 upper, 1 hvp, 1 jvp; the first step: all batches",
         tasks="none",
         data="finite_sum",
         lower_steps=False,

@@ -74,7 +74,8 @@ class SOBA(SingleLoop):
         linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
         warm_start: start y and v at their last values. Default: True. (v begins with the first step from zero,
             :math:`\eta \nabla_y f`.)
-        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
+            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: ``linear_solution`` (v), the lower optimizer's state, and ``initial`` y without warm starts.
 
@@ -97,7 +98,7 @@ class SOBA(SingleLoop):
         paper="arXiv:2201.13409",
         family="stochastic",
         when="noisy second derivatives that are affordable: the cheapest step, the simplest single loop",
-        cost="1 lower, 1 upper, 1 hvp, 1 cross",
+        cost="1 lower, 1 upper, 1 hvp, 1 jvp",
         lower_steps=False,
         lower_optimizer="given gradient",
     )
@@ -145,7 +146,8 @@ class FSLA(SingleLoop):
         beta: weight :math:`\beta` in [0, 1] of the present sample; 1 keeps no memory. May be assigned between steps
             (the analysis lets it decrease with ``lr``). Default: 0.1.
         warm_start: start y and v at their last values. Default: True. (The first v is :math:`\eta \nabla_y f`.)
-        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
+            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: ``linear_solution`` (v) and ``previous`` of the lower parameters, ``previous`` and ``direction`` of the upper
     ones, the lower optimizer's state, and ``initial`` y without warm starts. Tasks start without memory at every step.
@@ -169,7 +171,7 @@ class FSLA(SingleLoop):
         paper="arXiv:2112.04660",
         family="stochastic",
         when="as SOBA, for noisy upper gradients",
-        cost="1 lower, 3 upper, 1 hvp, 2 cross",
+        cost="1 lower, 3 upper, 1 hvp, 2 jvp",
         lower_steps=False,
         lower_optimizer="given gradient",
     )

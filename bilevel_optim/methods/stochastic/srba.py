@@ -54,8 +54,8 @@ class SRBA(SingleLoop):
         radius: R, of the ball that v stays in. Default: infinite.
         warm_start: go on from the last y, v and directions; otherwise every step evaluates the full sums. Default:
             True. (v begins with the first step from zero.)
-        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`. All ranks draw
-            the indices of the first, and need the same numbers of terms.
+        lower_optimizer, check_finite, generator, vectorize, hvp, process_group, lower_clip, lower_projection: see
+            `BilevelOptimizer`. All ranks draw the indices of the first, and need the same numbers of terms.
 
     State: ``linear_solution`` (v); of the last step ``previous`` (y, x), ``previous_solution``, ``direction`` (of y, of
     x), ``solution_direction``; the lower optimizer's state, and ``initial`` y without warm starts.
@@ -82,7 +82,7 @@ class SRBA(SingleLoop):
         paper="arXiv:2302.08766",
         family="stochastic",
         when="finite sums: nearly optimal, linear convergence without tables",
-        cost="2 upper, 2 lower, 2 hvp, 2 cross; every period steps m, n, n, n",
+        cost="2 upper, 2 lower, 2 hvp, 2 jvp; every period steps m, n, n, n",
         data="finite_sum",
         tasks="none",
         lower_steps=False,

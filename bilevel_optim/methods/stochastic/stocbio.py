@@ -98,7 +98,8 @@ class StocBiO(NeumannMethod):
         linear_steps: Q, the number of products. Default: 10.
         linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
         warm_start: start y at its last value. Default: True.
-        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
+            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: the lower optimizer's state, and ``initial`` y without warm starts.
 
@@ -121,7 +122,7 @@ class StocBiO(NeumannMethod):
         paper="arXiv:2010.07962",
         family="stochastic",
         when="noisy second derivatives, batches large enough for a product to mean something; the simplest",
-        cost="T lower, 1 upper, Q hvp, 1 cross; Q = linear_steps",
+        cost="T lower, 1 upper, Q hvp, 1 jvp; Q = linear_steps",
     )
 
 
@@ -151,7 +152,8 @@ class AmIGO(BilevelOptimizer):
         linear_steps: steps on the linear system. Default: 10.
         linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
         warm_start: start y and v at their last values. Default: True.
-        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
+            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: ``linear_solution`` (v), the lower optimizer's state, and ``initial`` y without warm starts.
 

@@ -56,7 +56,8 @@ class VRBO(NeumannMethod):
         anchor_batches: batches of an anchor. Default: 10.
         warm_start: start y at its last value; otherwise every step is an anchor. Default: True.
         lower_optimizer: takes u for the gradient; see `BilevelOptimizer`.
-        check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch, upper_batch, lower_init,
+            lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: ``previous`` and ``direction`` of the upper and of the lower parameters, the lower optimizer's state, and
     ``initial`` y without warm starts. With tasks every step is an anchor.
@@ -80,7 +81,7 @@ class VRBO(NeumannMethod):
         paper="arXiv:2106.04692",
         family="stochastic",
         when="baseline: recursive differences between anchors",
-        cost="2 (T + 1) times 1 lower, 1 upper, Q hvp, 1 cross, with Q = linear_steps; less at an anchor",
+        cost="2 (T + 1) times 1 lower, 1 upper, Q hvp, 1 jvp, with Q = linear_steps; less at an anchor",
         lower_optimizer="given gradient",
         upper_update="steps of lr along an estimate, whose recursion (SPIDER) is made for them",
     )

@@ -76,8 +76,9 @@ class RSVRB(RecursiveOptimizer):
             results are the same. Default: None, False only for small states. After so many steps that a row left
             behind has shrunk by :math:`e^{-16}`, one step brings all up to date, and needs room for a second copy.
         lower_batch, upper_batch: rows per batch of a task. Default: all.
-        check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`. Processes share the tasks of a
-            step; each has all rows, or, of lower parameters split along their first dimension (``DTensor``), its own.
+        warm_start, check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_init: see
+            `BilevelOptimizer`. Processes share the tasks of a step; each has all rows, or, of lower parameters split
+            along their first dimension (``DTensor``), its own.
 
     State: as with `SVRB`; ``rows.scale``, :math:`s_i`, by which ``rows.u``,
     ``v``, ``V`` and ``H`` are divided (``"self_normalised"``); for adaptive probabilities ``rows.size``,

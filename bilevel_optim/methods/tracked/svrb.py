@@ -68,9 +68,10 @@ class SVRB(RecursiveOptimizer):
         initial_steps: lower gradient steps before the first estimates. Default: 0.
         state_device: where the trackers are kept. Default: with y.
         warm_start: False begins anew at every step, from the first y: plain estimates. Default: True.
+        beta_unit: see `RSVRB`.
         lazy: see `RSVRB`; with one lower problem it makes no difference.
         lower_batch, upper_batch: rows per batch of a task. Default: all.
-        check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_init: see `BilevelOptimizer`.
 
     State: of the first lower parameter ``rows.NAME``, with a row for each problem that mixes all lower parameters, for
     each tracker, for ``y_last`` (y at the last step; likewise r), and for ``log``, ``drift`` and ``age``, which say at
@@ -101,7 +102,7 @@ class SVRB(RecursiveOptimizer):
         paper="arXiv:2105.02266",
         family="tracked",
         when="noisy gradients and a small lower problem: the least noise per sample, the most expensive step",
-        cost="2 lower, 2 upper, 2 p hvp, 2 p cross, p the size of y; 2 of each if matrix_free",
+        cost="2 lower, 2 upper, 2 p hvp, 2 p jvp, p the size of y; 2 of each if matrix_free",
         tasks="rows",
         lower_steps=False,
         lower_optimizer="none",

@@ -71,10 +71,11 @@ class PZOBO(ZerothOrder):
         warm_start: start each lower solve at the end of the last unperturbed path. Default: False, as in the paper.
         share_directions_across_tasks: with tasks, one set of directions for all of them, as in the paper; otherwise
             each task has its own, which has less variance. Default: True.
-        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`. Each path has
+        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
+            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`. Each path has
             its own optimizer state, which starts anew in every step; the optimizer must treat every entry alone (SGD,
-            Adam; not LBFGS). ``vectorize`` is about the paths: True, all stacked, but no more at
-            a time than have :math:`2^{22}` entries of x and y; chunks of that many; or one after another.
+            Adam; not LBFGS). ``vectorize`` is about the paths: True, all stacked, but no more at a time than have
+            :math:`2^{22}` entries of x and y; chunks of that many; or one after another.
 
     State: ``initial`` y without warm starts.
 
