@@ -143,9 +143,9 @@ def by_search(method: str, problem: Tolls, budget: int, seed: int, *, size: floa
 
     p = problem.tolls
     simplex = torch.cat([torch.zeros(1, p, dtype=torch.float64), size * torch.eye(p, dtype=torch.float64)]).numpy()
-    options: dict[str, Any] = {"Nelder-Mead": {"initial_simplex": simplex}, "COBYLA": {"rhobeg": size}}[method]
+    own: dict[str, dict[str, Any]] = {"Nelder-Mead": {"initial_simplex": simplex}, "COBYLA": {"rhobeg": size}}
     with contextlib.suppress(StopIteration):
-        minimize(value, simplex[0], method=method, options={"maxiter": 10**6, **options})
+        minimize(value, simplex[0], method=method, options={"maxiter": 10**6, **own[method]})
     return points
 
 

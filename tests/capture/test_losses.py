@@ -22,6 +22,8 @@ from ..problems import seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
 
+# Torch 2.11 reads less, and says other things of what it does not read.
+NEW = not torch.__version__.startswith("2.11.")
 # The first step shows what is drawn, the second makes the graph, uses 1, 2, 4, 8 of it are compared with eager steps.
 STEPS, AT = 12, 6  # the last of the steps, and one before which something changes, are by the graph alone
 ROWS = torch.randn(4, 3, generator=seeded(1), dtype=torch.float64)
@@ -393,6 +395,8 @@ def test_a_number_that_changes(name):
         read, change, *_ = numbers()[name]
         return lambda: base(x, y, read()), change
 
+    if name in ("context", "float of an object") and not NEW:
+        return refused(make, "test_losses.py")
     captured(make, *(numbers()[name][2:] or [2]))
 
 
@@ -827,7 +831,7 @@ PYTHON = "a loss draws random numbers (of Python's random)"
         (python_choice, PYTHON, 0),
         (python_count, PYTHON, 0),
         (random_branch, "(", 0),  # of what is read, versions of torch say different things
-        (counter, CHANGES, 0),
+        (counter, CHANGES if NEW else "Unsupported method call", 0),
         (list_counter, CHANGES, 0),
         (log, CHANGES, 0),
         (own_data, CHANGES, 0),
@@ -876,7 +880,9 @@ def hooked_parameter(x, y):
     ("make", "reason", "first"),
     [
         (refused_later, "random numbers", AT + 1),  # what reads otherwise is traced when it is met again
-        (counted_later, CHANGES, AT),
+        pytest.param(
+            *(counted_later, CHANGES, AT), marks=pytest.mark.skipif(not NEW, reason="read anew at each step: eager")
+        ),
         (pruned_later, CHANGES, AT),
         (hooked_parameter, "a parameter has a hook", AT),
     ],
