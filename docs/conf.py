@@ -40,13 +40,14 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 html_theme = "pydata_sphinx_theme"
-html_title = f"bilevel_optim {version}"
+html_title = "bilevel_optim"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_js_files = ["methods.js"]
 html_show_sourcelink = False
+html_context = {"default_mode": "auto"}
 html_theme_options = {
-    "header_links_before_dropdown": 6,
+    "header_links_before_dropdown": 9,
     "navigation_with_keys": False,
     "show_toc_level": 2,
     "navbar_align": "left",

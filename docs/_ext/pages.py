@@ -204,6 +204,7 @@ def reference_page(key: str) -> str:
         else:
             kind = "autoclass" if isinstance(value, type) else "autofunction"
             members = "\n   :members:" if kind == "autoclass" else ""
+            members += "\n   :inherited-members:" * (name == "Oracle")  # what it says of itself is of a private class
             parts.append(f"## {name}\n\n```{{eval-rst}}\n.. {kind}:: {path}{members}\n```\n")
         parts.append(gallery_links(name).replace("## In", "### In"))
     return "\n".join(filter(None, parts))
@@ -327,4 +328,7 @@ def on_source_read(_app, name: str, source: list[str]) -> None:
             text,
             flags=re.M,
         )
+    if name == "auto_gallery/index":
+        for stem, (title, _) in examples().items():
+            text = re.sub(rf"(sphx_glr_{stem}_thumb\.png\n\s+:alt:) *$", rf"\1 {title}", text, flags=re.M)
     source[0] = text
