@@ -3,7 +3,8 @@
 ``min_x f(x, y*(x))`` subject to ``y*(x) = argmin_y g(x, y)``.
 """
 
-import types
+import types as _types
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from . import hypergradient as hypergradient
 from ._version import __version__ as __version__
@@ -32,5 +33,20 @@ globals()["__all__"] = sorted(
     name
     for name, value in globals().items()
     if name in ("__version__", "finite_difference", "hypergradient", "linear")
-    or (name[0] != "_" and not isinstance(value, types.ModuleType))
+    or (name[0] != "_" and not isinstance(value, _types.ModuleType))
 )
+
+
+def __dir__() -> list[str]:
+    """What completes ``bilevel_optim.``: the public names alone."""
+    names: list[str] = globals()["__all__"]
+    return names
+
+
+if not _TYPE_CHECKING:  # to a type checker it would say that there is any name
+
+    def __getattr__(name: str) -> object:
+        """Say which name was meant: those of methods are easily written with other letters."""
+        meant = [known for known in __dir__() if known.lower() == name.lower()]
+        hint = f"; did you mean {meant[0]!r}?" if meant else ""
+        raise AttributeError(f"module 'bilevel_optim' has no attribute {name!r}{hint}")

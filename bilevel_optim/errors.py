@@ -1,9 +1,17 @@
 """What the library raises or warns with, beyond Python's own exceptions."""
 
+import contextlib
+import inspect
+import os
+import warnings
+
+import torch
 from torch.autograd.gradcheck import GradcheckError as _TorchGradcheckError
 
-__all__ = ["BilevelWarning", "GradcheckError", "NonFiniteError", "RankError"]
+__all__ = ["BilevelWarning", "GradcheckError", "NonFiniteError", "RankError", "warn"]
 
+# Where no line of a user is: this package, torch (its hooks and decorators), and what stands around their blocks.
+INSIDE = (*(os.path.dirname(file) + os.sep for file in (__file__, torch.__file__)), contextlib.__file__)
 
 REMEDY = (
     "Look at the data first (the mean over an empty batch is NaN, as is what is made of a NaN in them); if they are "
@@ -44,3 +52,12 @@ class GradcheckError(_TorchGradcheckError):
 
 class BilevelWarning(RuntimeWarning):
     """The method still runs, but its hypergradient is not to be trusted."""
+
+
+def warn(text: str) -> None:
+    """Give a `BilevelWarning` at the line that called the library."""
+    level, frame = 2, inspect.currentframe()
+    frame = frame and frame.f_back
+    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(INSIDE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, BilevelWarning, stacklevel=level)

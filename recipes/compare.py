@@ -26,6 +26,7 @@ from torch import Tensor
 from .common import Parser, gradients, interval, plot, progress, save, show, spend
 from .common.methods import EXACT
 from .common.search import Axis, Found, search
+from .common.seeds import begin, stream
 from .problems.images import load_images
 from .problems.problem import WHOLE, Index, Problem
 from .problems.softmax import Cleaning, Regularised, Softmax, corrupted, with_bias
@@ -37,7 +38,7 @@ class Quadratic(Problem):
     lower_lr = 0.1
 
     def __init__(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
+        generator = stream(seed, "data")
 
         def random(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -67,14 +68,14 @@ class Quadratic(Problem):
 
 def regularisation(seed: int) -> Problem:
     """One ridge weight exp(x) per weight of a classifier with 150 training images; f does not depend on x directly."""
-    parts = load_images("digits", None, False, (150, 600), torch.Generator().manual_seed(seed))
+    parts = load_images("digits", None, False, (150, 600), stream(seed, "data"))
     return Regularised(with_bias(parts), ridge=1 / 20, x=torch.full((65, 10), -3.0))
 
 
 def cleaning(seed: int) -> Problem:
     """One weight per training example, half of whose 500 labels are wrong."""
-    train, val, test = load_images("digits", None, False, (500, 300), torch.Generator().manual_seed(seed))
-    labels = corrupted(train.labels, 0.5, 10, torch.Generator().manual_seed(seed))
+    train, val, test = load_images("digits", None, False, (500, 300), stream(seed, "data"))
+    labels = corrupted(train.labels, 0.5, 10, stream(seed, "labels"))
     return Cleaning(with_bias([train._replace(labels=labels), val, test]), ridge=1e-3)
 
 
@@ -96,7 +97,7 @@ PROBLEMS = {
 
 def run(problem: Problem, name: str, lr: float, seed: int, budget: float, evaluations: int) -> dict[str, Any]:
     """One method with one learning rate; stops at the budget, or when it diverges."""
-    torch.manual_seed(seed)
+    begin(seed, "method")
     x, y = problem.start()
     optimizer = EXACT[name]([x], [y], lr=lr, lower_lr=problem.lower_lr, lower_steps=LOWER_STEPS)
     solution, minimum = problem.y, getattr(problem, "minimum", 0.0)

@@ -28,6 +28,7 @@ from torch import Tensor
 import bilevel_optim as bo
 
 from .common import CALLS, Parser, draw, figure, rows, save, share, show, train
+from .common.seeds import stream
 from .problems.images import load_images
 from .problems.softmax import Cleaning, corrupted, with_bias
 
@@ -75,7 +76,9 @@ def clean(problem: Cleaning, wrong: Tensor, name: str, args: Any) -> dict[str, A
     x, y = problem.start()
     momentum = {"lower_momentum": MOMENTUM} if name.endswith("rahgd") else {"lower_optimizer": NESTEROV}
     rates = {"lr": args.own_lr if name in OWN_STEP else args.lr, "lower_lr": problem.lower_lr}
-    optimizer = METHODS[name]([x], [y], lower_steps=args.lower_steps, **rates, **momentum)
+    optimizer = METHODS[name](
+        [x], [y], lower_steps=args.lower_steps, generator=stream(args.seed, "method", args.device), **rates, **momentum
+    )
     if args.compile:
         optimizer.compile()
     adam = torch.optim.Adam([x], lr=args.lr)
@@ -114,7 +117,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         lr="learning rate of Adam on x", own_lr=f"learning rate of {', '.join(OWN_STEP)}",
     )  # fmt: skip
     args = parser.parse(arguments)
-    generator = torch.Generator().manual_seed(args.seed)
+    generator = stream(args.seed, "data")
     parts = with_bias(load_images(args.data, args.data_root, args.download, SETTINGS[args.data]["sizes"], generator))
     train_part, val, test = (part.to(args.device) for part in parts)
     labels = corrupted(parts[0].labels, args.corruption, CLASSES, generator).to(args.device)

@@ -38,6 +38,7 @@ import bilevel_optim as bo
 
 from .common import Parser, median_curve, plot, rows, save, show, spend, summary, tuned
 from .common.methods import STOCHASTIC, Method, decaying
+from .common.seeds import stream
 from .problems.libsvm import load_breast_cancer, load_libsvm
 from .problems.problem import WHOLE, Index, Part, Problem
 from .problems.softmax import with_bias
@@ -122,7 +123,7 @@ def run(problem: Reweighting, method: Method, rates: tuple[float, float], seed: 
     """One method with one pair of step sizes until the budget is drawn."""
     lr, lower_lr = rates
     x, y = problem.start()
-    options: dict[str, Any] = {"generator": torch.Generator().manual_seed(seed)}
+    options: dict[str, Any] = {"generator": stream(seed, "method")}
     sources: tuple[Any, ...]
     if method.tasks:
         sampler = Rows(problem)
@@ -169,7 +170,7 @@ def run(problem: Reweighting, method: Method, rates: tuple[float, float], seed: 
 
 def load(args: Any) -> Reweighting:
     """The problem that the arguments describe."""
-    generator = torch.Generator().manual_seed(args.data_seed)
+    generator = stream(args.data_seed, "data")
     if args.data == "breast_cancer":
         train, val = load_breast_cancer(args.data_seed)
     else:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 import bilevel_optim as bo
 
 from .common import CALLS, Parser, plot, rows, save, show, train
+from .common.seeds import begin, stream
 from .problems.images import load_images
 from .problems.networks import lenet
 from .problems.problem import Part
@@ -100,7 +101,7 @@ def classification(
 ) -> Task:  # fmt: skip
     """A network from ``make``, a linear head; D_in, D_out and test set; full batches or mini-batches."""
     inner, outer, test = (part.to(args.device) for part in parts)
-    torch.manual_seed(args.seed)
+    begin(args.seed, "start")
     net, head = make().to(args.device), nn.Linear(width, 10).to(args.device)
 
     def features(data: Part = inner) -> tuple[Tensor, Tensor]:
@@ -125,7 +126,7 @@ def classification(
 
 def digits(args: Any) -> Task:
     """A network 64-32 with a head of 10 on scikit-learn's digits: 700 / 700 / 397 images."""
-    generator = torch.Generator().manual_seed(args.seed)
+    generator = stream(args.seed, "data")
     parts = load_images("digits", None, False, (700, 700), generator)
     return classification(parts, lambda: nn.Sequential(nn.Linear(64, 32), nn.Tanh()), 32, None, generator, args)
 
@@ -137,7 +138,7 @@ def normalised() -> nn.Module:
 
 def padded(args: Any) -> tuple[Part, Part, Part]:
     """MNIST as 32x32 images; D_in and D_out of the training set, and the test set."""
-    generator = torch.Generator().manual_seed(args.seed)
+    generator = stream(args.seed, "data")
     parts = load_images("mnist", args.data_root, args.download, tuple(args.sizes), generator)
     resize = partial(F.interpolate, size=(32, 32), mode="bilinear", align_corners=False)
     inner, outer, test = (Part(resize(a.view(-1, 1, 28, 28)), labels) for a, labels in parts)
@@ -146,12 +147,12 @@ def padded(args: Any) -> tuple[Part, Part, Part]:
 
 def mnist(args: Any) -> Task:
     """LeNet; D_in 10,000 and D_out 50,000 of the training set."""
-    return classification(padded(args), normalised, 84, 256, torch.Generator().manual_seed(args.seed), args)
+    return classification(padded(args), normalised, 84, 256, stream(args.seed, "batches"), args)
 
 
 def regression(layers: tuple[int, ...], n: int, ridge: float, args: Any) -> Task:
     """Features X H (one layer) or sigmoid(sigmoid(X H1) H2); data and start drawn in a fixed order."""
-    torch.manual_seed(args.seed)
+    begin(args.seed, "data")
     shapes = list(pairwise(layers))
 
     def embed(X: Tensor, H: list[Tensor]) -> Tensor:
@@ -187,7 +188,7 @@ PROBLEMS: dict[str, Callable[[Any], Task]] = {
 def learn(name: str, args: Any) -> dict[str, Any]:
     """Run one method, with Adam on x; returns its curve and final numbers."""
     task = PROBLEMS[args.data](args)
-    torch.manual_seed(args.seed)
+    begin(args.seed, "method")
     adam = torch.optim.Adam([*task.x, *task.y] if name == ONE_LEVEL else task.x, lr=args.lr)
     optimizer = None if name == ONE_LEVEL else two_level(task, name, args)
 

@@ -31,6 +31,7 @@ from torch import Tensor
 import bilevel_optim as bo
 
 from .common import CALLS, Parser, plot, rows, save, show, train
+from .common.seeds import stream
 from .problems.images import load_images
 from .problems.newsgroups import load_newsgroups
 from .problems.softmax import Regularised
@@ -64,7 +65,7 @@ def regularize(problem: Regularised, name: str, args: Any) -> dict[str, Any]:
         options["lower_momentum"] = args.momentum
     optimizer = METHODS[name](
         [x], [y], lr=args.lr, lower_lr=args.lower_lr or problem.lower_lr, lower_steps=args.lower_steps,
-        generator=torch.Generator(y.device).manual_seed(args.seed), **options,
+        generator=stream(args.seed, "method", y.device), **options,
     )  # fmt: skip
 
     if args.compile:
@@ -107,7 +108,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.option("lower_lr", None, "lower learning rate", type=float, shown="1/L")
     args = parser.parse(arguments)
     if args.data == "digits":
-        generator = torch.Generator().manual_seed(args.seed)
+        generator = stream(args.seed, "data")
         parts = load_images("digits", None, False, (300, 300), generator)
     else:
         parts = load_newsgroups(args.data_root, args.download, args.keep_headers, args.seed)

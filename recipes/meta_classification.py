@@ -30,6 +30,7 @@ import torch.nn.functional as F
 import bilevel_optim as bo
 
 from .common import CALLS, Parser, plot, rows, save, show, train
+from .common.seeds import stream
 from .problems.problem import Part
 from .problems.tasks import CLASSES, LAMBDA, Centre, load_tasks
 
@@ -73,7 +74,7 @@ def learn(problem: Centre, test: Part, name: str, args: Any) -> dict[str, Any]:
         options["levels"] = args.levels
     optimizer = kind(
         [problem.x], [problem.y], lr=args.lr, tasks_per_step=args.tasks_per_step, lower_batch=args.rows,
-        upper_batch=4 * args.rows, generator=torch.Generator().manual_seed(args.seed), **options,
+        upper_batch=4 * args.rows, generator=stream(args.seed, "method"), **options,
     )  # fmt: skip
     if args.compile:
         optimizer.compile()
@@ -113,7 +114,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.option("rows", ROWS, "rows of a lower batch")
     parser.option("adapt_lr", 0.1, "step of MAML's adaptation")
     args = parser.parse(arguments)
-    generator = torch.Generator().manual_seed(args.seed)
+    generator = stream(args.seed, "data")
     support, query, test = load_tasks(args.data, args.data_root, args.tasks, (0.6, 0.2, 0.2), generator)
     problem = Centre(support, query)
     start = evaluate(problem, test)

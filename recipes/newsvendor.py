@@ -10,7 +10,6 @@ depend on the demand :math:`\eta` (Wasserstein robustness with side information,
 minimisation (ERM), and WDRO, which shifts every row by itself.
 
     python -m recipes.newsvendor
-    python -m recipes.newsvendor --lr 0.001          # lr decides; with this one all methods do the same
     python -m recipes.newsvendor --literal-init      # the paper's initialisation of the demand, taken literally
 
 The demand is :math:`10\,\sigma(\text{network}(\xi))` plus noise. With weights from ``torch.nn.init.uniform_`` and its
@@ -38,6 +37,7 @@ import bilevel_optim as bo
 
 from .common import CALLS, Parser, plot, rows, save, show, train
 from .common.methods import PAPER
+from .common.seeds import begin, stream
 
 SIDE, WIDTH, RANGE = 100, 64, 15.0
 HOLDING, SHORTAGE, SHARPNESS = 1.0, 4.0, 5.0
@@ -99,7 +99,7 @@ class Newsvendor:
     """Training and test data."""
 
     def __init__(self, args: Any) -> None:
-        generator = torch.Generator().manual_seed(args.seed)
+        generator = stream(args.seed, "data")
         self.demand = Demand(args.literal_init, generator)
         self.xi = self.demand.contexts(args.contexts, generator)
         rows = self.xi.unsqueeze(1).expand(-1, args.demands, -1)
@@ -109,6 +109,12 @@ class Newsvendor:
         # What the rule is shown of a test context, which the demand does not follow.
         self.shown_xi = self.test_xi + args.shift * torch.randn(self.test_xi.shape, generator=generator)
         self.tasks = bo.TensorTasks((rows, self.eta))
+
+
+def constant(problem: Newsvendor) -> float:
+    """Test cost of the best order that knows nothing of the side information."""
+    quantile = torch.quantile(problem.eta.flatten(), SHORTAGE / (HOLDING + SHORTAGE))
+    return float(cost(quantile, problem.test_eta).mean())
 
 
 def losses(rule: Rule, y: Tensor, price: float) -> tuple[Loss, Loss]:
@@ -124,9 +130,9 @@ def losses(rule: Rule, y: Tensor, price: float) -> tuple[Loss, Loss]:
 
 def learn(problem: Newsvendor, name: str, price: float, args: Any) -> dict[str, Any]:
     """Learn the rule with one method; returns its curve."""
-    torch.manual_seed(args.seed)
+    begin(args.seed, "start")
     rule, y = Rule(), torch.zeros(SIDE, requires_grad=True)
-    generator = torch.Generator().manual_seed(args.seed)
+    generator = stream(args.seed, "method")
     upper, lower = losses(rule, y, price)
     common: dict[str, Any] = {
         "lr": args.lr, "tasks_per_step": args.tasks_per_step, "lower_batch": args.rows, "upper_batch": args.rows,
@@ -211,7 +217,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     quantile = SHORTAGE / (HOLDING + SHORTAGE)
     noise = math.sqrt(2) * float(torch.erfinv(torch.tensor(2 * quantile - 1)))
     references = {
-        "best constant order": float(cost(torch.quantile(problem.eta.flatten(), quantile), problem.test_eta).mean()),
+        "best constant order": constant(problem),
         "true demand known": float(cost(mean + noise, problem.test_eta).mean()),
     }
     known = [[name, value, *[None] * 6] for name, value in references.items()]

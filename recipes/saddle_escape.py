@@ -25,6 +25,7 @@ from torch import Tensor
 import bilevel_optim as bo
 
 from .common import Parser, draw, figure, progress, save, show
+from .common.seeds import stream
 
 ROOT, WIDTH = 0.1, 5.0  # square root of w's parameter, and its L
 BEST = -16 / 3e3  # value of the minima
@@ -75,7 +76,7 @@ def run(method: Method, start: tuple[float, ...], steps: int, seed: int = 0) -> 
     """Run one method until it ends, has come to the minimum (if it never ends), or diverges."""
     x = torch.tensor(start, dtype=torch.float64, requires_grad=True)
     y = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-    optimizer = method([x], [y], generator=torch.Generator().manual_seed(seed))
+    optimizer = method([x], [y], generator=stream(seed, "method"))
     hit, done, path, calls = None, 0, [x.tolist()], [0]
     gaps, at_hit = [gap(x)], None
     for done in range(1, steps + 1):

@@ -14,6 +14,12 @@ def pytest_addoption(parser):
     parser.addoption("--fuzz", type=int, default=0, metavar="N", help="N new examples for each fuzzed test, for hours")
 
 
+def pytest_ignore_collect(collection_path, config):
+    """The simulated device changes torch for its process: its tests are a run of their own, `pytest tests/devices`."""
+    asked = any("devices" in argument for argument in config.args)
+    return True if collection_path.name == "devices" and not asked else None
+
+
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("--slow"):
         for item in items:

@@ -154,6 +154,7 @@ class Row:
         """Arguments of the base class that it does not take."""
         refused = {"lower_steps"} if not self.declared.lower_steps else set()
         refused |= {"lower_optimizer"} if self.declared.lower_optimizer == "none" else set()
+        refused |= {"upper_optimizer"} if self.declared.upper_update else set()
         return refused | ({"warm_start"} if self.declared.initial else set())  # always from x
 
     def __call__(self, upper, lower, *, short=False, **arguments):

@@ -58,18 +58,16 @@ def test_what_a_method_declares_is_true():
         assert cls.declared.lower_steps == ("lower_steps" in inspect.signature(cls).parameters)
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/methods.md"])
-def test_documents_say_what_methods_declare(document):
-    """If not: python -m bilevel_optim.methods.table README.md docs/methods.md."""
-    text = (ROOT / document).read_text()
+def test_documents_say_what_methods_declare():
+    """If not: python -m bilevel_optim.methods.table docs/methods.md."""
+    text = (ROOT / "docs/methods.md").read_text()
     assert rewritten(text) == text
 
 
 def test_tables_have_every_method_once():
-    for text in (table(), table(full=True)):
-        assert sorted(re.findall(r"^\|.*?`(\w+)` \|", text, re.M)) == sorted(methods())
+    assert sorted(re.findall(r"^\|.*?`(\w+)` \|", table(), re.M)) == sorted(methods())
     for name, cls in methods().items():
-        (row,) = (line for line in table(full=True).splitlines() if f"`{name}`" in line)
+        (row,) = (line for line in table().splitlines() if f"`{name}`" in line)
         assert cls.declared.cost in row
         assert cls.declared.when in row
         assert ("| second derivatives" in row) == cls.declared.second_order
@@ -83,10 +81,9 @@ def test_a_document_without_a_place_is_refused():
 
 def test_a_method_defined_here_is_found_everywhere(newcomer):
     assert methods()["Newcomer"] is newcomer
-    for text in (table(), table(full=True)):
-        assert "| `Newcomer` | a test wants to see it everywhere |" in text
-    assert "[2601.00001](https://arxiv.org/abs/2601.00001)" in table(full=True)
-    before, place, after = (ROOT / "README.md").read_text().partition("<!-- methods: begin -->")
+    assert "| `Newcomer` | a test wants to see it everywhere |" in table()
+    assert "[2601.00001](https://arxiv.org/abs/2601.00001)" in table()
+    before, place, after = (ROOT / "docs/methods.md").read_text().partition("<!-- methods: begin -->")
     assert "Newcomer" in rewritten(before + place + after)
 
 

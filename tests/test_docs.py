@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
 import bilevel_optim as bo
 from bilevel_optim.optimizer.declaration import methods
 
+from .site import readme_example
+
 ROOT = Path(__file__).parent.parent
-PAGES = {path: path.read_text() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/*.md"))}
+FOLDERS = ("*.md", "docs/*.md", "docs/howto/*.md", "docs/explain/*.md", "recipes/*.md")
+PAGES = {path: path.read_text() for folder in FOLDERS for path in ROOT.glob(folder)}
 README = PAGES[ROOT / "README.md"]
 BLOCKS = {
     path.relative_to(ROOT).as_posix(): re.findall(r"```python\n(.*?)```", text, re.S) for path, text in PAGES.items()
@@ -21,27 +23,15 @@ BLOCKS = {
 
 @pytest.fixture
 def namespace():
-    """The data that the README's example assumes: images of 784 pixels, half of the training labels wrong."""
+    """The data that the README's example assumes."""
     torch.set_default_dtype(torch.float32)
-    means = torch.randn(10, 784)
-    labels, val_labels = torch.randint(0, 10, (200,)), torch.randint(0, 10, (100,))
-    images, val_images = (0.5 * torch.randn(len(t), 784) + means[t] for t in (labels, val_labels))
-    wrong = torch.rand(200) < 0.5
-    labels = torch.where(wrong, (labels + torch.randint(1, 10, (200,))) % 10, labels)
-    train = TensorDataset(images, labels, torch.arange(200))
-    return {
-        "train": train,
-        "train_loader": DataLoader(train, 50, shuffle=True),
-        "val_loader": DataLoader(TensorDataset(val_images, val_labels), 50, shuffle=True),
-        "wrong": wrong,
-    }
+    return readme_example.data()
 
 
 def test_readme_example_runs_and_cleans(namespace):
-    example, adam, check = BLOCKS["README.md"]
-    assert "for _ in range(1000):" in example
-    exec(example.replace("range(1000)", "range(40)"), namespace)
-    weights, wrong = namespace["weights"].detach().clone(), namespace["wrong"]
+    (shown,), (example, adam, check) = BLOCKS["README.md"], BLOCKS["docs/start.md"]
+    assert shown == example
+    weights, wrong = readme_example.run(README, namespace)
     assert weights[~wrong].mean() > weights[wrong].mean() + 1
     exec(adam.replace("range(1000)", "range(3)"), namespace)
     assert not torch.equal(weights, namespace["weights"])
@@ -49,10 +39,9 @@ def test_readme_example_runs_and_cleans(namespace):
 
 
 def test_resume_runs(namespace, tmp_path):
-    exec(BLOCKS["README.md"][0].replace("range(1000)", "range(3)"), namespace)
+    exec(BLOCKS["docs/start.md"][0].replace("range(1000)", "range(3)"), namespace)
     namespace["path"] = tmp_path / "run.pt"
-    (resume,) = BLOCKS["docs/torch.md"]
-    save, load = resume.split("\n\n")
+    save, load = BLOCKS["docs/howto/checkpoints.md"]
     exec(save, namespace)
 
     def go_on():
@@ -77,17 +66,24 @@ def test_check_runs(capsys):
     assert "relative_error" in capsys.readouterr().out
 
 
-def test_readme_names_every_method_and_links_exist():
+def test_every_method_is_in_the_table_and_links_exist():
     for name in methods():
-        assert f"| `{name}`" in README
+        assert f"| `{name}`" in PAGES[ROOT / "docs/methods.md"]
+    assert f"[All {len(methods())} methods]" in README
     for path, text in PAGES.items():
         for target in re.findall(r"\]\(([^)#]+)\)", text):
-            assert target.startswith("http") or (path.parent / target).exists(), f"{path.name}: {target}"
+            made = re.match(r"(\.\./)?(reference|auto_gallery|papers)/", target)
+            assert made or target.startswith("http") or (path.parent / target).exists(), f"{path.name}: {target}"
 
 
 def test_readme_is_short():
-    assert len(README.splitlines()) <= 200
-    assert len(README.split()) <= 1500
+    assert len(README.splitlines()) <= 150
+    assert len(README.split()) <= 700
+
+
+def test_the_readme_counts_what_there_is():
+    (judged,) = re.findall(r"\*\* (\d+) experiments", README)
+    assert f"\n{judged} rows:\n" in (ROOT / "recipes/papers/RESULTS.md").read_text()
 
 
 def test_public_names_are_documented():
@@ -103,6 +99,7 @@ def test_version_is_that_of_the_package():
     from importlib.metadata import version
 
     assert version("bilevel-optim") == bo.__version__
+    assert f"version: {bo.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_the_walk_through_a_step_is_the_one_that_is_made():

@@ -80,7 +80,7 @@ def srba(o, k):
 
 def tracked(o, k):
     size = sum(p.numel() for group in o.param_groups if group["level"] == "lower" for p in group["params"])
-    products = 2 * size if o.trackers.apart else 2
+    products = 2 * size if o._trackers.apart else 2
     return counts(upper=2, lower=2, hvp=products, cross=products)
 
 
@@ -96,11 +96,11 @@ CALLS = {
     **dict.fromkeys(("FirstOrder", "FOMAML"), lambda o, k: counts(upper=1, lower=o.lower_steps)),
     "AmIGO": lambda o, k: counts(upper=1, lower=o.lower_steps, hvp=o.linear_steps - 1 + o.warm_start, cross=1),
     "BA": lambda o, k: counts(
-        upper=1, lower=math.ceil(o.scale * (k + 1) ** o.growth) + 1, hvp=o.linear_steps + o.warm_start, cross=1
+        upper=1, lower=math.ceil(o._scale * (k + 1) ** o.growth) + 1, hvp=o.linear_steps + o.warm_start, cross=1
     ),
     "BOME": bome,
     "BSA": lambda o, k: counts(
-        upper=1, lower=math.ceil(o.scale * (k + 1) ** o.growth), hvp=(o.linear_steps - 1) / 2, cross=1
+        upper=1, lower=math.ceil(o._scale * (k + 1) ** o.growth), hvp=(o.linear_steps - 1) / 2, cross=1
     ),
     "ESMAML": es_maml,
     "F2SA": f2sa,

@@ -9,19 +9,20 @@ import pytest
 import torch
 
 import bilevel_optim as bo
-from recipes.common import interval
+from recipes.common import interval, spend
 from recipes.common.methods import growing_penalty
 from recipes.common.records import Missing, Records
 from recipes.common.search import Axis, axis, search
 from recipes.papers import __main__ as program
 from recipes.papers import bound, kappa, saddle
 from recipes.papers.catalogue import EXPERIMENTS
-from recipes.papers.experiment import SEARCH_SEED, Arm, Better, Experiment, Within
-from recipes.papers.judge import judge
-from recipes.papers.page import RESULTS, page, summary
-from recipes.papers.runner import execute, scored
+from recipes.papers.experiment import SEARCH_SEEDS, Arm, Better, Experiment, Within
+from recipes.papers.judge import Evidence, judge
+from recipes.papers.page import RESULTS, current, page, summary
+from recipes.papers.runner import execute, scored, summarised
 
 RULE = Better(method="new", rivals=("old",), control="part")
+FAST = dataclasses.replace(RULE, speed=True)
 FLAT = dict.fromkeys(("new", "old", "part"), 0.0)
 
 
@@ -104,7 +105,8 @@ def test_a_search_that_runs_out_names_the_edges():
 
 
 def test_intervals():
-    assert interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 2 - 4.303 / 3**0.5, 2 + 4.303 / 3**0.5))
+    assert interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 2 - 4.3027 / 3**0.5, 2 + 4.3027 / 3**0.5), rel=1e-4)
+    assert interval([1.0, 2.0, 3.0], 0.99).high == pytest.approx(2 + 9.9248 / 3**0.5, rel=1e-4)
     assert interval([5.0]) == (5.0, -math.inf, math.inf)
 
 
@@ -115,6 +117,12 @@ def at(level, wobble=0.0):
     return [level + s + wobble * (-1) ** i for i, s in enumerate(SEEDS)]
 
 
+def judged(rule, levels, gains=FLAT, edges=None, **more):
+    """The verdict where the three arms have scores about these levels."""
+    return judge(rule, Evidence(dict(zip(("new", "old", "part"), map(at, levels), strict=True)), gains, edges or {},
+                                **more))  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("scores", "gains", "edges", "rule", "word", "why"),
     [
@@ -122,36 +130,193 @@ def at(level, wobble=0.0):
         ((1.0, 2.0, 1.1), {}, {}, RULE, "NOT DUE TO METHOD", "control part"),
         ((2.0, 1.0, 1.9), {}, {}, RULE, "FAILS", "difference -1"),
         ((1.0, 2.0, 1.9), {"old": 0.6}, {}, RULE, "UNDECIDED", "budget too small for old"),
-        ((1.0, 2.0, 1.9), {"old": 0.6}, {}, dataclasses.replace(RULE, speed=True), "HOLDS", ""),
+        ((1.0, 2.0, 1.9), {"old": 0.6}, {}, FAST, "HOLDS", ""),
         ((2.0, 1.0, 1.9), {"new": 0.6}, {}, RULE, "UNDECIDED", "budget too small for new"),
         ((1.0, 2.0, 1.9), {}, {"old": ("lr",)}, RULE, "UNDECIDED", "lr of old at an edge"),
         ((1.0, 2.0, 1.9), {}, {"new": ("lr",)}, RULE, "HOLDS", ""),  # could only be better still
         ((2.0, 1.0, 1.9), {}, {"new": ("lr",)}, RULE, "UNDECIDED", "lr of new at an edge"),
         ((1.0, 2.0, 1.9), {}, {}, dataclasses.replace(RULE, control=None), "UNDECIDED", "no control"),
-        ((1.0, 1.01, 1.9), {}, {}, dataclasses.replace(RULE, least=0.1), "FAILS", ""),
     ],
 )
 def test_judge(scores, gains, edges, rule, word, why):
-    found = judge(rule, dict(zip(("new", "old", "part"), map(at, scores), strict=True)), {**FLAT, **gains}, edges)
+    found = judged(rule, scores, {**FLAT, **gains}, edges)
     assert (found.word, why in found.reason) == (word, True)
 
 
 def test_judge_needs_seeds_that_agree():
     scores = {"new": at(1.0), "old": at(1.05, wobble=0.5), "part": at(2.0)}
-    assert judge(RULE, scores, FLAT, {}).word == "UNDECIDED"
+    assert judge(RULE, Evidence(scores, FLAT, {})).word == "UNDECIDED"
     two = {name: values[:2] for name, values in {"new": at(1.0), "old": at(2.0), "part": at(2.0)}.items()}
-    assert judge(RULE, two, FLAT, {}) == ("UNDECIDED", "2 seeds, fewer than 3")
+    assert judge(RULE, Evidence(two, FLAT, {})) == ("UNDECIDED", "2 seeds, fewer than 3")
 
 
 def test_judge_of_an_interval():
     rule = Within(arm="new", low=1.5, high=2.5)
-    assert [judge(rule, {"new": at(level)}, FLAT, {}).word for level in (2.0, 3.0, 2.5)] == [
+    assert [judge(rule, Evidence({"new": at(level)}, FLAT, {})).word for level in (2.0, 3.0, 2.5)] == [
         "HOLDS",
         "FAILS",
         "UNDECIDED",
     ]
     less = Within(arm="new", minus="old", low=1.5, high=2.5)
-    assert judge(less, {"new": at(5.0), "old": at(3.0)}, FLAT, {}).word == "HOLDS"
+    assert judge(less, Evidence({"new": at(5.0), "old": at(3.0)}, FLAT, {})).word == "HOLDS"
+
+
+# ------------------------------------------ the eight rules, each on records with which there was a wrong verdict
+
+
+def test_what_a_step_gains_beyond_the_budget_does_not_count():
+    """Rule 1. The last step of the old arm overshoots by half: whole it is 0, and the new arm's 2 would fail."""
+    curve = [{"spent": k, "seconds": k, "steps": k, "score": 10.0 - k} for k in (0.0, 4.0, 7.0)]
+    beyond = [*curve, {"spent": 15.0, "seconds": 15.0, "steps": 8, "score": 0.0}]
+    assert summarised(toy(None), beyond, 10, keep=False)["score"] == 3.0
+    assert summarised(toy(None), curve, 10, keep=False)["score"] == 3.0
+
+
+def test_the_last_point_of_a_curve_is_within_the_budget():
+    spent = [0.0]
+    found = spend(lambda: spent.append(spent[-1] + 4), lambda: {"score": 100 - spent[-1]}, budget=10.0,
+                  spent=lambda _: spent[-1], evaluations=2, judged=())  # fmt: skip
+    assert (found["score"], found["steps"]) == (92, 2)  # measured before the step to 12
+    assert [p["score"] for p in found["curve"]] == [100, 96, 92]
+
+
+def test_a_setting_is_chosen_by_the_median_of_three_seeds():
+    """Rule 2. With the first seed alone the fast setting is best; with the others it is bad, or diverges."""
+
+    def lucky(trial):
+        fast = trial.make == 1.0 and trial.setting["lr"] > 1
+        end = falling(trial)
+        if fast and trial.seed != SEARCH_SEEDS[0]:
+            return [end[0], {**end[1], "score": 200.0 if trial.seed == SEARCH_SEEDS[1] else 99.9}]
+        return end
+
+    records = Records()
+    outcome = execute(toy(lucky), "smoke", records)
+    assert outcome.found["new"].setting == {"lr": 1.0}
+    whole = [json.loads(unit) for unit in records.results]
+    tried = {u["seed"] for u in whole if u["arm"] == "new" and u["setting"] == {"lr": 2.0}}
+    assert tried == {*SEARCH_SEEDS}
+
+    def once(trial):  # diverges with the last seed alone
+        bad = trial.make == 1.0 and trial.setting["lr"] > 1 and trial.seed == SEARCH_SEEDS[2]
+        return [*falling(trial), {**falling(trial)[-1], "score": math.inf}] if bad else falling(trial)
+
+    assert execute(toy(once), "smoke", Records()).found["new"].setting == {"lr": 1.0}
+
+
+def test_rounds_of_a_few_steps_are_blind():
+    """Rule 3. Early scores mislead: the best setting of all would not come beyond the first round."""
+
+    def score(setting, share):
+        return -setting["lr"] if share == 1 else setting["lr"]
+
+    grid = {"lr": axis(1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, extends=False)}
+    assert search(grid, score, shares=(0.1,), moves=0).setting == {"lr": 4.0}
+    assert search(grid, score, shares=(0.1,), moves=0, blind=lambda *_: True).setting == {"lr": 64.0}
+
+    def misled(trial):  # less is better early, more in the end; five units of budget are a step
+        curve = falling(trial)
+        early = trial.budget < 10
+        return [{**p, "steps": p["spent"] // 2, "score": 100 - p["score"] if early else p["score"]} for p in curve]
+
+    experiment = toy(misled)
+    wide = {
+        name: Arm(arm.make, {"lr": axis(1.0, 2.0, 4.0, 8.0, extends=False)}) for name, arm in experiment.arms.items()
+    }
+    outcome = execute(dataclasses.replace(experiment, arms=wide, moves=0), "smoke", Records())
+    assert outcome.found["new"].setting == {"lr": 8.0}
+
+
+def test_a_search_moves_two_settings_together():
+    """Rule 3. A valley across the axes: each step along one of them alone is uphill."""
+
+    def score(setting, share):
+        u, v = math.log2(setting["lr"]), math.log2(setting["rate"])
+        return 10 * (u - v) ** 2 + (u + v - 8) ** 2
+
+    grid = {"lr": axis(1.0, 2.0), "rate": axis(1.0, 2.0)}
+    assert search(grid, score, shares=()).setting != {"lr": 16.0, "rate": 16.0}
+    assert search(grid, score, shares=(), joint=(("lr", "rate"),)).setting == {"lr": 16.0, "rate": 16.0}
+    stuck = search(grid, score, shares=(), joint=(("lr", "rate"),), moves=4)
+    assert {*stuck.edges} == {"lr", "rate"}
+
+
+def test_a_tie_is_not_a_failure():
+    """Rule 4. A difference of 0.01, where 0.1 counts: the method was said to fail."""
+    assert judged(dataclasses.replace(RULE, least=0.1), (1.0, 1.01, 1.9)).word == "TIE"
+    assert judged(dataclasses.replace(RULE, least=0.1), (1.0, 0.8, 1.9)).word == "FAILS"
+
+
+def test_one_of_many_rivals_may_be_ahead_by_chance():
+    """Rule 4. Ahead of the method at 95 %, alone; one of five is not."""
+    ahead = [1.0 + s for s in (-0.03, -0.09, -0.06, -0.05)]
+    scores = {"new": [1.0] * 4, "part": [2.0] * 4, "old": ahead}
+    others = {f"old {k}": [1.02, 0.98, 1.03, 1.0] for k in range(4)}
+    assert judge(FAST, Evidence(scores, FLAT, {})).word == "FAILS"
+    many = dataclasses.replace(FAST, rivals=("old", *others))
+    assert judge(many, Evidence({**scores, **others}, FLAT, {})).word == "UNDECIDED"
+
+
+def test_a_verdict_names_its_budget():
+    """Rule 5."""
+    assert judged(RULE, (2.0, 1.0, 1.9), part=0.1).word == "FAILS AT 10 % OF THE BUDGET"
+    assert judged(RULE, (1.0, 2.0, 1.9), part=0.045).word == "HOLDS AT 4.5 % OF THE BUDGET"
+    assert judged(RULE, (2.0, 1.0, 1.9), part=1.0).word == "FAILS"
+    assert judged(RULE, (2.0, 1.0, 1.9), gains={**FLAT, "new": 0.6}, part=0.1).word == "UNDECIDED"
+    experiment = dataclasses.replace(toy(falling), whole=100.0)
+    assert execute(experiment, "smoke", Records()).verdict.word == "HOLDS AT 10 % OF THE BUDGET"
+
+
+def test_a_score_that_has_not_settled_is_not_judged():
+    """Rule 6. Within its interval, and on its way out of it."""
+    rule = Within(arm="new", minus="old", low=0.1, high=math.inf)
+    scores = {"new": at(3.0), "old": at(2.0)}
+    assert judge(rule, Evidence(scores, {"new": 0.01, "old": 0.0}, {})).word == "HOLDS"
+    falling_still = judge(rule, Evidence(scores, {"new": 0.8, "old": 0.0}, {}))
+    assert (falling_still.word, "not settled" in falling_still.reason) == ("UNDECIDED", True)
+    assert judge(rule, Evidence(scores, {"new": 0.8, "old": 0.8}, {})).word == "HOLDS"  # both alike
+
+
+def test_an_end_of_a_closed_axis_is_an_edge():
+    """Rule 6. The most steps of those offered were best, and more were not tried."""
+
+    def score(setting, _):
+        return -setting["steps"]
+
+    assert search({"steps": axis(4, 8, 12, extends=False)}, score, shares=()).edges == ("steps",)
+    assert search({"steps": axis(4, 8, 12, most=12)}, score, shares=()).edges == ()  # there is nothing beyond
+    assert search({"steps": axis(4, 8, 12, extends=False)}, lambda s, _: abs(s["steps"] - 8), shares=()).edges == ()
+
+
+def test_training_has_to_move_the_start():
+    """Rule 7. All arms differ, and all are worse than the start, or as good: nothing was learned."""
+    assert judged(RULE, (1.0, 2.0, 1.9), start=at(3.0)).word == "HOLDS"
+    found = judged(RULE, (1.0, 2.0, 1.9), start=at(1.0))
+    assert (found.word, "did not move" in found.reason) == ("UNDECIDED", True)
+    assert judged(RULE, (2.0, 1.0, 1.9), start=at(1.0)).word == "UNDECIDED"
+    assert judged(RULE, (2.0, 1.0, 1.9), start=at(2.0)).word == "FAILS"
+    rule = Within(arm="new", low=0.5, high=1.5)
+    assert judge(rule, Evidence({"new": at(1.0)}, FLAT, {}, at(1.0))).word == "UNDECIDED"
+    assert judge(rule, Evidence({"new": at(1.0)}, FLAT, {}, at(9.0))).word == "HOLDS"
+    knowing = judged(RULE, (1.0, 2.0, 1.9), start=at(3.0), ignorant=at(4.0))
+    assert (knowing.word, "knows what it is to find" in knowing.reason) == ("UNDECIDED", True)
+
+
+def test_the_untrained_start_stands_in_the_outcome():
+    outcome = execute(toy(falling), "smoke", Records())
+    assert outcome.start == [float(f"{100 - seed / 7:.6g}") for seed in range(4)]
+
+
+def test_a_control_is_tried_at_its_own_best_setting():
+    """Rule 8. A control that is not searched, or ends at an edge, could have kept the gain."""
+    experiment = toy(falling)
+    fixed = {**experiment.arms, "part": Arm(0.5, {"lr": axis(1.0)})}
+    with pytest.raises(ValueError, match="lr is searched for new, but not for part"):
+        dataclasses.replace(experiment, arms=fixed)
+    about = dataclasses.replace(RULE, without=("lr",))
+    assert dataclasses.replace(experiment, arms=fixed, rule=about).rule.without == ("lr",)
+    found = judged(RULE, (1.0, 2.0, 1.9), edges={"part": ("lr",)})
+    assert (found.word, "of the control at an edge" in found.reason) == ("UNDECIDED", True)
 
 
 # -------------------------------------------------------------------------------------------------------------- runner
@@ -203,11 +368,11 @@ def test_an_interrupted_experiment_gives_the_same_records(tmp_path):
     assert execute(toy(None), "smoke", Records(parts, frozen=True)) == expected
 
 
-def test_settings_are_chosen_with_another_seed_than_they_are_judged_with():
+def test_settings_are_chosen_with_other_seeds_than_they_are_judged_with():
     calls = []
     outcome = execute(toy(partial(falling, calls=calls)), "smoke", Records())
-    assert {seed for *_, seed, _ in calls} == {SEARCH_SEED, 0, 1, 2, 3}
-    assert all(budget == 10 for *_, seed, budget in calls if seed != SEARCH_SEED)
+    assert {seed for *_, seed, _ in calls} == {*SEARCH_SEEDS, 0, 1, 2, 3}
+    assert all(budget == 10 for *_, seed, budget in calls if seed not in SEARCH_SEEDS)
     assert outcome.verdict.word == "HOLDS"
     assert len(outcome.scores["new"]) == 4
 
@@ -233,10 +398,11 @@ def test_the_penalty_grows():
 
 
 def test_scores_of_curves():
-    experiment = toy(falling, smooth=2)
+    experiment = toy(falling, late=0.5)
     curve = [{"spent": k, "seconds": k / 2, "score": 10.0 - k} for k in range(6)]
-    assert scored(experiment, curve, "spent", 3) == 7.5
-    assert scored(experiment, curve, "seconds", 1) == 8.5
+    assert scored(experiment, curve, "spent", 4) == 6.5  # of what was spent beyond 2
+    assert scored(experiment, curve, "seconds", 1) == 8
+    assert scored(toy(falling), curve, "spent", 3.5) == 7
     target = toy(falling, target=6.0)
     assert scored(target, curve, "spent", 100) == pytest.approx(math.log10(4))
     assert scored(target, curve[:3], "spent", 100) == 2  # never: the whole budget
@@ -254,7 +420,7 @@ def test_what_diverges_counts_as_if_it_had_not_begun():
         return [*falling(trial)[:1], {**falling(trial)[0], "score": math.inf}] if trial.make == 1.0 else falling(trial)
 
     outcome = execute(toy(always), "smoke", Records())
-    assert outcome.scores["new"] == [float(f"{100 - seed / 7:.6g}") for seed in range(4)]
+    assert outcome.scores["new"] == outcome.start == [float(f"{100 - seed / 7:.6g}") for seed in range(4)]
     assert outcome.verdict.word == "FAILS"
 
 
@@ -373,7 +539,7 @@ def test_the_page_says_what_the_records_say():
     assert judged
     for path in judged:
         experiment = EXPERIMENTS[path.parent.name]
-        records = Records(RESULTS / experiment.source / "records.jsonl", frozen=True)
+        records = Records(current(experiment, RESULTS), frozen=True)
         found = summary(experiment, execute(experiment, "cpu", records))
         assert json.loads(path.read_text()) == json.loads(json.dumps(found))
         config = json.loads((RESULTS / experiment.source / "config.json").read_text())

@@ -32,7 +32,7 @@ def compared(r):
     results, grid = r["results"], r["grid"]
     assert results["aid"]["value"] < 0.2 * results["first-order"]["value"]
     assert grid["aid"]["1e+09"] > 1e6
-    assert all(result["curve"][-1]["calls"] >= 300 for result in results.values())
+    assert all(250 < result["curve"][-1]["calls"] <= 300 for result in results.values())
     # The gap at y*(x) is that of x alone; at the y that is held it may be anything.
     assert all(p["value"] > 0 and p["value"] != p["held"] for p in results["itd"]["curve"][1:])
 
@@ -62,7 +62,7 @@ def reweighted(r):
     assert all(run["solved"] < r["equal_weights"] - 0.01 for run in runs["f2sa-2"])
     assert runs["first-order"][0]["solved"] == pytest.approx(r["equal_weights"], abs=1e-4)
     assert [run["seed"] for run in runs["f2sa-2"]] == [0, 1]
-    assert all(6000 <= run["samples"] < 8000 for run in runs["f2sa-2"])
+    assert all(5000 < run["samples"] <= 6000 for run in runs["f2sa-2"])
     assert [len(run["curve"]) for run in runs["f2sa-2"]] == [4, 4]
 
 
@@ -77,6 +77,13 @@ def sold(r):
         assert r["references"]["true demand known"] < result["cost"] < result["curve"][0]["cost"]
     assert 4 < r["demand"]["mean"] < 7
     assert r["demand"]["std"] > 1
+
+
+def tolled(r):
+    for result in r["results"].values():
+        assert min(result["gain"]) > -1e-6
+        assert max(result["gain"]) > 0.05
+        assert all(24 <= solves <= 30 for solves in result["solves"])
 
 
 def escaped(r):
@@ -124,6 +131,7 @@ def exchanged(r):
 
 # Arguments with which each program is run, what it writes, and what is true of the numbers.
 RUNS = {
+    "black_box": ("--tolls 3 --budget 30 --seeds 2 --methods PZOBO Nelder-Mead", "black_box", tolled),
     "compare": (
         "--problem quadratic --budget 300 --methods aid first-order itd --grid 0.1 0.5 1e9 --seeds 2",
         "compare_quadratic",
@@ -184,7 +192,7 @@ RUNS = {
     "benchmarks.overhead": ("--n 40 --steps 2 --repeats 1", None, None),
     "benchmarks.paths": ("--directions 2 --chunk 2 --repeats 1", None, None),
 }
-PLAIN = ("contextual", "conditioning", "many_tasks", "ranks")  # without a figure
+PLAIN = ("black_box", "contextual", "conditioning", "many_tasks", "ranks")  # without a figure
 
 
 def test_every_program_has_a_run():

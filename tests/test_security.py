@@ -107,9 +107,9 @@ def test_options_in_a_checkpoint_assign_no_other_attribute():
     optimizer.step(lambda: (y - 1).square().sum(), lambda: (y - x).square().sum())
     state = optimizer.state_dict()
     own = torch.load(io.BytesIO(state["param_groups"][0]["bilevel"]), weights_only=True)
-    own["options"] |= {"lower_factory": "os.system", "order": 7, "nu": 0.5}
+    own["options"] |= {"_lower_factory": "os.system", "order": 7, "nu": 0.5}
     file = io.BytesIO()
     torch.save(own, file)
     state["param_groups"][0]["bilevel"] = file.getvalue()
     optimizer.load_state_dict(state)
-    assert (optimizer.nu, optimizer.order, optimizer.lower_factory) == (0.5, 2, torch.optim.SGD)
+    assert (optimizer.nu, optimizer.order, optimizer._lower_factory) == (0.5, 2, torch.optim.SGD)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..hypergradient import Estimate
-from ..optimizer.state import SOLVER, TABLE
+from ..optimizer.state import SOLVER, TABLE, UPPER_SOLVER
 from ..problem.random import kept
 from ..problem.tracing import Untraceable
 from ..problem.vector import Vector
@@ -67,8 +67,10 @@ class CompiledStep:
         for level in ("memory", "upper_memory"):
             self.reads += [(entries, name) for name in step.arguments[level] for entries in places[level]]
         self.reads += [(lower[0], TABLE + name) for name in step.arguments["tables"]]
-        for entries, known in zip(lower, step.arguments["solver"] or (), strict=False):
-            self.reads += [(entries, SOLVER + name) for name, value in known.items() if isinstance(value, Tensor)]
+        solvers = (SOLVER, lower, "solver", "solver"), (UPPER_SOLVER, upper, "upper_solver", "x_solver")
+        for prefix, of, given, _ in solvers:
+            for entries, known in zip(of, step.arguments[given] or (), strict=False):
+                self.reads += [(entries, prefix + name) for name, value in known.items() if isinstance(value, Tensor)]
         self.results: list[tuple[Place, int]] = []  # what is remembered, and which output it is
         for level, found in (
             ("memory", out["memory"]),
@@ -79,10 +81,10 @@ class CompiledStep:
                     raise Unsettled("a step forgets what it remembered")
                 self.results += [((entries, name), i) for entries, i in zip(places[level], slots, strict=True)]
         self.results += [((lower[0], TABLE + name), i) for name, i in out["tables"].items()]
-        for entries, known in zip(lower, out["solver"] or (), strict=False):
-            for name, value in known.items():
-                if isinstance(value, Slot):
-                    self.results.append(((entries, SOLVER + name), value))
+        for prefix, of, _, left in solvers:
+            for entries, known in zip(of, out.get(left) or (), strict=False):
+                entered = {prefix + name: value for name, value in known.items() if isinstance(value, Slot)}
+                self.results += [((entries, name), i) for name, i in entered.items()]
         self.numbers: dict[str, int] = out["numbers"]  # tensors among the plain numbers, and which output they are
         self._numbers: dict[str, Tensor] = step.arguments["numbers"]
         self._written: list[tuple[str, int, int]] = []  # buffers that a step writes into: role, number, and output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import BilevelWarning
+from ..errors import warn
 from ..problem.parameters import LEVELS
 from ..problem.tracing import Untraceable
 from .backends import Backend, backend_of
@@ -69,12 +68,14 @@ class DataForm:
         compiled: the graphs, one for each way in which the losses read.
         arguments: such as those of the losses, by role, if they are known and draws do not matter to anybody else.
         met: the last way that was met without having a graph.
+        refused: the last way that could not be traced, and why.
     """
 
     def __init__(self, data: Data) -> None:
         self.like, self.readers = Like(data), Readers()
         self.compiled: list[CompiledStep] = []
         self.met: Any = None
+        self.refused: tuple[Any, str] = (None, "")
         self.arguments: dict[str, tuple[Any, ...]] | None = None
 
     def compiled_for(self, key: Any, state: Any, numbers: Mapping[str, Any]) -> CompiledStep | None:
@@ -169,11 +170,12 @@ class StepCache:
     def rates(self, groups: Sequence[dict[str, Any]], device: torch.device) -> list[Tensor]:
         """Learning rates of all groups, the upper ones first, as tensors that are made anew where they have changed."""
         values = [group["lr"] for level in LEVELS for group in groups if group["level"] == level]
+        if {*map(type, values)} == {float} and values == self._rates[0]:
+            return self._rates[1]
         options: Any = {"dtype": torch.float64 if device.type != "mps" else torch.float32, "device": device}
         if any(isinstance(value, Tensor) for value in values):
             return [torch.as_tensor(value, **options).reshape(()) for value in values]
-        if values != self._rates[0]:
-            self._rates = (values, [torch.full((), float(value), **options) for value in values])
+        self._rates = (values, [torch.full((), float(value), **options) for value in values])
         return self._rates[1]
 
     # ------------------------------------------------------------------------------------------------ refusals
@@ -211,7 +213,7 @@ class StepCache:
             entry.forms.clear()
         self.warn(reason)
 
-    def warn(self, reason: str, stacklevel: int = 7) -> None:
+    def warn(self, reason: str) -> None:
         """Say, once, why a step runs eagerly.
 
         Raises:
@@ -221,8 +223,7 @@ class StepCache:
             raise RuntimeError(f"the step cannot be captured: {reason}")
         if reason not in self._warned:
             self._warned.add(reason)
-            text = f"steps run eagerly, because they cannot be captured: {reason}"
-            warnings.warn(text, BilevelWarning, stacklevel=stacklevel)
+            warn(f"steps run eagerly, because they cannot be captured: {reason}")
 
 
 def _code(function: Callable[..., Any]) -> Any:

@@ -38,17 +38,18 @@ __all__ = [
 ]
 
 
-class Sources(NamedTuple):
-    """Where a step draws: the two losses as they were passed, and a sampler of tasks."""
+class Sources:
+    """Where a step draws: the two losses as they were passed, and a sampler of tasks.
 
-    upper: Objective | None
-    lower: Objective | None
-    tasks: Any
+    Attributes:
+        objectives: the losses by level.
+    """
 
-    @property
-    def objectives(self) -> dict[str, Objective]:
-        """The losses by level."""
-        return {level: o for level, o in (("upper", self.upper), ("lower", self.lower)) if o is not None}
+    __slots__ = ("lower", "objectives", "tasks", "upper")
+
+    def __init__(self, upper: Objective | None, lower: Objective | None, tasks: Any) -> None:
+        self.upper, self.lower, self.tasks = upper, lower, tasks
+        self.objectives = {level: o for level, o in (("upper", upper), ("lower", lower)) if o is not None}
 
     @property
     def kind(self) -> list[Any]:
@@ -73,7 +74,8 @@ class Sources(NamedTuple):
 
     def recorded(self, log: Log) -> Sources:
         """The same, which note what is drawn."""
-        upper, lower = (None if o is None else _Recorded(o, level, log) for o, level in zip(self, LEVELS, strict=False))
+        both = zip((self.upper, self.lower), LEVELS, strict=True)
+        upper, lower = (None if o is None else _Recorded(o, level, log) for o, level in both)
         return Sources(upper, lower, None if self.tasks is None else _RecordedTasks(self.tasks, log))
 
     def replayed(
@@ -97,7 +99,7 @@ class Sources(NamedTuple):
                 kept.setdefault(f"all of {draw.source}" if draw.how == ALL else draw.source, deque()).append(result)
         upper, lower = (
             None if o is None else _Replayed(o, level, kept, losses, inputs is None)
-            for o, level in zip(self, LEVELS, strict=False)
+            for o, level in zip((self.upper, self.lower), LEVELS, strict=True)
         )
         return Sources(upper, lower, None if self.tasks is None else _ReplayedTasks(self.tasks, kept))
 
@@ -222,17 +224,24 @@ class Draws(tuple[Draw, ...]):
         found = [(i, objectives.get(draw.source)) for i, draw in enumerate(self) if draw.how != ALL]
         return [(i, objective) for i, objective in found if isinstance(objective, FiniteSum)]
 
-    def pattern(self, inputs: Mapping[str, Any]) -> tuple[list[tuple[str, int]], dict[str, int]]:
-        """Source and number, among those of its source, of what each draw gives; and how many each source gives."""
+    def pattern(self, inputs: Mapping[str, Any]) -> tuple[list[tuple[str, int, int]], dict[str, int]]:
+        """What a step with these random inputs draws, and how many draws it makes from each source.
+
+        The former are pieces: a source, and the numbers, among its draws, of the first one and of the one after the
+        last.
+        """
         counts = dict.fromkeys((draw.source for draw in self), 0)
-        places: list[tuple[str, int]] = []
+        pieces: list[tuple[str, int, int]] = []
+        before = self[0].source
         for draw in self:
-            if draw.is_made(inputs):
-                places.append((draw.source, counts[draw.source]))
-                counts[draw.source] += 1
+            source, last = (draw.source, counts[draw.source]) if draw.is_made(inputs) else (before, counts[before] - 1)
+            counts[source] = last + 1
+            if pieces and pieces[-1][::2] == (source, last):
+                pieces[-1] = (source, pieces[-1][1], last + 1)
             else:
-                places.append(places[-1])
-        return places, counts
+                pieces.append((source, last, last + 1))
+            before = source
+        return pieces, counts
 
 
 def _drawn(sample: Sample) -> Drawn:
@@ -673,17 +682,20 @@ def draw_ahead(
     found = []
     for k, key in enumerate(keys[:steps]):
         starts = {source: end[k] for source, end in ends.items()}
-        data = [t for source, i in patterns[key][0] for t in batches[source][starts[source] + i]]
+        parts = [batches[source][starts[source] + i : starts[source] + j] for source, i, j in patterns[key][0]]
+        data = [*chain.from_iterable(chain.from_iterable(parts))]
         data += [column[k] for column in own]
         found.append(data)
     return found
 
 
 def _tensors_of_each(like: Like, batches: Sequence[Any]) -> list[list[Tensor]]:
-    """The tensors of each batch, up to the first of another form."""
-    tensors = like.tensors_of(batches)
+    """The tensors of each batch, up to the first of another form; a batch that comes again is looked at once."""
+    width, known = like.width, {id(batch): batch for batch in batches}
+    tensors = like.tensors_of(known.values())
     if tensors is None:
         batches = [*takewhile(lambda batch: like.tensors_of([batch]) is not None, batches)]
-        tensors = like.tensors_of(batches) or []
-    width = like.width
-    return [tensors[i * width : (i + 1) * width] for i in range(len(batches))]
+        known = {id(batch): batch for batch in batches}
+        tensors = like.tensors_of(known.values()) or []
+    found = {key: tensors[k * width : (k + 1) * width] for k, key in enumerate(known)}
+    return [found[id(batch)] for batch in batches]

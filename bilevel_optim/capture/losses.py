@@ -57,11 +57,41 @@ class Reading(NamedTuple):
         places: where each input of the graph comes from: ``("x", i)`` and ``("y", i)`` are parameters,
             ``("argument", k)`` is the k-th tensor of the arguments, ``("read", j)`` another one.
         reads: the other tensors.
+        live: the parameters.
     """
 
     graph: LossGraph
     places: tuple[tuple[str, int], ...]
     reads: list[Tensor]
+    live: list[Tensor]
+
+    def is_still(
+        self,
+        graph: LossGraph,
+        tensors: Sequence[Tensor],
+        x: Sequence[Tensor],
+        y: Sequence[Tensor],
+        arguments: Sequence[Tensor],
+    ) -> bool:
+        """Whether it is what is read in a call with this graph, these inputs, and these tensors of arguments."""
+        if graph is not self.graph or not all(map(operator.is_, self.live, (*x, *y))):
+            return False
+        kinds = {"x": x, "y": y, "argument": arguments, "read": self.reads}
+        others = {*map(id, arguments)}
+        return all(
+            [
+                tensor is kinds[kind][i] and (kind == "argument" or id(tensor) not in others)
+                for tensor, (kind, i) in zip(tensors, self.places, strict=True)
+            ]
+        )
+
+
+class Called(NamedTuple):
+    """What a call of a function gave: its output, its graph, and the inputs of that."""
+
+    output: Any
+    graph: LossGraph
+    tensors: Sequence[Tensor]
 
 
 class LossReader:
@@ -69,9 +99,13 @@ class LossReader:
 
     One for each role and each form of the data, because torch keeps a limit of recompilations for each code object, and
     takes shapes that change between two calls of the same one for dynamic.
+
+    Attributes:
+        known: calls a function as it was read, in Dynamo's mode without compilation, and notes what it reads.
     """
 
     def __init__(self) -> None:
+        self._last: Reading | None = None
         self._begin()
 
     def _begin(self, *, constant: bool = False) -> None:
@@ -87,33 +121,39 @@ class LossReader:
         # what it has compiled, in the globals of the function too, until it is told that there is no such code now.
         own = types.FunctionType(call.__code__.replace(co_name=f"call_{next(_NUMBERS)}"), {**globals()}, "call")
         weakref.finalize(own, remove_from_cache, own.__code__).atexit = False
+        self.known: Callable[..., Any] = own
         self._read: Callable[..., Any] = _READ(own)
-        self._known: Callable[..., Any] = dynamo.run(self._read)  # as it was read, and never anew
 
-    def read(self, x: Sequence[Tensor], y: Sequence[Tensor], function: Callable[..., Any], *arguments: Any) -> Reading:
+    def read(
+        self,
+        x: Sequence[Tensor],
+        y: Sequence[Tensor],
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        called: Called | None,
+    ) -> Reading:
         """What a function computes from such arguments and from the live parameters.
+
+        ``called`` is what it gave as it was read before, if it is as it was then.
 
         Raises:
             Untraceable: with Dynamo's reason and the user's line, if Dynamo cannot read it.
         """
-        _CALLED.last = None
-        with TRACING, torch.enable_grad():
-            try:
-                output = self._known(function, *arguments)
-            except _Unread:
-                output = self._read_anew(function, arguments)
-        if _CALLED.last is None:
-            raise Untraceable("a loss computes nothing with tensors")
-        graph: LossGraph
-        (graph, tensors), _CALLED.last = _CALLED.last, None
+        if called is None:
+            _CALLED.last = None
+            called = _noted(self._read_anew(function, arguments))
+        output, graph, tensors = called
+        own = Data.of(*arguments).tensors
+        if self._last is not None and self._last.is_still(graph, tensors, x, y, own):
+            return self._last
         sized = not all(isinstance(t, Tensor) for t in tensors)  # some sizes are inputs
         if (graph.wants_constants or sized) and not self._constant:
             self._begin(constant=True)
-            return self.read(x, y, function, *arguments)
+            return self.read(x, y, function, arguments, None)
         graph.settle(tensors, output)
-        names = {id(t): ("argument", k) for k, t in enumerate(Data.of(*arguments).tensors)}
-        for kind, own in (("x", x), ("y", y)):
-            for i, t in enumerate(own):
+        names = {id(t): ("argument", k) for k, t in enumerate(own)}
+        for kind, live in (("x", x), ("y", y)):
+            for i, t in enumerate(live):
                 names[id(t)] = (kind, i)
         reads: list[Tensor] = []
         places = []
@@ -127,7 +167,8 @@ class LossReader:
             places.append(place)
         if any(places[i][0] != "read" for i in graph.writes):
             raise Untraceable("a loss writes into a parameter or into its batch")
-        return Reading(graph, tuple(places), reads)
+        self._last = Reading(graph, tuple(places), reads, [*x, *y])
+        return self._last
 
     def _read_anew(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         settings = {"specialize_float": self._constant, "automatic_dynamic_shapes": not self._constant, **SETTINGS}
@@ -226,7 +267,31 @@ def _noting(module: GraphModule, examples: Sequence[Tensor]) -> Callable[..., An
     return note
 
 
+def _noted(output: Any) -> Called:
+    """The call that was noted last, which gave this."""
+    if _CALLED.last is None:
+        raise Untraceable("a loss computes nothing with tensors")
+    (graph, tensors), _CALLED.last = _CALLED.last, None
+    return Called(output, graph, tensors)
+
+
+def _call_known(calls: Sequence[tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]]) -> list[Called | None]:
+    """Call functions, with these arguments, as they were read; None for each that is not what it was then."""
+    found: list[Called | None] = []
+    for known, function, arguments in calls:
+        _CALLED.last = None
+        try:
+            output = known(function, *arguments)
+        except _Unread:
+            found.append(None)
+        else:
+            found.append(None if _CALLED.last is None else Called(output, *_CALLED.last))
+    _CALLED.last = None
+    return found
+
+
 _READ: Callable[..., Any] = dynamo.optimize(_noting, nopython=True)  # one for all, because torch keeps every backend
+_KNOWN: Callable[..., list[Called | None]] = dynamo.run(_call_known)  # as they were read, and never anew
 
 
 class PureLoss:
@@ -331,19 +396,27 @@ class Readers:
             arguments: of each but features, which have those of their loss; functions without are left out.
             row: whether a loss sees one row of y.
         """
+        readers = self._readers
+        own, calls = {}, {}
+        for role, function in functions.items():
+            values = arguments.get(role.removesuffix(" features"))
+            if values is not None:
+                own[role] = values
+                if role not in readers:
+                    readers[role] = LossReader()
+                if f"{role} features" not in own:
+                    calls[role] = (readers[role].known, function, values)
         readings = Readings()
-        with placed(y, [t.detach()[0] for t in y]) if row else nullcontext():
-            for role, function in functions.items():
-                own = arguments.get(role.removesuffix(" features"))
-                if own is None:
-                    continue
-                if role not in self._readers:
-                    self._readers[role] = LossReader()
-                features = readings.get(f"{role} features")
-                if features is not None:
-                    own = (self._example(features, x, y, own),)
+        row_of_y = placed(y, [t.detach()[0] for t in y]) if row else nullcontext()
+        with TRACING, row_of_y, torch.enable_grad():
+            called = dict(zip(calls, _KNOWN([*calls.values()]), strict=True))
+            for role, values in own.items():
+                function, features = functions[role], readings.get(f"{role} features")
                 try:
-                    readings[role] = self._readers[role].read(x, y, function, *own)
+                    if features is not None:
+                        values = (self._example(features, x, y, values),)
+                        (called[role],) = _KNOWN([(readers[role].known, function, values)])
+                    readings[role] = readers[role].read(x, y, function, values, called[role])
                 except NotNow:
                     raise
                 except Untraceable as error:

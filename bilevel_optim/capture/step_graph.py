@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..hypergradient import Estimate
 from ..hypergradient.estimate import Write, measured
@@ -21,12 +22,12 @@ from ..oracle.session import Session
 from ..problem.tracing import Untraceable
 from ..problem.vector import Vector
 from ..solvers.lower import LowerRules
-from .backends import Backend
+from .backends import Backend, backend_of
 from .draws import Draw, Sources
 from .losses import Readings
 from .trace import Graph
 
-__all__ = ["StepGraph", "values_of"]
+__all__ = ["StepGraph", "trace_update", "values_of"]
 
 
 def values_of(
@@ -50,6 +51,7 @@ def values_of(
         },
         "tables": dict(given.tables),
         "solver": None if given.solver is None else [dict(entries) for entries in given.solver],
+        "upper_solver": None if given.upper_solver is None else [dict(entries) for entries in given.upper_solver],
         "numbers": _tensors(given.numbers),
         "reads": {role: list(tensors) for role, tensors in reads.items()},
         "rates": list(rates),
@@ -97,17 +99,17 @@ class StepGraph:
 
         def step(values: dict[str, Any]) -> dict[str, Any]:
             session = Session(
-                changed(method.oracle_options, evaluation=substituted), changed(found), Buffers(complete=True)
+                changed(method._oracle_options, evaluation=substituted), changed(found), Buffers(complete=True)
             )
             losses = readings.losses(oracle.live_x, oracle.live_y, values["reads"])
             drawn, random_inputs = values["data"]
-            f, g, tasks = sources.replayed(draws, drawn, None, losses)
-            f, g = method.objectives(f, g)
+            again = sources.replayed(draws, drawn, None, losses)
+            f, g = method._objectives(again.upper, again.lower)
             here = Oracle(oracle.live_x, oracle.live_y, f, g, names=lambda: oracle.names, session=session)
             here = here.at(values["x"], values["y"])
             now = _given(given, values, random_inputs, method, losses)
             session.buffers_skipped = any(loss.writes for role, loss in losses.items() if role.startswith("lower"))
-            estimate, moved = method.compute(here, now, tasks, update=update)
+            estimate, moved = method._compute(here, now, again.tasks, update=update)
             results = _results(estimate, values, here.y)
             # Of all evaluations the last one of the lower loss leaves its buffers.
             results["reads"] = {role: dict(loss.written) for role, loss in losses.items() if role.startswith("lower")}
@@ -120,6 +122,7 @@ class StepGraph:
                 results |= {
                     "x": list(moved.x),
                     "x_memory": {name: v if v is None else list(v) for name, v in moved.upper_memory.items()},
+                    "x_solver": moved.solver,
                     "x_lower": None if moved.lower is None else list(moved.lower),
                     "x_writes": _writes(moved.writes, values, here.y),
                 }
@@ -137,7 +140,7 @@ class StepGraph:
                 flags.append(results["flags"])
             return {**results, "losses": torch.stack(losses), "flags": torch.stack(flags)}
 
-        self.arguments, self.times, self.reads = arguments, times, method.estimate_reads
+        self.arguments, self.times, self.reads = arguments, times, method._estimate_reads
         self._again = partial(StepGraph, method, oracle, given, sources, draws, readings, update)
         self._backend = backend
         self.graph = Graph(step if times == 1 else several, arguments, backend, [*oracle.live_x, *oracle.live_y])
@@ -146,6 +149,19 @@ class StepGraph:
         """The graph of several steps like this one, one after the other."""
         arguments = {**self.arguments, "data": [self.arguments["data"]] * times}
         return self._again(arguments, self._backend, times)
+
+
+def trace_update(factory: Callable[[Any], Optimizer]) -> None:
+    """Trace the second step of an optimizer of x; raises `Untraceable` if its update cannot be part of a graph."""
+    single, one = torch.zeros(1, 1, device="cpu", requires_grad=True), torch.ones(1, 1, device="cpu")
+
+    def moved(values: tuple[Any, Any]) -> tuple[list[Tensor], Any]:
+        rate, memory = values
+        rule = LowerRules(factory)([{"params": [single], "lr": rate}], Vector([one]))
+        solved = rule.step(Vector([one]), memory or rule.fresh(), lambda _: (None, Vector([one])))
+        return list(solved.y), solved.memory
+
+    Graph(moved, (torch.ones((), device="cpu"), moved((1.0, None))[1]), backend_of("eager", None, None))
 
 
 def _advanced(values: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
@@ -163,6 +179,7 @@ def _advanced(values: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]
         "upper_memory": upper,
         "tables": {**values["tables"], **results["tables"]},
         "solver": results["solver"] or values["solver"],
+        "upper_solver": results.get("x_solver") or values["upper_solver"],
         "numbers": {**values["numbers"], **results["numbers"]},
         "reads": reads,
     }
@@ -179,8 +196,9 @@ def _given(
     rates = iter(values["rates"])
     upper_groups = [{**group, "lr": next(rates)} for group in given.upper_groups]
     lower_groups = [{**group, "lr": next(rates)} for group in given.lower_groups]
-    limits = replace(method.limits, projection=losses.get("projection"))
-    rules = LowerRules(method.lower_factory, limits)
+    limits = replace(method._limits, projection=losses.get("projection"))
+    rules, upper = LowerRules(method._lower_factory, limits), method._upper_factory
+    upper_rules = None if upper is None else LowerRules(upper)
     return changed(
         given,
         upper_groups=upper_groups,
@@ -190,10 +208,12 @@ def _given(
         tables=values["tables"],
         lower=Vector(values["y"]),
         solver=values["solver"],
+        upper_solver=values["upper_solver"],
         numbers={**given.numbers, **values["numbers"]},
         random_inputs=random_inputs,
         lower_init=losses.get("start"),
         rule=lambda like: rules(lower_groups, like),
+        upper_rule=None if upper_rules is None else lambda like: upper_rules(upper_groups, like),
     )
 
 

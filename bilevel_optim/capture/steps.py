@@ -25,8 +25,8 @@ from ..problem.tracing import Untraceable
 from .bind import CHECKED_EVERY, CompiledStep, Slot, Unsettled, difference, shaken
 from .cache import FULL, MOST_GRAPHS, PLAIN, CacheEntry, DataForm, Identity, Settings, StepCache
 from .draws import Data, Drawn, Draws, Log, Sources, draw_ahead, draw_numbers, flattened, forms_of, versions_of
-from .losses import Readings, Unreadable
-from .step_graph import StepGraph, values_of
+from .losses import NotNow, Readings, Unreadable
+from .step_graph import StepGraph, trace_update, values_of
 from .trace import storage_of
 
 __all__ = ["CapturedSteps", "Settings"]
@@ -179,8 +179,20 @@ class CapturedSteps:
         Raises:
             RuntimeError: if all have to be.
         """
-        if why := self.optimizer.why_eager():
-            self.cache.warn(why, stacklevel=4)
+        if why := self.optimizer._why_eager():
+            self.cache.warn(why)
+
+    def why_update_is_eager(self) -> str:
+        """Why the host moves x although the method does not ask for it: its optimizer; empty if it does not."""
+        factory = self.optimizer._upper_factory
+        try:
+            if factory is not None:
+                trace_update(factory)
+        except Untraceable as error:
+            return (
+                f"x is moved eagerly, by the hypergradient of the graph: the upper_optimizer cannot be traced ({error})"
+            )
+        return ""
 
     # ------------------------------------------------------------------------------------------------ one step
 
@@ -201,6 +213,7 @@ class CapturedSteps:
             loss = self._eager(sources, update, inputs)
         elif entry.draws is None:
             loss = self._recorded(entry, sources, update, inputs)
+            reason = next((form.refused[1] for form in entry.forms), "")
         else:
             drawn = entry.draws.make(sources, self.optimizer.generator, inputs)
             return self._drawn(Drawing(sources, update, entry, inputs, entry.draws, drawn))
@@ -216,7 +229,7 @@ class CapturedSteps:
         optimizer = self.optimizer
         if self.cache.reason:
             return None
-        if why := optimizer.why_eager(sources.tasks):
+        if why := optimizer._why_eager(sources.tasks):
             self.cache.warn(why)
             return None
         (key,) = self._keys(sources, 1)
@@ -225,8 +238,8 @@ class CapturedSteps:
     def _keys(self, sources: Sources, steps: int) -> Iterator[Any]:
         """What decides, of the state of the run, which operations each of the next steps is made of."""
         optimizer, known = self.optimizer, self.optimizer.numbers | sources.terms
-        now = optimizer.run_state.steps
-        return (optimizer.graph_key(k, known) for k in range(now, now + steps))
+        now = optimizer._run_state.steps
+        return (optimizer._graph_key(k, known) for k in range(now, now + steps))
 
     def _guard(self, sources: Sources, update: bool, key: Any) -> list[Any]:
         """What decides, beside the losses, which operations a step is made of."""
@@ -245,26 +258,26 @@ class CapturedSteps:
         """Why such steps run eagerly, if they do; those that the host makes in between are told as the others."""
         entry = entry or next(iter(self.cache.entries), None)
         own = "" if entry is None else entry.reason
-        known = self.cache.reason or self.optimizer.why_eager(sources.tasks) or own
+        known = self.cache.reason or self.optimizer._why_eager(sources.tasks) or own
         return known or (self.cache.unreadable(self._functions(sources)) if self.cache.some_are_unreadable else "")
 
     def _random_inputs(self) -> dict[str, Tensor]:
         """What the method draws for a step."""
         optimizer = self.optimizer
-        if not optimizer.random_inputs():
+        if not optimizer._random_inputs():
             return {}
-        agreed = partial(optimizer.oracle_options.ranks.agreed, device=optimizer.param_groups[-1]["params"][0].device)
-        return draw_random_inputs(optimizer.random_inputs(), optimizer.generator, agreed)
+        agreed = partial(optimizer._oracle_options.ranks.agreed, device=optimizer.param_groups[-1]["params"][0].device)
+        return draw_random_inputs(optimizer._random_inputs(), optimizer.generator, agreed)
 
     def _eager(self, sources: Sources, update: bool, inputs: Mapping[str, Any]) -> Tensor:
         """The step as it would be without a capture."""
         optimizer = self.optimizer
-        transaction, oracle, groups = optimizer.open_step(sources.upper, sources.lower)
+        transaction, oracle, groups = optimizer._open_step(sources.upper, sources.lower)
         with transaction:
-            given = optimizer.step_inputs(oracle, groups, inputs)
-            results = optimizer.compute(oracle, given, sources.tasks, update=update)
+            given = optimizer._step_inputs(oracle, groups, inputs)
+            results = optimizer._compute(oracle, given, sources.tasks, update=update)
             transaction.conclude()
-            transaction.commit(optimizer.step_writes(oracle, results))
+            transaction.commit(optimizer._step_writes(oracle, results))
         return results.loss
 
     def _recorded(self, entry: CacheEntry, sources: Sources, update: bool, inputs: dict[str, Any]) -> Tensor:
@@ -272,7 +285,7 @@ class CapturedSteps:
 
         It is captured if it is not the first that reads so, or not the first of its run.
         """
-        log, at_once = Log(), bool(self.optimizer.run_state.steps) and self.cache.is_familiar
+        log, at_once = Log(), bool(self.optimizer._run_state.steps) and self.cache.is_familiar
 
         def find(oracle: Oracle, given: StepInputs) -> Captured | None:
             if log.reason:
@@ -301,6 +314,8 @@ class CapturedSteps:
             return self._noted(self._eager(drawing.replayed, update, inputs), self.cache.note(error, entry))
         compiled = form.compiled_for(readings.key, optimizer.state, optimizer.numbers)
         if compiled is None:
+            if form.refused[0] == readings.key:
+                return self._noted(self._eager(drawing.replayed, update, inputs), form.refused[1])
             if self.cache.graphs >= MOST_GRAPHS:
                 self.cache.warn(FULL)
                 return self._noted(self._eager(drawing.replayed, update, inputs), FULL)
@@ -309,7 +324,7 @@ class CapturedSteps:
                 return self._eager(drawing.replayed, update, inputs)
             made = partial(self._made, drawing, form, readings)
             loss = self._beside_eager(drawing.replayed, entry, update, inputs, made)
-            return self._noted(loss, self._why_eager(entry, drawing.sources))
+            return self._noted(loss, form.refused[1] or self._why_eager(entry, drawing.sources))
         if compiled.due():
 
             def find(oracle: Oracle, given: StepInputs) -> Captured:
@@ -322,9 +337,9 @@ class CapturedSteps:
             return self._eager(drawing.replayed, update, inputs)
         found: Tensor = outputs[compiled.out["loss"]]
         writes = self._writes(compiled, readings, outputs, found)
-        if update and optimizer.declared.host_update:
+        if update and optimizer._host_update:
             with torch.no_grad():
-                writes += optimizer.update_writes(compiled.estimate(outputs), compiled.x, compiled.y)
+                writes += optimizer._update_writes_after(compiled.estimate(outputs), compiled.x, compiled.y)
         make(writes)
         return found
 
@@ -337,8 +352,8 @@ class CapturedSteps:
             if objective.features is not None:
                 found[f"{level} features"] = objective.features
             found[level] = objective.loss
-        if self.optimizer.limits.projection is not None:
-            found["projection"] = self.optimizer.limits.projection
+        if self.optimizer._limits.projection is not None:
+            found["projection"] = self.optimizer._limits.projection
         if sources.tasks is not None and self.optimizer.lower_init is not None:
             found["start"] = self.optimizer.lower_init
         return found
@@ -357,11 +372,11 @@ class CapturedSteps:
         row = sources.tasks is not None and optimizer.declared.tasks == "rows"
         if "projection" in functions:
             arguments = {**arguments, "projection": ([t.detach()[0] if row else t.detach() for t in y],)}
-        with optimizer.run_state.buffers.unnoted():  # or a loss would read a hook of the first step
+        with optimizer._run_state.buffers.unnoted():  # or a loss would read a hook of the first step
             readings = form.readers.read(x, y, functions, arguments, row=row)
         if readings.writes:
             for role, tensor in readings.written:
-                if not optimizer.run_state.buffers.advance(tensor):
+                if not optimizer._run_state.buffers.advance(tensor):
                     raise Unreadable("a loss writes into a tensor that is not its own", role, functions[role])
         return readings
 
@@ -370,19 +385,25 @@ class CapturedSteps:
     ) -> Captured:
         """The graph of a step that is to be made, and what it gives."""
         optimizer = self.optimizer
-        if optimizer.oracle_options.ranks.group is not None:
+        if optimizer._oracle_options.ranks.group is not None:
             raise Untraceable("ranks exchange results in a step")
         if oracle.sharded:
             raise Untraceable("parameters are sharded")
         if any(p._backward_hooks for p in (*oracle.live_x, *oracle.live_y)):
             raise Untraceable("a parameter has a hook")
         rates = self.cache.rates(optimizer.param_groups, oracle.device)
-        arguments = values_of(given, oracle.x, oracle.y, readings.reads, rates, optimizer.estimate_reads)
+        arguments = values_of(given, oracle.x, oracle.y, readings.reads, rates, optimizer._estimate_reads)
         arguments["data"] = list(drawing.drawn), drawing.inputs
-        update = drawing.update and not optimizer.declared.host_update
-        graph = StepGraph(
-            optimizer, oracle, given, drawing.sources, drawing.draws, readings, update, arguments, self.cache.backend
-        )
+        update = drawing.update and not optimizer._host_update
+        parts = optimizer, oracle, given, drawing.sources, drawing.draws, readings, update, arguments
+        try:
+            graph = StepGraph(*parts, self.cache.backend)
+        except Unsettled:
+            raise
+        except Untraceable as error:
+            form.refused = readings.key, str(error)  # it is tried again when the losses read otherwise
+            raise NotNow(str(error)) from error
+        form.refused = None, ""
         batches = forms_of(drawing.draws, drawing.drawn)
         compiled = CompiledStep(graph, optimizer.state, oracle.live_x, oracle.live_y, readings.key, batches)
         return self._ran(compiled, form, readings, drawing.data.tensors)
@@ -416,18 +437,18 @@ class CapturedSteps:
             find: gives the graph and its results, if there are.
             afterwards: ask for them after the eager step, which shows what it draws.
         """
-        optimizer, host = self.optimizer, self.optimizer.declared.host_update
-        transaction, oracle, groups = optimizer.open_step(sources.upper, sources.lower)
+        optimizer, host = self.optimizer, self.optimizer._host_update
+        transaction, oracle, groups = optimizer._open_step(sources.upper, sources.lower)
         with transaction:
-            given = optimizer.step_inputs(oracle, groups, inputs)
+            given = optimizer._step_inputs(oracle, groups, inputs)
             found = None if afterwards else self._found(entry, find, oracle, given)
-            results = optimizer.compute(oracle, given, sources.tasks, update=update and not host)
+            results = optimizer._compute(oracle, given, sources.tasks, update=update and not host)
             transaction.conclude()
             with torch.no_grad():
                 found = self._found(entry, find, oracle, given) if afterwards else found
                 loss, estimate = results.loss, results.estimate
                 if found is None or not self._agrees(found, results):
-                    writes = optimizer.step_writes(oracle, results)
+                    writes = optimizer._step_writes(oracle, results)
                 else:
                     compiled, outputs = found.compiled, found.outputs
                     if compiled not in found.form.compiled:
@@ -435,11 +456,11 @@ class CapturedSteps:
                     session = oracle.session
                     loss, estimate = outputs[compiled.out["loss"]], compiled.estimate(outputs)
                     writes = [
-                        partial(optimizer.run_state.enter, {"found": session.found, "warned": session.warned}),
+                        partial(optimizer._run_state.enter, {"found": session.found, "warned": session.warned}),
                         *self._writes(compiled, found.readings, outputs, loss),
                     ]
                 if host and update:
-                    writes += optimizer.update_writes(estimate, oracle.live_x, oracle.live_y)
+                    writes += optimizer._update_writes_after(estimate, oracle.live_x, oracle.live_y)
             transaction.commit(writes)
         return loss
 
@@ -465,7 +486,7 @@ class CapturedSteps:
     def _agrees(self, found: Captured, results: StepResults) -> bool:
         """Whether what a graph gave is what an eager step gave; if not, no step is captured any more."""
         optimizer = self.optimizer
-        step = optimizer.difference_step
+        step = optimizer._difference_step
         divisor = 1.0 if step is None else min(getattr(optimizer, step), 1.0)
         what = difference(found.compiled, found.outputs, *results, divisor)
         if what is not None:  # perhaps it is small, and what it is made of is not, as close to a solution
@@ -487,7 +508,7 @@ class CapturedSteps:
             return False
         optimizer = self.optimizer
         on = {key for key, is_on in zip(compiled.step.alerts, raised, strict=True) if is_on}
-        return bool(amiss) or not on <= optimizer.run_state.warned or optimizer.reacts_to(optimizer.numbers) in on
+        return bool(amiss) or not on <= optimizer._run_state.warned or optimizer._reacts_to(optimizer.numbers) in on
 
     def _writes(
         self,
@@ -498,12 +519,15 @@ class CapturedSteps:
         made: Sequence[tuple[CompiledStep, int]] = (),
     ) -> list[Write]:
         """The writes of captured steps, the last of which gave this; ``made`` are all of them, if it is not the one."""
-        state, out = self.optimizer.run_state, compiled.out
+        state, out = self.optimizer._run_state, compiled.out
         figures = {name: outputs[v] if isinstance(v, Slot) else v for name, v in out["diagnostics"].items()}
         made = made or [(compiled, 1)]
-        counts = {name: sum(n * one.step.counts.get(name, 0) for one, n in made) for name in state.counts}
-        after = {**state.after_steps(counts, loss), "steps": state.steps + sum(n for _, n in made)}
-        left = self.optimizer.result_writes(figures, compiled.numbers_of(outputs), state.found, after)
+        after: dict[str, Any] = {"counts": {**state.counts}, "steps": state.steps, "last_loss": loss}
+        for one, times in made:
+            after["steps"] += times
+            for name, count in one.step.counts.items():
+                after["counts"][name] += times * count
+        left = self.optimizer._result_writes(figures, compiled.numbers_of(outputs), state.found, after)
         return [partial(compiled.write, outputs, readings.reads), *left]
 
     # ------------------------------------------------------------------------------------------------ many steps
@@ -513,7 +537,7 @@ class CapturedSteps:
         losses: list[Tensor] = []
         steady = True  # nothing is known to change what a loss reads while the data are drawn, or to fail
         while (done := sum(map(len, losses))) < steps:
-            if steady and not (self.optimizer.finished() or self.optimizer.has_step_hooks):
+            if steady and not (self.optimizer._finished() or self.optimizer._has_step_hooks):
                 try:
                     losses += self._chain(_sources(upper, lower, tasks), min(steps - done, self._most))
                     continue
@@ -524,7 +548,7 @@ class CapturedSteps:
 
     def _chain(self, sources: Sources, most: int) -> list[Tensor]:
         """Losses of captured steps that follow each other, at most so many; of a single step if there are none."""
-        optimizer, start, before = self.optimizer, self._place(sources), self.optimizer.run_state.steps
+        optimizer, start, before = self.optimizer, self._place(sources), self.optimizer._run_state.steps
         began, many = time.monotonic(), False  # whether what fails may be another step than the next one
         entry = self._entry(sources, True)
         made: list[Draws] = []
@@ -551,8 +575,8 @@ class CapturedSteps:
             return [losses] if last is None else [losses, self._drawn(last).reshape(1)]
         except BaseException as error:
             self._return_to(sources, start)
-            self._draw_again(sources, made[: optimizer.run_state.steps - before])
-            if many and isinstance(error, Exception) and optimizer.run_state.steps == before:
+            self._draw_again(sources, made[: optimizer._run_state.steps - before])
+            if many and isinstance(error, Exception) and optimizer._run_state.steps == before:
                 raise _Unsteady from error  # step by step all are kept that come before what fails
             raise
 
@@ -596,7 +620,7 @@ class CapturedSteps:
         except Untraceable:
             return None, drawn
         compiled = form.compiled_for(readings.key, optimizer.state, optimizer.numbers)
-        if compiled is None or not compiled.unwatched or not compiled.chains or optimizer.declared.host_update:
+        if compiled is None or not compiled.unwatched or not compiled.chains or optimizer._host_update:
             return None, drawn
         moving = {*map(storage_of, (*compiled.x, *compiled.y))}
         others = [*Data.of(*arguments.values()).tensors, *chain.from_iterable(readings.reads.values())]
@@ -636,7 +660,7 @@ class CapturedSteps:
     def _ahead(self, link: Link, steps: int) -> list[list[Tensor]]:
         """Data of the next steps from lists, as far as these have the form that the graph was made for."""
         optimizer, draws, sources = self.optimizer, link.draws, link.sources
-        wanted: list[Any] = [(name, count, optimizer.generator) for name, count in optimizer.random_inputs().items()]
+        wanted: list[Any] = [(name, count, optimizer.generator) for name, count in optimizer._random_inputs().items()]
         wanted += [(i, objective.terms, objective.generator) for i, objective in draws.terms(sources)]
         assert link.compiled.batches is not None
         data: list[list[Tensor]] = []
@@ -694,7 +718,7 @@ class CapturedSteps:
     def _sound(self, made: Sequence[Made]) -> list[Made]:
         """What came before the first step with a flag that matters: nothing of it has been written."""
         optimizer, found = self.optimizer, list[Made]()
-        known = optimizer.run_state.warned - {optimizer.reacts_to(optimizer.numbers)}
+        known = optimizer._run_state.warned - {optimizer._reacts_to(optimizer.numbers)}
         for each in made:
             matters = [True] + [key not in known for key in each.segment.link.compiled.step.alerts]
             failed = (each.flags & each.flags.new_tensor(matters)).any(1).tolist()
@@ -711,7 +735,7 @@ class CapturedSteps:
     def _place(self, sources: Sources) -> Place:
         """Where what draws is: positions in the data, and the generators that matter."""
         optimizer = self.optimizer
-        plain = sources.tasks is None and (optimizer.generator is not None or not optimizer.random_inputs())
+        plain = sources.tasks is None and (optimizer.generator is not None or not optimizer._random_inputs())
         plain = plain and not any(map(_draws_by_default, sources.objectives.values()))
         own = None if optimizer.generator is None else optimizer.generator.get_state()
         marks = [objective.mark() for objective in sources.objectives.values()]

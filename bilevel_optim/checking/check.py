@@ -21,7 +21,8 @@ from ..oracle.buffers import Buffers
 from ..oracle.oracle import Oracle
 from ..problem.finite_sum import FiniteSum
 from ..problem.objective import Loss, Objective, as_objective
-from ..problem.parameters import is_number, require
+from ..problem.parameters import is_number, require, require_choice
+from ..problem.random import kept
 from ..problem.tasks import draw, sample, select, starting_points, task_count
 from ..problem.vector import Vector, stack
 from ..solvers.limits import changes
@@ -159,7 +160,7 @@ def check_hypergradient(
     require("atol", atol, atol >= 0)
     require("rtol", rtol, rtol >= 0)
     require("repeats", repeats, isinstance(repeats, int) and repeats >= 2)
-    require("reference", reference, reference in ("auto", "dense", "implicit", "differences"))
+    require_choice("reference", reference, ("auto", "dense", "implicit", "differences"))
     require("directions", directions, isinstance(directions, int) and directions >= 1)
     require("max_seconds", max_seconds, is_number(max_seconds) and max_seconds > 0)
     clock = Clock(float(max_seconds))
@@ -167,7 +168,7 @@ def check_hypergradient(
         with _undisturbed(optimizer):
             case = _one_problem(optimizer, upper, lower) if tasks is None else _tasks(optimizer, upper, lower, tasks)
             truth = reference_of(case.problems, case.starts, reference, directions, clock)
-            if any(bool(changes(y, optimizer.limits.projected(y, 0))) for y in truth.solutions):
+            if any(bool(changes(y, optimizer._limits.projected(y, 0))) for y in truth.solutions):
                 raise ValueError(
                     "there is no reference where lower_projection changes the solution of the lower problem"
                 )
@@ -177,9 +178,10 @@ def check_hypergradient(
         clock.clear()
     norm, bias = float(truth.gradient.norm()), float((here.mean - truth.gradient).norm())
     error, at_solution = (_ratio(float((found.mean - truth.gradient).norm()), norm) for found in (here, there))
+    faults = [text for text in truth.faults if optimizer.declared.second_order or "second" not in text]
     standard_error, allowed = here.std / here.number**0.5, atol + rtol * norm
     verdict = "right" if bias + 4 * standard_error <= allowed or (bias <= allowed and not here.std) else "inconclusive"
-    verdict = "biased" if bias > allowed + 4 * standard_error or truth.faults else verdict
+    verdict = "biased" if bias > allowed + 4 * standard_error or faults else verdict
     report = HypergradientReport(
         relative_error=error,
         relative_error_at_solution=at_solution,
@@ -194,7 +196,7 @@ def check_hypergradient(
         gap=truth.gap,
         seconds=clock.spent,
         verdict=verdict,
-        advice=_advice(optimizer, verdict, error, at_solution, there.figures, truth.faults),
+        advice=_advice(optimizer, verdict, error, at_solution, there.figures, faults),
     )
     if verdict == "biased" or not math.isfinite(bias):
         failure = GradcheckError(
@@ -236,7 +238,7 @@ def _advice(
             "better lower_lr or lower_optimizer, or some steps of warm start"
         )
     own = "the estimator's own settings are the cause, as it is as bad at the exact lower solution: "
-    step, residual = optimizer.difference_step, figures.get("linear_relative_residual")
+    step, residual = optimizer._difference_step, figures.get("linear_relative_residual")
     if step is not None:
         return f"{own}{step} = {getattr(optimizer, step):.3g}: another {step} (its error law is in the docstring)"
     unsolved = None if residual is None else float(torch.as_tensor(residual).max())
@@ -263,7 +265,7 @@ def _undisturbed(optimizer: BilevelOptimizer) -> Generator[None]:
     own = None if generator is None else generator.get_state()
     pythons, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:
-        with torch.random.fork_rng(), Buffers().kept():
+        with kept(optimizer.parameters("upper")[0].device), Buffers().kept():
             yield
     finally:
         random.setstate(pythons)
@@ -315,7 +317,7 @@ class _Case:
 def _one_problem(optimizer: BilevelOptimizer, upper: Loss, lower: Loss | None) -> _Case:
     f = _replica(as_objective(upper, "upper"))
     g = None if lower is None else _replica(as_objective(lower, "lower"))
-    oracle = optimizer.oracle(f, g)
+    oracle = optimizer._oracle(f, g)
 
     def estimate(points: list[Vector] | None) -> Estimate:
         return optimizer.propose(f, g, still=True, start=None if points is None else points[0])
@@ -326,12 +328,12 @@ def _one_problem(optimizer: BilevelOptimizer, upper: Loss, lower: Loss | None) -
 def _tasks(optimizer: BilevelOptimizer, upper: Loss, lower: Loss | None, sampler: Any) -> _Case:
     """The lower problems of one draw of tasks."""
     kinds = {"rows": "keeps y of every task", "none": "takes no tasks"}
-    why = "has one loss" if optimizer.one_loss else kinds.get(optimizer.declared.tasks)
+    why = "has one loss" if optimizer._one_loss else kinds.get(optimizer.declared.tasks)
     if why is not None:
         raise ValueError(f"{type(optimizer).__name__} {why}: it is checked on one problem, without tasks")
     n = task_count(sampler, optimizer.tasks_per_step)
     drawn = _DrawnTasks(sampler, n, optimizer.generator)
-    oracle = optimizer.oracle(upper, lower)
+    oracle = optimizer._oracle(upper, lower)
     first = starting_points(oracle.y, oracle.lower_names(), drawn.tasks, n, optimizer.lower_init)
     starts = [first.lane(i).clone() for i in range(n)]
     pairs = zip(drawn.objectives(upper, "upper"), drawn.objectives(lower, "lower"), strict=True)
@@ -344,7 +346,7 @@ def _tasks(optimizer: BilevelOptimizer, upper: Loss, lower: Loss | None, sampler
 
         return optimizer.propose(upper, lower, tasks=drawn, still=True, start=start)
 
-    return _Case([optimizer.oracle(*pair) for pair in pairs], starts, estimate)
+    return _Case([optimizer._oracle(*pair) for pair in pairs], starts, estimate)
 
 
 class _Shuffled:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from math import inf
 
 import torch
 from torch import Tensor
 
 from ..kernels.counter import mixed, remainders
 from ..kernels.seeded import accumulated, perturbed, squares
-from ..problem.parameters import is_number, require
+from ..problem.parameters import require_choice
+from ..problem.placement import constant
 from ..problem.vector import Vector
 
 __all__ = ["KINDS", "Directions"]
@@ -64,8 +64,8 @@ class Directions:
         relative: bool = False,
         scale: str | float = "unbiased",
     ) -> None:
-        require("direction", kind, kind in KINDS)
-        require("scale", scale, scale in ("unbiased", "none") or (is_number(scale) and 0 < float(scale) < inf))
+        require_choice("direction", kind, KINDS)
+        require_choice("scale", scale, ("unbiased", "none"), or_positive=True)
         self.x, self.kind, self.count, self.smoothing = x.detach(), kind, count, float(smoothing)
         self._sizes = [t.numel() for t in x]
         self._p = sum(self._sizes)
@@ -123,10 +123,9 @@ class Directions:
 
     def _moved(self, x: Vector, which: Sequence[int], factors: Sequence[float], *, smoothed: bool = True) -> Vector:
         """Points :math:`x + c D u_j`, or without D."""
-        device, parts = self._keys.device, []
-        chosen = torch.tensor(which, device=device)
+        parts, chosen = [], constant(which, self._keys)
         keys, rows = self._keys[chosen], self._rows[chosen]
-        lengths = torch.tensor(factors, dtype=torch.float64, device=device)
+        lengths = constant(factors, self._keys, torch.float64)
         for i, (t, offset) in enumerate(zip(x, self._offsets, strict=True)):
             own = lengths / self._lengths[i][chosen] if self._lengths else lengths
             if smoothed and self._metric is not None:
@@ -145,7 +144,7 @@ class Directions:
         # A random affine map of the index: every row is as likely as any other, and none comes twice in a block.
         first, shift = remainders(mixed(torch.stack([keys - 1, keys - 2])), self._p)
         tried = (first.unsqueeze(1) + torch.arange(PRIME_GAP, device=j.device)) % self._p
-        prime = torch.gcd(tried, torch.tensor(self._p, device=j.device)) == 1
+        prime = torch.gcd(tried, torch.full_like(shift[:1], self._p)) == 1
         a = tried.gather(1, prime.int().argmax(1, keepdim=True)).squeeze(1)
         return keys, (a * index + shift) % self._p
 

@@ -31,7 +31,7 @@ class Estimate:
     Attributes:
         loss: upper loss at the point where the estimate was made, a scalar tensor.
         gradient: estimate of the hypergradient, shaped like x.
-        diagnostics: scalars and small tensors worth a look; a vector stands for its norm, see `measured`.
+        diagnostics: scalars and small tensors worth a look; a vector stands for its norm.
         memory: tensors shaped like y to remember for the next estimate, by name.
         upper_memory: the same shaped like x.
         start: derivative in the lower value that the steps began at, if it is known.
@@ -64,7 +64,7 @@ class Estimate:
 
     @property
     def shown(self) -> list[Tensor] | None:
-        """Where it shows whether a vector of an oracle was not finite; None: these have to be looked at themselves."""
+        """Where it shows whether a vector of an oracle was not finite. With None, look at the vectors themselves."""
         if not self.complete:
             return None
         found = [*self.gradient]

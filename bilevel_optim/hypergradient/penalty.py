@@ -10,6 +10,7 @@ import torch
 from ..oracle.copies import evaluate_copies
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
+from ..problem.placement import constant
 from ..problem.vector import Vector
 from .estimate import Estimate
 from .finite_difference import Stencil
@@ -56,7 +57,7 @@ def penalty(
     )
     hint = "If copies at negative nodes diverge, a smaller nu helps, or stencil='forward'"
     oracle.checks.finite("upper_grad", values.gradient, hint)
-    interpolation = values.upper.new_tensor([float(w) for w in formula.interpolation])
+    interpolation = constant([float(w) for w in formula.interpolation], values.upper)
     used = interpolation != 0
     loss = torch.where(used, values.upper * interpolation, 0.0).sum()
     oracle.checks.scalar("loss", loss, hint)

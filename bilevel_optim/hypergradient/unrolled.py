@@ -13,7 +13,7 @@ from ..oracle.oracle import Oracle
 from ..oracle.second_order import LowerSystem
 from ..problem.objective import Sample
 from ..problem.vector import Vector
-from ..solvers.lower import LowerRule, Memory, watched_growth
+from ..solvers.lower import LowerRule, Memory, turned, watched_growth
 from ..solvers.unrolling import update_vjp
 from .estimate import Estimate
 
@@ -78,7 +78,7 @@ def unrolled(
         step = _Step(point, solved.memory, sample, point.kept_system(sample) if keep_graphs else None, apart)
         trajectory.append(step)
         sized = k in (0, differentiated // 2, differentiated - 1)
-        solved = rule.step(solved.y, solved.memory, partial(_evaluated, step), sized=sized)
+        before, solved = solved, rule.step(solved.y, solved.memory, partial(_evaluated, step), sized=sized)
         if differentiated > 2 and sized and solved.gradient is not None:
             norms.append(solved.norm())
     oracle.checks.finite("lower_grad", solved.y)
@@ -96,9 +96,10 @@ def unrolled(
             h = h + part.pulled_back()
     if len(norms) == 3:
         first, middle, last = norms
-        diagnostics = {"lower_residual": last, **watched_growth(oracle.checks, (first, middle), last)}
+        turn = turned(before, solved)
+        diagnostics = {"lower_residual": last, **watched_growth(oracle.session, (first, middle), last, turn)}
     else:
-        diagnostics = solved.watched(oracle.checks)
+        diagnostics = solved.watched(oracle.session)
     start = adjoint if differentiated == steps else None
     return Estimate(loss, h, diagnostics, start=start, lower=solved.y, solver=solved.memory)
 

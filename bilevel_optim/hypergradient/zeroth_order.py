@@ -12,6 +12,7 @@ from ..distributed.ranks import Ranks
 from ..oracle.copies import evaluate_copies
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
+from ..problem.placement import constant
 from ..problem.vector import Vector
 from ..solvers.paths import Paths
 from .directions import Directions
@@ -146,7 +147,7 @@ def _indirect(
         del upper, ends, difference
     assert base is not None
     values, squares = torch.cat(measured)[1:], torch.cat(moved)[1:]
-    values = values.view(-1, 2) @ values.new_tensor(signs) / 2 if central else values
+    values = values.view(-1, 2) @ constant(signs, values) / 2 if central else values
     coefficients = values / directions.smoothing
     sound = coefficients.isfinite() & torch.cat(on_the_way)[1:].view(-1, len(signs)).isfinite().all(1)
     mine = torch.where(sound, coefficients, 0.0)
@@ -168,7 +169,7 @@ def _indirect(
     diagnostics = {
         "indirect_norm": estimate.norm(),
         "coefficients": coefficients,
-        "noise_to_signal": values.new_tensor(directions.variance**0.5),
+        "noise_to_signal": values.new_full((), directions.variance**0.5),
         "difference_error": _rounding(base, squares) if paths.samples else squares.new_zeros(()),
         "dropped_directions": dropped,
     }

@@ -77,16 +77,6 @@ def _square(
 
 
 @triton.jit
-def _total(parts, lane, count, BLOCK: tl.constexpr):
-    """The sum of what the blocks of a lane found."""
-    total = tl.zeros((BLOCK,), tl.float64)
-    for k in range(0, count, BLOCK):
-        at = k + tl.arange(0, BLOCK)
-        total += tl.load(parts + lane * count + at, mask=at < count, other=0.0)
-    return tl.sum(total)
-
-
-@triton.jit
 def _alpha(rr, active, curvature):
     """Step length, and whether the curvature forbids it."""
     negative = active & (curvature <= 0)
@@ -111,7 +101,7 @@ def _move(
     program = tl.program_id(0).to(tl.int64)
     lane, at = program // count, program % count * BLOCK + tl.arange(0, BLOCK)
     inside, at = at < n, lane * n + at
-    curvature = _total(curvatures, lane, count, BLOCK)
+    curvature = tl.load(curvatures + lane)
     alpha, _, _ = _alpha(tl.load(rr + lane), tl.load(active + lane) != 0, curvature)
     alpha = alpha.to(DTYPE)
     moved = tl.load(v + at, mask=inside, other=0.0).to(DTYPE)
@@ -133,8 +123,7 @@ def _turn(
     lane, part = program // count, program % count
     at = part * BLOCK + tl.arange(0, BLOCK)
     inside, at = at < n, lane * n + at
-    before, after = tl.load(rr + lane), _total(lengths, lane, count, BLOCK)
-    curvature = _total(curvatures, lane, count, BLOCK)
+    before, after, curvature = tl.load(rr + lane), tl.load(lengths + lane), tl.load(curvatures + lane)
     _, going, negative = _alpha(before, tl.load(active + lane) != 0, curvature)
     beta = tl.where(going, after / tl.where(before > 0, before, 1.0), 0.0).to(DTYPE)
     turned = tl.load(r + at, mask=inside).to(DTYPE) + tl.load(p + at, mask=inside).to(DTYPE) * beta
@@ -192,12 +181,13 @@ def cg_step(
     count = triton.cdiv(n, BLOCK)
     v, r, p, hp, rr, active = (t.contiguous() for t in (v, r, p, hp, rr, active))
     new_v, new_r, new_p, new_rr, negative = (torch.empty_like(t) for t in (v, r, p, rr, active))
-    curvatures, lengths = rr.new_empty(2, lanes, count)
+    parts = rr.new_empty(lanes, count)  # what the blocks of a lane find, summed once
     if lanes * count:
         grid, sizes = (lanes * count,), {"DTYPE": _dtype(v), "BLOCK": BLOCK}
-        _curvatures[grid](curvatures, p, hp, n, count, **sizes)
-        _move[grid](new_v, new_r, lengths, v, r, p, hp, curvatures, rr, active, n, count, **sizes)
-        _turn[grid](new_p, new_rr, negative, new_r, p, lengths, curvatures, rr, active, n, count, **sizes)
+        _curvatures[grid](parts, p, hp, n, count, **sizes)
+        curvatures = parts.sum(1)
+        _move[grid](new_v, new_r, parts, v, r, p, hp, curvatures, rr, active, n, count, **sizes)
+        _turn[grid](new_p, new_rr, negative, new_r, p, parts.sum(1), curvatures, rr, active, n, count, **sizes)
     return new_v, new_r, new_p, new_rr, negative
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..errors import BilevelWarning
 from ..pytree import tree_map
 
 __all__ = ["launch_of", "operator", "programs"]
@@ -47,13 +49,33 @@ def operator(reference: Callable[..., Any], empty: Callable[..., Any]) -> Callab
 
 
 def launch_of(reference: Callable[..., Any]) -> Callable[..., Any]:
-    """The launch of a reference's program on the GPU of the first tensor; the reference, if there is no Triton."""
+    """The launch of a reference's program on the GPU of the first tensor; the reference, if Triton cannot run there."""
 
     def launch(*args: Any) -> Any:
-        found = programs()
-        if found is None:
+        device = args[0].device
+        if not _runs(device):
             return reference(*args)
-        with torch.cuda.device(args[0].device):
-            return getattr(found, reference.__name__.removeprefix("_"))(*args)
+        with torch.cuda.device(device):
+            return getattr(programs(), reference.__name__.removeprefix("_"))(*args)
 
     return launch
+
+
+@cache
+def _runs(device: torch.device) -> bool:
+    """Whether Triton's programs run on a device: they need a driver and, to be launched, a C compiler."""
+    if programs() is None:
+        return False
+    try:
+        keys = torch.zeros(1, dtype=torch.int64, device=device)
+        with torch.cuda.device(device):
+            programs().squares(torch.zeros(1, device=device), keys, keys, 1, 0, "sign")
+    except Exception as error:  # Triton raises what it likes
+        warnings.warn(
+            f"Triton cannot run on {device}, so the operations that it has programs for are made of torch's, which are "
+            f"slower: {type(error).__name__}: {str(error).partition(chr(10))[0]}",
+            BilevelWarning,
+            stacklevel=2,
+        )
+        return False
+    return True

@@ -12,7 +12,7 @@ from ..optimizer.base import BilevelOptimizer, CommonOptions
 from ..optimizer.declaration import MethodInfo
 from ..optimizer.step import StepInputs, changed
 from ..oracle.oracle import Oracle
-from ..problem.parameters import Params, is_count, is_number, require
+from ..problem.parameters import Params, is_count, is_number, require, require_choice
 from ..solvers import linear
 from ..solvers.linear import LinearSolution
 
@@ -61,7 +61,8 @@ class AID(BilevelOptimizer):
             learning rate of the lower groups.
         damping: solve with :math:`H + \delta I`; biases the hypergradient. Default: 0.
         warm_start: start y and v at their last values. Default: True.
-        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
+            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: ``linear_solution`` (v), the lower optimizer's state, and ``initial`` y without warm starts.
 
@@ -85,7 +86,7 @@ class AID(BilevelOptimizer):
         paper="arXiv:2010.07962",
         family="implicit",
         when="first choice where Hessian-vector products are affordable; memory does not grow with T",
-        cost="T + 1 lower, 1 upper, Q hvp (+ 1 for a warm start), 1 cross; Q = linear_steps",
+        cost="T + 1 lower, 1 upper, Q hvp (+ 1 for a warm start), 1 jvp; Q = linear_steps",
     )
 
     def __init__(
@@ -93,8 +94,8 @@ class AID(BilevelOptimizer):
         upper: Params,
         lower: Params,
         *,
-        lr: float,
-        lower_lr: float,
+        lr: float | None = None,
+        lower_lr: float | None = None,
         lower_steps: int,
         linear_solver: str = "cg",
         linear_steps: int = 10,
@@ -103,7 +104,7 @@ class AID(BilevelOptimizer):
         damping: float = 0.0,
         **common: Unpack[CommonOptions],
     ) -> None:
-        require("linear_solver", linear_solver, linear_solver in tuple(_SOLVE))
+        require_choice("linear_solver", linear_solver, _SOLVE)
         require("linear_steps", linear_steps, is_count(linear_steps))
         require("linear_tol", linear_tol, is_number(linear_tol) and linear_tol >= 0)
         require("linear_lr", linear_lr, linear_lr is None or (is_number(linear_lr) and 0 < linear_lr < math.inf))
@@ -114,18 +115,18 @@ class AID(BilevelOptimizer):
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Lower steps, then the linear system at their end."""
-        here = given.descended(oracle, self.lower_step_count(given.steps))
-        estimate = here.with_lower(self.implicit_estimate(here.oracle, given))
+        here = given.descended(oracle, self._lower_step_count(given.steps))
+        estimate = here.with_lower(self._implicit_estimate(here.oracle, given))
         chosen = {name: given.numbers[name] for name in ("linear_solver",) if name in given.numbers}
         return changed(estimate, numbers=chosen) if chosen else estimate
 
-    def implicit_estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def _implicit_estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """The hypergradient at the oracle's point, from the last solution of the linear system if it is to be kept."""
         warm = self.warm_start and self.linear_solver != "neumann"
-        estimate = implicit(oracle, self.linear_solve(given), given.memory.get("linear_solution") if warm else None)
+        estimate = implicit(oracle, self._linear_solve(given), given.memory.get("linear_solution") if warm else None)
         return estimate if warm else changed(estimate, memory={})
 
-    def linear_solve(self, given: StepInputs) -> Callable[..., LinearSolution]:
+    def _linear_solve(self, given: StepInputs) -> Callable[..., LinearSolution]:
         """The linear solver with its arguments."""
         name = given.numbers.get("linear_solver", self.linear_solver)
         stop = partial(_SOLVE[name], steps=self.linear_steps, tol=self.linear_tol, damping=self.damping)
@@ -133,10 +134,10 @@ class AID(BilevelOptimizer):
             return partial(stop, lr=given.linear_rates(self.linear_lr))
         return stop
 
-    def reacts_to(self, numbers: Mapping[str, Any]) -> str | None:
+    def _reacts_to(self, numbers: Mapping[str, Any]) -> str | None:
         """A lower Hessian that is not positive definite, where the solver may change."""
         return "indefinite" if self.linear_solver == "auto" and "linear_solver" not in numbers else None
 
-    def react(self, oracle: Oracle, given: StepInputs, estimate: Estimate) -> tuple[Oracle, StepInputs]:
+    def _react(self, oracle: Oracle, given: StepInputs, estimate: Estimate) -> tuple[Oracle, StepInputs]:
         """Change from CG to MINRES."""
         return oracle, changed(given, numbers={**given.numbers, "linear_solver": "minres"})

@@ -34,7 +34,8 @@ class BA(AID):
         linear_steps: most iterations of CG (the original solves the system exactly). Default: 10.
         linear_tol, damping: as in `AID`.
         warm_start: start y and v at their last values instead. Default: False.
-        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
+            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: ``initial`` y (``linear_solution`` with warm starts), the lower optimizer's state.
 
@@ -65,8 +66,8 @@ class BA(AID):
         upper: Params,
         lower: Params,
         *,
-        lr: float,
-        lower_lr: float,
+        lr: float | None = None,
+        lower_lr: float | None = None,
         lower_steps: float,
         growth: float = 0.25,
         linear_steps: int = 10,
@@ -88,12 +89,12 @@ class BA(AID):
             damping=damping,
             **options,
         )
-        self.scale, self.growth = lower_steps, growth
+        self._scale, self.growth = lower_steps, growth
 
-    def lower_step_count(self, steps: int) -> int:
+    def _lower_step_count(self, steps: int) -> int:
         """More and more."""
-        return math.ceil(self.scale * math.pow(steps + 1, self.growth))
+        return math.ceil(self._scale * math.pow(steps + 1, self.growth))
 
-    def why_eager(self, tasks: Any = None) -> str:
+    def _why_eager(self, tasks: Any = None) -> str:
         """Because the next steps are longer ones."""
         return "the number of lower steps grows, but that of a graph is fixed (growth=0)" if self.growth > 0 else ""

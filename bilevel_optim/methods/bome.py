@@ -14,7 +14,7 @@ from ..optimizer.declaration import MethodInfo
 from ..optimizer.step import StepInputs
 from ..oracle.first_order import lower_slope
 from ..oracle.oracle import Oracle
-from ..problem.parameters import Params, is_count, is_number, require
+from ..problem.parameters import Params, is_count, is_number, require, require_choice
 from ..problem.vector import Vector
 
 __all__ = ["BOME"]
@@ -58,8 +58,9 @@ class BOME(BilevelOptimizer):
         eta: :math:`\eta > 0`, how fast the barrier falls. Default: 0.5.
         barrier: ``"grad_norm"``, :math:`\phi = \eta \|\nabla q\|^2`, or ``"value"``, :math:`\phi = \eta\, q`. Default:
             ``"grad_norm"``.
-        warm_start, lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`. The
-            lower optimizer makes the steps to :math:`y_T`; each outer step begins it anew.
+        warm_start, upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group,
+            tasks_per_step, lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
+            The lower optimizer makes the steps to :math:`y_T`; each outer step begins it anew.
 
     State: ``initial`` y without warm starts.
 
@@ -93,8 +94,8 @@ class BOME(BilevelOptimizer):
         upper: Params,
         lower: Params,
         *,
-        lr: float,
-        lower_lr: float,
+        lr: float | None = None,
+        lower_lr: float | None = None,
         lower_steps: int = 10,
         joint_lr: float | None = None,
         joint_steps: int = 1,
@@ -105,16 +106,16 @@ class BOME(BilevelOptimizer):
         require("joint_lr", joint_lr, joint_lr is None or (is_number(joint_lr) and 0 < joint_lr < math.inf))
         require("joint_steps", joint_steps, is_count(joint_steps) and joint_steps > 0)
         require("eta", eta, is_number(eta) and 0 < eta < math.inf)
-        require("barrier", barrier, barrier in ("grad_norm", "value"))
+        require_choice("barrier", barrier, ("grad_norm", "value"))
         projection = common.get("lower_projection")
         wording = "Invalid lower_projection value: {value} (y moves along a direction in common with x)"
         require("lower_projection", projection, projection is None, wording)
         self.joint_lr, self.joint_steps, self.eta, self.barrier = joint_lr, joint_steps, eta, barrier
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
 
-    stationary = True  # the value function is that of the lower loss alone
+    _stationary = True  # the value function is that of the lower loss alone
 
-    def together(self, tasks: int) -> list[slice]:
+    def _together(self, tasks: int) -> list[slice]:
         """Every task by itself, because each has a multiplier of its own."""
         return [slice(i, i + 1) for i in range(tasks)]
 

@@ -10,6 +10,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from ..errors import warn
 from ..hypergradient import Estimate, penalty
 from ..hypergradient.finite_difference import KINDS, Stencil
 from ..hypergradient.finite_difference import stencil as stencil_of
@@ -20,20 +21,21 @@ from ..oracle.copies import evaluate_copies
 from ..oracle.differentiable import working_unit
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
-from ..problem.parameters import Params, is_number, require
+from ..problem.parameters import Params, is_number, require, require_choice
+from ..problem.placement import constant
 from ..problem.vector import Vector, stack
 from ..solvers.lower import Solved
 
 __all__ = ["F2SA"]
 
 SAMPLES = ("shared", "independent")
+LARGEST_NU = 1.0  # above it is taken for a mistake
 DIVERGED = "A smaller lower_lr helps, or if copies at negative nodes diverge a smaller nu"
 ROUNDING_LIMIT = 0.05  # rounding of the losses over nu above which their differences are not to be trusted
 SPREAD_LIMIT = 10.0  # how much further from y* one copy may be than another, per unit of its perturbation
 LEAVING = (
     10.0  # how much further a copy at a negative node may go than those at positive nodes while its gradient grows
 )
-BENT = 0.5  # nu r above which a difference of order 2 is not to be trusted
 MOVED = 5e-3  # of the distance of the two: less is no matter
 UNEVEN = (
     "the copies of y are not similarly far from y* for their perturbations (see diagnostics['spread']), so their "
@@ -90,8 +92,9 @@ class F2SA(BilevelOptimizer):
         samples: ``"shared"`` or ``"independent"`` batches for the copies in the lower steps. Default: ``"shared"``.
         normalize: divide the step by the norm of the estimate over all of x, as in the paper. ``.grad`` is never
             normalised. Default: True.
-        warm_start, lower_optimizer, check_finite, generator, vectorize, process_group: see `BilevelOptimizer`. The
-            lower optimizer acts on stacked copies, so it must treat every entry alone (SGD, Adam; not LBFGS).
+        warm_start, upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group,
+            tasks_per_step, lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
+            The lower optimizer acts on stacked copies, so it must treat every entry alone (SGD, Adam; not LBFGS).
 
     State: ``copies`` (a leading dimension of n), the lower optimizer's state, and ``initial`` y without warm starts.
 
@@ -124,8 +127,8 @@ class F2SA(BilevelOptimizer):
         upper: Params,
         lower: Params,
         *,
-        lr: float,
-        lower_lr: float,
+        lr: float | None = None,
+        lower_lr: float | None = None,
         lower_steps: int,
         order: int = 2,
         nu: float = 1e-2,
@@ -135,16 +138,21 @@ class F2SA(BilevelOptimizer):
         **common: Unpack[CommonOptions],
     ) -> None:
         require("nu", nu, is_number(nu) and 0 < nu < math.inf)
-        require("stencil", stencil, stencil in (*KINDS, "auto"))
-        require("samples", samples, samples in SAMPLES)
+        if nu > LARGEST_NU:
+            warn(
+                f"nu={nu:g} is the step of a finite difference, whose error grows like nu^{order} (1e-3 to 1e-1 "
+                f"suits losses of similar size); if it was meant as a penalty's multiplier, that is nu={1 / nu:.3g}"
+            )
+        require_choice("stencil", stencil, (*KINDS, "auto"))
+        require_choice("samples", samples, SAMPLES)
         require("normalize", normalize, isinstance(normalize, bool))
         self.order, self.nu, self.samples, self.normalize = order, nu, samples, normalize
         self._given_stencil = stencil
-        self.variant_of_state = {"order": order, "stencil": stencil_of(order, stencil).kind}
+        self._variant_of_state = {"order": order, "stencil": stencil_of(order, stencil).kind}
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
-        self.lower_checks.require_elementwise()
+        self._lower_checks.require_elementwise()
 
-    saved_options, difference_step = ("nu",), "nu"
+    _saved_options, _difference_step = ("nu",), "nu"
 
     @property
     def stencil(self) -> str:
@@ -165,12 +173,10 @@ class F2SA(BilevelOptimizer):
         xi, zeta = oracle.f.draw(), oracle.g.draw()
         estimate = penalty(oracle, copies, formula, self.nu, upper_sample=xi, lower_sample=zeta)
         y = copies.combine(interpolation)
-        found = solved.watched(oracle.checks)
+        found = solved.watched(oracle.session)
         if solved.gradient is not None:
             found["lower_residual"] = solved.norm(lanes=True)
         spread = self._watched_spread(oracle, y, copies, formula, given)
-        if formula.nodes == (-1, 1) and solved.gradient is not None:
-            self._watch_truncation(oracle, copies, estimate, found["lower_residual"])
         if formula.nodes == (-1, 1) and solved.early is not None:
             self._watch_leaving(oracle, solved, start, found["lower_residual"], given)
         estimate = changed(estimate, diagnostics={})
@@ -216,8 +222,8 @@ class F2SA(BilevelOptimizer):
         For a quadratic pair it is proportional to 1/(1 + j nu r), so it shows a negative copy near its pole or beyond;
         but of order 2, where y* is taken for the mean of the two copies.
         """
-        nodes = torch.tensor(formula.nodes, dtype=torch.float64, device=oracle.device)
         distances = (copies - Vector(t.unsqueeze(0) for t in y)).lane_norm()
+        nodes = constant(formula.nodes, distances)
         spread = torch.where(nodes == 0, torch.nan, distances / (nodes.abs() * self.nu).clamp_min(1e-300))
         if formula.nodes != (-1, 1) and sum(j != 0 for j in formula.nodes) > 1:
             known = torch.stack([spread[i] for i, j in enumerate(formula.nodes) if j])
@@ -243,47 +249,31 @@ class F2SA(BilevelOptimizer):
         text = self._diverging(stencil_of(self.order, "central"), given)
         oracle.checks.alert_if("diverging copies", text, _leaves, own, other, apart, first[0], middle[0], last[0])
 
-    def _watch_truncation(self, oracle: Oracle, copies: Vector, estimate: Estimate, residual: Tensor) -> None:
-        r"""Of order 2, see whether nu is near the pole of the copy at the negative node.
-
-        Of a quadratic pair in one variable :math:`s = (g(y_-) - g(y_+)) / \nu (f(y_-) - f(y_+))` is :math:`\nu r`, and
-        the difference is off by :math:`s^2 / (1 - s^2)`; in several, s is a mean. What copies that are not yet solved
-        can make of it is left out: their gradients times their distance.
-        """
-        f, g = (estimate.diagnostics[name].unbind() for name in ("upper_losses", "lower_losses"))
-        apart = Vector(t[1] - t[0] for t in copies).norm()
-        text = (
-            f"nu = {self.nu:.2g} is large for these losses: the copies of y go so far that the hypergradient is off by "
-            "about a third or more. Use a smaller nu (a tenth of it), or an order of 4 or more"
-        )
-        test = partial(_bent, BENT * self.nu, 10 * torch.finfo(copies[0].dtype).eps)
-        oracle.checks.alert_if("large nu", text, test, *f, *g, *residual.unbind(), apart)
-
     def _diverging(self, formula: Stencil, given: StepInputs) -> str:
         return (
             "the copies of y are not similarly far from y*, or go away from it (see diagnostics['spread'], of order 2 "
             f"diagnostics['lower_residual'], for the nodes {formula.nodes}): those at negative nodes minimise "
             "g - |j| nu f, which is no longer strongly convex, so the hypergradient is not reliable. Use a smaller nu, "
             "stencil='forward' or order=1"
-            + (". Changing to stencil='forward' from here on" if self.reacts_to(given.numbers) else "")
+            + (". Changing to stencil='forward' from here on" if self._reacts_to(given.numbers) else "")
         )
 
     def _watch_rounding(self, oracle: Oracle) -> None:
-        unit = working_unit(oracle.y[0])
+        unit = working_unit(oracle.y[0], oracle.session.found.products)
         if unit > ROUNDING_LIMIT * self.nu:
             oracle.checks.alert(
                 "rounded differences",
-                f"the losses are computed with a precision of {unit:.1g} (autocast, or the parameters' type), of which "
-                f"nu = {self.nu:.1g} makes an error of about {unit / self.nu:.0%} in the hypergradient; use a larger "
-                "nu, or float32 without autocast",
+                f"the losses are computed with a precision of {unit:.1g} (autocast, TF32, or the parameters' type), of "
+                f"which nu = {self.nu:.1g} makes an error of about {unit / self.nu:.0%} in the hypergradient; use a "
+                "larger nu, or float32 without autocast and TF32 (torch.backends.fp32_precision = 'ieee')",
                 torch.ones((), dtype=torch.bool, device=oracle.device),
             )
 
-    def reacts_to(self, numbers: Mapping[str, Any]) -> str | None:
+    def _reacts_to(self, numbers: Mapping[str, Any]) -> str | None:
         """Copies that diverge, where the stencil may change."""
         return "diverging copies" if self._given_stencil == "auto" and "stencil" not in numbers else None
 
-    def react(self, oracle: Oracle, given: StepInputs, estimate: Estimate) -> tuple[Oracle, StepInputs]:
+    def _react(self, oracle: Oracle, given: StepInputs, estimate: Estimate) -> tuple[Oracle, StepInputs]:
         """Change to a forward stencil, from the copy that is sound: those at negative nodes diverge."""
         nodes = self._formula(given).nodes
         sound = estimate.memory["copies"].lane(nodes.index(min(j for j in nodes if j > 0)))
@@ -295,13 +285,6 @@ class F2SA(BilevelOptimizer):
             norm = gradient.norm()
             gradient = gradient * (1 / torch.where(norm > 0, norm, 1.0))
         return super().update(x, gradient, given)
-
-
-def _bent(limit: float, unit: float, *figures: Any) -> Any:
-    """Whether g differs more between the copies than f, losses at the negative node first, and than errors may do."""
-    f, f_other, g, g_other, residual, residual_other, apart = figures
-    errors = (residual + residual_other) * apart + unit * (abs(g) + abs(g_other))
-    return abs(g - g_other) - errors > limit * abs(f - f_other)
 
 
 def _leaves(own: Any, other: Any, apart: Any, first: Any, middle: Any, last: Any) -> Any:

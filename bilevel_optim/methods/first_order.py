@@ -30,7 +30,8 @@ class FirstOrder(BilevelOptimizer):
         lr: learning rate of x.
         lower_lr: learning rate of the lower steps.
         lower_steps: lower steps per outer step.
-        warm_start, lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        warm_start, upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group,
+            tasks_per_step, lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: the lower optimizer's state, and ``initial`` y without warm starts.
 
@@ -51,13 +52,13 @@ class FirstOrder(BilevelOptimizer):
     declared = MethodInfo(
         paper="arXiv:2110.07004",
         family="control",
-        when="control: what it reaches, the indirect term did not contribute",
+        when="control: it ignores how y* depends on x, so a method that does no better gained nothing from that",
         cost="T lower, 1 upper",
         second_order=False,
         converges=False,
     )
 
-    responds = False
+    _responds = False
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Lower steps, then the direct gradient."""

@@ -39,7 +39,8 @@ class GDA(MinimaxOptimizer):
         lower_lr: learning rate of y.
         lower_steps: ascent steps per step of x. Default: 1.
         simultaneous: the last ascent step and the step of x share one evaluation. Default: True.
-        warm_start, lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        warm_start, upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group,
+            lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: the lower optimizer's state, and ``initial`` y without warm starts.
 
@@ -73,8 +74,8 @@ class GDA(MinimaxOptimizer):
         upper: Params,
         lower: Params,
         *,
-        lr: float,
-        lower_lr: float,
+        lr: float | None = None,
+        lower_lr: float | None = None,
         lower_steps: int = 1,
         simultaneous: bool = True,
         **common: Unpack[CommonOptions],
@@ -87,14 +88,14 @@ class GDA(MinimaxOptimizer):
         """The ascent steps, and the gradient in x at the last of them or after it."""
         together = self.simultaneous and self.lower_steps > 0
         here = given.descended(oracle, self.lower_steps - together)
-        if not together:
-            return here.with_lower(danskin(here.oracle))
         rule, _ = given.solver_for(oracle.y)
+        if not together:
+            return here.with_lower(danskin(here.oracle, rule))
         sample, found = oracle.f.draw(once=rule.evaluates_once), list[Estimate]()
 
         def ascent(y: Vector) -> tuple[Tensor, Vector]:
             loss, grad_x, grad_y = oracle.at(lower=y).upper(sample)
-            found.append(Estimate(loss, grad_x, {"lower_residual": grad_y}))
+            found.append(Estimate(loss, grad_x, {"lower_residual": rule.residual(y, -grad_y)}))
             return -loss, -grad_y
 
         solved = rule.step(here.oracle.y, here.solver, ascent)

@@ -67,7 +67,8 @@ class iMCN(MinimaxOptimizer):
         perturbation: radius of the perturbation of the Cauchy point. Default: 1e-3.
         tol: once the model decreases by less, it is minimised with ten times the steps, and the run ends:
             ``converged``, ``step`` does nothing. Costs a host synchronisation. Default: 0, never.
-        warm_start, lower_optimizer, check_finite, generator, vectorize, process_group: see `BilevelOptimizer`.
+        warm_start, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, lower_clip,
+            lower_projection: see `BilevelOptimizer`.
 
     State: that of a ``lower_optimizer``, and ``initial`` y without warm starts. Attribute ``converged``.
 
@@ -94,11 +95,12 @@ class iMCN(MinimaxOptimizer):
         paper="arXiv:2110.04814",
         family="minimax",
         when="second-order baseline: few outer steps, each of many products",
-        cost="T lower, 1 upper, (cubic_steps + 2) (linear_steps + 2) hvp and cross",
+        cost="T lower, 1 upper, (cubic_steps + 2) (linear_steps + 2) hvp and jvp",
         losses=1,
         tasks="none",
         random=True,
         converges=False,
+        upper_update="the minimiser of a cubic model",
     )
 
     def __init__(
@@ -107,7 +109,7 @@ class iMCN(MinimaxOptimizer):
         lower: Params,
         *,
         lr: float,
-        lower_lr: float,
+        lower_lr: float | None = None,
         lower_steps: int,
         lower_momentum: float = 0.0,
         cubic: float = 1.0,
@@ -135,7 +137,7 @@ class iMCN(MinimaxOptimizer):
         """Whether the run has ended."""
         return bool(self.numbers.get("converged", False))
 
-    def finished(self) -> bool:
+    def _finished(self) -> bool:
         """Whether ``step`` has nothing left to do, and returns the last loss."""
         return self.converged
 

@@ -48,7 +48,8 @@ class ITD(BilevelOptimizer):
         warm_start: start y at its last value. Default: True.
         lower_optimizer: as in `BilevelOptimizer`; one of torch's optimizers that know ``differentiable=True`` (SGD with
             momentum or Nesterov, Adam, AdamW, RMSprop, Adagrad, Adamax, NAdam, RAdam, Adadelta, ASGD). Default: SGD.
-        check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`. ``hvp="finite-difference"``
+        upper_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch,
+            upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`. ``hvp="finite-difference"``
             implies ``checkpoint=True``.
 
     State: the lower optimizer's state, and ``initial`` y without warm starts.
@@ -72,7 +73,7 @@ class ITD(BilevelOptimizer):
         paper="arXiv:2010.07962",
         family="unrolled",
         when="few lower steps, or a lower solve whose stopping early is part of the problem",
-        cost="T lower (2 T with checkpoint), 1 upper, T hvp, T cross",
+        cost="T lower (2 T with checkpoint), 1 upper, T hvp, T jvp",
         lower_optimizer="differentiable",
     )
 
@@ -81,8 +82,8 @@ class ITD(BilevelOptimizer):
         upper: Params,
         lower: Params,
         *,
-        lr: float,
-        lower_lr: float,
+        lr: float | None = None,
+        lower_lr: float | None = None,
         lower_steps: int,
         truncate: int | None = None,
         checkpoint: bool = False,
@@ -92,13 +93,13 @@ class ITD(BilevelOptimizer):
         require("checkpoint", checkpoint, isinstance(checkpoint, bool))
         self.truncate, self.checkpoint = truncate, checkpoint
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
-        self.lower_checks.require_differentiable()
+        self._lower_checks.require_differentiable()
 
-    joined: ClassVar = {"lower_residual": torch.linalg.vector_norm, "lower_growth": torch.amax}
+    _joined: ClassVar = {"lower_residual": torch.linalg.vector_norm, "lower_growth": torch.amax}
 
-    def together(self, tasks: int) -> list[slice]:
+    def _together(self, tasks: int) -> list[slice]:
         """As many tasks as are evaluated at once: the graphs of the others are gone by then."""
-        return batched.slices(self.oracle_options.at_once(max(tasks, 1)), tasks)
+        return batched.slices(self._oracle_options.at_once(max(tasks, 1)), tasks)
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Lower steps, and backpropagation through them."""

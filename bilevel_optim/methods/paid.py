@@ -70,6 +70,7 @@ class PAID(AID):
         when="baseline of PRAHGD: AID that leaves strict saddle points by perturbations",
         cost="as AID",
         random=True,
+        upper_update="gradient descent with perturbations where the gradient is small",
     )
 
     def __init__(
@@ -78,7 +79,7 @@ class PAID(AID):
         lower: Params,
         *,
         lr: float,
-        lower_lr: float,
+        lower_lr: float | None = None,
         lower_steps: int,
         gradient_threshold: float = 1e-3,
         perturbation: float = 1e-3,
@@ -92,9 +93,9 @@ class PAID(AID):
         self.perturbation_period = perturbation_period
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **options)
 
-    def graph_key(self, steps: int, numbers: Mapping[str, Any]) -> Any:
+    def _graph_key(self, steps: int, numbers: Mapping[str, Any]) -> Any:
         """The numbers are those of the update."""
-        return self.lower_step_count(steps)
+        return self._lower_step_count(steps)
 
     def update(self, x: Vector, gradient: Vector, given: StepInputs) -> Update:
         """The step of `AID`, and perhaps a perturbation after it."""

@@ -1,9 +1,8 @@
 """The tables of methods in the documents, made from what the methods declare.
 
-    python -m bilevel_optim.methods.table README.md docs/methods.md
+    python -m bilevel_optim.methods.table docs/methods.md
 
-writes them anew, between ``<!-- methods: begin -->`` (or ``<!-- methods: begin, in full -->``) and
-``<!-- methods: end -->``.
+writes them anew, between ``<!-- methods: begin -->`` and ``<!-- methods: end -->``.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ __all__ = ["rewritten", "table"]
 
 TASKS = {"stacked": "yes", "rows": "yes, remembers each", "required": "needs them", "none": "no"}
 DATA = {"any": "any", "finite_sum": "finite sums"}
-MARKED = re.compile(r"(<!-- methods: begin(, in full)? -->\n).*?(<!-- methods: end -->)", re.S)
+MARKED = re.compile(r"(<!-- methods: begin -->\n).*?(<!-- methods: end -->)", re.S)
 
 
 def _needs(method: MethodInfo) -> str:
@@ -41,25 +40,16 @@ COLUMNS: dict[str, Callable[[MethodInfo], str]] = {
     "data": lambda method: DATA[method.data],
     "paper": _paper,
 }
-SHORT = ("when", "needs")
 
 
-def table(*, full: bool = False) -> str:
-    """Markdown with a row for each method, by family: when to choose it, what it needs.
-
-    Args:
-        full: a table for each family, with costs, tasks, data and papers too.
-    """
-    columns = tuple(COLUMNS) if full else SHORT
+def table() -> str:
+    """Markdown: a table for each family, with a row for each method."""
     families: dict[str, list[list[str]]] = {family: [] for family in FAMILIES}
     for name, cls in REGISTRY.items():  # as defined: what others build on comes before them
-        row = [f"`{name}`", *(COLUMNS[column](cls.declared) for column in columns)]
+        row = [f"`{name}`", *(column(cls.declared) for column in COLUMNS.values())]
         families[cls.declared.family].append(row)
     found = {family.capitalize(): rows for family, rows in families.items() if rows}
-    if full:
-        return "\n".join(f"### {family}\n\n{_markdown(['method', *columns], rows)}" for family, rows in found.items())
-    rows = [[family * (row is rows[0]), *row] for family, rows in found.items() for row in rows]
-    return _markdown(["family", "method", *columns], rows)
+    return "\n".join(f"## {family}\n\n{_markdown(['method', *COLUMNS], rows)}" for family, rows in found.items())
 
 
 def _markdown(head: list[str], rows: list[list[str]]) -> str:
@@ -68,7 +58,7 @@ def _markdown(head: list[str], rows: list[list[str]]) -> str:
 
 def rewritten(text: str) -> str:
     """The text of a document with its tables made anew."""
-    new, count = MARKED.subn(lambda found: f"{found[1]}\n{table(full=bool(found[2]))}\n{found[3]}", text)
+    new, count = MARKED.subn(lambda found: f"{found[1]}\n{table()}\n{found[2]}", text)
     if not count:
         raise ValueError("the document has no place for the methods: <!-- methods: begin --> ... <!-- methods: end -->")
     return new

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from ..distributed.ranks import Ranks
+from ..errors import warn
 from ..hypergradient import Estimate
 from ..hypergradient.estimate import measured
 from ..oracle.advance import advance_buffers
@@ -47,18 +47,33 @@ from ..solvers.limits import Clip, Projection, limits_of
 from ..solvers.lower import LowerRules
 from . import adapt, checkpoint
 from .checkpoint import OWN, REMADE
-from .declaration import UNDECLARED, MethodInfo, register
+from .declaration import UNDECLARED, MethodInfo, methods, register
 from .diagnostics import described, floats
 from .hooks import has_hooks, no_dynamo, with_hooks
-from .lower_checks import LowerChecks, require_unlimited
+from .lower_checks import LowerChecks, place_of_counts, probe, rate_of, require_unlimited, require_update_alone
 from .options import ColdOptions, CommonOptions, require_common, require_sizes
 from .placeholders import initial_state, initialises
-from .state import RunState, recalled, remembered
+from .signatures import called_rightly, signature_of, wrong_arguments
+from .state import RunState, recalled, remembered, solver_memory
 from .step import Groups, Start, StepInputs, StepResults, Update, changed
 from .task_mean import task_mean
 from .transaction import Transaction, Write, writes_of, writes_of_update
 
+Result = TypeVar("Result")
 KEPT = 1 << 16  # entries of vectors that are kept for diagnostics, which most steps are not asked for
+
+NO_GRADIENT = """step() without losses moves x by its .grad, but no upper parameter has one. A step is one of
+
+    optimizer.step(upper_loss, lower_loss)                          # all of it
+    optimizer.backward(upper_loss, lower_loss); optimizer.step()    # in two parts, to clip .grad in between
+    optimizer.step(lambda: optimizer.backward(upper_loss, lower_loss))
+
+and the losses are functions: the optimizer calls and differentiates them, so loss.backward() is not called."""
+UNSET_GRADIENT = (
+    "step() without losses moves x by a .grad that no call of optimizer.backward(upper_loss, lower_loss) has set: the "
+    "lower problem is left out of it, and y stays. If it comes from loss.backward(), leave that out and call "
+    "optimizer.step(upper_loss, lower_loss)"
+)
 
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "Loss", "as_objective"]
 
@@ -77,14 +92,17 @@ class BilevelOptimizer(Optimizer, ABC):
     Args:
         upper: upper parameters: tensors, ``(name, tensor)`` pairs or group dicts, as ``torch.optim`` takes.
         lower: lower parameters, likewise.
-        lr: learning rate of the upper update.
-        lower_lr: learning rate of the lower steps.
+        lr: learning rate of the upper update. It may be left out with an ``upper_optimizer``, which then has its own.
+        lower_lr: learning rate of the lower steps. It may be left out with a ``lower_optimizer``, likewise.
         lower_steps: lower steps per outer step.
         warm_start: start each lower solve where the last one ended; otherwise each starts from the value that the lower
             parameters had at the first step. Default: True.
-        lower_optimizer: makes the optimizer of the lower steps from parameter groups, as ``torch.optim.Adam`` or
-            ``lambda groups: torch.optim.SGD(groups, momentum=0.9)`` do. Its learning rate is that of the groups
-            (``lower_lr``). With warm starts its state lasts too. Default: ``torch.optim.SGD``.
+        upper_optimizer: makes the optimizer of x from parameter groups, as ``torch.optim.Adam`` or
+            ``lambda groups: torch.optim.Adam(groups, lr=1e-2, betas=(0.5, 0.9))`` do. A rate that it sets stays, and
+            raises if ``lr`` is another one. Its state is in ``state[p]``, under ``upper_optimizer.``. Methods whose
+            update of x is the method do not take it. Default: ``torch.optim.SGD``.
+        lower_optimizer: makes the optimizer of the lower steps, likewise, with ``lower_lr``. With warm starts its state
+            lasts too. Default: ``torch.optim.SGD``.
         lower_clip: limit lower gradients: a number, the norm over all of y (of each task or copy by itself) above which
             they are scaled down to it; ``("value", c)``, every entry to [-c, c]. Default: None.
         lower_projection: takes the list of the lower tensors' values after each lower step, and returns what they are
@@ -97,28 +115,37 @@ class BilevelOptimizer(Optimizer, ABC):
             a number, in chunks of that many. Default: True.
         hvp: ``"exact"`` Hessian-vector products by double backward, or ``"finite-difference"`` of first-order
             gradients. Default: ``"exact"``.
+        tasks_per_step: with tasks, how many are drawn for a step. Default: all of a sampler that knows how many it has,
+            else 1.
+        lower_batch, upper_batch: with tasks, how many rows of each task's data an evaluation of g, or of f, draws.
+            Default: all of them.
+        lower_init: with tasks, a function of the drawn tasks that returns where their lower solves start: the tensors
+            of y, each with a leading dimension for the tasks. Default: the live y.
         process_group: average all oracles over the ranks of this ``torch.distributed`` group, each of which has its own
             part of the data and the same parameters, which is looked at in the first step. Default: None.
 
     Attributes:
         oracle_counts: cumulative number of ``upper_grad``, ``lower_grad``, ``hvp``, ``jvp`` and ``loss`` evaluations,
-            each per sample batch. (``jvp`` counts products with the cross derivative.)
+            each per sample batch: ``hvp`` are products of the Hessian of g in y with a vector, ``jvp`` those of its
+            cross derivative in x and y.
         diagnostics: tensors of the last step: ``hypergradient_norm``, and what the method adds.
         numbers: the plain numbers of the method that change from step to step (restart counters and the like).
     """
 
     declared: ClassVar[MethodInfo] = UNDECLARED  # what tables, recipes and tests need to know of a method
-    saved_options: tuple[str, ...] = ()  # names of hyper-parameters that a user may change during a run
-    variant_of_state: Mapping[str, Any] = MappingProxyType({})  # what decides what is remembered: others are not loaded
-    one_loss = False  # whether step takes one loss, from which `objectives` makes the two
-    responds = True  # whether the estimate lives on y's response to x in the lower loss
-    joined: ClassVar[Mapping[str, Callable[[Tensor], Tensor]]] = {}  # how diagnostics of parts of the tasks become one
-    estimate_reads: tuple[str, ...] | None = None  # names of what it reads of what is remembered of x; None: of all
-    difference_step: str | None = None  # the hyper-parameter that differences in the hypergradient are divided by
+    _saved_options: tuple[str, ...] = ()  # names of hyper-parameters that a user may change during a run
+    _variant_of_state: Mapping[str, Any] = MappingProxyType(
+        {}
+    )  # what decides what is remembered: others are not loaded
+    _one_loss = False  # whether step takes one loss, from which `_objectives` makes the two
+    _responds = True  # whether the estimate lives on y's response to x in the lower loss
+    _joined: ClassVar[Mapping[str, Callable[[Tensor], Tensor]]] = {}  # how diagnostics of parts of the tasks become one
+    _estimate_reads: tuple[str, ...] | None = None  # names of what it reads of what is remembered of x; None: of all
+    _difference_step: str | None = None  # the hyper-parameter that differences in the hypergradient are divided by
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.__signature__ = _signature(cls)  # type: ignore[attr-defined]
+        cls.__signature__ = signature_of(cls)  # type: ignore[attr-defined]
         if "declared" in vars(cls):
             register(cls)
 
@@ -126,9 +153,9 @@ class BilevelOptimizer(Optimizer, ABC):
         """As for any class, but that a missing or unknown argument is one of the method, not of a base class."""
         if arguments or options:  # copies are made without
             try:
-                _signature(cls).bind(*arguments, **options)
+                cls.__signature__.bind(*arguments, **options)  # type: ignore[attr-defined]
             except TypeError as error:
-                raise TypeError(f"{cls.__name__}: {error}") from None
+                raise wrong_arguments(cls, error, arguments, options, methods().values()) from None
         return super().__new__(cls)
 
     def __init__(
@@ -136,10 +163,11 @@ class BilevelOptimizer(Optimizer, ABC):
         upper: Params,
         lower: Params,
         *,
-        lr: float,
-        lower_lr: float,
+        lr: float | None = None,
+        lower_lr: float | None = None,
         lower_steps: int,
         warm_start: bool = True,
+        upper_optimizer: Callable[[Any], Optimizer] | None = None,
         lower_optimizer: Callable[[Any], Optimizer] | None = None,
         check_finite: bool = True,
         generator: torch.Generator | None = None,
@@ -153,42 +181,63 @@ class BilevelOptimizer(Optimizer, ABC):
         lower_clip: Clip | None = None,
         lower_projection: Projection | None = None,
     ) -> None:
+        require_common(
+            upper_optimizer=upper_optimizer, lower_optimizer=lower_optimizer, generator=generator, vectorize=vectorize,
+            hvp=hvp, lower_init=lower_init,
+        )  # fmt: skip
+        method = type(self).__name__
+        if upper_optimizer is not None and self.declared.upper_update:
+            raise ValueError(
+                f"Invalid upper_optimizer value: {upper_optimizer} ({method} takes none, because how x moves is "
+                f"part of the method: {self.declared.upper_update})"
+            )
+        lr = rate_of("upper", lr, upper_optimizer, method)
+        lower_lr = rate_of("lower", lower_lr, lower_optimizer, method)
         require("learning rate", lr, is_number(lr) and 0 <= lr < math.inf, wording="Invalid learning rate: {value}")
         require("lower_lr", lower_lr, is_number(lower_lr) and 0 <= lower_lr < math.inf)
         require("lower_steps", lower_steps, is_count(lower_steps))
         require("warm_start", warm_start, isinstance(warm_start, bool))
         require("check_finite", check_finite, isinstance(check_finite, bool))
-        require_common(
-            lower_optimizer=lower_optimizer, generator=generator, vectorize=vectorize, hvp=hvp, lower_init=lower_init
-        )
         require_sizes(tasks_per_step=tasks_per_step, lower_batch=lower_batch, upper_batch=upper_batch)
         self.tasks_per_step, self.lower_batch, self.upper_batch = tasks_per_step, lower_batch, upper_batch
         self.lower_steps, self.warm_start, self.check_finite = lower_steps, warm_start, check_finite
         self.lower_init, self.generator = lower_init, generator
         self.numbers: dict[str, Any] = {}
-        self.lower_factory = lower_optimizer or SGD
-        self.limits = limits_of(lower_clip, lower_projection, interior=self.stationary)
-        self.lower_checks = LowerChecks(self.lower_factory, lower_lr)
-        self.oracle_options = Options(
-            vectorize, hvp, Ranks(process_group), one_loss=self.one_loss, responds=self.responds
+        self._upper_factory, self._lower_factory = upper_optimizer, lower_optimizer or SGD
+        self._untraced_update = ""  # why a graph does not move x, where its optimizer alone is in the way
+        if upper_optimizer is not None:
+            require_update_alone(upper_optimizer, lr)
+        self._limits = limits_of(lower_clip, lower_projection, interior=self._stationary)
+        self._lower_checks = LowerChecks(self._lower_factory, lower_lr)
+        self._oracle_options = Options(
+            vectorize, hvp, Ranks(process_group), one_loss=self._one_loss, responds=self._responds
         )
-        self.run_state = RunState()
-        self.default_lr = {"upper": lr, "lower": lower_lr}
-        self._rules = LowerRules(self.lower_factory, self.limits)
+        self._run_state = RunState()
+        self._default_lr = {"upper": lr, "lower": lower_lr}
+        self._rules, self._upper_rules = self._new_rules()
         self._diagnostics: dict[str, Any] = {}
         self._placeholders = False  # the state holds zeros that only show what a step would remember
         self._captured: Any = None  # makes steps in place of this class, once there is a `compile`
         super().__init__(consistently_named([*as_groups(upper, "upper"), *as_groups(lower, "lower")]), {"lr": lr})
         self.param_groups[0][OWN] = b""
         if self.declared.lower_optimizer == "none":
-            require_unlimited(self.limits, type(self).__name__)
-        if self.stationary:
-            self.lower_checks.require_at_rest()
+            require_unlimited(self._limits, type(self).__name__)
+        if self._stationary:
+            self._lower_checks.require_at_rest()
 
     # ------------------------------------------------------------------------------------------------ verbs
 
+    @overload  # type: ignore[override]
+    def step(self, upper: Loss, lower: Loss | None = None, *, tasks: Any = None) -> Tensor: ...
+
+    @overload
+    def step(self, *, closure: Callable[[], Result]) -> Result: ...
+
+    @overload
+    def step(self) -> None: ...
+
     @with_hooks
-    def step(  # type: ignore[override]
+    def step(
         self,
         upper: Loss | None = None,
         lower: Loss | None = None,
@@ -217,9 +266,9 @@ class BilevelOptimizer(Optimizer, ABC):
             NonFiniteError: if an oracle returned NaN or infinity; nothing has changed then.
             ValueError: at the first step, if a loss is not a scalar or does not depend on the parameters.
         """
-        if self.finished():
-            return None if upper is None else self.run_state.last_loss
-        alone = not self.one_loss and callable(upper) and lower is tasks is closure is None
+        if self._finished():
+            return None if upper is None else self._run_state.last_loss
+        alone = not self._one_loss and callable(upper) and lower is tasks is closure is None
         if closure is not None or alone:
             if not alone and not (upper is lower is tasks is None):
                 raise TypeError("step takes a closure or losses, not both")
@@ -233,11 +282,11 @@ class BilevelOptimizer(Optimizer, ABC):
 
     def _step_after(self, closure: Any, *, required: bool) -> Any:
         """Update x after a closure; ``required``: it is one only if it calls :meth:`backward`."""
-        before = self.run_state.steps
+        before = self._run_state.steps
         with torch.enable_grad():
             result = closure()
-        if required and self.run_state.steps == before:
-            self.objectives(closure, None)  # one loss is not enough
+        if required and self._run_state.steps == before:
+            self._objectives(closure, None)  # one loss is not enough
         self._update()
         return result
 
@@ -254,6 +303,7 @@ class BilevelOptimizer(Optimizer, ABC):
         self._opt_called = True  # schedulers may go on: it is another optimizer's step that follows
         return self._make_step(upper, lower, tasks, update=False)
 
+    @called_rightly("the number of steps goes by its name, run(upper, lower, steps=10)")
     def run(self, upper: Loss, lower: Loss | None = None, *, steps: int, tasks: Any = None) -> Tensor:
         """Make many outer steps in one call: the same numbers as that many calls of ``step``.
 
@@ -305,11 +355,11 @@ class BilevelOptimizer(Optimizer, ABC):
         estimate at x itself of a method that would look ahead of it; ``start`` gives other lower values to begin at
         than the present ones, with tasks as a function like ``lower_init``.
         """
-        transaction, oracle, groups = self.open_step(upper, lower)
-        with transaction, self.run_state.buffers.kept():
-            inputs = self.step_inputs(oracle, groups)
+        transaction, oracle, groups = self._open_step(upper, lower)
+        with transaction, self._run_state.buffers.kept():
+            inputs = self._step_inputs(oracle, groups)
             if still:
-                inputs = self.without_lookahead(inputs)
+                inputs = self._without_lookahead(inputs)
             if callable(start):
                 inputs, start = changed(inputs, lower_init=start), None
             estimate = self._estimate(oracle, inputs, tasks, start)
@@ -335,7 +385,7 @@ class BilevelOptimizer(Optimizer, ABC):
             lower: the lower loss of the task, as for ``step``. (A minimax method takes its loss, which y ascends.)
             batch: what the loss is called with at every step. Default: None, nothing, or the data of an `Objective`.
             steps: how many. Default: ``lower_steps``; has to be given for a method that has none.
-            start: where y starts. Default: the learned start of `MAML` and its kin, else what the live y holds.
+            start: where y starts. Default: the learned start of `MAML` and methods like it, else what the live y holds.
             write: leave the result, and module buffers, in the live tensors, so that the model is the task's; a later
                 ``step`` starts there. Otherwise they are as before.
 
@@ -358,17 +408,17 @@ class BilevelOptimizer(Optimizer, ABC):
         steps = self.lower_steps if steps is None else steps
         require("steps", steps, is_count(steps))
         task = adapt.objective_of(lower, batch)
-        oracle = self.oracle(task) if self.one_loss else self.oracle(adapt.no_upper_loss, task)
+        oracle = self._oracle(task) if self._one_loss else self._oracle(adapt.no_upper_loss, task)
         oracle.shared = False
         rule_for = partial(self._rules, level_groups(self.param_groups, "lower"))
-        with nullcontext() if write else self.run_state.buffers.kept():
+        with nullcontext() if write else self._run_state.buffers.kept():
             found = adapt.lower_solution(
                 oracle,
-                Vector(self.learned_start(oracle) if start is None else start),
+                Vector(self._learned_start(oracle) if start is None else start),
                 steps,
                 rule_for,
                 check_finite=self.check_finite,
-                at=self.run_state.steps,
+                at=self._run_state.steps,
             )
         if write:
             advance_buffers(oracle, found)
@@ -431,10 +481,10 @@ class BilevelOptimizer(Optimizer, ABC):
 
         captured = CapturedSteps(self, Settings(fullgraph, backend, mode, options, unroll))
         captured.say_why_eager()
-        self._captured = captured
+        self._captured, self._untraced_update = captured, captured.why_update_is_eager()
 
     @property
-    def has_step_hooks(self) -> bool:
+    def _has_step_hooks(self) -> bool:
         """Whether something is to be called before or after each step."""
         return has_hooks(self)
 
@@ -444,14 +494,14 @@ class BilevelOptimizer(Optimizer, ABC):
         graphs: int = 0 if self._captured is None else self._captured.graphs
         return graphs
 
-    def oracle(
+    def _oracle(
         self, upper: Loss | None, lower: Loss | None = None, *, groups: dict[str, list[dict[str, Any]]] | None = None
     ) -> Oracle:
         """The two losses at the present point, as a step sees them; ``groups`` are the parameters', if at hand."""
-        f, g = self.objectives(upper, lower)
+        f, g = self._objectives(upper, lower)
         groups = groups or by_level(self.param_groups)
         x, y = tensors_of(groups["upper"], "upper"), tensors_of(groups["lower"], "lower")
-        session = self.run_state.session(self.oracle_options)
+        session = self._run_state.session(self._oracle_options)
         session.require_alike(x, y, lambda: names_of(self.param_groups), self._decisive)
         return Oracle(x, y, f, g, names=lambda: names_of(self.param_groups), session=session)
 
@@ -462,19 +512,19 @@ class BilevelOptimizer(Optimizer, ABC):
         if self._captured is not None:
             loss: Tensor = self._captured.step(upper, lower, tasks, update)
             return loss
-        transaction, oracle, groups = self.open_step(upper, lower)
+        transaction, oracle, groups = self._open_step(upper, lower)
         with transaction:
-            inputs = self.step_inputs(oracle, groups)
-            results = self.compute(oracle, inputs, tasks, update=update)
+            inputs = self._step_inputs(oracle, groups)
+            results = self._compute(oracle, inputs, tasks, update=update)
             transaction.conclude()
-            transaction.commit(self.step_writes(oracle, results))
+            transaction.commit(self._step_writes(oracle, results))
         return results.loss
 
-    def open_step(self, upper: Loss | None, lower: Loss | None) -> tuple[Transaction, Oracle, Groups]:
+    def _open_step(self, upper: Loss | None, lower: Loss | None) -> tuple[Transaction, Oracle, Groups]:
         """The two losses at the present point, and a block that leaves everything as it was if a step of them fails."""
         groups = by_level(self.param_groups)
-        oracle = self.oracle(upper, lower, groups=groups)
-        return Transaction(self.generator, oracle, self.run_state.buffers, self._decisive), oracle, groups
+        oracle = self._oracle(upper, lower, groups=groups)
+        return Transaction(self.generator, oracle, self._run_state.buffers, self._decisive), oracle, groups
 
     def _decisive(self) -> dict[str, Any]:
         """What decides about a step beside losses, data and values, by name."""
@@ -486,16 +536,18 @@ class BilevelOptimizer(Optimizer, ABC):
             }
             entries["shapes"] = tuple(tuple(p.shape) for p in group["params"])
             found |= {f"{name} of group {i}": value for name, value in entries.items()}
-        return {**found, "method": type(self).__name__, "steps made": self.run_state.steps}
+        return {**found, "method": type(self).__name__, "steps made": self._run_state.steps}
 
-    def step_inputs(self, oracle: Oracle, groups: Groups, random_inputs: Mapping[str, Any] | None = None) -> StepInputs:
+    def _step_inputs(
+        self, oracle: Oracle, groups: Groups, random_inputs: Mapping[str, Any] | None = None
+    ) -> StepInputs:
         """What a step is given beside the losses and the point; ``random_inputs`` are drawn unless they are at hand."""
         if random_inputs is None:
-            agreed = partial(self.oracle_options.ranks.agreed, device=oracle.device)
-            random_inputs = draw_random_inputs(self.random_inputs(), self.generator, agreed)
+            agreed = partial(self._oracle_options.ranks.agreed, device=oracle.device)
+            random_inputs = draw_random_inputs(self._random_inputs(), self.generator, agreed)
         return self._inputs(groups, oracle.live_x, oracle.live_y, oracle.y, random_inputs)
 
-    def compute(self, oracle: Oracle, inputs: StepInputs, tasks: Any, *, update: bool) -> StepResults:
+    def _compute(self, oracle: Oracle, inputs: StepInputs, tasks: Any, *, update: bool) -> StepResults:
         """All that a step computes: the estimate, and the new x if it is to move. Only module buffers are written."""
         estimate = self._estimate(oracle, inputs, tasks)
         advance_buffers(oracle, estimate.lower)
@@ -505,28 +557,30 @@ class BilevelOptimizer(Optimizer, ABC):
                 new = self.update(oracle.x, estimate.gradient, inputs.after(estimate))
         return StepResults(estimate, new)
 
-    def step_writes(self, oracle: Oracle, results: StepResults) -> list[Write]:
+    def _step_writes(self, oracle: Oracle, results: StepResults) -> list[Write]:
         """Writes of what a step has computed; ``.grad`` of x is the estimate."""
         (estimate, update), session = results, oracle.session
         numbers = estimate.numbers if update is None else {**estimate.numbers, **update.numbers}
         return [
             *writes_of(self.state, oracle, estimate, update),
-            *self.result_writes(
+            *self._result_writes(
                 measured(estimate.figures, above=KEPT),
                 numbers,
                 session.found,
-                self.run_state.after(session, estimate.loss),
+                self._run_state.after(session, estimate.loss),
             ),
         ]
 
-    def result_writes(
+    def _result_writes(
         self, figures: Mapping[str, Any], numbers: Mapping[str, Any], found: LossFacts, after: dict[str, Any]
     ) -> list[Write]:
         """Writes of what a step leaves beside the values of parameters: plain numbers, diagnostics, the run state."""
-        diagnostics = {**figures, **self.static_diagnostics(self.numbers), **found.diagnostics()}
+        diagnostics = {**figures, **self._static_diagnostics(self.numbers), **found.diagnostics()}
+        if self._untraced_update:
+            diagnostics["compile_fallback"] = self._untraced_update
         return [
             partial(vars(self).update, numbers={**self.numbers, **numbers}, _diagnostics=diagnostics),
-            partial(self.run_state.enter, after),
+            partial(self._run_state.enter, after),
         ]
 
     def _estimate(
@@ -539,26 +593,27 @@ class BilevelOptimizer(Optimizer, ABC):
         here = oracle if start is None else oracle.at(lower=start)
         try:
             if tasks is not None:
-                return self.estimate_tasks(here, inputs, tasks)
-            estimate = self.checked(here, inputs, self.estimate)
+                return self._estimate_tasks(here, inputs, tasks)
+            estimate = self._checked(here, inputs, self.estimate)
         finally:
             oracle.session.gathered.release()
         if self.warm_start or initial is not None:
             return estimate
         return changed(estimate, memory={**estimate.memory, "initial": here.y})
 
-    def checked(self, oracle: Oracle, given: StepInputs, make: Callable[[Oracle, StepInputs], Estimate]) -> Estimate:
+    def _checked(self, oracle: Oracle, given: StepInputs, make: Callable[[Oracle, StepInputs], Estimate]) -> Estimate:
         """An estimate whose flags have been read; made again where the method reacts to them."""
         if traced():
             return make(oracle, given)
         while True:
             estimate, session = make(oracle, given), oracle.session
             session.conclude()
+            session.warn_of_unreached(oracle.lower_names)
             alerts = session.checks.verify(given.steps, session.warned, estimate.shown) if self.check_finite else set()
-            if not alerts or self.reacts_to(given.numbers) not in alerts:
+            if not alerts or self._reacts_to(given.numbers) not in alerts:
                 return estimate
-            oracle, given = self.react(oracle, given, estimate)
-            session.checks = Checks()
+            oracle, given = self._react(oracle, given, estimate)
+            session.checks, session.unreached = Checks(), None
 
     def _inputs(
         self,
@@ -580,12 +635,14 @@ class BilevelOptimizer(Optimizer, ABC):
             lower_groups=groups["lower"],
             **known,
             upper_memory=recalled(self.state, x),
+            upper_rule=None if self._upper_rules is None else partial(self._upper_rules, groups["upper"]),
+            upper_solver=None if self._upper_rules is None else solver_memory(self.state, x),
             lower=Vector(y).detach() if lower is None else lower,
             numbers=dict(self.numbers),
-            steps=self.run_state.steps,
+            steps=self._run_state.steps,
             rule=partial(self._rules, groups["lower"]),
             generator=self.generator,
-            ranks=self.oracle_options.ranks,
+            ranks=self._oracle_options.ranks,
             lower_init=self.lower_init,
             random_inputs=random_inputs,
         )
@@ -602,14 +659,17 @@ class BilevelOptimizer(Optimizer, ABC):
             group["params"] = [p for p in group["params"] if p.grad is not None]
         moved = [p for group in groups["upper"] for p in group["params"]]
         if not moved:
-            return
+            raise RuntimeError(NO_GRADIENT)
+        if not self._run_state.steps and "unset gradient" not in self._run_state.warned:
+            self._run_state.warned.add("unset gradient")
+            warn(UNSET_GRADIENT)
         inputs = self._inputs(groups, moved, tensors_of(groups["lower"], "lower"))
-        with Transaction(self.generator) as transaction:
+        with Transaction(self.generator, device=moved[0].device) as transaction:
             update = self.update(Vector(p.detach() for p in moved), Vector(p.grad for p in moved), inputs)
             transaction.commit(self._update_writes(moved, update, {}))
 
     @torch.no_grad()
-    def update_writes(self, estimate: Estimate, x: Sequence[Tensor], y: Sequence[Tensor]) -> list[Write]:
+    def _update_writes_after(self, estimate: Estimate, x: Sequence[Tensor], y: Sequence[Tensor]) -> list[Write]:
         """Writes of the update of x that follows from an estimate which has been made elsewhere."""
         inputs = self._inputs(by_level(self.param_groups), x, y).after(estimate)
         return self._update_writes(x, self.update(Vector(x).detach(), estimate.gradient, inputs), estimate.numbers)
@@ -624,7 +684,7 @@ class BilevelOptimizer(Optimizer, ABC):
     @property
     def oracle_counts(self) -> dict[str, int]:
         """Cumulative oracle calls, per sample batch."""
-        return dict(self.run_state.counts)
+        return dict(self._run_state.counts)
 
     @property
     def diagnostics(self) -> dict[str, Any]:
@@ -652,16 +712,22 @@ class BilevelOptimizer(Optimizer, ABC):
             >>> optimizer.metrics()
             {'loss': 0.5, 'hypergradient_norm': 0.5, 'lower_residual': 2.0, 'linear_residual': 0.5}
         """
-        return floats({"loss": self.run_state.last_loss, **self.diagnostics})
+        return floats({"loss": self._run_state.last_loss, **self.diagnostics})
 
-    def extra_repr(self) -> str:
+    def _extra_repr(self) -> str:
         """The method's own arguments, as ``torch.nn.Module.extra_repr`` gives those of a module."""
-        arguments = inspect.signature(type(self)).parameters
-        shown = {name: getattr(self, name) for name in arguments if name in vars(self)}
-        return ", ".join(f"{name}={value!r}" for name, value in shown.items() if isinstance(value, (int, float, str)))
+        common = signature_of(BilevelOptimizer).parameters
+        shown = {name: getattr(self, name) for name in signature_of(type(self)).parameters if name in vars(self)}
+        shown = {name: value for name, value in shown.items() if name not in common or value != common[name].default}
+        if self._oracle_options.hvp != "exact":
+            shown["hvp"] = self._oracle_options.hvp
+        plain = [f"{name}={value!r}" for name, value in shown.items() if isinstance(value, (int, float, str))]
+        if self._captured is not None:
+            plain.append(f"compiled: {self.captured_graphs} graphs")
+        return ", ".join(plain)
 
     def __repr__(self) -> str:
-        """The method with its arguments, and each group with its level.
+        """The method with its arguments, and each group with its level and its optimizer.
 
         Example:
             >>> import torch, bilevel_optim as bo
@@ -669,11 +735,14 @@ class BilevelOptimizer(Optimizer, ABC):
             >>> bo.StocBiO([x], [y], lr=0.1, lower_lr=0.5, lower_steps=10)
             StocBiO(
               lower_steps=10, linear_steps=10
-              (0) upper: 2 numbers in 1 tensor, lr=0.1
-              (1) lower: 12 numbers in 1 tensor, lr=0.5
+              (0) upper: 2 numbers in 1 tensor, SGD, lr=0.1
+              (1) lower: 12 numbers in 1 tensor, SGD, lr=0.5
             )
         """
-        return described(type(self).__name__, self.extra_repr(), self.param_groups)
+        lr, lower_lr = self._default_lr.values()
+        upper = "" if self.declared.upper_update else type(probe(self._upper_factory or SGD, lr)).__name__
+        lower = "" if self.declared.lower_optimizer == "none" else type(probe(self._lower_factory, lower_lr)).__name__
+        return described(type(self).__name__, self._extra_repr(), self.param_groups, {"upper": upper, "lower": lower})
 
     # ------------------------------------------------------------------------------------------------ state
 
@@ -682,15 +751,15 @@ class BilevelOptimizer(Optimizer, ABC):
         level = param_group.get("level") if isinstance(param_group, dict) else None
         if isinstance(param_group, dict) and level not in LEVELS:
             raise ValueError(f"Invalid level value: {level} (a group of a BilevelOptimizer is 'upper' or 'lower')")
-        param_group.setdefault("lr", self.default_lr.get(str(level)))
+        param_group.setdefault("lr", self._default_lr.get(str(level)))
         require_one_level(param_group, self.param_groups)
         require_usable(param_group, self.param_groups)
         require_rates([param_group])
         super().add_param_group(param_group)
-        if hasattr(self, "run_state"):
-            self.run_state.found.alike = False  # of what was added nothing has been compared
-        if level == "lower" and self.stationary:
-            self.lower_checks.warn_of_decay(self.param_groups[-1])
+        if hasattr(self, "_run_state"):
+            self._run_state.found.alike = False  # of what was added nothing has been compared
+        if level == "lower" and self._stationary:
+            self._lower_checks.warn_of_decay(self.param_groups[-1])
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch; what does not belong to one parameter is the entry ``"bilevel"`` of the first group.
@@ -702,49 +771,61 @@ class BilevelOptimizer(Optimizer, ABC):
         state["state"] = checkpoint.copied(state["state"])  # later steps write into tables
         own = {
             "method": type(self).__name__,
-            "variant": dict(self.variant_of_state),
-            **self.run_state.saved(),
+            "variant": dict(self._variant_of_state),
+            **self._run_state.saved(),
             "placeholders": self._placeholders,
             "generator": None if self.generator is None else self.generator.get_state(),
             "numbers": self.numbers,
-            "options": {name: checkpoint.plain(getattr(self, name)) for name in self.saved_options},
+            "options": {name: checkpoint.plain(getattr(self, name)) for name in self._saved_options},
         }
         return checkpoint.packed(state, own, self.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, into an optimizer made with the same arguments."""
-        own, state_dict = checkpoint.unpacked(state_dict)
+        own, state_dict = checkpoint.unpacked(state_dict, self.param_groups[0]["params"][0].device)
         checkpoint.require_loadable(
-            own, state_dict, type(self).__name__, self.variant_of_state, self.saved_options, self.param_groups
+            own, state_dict, type(self).__name__, self._variant_of_state, self._saved_options, self.param_groups
         )
-        checkpoint.load_exactly(self, super().load_state_dict, state_dict, self.place_of)
+        checkpoint.load_exactly(self, super().load_state_dict, state_dict, self._place_of)
         self.param_groups[0][OWN], self._placeholders = b"", False
-        self._rules = LowerRules(self.lower_factory, self.limits)
-        self.run_state.load(own)
+        self._rules, self._upper_rules = self._new_rules()
+        self._run_state.load(own)
         if own["generator"] is not None and self.generator is not None:
             self.generator.set_state(own["generator"].cpu())
         self.numbers = own["numbers"]
-        for name in self.saved_options:
+        for name in self._saved_options:
             setattr(self, name, own["options"][name])
 
     def __getstate__(self) -> dict[str, Any]:
         # torch keeps three entries and makes the others again; ours must be kept too, the rules excepted.
         own = {k: v for k, v in self.__dict__.items() if k not in REMADE and not k.startswith("_optimizer_")}
-        return {**super().__getstate__(), **own, "_rules": LowerRules(self.lower_factory, self.limits)}
+        rules, upper_rules = self._new_rules()
+        return {**super().__getstate__(), **own, "_rules": rules, "_upper_rules": upper_rules}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch's own optimizers have it; added groups would get it from here
 
+    def _new_rules(self) -> tuple[LowerRules, LowerRules | None]:
+        """The updates of y and, if it has an optimizer of its own, of x; not made for any parameters yet."""
+        upper = None if self._upper_factory is None else LowerRules(self._upper_factory)
+        return LowerRules(self._lower_factory, self._limits), upper
+
+    @property
+    def _host_update(self) -> bool:
+        """Whether the host moves x, so that a graph holds the estimate alone."""
+        return self.declared.host_update or bool(self._untraced_update)
+
     def _initialise(self) -> None:
         """Before the first step, let the state show what a step would remember."""
-        if self.run_state.steps == 0:
-            self.state.update(initial_state(self, self.oracle_options.ranks))
+        if self._run_state.steps == 0:
+            self.state.update(initial_state(self, self._oracle_options.ranks))
             self._placeholders = bool(self.state)
 
     def parameters(self, level: str) -> list[Tensor]:
         """The parameters of one level that require a gradient."""
-        return tensors_of(level_groups(self.param_groups, level), level)
+        groups = [group["params"] for group in self.param_groups if group["level"] == level]
+        return tensors_of([{"params": [p for params in groups for p in params if p.requires_grad]}], level)
 
     # ------------------------------------------------------------------------------------------------ what a method is
 
@@ -754,25 +835,25 @@ class BilevelOptimizer(Optimizer, ABC):
 
     def update(self, x: Vector, gradient: Vector, given: StepInputs) -> Update:
         """The new x; writes nothing. ``given`` holds the groups and the memory of these tensors."""
-        return Update(x.descended(gradient, given.upper_rates))
+        return given.moved(x, gradient)
 
-    def estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Estimate:
+    def _estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Estimate:
         """The mean of the estimates for the tasks of one draw, made as one problem with stacked y."""
-        self.lower_checks.require_elementwise("tasks")
+        self._lower_checks.require_elementwise("tasks")
         estimate = task_mean(
             oracle,
             given,
             sampler,
-            lambda here, own: self.checked(here, own, self.estimate),
+            lambda here, own: self._checked(here, own, self.estimate),
             count=task_count(sampler, self.tasks_per_step),
             sizes={"lower": self.lower_batch, "upper": self.upper_batch},
-            together=self.together,
-            random_inputs=self.random_inputs(),
-            joined=self.joined,
+            together=self._together,
+            random_inputs=self._random_inputs(),
+            joined=self._joined,
         )
         return estimate if self.warm_start else changed(estimate, lower=None)
 
-    def objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
+    def _objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
         """The two objectives of a step."""
         if upper is None or lower is None:
             raise TypeError(
@@ -781,71 +862,69 @@ class BilevelOptimizer(Optimizer, ABC):
         return as_objective(upper, "upper"), as_objective(lower, "lower")
 
     @property
-    def stationary(self) -> bool:
+    def _stationary(self) -> bool:
         """Whether the estimate takes y for a stationary point of the lower loss alone, as implicit methods do."""
         return self.declared.second_order and self.declared.lower_optimizer != "differentiable"
 
-    def together(self, tasks: int) -> list[slice]:
+    def _together(self, tasks: int) -> list[slice]:
         """Which of the drawn tasks make one stacked problem: all of them."""
         return [slice(0, tasks)] if tasks else []
 
-    def random_inputs(self) -> dict[str, int]:
+    def _random_inputs(self) -> dict[str, int]:
         """What the method draws at random for an estimate beside its samples: by name, of how many numbers one."""
         return {}
 
-    def finished(self) -> bool:
+    def _finished(self) -> bool:
         """Whether ``step`` has nothing left to do, and returns the last loss."""
         return False
 
-    def without_lookahead(self, given: StepInputs) -> StepInputs:
+    def _without_lookahead(self, given: StepInputs) -> StepInputs:
         """What makes the next estimate one at x itself, for a method that would look ahead of it."""
         return given
 
-    def graph_key(self, steps: int, numbers: Mapping[str, Any]) -> Any:
+    def _graph_key(self, steps: int, numbers: Mapping[str, Any]) -> Any:
         """What decides, of the number of steps made and of the plain numbers, which operations the next one is made of.
 
         Among the numbers are ``upper_terms`` and ``lower_terms`` of losses that are sums of known terms. For a method
         with ``host_update``: its estimate. None if the host has to make it.
         """
-        return self.lower_step_count(steps), numbers
+        return self._lower_step_count(steps), numbers
 
-    def why_eager(self, tasks: Any = None) -> str:
+    def _why_eager(self, tasks: Any = None) -> str:
         """Why steps (with these tasks) are not to be captured; empty if they can be."""
         return self.declared.uncaptured
 
-    def lower_step_count(self, steps: int) -> int:
+    def _lower_step_count(self, steps: int) -> int:
         """Lower steps of the next outer step, after so many."""
         return self.lower_steps
 
-    def reacts_to(self, numbers: Mapping[str, Any]) -> str | None:
+    def _reacts_to(self, numbers: Mapping[str, Any]) -> str | None:
         """The alert after which the estimate is made again, if there is one, with the plain numbers of a step."""
         return None
 
-    def react(self, oracle: Oracle, given: StepInputs, estimate: Estimate) -> tuple[Oracle, StepInputs]:
+    def _react(self, oracle: Oracle, given: StepInputs, estimate: Estimate) -> tuple[Oracle, StepInputs]:
         """Where and with what the estimate is made again after that alert."""
         raise NotImplementedError
 
-    def learned_start(self, oracle: Oracle) -> Vector:
+    def _learned_start(self, oracle: Oracle) -> Vector:
         """Where the lower parameters of a new task start: what they hold, unless the start is learned itself."""
         return oracle.y
 
-    def static_diagnostics(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
+    def _static_diagnostics(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
         """Diagnostics of a step that are plain numbers before it."""
         return {}
 
-    def rows_of(self, lower: Sequence[Tensor]) -> int | None:
+    def _rows_of(self, lower: Sequence[Tensor]) -> int | None:
         """How many rows tables will have that mix these parameters; 0 for a single problem, None if there are none."""
         return None
 
-    def place_of(self, name: str, parameter: Tensor) -> torch.device | None:
+    def _place_of(self, name: str, parameter: Tensor) -> torch.device | None:
         """The device of an entry of ``state[parameter]`` that is loaded; None for where it was saved."""
-        return checkpoint.place_of(name, parameter)
+        if not checkpoint.counts(name):
+            return parameter.device
+        group = next(group for group in self.param_groups if any([p is parameter for p in group["params"]]))
+        factory = self._upper_factory if group["level"] == "upper" else self._lower_factory
+        return None if factory is None else place_of_counts(factory, group, parameter)
 
 
-def _signature(cls: type[Any]) -> inspect.Signature:
-    """How a method is made, which Python would take from ``__new__``."""
-    _, *arguments = inspect.signature(cls.__init__).parameters.values()
-    return inspect.Signature(arguments)
-
-
-BilevelOptimizer.__signature__ = _signature(BilevelOptimizer)  # type: ignore[attr-defined]
+BilevelOptimizer.__signature__ = signature_of(BilevelOptimizer)  # type: ignore[attr-defined]

@@ -15,17 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.serialization import default_restore_location
 
 from ..problem.parameters import LEVELS, is_number
 from ..pytree import tree_map
-from .state import SOLVER, TABLE
+from .state import SOLVERS, TABLE
 
-__all__ = ["OWN", "REMADE", "copied", "load_exactly", "packed", "place_of", "plain", "require_loadable", "unpacked"]
+__all__ = ["OWN", "REMADE", "copied", "counts", "load_exactly", "packed", "plain", "require_loadable", "unpacked"]
 
+CPU = torch.device("cpu")
 OWN = "bilevel"  # the entry of the first parameter group; always there, because loading goes by the entries of groups
 # What torch's Optimizer makes again when it is unpickled, or a scheduler has attached.
 REMADE = ("step", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured", "_opt_called")
 STEP = "step"  # of every parameter, so that none of them is without state, which loading takes for a missing one
+COUNTS = tuple(solver + name for solver in SOLVERS for name in ("step", "mu_product"))
 NEEDED = (
     "method", "variant", "shapes", "steps_done", "oracle_counts", "fallback", "generator", "last_loss", "numbers",
     "options",
@@ -60,8 +63,15 @@ def packed(
     return state_dict
 
 
-def unpacked(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What :func:`packed` was given, taken apart again; raises unless all of it is there."""
+def unpacked(state_dict: dict[str, Any], device: torch.device = CPU) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What :func:`packed` was given, taken apart again; raises unless all of it is there.
+
+    What was on an accelerator when it was saved, whichever, comes to ``device``.
+    """
+
+    def placed(storage: Any, location: str) -> Any:
+        return storage if location == "cpu" else default_restore_location(storage, str(device))  # type: ignore[no-untyped-call]
+
     _require_form(state_dict)
     written = state_dict["param_groups"][0].get(OWN) if state_dict.get("param_groups") else None
     if not isinstance(written, bytes) or not written:
@@ -72,9 +82,7 @@ def unpacked(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
         if not is_number(group.get("lr")):
             raise ValueError(f"the state dict is damaged: group {i} has the learning rate {group.get('lr')!r}")
     try:
-        own: dict[str, Any] = torch.load(
-            io.BytesIO(written), map_location=None if torch.cuda.is_available() else "cpu", weights_only=True
-        )
+        own: dict[str, Any] = torch.load(io.BytesIO(written), map_location=placed, weights_only=True)
     except Exception as error:  # torch raises what it likes for bytes that are not its own
         raise ValueError(f"the state dict is damaged: its {OWN!r} entry cannot be read") from error
     if "kept" not in own:
@@ -190,8 +198,8 @@ def _tables(state: Mapping[Any, Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _like_its_parameter(name: str) -> bool:
-    if name.startswith(SOLVER):
-        return name[len(SOLVER) :] in LIKE
+    if prefix := next(filter(name.startswith, SOLVERS), ""):
+        return name.removeprefix(prefix) in LIKE
     return not name.startswith(TABLE)
 
 
@@ -235,9 +243,9 @@ def load_exactly(
             handle.remove()
 
 
-def place_of(name: str, parameter: Tensor) -> torch.device | None:
-    """The device of an entry of ``state[parameter]``: that of the parameter; None for where it was saved."""
-    return None if name == SOLVER + "step" else parameter.device
+def counts(name: str) -> bool:
+    """Whether an entry of a parameter's state counts steps of the lower optimizer, perhaps on the host."""
+    return name in COUNTS
 
 
 def copied(value: Any, device: torch.device | None = None) -> Any:

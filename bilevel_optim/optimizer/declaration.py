@@ -45,6 +45,7 @@ class MethodInfo:
         lower_steps: takes ``lower_steps``; otherwise it is a single loop, whose estimate is good once y has settled.
         lower_optimizer: what ``lower_optimizer`` may be: ``"any"``; ``"elementwise"``, one that treats every entry
             alone; ``"differentiable"``; ``"given gradient"``, one that asks for one gradient per step; ``"none"``.
+        upper_update: what its update of x is, if that is the method, so that ``upper_optimizer`` cannot replace it.
         converges: its estimate tends to the hypergradient as y and all else settles.
         uncaptured: why ``compile`` does not capture its steps as a whole, if it does not.
         host_update: the host decides from values how x moves, so that ``compile`` captures the estimate alone.
@@ -64,6 +65,7 @@ class MethodInfo:
     copies: bool = False
     lower_steps: bool = True
     lower_optimizer: str = "any"
+    upper_update: str = ""
     converges: bool = True
     solves: bool = True
     uncaptured: str = ""

@@ -33,14 +33,15 @@ def floats(values: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def described(name: str, arguments: str, groups: Sequence[Mapping[str, Any]]) -> str:
-    """A method with its arguments, and each group with its level."""
+def described(name: str, arguments: str, groups: Sequence[Mapping[str, Any]], optimizers: Mapping[str, str]) -> str:
+    """A method with its arguments, and each group with its level, and the optimizer of that level."""
     lines = [arguments]
     for i, group in enumerate(groups):
         numbers, tensors = sum(p.numel() for p in group["params"]), len(group["params"])
         options = [f"{option}={value!r}" for option, value in group.items() if option not in NOT_SHOWN]
         size = f"{numbers:,} numbers in {tensors} tensor{'s' if tensors > 1 else ''}"
-        lines.append(", ".join((f"({i}) {group['level']}: {size}", *options)))
+        optimizer = filter(None, [optimizers[group["level"]]])
+        lines.append(", ".join((f"({i}) {group['level']}: {size}", *optimizer, *options)))
     return "\n  ".join((f"{name}(", *(line for line in lines if line))) + "\n)"
 
 

@@ -1,22 +1,23 @@
-"""What a lower optimizer must be for a method: found out from a dummy parameter, before it is used."""
+"""What an optimizer of a level must be for a method: found out from a dummy parameter, before it is used."""
 
 from __future__ import annotations
 
-import warnings
+import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from ..errors import BilevelWarning
+from ..errors import warn
 from ..solvers.agd import AGD
 from ..solvers.limits import Limits
 from ..solvers.lower import NOT_ELEMENTWISE, is_known, needs_closure
 from ..solvers.trust import acts_elementwise, can_be_differentiated, rests_without_gradient
 from ..solvers.unrolling import can_be_unrolled
 
-__all__ = ["LowerChecks", "require_unlimited"]
+__all__ = ["LowerChecks", "place_of_counts", "probe", "rate_of", "require_unlimited", "require_update_alone"]
 
 Factory = Callable[[Any], Optimizer]
 
@@ -35,7 +36,7 @@ class LowerChecks:
 
     def probe(self) -> Optimizer:
         """The lower optimizer made for a dummy parameter, to see what it is."""
-        return self.factory([{"params": [torch.zeros(1, 1, device="cpu", requires_grad=True)], "lr": self.lr}])
+        return probe(self.factory, self.lr)
 
     def require_at_rest(self) -> None:
         """Raise if it moves y where the gradient is zero."""
@@ -86,17 +87,78 @@ class LowerChecks:
     def warn_of_decay(self, group: Mapping[str, Any]) -> None:
         """Warn of a lower group with a penalty that the linear system would not know."""
         if group.get("weight_decay", self.probe().param_groups[0].get("weight_decay")):
-            warnings.warn(
+            warn(
                 "weight_decay of the lower_optimizer is not part of the lower loss, so the linear system does not know "
-                "it and the hypergradient is biased; put the penalty into the lower loss instead",
-                BilevelWarning,
-                stacklevel=4,
+                "it and the hypergradient is biased; put the penalty into the lower loss instead"
             )
 
     def _shows(self, what: str, test: Callable[[Factory, float], bool]) -> bool:
         if what not in self._shown:
             self._shown[what] = test(self.factory, self.lr)
         return self._shown[what]
+
+
+def probe(factory: Factory, lr: Any = None) -> Optimizer:
+    """The optimizer made for a dummy parameter, to see what it is."""
+    group = {"params": [torch.zeros(1, 1, device="cpu", requires_grad=True)]}
+    return factory([group if lr is None else {**group, "lr": lr}])
+
+
+def rate_of(level: str, rate: Any, factory: Factory | None, method: str) -> Any:
+    """The learning rate of a level: the argument, or what the optimizer made for the level has by itself.
+
+    Raises ValueError if the two differ, and TypeError if there is neither.
+    """
+    name = "lr" if level == "upper" else "lower_lr"
+    own, sets = (None, False) if factory is None else _own_rate(factory)
+    if rate is None:
+        if own is None:
+            option = f", or an {level}_optimizer that has a rate" if level == "upper" else ""
+            raise TypeError(f"{method}: missing a required argument: {name!r}{option}")
+        return own
+    if sets and own != rate:
+        raise ValueError(
+            f"Invalid {name} value: {rate} (the {level}_optimizer sets lr={own} itself; leave one of the two out)"
+        )
+    return rate
+
+
+def place_of_counts(factory: Factory, group: Mapping[str, Any], parameter: torch.Tensor) -> torch.device | None:
+    """Where an optimizer of torch keeps its counts of steps for a parameter of a group; None if no option says so."""
+    dummy = torch.zeros(1, 1, device="cpu", requires_grad=True)
+    options = {**factory([{"params": [dummy], "lr": group["lr"]}]).param_groups[0], **group}
+    if not {"capturable", "fused"} & options.keys():
+        return None
+    return parameter.device if options.get("capturable") or options.get("fused") else torch.device("cpu")
+
+
+def _own_rate(factory: Factory) -> tuple[Any, bool]:
+    """The learning rate of an optimizer made from groups without one, if any, and whether its maker has set it."""
+    try:
+        made = probe(factory)
+        rate = made.param_groups[0].get("lr")
+    except Exception:  # it needs a rate, or will be seen again with one
+        return None, False
+    default = inspect.signature(type(made)).parameters.get("lr")
+    if rate is None or default is None or default.default is inspect.Parameter.empty or rate != default.default:
+        return rate, rate is not None
+    # It is the default, which may have been written out all the same.
+    if isinstance(factory, partial):
+        return rate, "lr" in factory.keywords
+    constants = getattr(getattr(factory, "__code__", None), "co_consts", ())
+    return rate, any(isinstance(names, tuple) and "lr" in names for names in constants)
+
+
+def require_update_alone(factory: Factory, lr: Any) -> None:
+    """Raise if an upper optimizer asks for hypergradients at points of its own."""
+    made = probe(factory, lr)
+    if not isinstance(made, Optimizer):
+        raise TypeError(f"upper_optimizer must return a torch.optim.Optimizer, but returned {type(made).__name__}")
+    if isinstance(made, AGD) or needs_closure(made):
+        raise ValueError(
+            f"Invalid upper_optimizer value: {type(made).__name__} evaluates gradients at points of its own, but "
+            "there is one hypergradient for each step; use SGD, Adam or the like"
+        )
 
 
 def require_unlimited(limits: Limits, method: str) -> None:

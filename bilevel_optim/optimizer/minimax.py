@@ -8,6 +8,7 @@ from typing import Any, Never
 from ..hypergradient import Estimate
 from ..oracle.oracle import Oracle
 from ..problem.objective import Loss, Objective, as_objective
+from ..solvers.lower import LowerRule
 from .base import BilevelOptimizer
 from .step import StepInputs
 
@@ -20,21 +21,24 @@ class MinimaxOptimizer(BilevelOptimizer):
     To the parts of the library it is a pair of losses, f and -f, whose samples come out of one stream of data.
     """
 
-    one_loss = True
+    _one_loss = True
 
-    def objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
+    def _objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
         """The loss, and its negative on the same draws."""
         if upper is None or lower is not None:
             raise TypeError(f"{type(self).__name__} takes one loss, which x descends and y ascends: step(loss)")
         loss = as_objective(upper, "minimax")
         return loss, loss.mapped(neg)
 
-    def estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Never:
+    def _estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Never:
         """A sampler draws for two losses."""
         raise TypeError(f"{type(self).__name__} takes one loss, and no tasks")
 
 
-def danskin(oracle: Oracle) -> Estimate:
-    """The gradient of f in x at the present y, which is that of max_y f(x, y) if y is the maximiser."""
+def danskin(oracle: Oracle, rule: LowerRule) -> Estimate:
+    """The gradient of f in x at the present y, which is that of max_y f(x, y) if y is the maximiser.
+
+    ``rule`` makes the ascent steps, and knows what keeps y where it is.
+    """
     loss, grad_x, grad_y = oracle.upper(oracle.f.draw(once=True))
-    return Estimate(loss, grad_x, {"lower_residual": grad_y})
+    return Estimate(loss, grad_x, {"lower_residual": rule.residual(oracle.y, -grad_y)})

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 import torch
 from torch.optim import Optimizer
 
-from ..problem.parameters import is_count, require
+from ..problem.parameters import is_count, require, require_choice
 from ..problem.tasks import LowerInit
 from ..solvers.limits import Clip, Projection
 
@@ -20,6 +20,7 @@ HINT = " (pass the class, or a function that makes one: lambda groups: torch.opt
 class ColdOptions(TypedDict, total=False):
     """Keyword arguments that every method takes, but for ``warm_start``; see `BilevelOptimizer`."""
 
+    upper_optimizer: Callable[[Any], Optimizer] | None
     lower_optimizer: Callable[[Any], Optimizer] | None
     check_finite: bool
     generator: torch.Generator | None
@@ -40,13 +41,14 @@ class CommonOptions(ColdOptions, total=False):
     warm_start: bool
 
 
-def require_common(*, lower_optimizer: Any, generator: Any, vectorize: Any, hvp: Any, lower_init: Any) -> None:
+def require_common(
+    *, upper_optimizer: Any, lower_optimizer: Any, generator: Any, vectorize: Any, hvp: Any, lower_init: Any
+) -> None:
     """Raise unless these arguments of every method are what they should be."""
     require("vectorize", vectorize, isinstance(vectorize, bool) or (is_count(vectorize) and vectorize > 0))
-    require("hvp", hvp, hvp in ("exact", "finite-difference"))
-    made = isinstance(lower_optimizer, Optimizer)
-    wording = f"Invalid lower_optimizer value: {{value}}{HINT if made else ''}"
-    require("lower_optimizer", lower_optimizer, lower_optimizer is None or callable(lower_optimizer), wording)
+    require_choice("hvp", hvp, ("exact", "finite-difference"))
+    for name, factory in (("upper_optimizer", upper_optimizer), ("lower_optimizer", lower_optimizer)):
+        require(name, factory, factory is None or callable(factory), f"Invalid {{name}} value: {{value}}{HINT}")
     require("generator", generator, generator is None or isinstance(generator, torch.Generator))
     require("lower_init", lower_init, lower_init is None or callable(lower_init))
 

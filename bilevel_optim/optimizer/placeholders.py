@@ -41,7 +41,7 @@ def initial_state(optimizer: Any, ranks: Ranks) -> dict[Tensor, dict[str, Any]]:
     single task. Empty where that does not tell.
     """
     levels = [(group["level"], p) for group in optimizer.param_groups for p in group["params"]]
-    parameters, rows = [p for _, p in levels], optimizer.rows_of([p for level, p in levels if level == "lower"])
+    parameters, rows = [p for _, p in levels], optimizer._rows_of([p for level, p in levels if level == "lower"])
     shapes = [[1] * p.dim() if rows is None else _one_row(p, level, rows) for level, p in levels]
     ones = [
         torch.zeros(shape, dtype=p.dtype, device=p.device, requires_grad=p.requires_grad)
@@ -88,7 +88,7 @@ def _step(twin: Any, tasks: Any) -> None:
     def lower(_: Any = None) -> Tensor:
         return torch.stack([(p.float() - shift()).square().sum() for p in y]).sum()
 
-    if twin.one_loss:
+    if twin._one_loss:
         twin.step(lambda: shift().square() - lower())
     elif tasks is None:
         twin.step(upper, lower)

@@ -10,13 +10,15 @@ from torch import Tensor
 
 from ..hypergradient.estimate import Write
 from ..oracle.buffers import Buffers
-from ..oracle.session import COUNTERS, LossFacts, Options, Session
+from ..oracle.session import COUNTERS, LossFacts, LowerTrend, Options, Session
 from ..problem.vector import Vector, is_sharded
 from ..solvers.lower import Memory
 
 __all__ = [
     "SOLVER",
+    "SOLVERS",
     "TABLE",
+    "UPPER_SOLVER",
     "RunState",
     "State",
     "recalled",
@@ -24,10 +26,13 @@ __all__ = [
     "remember_solver",
     "remember_tables",
     "remembered",
+    "solver_memory",
     "write_rows",
 ]
 
 SOLVER = "lower_optimizer."  # prefix of the lower optimizer's entries
+UPPER_SOLVER = "upper_optimizer."  # of the upper one's
+SOLVERS = (SOLVER, UPPER_SOLVER)
 TABLE = "rows."  # prefix of tables whose rows mix all lower parameters; they are with the first of these
 
 State = MutableMapping[Tensor, dict[str, Any]]
@@ -42,22 +47,30 @@ def remembered(state: State, parameters: Sequence[Tensor]) -> dict[str, Any]:
     """What is remembered of the lower parameters: of all, tables whose rows mix them, the lower optimizer's state."""
     own = [state.get(p, _NOTHING) for p in parameters]
     memory, tables, alone = _recalled(own)
-    solver = None
-    if alone:
-        solver = [{k[len(SOLVER) :]: v for k, v in entries.items() if k.startswith(SOLVER)} for entries in own]
-    return {"memory": memory, "tables": tables, "solver": solver if solver and any(solver) else None}
+    return {"memory": memory, "tables": tables, "solver": _solver(own, SOLVER) if alone else None}
+
+
+def solver_memory(state: State, parameters: Sequence[Tensor]) -> Memory | None:
+    """What the upper optimizer has remembered of these parameters; None: nothing."""
+    return _solver([state.get(p, _NOTHING) for p in parameters], UPPER_SOLVER)
+
+
+def _solver(own: Sequence[Mapping[str, Any]], prefix: str) -> Memory | None:
+    """Of these states, what an optimizer has remembered; None: nothing."""
+    solver = [{k[len(prefix) :]: v for k, v in entries.items() if k.startswith(prefix)} for entries in own]
+    return solver if any(solver) else None
 
 
 def _recalled(own: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Vector], dict[str, Tensor], bool]:
     """Of these states, what all of them have; the tables of the first; whether one may have what the others have not.
 
-    What belongs to the lower optimizer is left out: some of its parameters may have none.
+    What belongs to an optimizer of a level is left out: some of its parameters may have none.
     """
     memory: dict[str, Vector] = {}
     tables: dict[str, Tensor] = {}
     alone = len(own) > 1
     for name, value in own[0].items() if own else ():
-        if name.startswith(SOLVER):
+        if name.startswith(SOLVERS):
             alone = True
         elif name.startswith(TABLE):
             tables[name[len(TABLE) :]] = value
@@ -94,15 +107,15 @@ def owned(value: Any, parameter: Tensor) -> Any:
     return value.clone() if alias else value
 
 
-def remember_solver(state: State, parameters: Sequence[Tensor], memory: Memory) -> None:
-    """Write the lower optimizer's state in place of what it was."""
+def remember_solver(state: State, parameters: Sequence[Tensor], memory: Memory, prefix: str = SOLVER) -> None:
+    """Write the state of an optimizer of a level in place of what it was."""
     for parameter, entries in zip(parameters, memory, strict=True):
         kept = state[parameter]
         for name in [*kept]:
-            if name.startswith(SOLVER):
+            if name.startswith(prefix):
                 del kept[name]
         for name, value in entries.items():
-            kept[SOLVER + name] = owned(value, parameter)
+            kept[prefix + name] = owned(value, parameter)
 
 
 def remember_tables(state: State, parameters: Sequence[Tensor], tables: Mapping[str, Tensor]) -> None:
@@ -122,6 +135,7 @@ class RunState:
         counts: oracle calls.
         steps: outer steps made.
         last_loss: what the last step returned.
+        trend: how lower solves have gone.
     """
 
     found: LossFacts = field(default_factory=LossFacts)
@@ -130,10 +144,11 @@ class RunState:
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
     steps: int = 0
     last_loss: Tensor | None = None
+    trend: LowerTrend = field(default_factory=LowerTrend)
 
     def session(self, options: Options) -> Session:
         """The bookkeeping of a new step."""
-        return Session.begun(options, self.found, self.buffers, self.warned)
+        return Session.begun(options, self.found, self.buffers, self.warned, self.trend)
 
     def after(self, session: Session, loss: Tensor) -> dict[str, Any]:
         """What becomes of it with a step."""
@@ -141,6 +156,7 @@ class RunState:
         return {
             "found": session.found,
             "warned": session.warned,
+            "trend": session.trend,
             "counts": counts,
             "steps": self.steps + 1,
             "last_loss": loss.detach(),
@@ -150,11 +166,6 @@ class RunState:
         """Write it; may be repeated."""
         self.__dict__.update(after)
         self.buffers.complete = True
-
-    def after_steps(self, counts: Mapping[str, int], loss: Tensor, steps: int = 1) -> dict[str, Any]:
-        """What becomes of it with steps of these oracle calls each, the last with this loss, and nothing else new."""
-        total = {name: count + steps * counts.get(name, 0) for name, count in self.counts.items()}
-        return {"counts": total, "steps": self.steps + steps, "last_loss": loss}
 
     def saved(self) -> dict[str, Any]:
         """What a state dict holds of it."""

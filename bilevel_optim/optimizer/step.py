@@ -36,9 +36,11 @@ class StepInputs:
         tables: tables whose rows mix all the tensors of y, by name.
         lower: y; for an update with what the estimate made of it.
         solver: the lower optimizer's memory. None: begin anew.
+        upper_solver: the upper optimizer's. None: begin anew.
         numbers: plain numbers that change from step to step.
         steps: steps made so far.
         rule: gives the lower optimizer's update for tensors like these.
+        upper_rule: likewise the upper optimizer's; None: x follows a gradient step.
         generator: source of the method's own random numbers.
         random_inputs: what the method drew at random for this step, by name.
         lower_init: where the lower solves of tasks start, if not at the live y.
@@ -59,6 +61,8 @@ class StepInputs:
     lower_init: LowerInit | None
     ranks: Ranks
     random_inputs: Mapping[str, Any] = field(default_factory=dict)
+    upper_rule: Callable[[Vector], LowerRule] | None = None
+    upper_solver: Memory | None = None
 
     @property
     def upper_rates(self) -> list[Rate]:
@@ -90,6 +94,16 @@ class StepInputs:
             steps=self.steps + 1,
         )
 
+    def moved(self, x: Vector, gradient: Vector) -> Update:
+        """X after a step of the upper optimizer along a gradient."""
+        if self.upper_rule is None:
+            return Update(x.descended(gradient, self.upper_rates))
+        rule = self.upper_rule(x)
+        solved = rule.step(
+            x, rule.fresh() if self.upper_solver is None else self.upper_solver, lambda _: (None, gradient)
+        )
+        return Update(solved.y, solver=None if rule.plain else solved.memory)
+
     def solver_for(self, like: Vector) -> tuple[LowerRule, Memory]:
         """The lower optimizer's update for tensors like these, and its memory at the beginning."""
         rule = self.rule(like)
@@ -109,7 +123,7 @@ class StepInputs:
             return LowerResult(oracle, solved.memory, {}, True)
         oracle.checks.finite("lower_grad", solved.y)
         return LowerResult(
-            oracle.at(lower=solved.y), solved.memory, solved.watched(oracle.checks), solved.memory is memory
+            oracle.at(lower=solved.y), solved.memory, solved.watched(oracle.session), solved.memory is memory
         )
 
     def stepped(self, oracle: Oracle, gradient: Vector) -> LowerResult:
@@ -119,7 +133,10 @@ class StepInputs:
         require_interior(oracle, rule, solved)
         oracle.checks.finite("lower_grad", solved.y)
         return LowerResult(
-            oracle.at(lower=solved.y), solved.memory, {"lower_residual": gradient}, solved.memory is memory
+            oracle.at(lower=solved.y),
+            solved.memory,
+            {"lower_residual": rule.residual(oracle.y, gradient)},
+            solved.memory is memory,
         )
 
 
@@ -167,6 +184,7 @@ class Update:
         numbers: plain numbers that change.
         lower: a new y, for methods that move it along with x.
         writes: rows of large tables to be changed.
+        solver: the upper optimizer's memory, if it has any.
     """
 
     x: Vector
@@ -174,6 +192,7 @@ class Update:
     numbers: dict[str, Any] = field(default_factory=dict)
     lower: Vector | None = None
     writes: tuple[Write, ...] = ()
+    solver: Memory | None = None
 
 
 class StepResults(NamedTuple):

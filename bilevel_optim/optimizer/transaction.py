@@ -17,12 +17,13 @@ from ..oracle.buffers import Buffers
 from ..oracle.oracle import Oracle
 from ..problem.random import default_state, set_default_state
 from ..problem.vector import Vector, is_sharded
-from .state import State, remember, remember_solver, remember_tables, write_rows
+from .state import UPPER_SOLVER, State, remember, remember_solver, remember_tables, write_rows
 from .step import Update
 
 __all__ = ["Transaction", "Write", "make", "writes_of", "writes_of_update"]
 
 Write = Callable[[], object]
+CPU = torch.device("cpu")
 
 
 class Transaction:
@@ -37,6 +38,7 @@ class Transaction:
         oracle: of the step; None for an update from ``.grad``.
         buffers: module buffers that evaluations change.
         decisive: gives what decides about a step, by name, which is compared over the ranks.
+        device: of the parameters, without an oracle.
     """
 
     __slots__ = (
@@ -49,11 +51,12 @@ class Transaction:
         oracle: Oracle | None = None,
         buffers: Buffers | None = None,
         decisive: Callable[[], Mapping[str, Any]] = dict,
+        device: torch.device = CPU,
     ) -> None:
         self._decisive = decisive
         self.oracle, self._generator, self._accepted, self._concluded = oracle, generator, False, False
         self._buffers = None if buffers is None or buffers.constant else buffers.kept_on_failure()
-        self._device = torch.device("cpu") if oracle is None else oracle.device
+        self._device = device if oracle is None else oracle.device
         self._before: tuple[Any, ...] = ()
         self._data: list[tuple[Any, Any]] = []
 
@@ -179,6 +182,8 @@ def _writes_of_values(
         writes.append(partial(write_rows, update.writes))
     if update.upper_memory:
         writes.append(partial(remember, state, x, update.upper_memory))
+    if update.solver is not None:
+        writes.append(partial(remember_solver, state, x, update.solver, UPPER_SOLVER))
     if lower is None:
         writes.append(partial(Vector(x).copy_, update.x))
     else:

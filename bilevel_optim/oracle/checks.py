@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import BilevelWarning, NonFiniteError
+from ..errors import NonFiniteError, warn
 from ..problem.tracing import traced
 from ..problem.vector import Vector, any_sharded
 
@@ -99,7 +98,7 @@ class Checks:
                 on.add(key)
                 if key not in warned:
                     warned.add(key)
-                    warnings.warn(_text(message), BilevelWarning, stacklevel=5)
+                    warn(_text(message))
         return on
 
     def _require_finite(self, step: int) -> None:

@@ -13,9 +13,11 @@ from torch.func import vmap
 
 from ..problem import random
 from ..problem.objective import Sample
+from ..problem.placement import constant
 from ..problem.vector import Vector, stack
 from ..pytree import tree_leaves, tree_map
 from . import batched
+from .differentiable import products_of
 from .first_order import filled
 from .oracle import Oracle
 from .substitution import Substitution
@@ -228,11 +230,11 @@ def _together(oracle: Oracle, points: _Points) -> Copies:
         _look(oracle, g, y, None if points.upper is None else x, wrt)
         if not session.found.vmapped:
             batched.no_large_convolutions(g)
-        total = (g if set(points.g_weights) == {1.0} else g * g.new_tensor(points.g_weights)).sum()
+        total = (g if set(points.g_weights) == {1.0} else g * constant(points.g_weights, g)).sum()
         if f is None:
             f = torch.full_like(g, torch.nan)
         else:
-            total = total + (f * f.new_tensor(points.f_weights)).sum()
+            total = total + (f * constant(points.f_weights, f)).sum()
         gradient = _gradient(oracle, total, y if wrt == "lower" else x, wrt)
     return Copies(f.detach(), g.detach(), gradient, total.detach())
 
@@ -366,6 +368,8 @@ def _look(oracle: Oracle, g: Tensor, y: Vector, x: Vector | None, wrt: str) -> N
     if wrt != "lower" or oracle.sharded:
         return
     session = oracle.session
+    if session.found.products is None and g.requires_grad:
+        session.found.products = products_of(g)
     if not session.found.reaches_lower:
         gradients = torch.autograd.grad(g.sum(), list(y), retain_graph=True, allow_unused=True)
         session.require_reached(gradients, oracle.lower_names)
@@ -378,6 +382,8 @@ def _gradient(oracle: Oracle, total: Tensor, variables: Vector, wrt: str, *, of_
         gradients = oracle.differentiate(total, variables)
         if of_lower:  # of g alone, so that it can be seen what it depends on
             oracle.session.require_reached(gradients, oracle.lower_names)
+        else:
+            oracle.session.note_unreached(gradients)
         return filled(gradients, variables)
     if not total.requires_grad:  # neither loss depends on x; whether that is a mistake is decided over the whole step
         return oracle.x.zeros_like()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["has_fused", "has_kinks", "has_large_convolutions", "twice_differentiable", "working_unit"]
+__all__ = ["has_fused", "has_kinks", "has_large_convolutions", "products_of", "twice_differentiable", "working_unit"]
 
 
 class _PlainWeightNorm(TorchFunctionMode):
@@ -60,12 +60,33 @@ def _nodes(loss: Tensor) -> Iterator[Any]:
             stack += [parent for parent, _ in node.next_functions]
 
 
-def working_unit(t: Tensor) -> float:
-    """The rounding unit of what is computed with a tensor: that of its type, or of autocast's."""
+def products_of(loss: Tensor) -> frozenset[str]:
+    """Which products the graph of a loss contains that torch may compute in less than single precision."""
+    names = {node.name() for node in _nodes(loss)}
+    return frozenset(kind for kind, starts in _PRODUCTS.items() if any(name.startswith(starts) for name in names))
+
+
+def working_unit(t: Tensor, products: frozenset[str] | None = None) -> float:
+    """The rounding unit of what is computed with a tensor: that of its type, of autocast's, or of such products."""
     unit = torch.finfo(t.dtype).eps
     kind = t.device.type
-    return max(unit, torch.finfo(torch.get_autocast_dtype(kind)).eps) if torch.is_autocast_enabled(kind) else unit
+    if torch.is_autocast_enabled(kind):
+        unit = max(unit, torch.finfo(torch.get_autocast_dtype(kind)).eps)
+    if products and t.dtype == torch.float32:
+        of_host = kind in ("cpu", "xpu")
+        for name in products:
+            own = torch.backends.cuda if name == "matmul" else torch.backends.cudnn
+            library = torch.backends.mkldnn if of_host else own
+            unit = max(unit, _UNITS.get(getattr(library, name).fp32_precision, unit))
+    return unit
 
+
+_UNITS = {"tf32": 2.0**-10, "bf16": 2.0**-7}
+_PRODUCTS = {
+    "conv": ("Convolution", "CudnnConvolution", "MkldnnConvolution"),
+    "matmul": ("Mm", "Addmm", "Bmm", "Baddbmm", "Mv", "Addmv", "Linear"),
+    "rnn": ("CudnnRnn", "MkldnnRnn"),
+}
 
 _KINKED = ("Relu", "LeakyRelu", "Prelu", "Rrelu", "Hardtanh", "Hardswish", "Threshold", "MaxPool", "AdaptiveMaxPool")
 _FUSED = ("WeightNorm", "ScaledDotProductFlash", "ScaledDotProductEfficient", "ScaledDotProductCudnn")
@@ -101,6 +122,11 @@ class twice_differentiable:
 
 
 def _reason(text: str) -> str | None:
+    if "cudnn" in text.lower() and "rnn" in text.lower():
+        return (
+            "cuDNN's recurrent layers have no second derivative in torch (call the model within "
+            "torch.backends.cudnn.flags(enabled=False) in the loss)"
+        )
     if "double backward" in text.lower() or "donated buffers" in text:
         return "it runs a torch.compile'd module or a kernel without double backward (pass the module uncompiled)"
     if "is not implemented" in text and "derivative" in text:

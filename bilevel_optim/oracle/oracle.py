@@ -19,7 +19,7 @@ __all__ = ["Oracle"]
 class Oracle(Point):
     r"""Derivatives of an upper loss f(x, y) and a lower loss g(x, y), given as closures over live tensors, at a point.
 
-    An oracle never changes: :meth:`at` gives the oracle of another point. Everything is evaluated on a `Sample` (from
+    An oracle never changes: :meth:`at` gives the oracle of another point. Everything is evaluated on a sample (from
     ``oracle.f.draw()`` or ``oracle.g.draw()``), and the live tensors hold afterwards what they held before.
 
     Args:

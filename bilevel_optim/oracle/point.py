@@ -18,6 +18,11 @@ from .session import Session, as_scalar, forget_casts
 
 __all__ = ["Point"]
 
+CALLS_BACKWARD = (
+    "the {} seems to call backward() or to return a part of a graph that is gone: it has to return the loss, made anew "
+    "at each call, and the optimizer differentiates it"
+)
+
 
 class Point:
     """Two losses at a point, without their derivatives; arguments and attributes as of `Oracle`."""
@@ -99,7 +104,13 @@ class Point:
         self, level: str, sample: Sample, x: Sequence[Tensor], y: Sequence[Tensor], *, features: Any = None
     ) -> Tensor:
         """The loss as a function of the variables x and y, with a graph, and checked to depend on something."""
+        first = level not in self.session.found.looked
+        before = [t.grad for t in (*self.live_x, *self.live_y)] if first else []
         loss = self.value(level, sample, features=features)
+        if first and any(t.grad is not g for t, g in zip((*self.live_x, *self.live_y), before, strict=True)):
+            for t, gradient in zip((*self.live_x, *self.live_y), before, strict=True):
+                t.grad = gradient
+            raise ValueError(CALLS_BACKWARD.format(self.session.called(level)))
         if level == "lower":
             self.session.lower_sample = sample
         whole = False
@@ -158,7 +169,12 @@ class Point:
         """Gradient of a loss; None where it does not depend on an input."""
         if self.sharded and not graph:
             return _by_backward(loss, inputs)
-        found = torch.autograd.grad(loss, list(inputs), create_graph=graph, allow_unused=True)
+        try:
+            found = torch.autograd.grad(loss, list(inputs), create_graph=graph, allow_unused=True)
+        except RuntimeError as error:
+            if "a second time" in str(error):
+                raise RuntimeError(CALLS_BACKWARD.format("loss")) from error
+            raise
         for gradient, t in zip(found, inputs, strict=True):
             if gradient is not None and gradient.layout is not torch.strided:
                 names = dict(zip(map(id, (*self.live_x, *self.live_y)), self.names, strict=True))

@@ -15,7 +15,7 @@ from ..problem.profiling import span
 from ..problem.tracing import end_region
 from ..problem.vector import Vector, stack
 from . import batched
-from .differentiable import has_fused, has_kinks, twice_differentiable, working_unit
+from .differentiable import has_fused, has_kinks, products_of, twice_differentiable, working_unit
 from .first_order import slopes
 from .point import Point
 
@@ -253,7 +253,7 @@ def _by_differences(oracle: Point, sample: Sample, gradient: bool) -> LowerSyste
             variables = _of_levels(wrt, live_x, live_y)
             loss, gradients = slopes(point, "lower", sample, live_x, live_y, variables, frozen=wrt == "lower")
             if session.found.kinked is None and loss.requires_grad:
-                session.found.kinked = has_kinks(loss)
+                session.found.kinked, session.found.products = has_kinks(loss), products_of(loss)
         if wrt == "lower":
             session.require_reached(gradients, oracle.lower_names)
         else:
@@ -264,9 +264,11 @@ def _by_differences(oracle: Point, sample: Sample, gradient: bool) -> LowerSyste
         return Vector(result)
 
     def product(v: Vector, wrt: str) -> Vector:
+        if session.found.kinked is None:
+            slope(y, "lower")  # to look at the loss, once
         # Truncation eps^2 against round-off u / eps gives eps ~ u^(1/3), in units of the size of y along v.
         length = v.norm().clamp_min(torch.finfo(torch.float32).tiny)
-        epsilon = math.pow(working_unit(y[0]), 1 / 3) * (1 + y.norm()) / length
+        epsilon = math.pow(working_unit(y[0], session.found.products), 1 / 3) * (1 + y.norm()) / length
         shift = v * epsilon
         return (slope(y + shift, wrt) - slope(y - shift, wrt)) * (0.5 / epsilon)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -13,14 +12,14 @@ from torch import Tensor
 
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import Gathered
-from ..errors import BilevelWarning
+from ..errors import warn
 from ..problem.objective import Sample
 from ..problem.values import changed
 from .buffers import Buffers
 from .checks import Checks
 from .evaluation import Evaluation, in_place
 
-__all__ = ["COUNTERS", "LossFacts", "Options", "Session", "as_scalar", "forget_casts"]
+__all__ = ["COUNTERS", "LossFacts", "LowerTrend", "Options", "Session", "as_scalar", "forget_casts"]
 
 _NOTHING = nullcontext()
 COUNTERS = ("upper_grad", "lower_grad", "hvp", "jvp", "loss")
@@ -57,6 +56,7 @@ class LossFacts:
 
     fused: bool | None = None  # a loss contains fused operations that cannot be differentiated twice
     kinked: bool | None = None  # the lower loss contains activations whose derivative jumps
+    products: frozenset[str] | None = None  # which products the lower loss contains whose precision torch can lower
     fallback: str | None = None  # why the loop runs although vmap was asked for
     vmapped: bool = False  # vmap is known to work on copies of these losses
     vmapped_tasks: bool = False  # the same, over tasks
@@ -74,6 +74,66 @@ class LossFacts:
         return {} if self.fallback is None else {"vectorize_fallback": self.fallback}
 
 
+STREAK = 10  # lower solves in a row that have to say the same before there is a warning
+
+
+@dataclass
+class LowerTrend:
+    """How lower solves, of at least three steps each, have gone over several outer steps.
+
+    Attributes:
+        grew: how many of the last solves in a row ended with a larger gradient than they began with.
+        factor: by how much in all.
+        began: norm of the gradient before the first of them.
+        swung: how many in a row ended with gradients that pointed against each other and did not get smaller.
+        largest: the largest norm at the end of a solve.
+        text: what there is to say of it.
+    """
+
+    grew: int = 0
+    factor: float = 1.0
+    began: float = 0.0
+    swung: int = 0
+    largest: float = 0.0
+    text: str = ""
+
+    def seen(self, first: float, last: float, turn: float) -> bool:
+        """Note a solve, by the norms of its first and last gradient and the product of its last two; whether to warn.
+
+        Noise alone makes no warning: of independent gradients each solve grows with a chance of one half.
+        """
+        growth = last / first if first > 0 else 1.0
+        self.largest = max(self.largest, last)
+        if growth <= 1:
+            self.grew, self.factor = 0, 1.0
+        else:
+            self.began = self.began if self.grew else first
+            self.grew, self.factor = self.grew + 1, self.factor * growth
+        opposed = turn < -0.5 * last * last and growth > 0.9 and last > 0.1 * self.largest
+        self.swung = self.swung + 1 if opposed else 0
+        if (self.grew >= STREAK and last > 10 * self.began) or (self.grew >= 2 * STREAK and self.factor > 100):
+            self.text = (
+                f"the gradient of the lower loss has grown in each of the last {self.grew} lower solves, from "
+                f"{self.began:.2g} to {last:.2g}"
+            )
+        elif self.swung >= STREAK:
+            self.text = (
+                f"y swings about a solution: at the end of each of the last {self.swung} lower solves two gradients in "
+                f"a row pointed against each other, and their norm, {last:.2g}, does not get smaller"
+            )
+        else:
+            return False
+        return True
+
+    def message(self) -> str:
+        """The warning."""
+        return (
+            f"{self.text} (see diagnostics['lower_growth']), so y is no solution of the lower problem and "
+            "the hypergradient is not reliable. Use a smaller lower_lr (half of it to begin with; bo.suggest measures "
+            "the largest one), another lower_optimizer, or lower_clip"
+        )
+
+
 @dataclass
 class Session:
     """One step's bookkeeping; nothing of it reaches the optimizer before the step has been checked.
@@ -86,9 +146,11 @@ class Session:
         checks: flags to be read at its end.
         gathered: full parameters of sharded modules.
         warned: keys of the warnings that were given before.
+        trend: how lower solves have gone; a copy, likewise.
         buffers_skipped: some module would have updated buffers.
         lower_sample: the last one that g was evaluated on.
         reached: levels whose loss was seen to depend on something in this step.
+        unreached: numbers of the lower tensors that no evaluation of the lower loss has reached in this step.
     """
 
     options: Options = field(default_factory=Options)
@@ -101,11 +163,15 @@ class Session:
     lower_sample: Sample | None = None
     reached: set[str] = field(default_factory=set)
     warned: set[str] = field(default_factory=set)
+    trend: LowerTrend = field(default_factory=LowerTrend)
+    unreached: set[int] | None = None
 
     @classmethod
-    def begun(cls, options: Options, found: LossFacts, buffers: Buffers, warned: set[str]) -> Session:
+    def begun(
+        cls, options: Options, found: LossFacts, buffers: Buffers, warned: set[str], trend: LowerTrend | None = None
+    ) -> Session:
         """The session of a new step."""
-        return cls(options, changed(found), buffers, warned=set(warned))
+        return cls(options, changed(found), buffers, warned=set(warned), trend=changed(trend or LowerTrend()))
 
     def buffers_kept(self) -> AbstractContextManager[None]:
         """Leave module buffers (running statistics) as they are, whatever the block evaluates."""
@@ -142,8 +208,12 @@ class Session:
         self.found.alike = True
 
     def require_reached(self, gradients: Sequence[Tensor | None], names: Callable[[], Iterable[str]]) -> None:
-        """Raise if the lower loss does not depend on some lower parameter (after the first step, on any)."""
+        """Raise if the lower loss does not depend on some lower parameter (after the first step, on any).
+
+        After the first step a tensor may be left out of single evaluations; one that none of a step reaches is noted.
+        """
         if self.found.reaches_lower:
+            self.note_unreached(gradients)
             if not (gradients and gradients[0] is not None) and all(gradient is None for gradient in gradients):
                 raise ValueError(self.independent("lower"))
         else:
@@ -155,6 +225,24 @@ class Session:
                         "(checkpointing with use_reentrant=True loses those of a first block)"
                     )
             self.found.reaches_lower = True
+
+    def note_unreached(self, gradients: Sequence[Tensor | None]) -> None:
+        """Note which lower tensors an evaluation leaves out; before all are known to be reached, none."""
+        if self.found.reaches_lower:
+            left_out = {i for i, gradient in enumerate(gradients) if gradient is None}
+            self.unreached = left_out if self.unreached is None else self.unreached & left_out
+
+    def warn_of_unreached(self, names: Callable[[], Sequence[str]]) -> None:
+        """Warn, once for each, of lower tensors that the lower loss does not reach, as it did in the first step."""
+        for i in self.unreached or ():
+            if (key := f"unreached {i}") not in self.warned:
+                self.warned.add(key)
+                warn(
+                    f"no evaluation of the {self.called('lower')} in this step depended on lower parameter "
+                    f"{names()[i]}, as in the first step, so it stays as it is. If the module has another tensor in "
+                    "its place by now (module.weight = ...), write into the old one instead: "
+                    "with torch.no_grad(): module.weight.copy_(...)"
+                )
 
     def note_reached(self, gradients: Iterable[Tensor | None]) -> None:
         """Remember whether any loss depended on an upper parameter."""
@@ -173,11 +261,9 @@ class Session:
         for level in self.found.idle and self.found.idle - self.warned:
             other = "lower" if level == "upper" else "upper"
             if level == "upper" or self.options.responds:
-                warnings.warn(
+                warn(
                     f"the {level} loss depends on no {other} parameter, so that the hypergradient has no indirect "
-                    "term; are the losses, or the parameters, swapped?",
-                    BilevelWarning,
-                    stacklevel=5,
+                    "term; are the losses, or the parameters, swapped?"
                 )
                 self.warned.add(level)
 

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from ..pytree import tree_leaves, tree_map
 from .profiling import span
-from .random import default_state, order_of, own_order, set_default_state, set_order
+from .random import (
+    RandomState,
+    default_state,
+    order_of,
+    own_order,
+    require_replayable,
+    set_default_state,
+    set_order,
+)
 
 __all__ = ["Loss", "Objective", "Sample", "as_objective", "require_fit", "require_state"]
 
@@ -145,7 +153,7 @@ class Objective:
 
     @property
     def terms(self) -> int | None:
-        """How many terms the loss is the mean of, if these can be told apart: one without data."""
+        """The number of terms that the loss is the mean of, where these have numbers; one without data."""
         return 1 if self.data is None else None
 
     def term(self, index: int, *, once: bool = False) -> Sample:
@@ -366,7 +374,7 @@ class Sample:
         self.features = None if features is None else Sample(features, arguments)
         self.index: int | Tensor | None = None
         self.weight: float | Tensor | None = None  # of a term of an unequal sum; the loss has it already
-        self._random: list[tuple[Tensor, ...]] = []  # at most one, which the samples mapped from this one share
+        self._random: list[RandomState] = []  # at most one, which the samples mapped from this one share
 
     def wrapped(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Sample:
         """The sample of what ``wrap`` makes of the loss: the same batch, features and random numbers."""
@@ -403,7 +411,8 @@ class Sample:
 
 
 @contextmanager
-def _replayed(device: torch.device, state: tuple[Tensor, ...]) -> Generator[None]:
+def _replayed(device: torch.device, state: RandomState) -> Generator[None]:
+    require_replayable(device, state)
     present = default_state(device)
     set_default_state(device, state)
     try:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ __all__ = [
     "level_groups",
     "names_of",
     "require",
+    "require_choice",
     "require_one_level",
     "require_rates",
     "require_usable",
@@ -40,6 +41,16 @@ def require(name: str, value: object, valid: bool, wording: str = "Invalid {name
         raise ValueError(wording.format(name=name, value=value))
 
 
+def require_choice(name: str, value: Any, choices: Iterable[object], *, or_positive: bool = False) -> None:
+    """Raise ValueError, with the choices, unless a value is one of them, or perhaps a positive number."""
+    known = tuple(choices)
+    listed = ", ".join(map(repr, known)) + (", or a positive number" if or_positive else "")
+    valid = any(value == choice for choice in known) or (
+        or_positive and is_number(value) and 0 < float(value) < math.inf
+    )
+    require(name, value, valid, f"Invalid {{name}} value: {{value}} (choose one of {listed})")
+
+
 def is_number(value: object) -> bool:
     """Whether value is a real number (or a tensor of one element, which torch takes as a learning rate)."""
     if isinstance(value, Tensor):
@@ -54,20 +65,36 @@ def is_count(value: object) -> bool:
 
 def as_groups(parameters: Params, level: str) -> list[dict[str, Any]]:
     """The groups that ``parameters`` stand for, marked with their level."""
-    if isinstance(parameters, (Tensor, dict)):
+    if isinstance(parameters, torch.nn.Module):
+        _refuse_module(parameters, level)
+    if isinstance(parameters, (Tensor, dict)) or not isinstance(parameters, Iterable):
         raise TypeError(
             f"{level} parameters should be an iterable of tensors, of (name, tensor) pairs or of dicts, but got "
-            f"{torch.typename(parameters)}"
+            f"{torch.typename(parameters)}{' (write [tensor])' if isinstance(parameters, Tensor) else ''}"
         )
     entries: list[Any] = list(parameters)
     if not entries:
-        raise ValueError(f"optimizer got an empty {level} parameter list")
+        why = (
+            ": the iterator that was passed is used up (something has gone through it before), or its module has no "
+            "parameters; pass list(model.parameters())"
+        )
+        raise ValueError(
+            f"optimizer got an empty {level} parameter list{why if isinstance(parameters, Iterator) else ''}"
+        )
+    for entry in entries:
+        if isinstance(entry, torch.nn.Module):
+            _refuse_module(entry, level)
     groups: list[dict[str, Any]] = [dict(e) for e in entries] if isinstance(entries[0], dict) else [{"params": entries}]
     for group in groups:
         given = group["params"]
         group["params"] = [given] if isinstance(given, Tensor) else list(given)
         group["level"] = level
     return groups
+
+
+def _refuse_module(module: torch.nn.Module, level: str) -> Never:
+    name = type(module).__name__
+    raise TypeError(f"{level} parameters should be tensors, but got the module {name}: pass its .parameters()")
 
 
 def unnamed(entry: Tensor | tuple[str, Tensor]) -> Tensor:

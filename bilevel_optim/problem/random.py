@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import inspect
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..kernels.counter import mixed_number
+from .placement import uploaded
 from .vector import Vector
 
 __all__ = [
     "SEEDS",
     "Counters",
+    "RandomState",
     "apart",
     "default_state",
     "device_of",
@@ -26,6 +30,7 @@ __all__ = [
     "kept",
     "order_of",
     "own_order",
+    "require_replayable",
     "set_default_state",
     "set_order",
     "uniform_ball",
@@ -104,23 +109,62 @@ def apart(generator: torch.Generator | None, *numbers: int) -> torch.Generator:
     return twin.manual_seed(hashed(draw_seed(twin), *numbers))
 
 
-def kept(device: torch.device) -> AbstractContextManager[None]:
+@contextmanager
+def kept(device: torch.device) -> Generator[None]:
     """Leave torch's random numbers as they are, whatever the block draws."""
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+    state = default_state(device)
+    try:
+        yield
+    finally:
+        set_default_state(device, state)
 
 
-def default_state(device: torch.device) -> tuple[Tensor, ...]:
-    """The state of torch's default generators that evaluations on a device use."""
-    if device.type == "cuda":
-        return torch.get_rng_state(), torch.cuda.get_rng_state(device)
-    return (torch.get_rng_state(),)
+RandomState = tuple[Tensor, ...]  # of the host, and of a device that has random numbers of its own
 
 
-def set_default_state(device: torch.device, state: tuple[Tensor, ...]) -> None:
+def default_state(device: torch.device) -> RandomState:
+    """The state of torch's default generators that evaluations on a device use (if unknown, the host's alone)."""
+    if device.type == "cpu":
+        return (torch.get_rng_state(),)
+    own = _own_state(device.type)
+    if own is None:
+        return (torch.get_rng_state(),)
+    read, _, alone = own
+    return torch.get_rng_state(), read() if alone else read(device)
+
+
+def set_default_state(device: torch.device, state: RandomState) -> None:
     """Put it back."""
     torch.set_rng_state(state[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state[1], device)
+    if len(state) > 1:
+        own = _own_state(device.type)
+        assert own is not None
+        _, write, alone = own
+        write(state[1]) if alone else write(state[1], device)
+
+
+def require_replayable(device: torch.device, state: RandomState) -> None:
+    """Raise RuntimeError if the random numbers that evaluations on a device draw cannot be drawn again."""
+    if len(state) == 1 and device.type != "cpu":
+        raise RuntimeError(
+            f"the random state of devices of type {device.type!r} cannot be read: torch.{device.type} has no "
+            "get_rng_state and set_rng_state. A sample is evaluated several times with the same random numbers "
+            "(dropout), which is not possible there"
+        )
+
+
+@cache
+def _own_state(kind: str) -> tuple[Callable[..., Tensor], Callable[..., None], bool] | None:
+    """How torch's module of a kind of accelerator reads and sets random states, and whether there is one device only.
+
+    None: it does not.
+    """
+    try:
+        module = torch.get_device_module(kind)
+    except RuntimeError:
+        return None
+    read, write = (getattr(module, f"{verb}_rng_state", None) for verb in ("get", "set"))
+    return None if read is None or write is None else (read, write, not inspect.signature(read).parameters)
 
 
 def uniform_ball(like: Sequence[Tensor], radius: float, generator: torch.Generator | None = None) -> Vector:
@@ -131,12 +175,14 @@ def uniform_ball(like: Sequence[Tensor], radius: float, generator: torch.Generat
     Args:
         like: tensors that give shape, dtype and device.
         radius: r.
-        generator: source of the random numbers. Default: torch's default one.
+        generator: source of the random numbers, of any device. Default: torch's default one.
     """
-    device = like[0].device
-    normal = Vector(torch.randn(t.shape, generator=generator, dtype=t.dtype, device=device) for t in like)
-    uniform = torch.rand((), generator=generator, dtype=torch.float32, device=device)
-    length = radius * uniform.double() ** (1 / max(sum(t.numel() for t in like), 1))
+    device = like[0].device if generator is None else generator.device
+    normal = Vector(
+        uploaded(torch.randn(t.shape, generator=generator, dtype=t.dtype, device=device), t.device) for t in like
+    )
+    uniform = torch.rand((), generator=generator, dtype=torch.float32, device=device_of(generator))
+    length = radius * (uniform if uniform.is_mps else uniform.double()) ** (1 / max(sum(t.numel() for t in like), 1))
     return Vector((n * (length / normal.norm())).to(n.dtype) for n in normal)
 
 

@@ -80,7 +80,7 @@ def updated(optimizer: Optimizer, y: Vector, memory: Memory, gradient: Vector) -
     values = [v.clone() for v in y]
     remaining = iter(values)
     twin.param_groups = [
-        {**group, "params": [next(remaining) for _ in group["params"]], "differentiable": True, "foreach": False}
+        {**group, **_unfused(group), "params": [next(remaining) for _ in group["params"]], "differentiable": True}
         for group in optimizer.param_groups
     ]
     twin.state = defaultdict(dict)
@@ -103,10 +103,17 @@ def updated(optimizer: Optimizer, y: Vector, memory: Memory, gradient: Vector) -
     return values, [twin.state[value] for value in values]
 
 
+def _unfused(group: dict[str, Any]) -> dict[str, Any]:
+    """Options with which the update of a group is made of single operations, and steps are counted as before."""
+    counts_there = group.get("fused") and any([p.device.type != "cpu" for p in group["params"]])
+    options = {"foreach": False, "fused": False, "capturable": group.get("capturable") or counts_there}
+    return {name: value for name, value in options.items() if name in group}
+
+
 def _recount(state: dict[str, Any], kind: torch.dtype) -> None:
     """Have the count of steps in another type, in which torch then computes powers of it: otherwise in Python's."""
     count = state.get(COUNT)
-    if isinstance(count, Tensor) and count.is_floating_point():
+    if isinstance(count, Tensor) and count.is_floating_point() and not count.is_mps:
         state[COUNT] = count.to(kind)
 
 

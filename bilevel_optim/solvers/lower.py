@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
-from ..oracle.checks import Checks
+from ..oracle.session import Session
 from ..problem.profiling import span
 from ..problem.tracing import Untraceable, end_region, traced
 from ..problem.vector import Vector, is_sharded
@@ -30,6 +30,8 @@ __all__ = [
     "needs_closure",
     "rates_of",
     "sgd",
+    "turned",
+    "watched_growth",
 ]
 
 Factory = Callable[[Any], Optimizer]
@@ -61,8 +63,12 @@ class Solved(NamedTuple):
         projected: whether the projection moved the last y, a boolean scalar; None without a projection.
         early: norms of the gradients at the first and at the middle step of at least three, of stacked copies those of
             each; None if they were fewer.
-        size: norm of the gradient, of stacked copies that of each, if it was asked for with the step: from a part of a
-            graph the gradient, which takes longer to write than to look at, then need not come out.
+        mapping: with a projection, what vanishes at a solution in place of the gradient, if the norm was asked for:
+            how far a gradient step, projected, leads, per unit of the learning rate.
+        turn: product of the last gradient with the one before it; None in a trace, and for few steps.
+        size: norm of the gradient (of ``mapping``, if there is one), of stacked copies that of each, if it was asked
+            for with the step: from a part of a graph the gradient, which takes longer to write than to look at, then
+            need not come out.
     """
 
     y: Vector
@@ -70,22 +76,29 @@ class Solved(NamedTuple):
     gradient: Vector | None
     projected: Tensor | None = None
     early: tuple[Tensor, Tensor] | None = None
+    mapping: Vector | None = None
+    turn: Tensor | None = None
     size: Tensor | None = None
 
+    @property
+    def residual(self) -> Vector | None:
+        """What vanishes at a solution: the last gradient, or with a projection ``mapping``."""
+        return self.gradient if self.mapping is None else self.mapping
+
     def norm(self, lanes: bool = False) -> Tensor:
-        """Norm of the last gradient, or those of the gradients of stacked copies."""
+        """Norm of the last residual, or those of the residuals of stacked copies."""
         if self.size is not None:
             return self.size if lanes else _together(self.size)
-        assert self.gradient is not None
-        return self.gradient.lane_norm() if lanes else self.gradient.norm()
+        assert self.residual is not None
+        return self.residual.lane_norm() if lanes else self.residual.norm()
 
-    def watched(self, checks: Checks) -> dict[str, Tensor]:
-        """Diagnostics of the steps, with a warning if the gradient grew in both halves of them."""
+    def watched(self, session: Session) -> dict[str, Tensor]:
+        """Diagnostics of the steps, with a warning if they go away from a solution."""
         if self.gradient is None:
             return {}
         last = self.norm()
         early = None if self.early is None else (_together(self.early[0]), _together(self.early[1]))
-        return {"lower_residual": last, **watched_growth(checks, early, last)}
+        return {"lower_residual": last, **watched_growth(session, early, last, self.turn)}
 
 
 class LowerRule:
@@ -165,13 +178,22 @@ class LowerRule:
 
         ``sized``: the norm of the last one is made with it.
         """
-        solved = self._limited(y, memory, gradient) if self.limits else self._step(y, memory, gradient)
+        solved = self._limited(y, memory, gradient, sized) if self.limits else self._step(y, memory, gradient)
         if sized and solved.gradient is not None:
             solved = solved._replace(size=solved.norm(bool(self.lead)))
         end_region()
         return solved
 
-    def _limited(self, y: Vector, memory: Memory, gradient: Gradient) -> Solved:
+    def residual(self, y: Vector, gradient: Vector) -> Vector:
+        """What vanishes at a solution: the gradient at y, or with a projection what a projected step along it does."""
+        if self.limits.projection is None:
+            return gradient
+        rates = [torch.where(rate > 0, rate, 1.0) if isinstance(rate, Tensor) else rate or 1.0
+                 for rate in rates_of(self.optimizer.param_groups)]  # fmt: skip
+        moved = y - self.limits.projected(y.descended(gradient, rates), self.lead)
+        return Vector((t / rate).to(t.dtype) for t, rate in zip(moved, rates, strict=True))
+
+    def _limited(self, y: Vector, memory: Memory, gradient: Gradient, sized: bool) -> Solved:
         last: list[Vector] = []
 
         def clipped(at: Vector) -> tuple[Tensor | None, Vector]:
@@ -181,7 +203,9 @@ class LowerRule:
 
         new, memory, *_ = self._step(y, memory, clipped)
         end = self.limits.projected(new, self.lead)
-        return Solved(end, memory, last[0], None if self.limits.projection is None else changes(new, end))
+        if self.limits.projection is None:
+            return Solved(end, memory, last[0])
+        return Solved(end, memory, last[0], changes(new, end), mapping=self.residual(y, last[0]) if sized else None)
 
     def _step(self, y: Vector, memory: Memory, gradient: Gradient) -> Solved:
         groups, kind = self.optimizer.param_groups, self._kind
@@ -206,7 +230,7 @@ class LowerRule:
         """One step of the optimizer itself, on copies; in a trace its differentiable form."""
         if traced():
             if self._kind is Optimizer:
-                raise Untraceable(f"the lower optimizer is a {type(self.optimizer).__name__} that torch does not know")
+                raise Untraceable(f"the optimizer {type(self.optimizer).__name__} is not one of torch's as it comes")
             _, slope = gradient(y)
             values, kept = updated(self.optimizer, y, memory, slope)
             return Solved(Vector(values).detach(), kept, slope)
@@ -254,17 +278,19 @@ class LowerRule:
         With a positive ``tol``, which costs a host synchronisation per step, the step that found a gradient of at most
         that norm is the last one.
         """
-        solved = Solved(y, memory, None)
+        solved = before = Solved(y, memory, None)
         early = []
         with span("lower solve"):
             for k in range(steps):
-                is_early = steps > 2 and k in (0, steps // 2)
-                solved = self.step(solved.y, solved.memory, draw(), sized=is_early or k == steps - 1)
+                is_early, before = steps > 2 and k in (0, steps // 2), solved
+                solved = self.step(solved.y, solved.memory, draw(), sized=is_early or k == steps - 1 or tol > 0)
                 if is_early and solved.size is not None:
                     early.append(solved.size)
-                if tol > 0 and solved.gradient is not None and solved.gradient.norm() <= tol:
+                if tol > 0 and solved.gradient is not None and solved.norm() <= tol:
                     break
-        return solved._replace(early=(early[0], early[1])) if len(early) == 2 else solved
+        if len(early) < 2:
+            return solved
+        return solved._replace(early=(early[0], early[1]), turn=turned(before, solved))
 
 
 def _together(norms: Tensor) -> Tensor:
@@ -272,12 +298,27 @@ def _together(norms: Tensor) -> Tensor:
     return norms.norm() if norms.dim() else norms
 
 
-def watched_growth(checks: Checks, early: tuple[Tensor, Tensor] | None, last: Tensor) -> dict[str, Tensor]:
-    """How the norm of the gradient changed over lower steps, with a warning if it grew in both halves of them."""
+def turned(before: Solved, last: Solved) -> Tensor | None:
+    """Product of the gradients of two steps; None in a trace, where they need not come out of their parts."""
+    if traced() or before.gradient is None or last.gradient is None:
+        return None
+    return last.gradient.dot(before.gradient)
+
+
+def watched_growth(
+    session: Session, early: tuple[Tensor, Tensor] | None, last: Tensor, turn: Tensor | None = None
+) -> dict[str, Tensor]:
+    """How the norm of the gradient changed over lower steps, with a warning if y goes away from a solution.
+
+    That is, if it grew in both halves of the steps, or as `LowerTrend` sees it over several solves.
+    """
     if early is None:
         return {}
-    first, middle = early
-    checks.alert_if("growing lower gradient", GROWING, _grows, first, middle, last)
+    (first, middle), trend = early, session.trend
+    session.checks.alert_if("growing lower gradient", GROWING, _grows, first, middle, last)
+    if not traced():
+        turn = first.new_zeros(()) if turn is None else turn
+        session.checks.alert_if("lower solve without an end", trend.message, trend.seen, first, last, turn)
     return {"lower_growth": last / first.clamp_min(torch.finfo(first.dtype).tiny)}
 
 
@@ -311,7 +352,7 @@ def is_known(optimizer: Optimizer) -> bool:
     """Whether an optimizer is one of torch's or ours as it comes: no subclass, without hooks, its step its own."""
     own, kind = vars(optimizer), type(optimizer)
     hooked = any(own.get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post"))
-    return (kind is AGD or kind.__module__.startswith("torch.optim.")) and not hooked and "step" not in own
+    return (kind is AGD or f"{kind.__module__}.".startswith("torch.optim.")) and not hooked and "step" not in own
 
 
 def needs_closure(probe: Optimizer) -> bool:

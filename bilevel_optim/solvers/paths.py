@@ -78,5 +78,5 @@ class Paths:
             return gradient
 
         solved = rule.run(start, rule.fresh(), len(self.samples), draw)
-        solved.watched(oracle.checks)
-        return solved.y, solved.gradient, torch.stack(values).sum(0) if values else start[0].new_zeros(n)
+        solved.watched(oracle.session)
+        return solved.y, solved.residual, torch.stack(values).sum(0) if values else start[0].new_zeros(n)

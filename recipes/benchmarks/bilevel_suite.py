@@ -44,6 +44,7 @@ import bilevel_optim as bo
 from ..common import Parser, gradients, median_curve, plot, rows, save, share, show, spend, summary, tuned
 from ..common.methods import STOCHASTIC, decaying
 from ..common.records import Records
+from ..common.seeds import stream
 from ..problems.images import load_images
 from ..problems.libsvm import load_libsvm
 from ..problems.problem import WHOLE, Index, Part, Problem
@@ -84,7 +85,7 @@ class Quadratics(Problem):
     """
 
     def __init__(self, count: int, dims: tuple[int, int], mu: float, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
+        generator = stream(seed, "data")
         self.sizes, self.convexity = (count, count), mu
         for _ in range(20):
             self.g, self.f = (_Level(count, dims, mu, generator) for _ in range(2))
@@ -156,7 +157,7 @@ class Logistic(Problem):
         # All that matters of an example is its label times its features.
         self.train, self.val = ((labels.unsqueeze(1) * features).double() for features, labels in parts)
         self.sizes = (len(self.train), len(self.val))
-        generator, features = torch.Generator().manual_seed(seed), self.train.shape[1]
+        generator, features = stream(seed, "start"), self.train.shape[1]
         self.x = torch.rand(features, generator=generator, dtype=torch.float64).log()
         self.y = torch.randn(features, generator=generator, dtype=torch.float64)
 
@@ -177,7 +178,7 @@ def softmax(parts: Sequence[Part]) -> Regularised:
 def cleaning(parts: Sequence[Part], corruption: float, seed: int = 0) -> Cleaning:
     """Data hyper-cleaning; each training label is random with probability ``corruption``."""
     train, val, test = standardised(parts)
-    generator, labels = torch.Generator().manual_seed(seed), train.labels
+    generator, labels = stream(seed, "labels"), train.labels
     corrupted = torch.rand(len(labels), generator=generator) < corruption
     random = torch.randint(int(labels.max()) + 1, labels.shape, generator=generator)
     train = train._replace(labels=torch.where(corrupted, random, labels))
@@ -193,7 +194,7 @@ def covtype(root: Path | None, download: bool) -> Regularised:
     except OSError as error:
         raise SystemExit(f"no covtype in {root or 'the cache of scikit-learn'}: {error} (--download)") from error
     whole = Part(torch.tensor(bunch.data, dtype=torch.float32), torch.tensor(bunch.target).long() - 1)
-    order = torch.randperm(len(whole.labels), generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(len(whole.labels), generator=stream(0, "data"))
     return softmax([whole.take(part) for part in (order[209_165:], order[116_203:209_165], order[:116_203])])
 
 
@@ -208,7 +209,7 @@ def make(args: Any) -> tuple[str, Problem]:
     if args.problem == "covtype":
         return "covtype", covtype(args.data_root, args.download)
     sizes = {"mnist": (20_000, 5_000), "digits": (1_000, 300)}[args.problem]
-    parts = load_images(args.problem, args.data_root, args.download, sizes, torch.Generator().manual_seed(0))
+    parts = load_images(args.problem, args.data_root, args.download, sizes, stream(0, "data"))
     return f"{args.problem} corruption={args.corruption:g}", cleaning(parts, args.corruption)
 
 
@@ -220,7 +221,7 @@ def run(problem: Problem, name: str, step: float, ratio: float, seed: int, args:
         x, y = problem.start()
         lower = method.objective(lambda index: problem.lower(x, y, index), problem.sizes[0], args.batch, 2 * seed)
         upper = method.objective(lambda index: problem.upper(x, y, index), problem.sizes[1], args.batch, 2 * seed + 1)
-        generator = torch.Generator().manual_seed(seed)
+        generator = stream(seed, "method")
         rates = {"lr": step / ratio, "lower_lr": step, "convexity": problem.convexity}
         optimizer = method.optimizer(x, y, **rates, generator=generator)
         scheduler = decaying(optimizer, method)

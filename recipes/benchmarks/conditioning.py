@@ -26,6 +26,7 @@ import bilevel_optim as bo
 
 from ..common import Parser, progress, save, show
 from ..common.search import Axis, Found, search
+from ..common.seeds import stream
 
 SIZE, TARGET = 10, 1e-3
 ENDS: dict[str, dict[str, Any]] = {
@@ -70,7 +71,7 @@ def with_spectrum(first: float, last: float, generator: torch.Generator) -> tupl
 
 def quadratic(kappa: float, seed: int = 0) -> Problem:
     """Ill-conditioned at both levels."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = stream(seed, "data")
     A, root = with_spectrum(0, math.log10(kappa), generator)
     target = torch.randn(SIZE, generator=generator, dtype=torch.float64)
     x, y = (torch.zeros(SIZE, dtype=torch.float64, requires_grad=True) for _ in range(2))
@@ -83,7 +84,7 @@ def quadratic(kappa: float, seed: int = 0) -> Problem:
 
 def quartic(kappa: float, seed: int = 0) -> Problem:
     """A strict saddle point at the origin, ill-conditioned at the lower level only."""
-    A, _ = with_spectrum(-math.log10(kappa), 0, torch.Generator().manual_seed(seed))
+    A, _ = with_spectrum(-math.log10(kappa), 0, stream(seed, "data"))
     x = torch.tensor([0.1] + [1.0] * (SIZE - 1), dtype=torch.float64, requires_grad=True)
     y = torch.zeros(SIZE, dtype=torch.float64, requires_grad=True)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 import bilevel_optim as bo
 
 from ..common import Parser, progress, save, table, timed
+from ..common.seeds import stream
 from ..problems.problem import Part
 from ..problems.tasks import CLASSES, FEATURES, Centre
 
@@ -97,7 +98,7 @@ def end_to_end(levels: list[int], neumann: list[str], seeds: int, budget: int) -
                     problem = P1((0.0, 0.0, 0.0))
                     optimizer = make(
                         [problem.x], [problem.y], lr=0.03, lower_lr=1.0, levels=K, neumann=series, neumann_steps=20,
-                        smoothness=problem.L, tasks_per_step=16, generator=torch.Generator().manual_seed(seed),
+                        smoothness=problem.L, tasks_per_step=16, generator=stream(seed, "method"),
                     )  # fmt: skip
                     used, first, norms = 0, None, [(0, float(problem.gradient().norm()))]
                     with progress(total=budget, label=f"{series} K={K} {name} seed {seed}") as bar:
@@ -130,7 +131,7 @@ def end_to_end(levels: list[int], neumann: list[str], seeds: int, budget: int) -
 
 def classifiers(tasks: int = 20, rows: int = 100, features: int = FEATURES) -> Centre:
     """Linear classifiers near a common centre, lambda = 2, on random data."""
-    generator = torch.Generator().manual_seed(0)
+    generator = stream(0, "data")
     inputs = F.normalize(torch.randn(tasks, rows, features, generator=generator), dim=-1)
     return Centre(Part(inputs, torch.randint(0, CLASSES, (tasks, rows), generator=generator)))
 
@@ -139,7 +140,7 @@ def method(problem: Centre, cls: type[bo.RTMLMC], levels: int, count: int) -> bo
     """With lambda = 2 and rows of norm 1 the curvature is between 2 and 2.5."""
     return cls(
         [problem.x], [problem.y], lr=0.0, lower_lr=0.5, levels=levels, neumann_steps=10, smoothness=2.5,
-        tasks_per_step=count, generator=torch.Generator().manual_seed(1), lower_init=problem.starts,
+        tasks_per_step=count, generator=stream(1, "method"), lower_init=problem.starts,
     )  # fmt: skip
 
 
@@ -156,7 +157,7 @@ def seconds(problem: Centre, optimizer: bo.RTMLMC, repeats: int, state: Tensor |
 def states_by_level(levels: int) -> dict[int, Tensor]:
     """States of the generator from which RT-MLMC draws each level, found on a problem of one number."""
     x, y = (torch.zeros(1, requires_grad=True) for _ in range(2))
-    generator, found = torch.Generator().manual_seed(1), dict[int, Tensor]()
+    generator, found = stream(1, "method"), dict[int, Tensor]()
     optimizer = bo.RTMLMC(
         [x], [y], lr=0.0, lower_lr=0.5, levels=levels, neumann_steps=1, smoothness=1.0, generator=generator
     )

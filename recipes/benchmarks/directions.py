@@ -24,11 +24,12 @@ import bilevel_optim as bo
 from bilevel_optim.hypergradient.directions import KINDS
 
 from ..common import Parser, alone, environment, peak, show, timed
+from ..common.seeds import begin
 
 
 def measure(directions: int, width: int, direction: str, repeats: int, device: str) -> dict[str, float]:
     """Median seconds of a step, and peak memory in MiB."""
-    torch.manual_seed(0)
+    begin(0, "data")
     net, head = nn.Linear(width, width, bias=False).to(device), nn.Linear(width, 10).to(device)
     rows, labels = torch.randn(64, width, device=device), torch.randint(0, 10, (64,), device=device)
 

@@ -18,6 +18,7 @@ import torch
 import bilevel_optim as bo
 
 from ..common import Parser, environment, show
+from ..common.seeds import stream
 from ..problems.networks import MLPCleaning
 
 Product = Callable[[bo.Vector], bo.Vector]
@@ -46,7 +47,7 @@ def residuals(problem: MLPCleaning, products: list[int]) -> tuple[float, float, 
     oracle = bo.Oracle([problem.x], problem.net.parameters(), problem.upper, problem.lower)
     *_, b = oracle.upper(oracle.f.draw())
     with oracle.lower_system(oracle.g.draw()) as system:
-        generator = torch.Generator(problem.x.device).manual_seed(1)
+        generator = stream(1, "data", problem.x.device)
         start = bo.Vector(torch.randn(t.shape, generator=generator, device=t.device) for t in b)
         size = largest(system.hvp, start)
         solvers: dict[str, Callable[..., bo.linear.LinearSolution]] = {

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 import bilevel_optim as bo
 
 from ..common import Parser, peak, progress, save, show, timed
+from ..common.seeds import stream
 
 UPPER, LOWER, BATCH = 10, 3, 10
 COUNT, DRAWN, BETA = 20, 2, 0.1
@@ -34,7 +35,7 @@ class Quadratics:
     """m tasks g = |y|^2/2 - y'(Bx + b), f = |y - c|^2/2, with b and c scaled by s."""
 
     def __init__(self, scales: Tensor, d: int, p: int) -> None:
-        generator, m = torch.Generator().manual_seed(0), len(scales)
+        generator, m = stream(0, "data"), len(scales)
         self.B = torch.randn(m, p, d, generator=generator) / d**0.5
         self.b, self.c = (torch.randn(m, p, 1, generator=generator) * scales.view(m, 1, 1) for _ in range(2))
         self.tasks = bo.TensorTasks(torch.cat([self.B, self.b, self.c], -1).unsqueeze(1))
@@ -64,7 +65,7 @@ def cost(numbers: list[int], steps: int) -> list[dict[str, Any]]:
             chances = bo.importance_probabilities(torch.linspace(0.5, 1.5, m) ** 2) if kind == "importance" else None
             optimizer = bo.RSVRB(
                 [problem.x], [problem.y], lr=1e-3, lower_lr=0.1 * min(1.0, BATCH / m), task_batch=BATCH, lazy=True,
-                probabilities=chances, variant=variant, generator=torch.Generator().manual_seed(0),
+                probabilities=chances, variant=variant, generator=stream(0, "method"),
             )  # fmt: skip
             step = partial(optimizer.step, problem.upper, problem.lower, tasks=problem.tasks)
             _, first = timed(step)
@@ -90,7 +91,7 @@ def noise(problem: Quadratics, chances: Tensor, steps: int, seed: int) -> tuple[
     optimizer = bo.RSVRB(
         [problem.x], [problem.y], lr=0.0, lower_lr=0.0, beta=BETA, beta_unit="absolute", task_batch=DRAWN,
         probabilities=chances, floor=0.5, lazy=True, variant="exact_mean",
-        generator=torch.Generator().manual_seed(seed),
+        generator=stream(seed, "method"),
     )  # fmt: skip
     z, total, warm = problem.hypergradients(), 0.0, int(5 / BETA)
     for step in range(warm + steps):

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import bilevel_optim as bo
 
 from ..common import Parser, alone, environment, peak, show, timed
+from ..common.seeds import begin
 from ..problems.networks import lenet
 
 VARIANTS = ("loop", "chunks", "stacked")
@@ -29,7 +30,7 @@ VARIANTS = ("loop", "chunks", "stacked")
 
 def measure(variant: str, directions: int, chunk: int, repeats: int, device: str) -> dict[str, float]:
     """Median seconds of a step, and peak memory in MiB."""
-    torch.manual_seed(0)
+    begin(0, "data")
     net, head = lenet().to(device), nn.Linear(84, 10).to(device)
     images, labels = torch.randn(256, 1, 32, 32, device=device), torch.randint(0, 10, (256,), device=device)
 

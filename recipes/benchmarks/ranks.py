@@ -36,6 +36,7 @@ import bilevel_optim as bo
 
 from ..common import Parser, environment, save, show, timed
 from ..common.ledger import Ledger
+from ..common.seeds import begin
 
 T, K, Q, BATCH = 5, 5, 8, 16  # lower steps, products of the linear solver, directions, tasks in a step
 Numbers = Callable[[int, int], int]  # of upper parameters d and lower ones p
@@ -132,7 +133,7 @@ def network(case: str, rank: int, world: int, examples: int, width: int) -> Made
     """The same for a network; the directions of a zeroth-order method need the same data on all ranks."""
     name = case.removesuffix("-fsdp2")
     chosen = NETWORK[name]
-    torch.manual_seed(0)
+    begin(0, "data")
     whole = "over_ranks" in chosen.options
     part = slice(None) if whole else slice(rank * examples // world, (rank + 1) * examples // world)
     inputs, labels = torch.randn(examples, 64)[part].clone(), torch.randint(0, 16, (examples,))[part].clone()

@@ -50,6 +50,7 @@ from bilevel_optim.problem.random import draw_seed
 
 from ..common import Parser, alone, environment, figure, save, show
 from ..common.methods import STOCHASTIC
+from ..common.seeds import stream
 from ..problems.shapes import SHAPES, TASKS, Shape, shape
 from . import in_jax
 from .by_hand import ALGORITHMS, DIRECTIONS, LR, MU, NU, RATE, TORCH, Oracles, compiled, drawn
@@ -106,7 +107,7 @@ def optimizer_of(name: str, problem: Shape) -> tuple[bo.BilevelOptimizer, tuple[
     if "floor" in known:
         arguments["floor"] = 0.02
     if declared.random:
-        arguments["generator"] = torch.Generator().manual_seed(0)
+        arguments["generator"] = stream(0, "method")
     extra: dict[str, Any] = {}
     if problem.tasks is not None:
         extra["tasks"] = problem.tasks
@@ -150,7 +151,7 @@ def by_hand(name: str, problem: Shape, steps: int) -> tuple[Advance, Callable[[]
     x, y = (tuple(t.detach().clone() for t in ts) for ts in (problem.x, problem.y))
     state: Any = None
     call: Callable[..., Any] | None = None
-    generator = torch.Generator().manual_seed(0)
+    generator = stream(0, "method")
 
     def advance() -> None:
         nonlocal x, y, state, call

@@ -26,6 +26,7 @@ from bilevel_optim.problem.vector import stack
 
 from ..common import environment, show
 from ..common.methods import STOCHASTIC, Method
+from ..common.seeds import stream
 
 __all__ = ["measure"]
 
@@ -37,7 +38,7 @@ class Problem:
     """Batches, losses and live tensors."""
 
     def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
+        generator = stream(0, "data")
         self.train, self.val = (self._batches(generator) for _ in range(2))
         self.x, self.y = (torch.zeros(22, requires_grad=True) for _ in range(2))
         self.drawn = 0

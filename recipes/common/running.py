@@ -89,18 +89,21 @@ def spend(
     """Make steps until a budget is spent; returns the last point, with the whole ``curve`` and whether it ``diverged``.
 
     ``spent`` is called with the seconds of the steps so far. The points are denser at the beginning; one that passes
-    several of them at once stands for all, so that the curves of different seeds correspond. What a run is judged by is
-    infinite if it diverged.
+    several of them at once stands for all, so that the curves of different seeds correspond. The last point is within
+    the budget: what a step gains that goes beyond it does not count. What a run is judged by is infinite if it
+    diverged.
     """
     curve: list[Point] = []
     seconds, steps, diverged = 0.0, 0, False
+    used, cost = spent(0.0), 0.0
     while not diverged:
-        used = spent(seconds)
         passed = 1 + math.floor(evaluations * min(used / budget, 1.0) ** 0.5 + 1e-9)
-        if passed > len(curve):
+        last = used + cost > budget  # another step like the one before would go beyond
+        if passed > len(curve) or last:
             point = {"seconds": seconds, "steps": steps, **measure()}
             if diverged := not all(math.isfinite(value) for value in point.values() if value is not None):
                 break
+            within = point
             curve += [point] * (passed - len(curve))
             if used >= budget:
                 break
@@ -109,6 +112,13 @@ def spend(
             steps += 1
         except bo.NonFiniteError:
             diverged = True
+            break
+        used, before = spent(seconds), used
+        cost = used - before
+        if used > budget:
+            diverged = not all(math.isfinite(value) for value in measure().values() if value is not None)
+            curve += [within] * (1 + evaluations - len(curve))
+            break
     worst = {key: math.inf for key in judged if diverged and curve[-1][key] is not None}
     return {**curve[-1], **worst, "curve": curve, "diverged": diverged}
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 import bilevel_optim as bo
 
+from .seeds import stream
+
 __all__ = ["IndexBatches", "IndexObjective", "IndexTerms"]
 
 
@@ -26,7 +28,7 @@ class IndexBatches:
 
     def __init__(self, size: int, batch: int, seed: int, tasks: int | None = None) -> None:
         self.size, self.batch, self.tasks = size, min(batch, size), tasks
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = stream(seed, "batches")
         self.drawn = 0  # examples so far
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -70,7 +72,7 @@ class IndexTerms(bo.FiniteSum):
     def __init__(
         self, loss: Callable[[Tensor], Tensor], size: int, batch: int, seed: int, tasks: int | None = None
     ) -> None:
-        generator = torch.Generator().manual_seed(seed)
+        generator = stream(seed, "batches")
         order = torch.randperm(size, generator=generator)
         super().__init__(loss, order, min(batch, size), generator=generator)
         self.count, self.drawn = tasks or 1, 0

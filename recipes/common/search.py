@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 __all__ = ["Axis", "Found", "axis", "search"]
@@ -19,7 +19,8 @@ class Axis(NamedTuple):
         values: at least one; with one alone there is nothing to choose.
         least: beyond it there is nothing.
         most: beyond it there is nothing.
-        extends: whether the grid may go on beyond its ends, by the ratio of the last two values.
+        extends: whether the grid may go on beyond its ends, by the ratio of the last two values; a best value at an end
+            where it may not is at an edge.
     """
 
     values: tuple[Any, ...]
@@ -60,7 +61,8 @@ class Found(NamedTuple):
     Attributes:
         setting: the best one.
         score: its score.
-        edges: hyper-parameters at whose value a neighbour was not tried, since the runs were used up.
+        edges: hyper-parameters at whose value a neighbour was not tried, since the runs were used up, or since the axis
+            is closed there though there is something beyond.
     """
 
     setting: Setting
@@ -75,6 +77,8 @@ def search(
     shares: tuple[float, ...] = (0.1, 0.3),
     keep: float = 1 / 3,
     moves: int = 20,
+    joint: Sequence[tuple[str, str]] = (),
+    blind: Callable[[Setting, float], bool] = lambda setting, share: False,
 ) -> Found:
     """Minimise a score over a grid.
 
@@ -88,6 +92,9 @@ def search(
         shares: shares of the budget of the rounds before the last, which has all.
         keep: part of the settings that a round leaves to the next.
         moves: most runs of neighbours.
+        joint: pairs of hyper-parameters that are moved together too, as one may be good only with another value of the
+            other.
+        blind: whether a setting's score with a share of the budget says nothing; then the round leaves all settings.
     """
     settings = [
         dict(zip(grid, values, strict=True)) for values in itertools.product(*(a.values for a in grid.values()))
@@ -96,16 +103,20 @@ def search(
         if len(settings) <= 2:
             break
         ranked = sorted(settings, key=lambda setting: score(setting, share))
-        settings = ranked[: max(2, math.ceil(len(settings) * keep))]
+        if not any(blind(setting, share) for setting in settings):
+            settings = ranked[: max(2, math.ceil(len(settings) * keep))]
     best = min(settings, key=lambda setting: score(setting, 1.0))
     least, known = score(best, 1.0), {_key(setting) for setting in settings}  # with the whole budget
     while True:
-        open_axes: list[str] = []
-        for name, value in [(n, v) for n, a in grid.items() for v in a.neighbours(best[n])]:
-            beside = {**best, name: value}
+        open_axes = [n for n, a in grid.items() if not a.extends and best[n] in (a.values[0], a.values[-1])]
+        near = {name: axis.neighbours(best[name]) for name, axis in grid.items()}
+        steps = [{name: value} for name, values in near.items() for value in values]
+        steps += [{a: u, b: v} for a, b in joint if a in grid and b in grid for u in near[a] for v in near[b]]
+        for moved in steps:
+            beside = {**best, **moved}
             if _key(beside) not in known:
                 if not moves:
-                    open_axes.append(name)
+                    open_axes += moved
                     continue
                 moves -= 1
                 known.add(_key(beside))

@@ -18,6 +18,7 @@ import bilevel_optim as bo
 
 from ..common import Parser, progress, save, show
 from ..common.ledger import KINDS, Ledger
+from ..common.seeds import stream
 from .learning import LINEAR, METHODS, problem
 from .network import SIZES, Ranks, network, ranks_of
 
@@ -28,7 +29,7 @@ def measured(name: str, args: Any, ranks: Ranks) -> dict[str, Any]:
     """State, peak and communication of the third step of a method, in units of the parameters of the whole model."""
     setting = METHODS[name]
     model = network(args, 0, ranks, keep=setting.kept)
-    texts = {k: torch.randint(90, (1000,), generator=torch.Generator().manual_seed(0)) for k in "ab"}
+    texts = {k: torch.randint(90, (1000,), generator=stream(0, "data")) for k in "ab"}
     x, upper, lower = problem(texts, texts["a"], model, args, 0, ranks)
     inner = {} if setting.single else {"lower_steps": args.lower_steps}
     optimizer = setting.make(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import bilevel_optim as bo
 
 from ..common import progress
+from ..common.seeds import stream
 from .network import Ranks, mean_over, network, shared
 from .texts import windows
 
@@ -57,13 +58,16 @@ class Batches:
         length: of a window, less one.
         seed: of the draws.
         ranks: that share a batch.
+        name: of the stream of draws.
     """
 
-    def __init__(self, texts: Sequence[Tensor], each: int, length: int, seed: int, ranks: Ranks) -> None:
-        self.texts, self.each, self.length, self.seed, self.ranks = texts, each, length, seed, ranks
+    def __init__(
+        self, texts: Sequence[Tensor], each: int, length: int, seed: int, ranks: Ranks, name: str = "batches"
+    ) -> None:
+        self.texts, self.each, self.length, self.seed, self.ranks, self.name = texts, each, length, seed, ranks, name
 
     def __iter__(self) -> Iterator[Tensor]:
-        generator = torch.Generator().manual_seed(self.seed)
+        generator = stream(self.seed, self.name)
         while True:
             yield shared(
                 torch.stack([windows(text, self.each, self.length, generator) for text in self.texts]), self.ranks
@@ -90,7 +94,7 @@ def problem(
         return losses(model, batch).mean()
 
     data = Batches([*texts.values()], each, args.length, seed, ranks)
-    held = Batches([target], each * len(texts), args.length, seed + 1, ranks)
+    held = Batches([target], each * len(texts), args.length, seed, ranks, "held batches")
     return x, bo.Objective(upper, held), bo.Objective(lower, data)
 
 

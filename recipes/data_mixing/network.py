@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from ..common.seeds import begin
 from .texts import VOCABULARY
 
 __all__ = ["SIZES", "Ranks", "Transformer", "mean_over", "network", "ranks_of", "shared"]
@@ -133,7 +134,7 @@ def network(args: Any, seed: int, ranks: Ranks, *, keep: bool = False, replicate
         replicate: wrap it for a training loop that calls ``backward`` itself (DDP).
     """
     size = SIZES[args.scale]
-    torch.manual_seed(seed)
+    begin(seed, "start")
     model: nn.Module = Transformer(size["width"], size["layers"], size["heads"], args.length).to(ranks.device)
     if ranks.group is None:
         return model

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..common import Interval, interval
+from ..common.seeds import stream
 from .network import Ranks, mean_over, network, shared
 from .texts import windows
 
@@ -27,10 +28,10 @@ def trained(
     texts: Sequence[Tensor], weights: Sequence[float], test: Tensor, args: Any, seed: int, ranks: Ranks
 ) -> list[dict[str, float]]:
     """Train a model from scratch with these shares of the texts: its held-out loss against the characters seen."""
-    model, generator = network(args, seed, ranks, replicate=True), torch.Generator().manual_seed(seed)
+    model, generator = network(args, seed, ranks, replicate=True), stream(seed, "batches")
     adam = torch.optim.Adam(model.parameters(), lr=args.lower_lr)
     rate = torch.optim.lr_scheduler.OneCycleLR(adam, args.lower_lr, args.train_steps, cycle_momentum=False)
-    judged = shared(windows(test, args.judged, args.length, torch.Generator().manual_seed(0)), ranks)
+    judged = shared(windows(test, args.judged, args.length, stream(0, "data")), ranks)
     curve = []
     for k in range(args.train_steps):
         batch = shared(mixed(texts, weights, args.batch, args.length, generator), ranks)

@@ -25,6 +25,7 @@ from torch.func import functional_call
 import bilevel_optim as bo
 
 from ..common import Parser, alone, environment, peak, show
+from ..common.seeds import begin
 from .backbones import BACKBONES
 from .data import Images
 from .episodes import Batch, Episodes
@@ -171,7 +172,7 @@ def random_episodes(args: argparse.Namespace) -> Episodes:
 
 def measured(args: argparse.Namespace) -> dict[str, float]:
     """Seconds of a meta-step, peak memory, and the norm of the first meta-gradient after the warm-up."""
-    torch.manual_seed(0)
+    begin(0, "data")
     episodes = random_episodes(args)
     body = BACKBONES[args.backbone](3, args.size).to(args.device)
     before = peak(args.device)
@@ -184,9 +185,9 @@ def measured(args: argparse.Namespace) -> dict[str, float]:
             warnings.simplefilter("ignore", bo.BilevelWarning)
             by_hand(args.alone, learner, episodes) if args.hand else learner.backward(episodes)
 
-    times, norm = [], 0.0
+    times, norm, first = [], 0.0, learner.generator.get_state()
     for i in range(args.repeats + 1):
-        learner.generator.manual_seed(0)
+        learner.generator.set_state(first)
         begun = clock(args.device)
         step()
         times.append(clock(args.device) - begun)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..common.seeds import stream
 from .data import Images
 
 __all__ = ["Batch", "Episodes", "augmented"]
@@ -90,7 +91,7 @@ class Episodes:
 
     def fixed(self, count: int, seed: int, at_once: int = 20) -> Iterator[tuple[Batch, Batch]]:
         """The same episodes each time, in parts: support and query."""
-        tasks = self.sample(count, torch.Generator().manual_seed(seed))
+        tasks = self.sample(count, stream(seed, "data"))
         for part in torch.split(tasks, at_once):
             yield self.lower(part, None, None), self.upper(part, None, None)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..common import Parser
+from ..common.seeds import begin
 from .backbones import BACKBONES, STATISTICS
 from .data import DATA, load
 from .data.images import default_cache
@@ -62,7 +63,7 @@ def learner_of(args: argparse.Namespace, name: str, seed: int, episodes: Episode
     """A new learner with weights of this seed."""
     channels, size = episodes.pixels.shape[-3], episodes.pixels.shape[-1]
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        begin(seed, "start")
         body = BACKBONES[args.backbone](channels, size, args.statistics).to(args.device)
     return make(name, body, args.way, tasks=args.tasks, seed=seed, autocast=args.autocast)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import bilevel_optim as bo
 
+from ..common.seeds import stream
 from .backbones import Body
 from .episodes import Batch, Episodes
 
@@ -203,7 +204,7 @@ class HeadAdapting(Bilevel):
         # The heads of all tasks together, where `optimizer.adapt` is for one.
         heads = [p.detach().expand(count, *p.shape).clone().requires_grad_() for p in self.start]
         weight, bias = heads
-        steps = self.optimizer.lower_factory([{"params": heads, "lr": group["lr"]}])
+        steps = self.optimizer._lower_factory([{"params": heads, "lr": group["lr"]}])
         for _ in range(self.optimizer.lower_steps):
             with torch.enable_grad():
                 scores = torch.baddbmm(bias.unsqueeze(1), features, weight.mT)
@@ -380,5 +381,5 @@ def make(
         settings["options"] = {**settings["options"], "vectorize": vectorize}
     if name in SCALED:
         settings["options"]["lower_lr"] /= body.gain
-    generator = torch.Generator().manual_seed(seed)
+    generator = stream(seed, "method")
     return kind(body, way, tasks=tasks, generator=generator, autocast=autocast, **settings)

@@ -26,7 +26,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("ids", nargs="*", metavar="ID", help="experiments to run, or beginnings of their names")
     parser.add_argument("--scale", choices=["smoke", "cpu", "full"], default="cpu", help="default: cpu")
     parser.add_argument("--data-root", type=Path, help="folder with a folder for each data set")
-    parser.add_argument("--arms", nargs="+", metavar="NAME", help="make the runs of these alone, and do not judge")
+    parser.add_argument(
+        "--arms",
+        nargs="+",
+        metavar="NAME",
+        help="make the runs of these alone, and do not judge; rule: those that the verdict needs",
+    )
     parser.add_argument("--out", type=Path, help="folder of the records; default: that of the page, for cpu alone")
     args = parser.parse(arguments)
     if args.action == "list":
@@ -44,10 +49,11 @@ def main(arguments: list[str] | None = None) -> None:
             records = Records(folder / "records.jsonl")
             say = partial(print, flush=True)
             if args.arms:
-                complete(experiment, args.scale, records, args.data_root, say, args.arms)
+                chosen_arms = [*experiment.rule.arms] if args.arms == ["rule"] else args.arms
+                complete(experiment, args.scale, records, args.data_root, say, chosen_arms)
                 continue
             outcome = execute(experiment, args.scale, records, args.data_root, say)
-            keep(experiment, outcome, out / experiment.id)
+            keep(experiment, outcome, out / experiment.id, args.scale)
             print(f"{experiment.id} {outcome.verdict}\n  at equal seconds {outcome.timed}\n  {records.made} new runs")
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 import bilevel_optim as bo
 
 from ..common.search import axis
+from ..common.seeds import begin, stream
 from .experiment import Arm, Experiment, Point, Trial, Within
 from .runner import follow
 
@@ -35,7 +36,7 @@ class Chain:
     """
 
     def __init__(self, length: int, gamma: float, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
+        generator = stream(seed, "data")
         noise = torch.randn(10 * length, length, generator=generator, dtype=torch.float64)
         self.basis, self.gamma, self.radius = torch.linalg.qr(noise)[0], gamma, 230 * math.sqrt(length)
         self.x = torch.zeros(10 * length, dtype=torch.float64, requires_grad=True)
@@ -99,7 +100,7 @@ def run(trial: Trial) -> list[Point]:
     """Until the true gradient is small, or the calls are spent."""
     scale, make = trial.scale, trial.make
     problem = Chain(scale["length"] * make.finer, scale["gamma"] / make.finer, trial.seed)
-    torch.manual_seed(trial.seed)
+    begin(trial.seed, "noise")
     optimizer = bo.F2SA(
         [problem.x], [problem.y], order=make.order, normalize=False, lower_steps=1, lower_lr=0.5, **trial.setting
     )

@@ -15,6 +15,7 @@ from . import (
     representation,
     reweighting,
     saddle,
+    solver,
     texts,
 )
 from .experiment import Experiment
@@ -35,6 +36,7 @@ MODULES = (
     contexts,
     meta,
     newsvendor,
+    solver,
 )
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.id: experiment for module in MODULES for experiment in module.EXPERIMENTS

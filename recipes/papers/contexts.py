@@ -5,27 +5,24 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
-
 import bilevel_optim as bo
 
 from ..benchmarks.contextual import P1
 from ..common.search import axis
+from ..common.seeds import stream
 from .experiment import Arm, Better, Experiment, Point, Trial
 from .runner import follow
 
 __all__ = ["EXPERIMENTS"]
 
-NORM = 0.1
-
 
 def run(trial: Trial) -> list[Point]:
-    """Until the true gradient is small, or the lower steps are spent; the score of a point is its norm."""
+    """Until the lower steps are spent; the score of a point is the norm of the true gradient."""
     problem, used = P1((0.0, 0.0, 0.0)), 0
     options: dict[str, Any] = {"levels": trial.scale["levels"], **trial.setting}
     optimizer = trial.make(
         [problem.x], [problem.y], lower_lr=1.0, neumann_steps=20, smoothness=problem.L, tasks_per_step=16,
-        generator=torch.Generator().manual_seed(trial.seed), **options,
+        generator=stream(trial.seed, "method"), **options,
     )  # fmt: skip
 
     def step() -> None:
@@ -37,8 +34,8 @@ def run(trial: Trial) -> list[Point]:
         return float(problem.gradient().norm())
 
     return follow(
-        step, lambda: {"spent": float(used), "score": norm()},
-        lambda: trial.budget if norm() <= NORM or not norm() < 1e6 else float(used), trial.budget, evaluations=500,
+        step, lambda: {"spent": float(used), "score": norm()}, lambda: float(used) if norm() < 1e6 else trial.budget,
+        trial.budget, evaluations=200,
     )  # fmt: skip
 
 
@@ -49,7 +46,8 @@ EXPERIMENTS = [
         id="004-p1",
         paper="arXiv:2310.18535",
         figure="theorem 1",
-        claim="RT-MLMC needs fewer lower steps than DL-SGD to a gradient norm of 0.1, by its levels (a quadratic)",
+        claim="after equally many lower steps RT-MLMC is nearer to a stationary point than DL-SGD, by its levels "
+        "(a quadratic)",
         value="eps^-4 against eps^-6 samples",
         run=run,
         arms={
@@ -61,16 +59,19 @@ EXPERIMENTS = [
             "RT-MLMC as printed": Arm(partial(MLMC, neumann="product", cap=False), LR),
         },
         rule=Better(method="RT-MLMC", rivals=("DL-SGD",), control="DL-SGD, 2 levels", speed=True),
-        score="log10 of the lower steps to a gradient norm of 0.1",
+        score="mean norm of the true gradient over the last fifth of the lower steps",
         unit="lower steps",
         scales={
-            "smoke": {"levels": 4, "budget": 4000, "seeds": 3, "search": False},
-            "cpu": {"levels": 6, "budget": 40_000, "seeds": 8},
+            "smoke": {"levels": 4, "budget": 1000, "seeds": 3, "search": False},
+            "cpu": {"levels": 6, "budget": 20_000, "seeds": 6},
             "full": {"levels": 8, "budget": 600_000, "seeds": 10},
         },
-        target=NORM,
+        late=0.2,
         shares=(),
         moves=6,
-        departures=("one problem of three variables; the theorem is about all of a class",),
+        departures=(
+            "one problem of three variables; the theorem is about all of a class",
+            "late norms, not the first passage of one: a biased method can pass a small norm on its way elsewhere",
+        ),
     )
 ]

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 from ..common.search import Axis
 
-__all__ = ["SEARCH_SEED", "Arm", "Better", "Experiment", "Point", "Trial", "Within"]
+__all__ = ["RULES", "SEARCH_SEEDS", "Arm", "Better", "Experiment", "Point", "Trial", "Within"]
 
 Point = dict[str, Any]
-SEARCH_SEED = 1000  # settings are chosen with this seed, and judged with others
+SEARCH_SEEDS = (1000, 1001, 1002)  # settings are chosen with these seeds, and judged with others
+RULES = 2  # of runs and verdicts; records that were made under others are not judged
 
 
 class Trial(NamedTuple):
@@ -57,8 +58,11 @@ class Better:
     Attributes:
         method: the arm.
         rivals: arms that it must be better than, all of them.
-        control: the arm without what the claim is about. Its part in the gain over the best rival decides whether the
-            gain is due to that: at most half. Default: None, for a claim that is refuted without one; it cannot hold.
+        control: the arm without what the claim is about, and with all else. Its part in the gain over the best rival
+            decides whether the gain is due to that: at most half. Default: None, for a claim that is refuted without
+            one; it cannot hold.
+        without: hyper-parameters of the method that belong to what the claim is about. All others that are searched for
+            the method are searched for the control.
         least: smallest difference that counts.
         speed: whether the claim is about a given budget. Otherwise it is about what is reached in the end, and the
             budget has to be enough: what the worse arm gains in its last half is less than half of the difference.
@@ -67,6 +71,7 @@ class Better:
     method: str
     rivals: tuple[str, ...]
     control: str | None = None
+    without: tuple[str, ...] = ()
     least: float = 0.0
     speed: bool = False
 
@@ -111,7 +116,9 @@ class Experiment:
             every grid instead of a search.
         target: the score of a run is the logarithm (base 10) of what was spent when the curve came down to this; of
             the whole budget if it never did. Default: None, the score of the last points.
-        smooth: number of last points whose mean is the score.
+        late: part of the budget whose points count: the score is their mean. Default: 0, the last point alone.
+        whole: the paper's budget, in the same unit. Default: None, where its text has none.
+        joint: pairs of hyper-parameters that the search moves together too.
         shares: shares of the budget of the first rounds of the search.
         moves: most runs beside the best setting.
         departures: from the paper, all of them.
@@ -131,7 +138,9 @@ class Experiment:
     unit: str
     scales: Mapping[str, Mapping[str, Any]]
     target: float | None = None
-    smooth: int = 1
+    late: float = 0.0
+    whole: float | None = None
+    joint: tuple[tuple[str, str], ...] = (("lr", "rate"), ("lr", "nu"), ("lr", "lower_lr"), ("adam", "rate"))
     shares: tuple[float, ...] = (0.1, 0.3)
     moves: int = 20
     departures: tuple[str, ...] = ()
@@ -139,9 +148,15 @@ class Experiment:
     like: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse a rule about arms that there are not."""
+        """Refuse a rule about arms that there are not, and a control that is not tried at its own best setting."""
         if missing := [name for name in self.rule.arms if name not in self.arms]:
             raise ValueError(f"{self.id}: no arm {missing[0]}")
+        rule = self.rule
+        if isinstance(rule, Better) and rule.control is not None:
+            searched, own = ({k for k, a in self.arms[n].grid.items() if len(a.values) > 1}
+                             for n in (rule.method, rule.control))  # fmt: skip
+            if fixed := searched - own - {*rule.without}:
+                raise ValueError(f"{self.id}: {min(fixed)} is searched for {rule.method}, but not for {rule.control}")
 
     @property
     def source(self) -> str:
@@ -154,4 +169,9 @@ class Experiment:
             name: {key: list(a.values) for key, a in arm.grid.items() if len(a.values) > 1}
             for name, arm in self.arms.items()
         }
-        return {"scale": scale, **self.scales[scale], "grids": grids, "shares": list(self.shares), "moves": self.moves}
+        numbers = {**self.scales[scale], "rules": RULES}
+        return {"scale": scale, **numbers, "grids": grids, "shares": list(self.shares), "moves": self.moves}
+
+    def part(self, scale: str) -> float | None:
+        """The budget as a part of the paper's."""
+        return None if self.whole is None else self.scales[scale]["budget"] / self.whole

@@ -12,6 +12,7 @@ from torch import Tensor
 import bilevel_optim as bo
 
 from ..common import gradients
+from ..common.seeds import begin, stream
 from ..problems.problem import Problem
 from ..problems.softmax import Softmax
 from .experiment import Point, Trial
@@ -40,14 +41,12 @@ def descend(trial: Trial, problem: Problem, score: Score = upper_loss, **options
     In the setting, ``rate`` is the lower learning rate in units of 1/L, and ``adam`` the learning rate of Adam on x in
     place of the method's own step.
     """
-    torch.manual_seed(trial.seed)
+    begin(trial.seed, "start")
     x, y = problem.start()
     setting = dict(trial.setting)
     adam = torch.optim.Adam([x], lr=setting.pop("adam", 1.0)) if "adam" in setting else None
     options = {"lower_lr": setting.pop("rate", 1.0) * problem.lower_lr, **options, **setting}
-    optimizer: bo.BilevelOptimizer = trial.make(
-        [x], [y], generator=torch.Generator().manual_seed(trial.seed), **options
-    )
+    optimizer: bo.BilevelOptimizer = trial.make([x], [y], generator=stream(trial.seed, "method"), **options)
     solution = problem.first
 
     def measure() -> dict[str, float]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from ..common import interval
+from ..common import Interval, interval
 from .experiment import Better, Within
 
-__all__ = ["Verdict", "judge"]
+__all__ = ["Evidence", "Verdict", "judge"]
 
-HOLDS, FAILS, UNDECIDED, OTHER = "HOLDS", "FAILS", "UNDECIDED", "NOT DUE TO METHOD"
+HOLDS, FAILS, TIE, UNDECIDED, OTHER = "HOLDS", "FAILS", "TIE", "UNDECIDED", "NOT DUE TO METHOD"
 FEWEST = 3  # seeds
+
+
+_Figures = Callable[[str, Interval], str]
 
 
 class Verdict(NamedTuple):
@@ -25,70 +29,114 @@ class Verdict(NamedTuple):
         return f"{self.word}: {self.reason}" if self.reason else self.word
 
 
-def judge(
-    rule: Better | Within,
-    scores: Mapping[str, Sequence[float]],
-    gains: Mapping[str, float],
-    edges: Mapping[str, Sequence[str]],
-) -> Verdict:
-    """Whether a claim holds.
+class Evidence(NamedTuple):
+    """What the seeds gave.
 
-    Args:
-        rule: of the experiment.
+    Attributes:
         scores: of each arm, one for each seed, in the same order.
         gains: how much each arm's mean score fell in the last half of its budget.
         edges: of each arm, hyper-parameters whose best value is at the edge of what was tried.
+        start: the untrained learner's scores, one for each seed. Default: None, where nothing is trained.
+        ignorant: scores of the best answer that knows nothing of the inputs, if the experiment has it.
+        part: the budget as a part of the paper's, if its text has one.
     """
-    if isinstance(rule, Within):
-        return _within(rule, scores, edges)
-    method = scores[rule.method]
-    if len(method) < FEWEST:
-        return Verdict(UNDECIDED, f"{len(method)} seeds, fewer than {FEWEST}")
+
+    scores: Mapping[str, Sequence[float]]
+    gains: Mapping[str, float]
+    edges: Mapping[str, Sequence[str]]
+    start: Sequence[float] | None = None
+    ignorant: Sequence[float] | None = None
+    part: float | None = None
+
+    def moved(self, arm: str) -> bool:
+        """Whether training moved it from its start, by more than the interval."""
+        return self.start is None or interval(_less(self.start, self.scores[arm])).low > 0
+
+
+def judge(rule: Better | Within, evidence: Evidence) -> Verdict:
+    """Whether a claim holds, in words that say with how much of the paper's budget."""
+    seeds, start = len(evidence.scores[rule.arms[0]]), evidence.start
+    if seeds < FEWEST:
+        return Verdict(UNDECIDED, f"{seeds} seeds, fewer than {FEWEST}")
+    if start is not None and evidence.ignorant is not None and interval(_less(evidence.ignorant, start)).low > 0:
+        return Verdict(UNDECIDED, f"the untrained start {_mean(start)} knows what it is to find: the best answer that "
+                       f"knows nothing has {_mean(evidence.ignorant)}")  # fmt: skip
+    word, reason = _better(rule, evidence) if isinstance(rule, Better) else _within(rule, evidence)
+    if word != UNDECIDED and evidence.part is not None and evidence.part < 0.995:
+        word += f" AT {100 * evidence.part:.2g} % OF THE BUDGET"
+    return Verdict(word, reason)
+
+
+def _better(rule: Better, evidence: Evidence) -> Verdict:
+    scores, edges, method = evidence.scores, evidence.edges, evidence.scores[rule.method]
     differences = {r: interval(_less(scores[r], method)) for r in rule.rivals}
+    # One of several rivals is ahead by chance more often than one alone; all of them are behind less often.
+    careful = {r: interval(_less(scores[r], method), 1 - 0.05 / len(rule.rivals)) for r in rule.rivals}
+
+    def figures(rival: str, found: Interval) -> str:
+        return f"{rule.method} {_mean(method)}, {rival} {_mean(scores[rival])}, difference {found}"
+
+    if worse := [r for r in rule.rivals if careful[r].high < -rule.least]:
+        return _worse(rule, evidence, min(worse, key=lambda r: careful[r].high), careful, figures)
     best = min(rule.rivals, key=lambda r: differences[r].mean)
-    found = differences[best]
-    figures = f"{rule.method} {_mean(method)}, {best} {_mean(scores[best])}, difference {found}"
-    refuting = [r for r in rule.rivals if differences[r].high < rule.least]
-    if refuting:
-        best = min(refuting, key=lambda r: differences[r].high)
-        found = differences[best]
-        figures = f"{rule.method} {_mean(method)}, {best} {_mean(scores[best])}, difference {found}"
-        # At the edge of the grid of the rival it is only better still.
-        if open_axes := edges.get(rule.method):
-            return Verdict(UNDECIDED, f"{', '.join(open_axes)} of {rule.method} at an edge ({figures})")
-        if not rule.speed and found.mean < -rule.least and gains[rule.method] > -found.mean / 2:
-            return Verdict(UNDECIDED, f"budget too small for {rule.method} ({figures})")
-        return Verdict(FAILS, figures)
+    text = figures(best, differences[best])
+    if tied := [r for r in rule.rivals if -rule.least < careful[r].low and careful[r].high < rule.least]:
+        text = figures(tied[0], careful[tied[0]])
+        if at_edge := [f"{axis} of {r}" for r in (rule.method, tied[0]) for axis in edges.get(r, ())]:
+            return Verdict(UNDECIDED, f"{', '.join(at_edge)} at an edge ({text})")
+        return Verdict(TIE, f"{text} within {rule.least:g}")
     if not all(d.low > rule.least for d in differences.values()):
-        return Verdict(UNDECIDED, f"interval contains {rule.least:g} ({figures})")
+        return Verdict(UNDECIDED, f"interval contains {rule.least:g} ({text})")
     if at_edge := [f"{axis} of {r}" for r in rule.rivals for axis in edges.get(r, ())]:
-        return Verdict(UNDECIDED, f"{', '.join(at_edge)} at an edge ({figures})")
-    if not rule.speed and (late := [r for r in rule.rivals if gains[r] > differences[r].mean / 2]):
-        return Verdict(UNDECIDED, f"budget too small for {', '.join(late)} ({figures})")
+        return Verdict(UNDECIDED, f"{', '.join(at_edge)} at an edge ({text})")
+    if not rule.speed and (late := [r for r in rule.rivals if evidence.gains[r] > differences[r].mean / 2]):
+        return Verdict(UNDECIDED, f"budget too small for {', '.join(late)} ({text})")
+    if not evidence.moved(rule.method):
+        return Verdict(UNDECIDED, f"training did not move {rule.method} from its start ({text})")
     if rule.control is None:
-        return Verdict(UNDECIDED, f"no control ({figures})")
+        return Verdict(UNDECIDED, f"no control ({text})")
     control = scores[rule.control]
-    figures += f", control {rule.control} {_mean(control)}"
+    text += f", control {rule.control} {_mean(control)}"
     pairs = zip(control, method, scores[best], strict=True)
     surplus = interval([(c - m) - (r - m) / 2 for c, m, r in pairs])
-    if surplus.low > 0:
-        return Verdict(HOLDS, figures)
     if surplus.high < 0:
-        return Verdict(OTHER, figures)
-    return Verdict(UNDECIDED, f"the control's part in the gain is about half ({figures})")
+        return Verdict(OTHER, text)
+    if surplus.low <= 0:
+        return Verdict(UNDECIDED, f"the control's part in the gain is about half ({text})")
+    if open_axes := edges.get(rule.control):
+        return Verdict(UNDECIDED, f"{', '.join(open_axes)} of the control at an edge ({text})")
+    return Verdict(HOLDS, text)
 
 
-def _within(rule: Within, scores: Mapping[str, Sequence[float]], edges: Mapping[str, Sequence[str]]) -> Verdict:
+def _worse(rule: Better, evidence: Evidence, rival: str, careful: Mapping[str, Interval], figures: _Figures) -> Verdict:
+    text, found = figures(rival, careful[rival]), careful[rival]
+    # At the edge of the grid of the rival it is only better still.
+    if open_axes := evidence.edges.get(rule.method):
+        return Verdict(UNDECIDED, f"{', '.join(open_axes)} of {rule.method} at an edge ({text})")
+    if not rule.speed and evidence.gains[rule.method] > -found.mean / 2:
+        return Verdict(UNDECIDED, f"budget too small for {rule.method} ({text})")
+    if not evidence.moved(rival):
+        return Verdict(UNDECIDED, f"training did not move {rival} from its start ({text})")
+    return Verdict(FAILS, text)
+
+
+def _within(rule: Within, evidence: Evidence) -> Verdict:
+    scores, gains = evidence.scores, evidence.gains
     values = scores[rule.arm] if rule.minus is None else _less(scores[rule.arm], scores[rule.minus])
-    found = interval(values)
+    found, fall = interval(values), gains[rule.arm] - (gains[rule.minus] if rule.minus else 0.0)
     text = f"{found} and [{rule.low:g}, {rule.high:g}]"
-    if len(values) < FEWEST:
-        return Verdict(UNDECIDED, f"{len(values)} seeds, fewer than {FEWEST}")
-    if at_edge := [axis for name in rule.arms for axis in edges.get(name, ())]:
+    if at_edge := [axis for name in rule.arms for axis in evidence.edges.get(name, ())]:
         return Verdict(UNDECIDED, f"{', '.join(at_edge)} at an edge ({text})")
-    if rule.low <= found.low and found.high <= rule.high:
-        return Verdict(HOLDS, text)
-    return Verdict(FAILS if found.high < rule.low or found.low > rule.high else UNDECIDED, text)
+    if not any(evidence.moved(name) for name in rule.arms):
+        return Verdict(UNDECIDED, f"training moved nothing ({text})")
+    inside = rule.low <= found.low and found.high <= rule.high
+    if not inside and not (found.high < rule.low or found.low > rule.high):
+        return Verdict(UNDECIDED, text)
+    # To the bound that the score is on its way to.
+    ahead = [b for b in (rule.low, rule.high) if math.isfinite(b) and (b - found.mean) * -fall > 0]
+    if ahead and 2 * abs(fall) > min(abs(b - found.mean) for b in ahead):
+        return Verdict(UNDECIDED, f"not settled, it moved by {-fall:.2g} in the last half of the budget ({text})")
+    return Verdict(HOLDS if inside else FAILS, text)
 
 
 def _less(a: Sequence[float], b: Sequence[float]) -> list[float]:

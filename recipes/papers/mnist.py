@@ -13,6 +13,7 @@ from torch import nn
 import bilevel_optim as bo
 
 from ..common.search import axis
+from ..common.seeds import stream
 from ..hyper_representation import CODE, classification, padded
 from ..problems.images import load_images
 from ..problems.networks import lenet
@@ -23,11 +24,11 @@ from .runner import follow
 __all__ = ["EXPERIMENTS"]
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=3)
 def parts_of(seed: int, data: str, root: Path | None, sizes: tuple[int, int]) -> tuple[Part, Part, Part]:
     """D_in, D_out and the test set of one seed."""
     if data == "digits":
-        return load_images("digits", None, False, sizes, torch.Generator().manual_seed(seed))
+        return load_images("digits", None, False, sizes, stream(seed, "data"))
     folder = None if root is None else root / data
     return padded(SimpleNamespace(seed=seed, data_root=folder, download=False, sizes=sizes))
 
@@ -38,11 +39,11 @@ def run(trial: Trial) -> list[Point]:
     parts = parts_of(trial.seed, scale["data"], trial.root, tuple(scale["sizes"]))
     network = (lambda: nn.Sequential(nn.Linear(64, 32), nn.Tanh()), 32) if scale["data"] == "digits" else (lenet, 84)
     args = SimpleNamespace(seed=trial.seed, device="cpu")
-    task = classification(parts, *network, scale["batch"], torch.Generator().manual_seed(trial.seed), args)
+    task = classification(parts, *network, scale["batch"], stream(trial.seed, "batches"), args)
     adam = torch.optim.Adam(task.x, lr=setting.pop("adam"))
     optimizer: bo.BilevelOptimizer = trial.make(
         task.x, task.y, lr=1.0, lower_lr=1e-3, lower_steps=10, lower_optimizer=torch.optim.Adam, warm_start=True,
-        generator=torch.Generator().manual_seed(trial.seed), **setting,
+        generator=stream(trial.seed, "method"), **setting,
     )  # fmt: skip
 
     def step() -> None:
@@ -98,6 +99,7 @@ def experiment(name: str, method: str, what: str, like: str = "") -> Experiment:
             "full": {**LENET, "budget": 1000, "seeds": 5, "evaluations": 20},
         },
         shares=(0.25,),
+        whole=1000,
         moves=4,
         departures=(
             "100 updates at the scale cpu (1,000 in the paper)",

@@ -16,6 +16,7 @@ import bilevel_optim as bo
 from ..common import gradients
 from ..common.methods import growing_penalty
 from ..common.search import axis
+from ..common.seeds import begin, stream
 from ..problems.images import load_images
 from ..problems.newsgroups import load_newsgroups
 from ..problems.problem import Part
@@ -58,7 +59,7 @@ def problem_of(
     ``tol`` is the norm of the lower gradient at which y*(x) is taken as solved. The curvature is about 1e-5 here, so
     that at 3e-4 scores depend on the path by 0.01, which is what methods differ by.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = stream(seed, "data")
     if data == "digits":
         parts = load_images("digits", None, False, (300, 300), generator)
     else:
@@ -76,9 +77,9 @@ def run(trial: Trial) -> list[Point]:
     problem, train, val = problem_of(
         trial.seed, scale["data"], trial.root, scale["least"], scale["batch"], scale["tol"]
     )
-    for k, chunks in enumerate((train, val)):
-        chunks.generator.manual_seed(2 * trial.seed + k)
-    torch.manual_seed(trial.seed)
+    for name, chunks in (("training", train), ("validation", val)):
+        chunks.generator = stream(trial.seed, f"{name} batches")
+    begin(trial.seed, "start")
     x, y = problem.start()
     setting = dict(trial.setting)
     lower_lr = setting.pop("rate") * problem.lower_lr
@@ -88,7 +89,7 @@ def run(trial: Trial) -> list[Point]:
 
     upper = bo.Objective(loss, val)
     lower = bo.Objective(lambda part: loss(part) + problem.ridge * (x.exp() * y.square()).sum(), train)
-    generator = torch.Generator().manual_seed(trial.seed)
+    generator = stream(trial.seed, "method")
     optimizer: bo.BilevelOptimizer = trial.make([x], [y], lower_lr=lower_lr, generator=generator, **setting)
     solution = problem.first
 
@@ -155,7 +156,9 @@ EXPERIMENTS = [
             "full": {"data": "20newsgroups", "least": 1, "batch": 1000, "tol": 1e-6, "budget": 40_000, "seeds": 5,
                      "evaluations": 10},
         },
+        shares=(0.3,),
         moves=12,
+        whole=44_000,
         departures=(
             "words in fewer than 50 texts are left out at the scale cpu: 4,444 features, not 130,107; with headers",
             "penalty as in the authors' code, half of the mean of exp(x) y^2; zero start of y",

@@ -8,6 +8,7 @@ import torch
 
 import bilevel_optim as bo
 
+from ..common.seeds import stream
 from .experiment import Arm, Experiment, Point, Trial, Within
 
 __all__ = ["EXPERIMENTS"]
@@ -17,7 +18,7 @@ SIZE = 6
 
 def run(trial: Trial) -> list[Point]:
     """The slope of the logarithm of the error against that of nu, of one random problem with a quartic in f."""
-    generator = torch.Generator().manual_seed(trial.seed)
+    generator = stream(trial.seed, "data")
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)

@@ -3,37 +3,43 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..common import environment, interval, plot, save_json
 from ..common.records import Missing, Records
-from .experiment import Better, Experiment
+from .experiment import RULES, Better, Experiment
 from .runner import Outcome, execute
 
-__all__ = ["RESULTS", "config_of", "keep", "page", "summary", "write_page"]
+__all__ = ["RESULTS", "config_of", "current", "keep", "page", "summary", "write_page"]
 
 RESULTS = Path(__file__).parent / "results"
 INTRODUCTION = """# The papers' experiments
 
-Made by `python -m recipes.papers report` from the records in `results/`: {} of {} experiments have been run at the
-scale `cpu`, whose sizes and budgets suit a small machine (below, with all departures from the papers). Verdicts are
-computed, by the rules of `judge.py`:
+Made by `python -m recipes.papers report` from the records in `results/`, at the scale `cpu`, whose sizes and budgets
+suit a small machine (below, with all departures from the papers). Verdicts are computed, by the rules of `judge.py`:
 
-* **HOLDS**: the 95 % interval of the paired differences lies above the smallest one that counts, for every rival.
-* **FAILS**: it lies below that, for some rival.
-* **NOT DUE TO METHOD**: it would hold, but a control without what the claim is about has at least half of the gain.
-* **UNDECIDED**: the interval says neither, a best setting is at an edge, there are fewer than three seeds or no
-  control, or the budget is too small.
+* **HOLDS**: the 95 % interval of the paired differences lies above the smallest one that counts, for every rival;
+  training moved the method from its start by more than the interval; and more than half of the gain is lost by a
+  control, which has all but what the claim is about, at its own best setting.
+* **FAILS**: it lies below minus that for some rival, with an interval corrected for the number of rivals.
+* **TIE**: the corrected interval lies within the smallest difference that counts, on both sides of zero.
+* **NOT DUE TO METHOD**: it would hold, but the control has at least half of the gain.
+* **UNDECIDED**: none of these, or a best setting is at an edge, a score has not settled, a start knows the answer,
+  there are fewer than three seeds or no control, or the budget is too small.
+* **... AT n % OF THE BUDGET**: with so much of what the paper has.
 
-Scores: less is better; in brackets 95 % intervals over seeds. Every method has the best setting of a grid, which goes
-on until no neighbour is better, chosen with another seed than those it is judged with. Seconds, and the verdicts at
-equal seconds, are those of a machine that had other work at the time.
-
-| experiment | claim | paper | here | verdict | at equal seconds | minutes |
-|---|---|---|---|---|---|---|"""
+Scores: less is better, and what a step gains beyond the budget does not count; in brackets 95 % intervals over seeds.
+Every method has the best setting of a grid, which goes on until no neighbour is better, by the median of three other
+seeds than those it is judged with. *Untrained* is the score of the start. Seconds, and the verdicts at equal seconds,
+are those of a machine that had other work at the time.
+"""
+NOT_AGAIN = "not run again under the present rules"
 
 
 def config_of(experiment: Experiment, scale: str, folder: Path) -> None:
@@ -49,14 +55,30 @@ def config_of(experiment: Experiment, scale: str, folder: Path) -> None:
     save_json(path, {**known, "config": config})
 
 
-def summary(experiment: Experiment, outcome: Outcome) -> dict[str, Any]:
+def current(experiment: Experiment, results: Path) -> Path:
+    """The records, if they were made under the present rules; `Missing` otherwise."""
+    folder = results / experiment.source
+    path = folder / "config.json"
+    if not path.exists():
+        raise Missing("not run")
+    if json.loads(path.read_text())["config"].get("rules") != RULES:
+        raise Missing(NOT_AGAIN)
+    return folder / "records.jsonl"
+
+
+def summary(experiment: Experiment, outcome: Outcome, scale: str = "cpu") -> dict[str, Any]:
     """The verdict and the figures that it is made from."""
+    part = experiment.part(scale)
     return {
         "verdict": outcome.verdict.word,
         "reason": outcome.verdict.reason,
         "at equal seconds": str(outcome.timed),
+        "untrained": None if outcome.start is None else str(interval(outcome.start)),
+        "part of the budget": None if part is None else float(f"{part:.3g}"),
+        "would change": turning(experiment, outcome),
         "scores": {name: str(interval(scores)) for name, scores in outcome.scores.items()},
         "settings": {name: found.setting for name, found in outcome.found.items()},
+        "edges": {name: [*found.edges] for name, found in outcome.found.items() if found.edges},
         "diverged": {
             name: sum("diverged" in r or r.get("reached") is False for r in runs) for name, runs in outcome.runs.items()
         },
@@ -67,9 +89,50 @@ def summary(experiment: Experiment, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def keep(experiment: Experiment, outcome: Outcome, folder: Path) -> dict[str, Any]:
+def turning(experiment: Experiment, outcome: Outcome) -> str:
+    """What would change the verdict, in a sentence."""
+    rule, scores, word, reason = experiment.rule, outcome.scores, *outcome.verdict
+    if word == "UNDECIDED" and "edge" in reason:
+        return "a search that goes on beyond the edge"
+    if word == "UNDECIDED" and ("budget too small" in reason or "not settled" in reason):
+        return "a larger budget"
+    if word == "UNDECIDED" and ("did not move" in reason or "moved nothing" in reason):
+        return "a budget or a problem with which training moves the start"
+    if not isinstance(rule, Better):
+        values = scores[rule.arm]
+        if rule.minus is not None:
+            values = [a - b for a, b in zip(values, scores[rule.minus], strict=True)]
+        found = interval(values)
+        bounds = [b for b in (rule.low, rule.high) if math.isfinite(b)]
+        nearest = min(bounds, key=lambda b: abs(b - found.mean))
+        return f"a mean beyond {nearest:g}, which is {abs(nearest - found.mean):.3g} away" + _seeds(values, nearest)
+    pairs = {r: [a - b for a, b in zip(scores[r], scores[rule.method], strict=True)] for r in rule.rivals}
+    best = min(pairs, key=lambda r: statistics.fmean(pairs[r]))
+    mean = statistics.fmean(pairs[best])
+    if rule.control is not None and (word.startswith("NOT DUE") or "control" in reason):
+        share = statistics.fmean(scores[best]) - statistics.fmean(scores[rule.control])
+        return f"a control that has less than half of the gain of {mean:.3g} over {best}; it has {share:.3g}"
+    if word.startswith(("FAILS", "TIE")):
+        gap = f"{rule.method} better by {max(rule.least - mean, 0):.3g}, so that {best} is behind"
+        return gap + (", or the paper's budget, if it turns the order" if "BUDGET" in word else "")
+    if word.startswith("HOLDS"):
+        return f"{best} better by {mean - rule.least:.3g}, or a control with half of the gain"
+    return f"a difference to {best} that leaves {rule.least:g} out" + _seeds(pairs[best], rule.least)
+
+
+def _seeds(values: list[float], bound: float) -> str:
+    """How many seeds it would take for the interval to leave a bound out, if mean and spread stay."""
+    found = interval(values)
+    away, half = abs(found.mean - bound), found.high - found.mean
+    if not away or half <= away:
+        return ""
+    needed = math.ceil(len(values) * (half / away) ** 2)
+    return f"; at this spread about {needed} seeds" if needed < 1000 else "; no number of seeds at this spread"
+
+
+def keep(experiment: Experiment, outcome: Outcome, folder: Path, scale: str = "cpu") -> dict[str, Any]:
     """Write the verdict and a picture of the curves of the first seed."""
-    found = json.loads(json.dumps(summary(experiment, outcome)))
+    found = json.loads(json.dumps(summary(experiment, outcome, scale)))
     save_json(folder / "verdict.json", found)
     if experiment.like:
         return dict(found)
@@ -82,35 +145,67 @@ def keep(experiment: Experiment, outcome: Outcome, folder: Path) -> dict[str, An
 
 
 def page(experiments: Iterable[Experiment], results: Path = RESULTS, scale: str = "cpu") -> str:
-    """The page of all experiments, judged anew from their records."""
-    rows, details, known = [], [], list(experiments)
+    """The page of all experiments, judged anew from their records: sorted by paper, one line a row."""
+    known = sorted(experiments, key=lambda e: e.paper)
+    counts, tables, details = Counter[str](), dict[str, list[str]](), list[str]()
     for experiment in known:
-        head = f"| `{experiment.id}` ({experiment.figure}) | {experiment.claim} | {experiment.value} |"
-        path = results / experiment.source / "records.jsonl"
+        rows = tables.setdefault(experiment.paper, [])
+        said = f"{experiment.claim} | {experiment.value.removeprefix('no figure in the text: ')} |"
         try:
-            found = summary(experiment, execute(experiment, scale, Records(path, frozen=True)))
-        except Missing:
-            rows.append(f"{head} {'begun, not finished' if path.exists() else 'not run'} | | | |")
+            records = Records(current(experiment, results), frozen=True)
+            found = summary(experiment, execute(experiment, scale, records), scale)
+        except Missing as missing:
+            why = str(missing.args[0]) if str(missing.args[0]).startswith("not run") else "begun, not finished"
+            counts[why] += 1
+            rows.append(f"| `{experiment.id}` | {said} | | | {why} | | |")
             continue
-        speed = isinstance(experiment.rule, Better) and experiment.rule.speed
-        timed = found["at equal seconds"].split(":")[0] if speed else ""
-        rows.append(f"{head} {found['reason']} | **{found['verdict']}** | {timed} | {found['minutes']:g} |")
-        details.append(_details(experiment, found))
-    return "\n".join([INTRODUCTION.format(len(details), len(known)), *rows, "", *details]).rstrip() + "\n"
+        counts[found["verdict"]] += 1
+        part = found["part of the budget"]
+        budget = "-" if found["untrained"] is None else "not in the text" if part is None else f"{100 * part:.2g} %"
+        rule = experiment.rule
+        control = found["scores"][rule.control] if isinstance(rule, Better) and rule.control else "-"
+        cells = [_ours(experiment, found), control, found["untrained"] or "-", f"**{found['verdict']}**", budget]
+        anchor = experiment.id.replace(".", "")
+        rows.append(f"| [`{experiment.id}`](#{anchor}) | {said} {' | '.join(cells)} | {found['minutes']:g} |")
+        details.append(_details(experiment, found, scale))
+    listed = [f"| {word} | {number} |" for word, number in sorted(counts.items())]
+    text = [INTRODUCTION, f"{len(known)} rows:", "", "| verdict | rows |", "|---|---|", *listed, ""]
+    for paper, rows in tables.items():
+        text += [f"## {paper}", "", HEADER, "|---|---|---|---|---|---|---|---|---|", *rows, ""]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join([*text, "## Row by row", "", *details])).rstrip() + "\n"
 
 
-def _details(experiment: Experiment, found: Mapping[str, Any]) -> str:
-    numbers = experiment.scales["cpu"]
+HEADER = "| row | claim | paper | ours | control | untrained | verdict | part of the paper's budget | minutes |"
+
+
+def _ours(experiment: Experiment, found: Mapping[str, Any]) -> str:
+    """The score of the method and of the best rival, with intervals."""
+    rule = experiment.rule
+    if not isinstance(rule, Better):
+        return str(found["reason"]).rsplit("(", 1)[-1].split(" and [")[0]
+    scores = found["scores"]
+    best = min(rule.rivals, key=lambda r: float(scores[r].split()[0]))
+    return f"{scores[rule.method]}, {best} {scores[best]}"
+
+
+def _details(experiment: Experiment, found: Mapping[str, Any], scale: str) -> str:
+    numbers = experiment.scales[scale]
     command = f"python -m recipes.papers run {experiment.id}" + (" --data-root DIR" if experiment.data else "")
     lines = [
-        f"## {experiment.id}",
+        f"### {experiment.id}",
         "",
         f"{experiment.paper}, {experiment.figure}. `{command}`. Score: {experiment.score}; "
         f"budget {numbers['budget']:g} {experiment.unit}, {numbers['seeds']} seeds.",
         "",
+        f"**{found['verdict']}**: {found['reason']}. At equal seconds: {found['at equal seconds']}.",
+        "",
+        f"What would change it: {found['would change']}.",
+        "",
         "| arm | score | chosen | seconds per run | not reached or diverged |",
         "|---|---|---|---|---|",
     ]
+    if found["untrained"]:
+        lines.append(f"| untrained | {found['untrained']} | | | |")
     for name in experiment.arms:
         if name not in found["scores"]:
             lines.append(f"| {name} | not run | | | |")
@@ -138,7 +233,7 @@ def write_page(experiments: Iterable[Experiment]) -> Path:
     known = list(experiments)
     for experiment in known:
         try:
-            records = Records(RESULTS / experiment.source / "records.jsonl", frozen=True)
+            records = Records(current(experiment, RESULTS), frozen=True)
             found = summary(experiment, execute(experiment, "cpu", records))
         except Missing:
             (RESULTS / experiment.id / "verdict.json").unlink(missing_ok=True)  # of what was searched before

@@ -13,6 +13,7 @@ import bilevel_optim as bo
 
 from ..common import gradients
 from ..common.search import axis
+from ..common.seeds import begin, stream
 from ..hyper_representation import CODE, regression
 from .experiment import Arm, Better, Experiment, Point, Trial
 from .runner import follow
@@ -26,11 +27,11 @@ def run(trial: Trial) -> list[Point]:
     task = regression(
         tuple(scale["layers"]), scale["n"], scale["ridge"], SimpleNamespace(seed=trial.seed, device="cpu")
     )
-    torch.manual_seed(trial.seed)
+    begin(trial.seed, "method")
     adam = torch.optim.Adam(task.x, lr=setting.pop("lr"))
     optimizer: bo.BilevelOptimizer = trial.make(
         task.x, task.y, lr=1.0, lower_lr=1e-3, lower_steps=scale["lower_steps"], warm_start=False,
-        generator=torch.Generator().manual_seed(trial.seed), **setting,
+        generator=stream(trial.seed, "directions"), **setting,
     )  # fmt: skip
     start = [t.detach().clone() for t in task.y]
     probe = bo.FirstOrder(task.x, task.y, lr=1.0, lower_lr=1e-3, lower_steps=scale["lower_steps"], warm_start=False)
@@ -109,6 +110,7 @@ EXPERIMENTS = [
         },
         shares=(),
         moves=4,
+        whole=4100,
         departures=("learning rates of Adam are searched for all; in the paper 0.05 (HOZOG in its code 0.1)",),
     ),
     *pair(
@@ -121,6 +123,7 @@ EXPERIMENTS = [
             "cpu": {**LAYERS, "budget": 1500, "seeds": 5, "evaluations": 6},
             "full": {**LAYERS, "n": 5000, "budget": 2100, "seeds": 5, "evaluations": 10},
         },
+        whole=2100,
         departures=(
             "1,000 examples at the scale cpu (5,000 in the paper's code)",
             "learning rates as in the paper and its code (0.01; HOZOG 0.2), none searched",

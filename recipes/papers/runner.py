@@ -1,4 +1,4 @@
-"""The runner: settings chosen with one seed, judged with others; every run is kept, so that it is made once."""
+"""The runner: settings chosen with some seeds, judged with others; every run is kept, so that it is made once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,12 +15,13 @@ import bilevel_optim as bo
 from ..common import spend
 from ..common.records import Missing, Records
 from ..common.search import Found, search
-from .experiment import SEARCH_SEED, Arm, Experiment, Point, Trial
-from .judge import Verdict, judge
+from .experiment import SEARCH_SEEDS, Arm, Experiment, Point, Trial
+from .judge import Evidence, Verdict, judge
 
-__all__ = ["Outcome", "complete", "execute", "follow"]
+__all__ = ["Outcome", "complete", "execute", "follow", "middle"]
 
 POINTS = 24  # of a curve that is kept
+FEW = 5  # steps, with fewer of which a round of a search is blind
 
 
 class Outcome(NamedTuple):
@@ -28,7 +30,8 @@ class Outcome(NamedTuple):
     Attributes:
         found: of each arm, the setting that was chosen.
         runs: of each arm, the result for each seed.
-        scores: of each arm, with equal budgets and with equal seconds.
+        scores: of each arm, with equal budgets.
+        start: scores of the untrained learner; None where nothing is trained.
         verdict: with equal budgets.
         timed: with equal seconds.
         seconds: of all runs, those of the search too.
@@ -37,6 +40,7 @@ class Outcome(NamedTuple):
     found: dict[str, Found]
     runs: dict[str, list[Point]]
     scores: dict[str, list[float]]
+    start: list[float] | None
     verdict: Verdict
     timed: Verdict
     seconds: float
@@ -51,7 +55,7 @@ def execute(
 ) -> Outcome:
     """Make the runs of an experiment that are missing in the records, and judge."""
     found, runs = complete(experiment, scale, records, root, say)
-    return judged(experiment, found, runs, sum(r["seconds"] for r in records.results.values()))
+    return judged(experiment, scale, found, runs, sum(r["seconds"] for r in records.results.values()))
 
 
 def complete(
@@ -75,7 +79,7 @@ def complete(
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", bo.BilevelWarning)  # what goes wrong is seen in the scores
                 curve = experiment.run(trial)
-            result = summarised(experiment, curve, trial.budget, keep=seed != SEARCH_SEED)
+            result = summarised(experiment, curve, trial.budget, keep=seed not in SEARCH_SEEDS)
             say(f"{experiment.id} {name} {setting} seed {seed} share {share:g}: {result['score']:.5g}")
             return result
 
@@ -85,24 +89,63 @@ def complete(
         if only and name not in only:
             continue
 
-        def score(setting: dict[str, Any], share: float, name: str = name, arm: Arm = arm) -> float:
-            return float(run(name, arm, setting, SEARCH_SEED, share)["score"])
-
-        middle = {key: a.values[len(a.values) // 2] for key, a in arm.grid.items()}
+        tried = partial(run, name, arm)
+        score = _Median(tried)
         chosen = numbers.get("search", True) and any(len(a.values) > 1 for a in arm.grid.values())
         try:
             best = (
-                search(arm.grid, score, shares=experiment.shares, moves=experiment.moves)
+                search(
+                    arm.grid,
+                    score,
+                    shares=experiment.shares,
+                    moves=experiment.moves,
+                    joint=experiment.joint,
+                    blind=partial(_blind, tried),
+                )
                 if chosen
-                else Found(middle, math.nan, ())
+                else Found(middle(arm), math.nan, ())
             )
-            results = [run(name, arm, best.setting, seed, 1.0) for seed in range(numbers["seeds"])]
+            results = [tried(best.setting, seed, 1.0) for seed in range(numbers["seeds"])]
         except Missing:
             if name in experiment.rule.arms:
                 raise
             continue  # the verdict does not need it
         found[name], runs[name] = best, results
     return found, runs
+
+
+def _blind(run: Callable[[dict[str, Any], int, float], Point], setting: dict[str, Any], share: float) -> bool:
+    return bool(run(setting, SEARCH_SEEDS[0], share)["steps"] < FEW)
+
+
+class _Median:
+    """The score of a setting: its median over the seeds of the search, infinite if it diverged with one of them.
+
+    With the whole budget the third seed is left out where two are no better than the best setting so far: the median
+    is not either.
+    """
+
+    def __init__(self, run: Callable[[dict[str, Any], int, float], Point]) -> None:
+        self.run, self.least = run, math.inf
+
+    def __call__(self, setting: dict[str, Any], share: float) -> float:
+        found: list[float] = []
+        for seed in SEARCH_SEEDS:
+            result = self.run(setting, seed, share)
+            if "diverged" in result or not math.isfinite(result["score"]):
+                return math.inf
+            found.append(float(result["score"]))
+            if share == 1 and sum(s >= self.least for s in found) > len(SEARCH_SEEDS) / 2:
+                return statistics.median_high(found)
+        median = statistics.median(found)
+        if share == 1:
+            self.least = min(self.least, median)
+        return median
+
+
+def middle(arm: Arm) -> dict[str, Any]:
+    """The setting in the middle of its grid."""
+    return {key: a.values[len(a.values) // 2] for key, a in arm.grid.items()}
 
 
 def follow(
@@ -121,28 +164,35 @@ def follow(
     return [*curve, {**curve[-1], "score": math.inf}] if found["diverged"] else curve
 
 
-def judged(experiment: Experiment, found: dict[str, Found], runs: dict[str, list[Point]], spent: float) -> Outcome:
+def judged(
+    experiment: Experiment, scale: str, found: dict[str, Found], runs: dict[str, list[Point]], spent: float
+) -> Outcome:
     """The verdicts of what was run."""
-    rule = experiment.rule
+    rule, budget = experiment.rule, experiment.scales[scale]["budget"]
     edges = {name: f.edges for name, f in found.items()}
     scores = {name: [_finite(r["score"], r) for r in results] for name, results in runs.items()}
     gains = {
         name: statistics.fmean(_finite(r["half"], r) - _finite(r["score"], r) for r in results)
         for name, results in runs.items()
     }
+    first = [r["curve"] for r in runs[rule.arms[0]]]
+    trained = any(len(curve) > 1 for curve in first)
+    start = [scored(experiment, curve[:1], "spent", budget) for curve in first] if trained else None
+    ignorant = [curve[0]["ignorant"] for curve in first] if "ignorant" in first[0][0] else None
+    evidence = Evidence(scores, gains, edges, start, ignorant, experiment.part(scale))
     # The same for all arms: when the first of those that are compared has spent its budget. Of a time to a target, all.
-    first = min(statistics.fmean(r["seconds"] for r in runs[name]) for name in rule.arms)
+    shortest = min(statistics.fmean(r["seconds"] for r in runs[name]) for name in rule.arms)
     timed = {
         name: [
-            _finite(scored(experiment, r["curve"], "seconds", first if experiment.target is None else r["seconds"]), r)
+            _finite(
+                scored(experiment, r["curve"], "seconds", shortest if experiment.target is None else r["seconds"]), r
+            )
             for r in results
         ]
         for name, results in runs.items()
     }
-    return Outcome(
-        found, runs, scores, judge(rule, scores, gains, edges), judge(rule, timed, dict.fromkeys(gains, 0.0), edges),
-        spent,
-    )  # fmt: skip
+    at_equal_seconds = evidence._replace(scores=timed, gains=dict.fromkeys(gains, 0.0), start=None)
+    return Outcome(found, runs, scores, start, judge(rule, evidence), judge(rule, at_equal_seconds), spent)
 
 
 def _finite(score: float, run: Point) -> float:
@@ -151,22 +201,24 @@ def _finite(score: float, run: Point) -> float:
 
 
 def scored(experiment: Experiment, curve: Sequence[Point], unit: str, budget: float) -> float:
-    """The score of a run when so much was spent."""
+    """The score of a run when so much was spent: of its last point within that, whatever a step beyond it gained."""
     if experiment.target is not None:
         hits = (p[unit] for p in curve if p["score"] <= experiment.target)
         return math.log10(max(min(next(hits, math.inf), budget), 1e-9))
-    until = [p["score"] for p in curve if p[unit] <= budget] or [curve[0]["score"]]
-    return statistics.fmean(until[-experiment.smooth :])
+    within = [p for p in curve if p[unit] <= budget] or curve[:1]
+    end = within[-1][unit]
+    return statistics.fmean(p["score"] for p in within if p[unit] > (1 - experiment.late) * end or p is within[-1])
 
 
 def summarised(experiment: Experiment, curve: list[Point], budget: float, keep: bool) -> Point:
     """What is kept of a run: its score, the score at half of the budget, and some points of its curve."""
     last = curve[-1]
     result: Point = {
-        "score": scored(experiment, curve, "spent", budget if experiment.target is not None else math.inf),
+        "score": scored(experiment, curve, "spent", budget),
         "half": scored(experiment, curve, "spent", budget / 2),
         "seconds": last["seconds"],
         "spent": last["spent"],
+        "steps": last.get("steps", FEW),
     }
     if experiment.target is not None and not last["score"] <= experiment.target:
         result["reached"] = False

@@ -87,7 +87,13 @@ EXPERIMENTS = [
             "ITD": Arm(partial(bo.ITD, lower_steps=5, lower_optimizer=HEAVY_BALL), FIRST),
             "direct only": Arm(partial(bo.FirstOrder, **PATHS), {"rate": axis(1.0)}, "x stays at its start"),
         },
-        rule=Better(method="PZOBO", rivals=("AID-CG", "AID-FP", "ITD"), control="direct only", speed=True),
+        rule=Better(
+            method="PZOBO",
+            rivals=("AID-CG", "AID-FP", "ITD"),
+            control="direct only",
+            without=("adam", "rate"),
+            speed=True,
+        ),
         departures=(
             SIZES,
             "one penalty per entry of y, as in the paper; Adam on x for PZOBO and HOZOG (which optimiser is not said), "

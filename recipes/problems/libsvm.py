@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..common.seeds import stream
 from .problem import Part, folder
 
 __all__ = ["load_breast_cancer", "load_libsvm"]
@@ -47,7 +48,7 @@ def load_libsvm(name: str, root: Path | None, download: bool, seed: int = 0) -> 
     if paths[1] is not None:
         return train, _read(paths[1], features)
     print(f"No {name}.t in {root}: {HELD_OUT:.0%} of {name}, drawn at random, are the test part")
-    order = torch.randperm(len(train.labels), generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(len(train.labels), generator=stream(seed, "data"))
     count = round(HELD_OUT * len(order))
     held_out, kept = order[:count], order[count:]
     return train.take(kept), train.take(held_out)
@@ -60,7 +61,7 @@ def load_breast_cancer(seed: int) -> tuple[Part, Part]:
     bunch = bundled()
     features, labels = torch.tensor(bunch.data), torch.tensor(bunch.target * 2.0 - 1)
     whole = Part(((features - features.mean(0)) / features.std(0)).float(), labels.float())
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(len(labels), generator=stream(seed, "data"))
     return whole.take(order[:300]), whole.take(order[300:])
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..common.seeds import begin
 from .problem import WHOLE, Index
 
 __all__ = ["MLPCleaning", "lenet"]
@@ -33,7 +34,7 @@ class MLPCleaning:
     """
 
     def __init__(self, n: int, ridge: float, device: str) -> None:
-        torch.manual_seed(0)
+        begin(0, "data")
         self.ridge = ridge
         self.X, self.Xv = (torch.randn(n, 784, device=device) for _ in range(2))
         self.t, self.tv = (torch.randint(0, 10, (n,), device=device) for _ in range(2))

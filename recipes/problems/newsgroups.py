@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..common.seeds import stream
 from .problem import Part, folder
 
 __all__ = ["SparseFeatures", "load_newsgroups", "stripped", "texts_of"]
@@ -50,7 +51,7 @@ class SparseFeatures:
 
     def largest_singular_value(self, iterations: int = 50) -> float:
         """By power iteration."""
-        v = torch.rand(self.shape[1], 1, generator=torch.Generator().manual_seed(0)).to(self.matrix.device)
+        v = torch.rand(self.shape[1], 1, generator=stream(0, "power iteration")).to(self.matrix.device)
         u = v
         for _ in range(iterations):
             u = self.matrix @ (v / v.norm())

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import bilevel_optim as bo
 
+from ..common.seeds import begin, stream
 from .networks import lenet
 
 __all__ = ["SHAPES", "Shape", "shape"]
@@ -186,5 +187,5 @@ SHAPES: dict[str, Callable[[torch.Generator, torch.dtype], Shape]] = {
 def shape(name: str, dtype: torch.dtype = torch.float32) -> Shape:
     """A problem, the same at every call."""
     with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return SHAPES[name](torch.Generator().manual_seed(0), dtype)
+        begin(0, "start")
+        return SHAPES[name](stream(0, "data"), dtype)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import bilevel_optim as bo
 
+from ..common.seeds import begin
 from .problem import Part, folder
 
 __all__ = ["Centre", "load_tasks"]
@@ -102,7 +103,7 @@ def _features(images: Tensor) -> Tensor:
     loss by 12.5.
     """
     state = torch.get_rng_state()
-    torch.manual_seed(0)
+    begin(0, "features")
     network = nn.Sequential(
         nn.Conv2d(images.shape[1], 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(64, 128, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(),

@@ -969,14 +969,14 @@ def test_a_loss_that_is_infinite_while_its_gradient_is_not_fails():
 def test_a_known_alert_makes_no_step_eager(monkeypatch):
     """A lower Hessian that is not positive definite is warned of once; CG goes on, and so do the graphs."""
     made = []
-    function = bo.BilevelOptimizer.open_step
-    monkeypatch.setattr(bo.BilevelOptimizer, "open_step", lambda *a: made.append(0) or function(*a))
+    function = bo.BilevelOptimizer._open_step
+    monkeypatch.setattr(bo.BilevelOptimizer, "_open_step", lambda *a: made.append(0) or function(*a))
     _, (optimizer, _, x, y) = simple(lambda x, y: lambda: base(x, y))
     signs = torch.tensor([1.0, -0.1], dtype=torch.float64)
     losses = lambda: (y - 1).square().sum(), lambda: (signs * (y - x).square()).sum()
     for _ in range(12):
         optimizer.step(*losses)
-    assert "indefinite" in optimizer.run_state.warned
+    assert "indefinite" in optimizer._run_state.warned
     assert len(made) == 6  # the first, the one that is traced, and those that are compared: uses 1, 2, 4, 8
 
 

@@ -664,6 +664,17 @@ def test_losses_are_read_in_no_other_form_than_before():
     assert graphs == 2
 
 
+def test_what_could_not_be_traced_is_tried_again_once_it_reads_otherwise():
+    def make(x, y):
+        net = nn.Dropout(0.3)
+        return lambda: base(x, net(y)), net.eval
+
+    reasons, graphs = compared(make)
+    assert all("random" in reason for reason in reasons[1:AT])
+    assert not any(reasons[AT:])
+    assert graphs == 1
+
+
 # ------------------------------------------------------------------------------------------------ what is refused
 
 

@@ -84,7 +84,7 @@ def test_another_kind_of_step_ends_what_is_drawn_at_once():
     """Steps with more lower steps are made with another graph, also where the losses draw nothing."""
 
     class Unequal(bo.StocBiO):
-        def lower_step_count(self, steps):
+        def _lower_step_count(self, steps):
             return 2 if steps % 4 == 0 else 1
 
     results = []

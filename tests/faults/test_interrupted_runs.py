@@ -36,7 +36,7 @@ def made(cls, data, compiled, backend="eager"):
 
 
 def left(optimizer, lower, x, y):
-    numbers = torch.tensor([optimizer.run_state.steps, lower.state_dict()["position"]])
+    numbers = torch.tensor([optimizer._run_state.steps, lower.state_dict()["position"]])
     return torch.cat([x.detach(), y.detach()]), numbers, optimizer.generator.get_state()
 
 
@@ -89,7 +89,7 @@ def test_an_interrupted_run_is_whole_and_loses_little(data, after, monkeypatch):
     backend.remaining = after
     with pytest.raises(KeyboardInterrupt):
         optimizer.run(upper, lower, steps=50)
-    count = optimizer.run_state.steps
+    count = optimizer._run_state.steps
     assert 12 + after - 3 <= count <= 12 + after
     twin = made(bo.SOBA, rows, False)
     for _ in range(count):

@@ -240,7 +240,7 @@ def test_an_exception_under_vmap_is_raised(make):
         problem.fails = []
         problem.run(optimizer)
         assert "vectorize_fallback" not in optimizer.diagnostics, k
-    assert optimizer.run_state.found.fallback is None
+    assert optimizer._run_state.found.fallback is None
 
 
 @each(lambda row: row.cls is not bo.iMAML and plain(row))  # whose lower loss has a proximal term, which reaches y

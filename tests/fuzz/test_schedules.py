@@ -108,7 +108,12 @@ class Schedule(RuleBasedStateMachine):
 
     @rule()
     def apply(self):
-        """Half of the gradients, in place and not, and the update alone."""
+        """Half of the gradients, in place and not, and the update alone; without any it is refused."""
+        if all(p.grad is None for p in self.main.optimizer.parameters("upper")):
+            for run in (self.main, self.twin):
+                with pytest.raises(RuntimeError, match="no upper parameter has one"):
+                    run.optimizer.step()
+            return
         for run in (self.main, self.twin):
             for tensor in run.problem.tensors:
                 if tensor.grad is not None:

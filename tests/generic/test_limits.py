@@ -154,7 +154,7 @@ def test_the_hypergradient_of_a_constrained_problem(row):
     before = values(start, [y])
     if row.declared.data == "finite_sum":
         losses = tuple(bo.FiniteSum(loss, torch.zeros(1)) for loss in losses)
-    if optimizer.stationary:
+    if optimizer._stationary:
         with pytest.raises(ValueError, match="lower_projection holds y"):
             repeated(optimizer.backward, losses, 60)
         if row.declared.lower_steps:

@@ -85,7 +85,7 @@ def test_the_core_does_not_see_how_a_loss_is_evaluated(row):
         problem = row.quadratic()
         optimizer = row(problem.x, problem.y, short=True)
         if evaluation is not None:
-            optimizer.oracle_options = replace(optimizer.oracle_options, evaluation=evaluation)
+            optimizer._oracle_options = replace(optimizer._oracle_options, evaluation=evaluation)
         problem.run(optimizer, 3)
         ends.append([t.detach().clone() for t in (*problem.x, *problem.y)])
     for a, b in zip(*ends, strict=True):

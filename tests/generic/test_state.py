@@ -44,7 +44,7 @@ def test_resumes_bit_for_bit(row, how):
         problem = row.cleaning("tasks" if how == "tasks" else "batches")
         options = {"warm_start": how != "cold"} if row.declared.tasks != "required" else {}
         if how != "cold":
-            options |= {"lower_optimizer": torch.optim.Adam, "lower_lr": 0.01}
+            options |= {"lower_optimizer": torch.optim.Adam, "lower_lr": 0.01, "upper_optimizer": torch.optim.Adam}
         if problem.form == "tasks":
             options |= {"generator": seeded(7), "lower_batch": 4, "upper_batch": 5}
             options |= {"tasks_per_step": 2} if row.declared.tasks != "rows" else {}

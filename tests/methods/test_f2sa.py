@@ -635,26 +635,3 @@ def test_nu_can_be_changed_and_is_saved():
     optimizer.nu = 0.01
     other.load_state_dict(optimizer.state_dict())
     assert other.nu == 0.01
-
-
-@pytest.mark.parametrize(("ratio", "error"), [(0.3, 0.1), (0.6, 0.56), (0.9, 4.26)])
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
-def test_a_nu_near_the_pole_is_warned_of(ratio, error, scale):
-    """The error of order 2 is s^2 / (1 - s^2), s = nu r; nothing diverges, whatever the scale of g."""
-    x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
-    optimizer = bo.F2SA([x], [y], lr=0.0, lower_lr=0.4 / scale, lower_steps=300, nu=ratio * scale)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        optimizer.backward(lambda: (y - 3).square().sum() / 2, lambda: scale * (y - x).square().sum() / 2)
-    assert float((x.grad + 2).abs()) / 2 == pytest.approx(error, rel=0.02)
-    assert [str(w.message).startswith("nu = ") for w in found] == [True] * (ratio > 0.5)
-
-
-def test_a_large_nu_far_from_a_solution_is_not_warned_of():
-    """The copies differ by what is not solved yet."""
-    x, y = torch.ones(3, requires_grad=True), torch.full((3,), 50.0, requires_grad=True)
-    optimizer = bo.F2SA([x], [y], lr=0.0, lower_lr=0.01, lower_steps=5, nu=0.1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(5):
-            optimizer.step(lambda: (y - 3).square().sum() / 2, lambda: (y - x).square().sum() / 2)

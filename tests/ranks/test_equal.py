@@ -96,6 +96,8 @@ def cases(dtype, every):
             if row.declared.tasks == "rows":
                 few = {"task_batch": 2} if row.declared.random else {}
                 yield f"{row.name}, rows", partial(on_rows, row, dtype, **few)
+            if row.name == "AID":
+                yield "AID, data, Adam on x", partial(on_data, row, dtype, upper_optimizer=torch.optim.Adam)
             if row.name == "PZOBO":
                 yield "PZOBO, own directions", partial(on_tasks, row, dtype, share_directions_across_tasks=False)
 

@@ -1,4 +1,4 @@
-"""The mean squares of the corrections between levels, which must fall as fast as the levels grow dearer."""
+"""The mean squares of the corrections between levels, which must fall as fast as the cost of levels grows."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from ...optimizer.base import BilevelOptimizer, CommonOptions
 from ...optimizer.declaration import MethodInfo
 from ...optimizer.step import StepInputs
 from ...oracle.oracle import Oracle
-from ...problem.parameters import Params, is_count, is_number, require
+from ...problem.parameters import Params, is_count, is_number, require, require_choice
 from ...problem.random import SEEDS
 from ...problem.tasks import starting_points, task_count
 from ...problem.vector import Vector
@@ -90,8 +90,8 @@ class RTMLMC(BilevelOptimizer):
         tasks_per_step: contexts per step. Default: 1.
         lower_batch, upper_batch: rows per batch of a context; None, all of them. Default: 1.
         warm_start: True writes the mean of the lower solutions to the live y. Default: False.
-        lower_init, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`. Processes share the
-            contexts of a step, deep ones first.
+        upper_optimizer, check_finite, generator, vectorize, hvp, process_group, lower_init: see `BilevelOptimizer`.
+            Processes share the contexts of a step, deep ones first.
 
     State: L as estimated, and the running mean squares of the corrections :math:`V_k = E\|u_k - u_{k-1}\|^2`, measured
     at one context per step. ``diagnostics`` has ``level_variance``, :math:`2^k V_k` by k, which should not grow;
@@ -129,21 +129,21 @@ class RTMLMC(BilevelOptimizer):
         paper="arXiv:2310.18535",
         family="contextual",
         when="more lower problems than could be solved or remembered, each met once",
-        cost="per context about 2 K lower, 3 N hvp, 3 upper, 3 cross; K = levels, N = neumann_steps",
+        cost="per context about 2 K lower, 3 N hvp, 3 upper, 3 jvp; K = levels, N = neumann_steps",
         tasks="required",
         random=True,
         lower_steps=False,
         lower_optimizer="none",
     )
 
-    one_level = False  # whether all contexts go to the last level, and none is drawn
+    _one_level = False  # whether all contexts go to the last level, and none is drawn
 
     def __init__(
         self,
         upper: Params,
         lower: Params,
         *,
-        lr: float,
+        lr: float | None = None,
         lower_lr: float,
         levels: int = 6,
         neumann_steps: int = 10,
@@ -157,9 +157,9 @@ class RTMLMC(BilevelOptimizer):
     ) -> None:
         require("levels", levels, is_count(levels) and levels >= 1)
         require("neumann_steps", neumann_steps, is_count(neumann_steps) and neumann_steps >= 1)
-        require("neumann", neumann, neumann in NEUMANN)
-        require("level_sampling", level_sampling, level_sampling in (SAMPLING[:1] if self.one_level else SAMPLING))
-        require("base_level", base_level, is_count(base_level) and base_level < (1 if self.one_level else levels))
+        require_choice("neumann", neumann, NEUMANN)
+        require_choice("level_sampling", level_sampling, SAMPLING[:1] if self._one_level else SAMPLING)
+        require("base_level", base_level, is_count(base_level) and base_level < (1 if self._one_level else levels))
         require("implicit_term", implicit_term, isinstance(implicit_term, bool))
         require("smoothness", smoothness, smoothness is None or (is_number(smoothness) and 0 < smoothness < math.inf))
         require("cap", cap, isinstance(cap, bool))
@@ -178,20 +178,20 @@ class RTMLMC(BilevelOptimizer):
             f"{type(self).__name__} has a lower problem for each context: step(upper, lower, tasks=sampler)"
         )
 
-    def estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Estimate:
+    def _estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Estimate:
         """The mean over the contexts of one draw; the ranks share them."""
         count = task_count(sampler, self.tasks_per_step)
         contexts = self._contexts(sampler, count, int(given.random_inputs["seed"]))
-        depths = self.depths(contexts)
+        depths = self._depths(contexts)
         mine = _share(depths, given.ranks.rank, given.ranks.world)
         make = partial(self._estimate_contexts, contexts, depths, mine)
-        return self.checked(oracle, given, make) if mine else make(oracle, given)
+        return self._checked(oracle, given, make) if mine else make(oracle, given)
 
-    def random_inputs(self) -> dict[str, int]:
+    def _random_inputs(self) -> dict[str, int]:
         """What all the draws of a step are made from."""
         return {"seed": SEEDS}
 
-    def depths(self, contexts: Contexts) -> list[int]:
+    def _depths(self, contexts: Contexts) -> list[int]:
         """The level of each context."""
         even = self.level_sampling == "systematic"
         return draw_levels(contexts.count, self.levels, self.base_level, contexts.counters, systematic=even)
@@ -209,7 +209,7 @@ class RTMLMC(BilevelOptimizer):
         """The part of some contexts in the mean."""
         curvature = self._curvature(oracle, given, contexts)
         bound = float(self.smoothness or curvature or 1.0)
-        chances = None if self.one_level else level_probabilities(self.levels, self.base_level)
+        chances = None if self._one_level else level_probabilities(self.levels, self.base_level)
         several = chances is not None and len(chances) > 1
         nothing = oracle.x[0].new_zeros(())
         part = Estimate(nothing, oracle.x.zeros_like(), lower=oracle.y.zeros_like())
@@ -270,7 +270,7 @@ class DLSGD(RTMLMC):
         upper, lower, lr, lower_lr, levels, neumann_steps, neumann, implicit_term, smoothness, cap: see `RTMLMC`.
         level_sampling, base_level: the defaults; others, which would have no effect, are refused.
         tasks_per_step, lower_batch, upper_batch, warm_start, lower_init: see `RTMLMC`.
-        check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        upper_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
 
     State: L as estimated.
 
@@ -299,17 +299,17 @@ class DLSGD(RTMLMC):
         ),
         paper="arXiv:2310.18535",
         family="contextual",
-        when="control of RTMLMC: less variance per step, much dearer",
-        cost="per context 2^(K+1) - 2 - K + N lower, N - 1 hvp, 1 upper, 1 cross; K = levels, N = neumann_steps",
+        when="control of RTMLMC: less variance per step, much more expensive",
+        cost="per context 2^(K+1) - 2 - K + N lower, N - 1 hvp, 1 upper, 1 jvp; K = levels, N = neumann_steps",
         tasks="required",
         random=True,
         lower_steps=False,
         lower_optimizer="none",
     )
 
-    one_level = True
+    _one_level = True
 
-    def depths(self, contexts: Contexts) -> list[int]:
+    def _depths(self, contexts: Contexts) -> list[int]:
         """The last level, for all of them."""
         return [self.levels] * contexts.count
 

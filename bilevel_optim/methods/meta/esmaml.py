@@ -62,7 +62,8 @@ class ESMAML(Initialised, ZerothOrder):
         over_ranks: as for `PZOBO`. Default: ``"data"``.
         lower_directions: R, pairs of directions of each adaptation step; 0 takes derivatives. Default: 0.
         lower_smoothing: :math:`\tau > 0`. Default: 1e-2.
-        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer` and `PZOBO`.
+        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
+            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer` and `PZOBO`.
 
     State: none.
 
@@ -97,8 +98,8 @@ class ESMAML(Initialised, ZerothOrder):
         upper: Params,
         lower: Params,
         *,
-        lr: float,
-        lower_lr: float,
+        lr: float | None = None,
+        lower_lr: float | None = None,
         lower_steps: int,
         directions: int = 8,
         smoothing: float = 1e-2,
@@ -133,17 +134,17 @@ class ESMAML(Initialised, ZerothOrder):
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Differences of the loss after paths that start at the perturbed initial point."""
-        self.initial(oracle)
+        self._initial(oracle)
         oracle.session.note_reached(oracle.x)  # the paths start there
-        estimate, spent = self.followed(oracle, given, full_zeroth_order, from_upper=True), oracle.session.counts
+        estimate, spent = self._followed(oracle, given, full_zeroth_order, from_upper=True), oracle.session.counts
         if self.lower_directions:
             spent["loss"] += 2 * self.lower_directions * spent["lower_grad"]
             spent["lower_grad"] = 0
         return estimate
 
-    def objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
+    def _objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
         """With a lower loss whose gradient is made from its values, if asked for."""
-        f, g = super().objectives(upper, lower)
+        f, g = super()._objectives(upper, lower)
         if not self.lower_directions:
             return f, g
         live, count, smoothing = self.parameters("lower"), self.lower_directions, self.lower_smoothing

@@ -24,9 +24,9 @@ __all__ = ["ANIL", "FOMAML", "MAML", "Initialised", "iMAML"]
 class Initialised(BilevelOptimizer):
     """A method whose lower solves start from upper parameters: the last of them, one for each lower parameter."""
 
-    responds = False  # the start is a response
+    _responds = False  # the start is a response
 
-    def initial(self, oracle: Oracle) -> Vector:
+    def _initial(self, oracle: Oracle) -> Vector:
         """The upper tensors where the lower ones start."""
         if any_sharded(oracle.y):
             raise ValueError(
@@ -45,21 +45,21 @@ class Initialised(BilevelOptimizer):
             )
         return Vector(start)
 
-    def learned_start(self, oracle: Oracle) -> Vector:
+    def _learned_start(self, oracle: Oracle) -> Vector:
         """The initial point."""
-        return self.initial(oracle)
+        return self._initial(oracle)
 
     def load_start(self) -> None:
         """Write the initial point that was learned into the live lower parameters, those of the model."""
         lower = Vector(self.parameters("lower"))
         lower.copy_(self.parameters("upper")[-len(lower) :])
 
-    def begun(self, oracle: Oracle, given: StepInputs) -> tuple[Oracle, StepInputs]:
+    def _begun(self, oracle: Oracle, given: StepInputs) -> tuple[Oracle, StepInputs]:
         """Where adaptation starts, with a lower optimizer that begins anew."""
-        start = Vector(s.expand_as(t).clone() for s, t in zip(self.initial(oracle), oracle.y, strict=True))
+        start = Vector(s.expand_as(t).clone() for s, t in zip(self._initial(oracle), oracle.y, strict=True))
         return oracle.at(lower=start), changed(given, solver=None)
 
-    def through_start(self, oracle: Oracle, estimate: Estimate, derivative: Vector) -> Estimate:
+    def _through_start(self, oracle: Oracle, estimate: Estimate, derivative: Vector) -> Estimate:
         """The estimate with the derivative in the initial point added."""
         extra = derivative if oracle.lanes is None else Vector(t.sum(0) for t in derivative)
         head = len(oracle.x) - len(extra)
@@ -98,8 +98,9 @@ class MAML(Initialised, ITD):
         checkpoint: keep only the iterates, and make the graphs again. Default: False.
         warm_start: with tasks, whether the live y is set to the mean of the adapted values; adaptation always starts at
             x. Default: True.
-        tasks_per_step, lower_batch, upper_batch, lower_optimizer, check_finite, generator, vectorize, hvp,
-            process_group: see `BilevelOptimizer`. ``lower_init`` has no effect.
+        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
+            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`. ``lower_init``
+            has no effect.
 
     State: that of the lower optimizer, which starts anew at each step.
 
@@ -125,16 +126,16 @@ class MAML(Initialised, ITD):
         paper="arXiv:1703.03400",
         family="meta",
         when="few-shot learning: the baseline that everybody knows",
-        cost="T lower (2 T with checkpoint), 1 upper, T hvp, T cross",
+        cost="T lower (2 T with checkpoint), 1 upper, T hvp, T jvp",
         initial=True,
         lower_optimizer="differentiable",
     )
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Backpropagation through adaptation, from the initial point."""
-        oracle, given = self.begun(oracle, given)
+        oracle, given = self._begun(oracle, given)
         estimate = super().estimate(oracle, given)
-        return estimate if estimate.start is None else self.through_start(oracle, estimate, estimate.start)
+        return estimate if estimate.start is None else self._through_start(oracle, estimate, estimate.start)
 
 
 class ANIL(MAML):
@@ -153,8 +154,8 @@ class ANIL(MAML):
         upper: parameters of the body, then copies of the head's.
         lower: parameters of the head.
         lr, lower_lr, lower_steps, truncate, checkpoint, warm_start: see `MAML`.
-        tasks_per_step, lower_batch, upper_batch, lower_optimizer, check_finite, generator, vectorize, hvp,
-            process_group: see `BilevelOptimizer`.
+        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
+            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: as `MAML`.
 
@@ -182,14 +183,14 @@ class ANIL(MAML):
         lower_optimizer="differentiable",
     )
 
-    def initial(self, oracle: Oracle) -> Vector:
+    def _initial(self, oracle: Oracle) -> Vector:
         """As for `MAML`, after the body."""
         if len(oracle.x) == len(oracle.y):
             raise ValueError(
                 "ANIL needs upper parameters beside the initial values of the lower ones: those of the body that the "
                 "tasks share, before them. To learn initial values only, use MAML"
             )
-        return super().initial(oracle)
+        return super()._initial(oracle)
 
 
 class FOMAML(Initialised):
@@ -205,8 +206,8 @@ class FOMAML(Initialised):
 
     Args:
         upper, lower, lr, lower_lr, lower_steps, warm_start: see `MAML`.
-        tasks_per_step, lower_batch, upper_batch, lower_optimizer, check_finite, generator, vectorize, hvp,
-            process_group: see `BilevelOptimizer`.
+        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
+            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: as `MAML`.
 
@@ -236,10 +237,10 @@ class FOMAML(Initialised):
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """The gradient after adaptation, as if that were the identity in the initial point."""
-        oracle, given = self.begun(oracle, given)
+        oracle, given = self._begun(oracle, given)
         here = given.descended(oracle, self.lower_steps)
         loss, grad_x, grad_y = here.oracle.upper(oracle.f.draw(once=True))
-        return self.through_start(oracle, here.with_lower(Estimate(loss, grad_x)), grad_y)
+        return self._through_start(oracle, here.with_lower(Estimate(loss, grad_x)), grad_y)
 
 
 class iMAML(Initialised, AID):
@@ -264,8 +265,8 @@ class iMAML(Initialised, AID):
             already. Default: 0.
         linear_solver: ``"cg"``, ``"minres"`` or ``"auto"``, see `AID`. Default: ``"cg"``.
         linear_steps, linear_tol, damping: see `AID`.
-        tasks_per_step, lower_batch, upper_batch, lower_optimizer, check_finite, generator, vectorize, hvp,
-            process_group: see `BilevelOptimizer`.
+        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
+            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: ``linear_solution`` (without tasks).
 
@@ -296,8 +297,8 @@ class iMAML(Initialised, AID):
         upper: Params,
         lower: Params,
         *,
-        lr: float,
-        lower_lr: float,
+        lr: float | None = None,
+        lower_lr: float | None = None,
         lower_steps: int,
         proximal: float = 0.0,
         linear_solver: str = "cg",
@@ -315,11 +316,11 @@ class iMAML(Initialised, AID):
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Adaptation from the initial point, then the linear system."""
-        return super().estimate(*self.begun(oracle, given))
+        return super().estimate(*self._begun(oracle, given))
 
-    def objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
+    def _objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
         """With the proximal term in the lower loss."""
-        f, g = super().objectives(upper, lower)
+        f, g = super()._objectives(upper, lower)
         if not self.proximal:
             return f, g
         lower_tensors = self.parameters("lower")

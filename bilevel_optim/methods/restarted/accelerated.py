@@ -12,10 +12,10 @@ from ...hypergradient import Estimate
 from ...optimizer.base import BilevelOptimizer, CommonOptions
 from ...optimizer.step import LowerResult, StepInputs, Update, changed
 from ...oracle.oracle import Oracle
-from ...problem.parameters import Params, as_groups, is_count, is_number, require, unnamed
+from ...problem.parameters import Params, as_groups, is_count, is_number, require, require_choice, unnamed
 from ...problem.vector import Vector
 from ...solvers.agd import agd_or
-from .restart import Momentum, Point, Progress, Restarted
+from .restart import Momentum, Point, Progress, Restarted, held
 from .theory import Constants
 
 __all__ = ["Accelerated", "AcceleratedOptions", "Perturbed"]
@@ -37,9 +37,9 @@ class AcceleratedOptions(CommonOptions, total=False):
 class Accelerated(Restarted, BilevelOptimizer):
     """Base class of the methods that move x by `Momentum` and y by `AGD`; the arguments are those of `RAHGD`."""
 
-    constants: ClassVar[Callable[..., Constants]] = Constants.bilevel  # those of the problems that the method is for
-    theorem: ClassVar[Callable[..., dict[str, Any]]] = Constants.first_order
-    estimate_reads = ("previous", "sum", "perturbation")
+    _constants: ClassVar[Callable[..., Constants]] = Constants.bilevel  # those of the problems that the method is for
+    _theorem: ClassVar[Callable[..., dict[str, Any]]] = Constants.first_order
+    _estimate_reads = ("previous", "sum", "perturbation")
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Accelerated(Restarted, BilevelOptimizer):
         lower: Params,
         *,
         lr: float,
-        lower_lr: float,
+        lower_lr: float | None = None,
         lower_steps: int,
         momentum: float = 0.9,
         restart_radius: float | None = None,
@@ -60,7 +60,7 @@ class Accelerated(Restarted, BilevelOptimizer):
         **common: Unpack[CommonOptions],
     ) -> None:
         iteration = Momentum(momentum, restart_radius, restart_period, on_converged)
-        require("lower_restart", lower_restart, lower_restart in ("keep", "zero"))
+        require_choice("lower_restart", lower_restart, ("keep", "zero"))
         require("restart_steps", restart_steps, restart_steps is None or is_count(restart_steps))
         require("lower_tol", lower_tol, is_number(lower_tol) and lower_tol >= 0)
         self._own_solver = common.get("lower_optimizer") is None
@@ -71,10 +71,10 @@ class Accelerated(Restarted, BilevelOptimizer):
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """The lower steps and the hypergradient, both at the look-ahead point."""
-        ahead = self.iteration.look_ahead(_point(oracle.x, given))
+        ahead = self._iteration.look_ahead(_point(oracle.x, given))
         now = ahead.progress
         here = self._solved(oracle.at(upper=ahead.point), given, now.step == 0)
-        estimate = here.with_lower(self.hypergradient(here.oracle, given))
+        estimate = here.with_lower(self._hypergradient(here.oracle, given))
         return changed(
             estimate,
             solver=None if self._own_solver else estimate.solver,
@@ -82,12 +82,12 @@ class Accelerated(Restarted, BilevelOptimizer):
             numbers=now.numbers,
         )
 
-    def graph_key(self, steps: int, numbers: Mapping[str, Any]) -> Any:
+    def _graph_key(self, steps: int, numbers: Mapping[str, Any]) -> Any:
         """The first step of an epoch is the host's."""
         now = Progress.of(numbers)
-        return (self.iteration, now.swapped) if now.step or now.swapped else None
+        return (self._iteration, now.swapped) if now.step or now.swapped else None
 
-    def static_diagnostics(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
+    def _static_diagnostics(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
         """Where the run stands."""
         now = Progress.of(numbers)
         return {
@@ -95,7 +95,7 @@ class Accelerated(Restarted, BilevelOptimizer):
         }
 
     @abstractmethod
-    def hypergradient(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def _hypergradient(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """The estimate where the lower steps have led to."""
 
     def _solved(self, oracle: Oracle, given: StepInputs, fresh: bool) -> LowerResult:
@@ -112,9 +112,9 @@ class Accelerated(Restarted, BilevelOptimizer):
 
     def update(self, x: Vector, gradient: Vector, given: StepInputs) -> Update:
         """One step of the iteration of x."""
-        return self.iteration.update(_point(x, given), gradient)
+        return self._iteration.update(_point(x, given), gradient)
 
-    def without_lookahead(self, given: StepInputs) -> StepInputs:
+    def _without_lookahead(self, given: StepInputs) -> StepInputs:
         """The look-ahead point of swapped parameters is where they are."""
         return changed(given, numbers={**given.numbers, "swapped": True})
 
@@ -180,9 +180,9 @@ class Accelerated(Restarted, BilevelOptimizer):
         """
         groups = as_groups(upper, "upper")
         size = sum(t.numel() for group in groups for t in map(unnamed, group["params"]) if t.requires_grad)
-        constants = cls.constants(ell=ell, mu=mu, rho=rho, **_given(M=M, nu=nu))
+        constants = cls._constants(ell=ell, mu=mu, rho=rho, **_given(M=M, nu=nu))
         accuracy = _given(eps=eps, restart_period=restart_period, failure=failure, gradient_bound=gradient_bound)
-        return cls(groups, lower, **{**cls.theorem(constants, size, **accuracy), **options})
+        return cls(groups, lower, **{**cls._theorem(constants, size, **accuracy), **options})
 
 
 class Perturbed(Accelerated):
@@ -193,7 +193,8 @@ class Perturbed(Accelerated):
         perturbation, perturb_initial: see `PRAHGD`.
     """
 
-    theorem = Constants.second_order
+    _theorem = Constants.second_order
+    perturbation, perturb_initial = held("perturbation"), held("perturb_initial")
 
     def __init__(
         self,
@@ -201,7 +202,7 @@ class Perturbed(Accelerated):
         lower: Params,
         *,
         lr: float,
-        lower_lr: float,
+        lower_lr: float | None = None,
         lower_steps: int,
         perturbation: float = 1e-3,
         perturb_initial: bool = True,

@@ -48,7 +48,8 @@ class RAGDA(Accelerated, MinimaxOptimizer):
             see `RAHGD`.
         newton_correction: add the adjoint term. Default: False.
         linear_steps: most iterations of CG, for ``newton_correction``. Default: 10.
-        warm_start, lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        warm_start, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, lower_clip,
+            lower_projection: see `BilevelOptimizer`.
 
     State: as `RAHGD` (``linear_solution`` only with ``newton_correction``).
 
@@ -72,13 +73,14 @@ class RAGDA(Accelerated, MinimaxOptimizer):
         paper="arXiv:2307.00126",
         family="minimax",
         when="full batches and bad conditioning, with gradients only",
-        cost="T lower, 1 upper; newton_correction: 1 lower, Q hvp, 1 cross more; Q = linear_steps",
+        cost="T lower, 1 upper; newton_correction: 1 lower, Q hvp, 1 jvp more; Q = linear_steps",
         second_order=False,
         losses=1,
         tasks="none",
+        upper_update="Nesterov's momentum with restarts",
     )
 
-    constants = Constants.minimax
+    _constants = Constants.minimax
 
     def __init__(
         self,
@@ -86,7 +88,7 @@ class RAGDA(Accelerated, MinimaxOptimizer):
         lower: Params,
         *,
         lr: float,
-        lower_lr: float,
+        lower_lr: float | None = None,
         lower_steps: int,
         newton_correction: bool = False,
         linear_steps: int = 10,
@@ -98,14 +100,14 @@ class RAGDA(Accelerated, MinimaxOptimizer):
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **options)
 
     @property
-    def stationary(self) -> bool:
+    def _stationary(self) -> bool:
         """Only with the adjoint term."""
         return self.newton_correction
 
-    def hypergradient(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def _hypergradient(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """The gradient in x, with the adjoint term if that is asked for."""
         if not self.newton_correction:
-            return danskin(oracle)
+            return danskin(oracle, given.rule(oracle.y))
         sample, solve = oracle.f.draw(), partial(linear.cg, steps=self.linear_steps)
         # The right-hand side is the error of y and no smooth function of x, so that the last solution is no start.
         return changed(implicit(oracle, solve, upper_sample=sample, lower_sample=sample.mapped(neg)), memory={})
@@ -149,10 +151,11 @@ class PRAGDA(Perturbed, RAGDA):
         host_update=True,
         paper="arXiv:2307.00126",
         family="minimax",
-        when="as RAGDA, where the way may lead past saddle points",
+        when="as RAGDA, near saddle points",
         cost="as RAGDA",
         second_order=False,
         losses=1,
         tasks="none",
         random=True,
+        upper_update="Nesterov's momentum with restarts",
     )

@@ -9,7 +9,7 @@ from ...hypergradient import Estimate, implicit
 from ...optimizer.declaration import MethodInfo
 from ...optimizer.step import StepInputs, changed
 from ...oracle.oracle import Oracle
-from ...problem.parameters import Params, is_count, is_number, require
+from ...problem.parameters import Params, is_count, is_number, require, require_choice
 from ...solvers import linear
 from .accelerated import Accelerated, AcceleratedOptions, Perturbed
 
@@ -80,7 +80,8 @@ class RAHGD(Accelerated):
             ``"stop"``.
         warm_start: start y and v at their last values. Default: True.
         lower_optimizer: another optimizer for the lower steps, which keeps its own state. Default: `AGD`.
-        check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch, upper_batch, lower_init,
+            lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: of x ``previous``, ``sum``, ``candidate``, ``average``; of y ``linear_solution`` (v), the state of a
     ``lower_optimizer``, and ``initial`` y without warm starts. Attributes ``converged``, ``restarts``, ``epoch_step``.
@@ -106,6 +107,7 @@ class RAHGD(Accelerated):
         family="restarted",
         when="full batches and bad conditioning: momentum at both levels",
         cost="as AID",
+        upper_update="Nesterov's momentum with restarts",
     )
 
     def __init__(
@@ -114,7 +116,7 @@ class RAHGD(Accelerated):
         lower: Params,
         *,
         lr: float,
-        lower_lr: float,
+        lower_lr: float | None = None,
         lower_steps: int,
         linear_steps: int = 10,
         linear_tol: float = 0.0,
@@ -124,14 +126,14 @@ class RAHGD(Accelerated):
         **options: Unpack[AcceleratedOptions],
     ) -> None:
         require("linear_steps", linear_steps, is_count(linear_steps))
-        require("linear_start", linear_start, linear_start in ("zero", "y"))
+        require_choice("linear_start", linear_start, ("zero", "y"))
         for name, value in (("linear_tol", linear_tol), ("linear_atol", linear_atol), ("damping", damping)):
             require(name, value, is_number(value) and value >= 0)
         self.linear_steps, self.linear_tol, self.linear_atol = linear_steps, linear_tol, linear_atol
         self.linear_start, self.damping = linear_start, damping
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **options)
 
-    def hypergradient(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def _hypergradient(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Implicit differentiation by conjugate gradients, from the last solution."""
         tol, atol = self.linear_tol, self.linear_atol
         solve = partial(linear.cg, steps=self.linear_steps, tol=tol, atol=atol, damping=self.damping)
@@ -185,7 +187,8 @@ class PRAHGD(Perturbed, RAHGD):
         host_update=True,
         paper="arXiv:2307.00126",
         family="restarted",
-        when="as RAHGD, where the way may lead past saddle points",
+        when="as RAHGD, near saddle points",
         cost="as AID",
         random=True,
+        upper_update="Nesterov's momentum with restarts",
     )

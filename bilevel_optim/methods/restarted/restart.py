@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 
 from ...distributed.ranks import Ranks
 from ...optimizer.step import Update
-from ...problem.parameters import is_count, is_number, require
+from ...problem.parameters import is_count, is_number, require, require_choice
 from ...problem.random import uniform_ball
 from ...problem.vector import Vector
 
-__all__ = ["Ahead", "Momentum", "Point", "Progress", "Restarted"]
+__all__ = ["Ahead", "Momentum", "Point", "Progress", "Restarted", "held"]
 
 AUTOMATIC_RADIUS = 5.0  # restart radius in lengths of the first step
 LARGEST_PERTURBATION = 0.02  # in restart radii: more than that keeps triggering restarts at a minimum
@@ -118,7 +118,7 @@ class Momentum:
         require("momentum", self.momentum, is_number(self.momentum) and 0 <= self.momentum < 1)
         require("restart_radius", radius, radius is None or (is_number(radius) and radius > 0))
         require("restart_period", period, is_count(period) and period > 0)
-        require("on_converged", self.on_converged, self.on_converged in ("stop", "continue"))
+        require_choice("on_converged", self.on_converged, ("stop", "continue"))
         require("perturbation", noise, is_number(noise) and 0 <= noise < math.inf)
         require("perturb_initial", self.perturb_initial, isinstance(self.perturb_initial, bool))
 
@@ -194,13 +194,13 @@ def _now(point: Point) -> Progress:
     return now if known or now.swapped or now.step == 0 else now.afresh()
 
 
-def _held(name: str) -> Any:
+def held(name: str) -> Any:
     """A hyper-parameter of the iteration, as an attribute of the optimizer that holds it."""
 
     def assign(optimizer: Restarted, value: Any) -> None:
-        optimizer.iteration = replace(optimizer.iteration, **{name: value})
+        optimizer._iteration = replace(optimizer._iteration, **{name: value})
 
-    return property(lambda optimizer: getattr(optimizer.iteration, name), assign)
+    return property(lambda optimizer: getattr(optimizer._iteration, name), assign)
 
 
 class Restarted(Optimizer):
@@ -212,31 +212,31 @@ class Restarted(Optimizer):
     """
 
     def __init__(self, *arguments: Any, iteration: Momentum, **options: Any) -> None:
-        self.iteration, self.numbers = iteration, dict[str, Any]()
+        self._iteration, self.numbers = iteration, dict[str, Any]()
         super().__init__(*arguments, **options)
 
-    momentum, restart_radius, restart_period = _held("momentum"), _held("restart_radius"), _held("restart_period")
-    on_converged, perturbation, perturb_initial = _held("on_converged"), _held("perturbation"), _held("perturb_initial")
+    momentum, restart_radius, restart_period = held("momentum"), held("restart_radius"), held("restart_period")
+    on_converged = held("on_converged")
 
     @property
-    def progress(self) -> Progress:
+    def _progress(self) -> Progress:
         """Where the run stands."""
         return Progress.of(self.numbers)
 
     @property
     def converged(self) -> bool:
         """Whether an epoch has lasted ``restart_period`` steps without a restart."""
-        return self.progress.converged
+        return self._progress.converged
 
     @property
     def restarts(self) -> int:
         """Restarts so far."""
-        return self.progress.restarts
+        return self._progress.restarts
 
     @property
     def epoch_step(self) -> int:
         """Steps made since the last restart."""
-        return self.progress.step
+        return self._progress.step
 
     def averaged_parameters(self) -> list[Tensor]:
         """The method's output, one tensor for each upper parameter.
@@ -244,7 +244,7 @@ class Restarted(Optimizer):
         Once ``converged``: the average of the look-ahead points of the last epoch up to its shortest late step. Before
         that, the look-ahead point with the smallest gradient estimate so far (the parameters themselves at first).
         """
-        swapped = self.progress.swapped
+        swapped = self._progress.swapped
         return [(p if swapped else self.state[p].get("average", p)).detach().clone() for p in upper_tensors(self)]
 
     @torch.no_grad()
@@ -258,19 +258,19 @@ class Restarted(Optimizer):
             if "average" in self.state[p]:
                 average, self.state[p]["average"] = self.state[p]["average"], p.detach().clone()
                 p.copy_(average)
-        self.numbers = {**self.numbers, "swapped": not self.progress.swapped}
+        self.numbers = {**self.numbers, "swapped": not self._progress.swapped}
 
-    def finished(self) -> bool:
+    def _finished(self) -> bool:
         """Whether ``step`` has nothing left to do, and returns the last loss."""
-        if self.progress.swapped:
+        if self._progress.swapped:
             raise RuntimeError("the parameters hold the averaged point; call swap_averaged() again before step")
-        return self.progress.converged and self.iteration.on_converged == "stop"
+        return self._progress.converged and self._iteration.on_converged == "stop"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; a new group of x starts a new epoch, without momentum."""
         super().add_param_group(param_group)
         if param_group.get("level", "upper") == "upper":
-            self.numbers = {**self.numbers, **self.progress.afresh().numbers}
+            self.numbers = {**self.numbers, **self._progress.afresh().numbers}
 
 
 def upper_tensors(optimizer: Optimizer) -> list[Tensor]:

@@ -19,7 +19,7 @@ from ...oracle.evaluation import placed
 from ...oracle.first_order import filled
 from ...problem.parameters import is_number, require, require_rates
 from ...problem.vector import Vector
-from .restart import Momentum, Point, Restarted
+from .restart import Momentum, Point, Restarted, held
 
 __all__ = ["RestartedAGD"]
 
@@ -72,6 +72,8 @@ class RestartedAGD(Restarted):
     Source: Li, Lin (2022), arXiv:2201.11411; arXiv:2307.00126.
     """
 
+    perturbation, perturb_initial = held("perturbation"), held("perturb_initial")
+
     def __init__(
         self,
         params: Any,
@@ -105,7 +107,7 @@ class RestartedAGD(Restarted):
             raise RuntimeError(
                 "RestartedAGD needs a closure, because it evaluates the gradient at the look-ahead point"
             )
-        if self.finished():
+        if self._finished():
             return self._last_loss
         groups = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in self.param_groups]
         live = Vector(p for group in groups for p in group["params"])
@@ -117,7 +119,7 @@ class RestartedAGD(Restarted):
         self, groups: list[dict[str, Any]], live: Vector, closure: Callable[[], Any], transaction: Transaction
     ) -> Any:
         here = Point(live.detach(), recalled(self.state, live), self.numbers, groups, self.generator, Ranks())
-        ahead = self.iteration.look_ahead(here)
+        ahead = self._iteration.look_ahead(here)
         with placed(live, ahead.point), torch.enable_grad():
             loss = closure()
         entries: dict[str, Any] = {"_last_loss": loss.detach() if isinstance(loss, Tensor) else loss}
@@ -125,7 +127,7 @@ class RestartedAGD(Restarted):
         if any(p.grad is not None for p in live):
             there = replace(here, memory={**here.memory, **ahead.memory}, numbers=ahead.progress.numbers)
             gradient = filled([None if p.grad is None else p.grad.detach() for p in live], live.detach())
-            update = self.iteration.update(there, gradient)
+            update = self._iteration.update(there, gradient)
             writes = [partial(remember, self.state, live, update.upper_memory), partial(live.copy_, update.x)]
             entries["numbers"] = update.numbers
         transaction.commit([*writes, partial(vars(self).update, entries)])

@@ -41,7 +41,8 @@ class BSA(NeumannMethod):
         linear_steps: N, the number of terms. Default: 10.
         linear_lr: :math:`\eta`, in the original 1/L. Default: the learning rate of the lower groups.
         warm_start: start y at its last value. Default: True.
-        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
+            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: the lower optimizer's state, and ``initial`` y without warm starts.
 
@@ -67,19 +68,19 @@ class BSA(NeumannMethod):
         paper="arXiv:1802.02246",
         family="stochastic",
         when="baseline: StocBiO with a random term of the series, and more and more lower steps",
-        cost="T lower, growing like k^(1/2), 1 upper, (Q - 1)/2 hvp on average, 1 cross; Q = linear_steps",
+        cost="T lower, growing like k^(1/2), 1 upper, (Q - 1)/2 hvp on average, 1 jvp; Q = linear_steps",
         random=True,
     )
 
-    randomised = True
+    _randomised = True
 
     def __init__(
         self,
         upper: Params,
         lower: Params,
         *,
-        lr: float,
-        lower_lr: float,
+        lr: float | None = None,
+        lower_lr: float | None = None,
         lower_steps: float,
         growth: float = 0.5,
         linear_steps: int = 10,
@@ -98,13 +99,13 @@ class BSA(NeumannMethod):
             linear_lr=linear_lr,
             **common,
         )
-        self.scale, self.growth = lower_steps, growth
+        self._scale, self.growth = lower_steps, growth
 
-    def lower_step_count(self, steps: int) -> int:
+    def _lower_step_count(self, steps: int) -> int:
         """More and more."""
-        return math.ceil(self.scale * math.pow(steps + 1, self.growth))
+        return math.ceil(self._scale * math.pow(steps + 1, self.growth))
 
-    def why_eager(self, tasks: Any = None) -> str:
+    def _why_eager(self, tasks: Any = None) -> str:
         """Because the next steps are longer ones."""
         return "the number of lower steps grows, but that of a graph is fixed (growth=0)" if self.growth > 0 else ""
 
@@ -135,7 +136,8 @@ class TTSA(NeumannMethod):
         linear_steps: N, the number of terms. Default: 10.
         linear_lr: :math:`\eta`, in the original c/L with c in (0, 1]. Default: the learning rate of the lower groups.
         warm_start: start y at its last value. Default: True.
-        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
+            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: the lower optimizer's state, and ``initial`` y without warm starts.
 
@@ -159,19 +161,19 @@ class TTSA(NeumannMethod):
         paper="arXiv:2007.05170",
         family="stochastic",
         when="baseline: one lower step, a random term of the series",
-        cost="T lower (T = 1 by default), 1 upper, (Q - 1)/2 hvp on average, 1 cross; Q = linear_steps",
+        cost="T lower (T = 1 by default), 1 upper, (Q - 1)/2 hvp on average, 1 jvp; Q = linear_steps",
         random=True,
     )
 
-    randomised = True
+    _randomised = True
 
     def __init__(
         self,
         upper: Params,
         lower: Params,
         *,
-        lr: float,
-        lower_lr: float,
+        lr: float | None = None,
+        lower_lr: float | None = None,
         lower_steps: int = 1,
         linear_steps: int = 10,
         linear_lr: float | None = None,

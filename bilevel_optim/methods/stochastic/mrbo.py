@@ -77,7 +77,8 @@ class MRBO(NeumannMethod):
         warm_start: start y at its last value. Default: True.
         lower_optimizer: takes u for the gradient, so it cannot be one that evaluates gradients itself (``LBFGS``); see
             `BilevelOptimizer`.
-        check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch, upper_batch, lower_init,
+            lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: ``previous`` and ``direction`` of the upper and of the lower parameters, the lower optimizer's state, and
     ``initial`` y without warm starts. Tasks start without memory at every step.
@@ -101,12 +102,13 @@ class MRBO(NeumannMethod):
         paper="arXiv:2106.04692",
         family="stochastic",
         when="small batches: a single loop with recursive estimates of both gradients",
-        cost="2 lower, 2 upper, 2 Q hvp, 2 cross; Q = linear_steps",
+        cost="2 lower, 2 upper, 2 Q hvp, 2 jvp; Q = linear_steps",
         lower_steps=False,
         lower_optimizer="given gradient",
+        upper_update="steps of lr along a momentum, whose recursion (STORM) is made for them",
     )
 
-    saved_options = ("beta", "lower_beta")
+    _saved_options = ("beta", "lower_beta")
 
     def __init__(
         self,
@@ -114,7 +116,7 @@ class MRBO(NeumannMethod):
         lower: Params,
         *,
         lr: float,
-        lower_lr: float,
+        lower_lr: float | None = None,
         linear_steps: int = 10,
         linear_lr: float | None = None,
         beta: float = 0.1,
@@ -134,20 +136,20 @@ class MRBO(NeumannMethod):
             linear_lr=linear_lr,
             **common,
         )
-        self.lower_checks.require_given_gradient()
+        self._lower_checks.require_given_gradient()
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Both estimates at the present point and at the last one, on the same samples; then a step of y."""
         last = Recursion.remembered(given)
-        zeta, samples = oracle.g.draw(), self.samples(oracle, given)
+        zeta, samples = oracle.g.draw(), self._samples(oracle, given)
         _, u = oracle.lower(zeta)
-        estimate = self.hypergradient(oracle, samples, given)
+        estimate = self._hypergradient(oracle, samples, given)
         h = estimate.gradient
         if last is not None:
             before = oracle.at(last.x, last.y)
             _, before_u = before.lower(zeta)
             u = u + (last.u - before_u) * (1 - self.lower_beta)
-            h = h + (last.h - self.hypergradient(before, samples, given).gradient) * (1 - self.beta)
+            h = h + (last.h - self._hypergradient(before, samples, given).gradient) * (1 - self.beta)
         here = given.stepped(oracle, u)
         return here.with_lower(Recursion(oracle.x, oracle.y, h, u).estimate(estimate.loss, estimate.diagnostics))
 
@@ -176,7 +178,8 @@ class SUSTAIN(MRBO):
         lower_beta: the same of the lower gradient. Default: ``beta``.
         warm_start: start y at its last value. Default: True.
         lower_optimizer: takes u for the gradient; see `BilevelOptimizer`.
-        check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch, upper_batch, lower_init,
+            lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: as `MRBO`.
 
@@ -200,10 +203,11 @@ class SUSTAIN(MRBO):
         paper="arXiv:2102.07367",
         family="stochastic",
         when="as MRBO, with half of the products and more variance",
-        cost="2 lower, 2 upper, Q - 1 hvp on average, 2 cross; Q = linear_steps",
+        cost="2 lower, 2 upper, Q - 1 hvp on average, 2 jvp; Q = linear_steps",
         random=True,
         lower_steps=False,
         lower_optimizer="given gradient",
+        upper_update="steps of lr along a momentum, whose recursion (STORM) is made for them",
     )
 
-    randomised = True
+    _randomised = True

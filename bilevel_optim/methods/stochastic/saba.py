@@ -15,6 +15,7 @@ from ...optimizer.step import StepInputs
 from ...oracle.oracle import Oracle
 from ...problem.finite_sum import random_term, term_count
 from ...problem.objective import Sample
+from ...problem.placement import uploaded
 from ...problem.vector import Vector, stack
 from .soba import SingleLoop
 
@@ -68,8 +69,9 @@ class SABA(SingleLoop):
         linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
         warm_start: start y and v at their last values. Default: True. (v begins with the first step from zero,
             :math:`\eta \nabla_y f`.)
-        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`. Each rank keeps
-            a memory; all draw the indices of the first, and need the same numbers of terms.
+        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, lower_clip,
+            lower_projection: see `BilevelOptimizer`. Each rank keeps a memory; all draw the indices of the first, and
+            need the same numbers of terms.
 
     State: ``linear_solution`` (v); ``lower_table``, ``product_table``, ``adjoint_table`` of the lower parameters and
     ``cross_table``, ``direct_table`` of the upper ones, with a row for each term, and their means ``lower_mean``, ...;
@@ -99,14 +101,14 @@ class SABA(SingleLoop):
         paper="arXiv:2201.13409",
         family="stochastic",
         when="data of moderate size in fixed batches: converges with constant learning rates",
-        cost="1 lower, 1 upper, 1 hvp, 1 cross; the first step: all batches",
+        cost="1 lower, 1 upper, 1 hvp, 1 jvp; the first step: all batches",
         tasks="none",
         data="finite_sum",
         lower_steps=False,
         lower_optimizer="given gradient",
     )
 
-    def estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Estimate:
+    def _estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Estimate:
         """There is no memory of tasks."""
         raise ValueError("SABA remembers every term of its losses and takes no tasks; SOBA does")
 
@@ -121,7 +123,7 @@ class SABA(SingleLoop):
             return {"direct": direct, "adjoint": adjoint}
 
         f = _averaged(oracle, given, "upper", upper)
-        v = self.solution(given)
+        v = self._solution(given)
         v = f.directions["adjoint"] * rates if v is None else v
 
         def lower(sample: Sample) -> dict[str, Vector]:
@@ -171,10 +173,11 @@ def _averaged(
             memories[is_upper] |= {f"{name}_table": table, f"{name}_mean": result.directions[name].clone()}
         return result
     index, sample = random_term(objective, lambda i: given.ranks.agreed(i, oracle.device))
+    row = uploaded(index, oracle.device) if isinstance(index, Tensor) else index
     for name, value in evaluate(sample).items():
         memory = kept[name]
-        result.directions[name] = memory.direction(index, value)
-        memories[_QUANTITIES[level][name]][f"{name}_mean"] = memory.renewed(index, value)
+        result.directions[name] = memory.direction(row, value)
+        memories[_QUANTITIES[level][name]][f"{name}_mean"] = memory.renewed(row, value)
         result.writes.extend(Write(table, index, row) for table, row in zip(memory.table, value, strict=True))
     return result
 

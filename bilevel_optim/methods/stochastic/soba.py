@@ -35,17 +35,17 @@ class SingleLoop(BilevelOptimizer):
         upper: Params,
         lower: Params,
         *,
-        lr: float,
-        lower_lr: float,
+        lr: float | None = None,
+        lower_lr: float | None = None,
         linear_lr: float | None = None,
         **common: Unpack[CommonOptions],
     ) -> None:
         require("linear_lr", linear_lr, linear_lr is None or (is_number(linear_lr) and 0 < linear_lr < math.inf))
         self.linear_lr = linear_lr
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=1, **common)
-        self.lower_checks.require_given_gradient()
+        self._lower_checks.require_given_gradient()
 
-    def solution(self, given: StepInputs) -> Vector | None:
+    def _solution(self, given: StepInputs) -> Vector | None:
         """V as the last step left it; None to start."""
         return given.memory.get("linear_solution") if self.warm_start else None
 
@@ -74,7 +74,8 @@ class SOBA(SingleLoop):
         linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
         warm_start: start y and v at their last values. Default: True. (v begins with the first step from zero,
             :math:`\eta \nabla_y f`.)
-        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
+            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: ``linear_solution`` (v), the lower optimizer's state, and ``initial`` y without warm starts.
 
@@ -97,7 +98,7 @@ class SOBA(SingleLoop):
         paper="arXiv:2201.13409",
         family="stochastic",
         when="noisy second derivatives that are affordable: the cheapest step, the simplest single loop",
-        cost="1 lower, 1 upper, 1 hvp, 1 cross",
+        cost="1 lower, 1 upper, 1 hvp, 1 jvp",
         lower_steps=False,
         lower_optimizer="given gradient",
     )
@@ -107,7 +108,7 @@ class SOBA(SingleLoop):
         rates = given.linear_rates(self.linear_lr)
         zeta, xi = system_sample(oracle), oracle.f.draw(once=True)
         loss, grad_x, grad_y = oracle.upper(xi)
-        v = self.solution(given)
+        v = self._solution(given)
         v = grad_y * rates if v is None else v
         with oracle.lower_system(zeta) as system:
             cross, product = system.both(v)
@@ -145,7 +146,8 @@ class FSLA(SingleLoop):
         beta: weight :math:`\beta` in [0, 1] of the present sample; 1 keeps no memory. May be assigned between steps
             (the analysis lets it decrease with ``lr``). Default: 0.1.
         warm_start: start y and v at their last values. Default: True. (The first v is :math:`\eta \nabla_y f`.)
-        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
+            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: ``linear_solution`` (v) and ``previous`` of the lower parameters, ``previous`` and ``direction`` of the upper
     ones, the lower optimizer's state, and ``initial`` y without warm starts. Tasks start without memory at every step.
@@ -169,20 +171,20 @@ class FSLA(SingleLoop):
         paper="arXiv:2112.04660",
         family="stochastic",
         when="as SOBA, for noisy upper gradients",
-        cost="1 lower, 3 upper, 1 hvp, 2 cross",
+        cost="1 lower, 3 upper, 1 hvp, 2 jvp",
         lower_steps=False,
         lower_optimizer="given gradient",
     )
 
-    saved_options = ("beta",)
+    _saved_options = ("beta",)
 
     def __init__(
         self,
         upper: Params,
         lower: Params,
         *,
-        lr: float,
-        lower_lr: float,
+        lr: float | None = None,
+        lower_lr: float | None = None,
         linear_lr: float | None = None,
         beta: float = 0.1,
         **common: Unpack[CommonOptions],
@@ -215,7 +217,7 @@ class FSLA(SingleLoop):
         """The next v, and the residual of the one before."""
         xi, zeta, rates = oracle.f.draw(once=True), system_sample(oracle), given.linear_rates(self.linear_lr)
         _, _, grad_y = oracle.upper(xi)
-        v = self.solution(given)
+        v = self._solution(given)
         if v is None:
             return grad_y * rates, grad_y
         with oracle.lower_system(zeta, gradient=False) as system:

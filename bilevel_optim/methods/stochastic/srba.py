@@ -54,8 +54,8 @@ class SRBA(SingleLoop):
         radius: R, of the ball that v stays in. Default: infinite.
         warm_start: go on from the last y, v and directions; otherwise every step evaluates the full sums. Default:
             True. (v begins with the first step from zero.)
-        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`. All ranks draw
-            the indices of the first, and need the same numbers of terms.
+        lower_optimizer, check_finite, generator, vectorize, hvp, process_group, lower_clip, lower_projection: see
+            `BilevelOptimizer`. All ranks draw the indices of the first, and need the same numbers of terms.
 
     State: ``linear_solution`` (v); of the last step ``previous`` (y, x), ``previous_solution``, ``direction`` (of y, of
     x), ``solution_direction``; the lower optimizer's state, and ``initial`` y without warm starts.
@@ -82,11 +82,12 @@ class SRBA(SingleLoop):
         paper="arXiv:2302.08766",
         family="stochastic",
         when="finite sums: nearly optimal, linear convergence without tables",
-        cost="2 upper, 2 lower, 2 hvp, 2 cross; every period steps m, n, n, n",
+        cost="2 upper, 2 lower, 2 hvp, 2 jvp; every period steps m, n, n, n",
         data="finite_sum",
         tasks="none",
         lower_steps=False,
         lower_optimizer="given gradient",
+        upper_update="steps of lr along an estimate, whose recursion (SARAH) is made for them",
     )
 
     def __init__(
@@ -95,7 +96,7 @@ class SRBA(SingleLoop):
         lower: Params,
         *,
         lr: float,
-        lower_lr: float,
+        lower_lr: float | None = None,
         linear_lr: float | None = None,
         period: int | None = None,
         radius: float = math.inf,
@@ -106,11 +107,11 @@ class SRBA(SingleLoop):
         self.period, self.radius = period, float(radius)
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, linear_lr=linear_lr, **common)
 
-    def estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: object) -> Estimate:
+    def _estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: object) -> Estimate:
         """There is no memory of tasks."""
         raise ValueError("SRBA goes on from its last step and takes no tasks; SOBA does")
 
-    def graph_key(self, steps: int, numbers: Mapping[str, Any]) -> bool:
+    def _graph_key(self, steps: int, numbers: Mapping[str, Any]) -> bool:
         """Whether it evaluates the full sums."""
         terms = [numbers.get(f"{level}_terms", 1) for level in ("lower", "upper")]
         return not self.warm_start or steps % self._period(*terms) == 0
@@ -140,7 +141,7 @@ class SRBA(SingleLoop):
         names = ("linear_solution", "previous", "previous_solution", "direction", "solution_direction")
         goes_on = self.warm_start and "direction" in given.memory and "direction" in given.upper_memory
         if not goes_on or given.steps % period == 0:
-            return _directions(oracle, self.solution(given), oracle.g.samples(), oracle.f.samples(), rates)
+            return _directions(oracle, self._solution(given), oracle.g.samples(), oracle.f.samples(), rates)
         v, y_then, v_then, d_y, d_v = (given.memory[name] for name in names)
         x_then, d_x = (given.upper_memory[name] for name in ("previous", "direction"))
         sums = (oracle.g, oracle.f)

@@ -27,39 +27,39 @@ class NeumannMethod(BilevelOptimizer):
         common: see `BilevelOptimizer`.
     """
 
-    randomised = False  # one term drawn at random, times their number, instead of the sum of all
+    _randomised = False  # one term drawn at random, times their number, instead of the sum of all
 
     def __init__(
         self,
         upper: Params,
         lower: Params,
         *,
-        lr: float,
-        lower_lr: float,
+        lr: float | None = None,
+        lower_lr: float | None = None,
         lower_steps: int,
         linear_steps: int = 10,
         linear_lr: float | None = None,
         **common: Unpack[CommonOptions],
     ) -> None:
-        require("linear_steps", linear_steps, is_count(linear_steps) and (linear_steps > 0 or not self.randomised))
+        require("linear_steps", linear_steps, is_count(linear_steps) and (linear_steps > 0 or not self._randomised))
         require("linear_lr", linear_lr, linear_lr is None or (is_number(linear_lr) and 0 < linear_lr < math.inf))
         self.linear_steps, self.linear_lr = linear_steps, linear_lr
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
 
-    def random_inputs(self) -> dict[str, int]:
+    def _random_inputs(self) -> dict[str, int]:
         """Which term of a randomised series it is."""
-        return {"products": self.linear_steps} if self.randomised else {}
+        return {"products": self.linear_steps} if self._randomised else {}
 
-    def samples(self, oracle: Oracle, given: StepInputs) -> ImplicitSamples:
+    def _samples(self, oracle: Oracle, given: StepInputs) -> ImplicitSamples:
         """Samples for one estimate, of which a randomised series takes as many as its term needs."""
-        if not self.randomised:
+        if not self._randomised:
             return ImplicitSamples.draw(oracle, self.linear_steps)
         return ImplicitSamples.draw_some(oracle, given.random_inputs["products"], self.linear_steps - 1)
 
-    def hypergradient(self, oracle: Oracle, samples: ImplicitSamples, given: StepInputs) -> Estimate:
+    def _hypergradient(self, oracle: Oracle, samples: ImplicitSamples, given: StepInputs) -> Estimate:
         """The estimate on these samples at the oracle's point; nothing of it is remembered."""
         lr = given.linear_rates(self.linear_lr)
-        if self.randomised:
+        if self._randomised:
             steps = len(samples.products) if samples.number is None else samples.number
             solve = partial(linear.neumann_term, steps=steps, terms=self.linear_steps, lr=lr)
         else:
@@ -68,8 +68,8 @@ class NeumannMethod(BilevelOptimizer):
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Lower steps, then the series at their end."""
-        here = given.descended(oracle, self.lower_step_count(given.steps))
-        return here.with_lower(self.hypergradient(here.oracle, self.samples(oracle, given), given))
+        here = given.descended(oracle, self._lower_step_count(given.steps))
+        return here.with_lower(self._hypergradient(here.oracle, self._samples(oracle, given), given))
 
 
 class StocBiO(NeumannMethod):
@@ -98,7 +98,8 @@ class StocBiO(NeumannMethod):
         linear_steps: Q, the number of products. Default: 10.
         linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
         warm_start: start y at its last value. Default: True.
-        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
+            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: the lower optimizer's state, and ``initial`` y without warm starts.
 
@@ -121,7 +122,7 @@ class StocBiO(NeumannMethod):
         paper="arXiv:2010.07962",
         family="stochastic",
         when="noisy second derivatives, batches large enough for a product to mean something; the simplest",
-        cost="T lower, 1 upper, Q hvp, 1 cross; Q = linear_steps",
+        cost="T lower, 1 upper, Q hvp, 1 jvp; Q = linear_steps",
     )
 
 
@@ -151,7 +152,8 @@ class AmIGO(BilevelOptimizer):
         linear_steps: steps on the linear system. Default: 10.
         linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
         warm_start: start y and v at their last values. Default: True.
-        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
+            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: ``linear_solution`` (v), the lower optimizer's state, and ``initial`` y without warm starts.
 
@@ -182,8 +184,8 @@ class AmIGO(BilevelOptimizer):
         upper: Params,
         lower: Params,
         *,
-        lr: float,
-        lower_lr: float,
+        lr: float | None = None,
+        lower_lr: float | None = None,
         lower_steps: int,
         linear_steps: int = 10,
         linear_lr: float | None = None,

@@ -56,7 +56,8 @@ class VRBO(NeumannMethod):
         anchor_batches: batches of an anchor. Default: 10.
         warm_start: start y at its last value; otherwise every step is an anchor. Default: True.
         lower_optimizer: takes u for the gradient; see `BilevelOptimizer`.
-        check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch, upper_batch, lower_init,
+            lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: ``previous`` and ``direction`` of the upper and of the lower parameters, the lower optimizer's state, and
     ``initial`` y without warm starts. With tasks every step is an anchor.
@@ -80,8 +81,9 @@ class VRBO(NeumannMethod):
         paper="arXiv:2106.04692",
         family="stochastic",
         when="baseline: recursive differences between anchors",
-        cost="2 (T + 1) times 1 lower, 1 upper, Q hvp, 1 cross, with Q = linear_steps; less at an anchor",
+        cost="2 (T + 1) times 1 lower, 1 upper, Q hvp, 1 jvp, with Q = linear_steps; less at an anchor",
         lower_optimizer="given gradient",
+        upper_update="steps of lr along an estimate, whose recursion (SPIDER) is made for them",
     )
 
     def __init__(
@@ -90,7 +92,7 @@ class VRBO(NeumannMethod):
         lower: Params,
         *,
         lr: float,
-        lower_lr: float,
+        lower_lr: float | None = None,
         lower_steps: int,
         linear_steps: int = 10,
         linear_lr: float | None = None,
@@ -111,9 +113,9 @@ class VRBO(NeumannMethod):
             linear_lr=linear_lr,
             **common,
         )
-        self.lower_checks.require_given_gradient()
+        self._lower_checks.require_given_gradient()
 
-    def graph_key(self, steps: int, numbers: Mapping[str, Any]) -> bool:
+    def _graph_key(self, steps: int, numbers: Mapping[str, Any]) -> bool:
         """Whether it begins anew."""
         return steps % self.period == 0
 
@@ -122,7 +124,7 @@ class VRBO(NeumannMethod):
         rule, memory = given.solver_for(oracle.y)
         last = Recursion.remembered(given) if self.warm_start else None
         begins = last is None
-        anchor = begins or self.graph_key(given.steps, given.numbers)
+        anchor = begins or self._graph_key(given.steps, given.numbers)
         if last is None:
             last = Recursion(oracle.x, oracle.y, oracle.x.zeros_like(), self._lower_anchor(oracle))
         point, estimate = oracle, None
@@ -146,13 +148,13 @@ class VRBO(NeumannMethod):
         self, oracle: Oracle, last: Recursion, given: StepInputs, *, with_upper: bool
     ) -> tuple[Recursion, Estimate | None]:
         """The recursion at the oracle's point, on one pair of samples at both points."""
-        zeta, samples = oracle.g.draw(), self.samples(oracle, given) if with_upper else None
+        zeta, samples = oracle.g.draw(), self._samples(oracle, given) if with_upper else None
         _, u = oracle.lower(zeta)
-        estimate = None if samples is None else self.hypergradient(oracle, samples, given)
+        estimate = None if samples is None else self._hypergradient(oracle, samples, given)
         before, h = oracle.at(last.x, last.y), last.h
         _, before_u = before.lower(zeta)
         if estimate is not None and samples is not None:
-            h = h + (estimate.gradient - self.hypergradient(before, samples, given).gradient)
+            h = h + (estimate.gradient - self._hypergradient(before, samples, given).gradient)
         return Recursion(oracle.x, oracle.y, h, last.u + (u - before_u)), estimate
 
     def _lower_anchor(self, oracle: Oracle) -> Vector:
@@ -169,7 +171,7 @@ class VRBO(NeumannMethod):
         share = 1 / self.anchor_batches
         loss, gradient = oracle.x[0].new_zeros(()), oracle.x.zeros_like()
         for _ in range(self.anchor_batches):
-            estimate = self.hypergradient(oracle, self.samples(oracle, given), given)
+            estimate = self._hypergradient(oracle, self._samples(oracle, given), given)
             loss, gradient = loss + estimate.loss * share, gradient + estimate.gradient * share
         return Estimate(loss, gradient, estimate.diagnostics)
 

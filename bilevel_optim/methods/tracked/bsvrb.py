@@ -52,8 +52,10 @@ class BSVRB(RecursiveOptimizer):
         floor: least eigenvalue of H, version 1. Default: 1e-3.
         task_batch: tasks in a step, drawn uniformly. Default: 10.
         averaging, ceilings (version 2: ``r``), radius: see `SVRB`.
-        schedule, schedule_offset, restarts, initial_steps, state_device: see `SVRB`.
-        lower_batch, upper_batch, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        schedule, schedule_offset, restarts, initial_steps, state_device, lazy: see `SVRB`.
+        beta_unit: see `RSVRB`. Default: ``"absolute"``.
+        warm_start, check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch, upper_batch,
+            lower_init: see `BilevelOptimizer`.
 
     State: as `RSVRB`, and so are the diagnostics.
 
@@ -89,9 +91,10 @@ class BSVRB(RecursiveOptimizer):
         random=True,
         lower_steps=False,
         lower_optimizer="none",
+        upper_update="steps of lr along an average, whose recursion (STORM) is made for them",
     )
 
-    VERSIONS: ClassVar = {1: Variant(Blocks, blockwise, rests=True), 2: Variant(Products, summed, rests=True)}
+    _VERSIONS: ClassVar = {1: Variant(Blocks, blockwise, rests=True), 2: Variant(Products, summed, rests=True)}
 
     def __init__(
         self,
@@ -106,10 +109,10 @@ class BSVRB(RecursiveOptimizer):
         task_batch: int = 10,
         **recursive: Unpack[RecursiveOptions],
     ) -> None:
-        require("version", version, is_count(version) and version in self.VERSIONS)
+        require("version", version, is_count(version) and version in self._VERSIONS)
         require("task_batch", task_batch, is_count(task_batch) and task_batch > 0)
         self.version, self.task_batch = version, task_batch
         options: RecursiveOptions = {"beta_unit": "absolute", **recursive}
-        rule, drawing = self.VERSIONS[version], Drawing(task_batch)
+        rule, drawing = self._VERSIONS[version], Drawing(task_batch)
         super().__init__(upper, lower, rule, drawing, lr=lr, lower_lr=lower_lr, beta=beta, floor=floor, **options)
         require("beta", beta, all(weight < 1 for weight in self.beta.values()))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...optimizer.base import CommonOptions
-from ...problem.parameters import is_count, is_number, require
+from ...problem.parameters import is_count, is_number, require, require_choice
 
 __all__ = ["RecursiveOptions", "device_named", "is_weight", "require_recursive"]
 
@@ -46,7 +46,7 @@ def require_recursive(
     require("beta", given_beta, set(beta) <= set(weighted) and all(is_weight(b) for b in beta.values()))
     floor, unit, averaging = own["floor"], own["beta_unit"], own["averaging"]
     require("floor", floor, is_number(floor) and 0 < floor < math.inf)
-    require("beta_unit", unit, unit in ("q", "absolute"))
+    require_choice("beta_unit", unit, ("q", "absolute"))
     require("averaging", averaging, is_number(averaging) and 0 < averaging <= 1)
     ceilings, radius = own["ceilings"], own["radius"]
     limits = {} if ceilings is None else ceilings
@@ -58,7 +58,7 @@ def require_recursive(
     require("ceilings", ceilings, valid)
     require("radius", radius, is_number(radius) and radius > 0)
     schedule, offset, restarts = own["schedule"], own["schedule_offset"], own["restarts"]
-    require("schedule", schedule, schedule in SCHEDULES)
+    require_choice("schedule", schedule, SCHEDULES)
     require("schedule_offset", offset, is_number(offset) and 0 <= offset < math.inf)
     require("restarts", restarts, restarts is None or (is_count(restarts) and restarts > 0))
     require("initial_steps", own["initial_steps"], is_count(own["initial_steps"]))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...optimizer.declaration import MethodInfo
-from ...problem.parameters import Params, is_count, require
+from ...problem.parameters import Params, is_count, require, require_choice
 from .drawing import Drawing, Weighted, importance_probabilities
 from .options import RecursiveOptions
 from .trackers import Matrices, Normalised, Products
@@ -76,10 +76,11 @@ class RSVRB(RecursiveOptimizer):
             results are the same. Default: None, False only for small states. After so many steps that a row left
             behind has shrunk by :math:`e^{-16}`, one step brings all up to date, and needs room for a second copy.
         lower_batch, upper_batch: rows per batch of a task. Default: all.
-        check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`. Processes share the tasks of a
-            step; each has all rows, or, of lower parameters split along their first dimension (``DTensor``), its own.
+        warm_start, check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_init: see
+            `BilevelOptimizer`. Processes share the tasks of a step; each has all rows, or, of lower parameters split
+            along their first dimension (``DTensor``), its own.
 
-    State: as with every method of this kind (`RecursiveOptimizer`); ``rows.scale``, :math:`s_i`, by which ``rows.u``,
+    State: as with `SVRB`; ``rows.scale``, :math:`s_i`, by which ``rows.u``,
     ``v``, ``V`` and ``H`` are divided (``"self_normalised"``); for adaptive probabilities ``rows.size``,
     ``rows.probability`` and ``rows.cumulative``. ``diagnostics``: as `SVRB`, and ``rows_touched``.
 
@@ -116,9 +117,10 @@ class RSVRB(RecursiveOptimizer):
         random=True,
         lower_steps=False,
         lower_optimizer="none",
+        upper_update="steps of lr along an average, whose recursion (STORM) is made for them",
     )
 
-    VARIANTS: ClassVar = {
+    _VARIANTS: ClassVar = {
         "self_normalised": Variant(Normalised, exact, mean=True),
         "exact_mean": Variant(Matrices, exact, mean=True),
         "faithful": Variant(Matrices, probed, floored=True),
@@ -140,7 +142,7 @@ class RSVRB(RecursiveOptimizer):
         variant: str = "self_normalised",
         **recursive: Unpack[RecursiveOptions],
     ) -> None:
-        require("variant", variant, variant in tuple(self.VARIANTS))
+        require_choice("variant", variant, self._VARIANTS)
         require("task_batch", task_batch, is_count(task_batch) and task_batch > 0)
         require("probes", probes, probes is None or (is_count(probes) and probes > 0))
         self.variant, self.task_batch, self.probes = variant, task_batch, 4 * task_batch if probes is None else probes
@@ -151,7 +153,7 @@ class RSVRB(RecursiveOptimizer):
             require("probabilities", probabilities, given is not None or probabilities == "adaptive")
             chances = None if given is None else (given / given.sum(), (given / given.sum()).cumsum(0))
             drawing = Weighted(task_batch, self.probes, chances)
-        rule = self.VARIANTS[variant]
+        rule = self._VARIANTS[variant]
         super().__init__(upper, lower, rule, drawing, lr=lr, lower_lr=lower_lr, beta=beta, floor=floor, **recursive)
         require(
             "beta", beta, not rule.mean or len({self.beta[name] for name in ("u", "v", "V", "H", "d")}) == 1,

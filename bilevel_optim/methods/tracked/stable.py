@@ -47,10 +47,12 @@ class STABLE(RecursiveOptimizer):
         lower_lr: learning rate of y.
         beta: mixing weight of V and H. Default: 0.1.
         floor: least eigenvalue of H. Default: 1e-3.
-        averaging, ceilings, radius, schedule, schedule_offset, restarts, initial_steps, state_device, lazy: see `SVRB`.
-        check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        averaging, ceilings, radius, schedule, schedule_offset, restarts, initial_steps, state_device, lazy, beta_unit:
+            see `SVRB`.
+        warm_start, check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch, upper_batch,
+            lower_init: see `BilevelOptimizer`.
 
-    State: as with every method of this kind (`RecursiveOptimizer`).
+    State: as with `SVRB`.
 
     Raises:
         ValueError: for an argument out of its range.
@@ -75,6 +77,7 @@ class STABLE(RecursiveOptimizer):
         tasks="rows",
         lower_steps=False,
         lower_optimizer="none",
+        upper_update="steps of lr along an average, which y follows",
     )
 
     def __init__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Unpack
 
 from ...optimizer.declaration import MethodInfo
-from ...problem.parameters import Params, require
+from ...problem.parameters import Params, require_choice
 from .drawing import Drawing
 from .options import RecursiveOptions
 from .trackers import Matrices, Products
@@ -68,12 +68,16 @@ class SVRB(RecursiveOptimizer):
         initial_steps: lower gradient steps before the first estimates. Default: 0.
         state_device: where the trackers are kept. Default: with y.
         warm_start: False begins anew at every step, from the first y: plain estimates. Default: True.
+        beta_unit: see `RSVRB`.
         lazy: see `RSVRB`; with one lower problem it makes no difference.
         lower_batch, upper_batch: rows per batch of a task. Default: all.
-        check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+        check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_init: see `BilevelOptimizer`.
 
-    State: as with every method of this kind (`RecursiveOptimizer`). ``diagnostics`` has ``projected_NAME``, how many
-    projections changed something in this step, and ``lower_residual``, the norm of w.
+    State: of the first lower parameter ``rows.NAME``, with a row for each problem that mixes all lower parameters, for
+    each tracker, for ``y_last`` (y at the last step; likewise r), and for ``log``, ``drift`` and ``age``, which say at
+    what time a row is valid. Of the upper parameters ``direction`` (d) and ``previous`` (x at the last step).
+    ``numbers["clock"]``: the time, and sums over the steps by which rows catch up. ``diagnostics`` has
+    ``projected_NAME``, how many projections changed something in this step, and ``lower_residual``, the norm of w.
 
     Raises:
         ValueError: for an argument out of its range.
@@ -97,14 +101,15 @@ class SVRB(RecursiveOptimizer):
     declared = MethodInfo(
         paper="arXiv:2105.02266",
         family="tracked",
-        when="noisy gradients and a small lower problem: the least noise per sample, the dearest step",
-        cost="2 lower, 2 upper, 2 p hvp, 2 p cross, p the size of y; 2 of each if matrix_free",
+        when="noisy gradients and a small lower problem: the least noise per sample, the most expensive step",
+        cost="2 lower, 2 upper, 2 p hvp, 2 p jvp, p the size of y; 2 of each if matrix_free",
         tasks="rows",
         lower_steps=False,
         lower_optimizer="none",
+        upper_update="steps of lr along an average, whose recursion (STORM) is made for them",
     )
 
-    VARIANTS: ClassVar = {"faithful": Variant(Matrices, exact), "matrix_free": Variant(Products, summed)}
+    _VARIANTS: ClassVar = {"faithful": Variant(Matrices, exact), "matrix_free": Variant(Products, summed)}
 
     def __init__(
         self,
@@ -118,7 +123,7 @@ class SVRB(RecursiveOptimizer):
         variant: str = "faithful",
         **recursive: Unpack[RecursiveOptions],
     ) -> None:
-        require("variant", variant, variant in tuple(self.VARIANTS))
+        require_choice("variant", variant, self._VARIANTS)
         self.variant = variant
-        rule = self.VARIANTS[variant]
+        rule = self._VARIANTS[variant]
         super().__init__(upper, lower, rule, Drawing(), lr=lr, lower_lr=lower_lr, beta=beta, floor=floor, **recursive)

@@ -87,9 +87,9 @@ class RecursiveOptimizer(BilevelOptimizer):
         wording = "Invalid lower_optimizer value: {value} (the lower steps are part of the recursion)"
         require("lower_optimizer", factory, factory is None, wording)
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=0, **common)
-        self.rule, self.drawing, self.trackers = variant, drawing, kind(float(floor), dict(ceilings or {}))
+        self._rule, self._drawing, self._trackers = variant, drawing, kind(float(floor), dict(ceilings or {}))
         moving = {name for pair in kind.moving for name in pair}
-        self.variant_of_state = {"rows": sorted({*kind.names, *moving, *drawing.notes})}
+        self._variant_of_state = {"rows": sorted({*kind.names, *moving, *drawing.notes})}
         self.beta, self.beta_unit = {name: float(given.get(name, DEFAULT_BETA)) for name in names}, beta_unit
         self.floor, self.averaging, self.radius = float(floor), float(averaging), float(radius)
         self.schedule, self.schedule_offset, self.restarts = schedule, float(schedule_offset), restarts
@@ -102,7 +102,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         """One step of the recursion for one lower problem."""
         return self._step(oracle, given, Vector(t.unsqueeze(0) for t in oracle.y))
 
-    def estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Estimate:
+    def _estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Estimate:
         """One step of the recursion for the rows of some tasks."""
         task_count(sampler, 1)
         sizes = {t.shape[0] if t.dim() else None for t in oracle.y}
@@ -114,12 +114,12 @@ class RecursiveOptimizer(BilevelOptimizer):
                 f"{type(self).__name__} keeps y of every task: the lower parameters need a leading dimension with one "
                 f"row for each{number} tasks, but have shapes {shapes}"
             )
-        return self.checked(oracle, given, partial(self._step, y=oracle.y, sampler=sampler))
+        return self._checked(oracle, given, partial(self._step, y=oracle.y, sampler=sampler))
 
     def _step(self, oracle: Oracle, given: StepInputs, y: Vector, sampler: Any = None) -> Estimate:
         table = self._table(given, y)
         if table.split:
-            if self.drawing.notes:
+            if self._drawing.notes:
                 raise ValueError("adaptive probabilities need all rows on every rank: these are split over the ranks")
             oracle = oracle.at(lower=table.positions)
         return (self._on if self._goes_on(table, given) else self._begun)(oracle, given, table, sampler)
@@ -129,7 +129,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         if not self.warm_start or not {"direction", "previous"} <= given.upper_memory.keys() or not table.tables:
             return False
         moving = {f"{name}{at}" for name, _ in table.moving for at in ("", "_last")} - {"y"}
-        if other := {*self.trackers.names, *moving, *self.drawing.notes, *STAMPS} ^ table.tables.keys():
+        if other := {*self._trackers.names, *moving, *self._drawing.notes, *STAMPS} ^ table.tables.keys():
             raise ValueError(f"the state is that of another variant: they differ in {', '.join(sorted(other))}")
         if table.tables["w"].shape[1] != len(table.groups):
             return False
@@ -140,12 +140,12 @@ class RecursiveOptimizer(BilevelOptimizer):
 
     def _begun(self, oracle: Oracle, given: StepInputs, table: Table, sampler: Any) -> Estimate:
         """The first step looks at every task, because the recursion has to start close to the truth."""
-        trackers, m, kinds, p = self.trackers, table.total, int(table.groups.max()) + 1, len(table.groups)
+        trackers, m, kinds, p = self._trackers, table.total, int(table.groups.max()) + 1, len(table.groups)
         if math.isfinite(self.radius) and kinds > 1:
             raise ValueError("a radius needs all lower parameters in one group, as they make one step of one length")
         x, rates = flat(oracle.x)[0], table.spread(_rates(given))
         loss, direction = torch.zeros((), device=oracle.device), torch.zeros_like(x)
-        size = max(CHUNK // (p * (len(x) if trackers.apart else p)), self.drawing.batch(m), 1)
+        size = max(CHUNK // (p * (len(x) if trackers.apart else p)), self._drawing.batch(m), 1)
         found: list[Rows] = []
         counts: list[Rows] = []
         for ids in torch.split(torch.arange(table.count, device="cpu"), size):
@@ -163,7 +163,7 @@ class RecursiveOptimizer(BilevelOptimizer):
                 value, total = value / m, trackers.hypergradients({**derivatives, **tracked}).sum(0) / m
             loss, direction = loss + value, direction + total
             rows, active = self._followed({**rows, **tracked}, tracked, active, given, rates)
-            found.append({name: t.to(self.state_device or t.device) for name, t in rows.items()})
+            found.append({name: t if name == "y" else t.to(self.state_device or t.device) for name, t in rows.items()})
             counts.append(active)
         whole = {name: torch.cat([part[name] for part in found]) for name in found[0]}
         active = {name: torch.stack([part[name] for part in counts]).sum() for name in counts[0]}
@@ -172,16 +172,16 @@ class RecursiveOptimizer(BilevelOptimizer):
             active = dict(zip(active, sums, strict=True))
         watching.held(oracle.checks, active, m, self.floor)
         clock = Clock.started(len(trackers.shrinking), len(trackers.moving), kinds)
-        diagnostics, tables = {**active, "rows_touched": torch.tensor(m, device="cpu")}, self.drawing.opened(m)
+        diagnostics, tables = {**active, "rows_touched": torch.tensor(m, device="cpu")}, self._drawing.opened(m)
         return self._kept(oracle, loss, direction, diagnostics, clock, whole, table=table, tables=tables)
 
     def _on(self, oracle: Oracle, given: StepInputs, table: Table, sampler: Any) -> Estimate:
         """A later step looks at the rows of some tasks; all others follow their rule."""
-        trackers, clock, m = self.trackers, self._clock(given), table.total
+        trackers, clock, m = self._trackers, self._clock(given), table.total
         drawn, betas = self._chosen(table, given, sampler), self._betas(given.steps, m)
         n = len(drawn.ids)
         after = clock.waited() if n < m else clock  # where every row is looked at, no time passes that one could miss
-        if n < m and not self.rule.rests:
+        if n < m and not self._rule.rests:
             keep = math.isfinite(self.radius)
             after = clock.ticked(table, betas, _rates(given), self._tau(given), keep)
         ids, scale = drawn.ids, drawn.scale.to(oracle.device)
@@ -190,13 +190,13 @@ class RecursiveOptimizer(BilevelOptimizer):
             ids, scale = ids[own] - table.split.start, scale[own]
         look = Look(
             table, ids, table.gather(ids, clock), n == m, scale, betas, (clock, after), drawn,
-            flat(given.upper_memory["direction"])[0], trackers, self.drawing, given,
+            flat(given.upper_memory["direction"])[0], trackers, self._drawing, given,
         )  # fmt: skip
         if sampler is not None and not look.whole:
             watching.loud(oracle.checks, self._share_lost, given.steps)
         measured = self._measured(look, oracle, given, sampler)
-        tracked, active = trackers.track(look.now, measured, look.msvr if self.rule.rests else look.storm)
-        direction = self.rule.direction(look, tracked, measured)
+        tracked, active = trackers.track(look.now, measured, look.msvr if self._rule.rests else look.storm)
+        direction = self._rule.direction(look, tracked, measured)
         rows, active = self._followed({**look.now, **tracked}, measured.new, active, given, table.spread(_rates(given)))
         loss = measured.loss / n if trackers.apart else measured.loss
         squares, *sums = look.total(rows["w"].square().sum(), *active.values())
@@ -207,7 +207,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         diagnostics = {**active, "lower_residual": residual, "rows_touched": torch.tensor(n, device="cpu")}
         if look.whole:
             return self._kept(oracle, loss, direction, diagnostics, after, rows, table=table, tables=drawn.tables)
-        writes, final, mean = settled(look, rows, self.rule, self.lazy)
+        writes, final, mean = settled(look, rows, self._rule, self.lazy)
         # Made anew from all rows, the mean is rid of what rounding has added up.
         direction = direction if mean is None else mean
         return self._kept(oracle, loss, direction, diagnostics, final, table=table, writes=writes, tables=drawn.tables)
@@ -215,10 +215,10 @@ class RecursiveOptimizer(BilevelOptimizer):
     def _followed(self, rows: Rows, seen: Rows, active: Rows, given: StepInputs, rates: Tensor) -> tuple[Rows, Rows]:
         """Rows with positions after the step, and before it; and how many projections changed something."""
         active, tau = dict(active), self._tau(given)
-        after = rows | self.drawing.noted({name: seen[name] for name in self.trackers.weighted}, rows)
-        for name, velocity in self.trackers.moving:
+        after = rows | self._drawing.noted({name: seen[name] for name in self._trackers.weighted}, rows)
+        for name, velocity in self._trackers.moving:
             at, along = rows[name], rates.to(rows[velocity]) * rows[velocity]
-            radius = self.radius if name == "y" else self.trackers.ceilings.get(name, math.inf)
+            radius = self.radius if name == "y" else self._trackers.ceilings.get(name, math.inf)
             moved = at - tau * along
             if math.isfinite(radius):
                 target, active[f"projected_{name}"] = ball(at - along, radius)
@@ -262,7 +262,7 @@ class RecursiveOptimizer(BilevelOptimizer):
 
     def _measured(self, look: Look, oracle: Oracle, given: StepInputs, sampler: Any) -> Measured:
         """Derivatives of the rows looked at, at both points; each rank takes care of a part of the tasks."""
-        trackers, table = self.trackers, look.table
+        trackers, table = self._trackers, look.table
         x, x_last = flat(oracle.x)[0], flat(given.upper_memory["previous"])[0]
 
         def measured(part: slice) -> Measured:
@@ -278,7 +278,7 @@ class RecursiveOptimizer(BilevelOptimizer):
 
     # ------------------------------------------------------------------------------------------------ sizes of steps
 
-    def graph_key(self, steps: int, numbers: Mapping[str, Any]) -> Any:
+    def _graph_key(self, steps: int, numbers: Mapping[str, Any]) -> Any:
         """The host makes the first step, those that bring all rows up to date, and one that warns."""
         clock = numbers.get("clock")
         if isinstance(clock, tuple) and len(clock[-1]):
@@ -288,13 +288,13 @@ class RecursiveOptimizer(BilevelOptimizer):
         if self._drifts:
             rows = self.param_groups[-1]["params"][0].shape[:1].numel()
             warns = steps == watching.PATIENCE + 1 and watching.is_loud(self._share_lost)
-            if warns or about_to_end(clock, self.trackers.shrinking, self._betas(steps, rows)):
+            if warns or about_to_end(clock, self._trackers.shrinking, self._betas(steps, rows)):
                 return None
         elif clock[1:].any():
             return None
         return tuple(self.beta.items())
 
-    def why_eager(self, tasks: Any = None) -> str:
+    def _why_eager(self, tasks: Any = None) -> str:
         """What the host decides from values or from the number of the step."""
         if not self._steady:
             return "the sizes of its steps change with their number (schedule, restarts)"
@@ -302,7 +302,7 @@ class RecursiveOptimizer(BilevelOptimizer):
             return ""
         if not self.warm_start:
             return "without warm starts every step begins with all rows"
-        if self.drawing.notes:
+        if self._drawing.notes:
             return "the host makes the probabilities of the tasks from what their rows have shown"
         if self._drifts and math.isfinite(self.radius):
             return "with a radius the host takes rows that were not looked at through the steps one by one"
@@ -316,7 +316,7 @@ class RecursiveOptimizer(BilevelOptimizer):
     @property
     def _drifts(self) -> bool:
         """Whether there may be rows that move without being looked at."""
-        return self.drawing.task_batch is not None and not self.rule.rests
+        return self._drawing.task_batch is not None and not self._rule.rests
 
     def _pace(self, step: int) -> float:
         """What the schedule and the restarts make of the learning rates at a step."""
@@ -337,12 +337,12 @@ class RecursiveOptimizer(BilevelOptimizer):
     @property
     def _share_lost(self) -> float:
         """What rows that are not looked at lose of z in a step, in units of the part of the tasks in it."""
-        return self.trackers.resting(max(self.beta.values())) if self.beta_unit == "q" and self._steady else 0.0
+        return self._trackers.resting(max(self.beta.values())) if self.beta_unit == "q" and self._steady else 0.0
 
     def _betas(self, steps: int, m: int) -> dict[str, float]:
         """Mixing weights of the step after so many."""
-        factor = (self.drawing.share(m) if self.beta_unit == "q" else 1.0) * self._pace(steps) ** 2
-        return self.trackers.weights({name: min(beta * factor, 1.0) for name, beta in self.beta.items()})
+        factor = (self._drawing.share(m) if self.beta_unit == "q" else 1.0) * self._pace(steps) ** 2
+        return self._trackers.weights({name: min(beta * factor, 1.0) for name, beta in self.beta.items()})
 
     # ------------------------------------------------------------------------------------------------ rows
 
@@ -363,25 +363,25 @@ class RecursiveOptimizer(BilevelOptimizer):
                 for write in table.writes(ids, table.gather(ids, clock), clock):
                     write.table[write.rows] = write.values
 
-    def rows_of(self, lower: Sequence[Tensor]) -> int:
+    def _rows_of(self, lower: Sequence[Tensor]) -> int:
         """A leading dimension that all have is taken for that of the tasks."""
         sizes = {t.shape[0] if t.dim() else 0 for t in lower}
         return sizes.pop() if len(sizes) == 1 else 0
 
-    def place_of(self, name: str, parameter: Tensor) -> torch.device | None:
+    def _place_of(self, name: str, parameter: Tensor) -> torch.device | None:
         """Tables are where the user wants them, but probabilities, from which is drawn on the host."""
         if name in [TABLE + chance for chance in CHANCES]:
             return torch.device("cpu")
-        return (self.state_device if name.startswith(TABLE) else None) or super().place_of(name, parameter)
+        return (self.state_device if name.startswith(TABLE) else None) or super()._place_of(name, parameter)
 
     def _table(self, given: StepInputs, y: Vector) -> Table:
         """The rows of all problems; y has one for each."""
         group = torch.tensor([i for i, group in enumerate(given.lower_groups) for _ in group["params"]], device="cpu")
         groups = group.repeat_interleave(torch.tensor([t.shape[1:].numel() for t in y], device="cpu"))
         tables = {name: Split.local(t) for name, t in given.tables.items() if name not in CHANCES}
-        least = self.floor if self.rule.floored else None
+        least = self.floor if self._rule.floored else None
         split, own = Split(y, given.ranks), Vector(map(Split.local, y))
-        return Table(own, tables, self.trackers.shrinking, self.trackers.moving, groups, least, self.radius, split)
+        return Table(own, tables, self._trackers.shrinking, self._trackers.moving, groups, least, self.radius, split)
 
     def _draws(self, sampler: Any, ids: Tensor, given: StepInputs, *, own: bool = True) -> Callable[[str], Any] | None:
         """Draws the data of tasks, perhaps this rank's own; None for a single problem, which has its own."""
@@ -396,29 +396,29 @@ class RecursiveOptimizer(BilevelOptimizer):
 
     def _chosen(self, table: Table, given: StepInputs, sampler: Any) -> Drawn:
         """What a step looks at; with everything that it draws, if that has to be known before."""
-        if sampler is not None and given.ranks.group is None and not self.drawing.notes:
-            late = stays_current(table, self.lazy) and not self.rule.rests
+        if sampler is not None and given.ranks.group is None and not self._drawing.notes:
+            late = stays_current(table, self.lazy) and not self._rule.rests
             drawn = draw_whole(sampler, partial(self._drawn, table.total, late), given.random_inputs)
             if drawn is not None:
                 return Drawn(**drawn)
-        return self.drawing.draw(sampler, table.total, Source.of(given))
+        return self._drawing.draw(sampler, table.total, Source.of(given))
 
     def _drawn(self, m: int, late: bool, sampler: Any, random_inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Everything that a step draws from m tasks, in its order; ``late``: the other rows are to catch up."""
         source = Source(self.generator)
-        ids, scale, tables, *_ = self.drawing.draw(sampler, m, source)
+        ids, scale, tables, *_ = self._drawing.draw(sampler, m, source)
         draw, some = self._data(sampler, ids, self.generator), len(ids) < m
         return {
             "ids": ids,
             "scale": scale,
             "tables": tables,
             "batches": {level: draw(level) for level in ("upper", "lower")},
-            "probes": self.drawing.probe(m, source) if some and self.rule.direction is probed else None,
+            "probes": self._drawing.probe(m, source) if some and self._rule.direction is probed else None,
             "others": others(ids, m) if some and late else None,
         }
 
     def _clock(self, given: StepInputs) -> Clock | GraphClock:
-        trackers = self.trackers
+        trackers = self._trackers
         return clock_of(given.numbers["clock"], len(trackers.shrinking), len(trackers.moving), still=not self._drifts)
 
 

@@ -12,7 +12,7 @@ from ...optimizer.base import BilevelOptimizer, ColdOptions
 from ...optimizer.step import StepInputs
 from ...oracle.lanes import one_of_many
 from ...oracle.oracle import Oracle
-from ...problem.parameters import Params, is_count, is_number, require
+from ...problem.parameters import Params, is_count, is_number, require, require_choice
 from ...problem.random import SEEDS
 from ...problem.vector import any_sharded
 from ...solvers.paths import Paths
@@ -33,8 +33,8 @@ class ZerothOrder(BilevelOptimizer):
         upper: Params,
         lower: Params,
         *,
-        lr: float,
-        lower_lr: float,
+        lr: float | None = None,
+        lower_lr: float | None = None,
         lower_steps: int,
         directions: int = 8,
         smoothing: float = 1e-2,
@@ -48,26 +48,26 @@ class ZerothOrder(BilevelOptimizer):
     ) -> None:
         require("directions", directions, is_count(directions) and directions > 0)
         require("smoothing", smoothing, is_number(smoothing) and 0 < smoothing < float("inf"))
-        require("smoothing_mode", smoothing_mode, smoothing_mode in ("absolute", "relative"))
-        require("direction", direction, direction in KINDS)
-        require("scale", scale, scale in ("unbiased", "none") or (is_number(scale) and 0 < float(scale) < float("inf")))
-        require("difference", difference, difference in ("forward", "central"))
-        require("over_ranks", over_ranks, over_ranks in ("data", "directions"))
+        require_choice("smoothing_mode", smoothing_mode, ("absolute", "relative"))
+        require_choice("direction", direction, KINDS)
+        require_choice("scale", scale, ("unbiased", "none"), or_positive=True)
+        require_choice("difference", difference, ("forward", "central"))
+        require_choice("over_ranks", over_ranks, ("data", "directions"))
         self.directions, self.smoothing, self.smoothing_mode = directions, smoothing, smoothing_mode
         self.direction, self.scale, self.difference = direction, scale, difference
         self.over_ranks = over_ranks
         super().__init__(
             upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, warm_start=warm_start, **common
         )
-        self.lower_checks.require_elementwise()
+        self._lower_checks.require_elementwise()
 
-    saved_options, difference_step = ("smoothing", "directions"), "smoothing"
+    _saved_options, _difference_step = ("smoothing", "directions"), "smoothing"
 
-    def random_inputs(self) -> dict[str, int]:
+    def _random_inputs(self) -> dict[str, int]:
         """The seed of the directions."""
         return {"seed": SEEDS}
 
-    def drawn_directions(self, oracle: Oracle, given: StepInputs) -> Directions:
+    def _drawn_directions(self, oracle: Oracle, given: StepInputs) -> Directions:
         """The directions of this step, the same on every rank."""
         if any_sharded(oracle.live_x):
             raise ValueError(f"{type(self).__name__} cannot perturb sharded upper parameters (DTensor)")
@@ -81,14 +81,14 @@ class ZerothOrder(BilevelOptimizer):
             scale=self.scale,
         )
 
-    def followed(
+    def _followed(
         self, oracle: Oracle, given: StepInputs, estimator: Callable[..., Estimate], *, from_upper: bool = False
     ) -> Estimate:
         """An estimate from paths that all start at the oracle's y, or at the last tensors of their own x.
 
         The samples of all the paths' steps are drawn before the first of them, so that every path sees the same.
         """
-        directions, ranks = self.drawn_directions(oracle, given), Ranks()
+        directions, ranks = self._drawn_directions(oracle, given), Ranks()
         if self.over_ranks == "directions" and oracle.shared:
             if oracle.sharded:
                 raise ValueError(

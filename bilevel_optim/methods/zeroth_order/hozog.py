@@ -36,7 +36,8 @@ class HOZOG(ZerothOrder):
         directions: Q, random directions per step. Default: 8.
         smoothing: :math:`\mu > 0`, the length of a difference. Default: 1e-2.
         smoothing_mode, direction, scale, difference, over_ranks, warm_start: as for `PZOBO`.
-        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer` and `PZOBO`.
+        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
+            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer` and `PZOBO`.
 
     State: ``initial`` y without warm starts.
 
@@ -68,4 +69,4 @@ class HOZOG(ZerothOrder):
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Differences of the paths from perturbed x."""
-        return self.followed(oracle, given, full_zeroth_order)
+        return self._followed(oracle, given, full_zeroth_order)

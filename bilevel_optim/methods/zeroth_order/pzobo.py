@@ -71,10 +71,11 @@ class PZOBO(ZerothOrder):
         warm_start: start each lower solve at the end of the last unperturbed path. Default: False, as in the paper.
         share_directions_across_tasks: with tasks, one set of directions for all of them, as in the paper; otherwise
             each task has its own, which has less variance. Default: True.
-        lower_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`. Each path has
+        upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
+            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`. Each path has
             its own optimizer state, which starts anew in every step; the optimizer must treat every entry alone (SGD,
-            Adam; not LBFGS). ``vectorize`` is about the paths: True, all stacked, but no more at
-            a time than have :math:`2^{22}` entries of x and y; chunks of that many; or one after another.
+            Adam; not LBFGS). ``vectorize`` is about the paths: True, all stacked, but no more at a time than have
+            :math:`2^{22}` entries of x and y; chunks of that many; or one after another.
 
     State: ``initial`` y without warm starts.
 
@@ -108,8 +109,8 @@ class PZOBO(ZerothOrder):
         upper: Params,
         lower: Params,
         *,
-        lr: float,
-        lower_lr: float,
+        lr: float | None = None,
+        lower_lr: float | None = None,
         lower_steps: int,
         directions: int = 8,
         smoothing: float = 1e-2,
@@ -144,10 +145,10 @@ class PZOBO(ZerothOrder):
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Differences of the paths from perturbed x."""
-        return self.followed(oracle, given, partial_zeroth_order)
+        return self._followed(oracle, given, partial_zeroth_order)
 
-    def together(self, tasks: int) -> list[slice]:
+    def _together(self, tasks: int) -> list[slice]:
         """All tasks share their directions, or each makes a problem of its own."""
         if self.share_directions_across_tasks:
-            return super().together(tasks)
+            return super()._together(tasks)
         return [slice(i, i + 1) for i in range(tasks)]

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...common.seeds import stream
 from ...problems.problem import folder
 from .classes import cifar_splits, read_tables
 from .images import SPLITS, Images, cached, decoded, each, fingerprint, resized
@@ -272,7 +273,7 @@ def _unpacked_cifar(path: Path) -> Array:
 
 def _omniglot(root: Path, cache: Path, size: int, download: bool) -> Images:
     """1623 characters in a fixed random order: 1100 for training, 100 for validation, 423 for test; ink is 255."""
-    order = torch.randperm(sum(CHARACTERS.values()), generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(sum(CHARACTERS.values()), generator=stream(0, "data"))
     parts = torch.split(order, [*CHARACTERS.values()])
     splits: dict[str, Sequence[int]] = {s: p.tolist() for s, p in zip(CHARACTERS, parts, strict=True)}
     packed = [root / f"images_{part}.npz" for part in ("background", "evaluation")]

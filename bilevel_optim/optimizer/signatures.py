@@ -1,0 +1,98 @@
+"""What a method is called with: all its options by name, and what is said about a call with others."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar, cast
+
+__all__ = ["called_rightly", "signature_of", "wrong_arguments"]
+
+Verb = TypeVar("Verb", bound=Callable[..., Any])
+
+# Words of other libraries and of papers, as they are called here.
+WORDS = {
+    "inner": "lower", "unroll": "lower", "unrolled": "lower", "unrolling": "lower", "y": "lower", "outer": "upper",
+    "x": "upper", "cg": "linear", "hvp": "linear", "adjoint": "linear", "ihvp": "linear", "solver": "solver",
+    "iters": "steps", "iter": "steps", "iterations": "steps", "loops": "steps", "step": "steps", "opt": "optimizer",
+    "optim": "optimizer", "lr": "lr", "rate": "lr", "learning": "", "num": "", "n": "", "number": "", "of": "",
+    "max": "",
+}  # fmt: skip
+WHOLE = {"upper_lr": "lr", "lambda": "nu", "lam": "nu", "penalty": "nu", "upper_steps": "step"}
+
+
+def signature_of(cls: type[Any]) -> inspect.Signature:
+    """How a method is made: with every option by name, also those that its ``__init__`` hands on."""
+    return inspect.Signature(list(_parameters(cls, cls.__mro__).values()))
+
+
+def _parameters(cls: type[Any], line: tuple[type, ...]) -> dict[str, inspect.Parameter]:
+    """Arguments of the first ``__init__`` in a line of classes; those that it hands on are looked up behind it."""
+    place = next(i for i, owner in enumerate(line) if "__init__" in vars(owner))
+    init, behind = vars(line[place])["__init__"], line[place + 1 :]
+    own = dict([*inspect.signature(init).parameters.items()][1:])
+    rest = next((p for p in own.values() if p.kind is p.VAR_KEYWORD), None)
+    if rest is None or not any("__init__" in vars(owner) for owner in behind[:-1]):
+        return own
+    del own[rest.name]
+    others = {n: p for n, p in _parameters(cls, behind).items() if p.kind is p.KEYWORD_ONLY and n not in own}
+    text = str(rest.annotation)
+    if text.startswith("Unpack["):
+        named = init.__globals__[text.removeprefix("Unpack[").removesuffix("]")].__annotations__
+        names = {n for owner in init.__globals__[text[7:-1]].__mro__ for n in vars(owner).get("__annotations__", named)}
+        others = {n: p for n, p in others.items() if n in names}
+    return own | others
+
+
+def wrong_arguments(
+    cls: type[Any],
+    error: TypeError,
+    arguments: tuple[Any, ...],
+    options: Mapping[str, Any],
+    methods: Iterable[type[Any]],
+) -> TypeError:
+    """What to raise where a method was called with arguments that it does not have; ``methods`` are all there are."""
+    name, known = cls.__name__, signature_of(cls).parameters
+    unknown = [option for option in options if option not in known]
+    if len(arguments) > 2:
+        return TypeError(f"{name} takes the upper and the lower parameters, and everything else by name: lr=..., ...")
+    if not unknown:
+        return TypeError(f"{name}: {error}")
+    texts = [f"{name} has no option {option!r}{_hint(cls, option, [*known], methods)}" for option in unknown]
+    return TypeError("\n".join(texts))
+
+
+def _hint(cls: type[Any], option: str, known: list[str], methods: Iterable[type[Any]]) -> str:
+    if option == "lower_steps":
+        return ": it is a single loop, with one lower step in each step"
+    words = [WORDS.get(word, word) for word in option.lower().split("_")]
+    plain = "_".join(word for word in words if word)
+    meant = next((name for name in (WHOLE.get(plain), plain) if name in known), None)
+    if meant is not None and meant != option:
+        return f"; did you mean {meant!r}?" + (" (one over the penalty's multiplier)" if meant == "nu" else "")
+    owners = [method.__name__ for method in methods if option in signature_of(method).parameters]
+    if owners:
+        others = ", ..." if len(owners) > 3 else ""
+        return f", which is an option of {', '.join(owners[:3])}{others}"
+    close = difflib.get_close_matches(option, known, 1, 0.7) or difflib.get_close_matches(plain, known, 1, 0.7)
+    return f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(known)}"
+
+
+def called_rightly(sentence: str) -> Callable[[Verb], Verb]:
+    """For a function: say how it is called, if it is called with other arguments than it has."""
+
+    def decorated(verb: Verb) -> Verb:
+        @functools.wraps(verb)
+        def called(*arguments: Any, **named: Any) -> Any:
+            try:
+                return verb(*arguments, **named)
+            except TypeError as error:
+                if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # not from within
+                    raise TypeError(f"{error}: {sentence}") from None
+                raise
+
+        return cast(Verb, called)
+
+    return decorated

@@ -1,0 +1,50 @@
+"""Between host and device: values go up from pinned memory, or once for ever, so that the host does not wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["constant", "uploaded"]
+
+MOST = 256  # sets of numbers that are kept
+
+
+def uploaded(t: Tensor, device: torch.device) -> Tensor:
+    """Values of the host on a device, from pinned memory, without waiting for it; what is there already as it is."""
+    if t.device == device or device.type == "cpu" or not t.is_cpu:
+        return t.to(device)
+    if not t.dim():  # goes with the launch, also in a graph
+        return torch.zeros((), dtype=t.dtype, device=device) + t
+    if not _pins(device.type):
+        return t.to(device)
+    return t.pin_memory().to(device, non_blocking=True)
+
+
+@cache
+def _pins(kind: str) -> bool:
+    """Whether memory of the host can be pinned for devices of a kind (MPS has the memory of the host)."""
+    present = torch.accelerator.current_accelerator()
+    return present is not None and present.type == kind and kind != "mps"
+
+
+def constant(numbers: Sequence[float], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Numbers as a tensor of the type and device of another one, made once for all steps; must not be written into."""
+    dtype = dtype or like.dtype
+    key = *numbers, dtype, like.device
+    found = _MADE.get(key)
+    if found is None:
+        with torch.inference_mode(False):
+            found = torch.tensor(numbers, dtype=dtype, device=like.device)
+        if type(found) is Tensor:  # not one of a fake mode
+            if len(_MADE) >= MOST:
+                _MADE.clear()
+            _MADE[key] = found
+    return found
+
+
+_MADE: dict[tuple[Any, ...], Tensor] = {}

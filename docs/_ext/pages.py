@@ -1,0 +1,330 @@
+"""What the site makes by itself: reference pages, the table with filters, copies of documents that lie elsewhere."""
+
+from __future__ import annotations
+
+import html
+import re
+import shutil
+import warnings
+from os.path import relpath
+from pathlib import Path
+
+import torch
+
+import bilevel_optim as bo
+from bilevel_optim.methods.table import COLUMNS
+from bilevel_optim.optimizer.declaration import FAMILIES, REGISTRY, MethodInfo, methods
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+# Documents of the repository that are pages of the site, and their place under docs/.
+COPIED = {
+    "recipes/papers/RESULTS.md": "papers/index.md",
+    "recipes/few_shot/README.md": "papers/few_shot.md",
+    "recipes/README.md": "papers/recipes.md",
+    "CHANGELOG.md": "papers/changelog.md",
+    "CONTRIBUTING.md": "papers/contributing.md",
+    "README.md": "index.md",
+}
+
+MORE = {"papers/index.md": "\n```{toctree}\n:hidden:\n\nrecipes\nfew_shot\n```\n"}
+
+# What a method defines for the base class: described there, once.
+SHARED = sorted(name for name in dir(bo.BilevelOptimizer) if name[0] != "_")
+
+# The public names that have no page of a method: title, what the page says first, names.
+REFERENCE = {
+    "optimizer": (
+        "BilevelOptimizer",
+        "What every method can do: `step`, `backward`, `run`, `compile`, `metrics`, `adapt`, and saving.",
+        ("BilevelOptimizer", "BilevelWarning", "NonFiniteError", "RankError"),
+    ),
+    "objective": (
+        "Objective and other data",
+        "A loss with its data: a step draws as many batches as the method needs.",
+        ("Objective", "FiniteSum"),
+    ),
+    "tasks": ("Tasks", "Many lower problems: where their data come from.", ("TensorTasks", "TaskSampler")),
+    "checking": (
+        "Checking and suggesting",
+        "Compare an estimate with an independent reference ([how to](../checking.md)).",
+        ("check_hypergradient", "HypergradientReport", "GradcheckError", "suggest", "Suggestion", "Suggestions"),
+    ),
+    "hypergradient": (
+        "Estimators as functions",
+        "`bilevel_optim.hypergradient`: estimators without an optimizer, for research that wants only them.",
+        ("hypergradient", "Oracle", "Vector", "finite_difference"),
+    ),
+    "linear": (
+        "Linear solvers",
+        "`bilevel_optim.linear`: solvers of $Hv = b$ from products with H.",
+        ("linear",),
+    ),
+    "other": (
+        "Other optimizers and helpers",
+        "Single-level optimizers, a lower solver for noisy gradients, probabilities of tasks.",
+        ("RestartedAGD", "AGD", "UniformIterate", "epoch_sgd", "importance_probabilities"),
+    ),
+}
+
+# What the table of all methods says beside what they declare. Noise: what the gradients may be.
+NOISE = {
+    "full batches": ("BOME", "RAHGD", "PRAHGD", "PAID", "BA", "iMCN", "RAGDA", "PRAGDA"),
+    "finite sums": ("SABA", "SRBA"),
+}
+MEMORY = {
+    "T graphs": ("ITD", "MAML", "ANIL"),
+    "copies of y": ("F2SA", "PZOBO", "HOZOG", "ESMAML"),
+    "matrices": ("SVRB", "STABLE"),
+    "a row for each task": ("RSVRB", "BSVRB"),
+    "all batches": ("SABA",),
+}
+FILTERS = {"derivatives": "Second derivatives", "tasks": "Tasks", "noise": "Gradients", "memory": "Memory"}
+
+
+def quiet(_conf, _name):
+    """Before each example: what another one has set is undone, and a warning of the library is an error."""
+    torch.set_default_dtype(torch.float32)
+    warnings.filterwarnings("error", category=bo.BilevelWarning)
+
+
+def _in(table: dict[str, tuple[str, ...]], name: str, otherwise: str) -> str:
+    return next((value for value, names in table.items() if name in names), otherwise)
+
+
+def facts(name: str, method: MethodInfo) -> dict[str, str]:
+    """What the filters ask of a method."""
+    return {
+        "derivatives": "needed" if method.second_order else "not needed",
+        "tasks": {"stacked": "yes", "rows": "remembers each", "required": "needs them", "none": "no"}[method.tasks],
+        "noise": _in(NOISE, name, "full or sampled"),
+        "memory": _in(MEMORY, name, "one graph"),
+    }
+
+
+def table_with_filters() -> str:
+    """HTML: one row for each method, and a choice for each filter."""
+    rows = {name: facts(name, cls.declared) for name, cls in REGISTRY.items()}
+    parts = ['<div class="method-filters" role="group" aria-label="Show methods with">']
+    for key, title in FILTERS.items():
+        values = sorted({row[key] for row in rows.values()})
+        choices = "".join(f"<option>{value}</option>" for value in values)
+        parts.append(f'<label>{title} <select data-key="{key}"><option value="">any</option>{choices}</select></label>')
+    parts.append('<output class="method-count"></output></div>')
+    head = "".join(f"<th>{title}</th>" for title in ("Method", "When", *FILTERS.values()))
+    parts.append(
+        '<div class="pst-scrollable-table-container"><table class="table method-table">'
+        f"<thead><tr>{head}</tr></thead><tbody>"
+    )
+    for name, row in rows.items():
+        data = "".join(f' data-{key}="{value}"' for key, value in row.items())
+        cells = "".join(f"<td>{value}</td>" for value in row.values())
+        link = f'<a href="reference/{name}.html"><code>{name}</code></a>'
+        parts.append(f"<tr{data}><td>{link}</td><td>{html.escape(REGISTRY[name].declared.when)}</td>{cells}</tr>")
+    return "\n".join([*parts, "</tbody></table></div>"])
+
+
+def examples() -> dict[str, tuple[str, str]]:
+    """The gallery: for each example its title and its source."""
+    found = {}
+    for path in sorted((DOCS / "gallery").glob("plot_*.py")):
+        text = path.read_text(encoding="utf-8")
+        found[path.stem] = (re.search(r'^r?"""\n?(.+)', text)[1], text)
+    return found
+
+
+def gallery_links(name: str, up: str = "../") -> str:
+    """Cards of the examples that use a public name."""
+    cards = [
+        f":::{{grid-item-card}} {title}\n:link: {up}auto_gallery/{stem}\n:link-type: doc\n"
+        f":img-top: {up}auto_gallery/images/thumb/sphx_glr_{stem}_thumb.png\n:img-alt: {title}\n:::"
+        for stem, (title, text) in examples().items()
+        if re.search(rf"\bbo\.{name}\b", text)
+    ]
+    if not cards:
+        return ""
+    return "## In the gallery\n\n::::{grid} 1 2 3 3\n:gutter: 2\n\n" + "\n\n".join(cards) + "\n\n::::\n"
+
+
+def verdicts(name: str) -> str:
+    """Rows of the papers' experiments whose claim names a method."""
+    text = (ROOT / "recipes/papers/RESULTS.md").read_text(encoding="utf-8")
+    names = {name, {"RTMLMC": "RT-MLMC", "DLSGD": "DL-SGD", "ESMAML": "ES-MAML"}.get(name, name)}
+    found, columns = [], []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if "claim" in cells and "verdict" in cells:
+            columns = cells
+        elif len(cells) == len(columns) > 2:
+            row = dict(zip(columns, cells, strict=True))
+            words = set(re.findall(r"[\w-]+", re.sub(r"(?<=[A-Z])-[12345]\b", "", row["claim"])))
+            if names & words:
+                first = cells[0].replace("](#", "](../papers/index.md#")
+                found.append(f"| {first} | {row['claim']} | {row['verdict']} |")
+    if not found:
+        return ""
+    head = "| experiment | claim of the paper | verdict here |\n|---|---|---|\n"
+    return "## Its paper's claims, tested\n\n" + head + "\n".join(found) + "\n\n[All experiments](../papers/index.md)\n"
+
+
+def method_page(name: str) -> str:
+    """The reference page of a method."""
+    declared = methods()[name].declared
+    rows = [("family", declared.family)]
+    rows += [(title, column(declared)) for title, column in COLUMNS.items() if title != "when"]
+    rows += [
+        (FILTERS[key].lower(), value) for key, value in facts(name, declared).items() if key in ("noise", "memory")
+    ]
+    if declared.lower_optimizer != "any":
+        rows.append(("lower_optimizer", declared.lower_optimizer))
+    rows.append(("captured by `compile`", declared.uncaptured or ("the estimate" if declared.host_update else "yes")))
+    lines = "\n".join(f"| {title} | {value} |" for title, value in rows)
+    return (
+        f"# {name}\n\n**When:** {declared.when}.\n\n| | |\n|---|---|\n{lines}\n\n"
+        "T is `lower_steps`; the words of the cost are explained on [Every method and its cost](../methods.md).\n\n"
+        f"```{{eval-rst}}\n.. autoclass:: bilevel_optim.{name}\n   :members:\n   :inherited-members: BilevelOptimizer\n"
+        f"   :exclude-members: {', '.join(SHARED)}\n```\n\n"
+        "What it shares with every method, such as `step` and `state_dict`, is on the page of "
+        "[BilevelOptimizer](optimizer.md).\n\n" + "\n".join(filter(None, (gallery_links(name), verdicts(name))))
+    )
+
+
+def reference_page(key: str) -> str:
+    """A reference page of public names that are no methods."""
+    title, first, names = REFERENCE[key]
+    parts = [f"# {title}\n\n{first}\n"]
+    for name in names:
+        value = getattr(bo, name, None)
+        if value is None:
+            continue
+        path = f"bilevel_optim.{name}"
+        if type(value).__name__ == "module":
+            parts.append(f"```{{eval-rst}}\n.. automodule:: {path}\n   :members:\n   :imported-members:\n```\n")
+        else:
+            kind = "autoclass" if isinstance(value, type) else "autofunction"
+            members = "\n   :members:" if kind == "autoclass" else ""
+            parts.append(f"## {name}\n\n```{{eval-rst}}\n.. {kind}:: {path}{members}\n```\n")
+        parts.append(gallery_links(name).replace("## In", "### In"))
+    return "\n".join(filter(None, parts))
+
+
+def documented() -> set[str]:
+    """The public names that have a place in the reference."""
+    return set(methods()) | {name for _, _, names in REFERENCE.values() for name in names}
+
+
+def reference_index() -> str:
+    """The contents of the reference: one group for each family of methods."""
+    families = {family: [n for n, cls in REGISTRY.items() if cls.declared.family == family] for family in FAMILIES}
+    parts = ["# Reference\n\nA page for each method, and for what they take. `help(bo.AID)` has the same text.\n"]
+    parts.append("```{toctree}\n:maxdepth: 1\n:caption: The library\n\n" + "\n".join(REFERENCE) + "\n```\n")
+    parts.append("```{toctree}\n:hidden:\n\n../papers/changelog\n../papers/contributing\n```\n")
+    for family, names in families.items():
+        if names:
+            lines = "\n".join(f"* [{name}]({name}.md): {REGISTRY[name].declared.when}" for name in names)
+            tree = "\n".join(names)
+            parts.append(f"## {family.capitalize()}\n\n{lines}\n\n```{{toctree}}\n:hidden:\n\n{tree}\n```\n")
+    return "\n".join(parts)
+
+
+def with_curves(text: str) -> str:
+    """The papers' experiments, each with the picture of its curves."""
+
+    def picture(found: re.Match[str]) -> str:
+        curves = f"results/{found[1]}/curves.png"
+        there = (ROOT / "recipes/papers" / curves).exists()  # what is judged from another's records has none
+        return f"{found[0]}\n![Curves of {found[1]}]({curves})\n" if there else found[0]
+
+    return re.sub(r"^### (\d{3}-\S+)\n", picture, text, flags=re.M)
+
+
+def _put(path: Path, text: str) -> None:
+    """Write a page if it has changed, so that Sphinx reads it again only then."""
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def write(docs: Path) -> None:
+    """Make all pages that are made."""
+    made = {f"reference/{name}.md": method_page(name) for name in methods()}
+    made |= {f"reference/{key}.md": reference_page(key) for key in REFERENCE}
+    made["reference/index.md"] = reference_index()
+    for source, target in COPIED.items():
+        if source != "README.md":
+            text = (ROOT / source).read_text(encoding="utf-8") + MORE.get(target, "")
+            made[target] = localised(with_curves(text) if "RESULTS" in source else text, ROOT / source, docs / target)
+    for name, text in made.items():
+        _put(docs / name, text)
+    for old in (docs / "reference").glob("*.md"):
+        if f"reference/{old.name}" not in made:
+            old.unlink()
+
+
+def localised(text: str, source: Path, target: Path) -> str:
+    """A document with its links as they are seen from another place; what is no page is named, without a link."""
+
+    def link(found: re.Match[str]) -> str:
+        mark, label, where = found.groups()
+        path, _, anchor = where.partition("#")
+        if not path or re.match(r"[a-z]+:", path):
+            return found[0]
+        file = (source.parent / path).resolve()
+        inside = file.relative_to(ROOT).as_posix()
+        anchor = f"#{anchor}" * bool(anchor)
+        if inside in COPIED:
+            return f"[{label}]({relpath(DOCS / COPIED[inside], target.parent)}{anchor})"
+        if file.suffix == ".png":
+            if not file.is_relative_to(DOCS):
+                kept = DOCS / "papers" / "pictures" / f"{file.parent.name}-{file.name}"
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, kept)
+                file = kept
+            return f"{mark}[{label}]({relpath(file, target.parent)})"
+        if file.is_relative_to(DOCS) and file.suffix == ".md":
+            return f"[{label}]({relpath(file, target.parent)}{anchor})"
+        return label if label.startswith("`") else f"{label} (`{inside}`)"
+
+    return re.sub(r"(!?)\[((?:[^\]\[]|\[[^\]]*\])*)\]\(([^)\s]+)\)", link, text)
+
+
+def join_names(_app, _what, _name, _object, _options, lines: list[str]) -> None:
+    """Put the names of several arguments into one line: napoleon reads no more of them."""
+    for i in reversed(range(len(lines) - 1)):
+        if re.fullmatch(r"\s{4,}[\w, ]+,", lines[i]) and re.match(r"\s+[\w, ]+:", lines[i + 1]):
+            lines[i : i + 2] = [f"{lines[i]} {lines[i + 1].strip()}"]
+
+
+def public_name(app, env, node, content):
+    """Follow a name in a docstring of a module to the public name of the package."""
+    domain = env.get_domain("py")
+    for target in (f"bilevel_optim.{node.get('reftarget')}", f"{node.get('py:module')}.{node.get('reftarget')}"):
+        if node.get("refdomain") == "py" and target in domain.objects:
+            return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", target, node, content)
+    return None
+
+
+def unlisted() -> str:
+    """Pages of this folder that no list of contents names, so that a new page is found before somebody lists it."""
+    listed = "\n".join(path.read_text(encoding="utf-8") for path in DOCS.rglob("index.md"))
+    names = [path.stem for path in sorted(DOCS.glob("*.md"))]
+    return "\n".join(f"../{n}" for n in names if n != "index" and not re.search(rf"^(\.\./)?{n}$", listed, re.M))
+
+
+def on_source_read(_app, name: str, source: list[str]) -> None:
+    """Put in what is made, and follow links."""
+    text = source[0]
+    if (DOCS / f"{name}.md").exists() and not name.startswith(("papers/", "reference/")):
+        text = localised(text, DOCS / f"{name}.md", DOCS / f"{name}.md")
+        text = text.replace("<!-- table with filters -->", f"```{{raw}} html\n{table_with_filters()}\n```")
+        text = text.replace("<!-- unlisted pages -->", unlisted())
+        up = "../" * name.count("/")
+        known = set(methods())
+        text = re.sub(
+            r"^\| `(\w+)` \|",
+            lambda found: f"| [`{found[1]}`]({up}reference/{found[1]}.md) |" if found[1] in known else found[0],
+            text,
+            flags=re.M,
+        )
+    source[0] = text

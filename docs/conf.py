@@ -1,0 +1,84 @@
+"""Sphinx builds the site from this folder: ``python -m sphinx -W -n --keep-going -b html docs docs/_build/html``."""
+
+import os
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent)]
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # examples are small: more threads make them slower
+
+import pages  # noqa: E402
+
+import bilevel_optim  # noqa: E402
+
+project = "bilevel_optim"
+author = "The bilevel_optim authors"
+copyright = author
+version = release = bilevel_optim.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.mathjax",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "sphinx_gallery.gen_gallery",
+]
+exclude_patterns = ["_build", "_ext", "gallery", "pictures", "records"]
+suppress_warnings = ["config.cache"]  # sphinx-gallery is configured with functions
+nitpicky = True
+default_role = "py:obj"
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "attrs_inline"]
+myst_heading_anchors = 4
+autodoc_typehints = "none"
+autodoc_member_order = "bysource"
+napoleon_google_docstring, napoleon_numpy_docstring = True, False
+napoleon_custom_sections = ["Cost", ("Attributes", "params_style")]
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+html_theme = "pydata_sphinx_theme"
+html_title = f"bilevel_optim {version}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_js_files = ["methods.js"]
+html_show_sourcelink = False
+html_theme_options = {
+    "header_links_before_dropdown": 6,
+    "navigation_with_keys": False,
+    "show_toc_level": 2,
+    "navbar_align": "left",
+    "footer_start": ["copyright"],
+    "footer_end": [],
+    "secondary_sidebar_items": ["page-toc"],
+}
+if "DOCS_VERSIONS" in os.environ:  # the address of the list of versions, where several are published side by side
+    html_theme_options["switcher"] = {
+        "json_url": os.environ["DOCS_VERSIONS"],
+        "version_match": os.environ.get("DOCS_VERSION", version),
+    }
+    html_theme_options["navbar_end"] = ["version-switcher", "theme-switcher"]
+
+sphinx_gallery_conf = {
+    "examples_dirs": "gallery",
+    "gallery_dirs": "auto_gallery",  # pictures and the hash of each source: what has not changed is not run again
+    "filename_pattern": r"/plot_",
+    "within_subsection_order": "FileNameSortKey",
+    "download_all_examples": False,
+    "show_signature": False,
+    "remove_config_comments": True,
+    "abort_on_example_error": True,
+    "min_reported_time": 0,
+    "image_scrapers": ("matplotlib",),
+    "reset_modules": ("pages.quiet",),
+}
+
+
+def setup(app):
+    """Make the pages that are made, and follow links that lead out of this folder."""
+    pages.write(HERE)
+    app.connect("source-read", pages.on_source_read)
+    app.connect("autodoc-process-docstring", pages.join_names, priority=400)  # before napoleon
+    app.connect("missing-reference", pages.public_name)

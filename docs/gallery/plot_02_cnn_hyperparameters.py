@@ -1,0 +1,99 @@
+"""
+Tune the hyper-parameters of a CNN
+==================================
+
+Eight hyper-parameters at once: a weight decay for each of six tensors, a temperature and the label smoothing.
+:class:`~bilevel_optim.AID` moves them all while one network trains. Random search trains a new network for each draw.
+Both get the same number of gradients and products. A third of the training labels are wrong.
+"""
+
+import os
+from functools import partial
+
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+
+import bilevel_optim as bo
+
+torch.manual_seed(0)
+smoke = "SMOKE" in os.environ
+budget, training = (70, 5) if smoke else (4000, 150)  # gradients and products
+digits = load_digits()
+order = torch.randperm(len(digits.target))
+images = torch.tensor(digits.images, dtype=torch.float32)[order, None] / 16
+labels = torch.tensor(digits.target)[order]
+train, held, test = slice(0, 200), slice(200, 400), slice(400, None)
+wrong = torch.rand(200) < 1 / 3
+labels[train] = torch.where(wrong, torch.randint(0, 10, (200,)), labels[train])
+momentum = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+
+
+def network():
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(256, 10)
+    )
+
+
+def lower_loss(model, x):
+    decay = sum(s.exp() * p.square().sum() for s, p in zip(x[:6], model.parameters(), strict=True))
+    smoothing = 0.9 * x[7].sigmoid()
+    log_p = F.log_softmax(model(images[train]) / x[6].exp(), dim=1)
+    return (1 - smoothing) * F.nll_loss(log_p, labels[train]) - smoothing * log_p.mean() + decay / 2
+
+
+def loss_on(model, part):
+    return F.cross_entropy(model(images[part]), labels[part])
+
+
+def trained(x):
+    model = network()
+    sgd = momentum(model.parameters())
+    for _ in range(training):
+        sgd.zero_grad()
+        lower_loss(model, x).backward()
+        sgd.step()
+    return [float(loss_on(model, part).detach()) for part in (held, test)]
+
+
+# %%
+# By gradients: the hyper-parameters move after every twenty training steps. A network is not convex, so the linear
+# system is solved by MINRES, with damping.
+
+start = torch.tensor([-8.0] * 6 + [0.0, -3.0])
+x, model = start.clone().requires_grad_(), network()
+steps = {"lower_steps": 20, "linear_steps": 10, "linear_solver": "minres", "damping": 0.1}
+optimizer = bo.AID([x], model.parameters(), lr=1, lower_lr=0.05, lower_optimizer=momentum, **steps)
+adam, curve = torch.optim.Adam([x], lr=0.05), []
+while (calls := sum(optimizer.oracle_counts.values())) < budget:
+    optimizer.backward(lambda: loss_on(model, held), lambda: lower_loss(model, x))
+    curve.append((calls, *(float(loss_on(model, part).detach()) for part in (held, test))))
+    adam.step()
+
+# %%
+# By random search, with the same budget.
+
+found, best = [], []
+for _ in range(budget // training):
+    draw = torch.cat([torch.empty(6).uniform_(-9, -2), torch.empty(1).uniform_(-1, 1), torch.empty(1).uniform_(-4, 1)])
+    found.append(trained(draw))
+    best.append(min(found))
+
+# %%
+# The networks that both end with, beside one that is trained with the settings of the start.
+
+figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+left.plot([calls for calls, *_ in curve], [loss for _, loss, _ in curve], label="AID: one network")
+places = [training * (k + 1) for k in range(len(found))]
+left.step(places, [score for score, _ in best], where="post", label=f"best of {len(found)} random draws")
+left.set(xlabel="gradients and products", ylabel="held-out loss", ylim=(0, 2))
+left.legend()
+ends = {"start": trained(start), "random search": best[-1], "AID": curve[-1][1:]}
+for k, part in enumerate(("held out", "test")):
+    bars = right.bar([i + 0.4 * k for i in range(3)], [end[k] for end in ends.values()], 0.4, label=part)
+    right.bar_label(bars, fmt="%.2f")
+right.set(ylim=(0, 1.5), xticks=[0.2, 1.2, 2.2], xticklabels=list(ends), ylabel="loss of the network at the end")
+right.legend()
+plt.show()

@@ -1,0 +1,198 @@
+"""The built site in a headless Chromium: search, copying, dark mode, a phone's width, links, alt texts.
+
+Skipped without the site (docs/_build/html), playwright, or Chromium; with REQUIRE_BROWSER set they have to be there.
+Screenshots are left in the folder SCREENSHOTS, if that is set.
+"""
+
+import functools
+import http.server
+import os
+import shutil
+import threading
+from pathlib import Path
+from urllib.parse import urldefrag, urljoin
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SITE = ROOT / "docs/_build/html"
+SHOWN = {
+    "home": "index.html",
+    "start": "start.html",
+    "choose": "choosing.html",
+    "gallery": "auto_gallery/index.html",
+    "method": "reference/F2SA.html",
+    "errors": "errors.html",
+    "unrolled": "explain/unrolled.html",
+}
+PHONE = {"width": 375, "height": 812}
+
+pytestmark = pytest.mark.filterwarnings("default")  # of playwright's own
+
+
+def _lacking(reason):
+    if os.environ.get("REQUIRE_BROWSER"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def address():
+    if not (SITE / "index.html").exists():
+        _lacking("the site is not built: python -m sphinx -b html docs docs/_build/html")
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=SITE))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    try:
+        from playwright.sync_api import Error, sync_playwright
+    except ImportError:
+        _lacking("playwright is not installed")
+    with sync_playwright() as playwright:
+        installed = shutil.which("chromium") or shutil.which("chromium-browser")
+        try:
+            started = playwright.chromium.launch(executable_path=installed, args=["--no-sandbox"])
+        except Error as error:
+            _lacking(f"no Chromium: {str(error).splitlines()[0]}")
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def open_page(browser, address):
+    """Opens a page of the site; what it says on the console must not be an error."""
+    contexts, said = [], []
+
+    def opened(path, **options):
+        context = browser.new_context(**options)
+        # What lies elsewhere (the fonts of equations) is not what is tested, and may be out of reach.
+        context.route(lambda url: not url.startswith(address), lambda route: route.abort())
+        context.grant_permissions(["clipboard-read", "clipboard-write"], origin=address.rstrip("/"))
+        contexts.append(context)
+        page = context.new_page()
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on(
+            "console",
+            lambda message: (
+                said.append(message.text)
+                if message.type == "error" and address in (message.location or {}).get("url", address)
+                else None
+            ),
+        )
+        page.goto(address + path, wait_until="load")
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert not said
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("F2SA", "reference/F2SA.html"),
+        ("must return a scalar tensor", "errors.html"),
+        ("checkpoint", "howto/checkpoints"),
+    ],
+)
+def test_search_finds(open_page, words, expected):
+    page = open_page(f"search.html?q={words.replace(' ', '+')}")
+    page.wait_for_selector("#search-results ul.search li a", timeout=20_000)
+    page.wait_for_function("!document.querySelector('#search-progress')?.textContent.includes('Searching')")
+    links = page.eval_on_selector_all(
+        "#search-results ul.search li a", "links => links.map(a => a.getAttribute('href'))"
+    )
+    assert any(expected in link for link in links[:20]), links[:20]
+
+
+def test_the_copy_buttons_copy_the_two_commands(open_page):
+    page = open_page("start.html")
+    copied = []
+    for block in page.query_selector_all("div.highlight-sh")[:2]:
+        block.hover()
+        block.query_selector("button.copybtn").click()
+        page.wait_for_function("navigator.clipboard.readText().then(text => text.length > 0)")
+        copied.append(page.evaluate("navigator.clipboard.readText()").strip())
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(set(copied)) == 2
+    assert all(f"```sh\n{command}\n```" in readme for command in copied)
+
+
+@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize("view", ["desk", "dark", "phone"])
+def test_a_page_fits_and_says_nothing_wrong(open_page, name, view):
+    options = {"viewport": PHONE} if view == "phone" else {"viewport": {"width": 1280, "height": 900}}
+    page = open_page(SHOWN[name], color_scheme="dark" if view == "dark" else "light", **options)
+    if view == "dark":
+        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    over = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    assert over <= 0, f"{over} px wider than the window"
+    without = page.eval_on_selector_all("img", "images => images.filter(i => !i.alt).map(i => i.src)")
+    assert not without
+    broken = page.eval_on_selector_all(
+        "img", "images => images.filter(i => i.complete && !i.naturalWidth && i.loading !== 'lazy').map(i => i.src)"
+    )
+    assert not broken
+    if folder := os.environ.get("SCREENSHOTS"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=f"{folder}/{name}-{view}.png")
+
+
+def test_the_table_of_methods_is_filtered(open_page):
+    page = open_page("choosing.html")
+    rows = ".method-table tbody tr:not([hidden])"
+    everything = len(page.query_selector_all(rows))
+    page.select_option("select[data-key=derivatives]", "not needed")
+    names = page.eval_on_selector_all(f"{rows} td:first-child", "cells => cells.map(c => c.textContent)")
+    assert "F2SA" in names
+    assert "AID" not in names
+    assert len(names) < everything
+
+
+def test_every_internal_link_answers(address):
+    """Read from the files: pages, pictures, and the places on a page."""
+    from html.parser import HTMLParser
+
+    class Reader(HTMLParser):
+        def __init__(self):
+            super().__init__()
+            self.links, self.places, self.bare = [], set(), []
+
+        def handle_starttag(self, tag, attributes):
+            found = dict(attributes)
+            self.places |= {found[key] for key in ("id", "name") if found.get(key)}
+            if tag in ("a", "img", "link", "script"):
+                self.links += [found[key] for key in ("href", "src") if found.get(key)]
+            if tag == "img" and not found.get("alt"):
+                self.bare.append(found.get("src"))
+
+    pages = {}
+    for path in sorted(SITE.rglob("*.html")):
+        reader = Reader()
+        reader.feed(path.read_text(encoding="utf-8"))
+        pages[path.relative_to(SITE).as_posix()] = reader
+    wrong = []
+    for name, reader in pages.items():
+        for link in reader.links:
+            target, place = urldefrag(urljoin(address + name, link))
+            if not target.startswith(address):
+                continue
+            file = target.removeprefix(address).split("?")[0] or "index.html"
+            known = pages.get(file)
+            if (known is None and not (SITE / file).exists()) or (known and place and place not in known.places):
+                wrong.append(f"{name}: {link}")
+    assert not wrong, "\n".join(wrong[:40])
+    assert not {name: reader.bare for name, reader in pages.items() if reader.bare}
+    assert len(pages) > 100

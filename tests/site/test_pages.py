@@ -1,0 +1,79 @@
+"""The code on the pages runs, and so do the examples of the gallery, at smoke size."""
+
+import ast
+import re
+import runpy
+from pathlib import Path
+
+import matplotlib
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+PAGES = [p for folder in ("howto", "explain") for p in sorted((ROOT / "docs" / folder).glob("*.md"))]
+EXAMPLES = sorted((ROOT / "docs/gallery").glob("plot_*.py"))
+NEEDED = {"lightning": "lightning", "accelerate": "accelerate"}
+ELSEWHERE = ("checkpoints",)  # its code goes on from the README's: tests/test_docs.py
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.stem not in ELSEWHERE], ids=lambda p: p.stem)
+@pytest.mark.filterwarnings("default", "error::bilevel_optim.BilevelWarning")  # tools warn of what is theirs
+def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    if not blocks:
+        return
+    if page.stem in NEEDED:
+        pytest.importorskip(NEEDED[page.stem])
+    monkeypatch.chdir(tmp_path)
+    torch.set_default_dtype(torch.float32)
+    namespace = {"__name__": page.stem}
+    for block in blocks:  # later ones go on from earlier ones
+        exec(compile(block, page.name, "exec"), namespace)
+
+
+@pytest.mark.parametrize("name", ["higher", "torchopt"])
+@pytest.mark.filterwarnings("default")
+def test_the_other_library_gives_the_same(name):
+    library = pytest.importorskip(name)
+    text = (ROOT / f"docs/howto/from_{name}.md").read_text()
+    (runnable,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    problem = runnable.split("\nmeta = ")[0]
+    found = []
+    for code in re.findall(r"```\n(.*?)```", text, re.S)[:2]:  # theirs, ours
+        torch.manual_seed(0)
+        namespace = {name: library}
+        exec(problem + "\n" + code, namespace)
+        found.append(namespace["log_decay"].detach())
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+def test_an_example_runs_and_draws(path, monkeypatch):
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    monkeypatch.setenv("SMOKE", "1")
+    monkeypatch.setattr(plt, "show", lambda: None)
+    torch.set_default_dtype(torch.float32)
+    plt.close("all")
+    try:
+        runpy.run_path(str(path), run_name=path.stem)
+        (number,) = plt.get_fignums()
+        assert all(axis.has_data() or axis.images or axis.child_axes for axis in plt.figure(number).axes if axis.axison)
+    finally:
+        plt.close("all")
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+def test_an_example_is_short_and_says_what_it_is(path):
+    text = path.read_text()
+    title, line = (ast.get_docstring(ast.parse(text)) or "").splitlines()[:2]
+    assert line == "=" * len(title)
+    code = [row for row in text.split('"""', 2)[2].splitlines() if row.strip() and not row.startswith("#")]
+    assert len(code) <= 80
+
+
+def test_there_are_enough_examples():
+    assert len(EXAMPLES) >= 12
+    names = {name for path in EXAMPLES for name in re.findall(r"\bbo\.(\w+)", path.read_text())}
+    assert {"AID", "ITD", "F2SA", "SOBA", "MAML", "RSVRB", "PRAHGD", "GDA", "check_hypergradient"} <= names

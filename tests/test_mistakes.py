@@ -1,0 +1,372 @@
+"""What people do by mistake, and traps that they cannot see: each is answered in words that say what to do."""
+
+import inspect
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import bilevel_optim as bo
+from bilevel_optim.optimizer.declaration import methods
+
+from .problems import seeded
+
+ARGUMENTS = {"lr": 0.1, "lower_lr": 0.1, "lower_steps": 3}
+
+
+def pair(n=2):
+    return torch.full((n,), 2.0, requires_grad=True), torch.zeros(n, requires_grad=True)
+
+
+def made(method=bo.AID, **options):
+    x, y = pair()
+    optimizer = method([x], [y], **{**ARGUMENTS, **options})
+    return optimizer, x, y, (lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
+
+
+# ---------------------------------------------------------------------------------------------------- calls
+
+
+MISSPELT = [
+    (bo.AID, {"inner_lr": 0.1, "inner_steps": 3, "lr": 0.1}, "no option 'inner_lr'; did you mean 'lower_lr'?"),
+    (bo.AID, {"inner_lr": 0.1, "inner_steps": 3, "lr": 0.1}, "no option 'inner_steps'; did you mean 'lower_steps'?"),
+    (bo.AID, {**ARGUMENTS, "cg_steps": 5}, "no option 'cg_steps'; did you mean 'linear_steps'?"),
+    (bo.ITD, {"lr": 0.1, "lower_lr": 0.1, "unroll_steps": 5}, "'unroll_steps'; did you mean 'lower_steps'?"),
+    (bo.MAML, {"lr": 0.1, "inner_lr": 0.1, "num_inner_iters": 5}, "'num_inner_iters'; did you mean 'lower_steps'?"),
+    (bo.AID, {**ARGUMENTS, "outer_lr": 0.1}, "'outer_lr'; did you mean 'lr'?"),
+    (bo.AID, {**ARGUMENTS, "outer_optimizer": 0.1}, "'outer_optimizer'; did you mean 'upper_optimizer'?"),
+    (bo.AID, {**ARGUMENTS, "dampng": 0.1}, "'dampng'; did you mean 'damping'?"),
+    (bo.F2SA, {**ARGUMENTS, "lam": 10}, "'lam'; did you mean 'nu'? (one over"),
+    (bo.AID, {**ARGUMENTS, "nu": 0.1}, "no option 'nu', which is an option of F2SA"),
+    (bo.RAHGD, {**ARGUMENTS, "levels": 3}, "no option 'levels', which is an option of DLSGD, RTMLMC"),
+    (bo.SOBA, ARGUMENTS, "SOBA has no option 'lower_steps': it is a single loop"),
+    (bo.AID, {**ARGUMENTS, "frobnicate": 1}, "no option 'frobnicate'; it has upper, lower, lr, lower_lr, lower_steps"),
+]
+
+
+@pytest.mark.parametrize(("method", "options", "answer"), MISSPELT)
+def test_options_by_another_name(method, options, answer):
+    x, y = pair()
+    with pytest.raises(TypeError, match=re.escape(answer)):
+        method([x], [y], **options)
+
+
+@pytest.mark.parametrize(("name", "meant"), [("aid", "AID"), ("f2sa", "F2SA"), ("Imaml", "iMAML"), ("Soba", "SOBA")])
+def test_methods_in_other_letters(name, meant):
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}'; did you mean '{meant}'\?"):
+        getattr(bo, name)
+    with pytest.raises(AttributeError, match=r"no attribute 'adam'$"):
+        bo.adam  # noqa: B018
+
+
+def test_what_completes_is_public():
+    assert dir(bo) == sorted(bo.__all__)
+    assert not {"kernels", "oracle", "types", "optimizer"} & {*dir(bo)}
+
+
+def test_options_by_position():
+    x, y = pair()
+    with pytest.raises(TypeError, match=r"AID takes the upper and the lower parameters, and everything else by name"):
+        bo.AID([x], [y], 0.1, 0.1, 3)
+
+
+@pytest.mark.parametrize("name", sorted(methods()))
+def test_signatures_are_written_out(name):
+    """Whatever works is in the signature, and what is there has a name."""
+    method = methods()[name]
+    parameters = inspect.signature(method).parameters
+    assert {p.kind for p in parameters.values()} == {
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.KEYWORD_ONLY,
+    }
+    assert {"upper", "lower", "lr", "check_finite", "generator", "hvp", "lower_batch", "process_group"} < {*parameters}
+    assert ("lower_steps" in parameters) == method.declared.lower_steps
+
+
+def public(method):
+    """Names on a method's objects beyond those of torch's optimizers, from its class alone."""
+    return {name for name in dir(method) if name[0] != "_"} - {*dir(torch.optim.Optimizer)}
+
+
+@pytest.mark.parametrize("name", sorted(methods()))
+def test_what_an_optimizer_shows_is_for_users_and_documented(name):
+    method = methods()[name]
+    found = [n for n in public(method) if n not in inspect.signature(method).parameters]
+    assert len(found) <= 22
+    text = inspect.getdoc(method) + inspect.getdoc(bo.BilevelOptimizer)
+    for n in found:
+        assert n in text or inspect.getdoc(getattr(method, n)), n
+
+
+def test_an_object_shows_about_thirty_names():
+    optimizer, *_ = made()
+    found = {name for name in dir(optimizer) if name[0] != "_"} - {*dir(torch.optim.SGD([torch.zeros(1)]))}
+    assert len(found) <= 30
+    assert {"adapt", "backward", "compile", "diagnostics", "metrics", "oracle_counts", "run", "lower_steps"} < found
+    own = {"estimate", "update", "declared", "numbers", "propose", "parameters", "captured_graphs"}
+    verbs = {"adapt", "backward", "compile", "diagnostics", "metrics", "oracle_counts", "run"}
+    assert found - own - verbs <= {*inspect.signature(bo.AID).parameters}
+
+
+@pytest.mark.parametrize("name", sorted(methods()))
+def test_docstrings_have_every_argument(name):
+    method = methods()[name]
+    text = inspect.getdoc(method)
+    if "as all options that are not named here" in text:
+        return
+    declared = method.declared
+    refused = {"upper_optimizer"} if declared.upper_update else set()
+    if declared.lower_optimizer == "none":
+        refused |= {"lower_optimizer", "lower_clip", "lower_projection"}
+    if declared.tasks == "none":
+        refused |= {"tasks_per_step", "lower_batch", "upper_batch", "lower_init"}
+    arguments = text[text.index("Args:") :]
+    assert not {n for n in inspect.signature(method).parameters if not re.search(rf"\b{n}\b", arguments)} - refused
+
+
+def test_the_text_of_an_optimizer_names_what_it_is_made_of():
+    optimizer, *_ = made(upper_optimizer=torch.optim.Adam, lower_optimizer=torch.optim.RMSprop, hvp="finite-difference")
+    optimizer.compile(backend="eager")
+    text = repr(optimizer)
+    for part in (
+        "hvp='finite-difference'",
+        "compiled: 0 graphs",
+        "1 tensor, Adam, lr=0.1",
+        "1 tensor, RMSprop, lr=0.1",
+    ):
+        assert part in text
+
+
+CHOICES = [
+    (bo.AID, "linear_solver", "conjugate_gradient", "'cg', 'minres', 'auto', 'neumann', 'fixed_point'"),
+    (bo.AID, "hvp", "fd", "'exact', 'finite-difference'"),
+    (bo.F2SA, "samples", "same", "'shared', 'independent'"),
+    (bo.PZOBO, "scale", "none at all", "'unbiased', 'none', or a positive number"),
+]
+
+
+@pytest.mark.parametrize(("method", "option", "value", "choices"), CHOICES)
+def test_wrong_choices_list_the_right_ones(method, option, value, choices):
+    with pytest.raises(ValueError, match=re.escape(f"Invalid {option} value: {value} (choose one of {choices}")):
+        made(method, **{option: value})
+
+
+@pytest.mark.parametrize("option", ["lower_optimizer", "upper_optimizer"])
+def test_an_optimizer_by_its_name(option):
+    with pytest.raises(ValueError, match=rf"Invalid {option} value: adam \(pass the class, or a function that makes"):
+        made(**{option: "adam"})
+
+
+def test_parameters_that_are_none():
+    x, y = pair()
+    linear, used = nn.Linear(2, 1), iter([y])
+    list(used)
+    for lower, error, answer in (
+        (linear, TypeError, "lower parameters should be tensors, but got the module Linear: pass its .parameters()"),
+        (nn.Sequential(linear), TypeError, "got the module Sequential: pass its"),
+        ([linear, linear], TypeError, "got the module Linear: pass its"),
+        (used, ValueError, "empty lower parameter list: the iterator that was passed is used up"),
+        ([], ValueError, "optimizer got an empty lower parameter list"),
+        (y, TypeError, r"\(write \[tensor\]\)"),
+        (3, TypeError, "lower parameters should be an iterable of tensors"),
+    ):
+        with pytest.raises(error, match=answer):
+            bo.AID([x], lower, **ARGUMENTS)
+
+
+def test_the_number_of_steps_by_position():
+    optimizer, *_, losses = made()
+    with pytest.raises(TypeError, match=r"the number of steps goes by its name, run\(upper, lower, steps=10\)"):
+        optimizer.run(*losses, 10)
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'steps'"):
+        optimizer.run(*losses)
+
+    def wrong():
+        raise TypeError("of the loss itself")
+
+    with pytest.raises(TypeError, match=r"^of the loss itself$"):
+        optimizer.run(wrong, losses[1], steps=1)
+
+
+def test_a_multiplier_in_the_place_of_its_inverse():
+    with pytest.warns(bo.BilevelWarning, match=r"if it was meant as a penalty's multiplier, that is nu=0\.01"):
+        made(bo.F2SA, nu=100)
+    made(bo.F2SA, nu=0.5)
+
+
+# ---------------------------------------------------------------------------------------------------- steps
+
+
+def test_a_step_that_would_move_nothing():
+    """``zero_grad(); loss.backward(); opt.step()`` returned None, and nothing had moved."""
+    optimizer, x, _, losses = made()
+    before = x.detach().clone()
+    optimizer.zero_grad()
+    losses[0]().backward()  # reaches y alone
+    for call in (optimizer.step, lambda: optimizer.step(closure=lambda: None)):
+        with pytest.raises(RuntimeError, match=r"no upper parameter has one") as error:
+            call()
+        for line in (
+            "    optimizer.step(upper_loss, lower_loss) ",
+            "    optimizer.backward(upper_loss, lower_loss); optimizer.step() ",
+            "    optimizer.step(lambda: optimizer.backward(upper_loss, lower_loss))",
+        ):
+            assert line in str(error.value)
+    assert torch.equal(x, before)
+    optimizer.backward(*losses)
+    optimizer.step()
+    assert not torch.equal(x, before)
+
+
+def test_a_step_along_a_gradient_of_somebody_else():
+    optimizer, *_, losses = made()
+    losses[1]().backward()  # reaches x too
+    with pytest.warns(bo.BilevelWarning, match=r"by a \.grad that no call of optimizer\.backward"):
+        optimizer.step()
+    optimizer.step()  # said once
+    other, *_, losses = made()
+    other.backward(*losses)
+    other.step()
+
+
+@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("level", [0, 1])
+def test_backward_inside_a_loss(level, retain):
+    optimizer, x, y, losses = made()
+
+    def calls_backward():
+        loss = losses[level]()
+        loss.backward(retain_graph=retain)
+        return loss
+
+    wrong = [*losses]
+    wrong[level] = calls_backward
+    with pytest.raises(ValueError, match=f"the {('upper', 'lower')[level]} loss seems to call backward"):
+        optimizer.step(*wrong)
+    assert x.grad is y.grad is None
+    optimizer.step(*losses)
+
+
+def test_a_graph_that_is_made_once():
+    optimizer, _, y, losses = made()
+    penalty = y.square().sum().exp()
+    with pytest.raises(RuntimeError, match="return a part of a graph that is gone"):
+        optimizer.run(lambda: losses[0]() + penalty, losses[1], steps=3)
+
+
+@pytest.mark.parametrize("method", [bo.AID, bo.F2SA, bo.ITD, bo.SOBA])
+def test_a_lower_tensor_that_was_replaced(method):
+    """The old tensor and the new one stayed as they were, without a word."""
+    torch.manual_seed(0)
+    module, x, data = nn.Linear(3, 1), torch.zeros(3, requires_grad=True), torch.randn(8, 3, generator=seeded(0))
+    options = {k: v for k, v in ARGUMENTS.items() if method is not bo.SOBA or k != "lower_steps"}
+    optimizer = method([x], module.named_parameters(), **options)
+    losses = lambda: module(data).square().mean(), lambda: (module(data + x) - 1).square().mean()
+    optimizer.step(*losses)
+    module.weight = nn.Parameter(torch.zeros(1, 3))
+    with pytest.warns(bo.BilevelWarning, match=r"depended on lower parameter 'weight'.*module\.weight\.copy_"):
+        optimizer.step(*losses)
+    optimizer.step(*losses)  # said once
+
+
+def test_a_lower_tensor_that_some_evaluations_leave_out_is_no_matter():
+    x, y = pair()
+    other = torch.zeros(2, requires_grad=True)
+    optimizer = bo.FirstOrder([x], [y, other], **ARGUMENTS)
+    calls = []
+
+    def lower():
+        calls.append(0)
+        loss = (y - x).square().sum()
+        return loss if len(calls) % 3 == 0 else loss + (other - x).square().sum()
+
+    for _ in range(3):
+        optimizer.step(lambda: (y + other).square().sum(), lower)
+
+
+# ---------------------------------------------------------------------------------------------------- lower solves
+
+
+def test_lower_solves_that_swing_are_told():
+    """With a step of 2 over the curvature y goes from one side to the other for ever."""
+    optimizer, *_, losses = made(lower_lr=2.0, lower_steps=4, lr=0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(9):
+            optimizer.step(*losses)
+    with pytest.warns(
+        bo.BilevelWarning, match=r"y swings about a solution.*last 10 lower solves.*Use a smaller lower_lr"
+    ):
+        optimizer.step(*losses)
+    optimizer.step(*losses)
+
+
+@pytest.mark.parametrize("method", [bo.AID, bo.ITD, bo.FirstOrder])
+def test_lower_solves_that_grow_slowly_are_told(method):
+    """By a tenth in each: too little for the warning about a single solve."""
+    optimizer, *_, losses = made(method, lower_lr=2.03, lower_steps=3, lr=0.0)
+    with pytest.warns(bo.BilevelWarning, match=r"y swings|has grown in each of the last"):
+        optimizer.run(*losses, steps=12)
+
+
+def test_growth_without_swinging_is_told():
+    """On a concave problem, gradients all point outward."""
+    x, y = pair()
+    optimizer = bo.FirstOrder([x], [y], lr=0.0, lower_lr=0.1, lower_steps=3)
+    with pytest.warns(bo.BilevelWarning, match=r"has grown in each of the last (\d+) lower solves, from 2.8 to 45"):
+        optimizer.run(lambda: y.sum() * x.sum(), lambda: -(y - x).square().sum() / 2, steps=20)
+
+
+def test_noise_is_no_growth():
+    """Gradients of batches at a solution are larger at the end of a solve as often as at its beginning."""
+    x, y = pair(20)
+    data = torch.randn(400, 20, generator=seeded(3))
+    lower = bo.Objective(lambda batch: (y - x - 10 * batch).square().sum() / 2, data)
+    optimizer = bo.FirstOrder([x], [y], lr=0.0, lower_lr=0.05, lower_steps=3)
+    for _ in range(600):
+        optimizer.step(lambda: y.sum() * x.sum(), lower)
+
+
+@pytest.mark.parametrize("method", [bo.F2SA, bo.ITD, bo.FirstOrder, bo.PZOBO])
+def test_the_residual_of_a_projected_problem_vanishes_at_its_solution(method):
+    """It was the gradient, which does not vanish there: 2 in every entry."""
+    x, y = pair()
+    below_one = {"lower_projection": lambda y: [t.clamp(max=1.0) for t in y]}
+    optimizer = method([x], [y], lr=0.0, lower_lr=0.25, lower_steps=30, **below_one)
+    shift = torch.tensor([1.0, -2.0])  # the second entry is inside
+    optimizer.step(lambda: (y - 3).square().sum() + 0 * x.sum(), lambda: (y - x - shift).square().sum() / 2)
+    assert y[0] == 1.0
+    assert float(optimizer.diagnostics["lower_residual"].max()) < 2e-2
+
+
+@pytest.mark.parametrize("simultaneous", [True, False])
+def test_the_residual_of_an_ascent_on_a_constraint_vanishes_too(simultaneous):
+    x, y = pair()
+    optimizer = bo.GDA(
+        [x], [y], lr=0.0, lower_lr=0.25, lower_steps=20, simultaneous=simultaneous,
+        lower_projection=lambda y: [t.clamp(max=1.0) for t in y],
+    )  # fmt: skip
+    optimizer.step(lambda: (x * y).sum())
+    assert y.tolist() == [1.0, 1.0]
+    assert float(optimizer.diagnostics["lower_residual"]) == 0.0
+
+
+# ---------------------------------------------------------------------------------------------------- warnings
+
+
+def test_warnings_point_at_the_line_of_the_user():
+    x, y = pair()
+    optimizer = bo.AID([x], [y], **ARGUMENTS)
+
+    constant, moving = (lambda: y.square().sum()), lambda: (y - float(y[0])).square().sum() + x.sum()
+    first = inspect.currentframe().f_lineno + 3
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step(lambda: (y - 1).square().sum() + x.sum(), constant)
+        optimizer.compile(backend="eager")
+        optimizer.run(moving, constant, steps=3)
+        bo.AID([x], [y], lower_optimizer=lambda g: torch.optim.SGD(g, weight_decay=0.1), **ARGUMENTS)
+    assert [w.lineno for w in caught] == [first, first - 4, first + 3]  # the second is about a loss, and points at it
+    assert {w.filename for w in caught} == {__file__}
