@@ -92,6 +92,10 @@ class F2SA(BilevelOptimizer):
         warm_start, lower_optimizer, check_finite, generator, vectorize, process_group: see `BilevelOptimizer`. The
             lower optimizer acts on stacked copies, so it must treat every entry alone (SGD, Adam; not LBFGS).
 
+    *Departures from the paper.* Its weights are printed as alike for j and -j; a derivative needs opposite signs, as
+    here. Its algorithm draws one pair of samples per outer step and keeps it for all lower steps; here each lower step
+    has fresh ones, which the proof needs.
+
     State: ``copies`` (a leading dimension of n), the lower optimizer's state, and ``initial`` y without warm starts.
 
     Raises:

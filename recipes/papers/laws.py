@@ -30,11 +30,11 @@ def response(trial: Trial, p: int, **options: Any) -> tuple[Tensor, Tensor]:
     """Estimates of PZOBO's hypergradient on a random problem with a curved response, and the exact one."""
     generator = stream(trial.seed, "data")
     B, c = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((SIZE, p), (SIZE,)))
-    x = (torch.randn(p, generator=generator, dtype=torch.float64) / p**0.5).requires_grad_()
+    x = (torch.randn(p, generator=stream(trial.seed, "start"), dtype=torch.float64) / p**0.5).requires_grad_()
     y = torch.zeros(SIZE, dtype=torch.float64, requires_grad=True)
 
     def answer(x: Tensor) -> Tensor:  # y*(x)
-        z = B @ x / p**0.5
+        z: Tensor = B @ x / p**0.5
         return z + z.square() / 2
 
     optimizer = bo.PZOBO(
@@ -54,8 +54,9 @@ def response(trial: Trial, p: int, **options: Any) -> tuple[Tensor, Tensor]:
     return torch.stack(found), exact
 
 
-def slope(first: float, second: float, ratio: float) -> list[Point]:
+def slope(ends: list[float], ratio: float) -> list[Point]:
     """Of the logarithm, for arguments of this ratio."""
+    first, second = ends
     return [{"spent": 0.0, "seconds": 0.0, "score": math.log(second / first) / math.log(ratio)}]
 
 
@@ -63,14 +64,14 @@ def of_size(trial: Trial) -> list[Point]:
     """Relative variance of one direction against the number of upper parameters."""
     found = [response(trial, p, directions=1, smoothing=1e-6) for p in trial.scale["sizes"]]
     noise = [float((g - e).square().sum(1).mean() / e.square().sum()) for g, e in found]
-    return slope(*noise, trial.scale["sizes"][1] / trial.scale["sizes"][0])
+    return slope(noise, trial.scale["sizes"][1] / trial.scale["sizes"][0])
 
 
 def of_directions(trial: Trial) -> list[Point]:
     """Variance against the number of directions."""
     found = [response(trial, 16, directions=q, smoothing=1e-6) for q in trial.scale["counts"]]
     noise = [float((g - e).square().sum(1).mean()) for g, e in found]
-    return slope(*noise, trial.scale["counts"][1] / trial.scale["counts"][0])
+    return slope(noise, trial.scale["counts"][1] / trial.scale["counts"][0])
 
 
 def of_smoothing(trial: Trial) -> list[Point]:
@@ -78,7 +79,7 @@ def of_smoothing(trial: Trial) -> list[Point]:
     options: dict[str, Any] = {"directions": 8, "direction": "orthogonal"}
     found = [response(trial, 8, smoothing=mu, **options) for mu in trial.scale["lengths"]]
     error = [statistics.fmean((g - e).norm(dim=1).tolist()) for g, e in found]
-    return slope(*error, trial.scale["lengths"][1] / trial.scale["lengths"][0])
+    return slope(error, trial.scale["lengths"][1] / trial.scale["lengths"][0])
 
 
 def of_levels(trial: Trial) -> list[Point]:
@@ -105,7 +106,7 @@ def of_condition(trial: Trial) -> list[Point]:
         setting |= {"lower_steps": round(3 * kappa**0.5), "linear_steps": 12}
         curve = stationary(trial._replace(scale=given, setting=setting, budget=1e5), make=quadratic)
         calls.append(curve[-1]["spent"])
-    return slope(*calls, trial.scale["kappas"][1] / trial.scale["kappas"][0])
+    return slope(calls, trial.scale["kappas"][1] / trial.scale["kappas"][0])
 
 
 def law(

@@ -72,6 +72,10 @@ class SVRB(RecursiveOptimizer):
         lower_batch, upper_batch: rows per batch of a task. Default: all.
         check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
 
+    *Departures from the paper.* No ceilings unless they are given. The matrices are explicit, and the system is solved
+    by them; the paper uses conjugate gradients, which is far cheaper per step where p is large: compare seconds with
+    that in mind.
+
     State: as with every method of this kind (`RecursiveOptimizer`). ``diagnostics`` has ``projected_NAME``, how many
     projections changed something in this step, and ``lower_residual``, the norm of w.
 
