@@ -96,6 +96,10 @@ class F2SA(BilevelOptimizer):
             tasks_per_step, lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
             The lower optimizer acts on stacked copies, so it must treat every entry alone (SGD, Adam; not LBFGS).
 
+    *Departures from the paper.* Its weights are printed as alike for j and -j; a derivative needs opposite signs, as
+    here. Its algorithm draws one pair of samples per outer step and keeps it for all lower steps; here each lower step
+    has fresh ones, which the proof needs.
+
     State: ``copies`` (a leading dimension of n), the lower optimizer's state, and ``initial`` y without warm starts.
 
     Raises:

@@ -96,6 +96,9 @@ class RTMLMC(BilevelOptimizer):
         upper_optimizer, check_finite, generator, vectorize, hvp, process_group, lower_init: see `BilevelOptimizer`.
             Processes share the contexts of a step, deep ones first.
 
+    *Departures from the paper*, all of which are arguments: it has ``neumann="product"``, ``neumann_rate=0.5``,
+    ``level_sampling="independent"`` and ``cap=False``.
+
     State: L as estimated, and the running mean squares of the corrections :math:`V_k = E\|u_k - u_{k-1}\|^2`, measured
     at one context per step. ``diagnostics`` has ``level_variance``, :math:`2^k V_k` by k, which should not grow;
     ``level_counts``, ``lower_steps``, ``correction`` (the last :math:`\|u_k - u_{k-1}\|^2`), ``neumann_ratio`` (largest
