@@ -126,8 +126,6 @@ class F2SA(BilevelOptimizer):
         lower_optimizer="elementwise",
     )
 
-    theory: dict[str, int]  # of `from_theory`
-
     def __init__(
         self,
         upper: Params,
@@ -153,6 +151,7 @@ class F2SA(BilevelOptimizer):
         require_choice("samples", samples, SAMPLES)
         require("normalize", normalize, isinstance(normalize, bool))
         self.order, self.nu, self.samples, self.normalize = order, nu, samples, normalize
+        self.theory: dict[str, int] = {}  # of `from_theory`
         self._given_stencil = stencil
         self._variant_of_state = {"order": order, "stencil": stencil_of(order, stencil).kind}
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)

@@ -219,7 +219,7 @@ def task_count(sampler: Any, asked: int | None) -> int:
 
 def select(batch: Any, index: Any) -> Any:
     """The same entries of the leading dimension of every tensor of a pytree."""
-    if isinstance(index, Tensor) and index.dim():
+    if isinstance(index, Tensor) and index.dim() and index.is_cpu:
         index = _beside(index, batch)
     if type(batch) is tuple:  # the commonest, for every lower step: a third of what the general form takes
         return tuple(t[index] if isinstance(t, Tensor) else select(t, index) for t in batch)
@@ -228,6 +228,9 @@ def select(batch: Any, index: Any) -> Any:
 
 def _beside(index: Tensor, batch: Any) -> Tensor:
     """An index on the device of the data, if all of these are on one."""
+    for t in batch if type(batch) is tuple else ():
+        if isinstance(t, Tensor) and t.is_cpu:
+            return index
     devices = {leaf.device for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
     return uploaded(index, devices.pop()) if len(devices) == 1 else index
 

@@ -14,7 +14,7 @@ from ...distributed.sharding import Split
 from ...hypergradient.estimate import Write
 from ...hypergradient.recursive import flat, shaped
 from ...hypergradient.storm import floor
-from ...problem.placement import constant, uploaded
+from ...problem.placement import uploaded
 from ...problem.tracing import traced
 from ...problem.vector import Vector
 
@@ -237,7 +237,7 @@ class Table:
             if now:
                 unit, along = torch.exp(-log[:, self.trackers.index(velocity)]).unsqueeze(-1), rows[velocity]
                 far, near = (unit * (now[key][p] - drift[:, p]) for key in ("drift", "last"))
-                groups = constant(self.groups.tolist(), self.groups.new_empty(0, device=self.device))
+                groups = uploaded(self.groups, self.device)
                 rows[name], last = (at - step[:, groups].to(at.dtype) * along for step in (far, near))
                 if name == "y" and math.isfinite(self.radius):
                     assert isinstance(clock, Clock)
