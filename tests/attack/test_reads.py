@@ -1,0 +1,153 @@
+"""What a loss reads changes: captured steps beside eager ones, in every way, at several steps, by `step` and `run`.
+
+Either all numbers are those of eager steps at every step, or steps are eager and say why. What torch's guards cannot
+see, so that a graph goes on with what was read, is listed in ``UNSEEN``.
+"""
+
+import datetime
+import random
+import re
+import warnings
+
+import pytest
+import torch
+
+import bilevel_optim as bo
+
+from ..capture import test_losses as known
+from . import ways
+
+METHODS = {
+    **known.METHODS,
+    "AID": (bo.AID, {"lower_steps": 2, "linear_steps": 2}),
+    "ITD": (bo.ITD, {"lower_steps": 2}),
+}
+# Reasons for which steps may be eager, all of which the user can check in the loss.
+REASONS = re.compile(
+    r"a loss changes Python values as it runs|a loss draws random numbers|a loss writes into a tensor that is not its"
+    r"|a value is read on the host|a parameter has a hook|which Dynamo does not read|a loss uses a tensor with a graph"
+    r"|what a loss reads keeps changing|differ|\(.*line \d+.*\)|sparse|tolist|layout"
+)
+# What torch's guards cannot see, so that a graph goes on with what was read until the next comparison.
+UNSEEN = {
+    "method of a base class": "a method that an object has from a base class is replaced in that class",
+    "bases of a class": "the bases of an object's class are replaced",
+    "identity": "objects without attributes are told apart by identity alone",
+}
+AT = (5, 20, 200)
+
+
+class Attacked(known.Twin):
+    """As there, with a change before a step of choice, by `step` or `run`."""
+
+    def __init__(self, make, captured, method):
+        known.METHODS.update(METHODS)
+        super().__init__(make, captured, method)
+
+    def made(self, at, how):
+        """Losses and points, and why steps were eager."""
+        left, reasons = [], []
+        for steps, change in ((at, None), (8, self.change)):
+            if change is not None:
+                change()
+            if how == "run":
+                losses = [*self.optimizer.run(self.upper, self.loss, steps=steps)]
+                reasons.append(self.optimizer.diagnostics.get("compile_fallback", ""))
+            else:
+                losses = []
+                for _ in range(steps):
+                    losses.append(self.optimizer.step(self.upper, self.loss))
+                    reasons.append(self.optimizer.diagnostics.get("compile_fallback", ""))
+            left += [torch.stack(losses), *(p.detach().clone() for p in (self.x, *self.lower))]
+        getattr(self.loss, "undo", lambda: None)()
+        return left, reasons
+
+
+def attacked(make, method, at, how):
+    """``"equal"`` or ``"eager"``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", bo.BilevelWarning)
+        right, _ = Attacked(make, False, method).made(at, how)
+        twin = Attacked(make, True, method)
+        found, reasons = twin.made(at, how)
+    torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-10)
+    wrong = [reason for reason in reasons if reason and not REASONS.search(reason)]
+    assert not wrong
+    assert twin.optimizer.captured_graphs or any(reasons)
+    return "eager" if any(reasons) else "equal"
+
+
+HOLDERS, REACHED = [*ways.holders()], [*ways.WAYS]
+PAIRS = [(holder, way) for holder in HOLDERS for way in REACHED]
+LOSSES = [*ways.NEW, *ways.OLD]
+# Each holder, each way and each loss once, and a sample that is another one every day.
+ONCE = [(holder, REACHED[i % len(REACHED)]) for i, holder in enumerate(HOLDERS)]
+TODAY = random.Random(datetime.date.today().toordinal())
+SAMPLE = TODAY.sample([pair for pair in PAIRS if pair not in ONCE], 6)
+EVERY = [(method, at, how) for method in METHODS for at in AT for how in ("step", "run")]
+
+
+def test_there_are_many_ways():
+    assert len(HOLDERS) + len(REACHED) + len(LOSSES) + len(ways.odd()) > 150
+    assert len(PAIRS) > 1000
+    assert {way for _, way in ONCE} == set(REACHED)
+
+
+@pytest.mark.parametrize(("holder", "way"), [*ONCE, *SAMPLE], ids=str)
+def test_a_number_that_changes(holder, way):
+    k = HOLDERS.index(holder)
+    attacked(ways.pair(holder, way), [*METHODS][k % 4], 5, ("step", "run")[k // 4 % 2])
+
+
+def unseen(names):
+    return [
+        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=UNSEEN[name], raises=AssertionError))
+        if name in UNSEEN
+        else name
+        for name in names
+    ]
+
+
+@pytest.fixture
+def _threads():
+    """As many of torch's threads as before, and a default of torch."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("name", unseen(ways.odd()))
+def test_an_odd_thing_that_changes(name):
+    """After many steps, with the next comparison far."""
+    attacked(ways.odd_one(name), "SOBA", 20, "step")
+
+
+@pytest.mark.parametrize("make", ways.NEW, ids=lambda make: make.__name__)
+def test_a_loss_that_changes(make):
+    k = ways.NEW.index(make)
+    attacked(make, [*METHODS][k % 4], 5, ("step", "run")[k // 4 % 2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "at", "how"), EVERY, ids=str)
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_every_number(holder, method, at, how):
+    for way in REACHED:
+        attacked(ways.pair(holder, way), method, at, how)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize(("method", "at", "how"), [case for case in EVERY if case[1] == 20], ids=str)
+@pytest.mark.parametrize("name", [name for name in ways.odd() if name not in UNSEEN])
+def test_every_odd_thing(name, method, at, how):
+    attacked(ways.odd_one(name), method, at, how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "at", "how"), EVERY, ids=str)
+@pytest.mark.parametrize("make", LOSSES, ids=lambda make: make.__name__)
+def test_every_loss(make, method, at, how):
+    attacked(make, method, at, how)
