@@ -41,7 +41,13 @@ class RankError(RuntimeError):
 
 
 class GradcheckError(_TorchGradcheckError):
-    """A hypergradient estimate is further from the reference than the tolerance of `check_hypergradient`."""
+    """A hypergradient estimate is further from the reference than the tolerance of `check_hypergradient`.
+
+    Attributes:
+        report: the `HypergradientReport`; None where there is no reference.
+    """
+
+    report: object = None
 
 
 class BilevelWarning(RuntimeWarning):

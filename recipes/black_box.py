@@ -82,7 +82,8 @@ class Tolls:
             value = free * (v + CONGESTION / 5 * v * (v / capacity) ** 4) + toll.numpy() * v
             return float(value.sum()), uses @ (free * (1 + CONGESTION * (v / capacity) ** 4) + toll.numpy())
 
-        equal = torch.eye(PAIRS, dtype=torch.float64).repeat_interleave(ROUTES, 1).numpy()
+        pairs = torch.eye(PAIRS, dtype=torch.float64)
+        equal = pairs.repeat_interleave(ROUTES, dim=1).numpy()
         sums = {"type": "eq", "fun": lambda y: equal @ y - self.demand.numpy(), "jac": lambda _: equal}
         start = (self.demand / ROUTES).repeat_interleave(ROUTES).numpy()
         found = minimize(
@@ -143,9 +144,9 @@ def by_search(method: str, problem: Tolls, budget: int, seed: int, *, size: floa
 
     p = problem.tolls
     simplex = torch.cat([torch.zeros(1, p, dtype=torch.float64), size * torch.eye(p, dtype=torch.float64)]).numpy()
-    own: dict[str, dict[str, Any]] = {"Nelder-Mead": {"initial_simplex": simplex}, "COBYLA": {"rhobeg": size}}
+    options: dict[str, Any] = {"rhobeg": size} if method == "COBYLA" else {"initial_simplex": simplex}
     with contextlib.suppress(StopIteration):
-        minimize(value, simplex[0], method=method, options={"maxiter": 10**6, **own[method]})
+        minimize(value, simplex[0], method=method, options={"maxiter": 10**6, **options})
     return points
 
 

@@ -1,5 +1,9 @@
 """check_hypergradient tells right from wrong, and changes nothing."""
 
+import random
+import re
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +11,7 @@ from torch import nn
 from torch.autograd.gradcheck import GradcheckError
 
 import bilevel_optim as bo
+from bilevel_optim.checking.clock import Clock
 
 from .problems import Cleaning, Cosh, PenaltyQuadratic, Quadratic, Tasks, same, seeded, values
 
@@ -49,7 +54,7 @@ SETTINGS, SOLVE = "estimator's own settings", "lower solve is the cause"
         (bo.AID, Quadratic, 100, {"linear_solver": "neumann", "linear_steps": 3}, SETTINGS),
         (bo.FirstOrder, Quadratic, 100, {}, SETTINGS),
         (bo.F2SA, Cosh, 60, {"order": 1, "nu": 0.2}, SETTINGS),
-        (bo.F2SA, PenaltyQuadratic, 150, {"order": 2, "nu": 0.2}, SETTINGS),
+        (bo.F2SA, PenaltyQuadratic, 150, {"order": 2, "nu": 0.15}, SETTINGS),
         (bo.AID, Tasks, 2, {"linear_steps": 40}, SOLVE),
         (bo.AID, Tasks, 40, {"linear_solver": "neumann", "linear_steps": 1}, SETTINGS),
         (bo.AID, Tasks, 40, {"linear_steps": 40, "damping": 5.0}, SETTINGS),
@@ -60,6 +65,19 @@ def test_a_bad_setting_is_refused_with_its_cause(cls, problem, steps, options, c
         check(cls, problem(), steps, **options)
     assert cls.__name__ in str(error.value)
     assert isinstance(error.value, GradcheckError)
+
+
+class OnlyOnce(torch.autograd.Function):
+    """The identity, of which there is no second derivative."""
+
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return grad
 
 
 class Doubled(torch.autograd.Function):
@@ -163,8 +181,9 @@ def test_what_cannot_be_checked_says_so():
         bo.check_hypergradient(optimizer, *problem.losses, tasks=[1, 2])
 
 
-def test_large_lower_problems_are_checked_by_differences():
-    """More lower variables than a dense Hessian is made for, in float32, with random probes."""
+@pytest.mark.parametrize("reference", ["implicit", "differences"])
+def test_large_lower_problems_are_checked_without_a_dense_hessian(reference):
+    """More lower variables than one is made for, in float32; by differences with random probes."""
     torch.set_default_dtype(torch.float32)
     X, t, head = torch.randn(60, 40), torch.randint(0, 3, (60,)), torch.randn(20, 3)
     model, x = nn.Linear(40, 20, bias=False), torch.zeros(60, requires_grad=True)
@@ -179,9 +198,21 @@ def test_large_lower_problems_are_checked_by_differences():
     good, hasty = (
         bo.AID([x], model.parameters(), lr=0.1, lower_lr=0.15, lower_steps=200, linear_steps=n) for n in (40, 1)
     )
-    assert bo.check_hypergradient(good, upper, lower, rtol=5e-2, directions=2).reference == "differences"
+    kind = {} if reference == "implicit" else {"reference": reference, "directions": 3}
+    assert bo.check_hypergradient(good, upper, lower, rtol=5e-2, **kind).reference == reference
     with pytest.raises(bo.GradcheckError, match=SETTINGS):
-        bo.check_hypergradient(hasty, upper, lower, rtol=5e-2, directions=3)
+        bo.check_hypergradient(hasty, upper, lower, rtol=5e-2, **kind)
+
+
+def test_what_cannot_be_differentiated_twice_is_checked_by_differences():
+    model, x = nn.Linear(30, 20, bias=False), torch.zeros(20, requires_grad=True)
+
+    def lower():
+        return (OnlyOnce.apply(model.weight) - x[:, None]).square().sum() / 2
+
+    optimizer = bo.F2SA([x], model.parameters(), lr=0.1, lower_lr=0.5, lower_steps=60, nu=1e-3)
+    report = bo.check_hypergradient(optimizer, lambda: (model.weight - 1).square().sum() / 2, lower, directions=2)
+    assert (report.reference, report.verdict) == ("differences", "right")
 
 
 # ---------------------------------------------------------------------------------------------------- tasks
@@ -254,3 +285,172 @@ def test_initialised_methods_are_checked(features):
     assert bo.check_hypergradient(optimizer, upper, head, tasks=bo.TensorTasks(data)).relative_error < 1e-8
     one = bo.check_hypergradient(optimizer, lambda: (y - 1).square().sum(), lambda: loss(data[0]))
     assert one.relative_error < 1e-8
+
+
+# ---------------------------------------------------------------------------------------------------- the truth
+
+
+def planted(fault):
+    """A pair of losses, one of which has a fault, on 4 upper and 3 lower variables, and who is at fault."""
+    a, b = torch.randn(3, 4, generator=seeded(1)), torch.randn(3, generator=seeded(2))
+    x, y = torch.randn(4, generator=seeded(3)).requires_grad_(), torch.zeros(3, requires_grad=True)
+
+    def upper():
+        seen_x, seen_y = x, y
+        factor = 1.0
+        if fault == "detached x in f":
+            seen_x = x.detach()
+        elif fault == "detached y in f":
+            seen_y = y.detach()
+        elif fault == "wrong backward in f":
+            seen_y = Doubled.apply(y)
+        elif fault == "item in f":
+            factor = 1 + x.sum().item() ** 2
+        return factor * (seen_y - b).square().sum() / 2 + 0.3 * seen_x.square().sum() + 0.01 * (x.sum() + y.sum())
+
+    def lower():
+        seen_x, seen_y, factor = x, y, 1.0
+        if fault == "detached x in g":
+            seen_x = x.detach()
+        elif fault == "wrong backward in g":
+            seen_x = Doubled.apply(x)
+        elif fault == "wrong backward in y of g":
+            seen_y = Doubled.apply(y)
+        elif fault == "item in g":
+            factor = x[0].item()
+        elif fault == "detached y in g":
+            seen_y = y.detach()
+        bent = (seen_y - a @ seen_x).square().sum() / 2 + 0.1 * seen_y @ (a @ x) * factor
+        return bent + 0.05 * (y.square().sum() + y.pow(4).sum()) + 0.01 * (y * x.sum()).sum()
+
+    return upper, lower, x, y
+
+
+FAULTS = [
+    *["detached x in f", "detached y in f", "item in f", "wrong backward in f", "detached x in g", "item in g"],
+    *["wrong backward in g", "wrong backward in y of g", "detached y in g"],
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("reference", "dtype"), [("auto", torch.float64), ("differences", torch.float64), ("implicit", torch.float32)]
+)
+def test_wrong_losses_are_found_and_named(fault, reference, dtype):
+    """Second derivatives of a loss by autograd are not those of its values; method and reference agree on them."""
+    torch.set_default_dtype(dtype)
+    upper, lower, x, y = planted(fault)
+    optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.3, lower_steps=40, linear_steps=10)
+    level = "upper" if fault.endswith("f") else "lower"
+    with pytest.raises(bo.GradcheckError, match=f"the {level} loss's .*derivative in"):
+        bo.check_hypergradient(optimizer, upper, lower, rtol=3e-2, reference=reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("reference", ["dense", "implicit", "differences"])
+def test_losses_without_a_fault_are_right(dtype, reference):
+    torch.set_default_dtype(dtype)
+    upper, lower, x, y = planted(None)
+    optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.3, lower_steps=100, linear_steps=10)
+    report = bo.check_hypergradient(optimizer, upper, lower, reference=reference)
+    assert (report.verdict, report.reference) == ("right", reference)
+    assert (report.gap < 1e-3) == (reference != "differences")
+
+
+@pytest.mark.parametrize("problem", [Quadratic, Cosh, PenaltyQuadratic, Cleaning, Tasks])
+@pytest.mark.parametrize("reference", ["dense", "implicit"])
+def test_a_difference_of_the_solved_problem_agrees_with_the_reference(problem, reference):
+    report = check(bo.AID, problem(), 60, linear_steps=30, reference=reference, rtol=1e3)
+    assert report.gap < 1e-6
+
+
+def test_kinks_and_noise_are_no_faults():
+    """Rectifiers, and dropout whose masks belong to the sample."""
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Dropout(0.2), nn.Linear(6, 1))
+    rows, x = torch.randn(20, 4), torch.zeros(4, requires_grad=True)
+
+    def lower():
+        penalty = sum(p.square().sum() for p in net.parameters())
+        return (net(rows * (1 + x))[:, 0] - rows.sum(1)).square().mean() + penalty
+
+    optimizer = bo.AID([x], net.parameters(), lr=0.1, lower_lr=0.05, lower_steps=20)
+    try:
+        bo.check_hypergradient(optimizer, lambda: (net(rows)[:, 0] - 1).square().mean(), lower, rtol=1e3, repeats=2)
+    except bo.GradcheckError as error:
+        assert "derivative in" not in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "verdict", "advice"),
+    [
+        (bo.AID, {"lower_steps": 100, "linear_steps": 20}, "right", "nothing to change"),
+        (bo.AID, {"lower_steps": 2, "linear_steps": 20}, "biased", SOLVE),
+        (bo.AID, {"lower_steps": 100, "linear_steps": 1}, "biased", "linear system is solved to .* more linear_steps"),
+        (bo.F2SA, {"lower_steps": 200, "nu": 0.3}, "biased", r"nu = 0\.3: another nu"),
+        (bo.FirstOrder, {"lower_steps": 100}, "biased", SETTINGS),
+    ],
+)
+def test_a_report_says_in_three_lines_what_is_the_matter(cls, options, verdict, advice):
+    problem = Quadratic(n=5, kappa=3.0)
+    optimizer = cls(problem.x, problem.y, lr=0.1, lower_lr=problem.lr, **options)
+    if verdict == "right":
+        report = bo.check_hypergradient(optimizer, *problem.losses)
+    else:
+        with pytest.raises(bo.GradcheckError) as error:
+            bo.check_hypergradient(optimizer, *problem.losses, rtol=1e-3)
+        report = error.value.report
+    first, second, third = str(report).splitlines()
+    assert first.startswith(f"{report.verdict}")
+    assert report.verdict == verdict
+    assert second.startswith("reference: dense, ")
+    assert re.search(advice, third)
+
+
+def test_noise_that_hides_the_tolerance_is_inconclusive():
+    problem = Cleaning(form="batches")
+    optimizer = bo.AID(problem.x, problem.y, lr=0.1, lower_lr=0.5, lower_steps=30)
+    report = bo.check_hypergradient(optimizer, *problem.losses, rtol=1e-3, repeats=2)
+    assert (report.verdict, report.repeats) == ("inconclusive", 2)
+    assert "more repeats" in str(report).splitlines()[2]
+
+
+def test_a_budget_leaves_out_what_it_can():
+    problem = Cleaning(form="batches")
+    optimizer = bo.AID(problem.x, problem.y, lr=0.1, lower_lr=0.5, lower_steps=30)
+    report = bo.check_hypergradient(
+        optimizer, *problem.losses, rtol=1e3, repeats=10**6, reference="differences", max_seconds=1e-3
+    )
+    assert report.repeats == 2
+    with pytest.raises(ValueError, match="Invalid max_seconds value: 0"):
+        bo.check_hypergradient(optimizer, *problem.losses, max_seconds=0)
+
+
+def test_random_numbers_of_python_and_numpy_stay():
+    """Also where the data draw them."""
+
+    class Drawing:
+        def __iter__(self):
+            for _ in range(3):
+                yield torch.tensor(random.random() + np.random.rand())  # noqa: NPY002
+
+    x, y = torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+    optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.3, lower_steps=30)
+    lower = bo.Objective(lambda c: (y - x).square().sum() + (c * y).sum(), Drawing())
+    before, arrays = random.getstate(), np.random.get_state()[1].copy()  # noqa: NPY002
+    bo.check_hypergradient(optimizer, lambda: y.square().sum(), lower, rtol=1e3, repeats=2)
+    assert random.getstate() == before
+    assert (np.random.get_state()[1] == arrays).all()  # noqa: NPY002
+
+
+def test_what_takes_long_is_shown_on_a_terminal(monkeypatch, capsys):
+    clock = Clock()
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    clock.show("early")
+    clock._start -= 10
+    clock.show("lower solve")
+    clock.clear()
+    shown = capsys.readouterr().err
+    assert "early" not in shown
+    assert shown.startswith("\rcheck_hypergradient, 10 s: lower solve")
+    assert shown.endswith(" \r")

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, chain, groupby, takewhile
+from itertools import accumulate, chain, groupby, islice, takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -646,7 +646,7 @@ def draw_numbers(wanted: Sequence[tuple[Any, int, torch.Generator | None]], step
 
 def draw_ahead(
     draws: Draws, known: Mapping[str, Batches], sources: Sources, numbers: Mapping[Any, Tensor], steps: int
-) -> list[list[Tensor]]:
+) -> list[Sequence[Tensor]]:
     """Tensors of the data of further steps, as `flattened` gives them, up to the first of another form.
 
     Args:
@@ -678,8 +678,14 @@ def draw_ahead(
             else:
                 batches[source] = known[source].take(objective, ends[source][-1])
             steps = min(steps, bisect_right(ends[source], len(batches[source])) - 1)
-    own = [[*column.unbind()] for column in inputs.values()]
-    found = []
+    own: list[Sequence[Tensor]] = [column.unbind() for column in inputs.values()]
+    if len(patterns) == 1:  # all steps draw alike, and what is drawn at one place of them is a column
+        pieces, counts = patterns[keys[0]]
+        places = [(batches[source], k, counts[source]) for source, i, j in pieces for k in range(i, j)]
+        drawn = [zip(*made[k::times], strict=True) for made, k, times in places]
+        whole: list[Sequence[Tensor]] = [*chain.from_iterable(drawn), *own]
+        return [*islice(zip(*whole, strict=False), steps)] if whole else [()] * steps
+    found: list[Sequence[Tensor]] = []
     for k, key in enumerate(keys[:steps]):
         starts = {source: end[k] for source, end in ends.items()}
         parts = [batches[source][starts[source] + i : starts[source] + j] for source, i, j in patterns[key][0]]

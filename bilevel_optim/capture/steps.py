@@ -657,13 +657,13 @@ class CapturedSteps:
         compiled.uses += len(found)
         return Segment(link, found, versions), last
 
-    def _ahead(self, link: Link, steps: int) -> list[list[Tensor]]:
+    def _ahead(self, link: Link, steps: int) -> list[Sequence[Tensor]]:
         """Data of the next steps from lists, as far as these have the form that the graph was made for."""
         optimizer, draws, sources = self.optimizer, link.draws, link.sources
         wanted: list[Any] = [(name, count, optimizer.generator) for name, count in optimizer._random_inputs().items()]
         wanted += [(i, objective.terms, objective.generator) for i, objective in draws.terms(sources)]
         assert link.compiled.batches is not None
-        data: list[list[Tensor]] = []
+        data: list[Sequence[Tensor]] = []
         place = self._place(sources)
         while steps:
             data = draw_ahead(draws, link.compiled.batches, sources, draw_numbers(wanted, steps), steps)

@@ -4,33 +4,37 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Generator, Iterator
+import random
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import GradcheckError
+from ..hypergradient import Estimate
 from ..optimizer.base import BilevelOptimizer
 from ..oracle.buffers import Buffers
 from ..oracle.oracle import Oracle
 from ..problem.finite_sum import FiniteSum
 from ..problem.objective import Loss, Objective, as_objective
-from ..problem.parameters import require, require_choice
+from ..problem.parameters import is_number, require, require_choice
 from ..problem.random import kept
 from ..problem.tasks import draw, sample, select, starting_points, task_count
 from ..problem.vector import Vector, stack
 from ..solvers.limits import changes
-from .reference import MAX_BATCHES, Coordinates, reference_of
+from .clock import Clock
+from .reference import MAX_BATCHES, WHY, Coordinates, reference_of
 
 __all__ = ["HypergradientReport", "check_hypergradient"]
 
 
 @dataclass(frozen=True)
 class HypergradientReport:
-    """Result of `check_hypergradient`.
+    """Result of `check_hypergradient`; ``print`` shows a verdict, the figures, and what to do, in three lines.
 
     Attributes:
         relative_error: norm of the bias over the norm of the reference.
@@ -44,7 +48,12 @@ class HypergradientReport:
         lower_residual: norm of the lower gradient at the solution that the reference is based on (with tasks, the
             largest).
         repeats: estimates that the mean is taken over.
-        reference: how it was made: ``"dense"`` or ``"differences"``.
+        reference: how it was made: ``"dense"``, ``"implicit"`` or ``"differences"``.
+        gap: relative difference of the reference to a difference of the solved problem along a random direction; NaN
+            where it is made of such differences itself, or the precision is too low for them.
+        seconds: what the check took.
+        verdict: ``"right"``, ``"biased"`` or ``"inconclusive"`` (the noise of the estimates hides the tolerance).
+        advice: what the bias comes from, and what to change.
     """
 
     relative_error: float
@@ -57,6 +66,26 @@ class HypergradientReport:
     lower_residual: float
     repeats: int
     reference: str
+    gap: float
+    seconds: float
+    verdict: str
+    advice: str
+
+    def __str__(self) -> str:
+        verdict = {
+            "right": f"right: relative error {self.relative_error:.2g}",
+            "biased": f"biased by {self.relative_error:.2g} of the norm",
+            "inconclusive": f"inconclusive: relative error {self.relative_error:.2g} within noise of "
+            f"{_ratio(self.standard_error, self.norm):.2g}",
+        }[self.verdict]
+        beside = "" if math.isnan(self.gap) else f", {self.gap:.1g} from a difference of the solved problem"
+        return (
+            f"{verdict} ({self.relative_error_at_solution:.2g} from the exact lower solution, cosine "
+            f"{self.cosine:.4f})\n"
+            f"reference: {self.reference}{beside}; norm {self.norm:.3g}, std of one estimate {self.std:.2g} "
+            f"({self.repeats} estimates), {self.seconds:.1f} s\n"
+            f"{self.advice}"
+        )
 
 
 def check_hypergradient(
@@ -70,6 +99,7 @@ def check_hypergradient(
     repeats: int = 32,
     reference: str = "auto",
     directions: int = 16,
+    max_seconds: float = math.inf,
 ) -> HypergradientReport:
     r"""Check that a method's hypergradient is right: the ``torch.autograd.gradcheck`` of this library.
 
@@ -91,17 +121,23 @@ def check_hypergradient(
         atol: allowed bias, absolute. Default: 1e-8.
         rtol: allowed bias relative to the norm of the reference. Default: 1e-2.
         repeats: estimates to average for a stochastic method (a deterministic one needs two). Default: 32.
-        reference: ``"dense"``: implicit differentiation with the full lower Hessian; ``"differences"``: central
-            differences of :math:`\Phi` along random directions, each with two accurate lower solves (first derivatives
-            only); ``"auto"``: dense up to 512 lower variables. Default: ``"auto"``.
+        reference: ``"dense"``: implicit differentiation with the full lower Hessian; ``"implicit"``: with conjugate
+            gradients; ``"differences"``: central differences of :math:`\Phi` along random directions, each with four
+            accurate lower solves (first derivatives only). ``"auto"``: dense up to 512 lower variables, implicit above,
+            differences where the losses cannot be differentiated twice. Beside the first two stands a difference of the
+            solved problem along one direction. Default: ``"auto"``.
         directions: directions of ``"differences"``; the norm of the bias is then an estimate. Default: 16.
 
+        max_seconds: after which the solve of the reference, further directions and further repeats are left out.
+            Above two seconds a line on the terminal says what is done. Default: no limit.
+
     Returns:
-        The figures of the comparison.
+        The figures of the comparison, and a verdict.
 
     Raises:
-        GradcheckError: if the bias exceeds ``atol + rtol * norm + 4 * standard_error``, or if there is no reference
-            because the lower problem could not be solved or is not strongly convex at its solution.
+        GradcheckError: if the bias exceeds ``atol + rtol * norm + 4 * standard_error`` (its ``report`` has the
+            figures), if the derivatives of a loss are not those of its values, or if there is no reference because the
+            lower problem could not be solved or is not strongly convex at its solution.
         ValueError: for an argument out of its range, where ``lower_projection`` changes the solution, or for
             ``tasks`` with a method that keeps rows of y for all tasks (check it on one task, without ``tasks``) or has
             a single loss.
@@ -112,8 +148,9 @@ def check_hypergradient(
         >>> y = torch.zeros(1, dtype=torch.float64, requires_grad=True)
         >>> f, g = lambda: (y - 1).square().sum(), lambda: (y - x).square().sum() + y.square().sum()
         >>> optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.1, lower_steps=50)
-        >>> bo.check_hypergradient(optimizer, f, g).relative_error < 1e-8
-        True
+        >>> report = bo.check_hypergradient(optimizer, f, g)
+        >>> report.relative_error < 1e-8, report.verdict
+        (True, 'right')
         >>> hasty = bo.AID([x], [y], lr=0.1, lower_lr=0.1, lower_steps=1)
         >>> bo.check_hypergradient(hasty, f, g)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
@@ -123,32 +160,96 @@ def check_hypergradient(
     require("atol", atol, atol >= 0)
     require("rtol", rtol, rtol >= 0)
     require("repeats", repeats, isinstance(repeats, int) and repeats >= 2)
-    require_choice("reference", reference, ("auto", "dense", "differences"))
+    require_choice("reference", reference, ("auto", "dense", "implicit", "differences"))
     require("directions", directions, isinstance(directions, int) and directions >= 1)
-    with _undisturbed(optimizer):
-        case = _one_problem(optimizer, upper, lower) if tasks is None else _tasks(optimizer, upper, lower, tasks)
-        truth = reference_of(case.problems, case.starts, reference, directions)
-        if any(bool(changes(y, optimizer._limits.projected(y, 0))) for y in truth.solutions):
-            raise ValueError("there is no reference where lower_projection changes the solution of the lower problem")
-        mean, std, count = _repeated(lambda: case.estimate(None), truth.coordinates, repeats)
-        at_solution, *_ = _repeated(lambda: case.estimate(truth.solutions), truth.coordinates, repeats)
-    norm, bias = float(truth.gradient.norm()), float((mean - truth.gradient).norm())
-    estimate_norm = float(mean.norm())
+    require("max_seconds", max_seconds, is_number(max_seconds) and max_seconds > 0)
+    clock = Clock(float(max_seconds))
+    try:
+        with _undisturbed(optimizer):
+            case = _one_problem(optimizer, upper, lower) if tasks is None else _tasks(optimizer, upper, lower, tasks)
+            truth = reference_of(case.problems, case.starts, reference, directions, clock)
+            if any(bool(changes(y, optimizer._limits.projected(y, 0))) for y in truth.solutions):
+                raise ValueError(
+                    "there is no reference where lower_projection changes the solution of the lower problem"
+                )
+            here = _repeated(lambda: case.estimate(None), truth.coordinates, repeats, clock)
+            there = _repeated(lambda: case.estimate(truth.solutions), truth.coordinates, repeats, clock)
+    finally:
+        clock.clear()
+    norm, bias = float(truth.gradient.norm()), float((here.mean - truth.gradient).norm())
+    error, at_solution = (_ratio(float((found.mean - truth.gradient).norm()), norm) for found in (here, there))
+    faults = [text for text in truth.faults if optimizer.declared.second_order or "second" not in text]
+    standard_error, allowed = here.std / here.number**0.5, atol + rtol * norm
+    verdict = "right" if bias + 4 * standard_error <= allowed or (bias <= allowed and not here.std) else "inconclusive"
+    verdict = "biased" if bias > allowed + 4 * standard_error or faults else verdict
     report = HypergradientReport(
-        relative_error=_ratio(bias, norm),
-        relative_error_at_solution=_ratio(float((at_solution - truth.gradient).norm()), norm),
+        relative_error=error,
+        relative_error_at_solution=at_solution,
         bias=bias,
-        std=std,
-        standard_error=std / count**0.5,
-        cosine=_ratio(float(mean @ truth.gradient), estimate_norm * norm),
+        std=here.std,
+        standard_error=standard_error,
+        cosine=_ratio(float(here.mean @ truth.gradient), float(here.mean.norm()) * norm),
         norm=norm,
         lower_residual=truth.residual,
-        repeats=count,
+        repeats=here.number,
         reference=truth.kind,
+        gap=truth.gap,
+        seconds=clock.spent,
+        verdict=verdict,
+        advice=_advice(optimizer, verdict, error, at_solution, there.figures, faults),
     )
-    if not bias <= atol + rtol * norm + 4 * report.standard_error:
-        raise GradcheckError(_explanation(optimizer, report, atol, rtol))
+    if verdict == "biased" or not math.isfinite(bias):
+        failure = GradcheckError(
+            f"{type(optimizer).__name__}: hypergradient off by {bias:.3g}, allowed {allowed + 4 * standard_error:.3g}\n"
+            f"{report}"
+        )
+        failure.report = report
+        raise failure
     return report
+
+
+def _advice(
+    optimizer: BilevelOptimizer,
+    verdict: str,
+    error: float,
+    at_solution: float,
+    figures: Mapping[str, Any],
+    faults: Sequence[str],
+) -> str:
+    """What a bias comes from, and what to change.
+
+    Args:
+        optimizer: the method.
+        verdict: about it.
+        error: relative error of its estimate.
+        at_solution: the same from the exact lower solution.
+        figures: diagnostics of the latter.
+        faults: of the derivatives of the losses.
+    """
+    if verdict == "right":
+        return "nothing to change"
+    if verdict == "inconclusive":
+        return "the noise of the estimates is larger than the tolerance: more repeats, larger batches, or a larger rtol"
+    if faults:
+        return f"the losses are the cause: {'; '.join(faults)}. {WHY}"
+    if at_solution < 0.1 * error:
+        return (
+            "the lower solve is the cause, as the estimator is good at the exact lower solution: more lower_steps, a "
+            "better lower_lr or lower_optimizer, or some steps of warm start"
+        )
+    own = "the estimator's own settings are the cause, as it is as bad at the exact lower solution: "
+    step, residual = optimizer._difference_step, figures.get("linear_relative_residual")
+    if step is not None:
+        return f"{own}{step} = {getattr(optimizer, step):.3g}: another {step} (its error law is in the docstring)"
+    unsolved = None if residual is None else float(torch.as_tensor(residual).max())
+    if unsolved is not None and unsolved > 0.1 * at_solution:
+        return (
+            f"{own}the linear system is solved to {unsolved:.2g} of its right-hand side: more linear_steps, another "
+            "linear_lr or linear_solver"
+        )
+    return (
+        f"{own}linear_steps, linear_lr, damping, truncate and the like, or the losses are not what they are meant to be"
+    )
 
 
 def _ratio(numerator: float, denominator: float) -> float:
@@ -157,46 +258,45 @@ def _ratio(numerator: float, denominator: float) -> float:
     return math.inf if numerator > 0 else 0.0
 
 
-def _explanation(optimizer: BilevelOptimizer, report: HypergradientReport, atol: float, rtol: float) -> str:
-    allowed = atol + rtol * report.norm + 4 * report.standard_error
-    cause = (
-        "The estimator is good at the exact lower solution, so the lower solve is the cause: more lower_steps, a "
-        "better lower_lr or lower_optimizer, or some steps of warm start"
-        if report.relative_error_at_solution < 0.1 * report.relative_error
-        else "It is as bad at the exact lower solution, so the estimator's own settings are the cause (linear_steps, "
-        "linear_lr, damping, nu, truncate and the like), or the loss is not what it is meant to be"
-    )
-    return (
-        f"{type(optimizer).__name__}: hypergradient off by {report.bias:.3g}, allowed {allowed:.3g}; "
-        f"relative error {report.relative_error:.3g} "
-        f"({report.relative_error_at_solution:.3g} if started at the exact lower solution), "
-        f"cosine {report.cosine:.4f}, std of one estimate {report.std:.3g}, reference norm {report.norm:.3g} "
-        f"({report.reference}). {cause}."
-    )
-
-
 @contextmanager
 def _undisturbed(optimizer: BilevelOptimizer) -> Generator[None]:
-    """Leave torch's random numbers, the optimizer's generator and module buffers as they were before the block."""
-    generator = optimizer.generator
-    random = None if generator is None else generator.get_state()
+    """Leave all random numbers (torch's, Python's, NumPy's, the optimizer's) and module buffers as they were before."""
+    generator, numpy = optimizer.generator, sys.modules.get("numpy")
+    own = None if generator is None else generator.get_state()
+    pythons, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:
         with kept(optimizer.parameters("upper")[0].device), Buffers().kept():
             yield
     finally:
-        if generator is not None and random is not None:
-            generator.set_state(random)
+        random.setstate(pythons)
+        if numpy is not None:
+            numpy.random.set_state(arrays)
+        if generator is not None and own is not None:
+            generator.set_state(own)
 
 
-def _repeated(estimate: Callable[[], Vector], coordinates: Coordinates, repeats: int) -> tuple[Tensor, float, int]:
-    """Mean, standard deviation and number of estimates; two are enough if they are equal."""
+class _Mean(NamedTuple):
+    """Mean, standard deviation and number of estimates, and diagnostics of the last."""
+
+    mean: Tensor
+    std: float
+    number: int
+    figures: Mapping[str, Any]
+
+
+def _repeated(estimate: Callable[[], Estimate], coordinates: Coordinates, repeats: int, clock: Clock) -> _Mean:
+    """Two estimates if they are equal, otherwise so many, or as many as there is time for."""
     estimates: list[Tensor] = []
-    while len(estimates) < repeats:
-        estimates.append(coordinates(estimate()))
+    figures: Mapping[str, Any] = {}
+    while len(estimates) < repeats and not (len(estimates) >= 2 and clock.over):
+        clock.show(f"estimate {len(estimates) + 1} of {repeats}")
+        found = estimate()
+        figures = found.diagnostics
+        estimates.append(coordinates(found.gradient))
         if len(estimates) == 2 and torch.equal(*estimates):
             break
     stacked = torch.stack(estimates)
-    return stacked.mean(0), float(stacked.var(0).sum().sqrt()), len(estimates)
+    return _Mean(stacked.mean(0), float(stacked.var(0).sum().sqrt()), len(estimates), figures)
 
 
 @dataclass(frozen=True)
@@ -211,7 +311,7 @@ class _Case:
 
     problems: list[Oracle]
     starts: list[Vector]
-    estimate: Callable[[list[Vector] | None], Vector]
+    estimate: Callable[[list[Vector] | None], Estimate]
 
 
 def _one_problem(optimizer: BilevelOptimizer, upper: Loss, lower: Loss | None) -> _Case:
@@ -219,8 +319,8 @@ def _one_problem(optimizer: BilevelOptimizer, upper: Loss, lower: Loss | None) -
     g = None if lower is None else _replica(as_objective(lower, "lower"))
     oracle = optimizer._oracle(f, g)
 
-    def estimate(points: list[Vector] | None) -> Vector:
-        return optimizer.propose(f, g, still=True, start=None if points is None else points[0]).gradient
+    def estimate(points: list[Vector] | None) -> Estimate:
+        return optimizer.propose(f, g, still=True, start=None if points is None else points[0])
 
     return _Case([oracle], [oracle.y.clone()], estimate)
 
@@ -238,13 +338,13 @@ def _tasks(optimizer: BilevelOptimizer, upper: Loss, lower: Loss | None, sampler
     starts = [first.lane(i).clone() for i in range(n)]
     pairs = zip(drawn.objectives(upper, "upper"), drawn.objectives(lower, "lower"), strict=True)
 
-    def estimate(points: list[Vector] | None) -> Vector:
+    def estimate(points: list[Vector] | None) -> Estimate:
         values = stack(starts if points is None else points)
 
         def start(tasks: tuple[Tensor, Any]) -> list[Tensor]:
             return [t[tasks[0].to(t.device)] for t in values]
 
-        return optimizer.propose(upper, lower, tasks=drawn, still=True, start=start).gradient
+        return optimizer.propose(upper, lower, tasks=drawn, still=True, start=start)
 
     return _Case([optimizer._oracle(*pair) for pair in pairs], starts, estimate)
 

@@ -13,6 +13,7 @@ from ..oracle.lanes import stacked, weighted_upper
 from ..oracle.oracle import Oracle
 from ..oracle.second_order import LowerSystem
 from ..problem.objective import Sample
+from ..problem.placement import uploaded
 from ..problem.profiling import span
 from ..problem.tasks import select
 from ..problem.vector import Vector
@@ -116,9 +117,9 @@ def multilevel(
         for i in range(len(oracle.y))
     )
     points = _Points(oracle, stacked(oracle, y, alike=True), path, torch.tensor(lanes.rows, device="cpu"))
-    weights = y[0].new_tensor(lanes.weights)
-    deepest = torch.tensor([i for i, kind in enumerate(lanes.kinds) if kind == LAST], device=y[0].device)
-    differences = [] if measured is None else [y[0].new_tensor(lanes.difference(measured))]
+    weights = uploaded(lanes.weights, y[0].device, y[0].dtype)
+    deepest = uploaded([i for i, kind in enumerate(lanes.kinds) if kind == LAST], y[0].device)
+    differences = [] if measured is None else [uploaded(lanes.difference(measured), y[0].device, y[0].dtype)]
     values, gradient, adjoint, changes = weighted_upper(
         points.problem, points.sample("upper", UPPER), weights, differences
     )
@@ -194,7 +195,7 @@ class _Points:
                 for slot in self.path.slots
             ]
             counts = [last[row] + 1 for row in self.rows.tolist()]
-        lengths = torch.tensor(counts, device=problem.device)
+        lengths = uploaded(counts, problem.device)
         total, term = r, r
         ratio = torch.zeros((), dtype=torch.float64, device=problem.device)
         for n, product in enumerate(self.products(counts), 1):
@@ -245,7 +246,7 @@ def smoothness(oracle: Oracle, contexts: Contexts, start: Vector, iterations: in
     """
     problem = stacked(oracle, start, alike=True)
     v = Vector(
-        torch.randn(t.shape, generator=contexts.counters.generator(POWER, i), device="cpu").to(t)
+        uploaded(torch.randn(t.shape, generator=contexts.counters.generator(POWER, i), device="cpu"), t.device).to(t)
         for i, t in enumerate(start)
     )
     norm = v.lane_norm()

@@ -63,7 +63,8 @@ def floor(matrices: Tensor, least: Tensor | float) -> Projected:
     matrices = (matrices + matrices.mT) / 2
     # Single precision is noisy at the floor if the matrix is ill-conditioned; small matrices can afford double.
     work = matrices.double() if matrices.shape[-1] <= 64 and matrices.device.type != "mps" else matrices
-    bound = torch.as_tensor(least, dtype=work.dtype, device=work.device).expand(len(work))
+    bound = least.to(work) if isinstance(least, Tensor) else torch.full((), least, dtype=work.dtype, device=work.device)
+    bound = bound.expand(len(work))
     eye = torch.eye(work.shape[-1], dtype=work.dtype, device=work.device)
     below = torch.linalg.cholesky_ex(work - _rows(bound * (1 - 1e-6), work) * eye).info != 0
     below &= work.isfinite().all(-1).all(-1)  # others are reported by whoever evaluated them

@@ -96,6 +96,10 @@ class F2SA(BilevelOptimizer):
             tasks_per_step, lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
             The lower optimizer acts on stacked copies, so it must treat every entry alone (SGD, Adam; not LBFGS).
 
+    *Departures from the paper.* Its weights are printed as alike for j and -j; a derivative needs opposite signs, as
+    here. Its algorithm draws one pair of samples per outer step and keeps it for all lower steps; here each lower step
+    has fresh ones, which the proof needs.
+
     State: ``copies`` (a leading dimension of n), the lower optimizer's state, and ``initial`` y without warm starts.
 
     Raises:
@@ -122,8 +126,6 @@ class F2SA(BilevelOptimizer):
         lower_optimizer="elementwise",
     )
 
-    theory: dict[str, int]  # of `from_theory`
-
     def __init__(
         self,
         upper: Params,
@@ -149,6 +151,7 @@ class F2SA(BilevelOptimizer):
         require_choice("samples", samples, SAMPLES)
         require("normalize", normalize, isinstance(normalize, bool))
         self.order, self.nu, self.samples, self.normalize = order, nu, samples, normalize
+        self.theory: dict[str, int] = {}  # of `from_theory`
         self._given_stencil = stencil
         self._variant_of_state = {"order": order, "stencil": stencil_of(order, stencil).kind}
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
@@ -337,9 +340,9 @@ class F2SA(BilevelOptimizer):
         if unit > ROUNDING_LIMIT * self.nu:
             oracle.checks.alert(
                 "rounded differences",
-                f"the losses are computed with a precision of {unit:.1g} (autocast, TF32, or the parameters' type), of "
-                f"which nu = {self.nu:.1g} makes an error of about {unit / self.nu:.0%} in the hypergradient; use a "
-                "larger nu, or float32 without autocast and TF32 (torch.backends.fp32_precision = 'ieee')",
+                f"the losses are computed with a precision of {unit:.1g} (autocast, TF32, or the parameters' type), "
+                f"of which nu = {self.nu:.1g} makes an error of about {unit / self.nu:.0%} in the hypergradient; use a "
+                "larger nu, or float32 without autocast and TF32 (torch.backends.cudnn.allow_tf32 = False)",
                 torch.ones((), dtype=torch.bool, device=oracle.device),
             )
 

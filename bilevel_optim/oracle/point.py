@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ..problem.objective import Objective, Sample
+from ..problem.objective import Objective, Sample, require_placed
 from ..problem.tracing import end_region
 from ..problem.vector import Vector, any_sharded
 from ..pytree import tree_leaves
@@ -159,11 +159,15 @@ class Point:
         return result
 
     def _call(self, sample: Sample, arguments: Sequence[Any], graph: bool) -> Any:
-        if sample.once and not self.sharded and graph is torch.is_grad_enabled():
-            return sample(*arguments)  # contexts cost more than small losses
-        watched = self.session.gathered.watching() if self.sharded else nullcontext()
-        with watched, torch.set_grad_enabled(graph), nullcontext() if sample.once else sample.replayed(self.device):
-            return sample(*arguments)
+        try:
+            if sample.once and not self.sharded and graph is torch.is_grad_enabled():
+                return sample(*arguments)  # contexts cost more than small losses
+            watched = self.session.gathered.watching() if self.sharded else nullcontext()
+            with watched, torch.set_grad_enabled(graph), nullcontext() if sample.once else sample.replayed(self.device):
+                return sample(*arguments)
+        except RuntimeError as error:
+            require_placed(sample, self.device, error)
+            raise
 
     def differentiate(self, loss: Tensor, inputs: Sequence[Tensor], *, graph: bool = False) -> Sequence[Tensor | None]:
         """Gradient of a loss; None where it does not depend on an input."""

@@ -264,11 +264,9 @@ def _by_differences(oracle: Point, sample: Sample, gradient: bool) -> LowerSyste
         return Vector(result)
 
     def product(v: Vector, wrt: str) -> Vector:
-        if session.found.kinked is None:
-            slope(y, "lower")  # to look at the loss, once
         # Truncation eps^2 against round-off u / eps gives eps ~ u^(1/3), in units of the size of y along v.
         length = v.norm().clamp_min(torch.finfo(torch.float32).tiny)
-        epsilon = math.pow(working_unit(y[0], session.found.products), 1 / 3) * (1 + y.norm()) / length
+        epsilon = math.pow(working_unit(y[0]), 1 / 3) * (1 + y.norm()) / length
         shift = v * epsilon
         return (slope(y + shift, wrt) - slope(y - shift, wrt)) * (0.5 / epsilon)
 
@@ -283,6 +281,16 @@ def _by_differences(oracle: Point, sample: Sample, gradient: bool) -> LowerSyste
             "the lower loss has kinks (ReLU, max-pooling and the like), across which differences of its gradient say "
             "little of its second derivative: products can be wrong by any factor. Use hvp='exact', or smooth "
             "activations (softplus, GELU, tanh)",
+            torch.ones((), dtype=torch.bool, device=oracle.device),
+        )
+    # A longer step would not help: its truncation error is larger than what the rounding makes.
+    if working_unit(y[0], session.found.products) > working_unit(y[0]):
+        oracle.checks.alert(
+            "rounded products",
+            "the lower loss contains convolutions or products of matrices that torch computes in less than single "
+            "precision (TF32), of which differences of its gradient can be wrong by a third. Set "
+            "torch.backends.cudnn.allow_tf32 = False (and torch.set_float32_matmul_precision('highest')), or use "
+            "hvp='exact'",
             torch.ones((), dtype=torch.bool, device=oracle.device),
         )
     return system
@@ -367,10 +375,8 @@ def _basis(oracle: Point, sizes: Sequence[int], part: slice) -> Vector:
     rows = torch.arange(part.start, part.stop, device=oracle.device)
     parts, offset = [], 0
     for t, n in zip(oracle.y, sizes, strict=True):
-        unit = torch.zeros(len(rows), lanes, n, dtype=t.dtype, device=t.device)
-        mine = (rows >= offset) & (rows < offset + n)
-        unit[mine.nonzero().flatten(), :, rows[mine] - offset] = 1.0
-        parts.append(unit.reshape(len(rows), *t.shape))
+        unit = (rows.unsqueeze(1) == torch.arange(offset, offset + n, device=rows.device)).to(t.dtype)
+        parts.append(unit.unsqueeze(1).expand(-1, lanes, -1).reshape(len(rows), *t.shape))
         offset += n
     return Vector(parts)
 

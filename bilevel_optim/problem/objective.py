@@ -24,7 +24,7 @@ from .random import (
     set_order,
 )
 
-__all__ = ["Loss", "Objective", "Sample", "as_objective", "require_fit", "require_state"]
+__all__ = ["Loss", "Objective", "Sample", "as_objective", "require_fit", "require_placed", "require_state"]
 
 
 class Objective:
@@ -48,6 +48,9 @@ class Objective:
         accumulate: how many batches of ``data`` make one sample, whose loss is the mean of theirs. Gradients, products
             and copies of y take them one after another and add up, so that memory is that of one of them; a product
             with second derivatives makes its graph again. Counts as one sample. Default: 1.
+        device: where the tensors of each batch are moved when it is drawn. Default: None, they stay where they are.
+        non_blocking: whether the host does not wait for that, which takes batches in pinned memory (a ``DataLoader``
+            with ``pin_memory=True``). Default: False.
 
     Raises:
         ValueError: if ``features`` depends on a lower parameter; at the first draw, if ``data`` is empty or can be
@@ -70,6 +73,8 @@ class Objective:
         *,
         features: Callable[..., Any] | None = None,
         accumulate: int = 1,
+        device: torch.device | str | None = None,
+        non_blocking: bool = False,
     ) -> None:
         if not isinstance(accumulate, int) or accumulate < 1 or (accumulate > 1 and data is None):
             raise ValueError(f"Invalid accumulate value: {accumulate} (a number of batches of the data)")
@@ -78,6 +83,7 @@ class Objective:
                 raise TypeError(f"{name} must be callable, but got {type(value).__name__}")
         if data is not None and not isinstance(data, Iterable):
             raise TypeError(f"data must be iterable, but got {type(data).__name__}")
+        self.device, self.non_blocking = None if device is None else torch.device(device), non_blocking
         self.loss, self.data, self.features, self.accumulate = loss, data, features, accumulate
         self._features: tuple[Any, Sample] | None = None  # of the last sample: those of the next on the same batch
         self._last: tuple[Any, Any] | None = None  # the last batch of data that may write into it, and its copy
@@ -95,7 +101,7 @@ class Objective:
         if self.accumulate == 1:
             return self.sample(*self.arguments(), once=once)
         with span("draw"):
-            batches = [self._next() for _ in range(self.accumulate)]
+            batches = [self._moved(self._next()) for _ in range(self.accumulate)]
         parts = [self.sample(batch, once=once) for batch in batches]
         return Sample(_Mean(parts), once=once, parts=parts)
 
@@ -111,7 +117,7 @@ class Objective:
         if self.data is None:
             return ()
         with span("draw"):
-            return (self._next(),)
+            return (self._moved(self._next()),)
 
     def take(self, times: int) -> list[Any]:
         """The next so many batches."""
@@ -126,7 +132,7 @@ class Objective:
                 found.append(self._next())
                 found += self._rest(times - len(found))
                 self._passes += whole
-        return found
+        return found if self.device is None else [*map(self._moved, found)]
 
     def sample(self, *arguments: Any, once: bool = False) -> Sample:
         """The sample of a given batch (without an argument, for a loss without data)."""
@@ -149,7 +155,7 @@ class Objective:
             set_order(self.data, random)
         if not batches:
             raise ValueError("the data of an Objective gave no batch")
-        return [self.sample(batch) for batch in batches]
+        return [self.sample(self._moved(batch)) for batch in batches]
 
     @property
     def terms(self) -> int | None:
@@ -190,6 +196,13 @@ class Objective:
         if self._last is None or not _same(self._last[0], mark):
             self._last = mark, tree_map(_copied, batch)
         return self._last[1]
+
+    def _moved(self, batch: Any) -> Any:
+        """A batch on the device that was asked for."""
+        device, quickly = self.device, self.non_blocking
+        if device is None:
+            return batch
+        return tree_map(lambda t: t.to(device, non_blocking=quickly) if isinstance(t, Tensor) else t, batch)
 
     def _rest(self, most: int) -> list[Any]:
         """Batches of the present pass."""
@@ -437,6 +450,28 @@ def require_fit(loss: Callable[..., Any], arguments: Sequence[Any], error: TypeE
         ) from error
     except ValueError:  # nothing is known of what it takes
         return
+
+
+def require_placed(sample: Sample, device: torch.device, error: RuntimeError) -> None:
+    """After an error of a loss, raise one that says what to do if the batch is not where the parameters are."""
+    if not any(words in str(error) for words in MIXED):
+        return
+    leaves = [leaf for leaf in tree_leaves(sample.arguments) if isinstance(leaf, Tensor) and leaf.device != device]
+    if leaves:
+        loss = sample.loss
+        while isinstance(loss, _Composed):
+            loss = loss.loss
+        name = getattr(loss, "__name__", type(loss).__name__)
+        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves[:3])
+        raise RuntimeError(
+            f"the batch of the loss {name} is on {leaves[0].device} (tensors of shape {shapes}), but the parameters "
+            f"are on {device}. bo.Objective({name}, data, device={str(device)!r}) moves every batch; with a DataLoader "
+            "that has pin_memory=True, non_blocking=True does so without waiting. Or call .to(device) in the loss, or "
+            f"once for all the data. torch said: {str(error).splitlines()[0]}"
+        ) from error
+
+
+MIXED = ("same device", "two devices", "Input type")  # in what torch says of tensors of several devices
 
 
 def require_state(state: Any, owner: str, **kinds: type) -> None:

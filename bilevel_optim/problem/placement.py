@@ -14,8 +14,9 @@ __all__ = ["constant", "uploaded"]
 MOST = 256  # sets of numbers that are kept
 
 
-def uploaded(t: Tensor, device: torch.device) -> Tensor:
+def uploaded(values: Tensor | Sequence[float], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Values of the host on a device, from pinned memory, without waiting for it; what is there already as it is."""
+    t = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype, device="cpu")
     if t.device == device or device.type == "cpu" or not t.is_cpu:
         return t.to(device)
     if not t.dim():  # goes with the launch, also in a graph

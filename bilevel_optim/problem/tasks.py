@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+from .placement import uploaded
 from .random import device_of
 from .vector import Vector
 
@@ -84,6 +85,7 @@ class TensorTasks:
         sizes = [self._sizes(name, data) for name, data in (("lower", self._lower), ("upper", self._upper))]
         if sizes[0][0] != sizes[1][0]:
             raise ValueError(f"the lower data are of {sizes[0][0]} tasks, but the upper data of {sizes[1][0]}")
+        self._last: tuple[Tensor, Tensor] | None = None  # ids, and where they were needed
         self._tasks, self._rows = sizes[0][0], {"lower": sizes[0][1], "upper": sizes[1][1]}
 
     @staticmethod
@@ -107,6 +109,11 @@ class TensorTasks:
 
     def __len__(self) -> int:
         return self._tasks
+
+    def to(self, device: torch.device | str) -> TensorTasks:
+        """The same tasks with their data on a device."""
+        lower, upper = (tree_map(lambda t: t.to(device), data) for data in (self._lower, self._upper))
+        return TensorTasks(lower, None if self._upper is self._lower else upper)
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
         """Task ids, as different as possible, in random order."""
@@ -137,19 +144,28 @@ class TensorTasks:
 
     def _draw(self, name: str, data: Any, tasks: Tensor, n: int | None, generator: torch.Generator | None) -> Any:
         device = tree_leaves(data)[0].device
-        tasks = tasks.to(device)
+        ids = self._placed(tasks, device)
         if n is None:
-            return tree_map(lambda t: t[tasks], data)
+            return tree_map(lambda t: t[ids], data)
         shape = (len(tasks), n)
-        rows = torch.randint(self._rows[name], shape, generator=generator, device=device_of(generator)).to(device)
-        return tree_map(lambda t: t[tasks.unsqueeze(1), rows], data)
+        rows = torch.randint(self._rows[name], shape, generator=generator, device=device_of(generator))
+        rows = uploaded(rows, device)
+        return tree_map(lambda t: t[ids.unsqueeze(1), rows], data)
+
+    def _placed(self, tasks: Tensor, device: torch.device) -> Tensor:
+        """The ids of tasks on a device, of which the draws of a step ask for the same again and again."""
+        if tasks.device == device:
+            return tasks
+        if self._last is None or self._last[0] is not tasks or self._last[1].device != device:
+            self._last = tasks, uploaded(tasks, device)
+        return self._last[1]
 
     def apart(self, level: str, tasks: Tensor, n: int, generators: Iterable[torch.Generator]) -> Any:
         """Draw rows of the lower or upper data of each of these tasks with a generator of its own."""
         data, count = self._lower if level == "lower" else self._upper, self._rows[level]
         device = tree_leaves(data)[0].device
         rows = [torch.randint(count, (n,), generator=own, device=own.device) for own in generators]
-        index = tasks.to(device).unsqueeze(1), torch.stack(rows).to(device)
+        index = uploaded(tasks, device).unsqueeze(1), uploaded(torch.stack(rows), device)
         return tree_map(lambda t: t[index], data)
 
     def __repr__(self) -> str:
@@ -203,9 +219,20 @@ def task_count(sampler: Any, asked: int | None) -> int:
 
 def select(batch: Any, index: Any) -> Any:
     """The same entries of the leading dimension of every tensor of a pytree."""
+    if isinstance(index, Tensor) and index.dim() and index.is_cpu:
+        index = _beside(index, batch)
     if type(batch) is tuple:  # the commonest, for every lower step: a third of what the general form takes
         return tuple(t[index] if isinstance(t, Tensor) else select(t, index) for t in batch)
     return tree_map(lambda t: t[index] if isinstance(t, Tensor) else t, batch)
+
+
+def _beside(index: Tensor, batch: Any) -> Tensor:
+    """An index on the device of the data, if all of these are on one."""
+    for t in batch if type(batch) is tuple else ():
+        if isinstance(t, Tensor) and t.is_cpu:
+            return index
+    devices = {leaf.device for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
+    return uploaded(index, devices.pop()) if len(devices) == 1 else index
 
 
 def require_shape(what: str, batch: Any, sizes: tuple[int, ...]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..oracle.lanes import LaneFeatures, one_of_many, stacked
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
+from ..problem.placement import uploaded
 from ..problem.random import Counters
 from ..problem.tasks import draw, draw_apart, sample, select
 from ..problem.vector import Vector
@@ -179,7 +180,7 @@ def coupled_path(
     """
     own = [*range(len(depths))] if slots is None else [*slots]
     order = sorted(range(len(depths)), key=lambda lane: -depths[lane])
-    first, previous, last = (Vector(t[order] for t in start) for _ in range(3))
+    first, previous, last = (_ordered(start, order) for _ in range(3))
     with oracle.session.buffers_kept():
         for e in range(1, max(depths, default=0) + 1):
             going = [own[lane] for lane in order if depths[lane] >= e]
@@ -191,8 +192,16 @@ def coupled_path(
                 first = last.clone()
     back = torch.tensor(order, device="cpu").argsort().tolist()
     oracle.checks.finite("lower_grad", last, "A smaller lower_lr, or a larger smoothness, is the usual remedy")
-    points = (Vector(t[back] for t in part) for part in (first, previous, last))
+    points = (_ordered(part, back) for part in (first, previous, last))
     return CoupledPath(contexts, own, [*depths], base_level, *points)
+
+
+def _ordered(lanes: Vector, order: Sequence[int]) -> Vector:
+    """The lanes in another order, as copies."""
+    if len(order) == 1:
+        return lanes.clone()
+    index = uploaded(order, lanes[0].device)
+    return Vector(t[index] for t in lanes)
 
 
 def _epoch(

@@ -76,6 +76,7 @@ def updated(optimizer: Optimizer, y: Vector, memory: Memory, gradient: Vector) -
     if not can_be_unrolled(optimizer):
         raise Untraceable(f"{type(optimizer).__name__} has no differentiable form")
     twin = copy.copy(optimizer)
+    vars(twin).update(vars(optimizer))  # torch's copy leaves out that it need not warn of capturable=True
     twin.defaults = {**optimizer.defaults, "differentiable": True}
     values = [v.clone() for v in y]
     remaining = iter(values)

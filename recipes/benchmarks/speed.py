@@ -3,6 +3,7 @@ r"""Processor time of a step of every method: eager, captured, by hand and in JA
     python -m recipes.benchmarks.speed                                     # hours: one record after the other
     python -m recipes.benchmarks.speed --problems logistic --methods soba aid itd
     python -m recipes.benchmarks.speed --problems mlp lenet --methods aid-neumann itd f2sa --entries eager step hand
+    python -m recipes.benchmarks.speed --device cuda                       # the tables of a GPU, by the clock
 
 ============ ================================================================== =======================
 problem      lower variables                                                    upper variables
@@ -24,6 +25,9 @@ Every record is a process of its own, on one thread, whose entries are timed in 
 rounds. Compile times are seconds of the first calls less what these take later: cold with an empty cache of Inductor,
 warm in a second process with the cache of the first. The difference is the largest one from the eager iterates after
 three calls of so many steps, over their largest entry. A rerun makes only the records that are missing.
+
+With ``--device`` problems are there, there is no ``jax``, and times are by the clock, with the device waited for at the
+end of each call.
 """
 
 from __future__ import annotations
@@ -50,6 +54,7 @@ from bilevel_optim.problem.random import draw_seed
 
 from ..common import Parser, alone, environment, figure, save, show
 from ..common.methods import STOCHASTIC
+from ..common.running import synchronize
 from ..common.seeds import stream
 from ..problems.shapes import SHAPES, TASKS, Shape, shape
 from . import in_jax
@@ -168,9 +173,11 @@ def by_hand(name: str, problem: Shape, steps: int) -> tuple[Advance, Callable[[]
     return advance, lambda: (*x, *y)
 
 
-def make(problem: str, name: str, entry: str, steps: int) -> tuple[Advance, Callable[[], Sequence[Any]], Any]:
+def make(
+    problem: str, name: str, entry: str, steps: int, device: str = "cpu"
+) -> tuple[Advance, Callable[[], Sequence[Any]], Any]:
     """An entry: so many steps, the values of x and y, and the optimizer, if it has one."""
-    own = shape(problem)
+    own = shape(problem, device=device)
     if entry == "hand":
         return *by_hand(name, own, steps), None
     if entry == "jax":
@@ -185,27 +192,36 @@ def difference(found: Sequence[Any], expected: Sequence[Tensor]) -> float:
     return float(max((a - b).abs().max() for a, b in pairs) / max(b.abs().max() for _, b in pairs))
 
 
-def possible(problem: str, name: str, entries: Sequence[str]) -> list[str]:
+def possible(problem: str, name: str, entries: Sequence[str], device: str = "cpu") -> list[str]:
     """Those that there are."""
     hand = name in ALGORITHMS and not ALGORITHMS[name].random and problem != "tasks"
-    jax = problem in in_jax.LOSSES and name in in_jax.METHODS and importlib.util.find_spec("jax") is not None
+    jax = (
+        device == "cpu"
+        and problem in in_jax.LOSSES
+        and name in in_jax.METHODS
+        and importlib.util.find_spec("jax") is not None
+    )
     return [e for e in entries if e in ("eager", "step", "run") or (hand if e == "hand" else jax)]
 
 
-def measure(problem: str, name: str, entries: Sequence[str], steps: int, rounds: int) -> dict[str, Any]:
+def measure(
+    problem: str, name: str, entries: Sequence[str], steps: int, rounds: int, device: str = "cpu"
+) -> dict[str, Any]:
     """All figures of a method on a problem, in this process; without rounds, only the compile times."""
     torch.set_num_threads(1)
+    clock = time.process_time if device == "cpu" else time.perf_counter
     advances: dict[str, Advance] = {}
     result: dict[str, Any] = {"us": {}, "compile": {}, "difference": {}, "fallback": {}, "errors": {}}
     expected: Sequence[Tensor] = ()
-    for entry in possible(problem, name, entries):
+    for entry in possible(problem, name, entries, device):
         try:
             begin = time.perf_counter()
-            advance, values, optimizer = make(problem, name, entry, steps)
+            advance, values, optimizer = make(problem, name, entry, steps, device)
             taken = [time.perf_counter() - begin]
             for _ in range(CALLS):
                 begin = time.perf_counter()
                 advance()
+                synchronize(device)
                 taken.append(time.perf_counter() - begin)
         except Exception as error:
             result["errors"][entry] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
@@ -221,20 +237,35 @@ def measure(problem: str, name: str, entries: Sequence[str], steps: int, rounds:
     found: dict[str, list[float]] = {entry: [] for entry in advances}
     for _ in range(rounds):
         for entry, advance in advances.items():
-            begin, calls = time.process_time(), 0
-            while calls == 0 or time.process_time() - begin < 0.1:
+            begin, calls = clock(), 0
+            while calls == 0 or clock() - begin < 0.1:
                 advance()
+                synchronize(device)
                 calls += 1
-            found[entry].append((time.process_time() - begin) / (calls * steps) * 1e6)
+            found[entry].append((clock() - begin) / (calls * steps) * 1e6)
     result["us"] = {entry: median(times) for entry, times in found.items() if times}
     result["rounds"] = found
     return result
 
 
-def record(problem: str, name: str, entries: Sequence[str], steps: int, rounds: int) -> dict[str, Any] | str:
+def record(
+    problem: str, name: str, entries: Sequence[str], steps: int, rounds: int, device: str
+) -> dict[str, Any] | str:
     """The figures of two processes: all with an empty cache, and the compile times with what it then holds."""
     with tempfile.TemporaryDirectory() as cache:
-        options = ("--one", problem, name, "--entries", *entries, "--inner", steps, "--cache", cache)
+        options = (
+            "--one",
+            problem,
+            name,
+            "--entries",
+            *entries,
+            "--inner",
+            steps,
+            "--cache",
+            cache,
+            "--device",
+            device,
+        )
         cold = alone("recipes.benchmarks.speed", *options, "--rounds", rounds)
         if isinstance(cold, str):
             return cold
@@ -283,7 +314,7 @@ def plot(stem: Path, results: dict[str, dict[str, dict[str, Any]]]) -> None:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any] | None:
     """Make the missing records; returns the numbers that are written."""
-    parser = Parser(__doc__)
+    parser = Parser(__doc__, device=True)
     parser.add_argument("--problems", nargs="+", choices=[*SHAPES], default=[*SHAPES], help="default: all")
     parser.methods(offered(), [*offered()], "--methods")
     parser.add_argument("--entries", nargs="+", choices=ENTRIES, default=[*ENTRIES], help="default: all")
@@ -295,10 +326,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any] | None:
     parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse(arguments)
     if args.one:
-        rounds = 0 if args.compile_only else args.rounds
+        (problem, name), rounds = args.one, 0 if args.compile_only else args.rounds
         with patch.dict(os.environ, PLACES, TORCHINDUCTOR_CACHE_DIR=args.cache), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            print(json.dumps(measure(args.one[0], args.one[1], args.entries, args.inner, rounds)))
+            print(json.dumps(measure(problem, name, args.entries, args.inner, rounds, args.device)))
         return None
     path = args.out / "speed.records.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
@@ -310,14 +341,15 @@ def main(arguments: list[str] | None = None) -> dict[str, Any] | None:
             steps = args.inner or STEPS[problem]
             setting = {
                 "problem": problem, "method": name, "entries": args.entries, "inner": steps, "rounds": args.rounds,
+                **({} if args.device == "cpu" else {"device": args.device}),
             }  # fmt: skip
             key = json.dumps(setting, sort_keys=True)
             if key not in records:
-                found = record(problem, name, args.entries, steps, args.rounds)
+                found = record(problem, name, args.entries, steps, args.rounds, args.device)
                 if isinstance(found, str):
                     print(f"{problem}, {name}: {found}", flush=True)
                     continue
-                records[key] = {"setting": setting, "environment": environment(), **found}
+                records[key] = {"setting": setting, "environment": environment(args.device), **found}
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("a") as file:
                     file.write(json.dumps(records[key]) + "\n")

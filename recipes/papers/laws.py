@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ def response(trial: Trial, p: int, **options: Any) -> tuple[Tensor, Tensor]:
     """Estimates of PZOBO's hypergradient on a random problem with a curved response, and the exact one."""
     generator = stream(trial.seed, "data")
     B, c = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((SIZE, p), (SIZE,)))
-    x = (torch.randn(p, generator=generator, dtype=torch.float64) / p**0.5).requires_grad_()
+    x = (torch.randn(p, generator=stream(trial.seed, "start"), dtype=torch.float64) / p**0.5).requires_grad_()
     y = torch.zeros(SIZE, dtype=torch.float64, requires_grad=True)
 
     def answer(x: Tensor) -> Tensor:  # y*(x)
@@ -54,9 +54,9 @@ def response(trial: Trial, p: int, **options: Any) -> tuple[Tensor, Tensor]:
     return torch.stack(found), exact
 
 
-def slope(values: Sequence[float], ratio: float) -> list[Point]:
-    """Of the logarithm, for two values whose arguments have this ratio."""
-    first, second = values
+def slope(ends: list[float], ratio: float) -> list[Point]:
+    """Of the logarithm, for arguments of this ratio."""
+    first, second = ends
     return [{"spent": 0.0, "seconds": 0.0, "score": math.log(second / first) / math.log(ratio)}]
 
 

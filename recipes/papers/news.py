@@ -164,6 +164,7 @@ EXPERIMENTS = [
             "penalty as in the authors' code, half of the mean of exp(x) y^2; zero start of y",
             "about 45 outer steps of F2SA-2, not 1,000",
             "scores are those of y*(x), solved anew, not of the copy with weight on the validation data",
+            "antisymmetric weights of F2SA-p, where the text prints symmetric ones; fresh samples for each lower step",
             "samples are shared by the copies of F2SA; all Neumann series are right (those of the authors' code are "
             "scaled wrongly)",
         ),

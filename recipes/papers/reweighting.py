@@ -147,6 +147,8 @@ def one(data: str) -> Experiment:
             "weights are sigmoids; ridge 0.01; batches of 32: the text has none of these",
             "baselines with their own decay of the step sizes, not 1/sqrt(t) for x and 1/t for y",
             "c0 = 8; the constant of beta is at most 1",
+            "SVRB with a floor of lambda / 2, no ceilings, and explicit matrices: the paper uses conjugate gradients, "
+            "which decides about equal seconds",
         ),
         data="libsvm",
     )  # fmt: skip
@@ -188,6 +190,7 @@ def many(data: str, tasks: int) -> Experiment:
             f"random splits of {SPLITS[data][0]}, another for each seed; 100 validation examples, as in the paper",
             "the baselines take all tasks at each step; weights are sigmoids; a mean over the tasks, not their sum",
             "stages of 100, 200, ... steps: the text has no lengths",
+            "40 probes, beta in units of q, a floor of lambda / 2",
             "1,000 samples for each task at the scale cpu",
         ),
         data="libsvm",

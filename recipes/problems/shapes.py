@@ -184,8 +184,16 @@ SHAPES: dict[str, Callable[[torch.Generator, torch.dtype], Shape]] = {
 }
 
 
-def shape(name: str, dtype: torch.dtype = torch.float32) -> Shape:
-    """A problem, the same at every call."""
+def shape(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Shape:
+    """A problem, the same at every call, on whatever device."""
     with torch.random.fork_rng():
         begin(0, "start")
-        return SHAPES[name](stream(0, "data"), dtype)
+        made = SHAPES[name](stream(0, "data"), dtype)
+    if device == "cpu":
+        return made
+    for t in (*made.x, *made.y):
+        t.data = t.detach().to(device)  # the losses read these very tensors
+    there = [[tuple(t.to(device) for t in batch) for batch in batches] for batches in made.batches]
+    made.batches = there[0], there[1]
+    made.tasks = None if made.tasks is None else made.tasks.to(device)
+    return made

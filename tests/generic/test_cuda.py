@@ -1,5 +1,9 @@
-"""What needs a GPU: captured steps, CUDA graphs, how often a step waits for the device, kernels (skipped without)."""
+"""What needs a GPU: captured steps, CUDA graphs, how often a step waits for the device, kernels (skipped without).
 
+The first two are run by `tests/devices` too, on a simulated device in CUDA's place.
+"""
+
+import sys
 import warnings
 
 import pytest
@@ -14,13 +18,14 @@ from ..layers import triton_alone
 from ..layers.test_kernels import operators
 from ..registry import each
 
-if not torch.cuda.is_available():
+SIMULATED = "tests.devices.simulated" in sys.modules
+if not torch.cuda.is_available() and not SIMULATED:
     pytest.skip("needs a CUDA device", allow_module_level=True)
+DEVICE = "cuda" if torch.cuda.is_available() else "simgpu"
 
 WAYS = {
     "traced": {"backend": "eager"},
-    "inductor": {},
-    "cuda graphs": {"mode": "reduce-overhead"},
+    **({} if SIMULATED else {"inductor": {}, "cuda graphs": {"mode": "reduce-overhead"}}),
 }
 SINGLE, AT_ONCE = 12, 8
 
@@ -42,7 +47,7 @@ def steps(row, device, compiled=None, **options):
 def test_captured_steps_are_eager_ones(row, way):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", bo.BilevelWarning)
-        (eager, _), (captured, optimizer) = (steps(row, "cuda", compiled) for compiled in (None, WAYS[way]))
+        (eager, _), (captured, optimizer) = (steps(row, DEVICE, compiled) for compiled in (None, WAYS[way]))
     for mine, theirs in zip(captured, eager, strict=True):
         assert theirs.isfinite().all()
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9 * float(theirs.abs().max()))
@@ -52,7 +57,7 @@ def test_captured_steps_are_eager_ones(row, way):
 @each(lambda row: not (row.declared.uncaptured or row.declared.host_update or row.declared.tasks == "required"))
 def test_a_captured_step_waits_for_the_device_once(row):
     """And so do the steps of a run: for their flags (but for samplers, whose draws go from the host to the device)."""
-    problem = Regression(row, device="cuda")
+    problem = Regression(row, device=DEVICE)
     optimizer = problem.optimizer(row)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", bo.BilevelWarning)
@@ -62,13 +67,13 @@ def test_a_captured_step_waits_for_the_device_once(row):
     if "compile_fallback" in optimizer.diagnostics:
         pytest.skip(optimizer.diagnostics["compile_fallback"])
     for advance in (problem.step, lambda optimizer: problem.run(optimizer, 3)):
-        torch.cuda.set_sync_debug_mode("warn")
+        torch.get_device_module(DEVICE).set_sync_debug_mode("warn")
         try:
             with warnings.catch_warnings(record=True) as found:
                 warnings.simplefilter("always")
                 advance(optimizer)
         finally:
-            torch.cuda.set_sync_debug_mode("default")
+            torch.get_device_module(DEVICE).set_sync_debug_mode("default")
         assert sum("synchroniz" in str(warning.message) for warning in found) <= 1
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import bilevel_optim as bo
 from bilevel_optim.kernels import cg, registry, seeded
 from bilevel_optim.kernels.counter import mixed, mixed_number, units
 from bilevel_optim.problem.random import hashed
@@ -194,6 +195,27 @@ def test_programs_give_what_the_references_give():
 
 
 @needs_triton
+def test_a_step_of_conjugate_gradients_loads_every_entry_a_few_times():
+    """And what its blocks have found once, not once in every block: twice the entries, twice the loads."""
+    fewer, more = json.loads(ask("-m", "tests.layers.triton_alone", "loads", TRITON_INTERPRET="1"))
+    assert fewer >= 7 * 32 * 16
+    assert more == pytest.approx(2 * fewer, rel=0.05)
+
+
+@needs_triton
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton runs here")
+def test_triton_that_cannot_run_is_none():
+    """It imports here, but finds no driver."""
+    operator, args = operators()["accumulated"]
+    launched = registry.launch_of(seeded._accumulated)
+    registry._runs.cache_clear()
+    with pytest.warns(bo.BilevelWarning, match="Triton cannot run on cpu"):
+        found = launched(*args)
+    assert torch.equal(found, operator(*args))
+    assert torch.equal(launched(*args), found)  # and says so once
+
+
+@needs_triton
 @pytest.mark.parametrize("capability", [pytest.param("80", marks=pytest.mark.slow), "90"])
 def test_programs_compile_without_a_gpu(capability, tmp_path):
     found = json.loads(ask("-m", "tests.layers.triton_alone", capability, TRITON_CACHE_DIR=str(tmp_path)))
@@ -221,5 +243,6 @@ print(float(x.detach().norm()))
 def test_launch_without_triton_is_the_reference(monkeypatch):
     operator, args = operators()["accumulated"]
     monkeypatch.setattr(registry, "programs", lambda: None)
+    registry._runs.cache_clear()
     launched = registry.launch_of(seeded._accumulated)
     assert torch.equal(launched(*args), operator(*args))

@@ -77,6 +77,27 @@ def interpreted():
     return worst
 
 
+def loads(blocks, size=16):
+    """Entries that a step of conjugate gradients loads, of so many blocks, in the interpreter."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    import torch
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    from bilevel_optim.kernels import programs
+
+    counted, load = [0], InterpreterBuilder.create_masked_load
+
+    def counting(self, pointers, *rest):
+        counted[0] += pointers.data.size
+        return load(self, pointers, *rest)
+
+    InterpreterBuilder.create_masked_load, programs.BLOCK = counting, size
+    vectors = [torch.ones(1, blocks * size) for _ in range(4)]
+    programs.cg_step(*vectors, torch.ones(1, dtype=torch.float64), torch.tensor([True]))
+    InterpreterBuilder.create_masked_load = load
+    return counted[0]
+
+
 POINTERS = {"*i64": {"keys", "rows"}, "*i1": {"active", "negatives"}}
 INTEGERS = {"period", "offset", "n", "count"}
 DOUBLES = {  # arguments that have double precision in any case
@@ -127,4 +148,5 @@ def compiled(capability):
 
 
 if __name__ == "__main__":
-    print(json.dumps(interpreted() if sys.argv[1] == "interpreted" else compiled(int(sys.argv[1]))))
+    ways = {"interpreted": interpreted, "loads": lambda: [loads(blocks) for blocks in (32, 64)]}
+    print(json.dumps(ways[sys.argv[1]]() if sys.argv[1] in ways else compiled(int(sys.argv[1]))))

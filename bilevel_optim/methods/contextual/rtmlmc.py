@@ -96,6 +96,9 @@ class RTMLMC(BilevelOptimizer):
         upper_optimizer, check_finite, generator, vectorize, hvp, process_group, lower_init: see `BilevelOptimizer`.
             Processes share the contexts of a step, deep ones first.
 
+    *Departures from the paper*, all of which are arguments: it has ``neumann="product"``, ``neumann_rate=0.5``,
+    ``level_sampling="independent"`` and ``cap=False``.
+
     State: L as estimated, and the running mean squares of the corrections :math:`V_k = E\|u_k - u_{k-1}\|^2`, measured
     at one context per step. ``diagnostics`` has ``level_variance``, :math:`2^k V_k` by k, which should not grow;
     ``level_counts``, ``lower_steps``, ``correction`` (the last :math:`\|u_k - u_{k-1}\|^2`), ``neumann_ratio`` (largest
@@ -219,7 +222,9 @@ class RTMLMC(BilevelOptimizer):
         nothing = oracle.x[0].new_zeros(())
         part = Estimate(nothing, oracle.x.zeros_like(), lower=oracle.y.zeros_like())
         if mine:
-            starts = Vector(t[mine] for t in self._starts(oracle, given, contexts))
+            starts = self._starts(oracle, given, contexts)
+            if mine != [*range(contexts.count)]:
+                starts = Vector(t[mine] for t in starts)
             largest = 1 / bound if self.cap else math.inf
             path = coupled_path(
                 oracle, contexts, starts, [depths[slot] for slot in mine],

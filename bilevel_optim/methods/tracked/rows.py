@@ -14,6 +14,7 @@ from ...distributed.sharding import Split
 from ...hypergradient.estimate import Write
 from ...hypergradient.recursive import flat, shaped
 from ...hypergradient.storm import floor
+from ...problem.placement import uploaded
 from ...problem.tracing import traced
 from ...problem.vector import Vector
 
@@ -82,12 +83,11 @@ class Clock(NamedTuple):
 
     def stamps(self, device: torch.device) -> Rows:
         """The time and the sums as tensors, of which a row keeps `STAMPS`."""
-
-        def double(sums: Any) -> Tensor:
-            return torch.tensor(sums, dtype=torch.float64, device=device)
-
-        age = torch.tensor(self.time, device=device)
-        return {"log": double(self.log), "drift": double(self.drift), "last": double(self.last), "age": age}
+        sums = [entry for part in (*self.drift, *self.last) for entry in part]
+        time, log, *rest = _taken_apart(
+            uploaded([self.time, *self.log, *sums], device, torch.float64), len(self.log), len(self.drift)
+        )
+        return {"log": log, "drift": rest[0], "last": rest[1], "age": time.long()}
 
 
 @dataclass(frozen=True)
@@ -129,13 +129,19 @@ def clock_of(found: Any, trackers: int, positions: int, *, still: bool = False) 
     """The clock that was `kept`; in a graph one of which is known whether it is ``still``."""
     if not isinstance(found, Tensor):
         return Clock(*found)
-    rates = (len(found) - 1 - trackers) // (2 * positions)
-    time, log, *sums = torch.split(found, [1, trackers, positions * rates, positions * rates])
-    drift, last = (t.view(positions, rates) for t in sums)
+    time, log, drift, last = _taken_apart(found, trackers, positions)
     if traced():
-        return GraphClock(time[0], log, drift, last, still)
+        return GraphClock(time, log, drift, last, still)
     tuples = (tuple(map(tuple, t.tolist())) for t in (drift, last))
     return Clock(int(time), tuple(log.tolist()), *tuples)
+
+
+def _taken_apart(numbers: Tensor, trackers: int, positions: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Time, logarithms and the two sums of a clock, from one tensor."""
+    rates = (len(numbers) - 1 - trackers) // (2 * positions)
+    time, log, *sums = torch.split(numbers, [1, trackers, positions * rates, positions * rates])
+    drift, last = (t.view(positions, rates) for t in sums)
+    return time[0], log, drift, last
 
 
 def kept(clock: Clock | GraphClock) -> Any:
@@ -217,21 +223,21 @@ class Table:
 
     def spread(self, rates: Tensor) -> Tensor:
         """Learning rate of each entry of a row of y."""
-        return rates[self.groups].to(self.positions[0].device)
+        return uploaded(rates[self.groups], self.positions[0].device)
 
     def gather(self, ids: Tensor, clock: Clock | GraphClock) -> Rows:
         """Rows as they are at a time, on the device of y, with the positions' last values as ``NAME_last``."""
-        ids, home = ids.to(self.device), self.positions[0].device
+        host, ids, home = ids, uploaded(ids, self.device), self.positions[0].device
         rows = {name: t[ids] for name, t in self.tables.items()}
         log, drift, age = (rows.pop(name) for name in STAMPS)
-        rows["y"] = flat([t[ids.to(home)] for t in self.positions], len(ids)).to(self.device)
+        rows["y"] = flat([t[self._at(home, host, ids)] for t in self.positions], len(ids)).to(self.device)
         now = {} if clock.still else clock.stamps(self.device)
         for p, (name, velocity) in enumerate(self.moving):
             at, last = rows[name], rows[name]
             if now:
                 unit, along = torch.exp(-log[:, self.trackers.index(velocity)]).unsqueeze(-1), rows[velocity]
                 far, near = (unit * (now[key][p] - drift[:, p]) for key in ("drift", "last"))
-                groups = self.groups.to(self.device)
+                groups = uploaded(self.groups, self.device)
                 rows[name], last = (at - step[:, groups].to(at.dtype) * along for step in (far, near))
                 if name == "y" and math.isfinite(self.radius):
                     assert isinstance(clock, Clock)
@@ -248,12 +254,16 @@ class Table:
 
     def writes(self, ids: Tensor, rows: Rows, clock: Clock | GraphClock) -> list[Write]:
         """What puts rows that are valid at a time into the tables."""
-        there, live = ids.to(self.device), self.positions
+        there, live = uploaded(ids, self.device), self.positions
         valid = {**rows, **clock.stamps(self.device)}
         y = zip(live, shaped(rows["y"], live.lane(0)), strict=True)
         return [Write(t, there, valid[name].to(t)) for name, t in self.tables.items()] + [
-            Write(t, ids.to(t.device), values) for t, values in y
+            Write(t, self._at(t.device, ids, there), values) for t, values in y
         ]
+
+    def _at(self, device: torch.device, ids: Tensor, there: Tensor) -> Tensor:
+        """Row numbers on a device, of which the tables' own has them already."""
+        return there if there.device == device else uploaded(ids, device)
 
     def chunks(self, ids: Tensor) -> Iterator[Tensor]:
         """Row numbers in parts of bounded size."""

@@ -80,6 +80,9 @@ class RSVRB(RecursiveOptimizer):
             `BilevelOptimizer`. Processes share the tasks of a step; each has all rows, or, of lower parameters split
             along their first dimension (``DTensor``), its own.
 
+    *Departures from the paper.* Those of `SVRB`; four probes for each task of a step, where the text has one in
+    all; and beta in units of q, so that one value does for any number of tasks.
+
     State: as with `SVRB`; ``rows.scale``, :math:`s_i`, by which ``rows.u``,
     ``v``, ``V`` and ``H`` are divided (``"self_normalised"``); for adaptive probabilities ``rows.size``,
     ``rows.probability`` and ``rows.cumulative``. ``diagnostics``: as `SVRB`, and ``rows_touched``.

@@ -73,6 +73,10 @@ class SVRB(RecursiveOptimizer):
         lower_batch, upper_batch: rows per batch of a task. Default: all.
         check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_init: see `BilevelOptimizer`.
 
+    *Departures from the paper.* No ceilings unless they are given. The matrices are explicit, and the system is solved
+    by them; the paper uses conjugate gradients, which is far cheaper per step where p is large: compare seconds with
+    that in mind.
+
     State: of the first lower parameter ``rows.NAME``, with a row for each problem that mixes all lower parameters, for
     each tracker, for ``y_last`` (y at the last step; likewise r), and for ``log``, ``drift`` and ``age``, which say at
     what time a row is valid. Of the upper parameters ``direction`` (d) and ``previous`` (x at the last step).

@@ -20,6 +20,7 @@ from ...optimizer.state import TABLE
 from ...optimizer.step import StepInputs, Update
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, by_level, require
+from ...problem.placement import uploaded
 from ...problem.tasks import TaskDraws, draw_whole, length_of, task_count
 from ...problem.vector import Vector
 from . import watching
@@ -184,7 +185,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         if n < m and not self._rule.rests:
             keep = math.isfinite(self.radius)
             after = clock.ticked(table, betas, _rates(given), self._tau(given), keep)
-        ids, scale = drawn.ids, drawn.scale.to(oracle.device)
+        ids, scale = drawn.ids, uploaded(drawn.scale, oracle.device)
         if table.split:
             own = table.split.own(ids)
             ids, scale = ids[own] - table.split.start, scale[own]

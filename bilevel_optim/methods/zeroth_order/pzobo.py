@@ -29,11 +29,13 @@ class PZOBO(ZerothOrder):
     PZOBO-S: all paths of a step see the same batches in the same order, with the same dropout masks, so that batch
     noise cancels in the differences.
 
-    *When.* Lower solvers that cannot be differentiated, or upper parameters through which a backward pass for each
-    lower step is too expensive (a backbone with a head that adapts: give the head's input as ``features`` of the
-    `Objective`, and it is computed once per path). *Needs* first derivatives of g in y only. Its indirect term has
-    relative variance (p + 1)/Q in p upper dimensions (p - 1 for ``"sphere"`` and ``"rademacher"``), which does *not*
-    fall near a stationary point: with few directions in many dimensions it is all noise, and a warning says so.
+    *When.* Few upper parameters (up to about 10), ``direction="orthogonal"``, a multiple of their number of
+    ``directions``, and a lower solver that cannot be differentiated (``recipes.black_box``); or upper parameters
+    through which a backward pass for each lower step is too expensive (a backbone with a head that adapts: give the
+    head's input as ``features`` of the `Objective`, and it is computed once per path). *Needs* first derivatives of g
+    in y only. Its indirect term has relative variance (p + 1)/Q in p upper dimensions (p - 1 for ``"sphere"`` and
+    ``"rademacher"``), which does *not* fall near a stationary point: with few directions in many dimensions it is all
+    noise, and a warning says so.
     Compare with `FirstOrder`, to see whether the indirect term contributes.
 
     *Cost per step*: N (Q + 1) lower gradients (N (2Q + 1) for central differences), 1 upper gradient. *Memory*: the
