@@ -157,6 +157,34 @@ def test_the_table_of_methods_is_filtered(open_page):
         page.screenshot(path=f"{folder}/filtered.png")
 
 
+# What a newcomer looks for: the links to click from the first page, and words that answer.
+TASKS = {
+    "install it": (["Start"], "pip install"),
+    "choose without second derivatives": (["Choose", "F2SA"], "first derivatives"),
+    "resume a run": (["How to", "Save a run, and resume it"], "optimizer.load_state_dict"),
+    "use Adam below": (["How to", "Adam, momentum, schedulers, clipping"], "lower_optimizer=torch.optim.Adam"),
+    "why the hypergradient is zero": (["How to", "When the hypergradient is wrong, or zero"], "Is it zero?"),
+    "understand a warning": (["Errors"], "the gradient of the lower loss grows over the lower"),
+    "use BatchNorm": (["How to", "BatchNorm, dropout, and other state of modules"], "once per outer step"),
+    "train with Lightning": (["How to", "Lightning"], "automatic_optimization = False"),
+    "come from higher": (["How to", "Coming from higher"], "innerloop_ctx"),
+    "make steps faster": (["How to", "Fast steps"], "optimizer.compile()"),
+    "need less memory": (["How to", "Use less memory"], "checkpoint=True"),
+    "see a few-shot example": (["Gallery", "Learn to adapt: few-shot regression"], "bo.MAML"),
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_newcomer_finds_it_in_three_clicks(open_page, task):
+    clicks, answer = TASKS[task]
+    assert len(clicks) <= 3
+    page = open_page("index.html", viewport={"width": 1280, "height": 900})
+    for text in clicks:
+        page.get_by_role("link", name=text, exact=True).filter(visible=True).first.click(timeout=20_000)
+        page.wait_for_load_state("load")
+    assert answer in page.inner_text("article")
+
+
 def test_every_internal_link_answers(address):
     """Read from the files: pages, pictures, and the places on a page."""
     from html.parser import HTMLParser
