@@ -200,7 +200,7 @@ def _ordered(lanes: Vector, order: Sequence[int]) -> Vector:
     """The lanes in another order, as copies."""
     if len(order) == 1:
         return lanes.clone()
-    index = uploaded(order, lanes[0].device)
+    index = uploaded(order, lanes[0].device, torch.int64)
     return Vector(t[index] for t in lanes)
 
 
