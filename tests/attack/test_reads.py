@@ -131,23 +131,17 @@ def test_a_loss_that_changes(make):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "at", "how"), EVERY, ids=str)
-@pytest.mark.parametrize("holder", HOLDERS)
-def test_every_number(holder, method, at, how):
-    for way in REACHED:
-        attacked(ways.pair(holder, way), method, at, how)
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("_threads")
-@pytest.mark.parametrize(("method", "at", "how"), [case for case in EVERY if case[1] == 20], ids=str)
-@pytest.mark.parametrize("name", [name for name in ways.odd() if name not in UNSEEN])
-def test_every_odd_thing(name, method, at, how):
-    attacked(ways.odd_one(name), method, at, how)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("method", "at", "how"), EVERY, ids=str)
-@pytest.mark.parametrize("make", LOSSES, ids=lambda make: make.__name__)
-def test_every_loss(make, method, at, how):
-    attacked(make, method, at, how)
+def test_everything(method, at, how):
+    """All pairs, all losses and all odd things."""
+    cases = {f"{holder}, {way}": ways.pair(holder, way) for holder, way in PAIRS}
+    cases |= {make.__name__: make for make in LOSSES}
+    cases |= {name: ways.odd_one(name) for name in ways.odd() if name not in UNSEEN}
+    wrong = {}
+    for name, make in cases.items():
+        try:
+            attacked(make, method, at, how)
+        except Exception as error:
+            wrong[name] = str(error)[:200]
+    assert not wrong
