@@ -7,12 +7,14 @@ from typing import Any, Never
 
 from torch import Tensor
 
+from ..oracle.lanes import stacked
 from ..oracle.oracle import Oracle
 from ..problem.objective import Loss, Objective, as_objective
 from ..problem.vector import Vector
+from ..pytree import tree_leaves
 from ..solvers.lower import LowerRule
 
-__all__ = ["lower_solution", "no_upper_loss", "objective_of"]
+__all__ = ["lower_solution", "many", "no_upper_loss", "objective_of"]
 
 
 def objective_of(lower: Loss, batch: Any) -> Objective:
@@ -23,6 +25,28 @@ def objective_of(lower: Loss, batch: Any) -> Objective:
     if task.data is not None:
         raise ValueError("Invalid batch: the Objective has data of its own")
     return Objective(task.loss, [batch], features=task.features)
+
+
+def many(oracle: Oracle, start: Vector, batches: Any) -> tuple[Oracle, Vector]:
+    """The lower problems of several tasks as one, with a start for each.
+
+    Args:
+        oracle: of the bare lower loss of one task.
+        start: where each starts: tensors of y's shapes, for all, or with a leading dimension for the tasks.
+        batches: the data of the tasks, a pytree of tensors with a leading dimension for them.
+    """
+    leaves = [t for t in tree_leaves(batches) if isinstance(t, Tensor)]
+    sizes = {len(t) if t.dim() else 0 for t in leaves}
+    if len(sizes) != 1 or 0 in sizes:
+        raise ValueError(
+            "Invalid tasks: they should be tensors (or lists, dicts of them) whose first dimension numbers the tasks, "
+            f"but the shapes are {[tuple(t.shape) for t in leaves]}"
+        )
+    (n,) = sizes
+    starts = Vector(
+        s.detach().to(y).expand(n, *y.shape) if s.dim() == y.dim() else s for s, y in zip(start, oracle.y, strict=True)
+    )
+    return stacked(oracle, starts, lambda _: batches), starts
 
 
 def lower_solution(

@@ -372,11 +372,12 @@ class BilevelOptimizer(Optimizer, ABC):
         lower: Loss,
         batch: Any = None,
         *,
+        tasks: Any = None,
         steps: int | None = None,
         start: Sequence[Tensor] | None = None,
         write: bool = False,
     ) -> Vector:
-        """Lower parameters for a new task: lower steps on its data, at the present x.
+        """Lower parameters for a new task, or for many at once: lower steps on its data, at the present x.
 
         The steps are those of training, by the same optimizer with a fresh state; no hypergradient is made, and the
         counts, the state and the upper parameters stay as they are. Every process adapts by itself.
@@ -384,13 +385,15 @@ class BilevelOptimizer(Optimizer, ABC):
         Args:
             lower: the lower loss of the task, as for ``step``. (A minimax method takes its loss, which y ascends.)
             batch: what the loss is called with at every step. Default: None, nothing, or the data of an `Objective`.
+            tasks: instead of ``batch``, the data of many tasks, a tensor or a pytree of tensors whose first dimension
+                numbers the tasks: they are solved together, and each takes its own steps. Default: None.
             steps: how many. Default: ``lower_steps``; has to be given for a method that has none.
             start: where y starts. Default: the learned start of `MAML` and methods like it, else what the live y holds.
             write: leave the result, and module buffers, in the live tensors, so that the model is the task's; a later
                 ``step`` starts there. Otherwise they are as before.
 
         Returns:
-            The tensors of y, in the order of the lower parameters.
+            The tensors of y, in the order of the lower parameters; with ``tasks`` with a leading dimension for them.
 
         Raises:
             NonFiniteError: if the steps diverge.
@@ -407,14 +410,23 @@ class BilevelOptimizer(Optimizer, ABC):
             raise ValueError(f"{type(self).__name__} has no lower_steps: adapt(..., steps=...) must say how many")
         steps = self.lower_steps if steps is None else steps
         require("steps", steps, is_count(steps))
+        if tasks is not None:
+            if batch is not None or write:
+                raise ValueError("adapt takes tasks= alone, without a batch, and cannot write many into one y")
+            if self._one_loss or self.declared.tasks == "rows":
+                raise ValueError(f"{type(self).__name__} adapts to one task at a time")
+            self._lower_checks.require_elementwise("tasks")
         task = adapt.objective_of(lower, batch)
         oracle = self._oracle(task) if self._one_loss else self._oracle(adapt.no_upper_loss, task)
         oracle.shared = False
         rule_for = partial(self._rules, level_groups(self.param_groups, "lower"))
         with nullcontext() if write else self._run_state.buffers.kept():
+            begin = Vector(self._learned_start(oracle) if start is None else start)
+            if tasks is not None:
+                oracle, begin = adapt.many(oracle, begin, tasks)
             found = adapt.lower_solution(
                 oracle,
-                Vector(self._learned_start(oracle) if start is None else start),
+                begin,
                 steps,
                 rule_for,
                 check_finite=self.check_finite,

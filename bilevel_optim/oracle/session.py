@@ -129,8 +129,8 @@ class LowerTrend:
         """The warning."""
         return (
             f"{self.text} (see diagnostics['lower_growth']), so y is no solution of the lower problem and "
-            "the hypergradient is not reliable. Use a smaller lower_lr (half of it to begin with; bo.suggest measures "
-            "the largest one), another lower_optimizer, or lower_clip"
+            "the hypergradient is not reliable. Use a smaller lower_lr (half of it to begin with), "
+            "another lower_optimizer, or lower_clip"
         )
 
 

@@ -155,3 +155,42 @@ def test_limits_hold_in_adaptation_too():
     optimizer = bo.AID([x], [y], **ARGUMENTS, lower_projection=lambda y: [t.clamp(max=1.0) for t in y])
     (found,) = optimizer.adapt(lambda: (y - 3 - x).square().sum(), steps=50)
     assert float(found) == 1.0  # no hypergradient is made, so there is nothing to refuse
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        (bo.AID, {}),
+        (bo.AID, {"lower_optimizer": Adam}),
+        (bo.F2SA, {"vectorize": False}),
+        (bo.ITD, {"lower_clip": 0.5, "lower_projection": lambda y: [t.clamp(max=2.0) for t in y]}),
+        (bo.MAML, {}),
+    ],
+)
+def test_many_tasks_at_once_are_each_of_them(method, options):
+    x, y = torch.full((2,), 3.0, requires_grad=True), torch.full((2,), 1.0, requires_grad=True)
+    optimizer = method([x], [y], **ARGUMENTS, **options)
+    targets = torch.tensor([[5.0, -1.0], [0.0, 0.0], [40.0, 2.0]])
+    before, counts = values([x, y]), optimizer.oracle_counts
+    (found,) = optimizer.adapt(loss_of(x, y), tasks=targets, steps=7)
+    assert found.shape == (3, 2)
+    for one, target in zip(found, targets, strict=True):
+        torch.testing.assert_close(one, optimizer.adapt(loss_of(x, y), target, steps=7)[0])
+    again = optimizer.adapt(loss_of(x, y), tasks=targets, steps=2, start=[found])[0]
+    torch.testing.assert_close(again[2], optimizer.adapt(loss_of(x, y), targets[2], steps=2, start=[found[2]])[0])
+    assert same(before, values([x, y]))
+    assert optimizer.oracle_counts == counts
+
+
+def test_what_many_tasks_cannot_be():
+    x, y = torch.full((2,), 3.0, requires_grad=True), torch.full((2,), 1.0, requires_grad=True)
+    optimizer, loss = bo.AID([x], [y], **ARGUMENTS), loss_of(x, y)
+    for options in ({"batch": torch.zeros(2)}, {"write": True}):
+        with pytest.raises(ValueError, match="adapt takes tasks= alone"):
+            optimizer.adapt(loss, tasks=torch.zeros(3, 2), **options)
+    for wrong in (torch.tensor(1.0), (torch.zeros(2, 2), torch.zeros(3, 2)), []):
+        with pytest.raises(ValueError, match="Invalid tasks: they should be tensors"):
+            optimizer.adapt(loss, tasks=wrong)
+    single = bo.GDA([x], [y], lr=0.1, lower_lr=0.1)
+    with pytest.raises(ValueError, match="GDA adapts to one task at a time"):
+        single.adapt(loss, tasks=torch.zeros(3, 2))
