@@ -106,6 +106,7 @@ def test_double_backward(x):
     both(product, x)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # of jacrev in torch 2.11
 @pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning")
 def test_functorch(x, y):
     both(lambda a, b: vmap(lambda r: (r @ b).exp().sum() * r)(a), x, y)
@@ -315,7 +316,7 @@ def test_random_numbers():
     assert torch.equal(torch.get_rng_state(), host)
     torch.simgpu.set_rng_state(state)
     close([torch.rand(3, device=NAME), F.dropout(a.detach().exp(), 0.5)], [b, drop])
-    with torch.random.fork_rng(devices=[torch.device(NAME)]):
+    with torch.random.fork_rng(devices=[torch.device(NAME)], device_type=NAME):
         torch.rand(9, device=NAME)
     own = torch.Generator(device=NAME).manual_seed(1)
     assert own.device == DEVICE
