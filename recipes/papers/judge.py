@@ -63,7 +63,7 @@ def judge(rule: Better | Within, evidence: Evidence) -> Verdict:
                        f"knows nothing has {_mean(evidence.ignorant)}")  # fmt: skip
     word, reason = _better(rule, evidence) if isinstance(rule, Better) else _within(rule, evidence)
     if word != UNDECIDED and evidence.part is not None and evidence.part < 0.995:
-        word += f" AT {100 * evidence.part:.2g} % OF THE BUDGET"
+        word += f" AT {float(f'{100 * evidence.part:.2g}'):g} % OF THE BUDGET"
     return Verdict(word, reason)
 
 

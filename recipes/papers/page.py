@@ -161,7 +161,13 @@ def page(experiments: Iterable[Experiment], results: Path = RESULTS, scale: str 
             continue
         counts[found["verdict"]] += 1
         part = found["part of the budget"]
-        budget = "-" if found["untrained"] is None else "not in the text" if part is None else f"{100 * part:.2g} %"
+        budget = (
+            "-"
+            if found["untrained"] is None
+            else "not in the text"
+            if part is None
+            else f"{float(f'{100 * part:.2g}'):g} %"
+        )
         rule = experiment.rule
         control = found["scores"][rule.control] if isinstance(rule, Better) and rule.control else "-"
         cells = [_ours(experiment, found), control, found["untrained"] or "-", f"**{found['verdict']}**", budget]
