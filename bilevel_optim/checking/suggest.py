@@ -25,7 +25,8 @@ from ..problem.parameters import Params, as_groups, is_number, require, require_
 from ..problem.tasks import draw, sample, select
 from ..problem.vector import Vector, stack
 from ..solvers.agd import AGD
-from .spectrum import Spectrum
+from .spectrum import STEPS as MOST_PRODUCTS
+from .spectrum import Spectrum, lanczos
 
 __all__ = ["Suggestion", "suggest"]
 
@@ -372,6 +373,11 @@ class _Measured:
         return self._implicit(self.solution, lambda slope: self.spectrum.applied(_inverse, slope))
 
     @cached_property
+    def adjoint(self) -> Tensor:
+        """What f pulls y along at the solution: the inverse Hessian of g times the gradient of f."""
+        return self.spectrum.applied(_inverse, self._upper(self.solution)[1])
+
+    @cached_property
     def upper_noise(self) -> float:
         """Standard deviation of f's gradients over batches, at the solution."""
         each = [torch.cat(pair) for pair in self._upper_each(self.solution if self.convex else self.y)]
@@ -382,13 +388,11 @@ class _Measured:
         """Standard deviation of the hypergradient over batches of both losses at the solution, over its norm."""
         if not self.convex or len(self.f) == len(self.g) == 1:
             return 0.0
-        slopes = self._upper_each(self.solution)
-        v = self.spectrum.applied(_inverse, torch.stack([in_y for _, in_y in slopes]).mean(0))
-        direct = [in_x for in_x, _ in slopes]
+        direct = [in_x for in_x, _ in self._upper_each(self.solution)]
         cross = []
         for batch in self.g:
             with self._at(self.solution).lower_system(batch) as system:
-                cross.append(self._flat(system.cross(self._like(v, self.oracle.y))))
+                cross.append(self._flat(system.cross(self._like(self.adjoint, self.oracle.y))))
         parts = [_spread(each, self.truth) for each in (direct, cross)]
         return math.hypot(*parts)
 
@@ -407,7 +411,7 @@ class _Measured:
         return self.solution + self.spectrum.applied(left, self.y - self.solution)
 
     def _unrolled(self, left: Polynomial) -> Tensor:
-        """The derivative through the steps, which is also what perturbed copies differ by."""
+        """The derivative through the steps."""
         solve = partial(self.spectrum.applied, lambda c: (1 - left(c)) * _inverse(c))
         return self._implicit(self._after(left), solve)
 
@@ -484,29 +488,39 @@ class _Measured:
             settings["hvp"] = "finite-difference"
         if not self.convex:
             return self._not_convex(name, settings)
-        allowed = self.bias if name in ("ITD", "SOBA") else self.bias / 2
 
         def after(steps: int) -> float:
             return self._error(self._unrolled(_descent(rate, momentum, steps)))
 
         if name == "AID":
             return self._implicit_row(settings, momentum)
-        steps, error = self._fewest(STEPS, after, allowed, partial(self._converges, rate, momentum))
-        slow = ", all that are suggested" if error > allowed else f" for a bias of {allowed:.1%}"
+        if name == "F2SA":
+            return self._penalty_row(settings, momentum)
+        steps, error = self._fewest(STEPS, after, self.bias, partial(self._converges, rate, momentum))
+        slow = ", all that are suggested" if error > self.bias else f" for a bias of {self.bias:.1%}"
         if name == "SOBA":
             graph = self.mebibytes["product"] + self.mebibytes["upper"]
             why = f"settles within about {steps} steps{slow}"
             return Row(settings, self._seconds(upper=1, product=1), graph, error, self._total_noise(), why, steps)
         settings["lower_steps"] = steps
         why = f"{steps} lower steps{slow}"
-        if name == "ITD":
-            seconds, graph = self._seconds(upper=1, product=2 * steps), self.mebibytes["product"] * steps
-            return Row(settings, seconds, graph, error, self._total_noise(), why)
-        settings["order"], (settings["nu"], truncated) = 2, self._penalty()
+        seconds, graph = self._seconds(upper=1, product=2 * steps), self.mebibytes["product"] * steps
+        return Row(settings, seconds, graph, error, self._total_noise(), why)
+
+    def _penalty_row(self, settings: dict[str, Any], momentum: float) -> Row:
+        rate = settings["lower_lr"]
+        nu, truncated = self._penalty()
+        after = self._copies_after(nu)
+        converges = partial(self._converges, rate, momentum)
+        steps, error = self._fewest(STEPS, lambda n: after(_descent(rate, momentum, n)), self.bias, converges)
+        settings |= {"lower_steps": steps, "order": 2, "nu": nu}
+        why = f"{steps} lower steps" + (
+            ", all that are suggested" if error > self.bias else f" for a bias of {self.bias:.1%}"
+        )
+        why += f", nu for an error of {truncated:.1%} of the difference"
         seconds = self._seconds(upper=2 * (steps + 1), lower=2 * (steps + 1))
         graph = 2 * (self.mebibytes["upper"] + self.mebibytes["lower"])
-        why += f", nu for an error of {truncated:.1%} of the difference"
-        return Row(settings, seconds, graph, error + truncated, self._total_noise(), why)
+        return Row(settings, seconds, graph, error, self._total_noise(), why)
 
     def _implicit_row(self, settings: dict[str, Any], momentum: float) -> Row:
         rate = settings["lower_lr"]
@@ -557,30 +571,65 @@ class _Measured:
 
     def _penalty(self) -> tuple[float, float]:
         """Nu of the central difference, and its error: measured with copies that are solved."""
-        _, slope = self._upper(self.solution)
-        if float(slope.norm()) == 0:
+        v = self.adjoint
+        if float(v.norm()) == 0:
             return 1e-2, 0.0
-        v = self.spectrum.applied(_inverse, slope)
         size = float(self.solution.norm()) + float((self.solution - self.y).norm())
         nu = 0.3 * max(size, 1e-6) / max(float(v.norm()), 1e-30)  # copies that are so far apart, to begin with
         rounding = torch.finfo(self.y.dtype).eps ** 0.5
         best = nu, math.inf
         for _ in range(12):
-            error = self._error(self._difference(nu, v))
+            error = self._error(self._difference(nu, self._ends(nu)))
             best = min(best, (nu, error), key=lambda one: one[1])
             if error <= self.bias / 20 or nu * float(v.norm()) < rounding * size or not self._goes_on():
                 break
             nu /= 3 if not error < 10 * self.bias else max(math.sqrt(25 * error / self.bias), 1.3)
         return best
 
-    def _difference(self, nu: float, v: Tensor) -> Tensor:
+    def _ends(self, nu: float) -> list[Tensor]:
+        """Solutions of the copies' problems, g + nu f and g - nu f."""
         ends = []
         for sign in (1.0, -1.0):
-            y = self.solution - sign * nu * v
+            y = self.solution - sign * nu * self.adjoint
             for _ in range(4):  # Newton steps with the Hessian of g alone
                 y = y - self.spectrum.applied(_inverse, self._lower(y) + sign * nu * self._upper(y)[1])
-            ends.append(self._lower_in_x(y) + sign * nu * self._upper(y)[0])
-        return (ends[0] - ends[1]) / (2 * nu)
+            ends.append(y)
+        return ends
+
+    def _difference(self, nu: float, copies: Sequence[Tensor]) -> Tensor:
+        """The estimate from two copies."""
+        plus, minus = (
+            self._lower_in_x(y) + sign * nu * self._upper(y)[0] for sign, y in zip((1.0, -1.0), copies, strict=True)
+        )
+        return (plus - minus) / (2 * nu)
+
+    def _copies_after(self, nu: float) -> Callable[[Polynomial], float]:
+        r"""The error of the estimate from copies of which lower steps have left so much.
+
+        With H and F the Hessians of g and f, the copy of node j gets to
+        :math:`y_j + \varphi_T(H + j \nu F)(y - y_j)`, where :math:`y_j` solves its problem. What is left of the two
+        differs by as much as their solutions do, in proportion to nu, so H alone would not do.
+        """
+        step = torch.finfo(self.y.dtype).eps ** (1 / 3) * (1 + float(self.y.norm()))
+        ends, runs = self._ends(nu), []
+        with self._products(self.y) as product:
+            for sign, end in zip((1.0, -1.0), ends, strict=True):
+
+                def perturbed(v: Tensor, sign: float = sign) -> Tensor:  # v has the norm 1
+                    along = self._upper(self.y + step * v)[1] - self._upper(self.y - step * v)[1]
+                    return product(v)[1] + sign * nu * along / (2 * step)
+
+                far = self.y - end
+                runs.append(lanczos(perturbed, far, MOST_PRODUCTS, self._goes_on) if float(far.norm()) > 0 else None)
+
+        def error(left: Polynomial) -> float:
+            copies = []
+            for end, run in zip(ends, runs, strict=True):
+                values, vectors = run[:2] if run else (torch.ones(1), torch.zeros_like(end)[:, None])
+                copies.append(end + vectors @ (left(values).to(end) * (vectors.mT @ (self.y - end))))
+            return self._error(self._difference(nu, copies))
+
+        return error
 
     def _not_convex(self, name: str, settings: dict[str, Any]) -> Row:
         """Settings that make sense without a solution of the lower problem; what they lead to is not known."""
