@@ -496,16 +496,30 @@ class _Measured:
             return self._implicit_row(settings, momentum)
         if name == "F2SA":
             return self._penalty_row(settings, momentum)
+        if name == "SOBA":
+            return self._single_loop_row(settings)
         steps, error = self._fewest(STEPS, after, self.bias, partial(self._converges, rate, momentum))
         slow = ", all that are suggested" if error > self.bias else f" for a bias of {self.bias:.1%}"
-        if name == "SOBA":
-            graph = self.mebibytes["product"] + self.mebibytes["upper"]
-            why = f"settles within about {steps} steps{slow}"
-            return Row(settings, self._seconds(upper=1, product=1), graph, error, self._total_noise(), why, steps)
         settings["lower_steps"] = steps
         why = f"{steps} lower steps{slow}"
         seconds, graph = self._seconds(upper=1, product=2 * steps), self.mebibytes["product"] * steps
         return Row(settings, seconds, graph, error, self._total_noise(), why)
+
+    def _single_loop_row(self, settings: dict[str, Any]) -> Row:
+        """The steps at one x, taken on all batches: v follows an y that moves, which no polynomial of H tells."""
+        rate, steps, error = settings["lower_lr"], 0, math.inf
+        y, v = self.y, rate * self._upper(self.y)[1]
+        while error > self.bias and steps < MOST_STEPS and self._goes_on():
+            in_x, in_y = self._upper(y)
+            with self._products(y) as product:
+                cross, image = product(v)
+            error, steps = self._error(in_x - cross), steps + 1
+            y, v = y - rate * self._lower(y), v - rate * (image - in_y)
+        late = ", all that were tried" if error > self.bias else f" for a bias of {self.bias:.1%}"
+        graph = self.mebibytes["product"] + self.mebibytes["upper"]
+        seconds, why = self._seconds(upper=1, product=1), f"settles in {steps} steps{late}"
+        known = error if math.isfinite(error) else None
+        return Row(settings, seconds, graph, known, self._total_noise(), why, max(steps, 1))
 
     def _penalty_row(self, settings: dict[str, Any], momentum: float) -> Row:
         rate = settings["lower_lr"]
@@ -513,6 +527,7 @@ class _Measured:
         after = self._copies_after(nu)
         converges = partial(self._converges, rate, momentum)
         steps, error = self._fewest(STEPS, lambda n: after(_descent(rate, momentum, n)), self.bias, converges)
+        ended = not self._goes_on()  # a part of the Krylov spaces, whose errors are divided by nu
         settings |= {"lower_steps": steps, "order": 2, "nu": nu}
         why = f"{steps} lower steps" + (
             ", all that are suggested" if error > self.bias else f" for a bias of {self.bias:.1%}"
@@ -520,7 +535,7 @@ class _Measured:
         why += f", nu for an error of {truncated:.1%} of the difference"
         seconds = self._seconds(upper=2 * (steps + 1), lower=2 * (steps + 1))
         graph = 2 * (self.mebibytes["upper"] + self.mebibytes["lower"])
-        return Row(settings, seconds, graph, error, self._total_noise(), why)
+        return Row(settings, seconds, graph, None if ended else error, self._total_noise(), why)
 
     def _implicit_row(self, settings: dict[str, Any], momentum: float) -> Row:
         rate = settings["lower_lr"]
