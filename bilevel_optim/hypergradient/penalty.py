@@ -43,8 +43,7 @@ def penalty(
         lower_sample: sample of g, shared by the copies. Default: the next one.
 
     Returns:
-        Estimate whose loss is f extrapolated to :math:`\nu = 0`, with error :math:`O(\nu^p)`; among its diagnostics
-        are the values of f and g at the copies, ``upper_losses`` and ``lower_losses``.
+        Estimate whose loss is f extrapolated to :math:`\nu = 0`, with error :math:`O(\nu^p)`.
     """
     values = evaluate_copies(
         oracle,
@@ -61,7 +60,7 @@ def penalty(
     used = interpolation != 0
     loss = torch.where(used, values.upper * interpolation, 0.0).sum()
     oracle.checks.scalar("loss", loss, hint)
-    return Estimate(loss, values.gradient, {"upper_losses": values.upper, "lower_losses": values.lower})
+    return Estimate(loss, values.gradient)
 
 
 def _summing_to_zero(weights: Sequence[float], dtype: torch.dtype) -> list[float]:

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .tracing import traced
-
 __all__ = ["constant", "uploaded"]
 
 MOST = 256  # sets of numbers that are kept
@@ -23,7 +21,7 @@ def uploaded(values: Tensor | Sequence[float], device: torch.device, dtype: torc
         return t.to(device)
     if not t.dim():  # goes with the launch, also in a graph
         return torch.zeros((), dtype=t.dtype, device=device) + t
-    if traced() or not _pins(device.type):
+    if type(t) is not Tensor or not _pins(device.type):  # a trace has tensors of its own
         return t.to(device)
     return t.pin_memory().to(device, non_blocking=True)
 

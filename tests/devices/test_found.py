@@ -158,7 +158,7 @@ def test_a_checkpoint_of_another_device_can_be_loaded(row, monkeypatch):
             for mine, theirs in zip([*again.x, *again.y], [*problem.x, *problem.y], strict=True):
                 mine.copy_(from_device(theirs))
         resumed.load_state_dict(state)
-        assert resumed.run_state.last_loss.device == again.x[0].device
+        assert resumed._run_state.last_loss.device == again.x[0].device
         with shared_randomness():
             loss = again.run(resumed, 1)
         ends.append(results(again, resumed, loss))

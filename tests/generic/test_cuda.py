@@ -62,7 +62,7 @@ def test_a_captured_step_waits_for_the_device_once(row):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", bo.BilevelWarning)
         optimizer.compile(backend="eager")
-        for _ in range(17):  # the next one that is compared with an eager step is the 32nd
+        for _ in range(20):  # uses 1, 2, 4, 8, 16 of the graph have been compared with eager steps, 32 is the next
             problem.step(optimizer)
     if "compile_fallback" in optimizer.diagnostics:
         pytest.skip(optimizer.diagnostics["compile_fallback"])
@@ -74,7 +74,8 @@ def test_a_captured_step_waits_for_the_device_once(row):
                 advance(optimizer)
         finally:
             torch.get_device_module(DEVICE).set_sync_debug_mode("default")
-        assert sum("synchroniz" in str(warning.message) for warning in found) <= 1
+        waits = [str(w.message) for w in found if "synchroniz" in str(w.message)]
+        assert len(waits) <= 1, waits
 
 
 @pytest.mark.parametrize("dtype", triton_alone.DTYPES)
