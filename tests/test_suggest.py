@@ -122,6 +122,17 @@ def test_a_lower_problem_that_is_not_convex_is_told():
     assert suggestion.make("F2SA").order == 1
 
 
+def test_a_curvature_that_changes_on_the_way_is_told():
+    x, y = torch.ones(2, dtype=torch.float64, requires_grad=True), torch.zeros(2, dtype=torch.float64)
+    y.requires_grad_()
+    losses = lambda: (y - 3).square().sum(), lambda: ((y - x).square() / 2 + (y - x) ** 4 / 60).sum()
+    far = suggest([x], [y], *losses, methods=["AID"])
+    y.data.fill_(1.0)
+    near = suggest([x], [y], *losses, methods=["AID"])
+    assert "the curvature of g changes between y and the solution" in str(far)
+    assert "the curvature of g changes" not in str(near)
+
+
 def test_losses_without_second_derivatives_and_without_vmap():
     class Square(torch.autograd.Function):
         @staticmethod

@@ -675,6 +675,12 @@ class _Measured:
     def _noise_of_steps(self) -> float:
         return self._noisy(*self.lower)
 
+    def _bends(self) -> bool:
+        """Whether the Hessian at the solution is another one, for what f asks of it."""
+        with self._products(self.solution) as product:
+            slope = product(self.adjoint)[1] - self._upper(self.solution)[1]
+        return float(slope.norm()) > self.bias * float(self._upper(self.solution)[1].norm())
+
     def notes(self) -> list[str]:
         """What stands in the way, and what helps."""
         found, spectrum = list[str](), self.spectrum
@@ -694,6 +700,11 @@ class _Measured:
             )
         if self.convex and float(self._lower(self.solution).norm()) > 1e-3 * float(self.slope.norm()):
             found.append("Newton steps did not find the solution of the lower problem: the biases are rough")
+        elif self.convex and self._bends():
+            found.append(
+                "the curvature of g changes between y and the solution of the lower problem: the biases are rough; "
+                "train y for some steps and measure again"
+            )
         if self.noise > 1:
             found.append(
                 f"the noise of a batch is {self.noise:.1f} times the hypergradient: larger batches, or "

@@ -8,15 +8,17 @@ The problem is quadratic, with 24 lower and 7 upper variables and a log-spaced s
 
 s is the scale, the condition number that of A. With noise each batch of g has a linear term of its own, ``noise`` times
 the first gradient. ``expected`` is the bias that `suggest` tells, ``true`` the relative error of the first
-hypergradient from y = 0 (of `SOBA` after as many steps at one x as it says): with noise its root mean square over 20
+hypergradient from y = 0 (of `SOBA` after as many steps at one x as it says): with noise its root mean square over 5
 orders of the batches. ``calls`` are all gradients and products of such an estimate, ``best`` those of the cheapest
-setting of a grid (lower rates 1, 0.3, 0.1 over L; T up to 1000 steps; Q up to 100 products; for F2SA nu from 1e-3 to 1,
-over s) with at most that error, or with at most one per cent. A dash: no setting of the grid is as good.
+setting of a grid (lower rates 1 and 0.3 over L; T up to 1000 steps; Q up to 100 products; for F2SA nu of 1e-3, 1e-2 and
+0.1 times s; without momentum) with at most that error, or with at most one per cent. A dash: no setting of the grid is
+as good, or none was searched (with noise, and for SOBA).
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -30,9 +32,10 @@ import bilevel_optim as bo
 from ..common import Parser, environment, progress, show
 
 N, M = 24, 7
-STEPS = (1, 2, 3, 5, 10, 20, 30, 50, 100, 200, 300, 500, 1000)
-PRODUCTS = (1, 2, 3, 5, 10, 20, 30, 50, 100)
-RATES = (1.0, 0.3, 0.1)
+ORDERS = 5  # of noisy batches
+STEPS = (1, 3, 10, 30, 100, 300, 1000)
+PRODUCTS = (1, 3, 10, 30, 100)
+RATES = (1.0, 0.3)
 
 
 class Problem:
@@ -49,7 +52,7 @@ class Problem:
         P, Q, D = random(N, N) / N**0.5, random(M, M) / M**0.5, random(N, M) / M**0.5
         e, q, c, R = random(N), random(N), random(M), random(M, N) / N**0.5
         self.x, self.y = random(M).requires_grad_(), torch.zeros(N, dtype=torch.float64, requires_grad=True)
-        self.largest, x, y = kappa * scale, self.x, self.y
+        self.largest, self.scale, x, y = kappa * scale, scale, self.x, self.y
         right = D @ x.detach() + e
         shifts = random(8, N)
         shifts = noise * float(right.norm()) * (shifts - shifts.mean(0)) / N**0.5
@@ -73,10 +76,13 @@ class Problem:
         order = torch.randperm(len(self.shifts), generator=torch.Generator().manual_seed(seed))
         return bo.Objective(self.lower, [self.shifts[i] for i in order])
 
-    def error(self, make: Callable[[], bo.BilevelOptimizer], settled: int = 1) -> tuple[float, int]:
-        """Relative error of a hypergradient from y = 0, and the calls that it takes."""
+    def error(
+        self, make: Callable[[], bo.BilevelOptimizer], settled: int = 1, allowed: float = 1e2
+    ) -> tuple[float, int]:
+        """Relative error of a hypergradient from y = 0, and the calls that it takes; it stops above what is allowed."""
         squares, calls = list[float](), 0
-        for seed in range(20 if self.shifts else 1):
+        orders = ORDERS if self.shifts else 1
+        for seed in range(orders):
             self.y.data.zero_()
             optimizer, lower = make(), self.data(seed)
             for _ in range(settled):
@@ -84,13 +90,13 @@ class Problem:
             assert self.x.grad is not None
             squares.append(float((self.x.grad - self.truth).square().sum() / self.truth.square().sum()))
             calls = sum(optimizer.oracle_counts.values())
-            if squares[-1] > 1e4 or not math.isfinite(squares[-1]):
+            if not sum(squares) <= orders * allowed**2:
                 break
         self.y.data.zero_()
         return math.sqrt(sum(squares) / len(squares)), calls
 
 
-def grid(name: str, largest: float) -> Iterator[dict[str, Any]]:
+def grid(name: str, largest: float, scale: float) -> Iterator[dict[str, Any]]:
     """Settings of a method, the cheaper ones first."""
     rates = [part / largest for part in RATES]
     if name == "AID":
@@ -100,16 +106,18 @@ def grid(name: str, largest: float) -> Iterator[dict[str, Any]]:
     for steps, rate in product(STEPS, rates):
         if name == "ITD":
             yield {"lower_steps": steps, "lower_lr": rate}
-        for nu in (1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001) if name == "F2SA" else ():
-            yield {"lower_steps": steps, "lower_lr": rate, "nu": nu * largest / 100}
+        for nu in (0.1, 0.01, 0.001) if name == "F2SA" else ():
+            yield {"lower_steps": steps, "lower_lr": rate, "nu": nu * scale}
 
 
 def cheapest(problem: Problem, name: str, allowed: float) -> int | None:
     """The calls of the cheapest setting of the grid that is good enough."""
     method = getattr(bo, name)
-    for settings in grid(name, problem.largest):
+    if name == "SOBA" or problem.shifts:
+        return None
+    for settings in grid(name, problem.largest, problem.scale):
         make = partial(method, [problem.x], [problem.y], lr=0.0, check_finite=False, **settings)
-        error, calls = problem.error(make)
+        error, calls = problem.error(make, allowed=allowed)
         if error <= allowed:
             return calls
     return None
@@ -117,6 +125,7 @@ def cheapest(problem: Problem, name: str, allowed: float) -> int | None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Print the table."""
+    warnings.filterwarnings("ignore", "nu=")  # it is in proportion to the size of g
     parser = Parser(__doc__, out=False)
     parser.option("kappa", [1.0, 100.0, 1e4], "condition numbers")
     parser.option("scales", [1e-3, 1e3], "sizes of g")
