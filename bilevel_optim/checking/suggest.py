@@ -616,7 +616,8 @@ class _Measured:
         plus, minus = (
             self._lower_in_x(y) + sign * nu * self._upper(y)[0] for sign, y in zip((1.0, -1.0), copies, strict=True)
         )
-        return (plus - minus) / (2 * nu)
+        estimate: Tensor = (plus - minus) / (2 * nu)
+        return estimate
 
     def _copies_after(self, nu: float) -> Callable[[Polynomial], float]:
         r"""The error of the estimate from copies of which lower steps have left so much.

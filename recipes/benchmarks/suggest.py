@@ -58,10 +58,12 @@ class Problem:
         shifts = noise * float(right.norm()) * (shifts - shifts.mean(0)) / N**0.5
 
         def lower(shift: Tensor | float = 0.0) -> Tensor:
-            return scale * (y @ A @ y / 2 - y @ (D @ x + e + shift))
+            loss: Tensor = scale * (y @ A @ y / 2 - y @ (D @ x + e + shift))
+            return loss
 
         def upper() -> Tensor:
-            return y @ (P @ P.T) @ y / 2 + q @ y + x @ (Q @ Q.T) @ x / 2 + c @ x + x @ R @ y
+            loss: Tensor = y @ (P @ P.T) @ y / 2 + q @ y + x @ (Q @ Q.T) @ x / 2 + c @ x + x @ R @ y
+            return loss
 
         self.upper, self.lower = upper, lower
         self.shifts = list(shifts) if noise else None
