@@ -10,6 +10,8 @@ from . import hypergradient as hypergradient
 from ._version import __version__ as __version__
 from .checking.check import HypergradientReport as HypergradientReport
 from .checking.check import check_hypergradient as check_hypergradient
+from .checking.suggest import Suggestion as Suggestion
+from .checking.suggest import suggest as suggest
 from .errors import BilevelWarning as BilevelWarning
 from .errors import GradcheckError as GradcheckError
 from .errors import NonFiniteError as NonFiniteError

@@ -1,0 +1,94 @@
+"""A symmetric operator that is known by its products: extreme eigenvalues, and functions of it applied to vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["Spectrum", "lanczos"]
+
+DENSE = 512  # entries up to which the matrix itself is made
+STEPS = 256  # most products of one run of Lanczos's method
+
+Product = Callable[[Tensor], Tensor]
+
+
+def lanczos(product: Product, start: Tensor, steps: int, goes_on: Callable[[], bool]) -> tuple[Tensor, Tensor, Tensor]:
+    r"""An orthonormal basis of the Krylov space of a vector, and the operator in it: :math:`V^\top H V = T`.
+
+    Args:
+        product: H, on vectors of one dimension.
+        start: the vector.
+        steps: most products.
+        goes_on: whether there is time for another one.
+
+    Returns:
+        Eigenvalues of T in double precision, ascending; what its eigenvectors are in the space of H, as columns; and
+        how far each is from being an eigenvector of H, the norm of the residual.
+    """
+    basis, diagonal, beside = [start / start.norm()], list[float](), list[float]()
+    while len(diagonal) < min(steps, start.numel()):
+        image = product(basis[-1])
+        diagonal.append(float(image.dot(basis[-1])))
+        known = torch.stack(basis)
+        for _ in range(2):  # against all of them, twice: rounding would bring back the largest eigenvectors
+            image = image - known.mT @ (known @ image)
+        beside.append(float(image.norm()))
+        if beside[-1] <= 1e3 * torch.finfo(start.dtype).eps * max(map(abs, diagonal)) or not goes_on():
+            break
+        basis.append(image / beside[-1])
+    n = len(diagonal)
+    T = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
+    for i, value in enumerate(beside[: n - 1]):
+        T[i, i + 1] = T[i + 1, i] = value
+    values, vectors = torch.linalg.eigh(T)
+    return values, torch.stack(basis[:n]).mT @ vectors.to(start), beside[-1] * vectors[-1].abs()
+
+
+class Spectrum:
+    r"""Eigenvalues of a symmetric operator H, and :math:`\varphi(H) b`.
+
+    Args:
+        product: H, on vectors of one dimension.
+        like: such a vector.
+        goes_on: whether there is time for another product.
+
+    Attributes:
+        values: eigenvalues, or Ritz values, which lie between the extreme eigenvalues, ascending.
+        exact: whether they are all eigenvalues there are.
+        largest, smallest: the extremes.
+        uncertainty: how far these may be from the nearest eigenvalues.
+    """
+
+    def __init__(self, product: Product, like: Tensor, goes_on: Callable[[], bool]) -> None:
+        self._product, self._like, self._goes_on = product, like, goes_on
+        self._run: tuple[Tensor, Tensor, Tensor] | None = None
+        self._last: tuple[Tensor, tuple[Tensor, Tensor, Tensor]] | None = None
+        size = like.numel()
+        self.exact = size <= DENSE
+        if self.exact:
+            columns = [product(one) for one in torch.eye(size, dtype=like.dtype, device=like.device)]
+            matrix = torch.stack(columns).double().cpu()
+            values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
+            self._run = values, vectors.to(like), torch.zeros_like(values)
+            self.values, error = values, self._run[2]
+        else:
+            generator = torch.Generator().manual_seed(0)
+            start = torch.randn(size, generator=generator, device="cpu").to(like)
+            self.values, _, error = lanczos(product, start, STEPS, goes_on)
+        self.smallest, self.largest = float(self.values[0]), float(self.values[-1])
+        self.uncertainty = float(max(error[0], error[-1]))
+
+    def applied(self, function: Callable[[Tensor], Tensor], vector: Tensor) -> Tensor:
+        r""":math:`\varphi(H) b`, for a function of the eigenvalues; exact, or in the Krylov space of b."""
+        if float(vector.norm()) == 0:
+            return vector
+        run = self._run
+        if run is None:
+            if self._last is None or self._last[0] is not vector:
+                self._last = vector, lanczos(self._product, vector, STEPS, self._goes_on)
+            run = self._last[1]
+        values, vectors, _ = run
+        return vectors @ (function(values).to(vector) * (vectors.mT @ vector))
