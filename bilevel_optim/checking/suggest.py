@@ -633,7 +633,8 @@ class _Measured:
 
                 def perturbed(v: Tensor, sign: float = sign) -> Tensor:  # v has the norm 1
                     along = self._upper(self.y + step * v)[1] - self._upper(self.y - step * v)[1]
-                    return product(v)[1] + sign * nu * along / (2 * step)
+                    change: Tensor = sign * nu * along / (2 * step)
+                    return product(v)[1] + change
 
                 far = self.y - end
                 runs.append(lanczos(perturbed, far, MOST_PRODUCTS, self._goes_on) if float(far.norm()) > 0 else None)
