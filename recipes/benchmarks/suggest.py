@@ -30,6 +30,7 @@ from torch import Tensor
 import bilevel_optim as bo
 
 from ..common import Parser, environment, progress, show
+from ..common.seeds import stream
 
 N, M = 24, 7
 ORDERS = 5  # of noisy batches
@@ -42,7 +43,7 @@ class Problem:
     """Live tensors, losses, and the true hypergradient."""
 
     def __init__(self, kappa: float, scale: float, noise: float, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
+        generator = stream(seed, "data")
 
         def random(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -75,7 +76,7 @@ class Problem:
         """G, with its batches in an order of their own."""
         if self.shifts is None:
             return self.lower
-        order = torch.randperm(len(self.shifts), generator=torch.Generator().manual_seed(seed))
+        order = torch.randperm(len(self.shifts), generator=stream(seed, "order"))
         return bo.Objective(self.lower, [self.shifts[i] for i in order])
 
     def error(
@@ -131,7 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = Parser(__doc__, out=False)
     parser.option("kappa", [1.0, 100.0, 1e4], "condition numbers")
     parser.option("scales", [1e-3, 1e3], "sizes of g")
-    parser.option("noise", [0.0, 0.3], "noise of a batch, in units of the first gradient")
+    parser.option("noise", [0.0, 0.3], "noise of a batch, in units of the first gradient", type=float)
     parser.option("methods", ["AID", "ITD", "F2SA", "SOBA"], "methods")
     parser.option("max-seconds", 60.0, "budget of each suggestion")
     args = parser.parse(arguments)
