@@ -10,7 +10,6 @@ import warnings
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -28,6 +27,7 @@ from bilevel_optim.problem.tracing import end_region
 
 from ..problems import seeded
 from ..registry import ROWS, each
+from .test_losses import Held
 
 STEPS, MANY = 5, 3
 VARIANTS = ("ITD-checkpoint",)
@@ -481,89 +481,6 @@ def test_what_a_checkpoint_reads_is_captured():
         ends.append((torch.stack([*losses, *optimizer.run(upper, lower, steps=6)]), x, y))
     assert close(*ends, 1e-12)
     assert graphs(optimizer) == 1
-
-
-class Held:
-    """Ways to have a number."""
-
-    shared = 1.0
-    __slots__ = ("slot",)
-
-    def __init__(self):
-        self.slot = 1.0
-
-    def current(self):
-        return self.slot
-
-    def __call__(self):
-        return self.slot
-
-    half = property(lambda self: self.slot / 2)
-
-
-class Later:
-    """Has a number by its class, until it gets its own."""
-
-    shared = 1.0
-
-
-class Scaling(nn.Module):
-    """A plain attribute, a buffer, and a part of torch's own."""
-
-    def __init__(self):
-        super().__init__()
-        self.factor, self.act = 1.0, nn.LeakyReLU(1.0)
-        self.register_buffer("scale", torch.ones((), dtype=torch.float64))
-
-    def forward(self, t):
-        return self.factor * self.act(self.scale * t) * (1.0 if self.act.training else 2.0)
-
-
-def held():
-    """What a loss reads, and how it is changed."""
-    settings = ModuleType("settings")
-    settings.factor = 1.0
-    one, late, net, array = Held(), Later(), Scaling(), torch.ones(3, dtype=torch.float64).numpy().copy()
-    many, nested, tensors = [1.0] * 100, {"a": {"b": 1.0}}, [torch.ones((), dtype=torch.float64)]
-    unit, table = torch.ones((), dtype=torch.float64), {"f": lambda: one.slot}
-    slot, two = partial(setattr, one, "slot", 2.0), torch.full((), 2.0, dtype=torch.float64)
-    return {
-        "slot": (lambda: one.slot, slot),
-        "method": (lambda: one.current(), slot),
-        "call": (lambda: one(), slot),
-        "attribute of its own": (lambda: late.shared, partial(setattr, late, "shared", 2.0)),
-        "mode of a part": (lambda: net(unit), net.act.eval),
-        "property": (lambda: one.half, slot),
-        "function in a table": (lambda: table["f"](), slot),
-        "comprehension": (lambda: sum(one.slot for _ in range(1)), slot),
-        "name as a string": (lambda: getattr(one, "slot"), slot),  # noqa: B009
-        "class": (lambda: one.shared, partial(setattr, Held, "shared", 2.0)),
-        "module of Python": (lambda: settings.factor, partial(setattr, settings, "factor", 2.0)),
-        "array": (lambda: float(array[0]), partial(array.fill, 2.0)),
-        "long list": (lambda: many[0], partial(many.__setitem__, 0, 2.0)),
-        "nested": (lambda: nested["a"]["b"], partial(nested["a"].update, b=2.0)),
-        "list of tensors": (lambda: tensors[0], partial(tensors.__setitem__, 0, two)),
-        "forward": (lambda: net(unit), partial(setattr, net, "factor", 2.0)),
-        "buffer": (lambda: net(unit), partial(setattr, net, "scale", two)),
-        "part of a module": (lambda: -net(-unit), partial(setattr, net.act, "negative_slope", 2.0)),
-    }
-
-
-@pytest.mark.parametrize("name", sorted(held()))
-def test_what_a_loss_reads_is_in_sight(name, monkeypatch):
-    monkeypatch.setattr(Held, "shared", 1.0)
-    made = []
-    for captured in (False, True):
-        Held.shared = 1.0
-        read, change = held()[name]
-        optimizer, losses, x, y = simple(lambda x, y, read=read: lambda: base(x, y, read()))[captured]
-        for k in range(12):
-            if k == 6:
-                change()
-            optimizer.step(*losses)
-        made.append((x.detach(), y.detach()))
-    assert close(*made, 1e-12)
-    assert graphs(optimizer) == (1 if name in ("array", "buffer", "list of tensors") else 2)  # an argument of the graph
 
 
 @pytest.mark.parametrize("how", ["number", "object"])

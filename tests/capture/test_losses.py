@@ -23,7 +23,6 @@ from ..problems import seeded
 pytestmark = pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
 
 # Torch 2.11 reads less, and says other things of what it does not read.
-SLOW = pytest.mark.slow
 NEW = not torch.__version__.startswith("2.11.")
 # The first step shows what is drawn, the second makes the graph, uses 1, 2, 4, 8 of it are compared with eager steps.
 STEPS, AT = 12, 6  # the last of the steps, and one before which something changes, are by the graph alone
@@ -388,10 +387,7 @@ def numbers():
     }
 
 
-# In every run tests/attack keeps a number in more places, and reads it in more ways; here with the graphs counted.
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if k % 4 == 0 else SLOW) for k, name in enumerate(numbers())]
-)
+@pytest.mark.parametrize("name", numbers())
 def test_a_number_that_changes(name):
     """It is seen at the next step, wherever it is kept: in a new graph, or as a value."""
 
