@@ -66,13 +66,10 @@ class LowerChecks:
 
     def require_elementwise(self, what: str = "copies of y") -> None:
         """Raise if it would mix what is stacked."""
-        probe = self.probe()
-        kind = type(probe)
-        mixes = not is_known(probe) and not self._shows("elementwise", acts_elementwise)
-        if issubclass(kind, NOT_ELEMENTWISE) or mixes:
+        if not self._shows("elementwise", _keeps_entries_apart):
             raise ValueError(
-                f"Invalid lower_optimizer value: {kind.__name__} does not treat every entry alone, so it would mix the "
-                f"{what}; use SGD, Adam or the like"
+                f"Invalid lower_optimizer value: {type(self.probe()).__name__} does not treat every entry alone, so it "
+                f"would mix the {what}; use SGD, Adam or the like"
             )
 
     def require_given_gradient(self) -> None:
@@ -102,6 +99,12 @@ def probe(factory: Factory, lr: Any = None) -> Optimizer:
     """The optimizer made for a dummy parameter, to see what it is."""
     group = {"params": [torch.zeros(1, 1, device="cpu", requires_grad=True)]}
     return factory([group if lr is None else {**group, "lr": lr}])
+
+
+def _keeps_entries_apart(factory: Factory, lr: float) -> bool:
+    """Whether the update of an entry depends on that entry and its gradient alone."""
+    made = probe(factory, lr)
+    return not isinstance(made, NOT_ELEMENTWISE) and (is_known(made) or acts_elementwise(factory, lr))
 
 
 def rate_of(level: str, rate: Any, factory: Factory | None, method: str) -> Any:

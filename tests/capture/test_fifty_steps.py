@@ -11,7 +11,7 @@ from ..registry import ROWS
 from .test_compile import Regression
 
 SINGLE, AT_ONCE = 30, 20
-SHOWN = ("SOBA",)  # without --slow
+SHOWN = ("SOBA", "AID", "ITD", "F2SA", "PZOBO", "RSVRB")  # without --slow
 CASES = {
     "stochastic": {},
     "dropout": {"dropout": 0.3},
@@ -58,7 +58,7 @@ def fifty(row, dtype, case, backend):
 
 
 def pytest_generate_tests(metafunc):
-    """All of them with ``--slow``; eight steps of all methods are compared without."""
+    """All of them with ``--slow``; six methods in float64 without, and eight steps of all methods elsewhere."""
     slow = metafunc.config.getoption("--slow")
     chosen = [
         pytest.param(row, dtype, case, id=f"{row.name}-{dtype}-{case}")

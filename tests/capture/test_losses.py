@@ -94,9 +94,10 @@ def captured(make, graphs=1, **options):
 
 
 def refused(make, reason, first=0, **options):
-    """From the first step that cannot be captured on all are eager, bit for bit, and say why."""
+    """From the first step that cannot be captured on all are eager, bit for bit, and say why, in one of these words."""
     reasons, graphs = compared(make, rounding=0.0 if first < AT else 1e-12, **options)
-    assert [reason in found for found in reasons] == [k >= first for k in range(len(reasons))], reasons
+    words = (reason,) if isinstance(reason, str) else reason
+    assert [any(word in found for word in words) for found in reasons] == [k >= first for k in range(len(reasons))], reasons
     assert first >= AT or not graphs
 
 
@@ -817,6 +818,7 @@ def rate_of_a_scheduler(x, y):
 CHANGES = "a loss changes Python values as it runs"
 WRITES = "a loss writes into a tensor that is not its own"
 HOST = "a value is read on the host"
+LINE = "test_losses.py, line "
 PYTHON = "a loss draws random numbers (of Python's random)"
 
 
@@ -831,7 +833,7 @@ PYTHON = "a loss draws random numbers (of Python's random)"
         (python_choice, PYTHON, 0),
         (python_count, PYTHON, 0),
         (random_branch, "(", 0),  # of what is read, versions of torch say different things
-        (counter, CHANGES if NEW else "Unsupported method call", 0),
+        (counter, (CHANGES, LINE), 0),  # of what is changed or of the line that changes it, by the version of torch
         (list_counter, CHANGES, 0),
         (log, CHANGES, 0),
         (own_data, CHANGES, 0),
@@ -881,7 +883,7 @@ def hooked_parameter(x, y):
     [
         (refused_later, "random numbers", AT + 1),  # what reads otherwise is traced when it is met again
         pytest.param(
-            *(counted_later, CHANGES, AT), marks=pytest.mark.skipif(not NEW, reason="read anew at each step: eager")
+            *(counted_later, (CHANGES, LINE), AT), marks=pytest.mark.skipif(not NEW, reason="read anew at each step: eager")
         ),
         (pruned_later, CHANGES, AT),
         (hooked_parameter, "a parameter has a hook", AT),
