@@ -60,8 +60,9 @@ def trained(x):
 
 # %%
 # By gradients: the hyper-parameters move after every twenty training steps. A network is not convex, so the linear
-# system is solved by MINRES, with damping. A rate for all of the run has to suit the largest curvature on its way, about
-# 60 here: momentum is stable up to 3.8 / ``lower_lr``, or 190. At 0.05 the limit is 76, and some runs do get there.
+# system is solved by MINRES, with damping. A rate for all of the run has to suit the largest curvature on its way,
+# about 60 here: momentum is stable up to 3.8 / ``lower_lr``, which is 190. With 0.05 the limit is 76, and the gradient
+# grew in some runs.
 
 start = torch.tensor([-8.0] * 6 + [0.0, -3.0])
 x, model = start.clone().requires_grad_(), network()
