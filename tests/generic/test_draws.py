@@ -1,7 +1,6 @@
 """What a method declares that it draws is what its eager steps draw, from the losses and from a sampler of tasks."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -120,15 +119,17 @@ def watched(row, problem, **options):
     return declared
 
 
-@pytest.mark.parametrize("form", ["whole", "batches"])
 @each(lambda row: row.declared.tasks != "required")
-def test_steps_draw_what_is_declared(row, form):
-    assert None not in watched(row, row.cleaning(form))
+def test_steps_draw_what_is_declared(row):
+    assert None not in watched(row, row.cleaning("batches"))
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"lower_batch": 4, "upper_batch": 3}, {"lower_batch": 2}], ids=["all", "rows", "mixed"]
-)
+@each(lambda row: row.declared.data == "finite_sum")
+def test_a_loss_without_data_is_a_sum_of_one_term(row):
+    assert None not in watched(row, row.cleaning("whole"))
+
+
+@pytest.mark.parametrize("options", [{}, {"lower_batch": 4, "upper_batch": 3}], ids=["all", "rows"])
 @each(lambda row: row.takes_tasks)
 def test_steps_with_tasks_draw_what_is_declared(row, options):
     stacked = row.declared.tasks == "stacked"
@@ -184,10 +185,9 @@ CASES = [(row, options) for row in ROWS if not row.variant for options in OPTION
 @pytest.mark.filterwarnings("ignore::bilevel_optim.errors.BilevelWarning")  # no solution is looked for
 @pytest.mark.parametrize(("row", "options"), CASES, ids=lambda part: getattr(part, "name", None))
 def test_with_the_options_that_draws_depend_on(row, options):
-    row = replace(row, options={**row.options, **options})
-    assert None not in watched(row, row.cleaning("batches"), short=False)
+    assert None not in watched(row, row.cleaning("batches"), **options)
     if row.takes_tasks:
-        assert None not in watched(row, row.cleaning("tasks"), short=False, lower_batch=4)
+        assert None not in watched(row, row.cleaning("tasks"), **options, lower_batch=4)
 
 
 def test_a_first_step_in_chunks(monkeypatch):
@@ -197,6 +197,16 @@ def test_a_first_step_in_chunks(monkeypatch):
     first, second, *_ = watched(row, row.cleaning("tasks"), task_batch=2, initial_steps=1)
     assert first == [TaskDraw("upper", None), TaskDraw("lower", None)] * 2
     assert second == [TaskDraw("tasks", 2), *first[:2]]
+
+
+@each(("AmIGO", "MRBO", "VRBO"))
+def test_tasks_begin_without_what_is_remembered_of_y(row):
+    problem = row.cleaning("tasks")
+    optimizer = row(problem.x, problem.y, short=True, lr=0.01, lower_lr=0.02)
+    declared = watch(optimizer)
+    for tasks in (None, None, problem.tasks, None):
+        optimizer.step(*problem.losses, tasks=tasks)
+    assert None not in declared
 
 
 def test_a_sum_of_other_terms_begins_anew():

@@ -102,22 +102,18 @@ class RecursiveOptimizer(BilevelOptimizer):
 
     def _draws(self, given: DrawInputs) -> list[Draw]:
         """A pair for both points; at the beginning one for each initial step before."""
-        width = sum(t.numel() for t in self.parameters("lower"))
-        return self._pairs(self._begins(given, width))
+        return self._pairs(self._begins(given, sum(t.numel() for t in self.parameters("lower"))))
 
     def _task_draws(self, given: DrawInputs, sampler: Any) -> list[TaskDraw]:
         """The tasks, if the sampler chooses them, then their batches; at the beginning those of all tasks, by chunks.
 
         That is what one process draws; of several each draws the batches of its own tasks.
         """
-        lower, m = self.parameters("lower"), len(self.parameters("lower")[0])
-        width = sum(t[0].numel() for t in lower)
-        begins = self._begins(given, width)
+        x, y = self.parameters("upper"), self.parameters("lower")
+        m, d, p = self._rows_of(y), sum(t.numel() for t in x), sum(t.shape[1:].numel() for t in y)
+        begins = self._begins(given, p)
         batches = of_tasks(self._pairs(begins), self._rows_per_batch)
-        if not begins:
-            return [*self._drawing.draws(m), *batches]
-        d = sum(t.numel() for t in self.parameters("upper"))
-        return batches * math.ceil(m / self._chunk(d, width, m))
+        return batches * math.ceil(m / self._chunk(d, p, m)) if begins else [*self._drawing.draws(m), *batches]
 
     def _pairs(self, begins: bool) -> list[Draw]:
         """What `Points` draw."""
