@@ -199,10 +199,10 @@ def test_a_first_step_in_chunks(monkeypatch):
     assert second == [TaskDraw("tasks", 2), *first[:2]]
 
 
-@each(("AmIGO", "MRBO", "VRBO"))
+@each(("AmIGO", "VRBO"))
 def test_tasks_begin_without_what_is_remembered_of_y(row):
     problem = row.cleaning("tasks")
-    optimizer = row(problem.x, problem.y, short=True, lr=0.01, lower_lr=0.02)
+    optimizer = row(problem.x, problem.y, short=True, lr=0.01, lower_lr=0.02, lower_batch=4, upper_batch=4)
     declared = watch(optimizer)
     for tasks in (None, None, problem.tasks, None):
         optimizer.step(*problem.losses, tasks=tasks)

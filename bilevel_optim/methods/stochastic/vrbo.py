@@ -43,8 +43,8 @@ class VRBO(NeumannMethod):
     *Cost per step*, with T = ``lower_steps`` and Q = ``linear_steps``: 2 (T + 1) times one lower gradient, one upper
     gradient, Q Hessian-vector products and one cross product. At every ``period``-th step 2 T lower gradients, and
     ``anchor_batches`` times one of each. *Draws*: for each difference one lower batch for u, then those of `StocBiO`
-    for h (not before an anchor); for an anchor ``anchor_batches`` lower batches, then the others as often. The first step
-    has as many lower batches before all others.
+    for h (not before an anchor); for an anchor ``anchor_batches`` lower batches, then the others as often. The first
+    step has as many lower batches before all others.
 
     Args:
         upper: upper parameters x.
