@@ -75,6 +75,8 @@ UNSET_GRADIENT = (
     "optimizer.step(upper_loss, lower_loss)"
 )
 
+_COMPILED = False  # whether compile() is torch.compile of the step, in place of a capture
+
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "Loss", "as_objective"]
 
 
@@ -489,9 +491,15 @@ class BilevelOptimizer(Optimizer, ABC):
         require("dynamic", dynamic, dynamic is None or dynamic is False)
         require("backend", backend, isinstance(backend, str) or callable(backend))
         require("unroll", unroll, is_count(unroll) and unroll > 0)
-        from ..capture.steps import CapturedSteps, Settings
+        if _COMPILED:
+            from ..compiled.steps import CompiledSteps, Settings
 
-        captured = CapturedSteps(self, Settings(fullgraph, backend, mode, options, unroll))
+            captured: Any = CompiledSteps(self, Settings(fullgraph, backend, mode, options, unroll))
+        else:
+            from ..capture.steps import CapturedSteps
+            from ..capture.steps import Settings as CaptureSettings
+
+            captured = CapturedSteps(self, CaptureSettings(fullgraph, backend, mode, options, unroll))
         captured.say_why_eager()
         self._captured, self._untraced_update = captured, captured.why_update_is_eager()
 
@@ -851,7 +859,6 @@ class BilevelOptimizer(Optimizer, ABC):
 
     def _estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Estimate:
         """The mean of the estimates for the tasks of one draw, made as one problem with stacked y."""
-        self._lower_checks.require_elementwise("tasks")
         estimate = task_mean(
             oracle,
             given,

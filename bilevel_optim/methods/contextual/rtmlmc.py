@@ -241,7 +241,7 @@ class RTMLMC(BilevelOptimizer):
         loss, gradient, mean, correction = given.ranks.total(
             part.loss.to(nothing), part.gradient, part.lower, part.diagnostics.get("correction", nothing.double())
         )
-        diagnostics, numbers = dict(part.diagnostics), dict[str, Any]()
+        diagnostics, numbers = dict(part.diagnostics), {}
         if curvature:
             numbers["curvature"] = curvature
         if several:

@@ -48,7 +48,7 @@ class Progress:
     @classmethod
     def of(cls, numbers: Mapping[str, Any]) -> Self:
         """Read from plain numbers; those of a run that has not begun are missing."""
-        return cls(**{field.name: numbers[field.name] for field in fields(cls) if field.name in numbers})
+        return cls(**{name: numbers[name] for name in _NAMES if name in numbers})
 
     @property
     def numbers(self) -> dict[str, Any]:
@@ -58,6 +58,9 @@ class Progress:
     def afresh(self) -> Self:
         """At the beginning of another epoch, without momentum."""
         return replace(self, step=0, travelled=0.0, shortest=math.inf, rates=None)
+
+
+_NAMES = tuple(field.name for field in fields(Progress))
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ class Momentum:
 
     def look_ahead(self, point: Point) -> Ahead:
         """Where the next gradient is to be evaluated."""
-        now, new = _now(point), dict[str, Vector]()
+        now, new = _now(point), {}
         if now.swapped:
             return Ahead(point.x, new, now)
         if now.step == 0 and self.perturb_initial and self.perturbation > 0 and not now.perturbed:
@@ -212,7 +215,7 @@ class Restarted(Optimizer):
     """
 
     def __init__(self, *arguments: Any, iteration: Momentum, **options: Any) -> None:
-        self._iteration, self.numbers = iteration, dict[str, Any]()
+        self._iteration, self.numbers = iteration, {}
         super().__init__(*arguments, **options)
 
     momentum, restart_radius, restart_period = held("momentum"), held("restart_radius"), held("restart_period")

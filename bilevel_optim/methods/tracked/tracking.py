@@ -127,10 +127,10 @@ class RecursiveOptimizer(BilevelOptimizer):
 
     def _goes_on(self, table: Table, given: StepInputs) -> bool:
         """Whether there are rows of these parameters, which may have become more."""
-        if not self.warm_start or not {"direction", "previous"} <= given.upper_memory.keys() or not table.tables:
+        if not self.warm_start or not ("direction" in given.upper_memory and "previous" in given.upper_memory) or not table.tables:
             return False
         moving = {f"{name}{at}" for name, _ in table.moving for at in ("", "_last")} - {"y"}
-        if other := {*self._trackers.names, *moving, *self._drawing.notes, *STAMPS} ^ table.tables.keys():
+        if other := {*self._trackers.names, *moving, *self._drawing.notes, *STAMPS}.symmetric_difference(list(table.tables)):
             raise ValueError(f"the state is that of another variant: they differ in {', '.join(sorted(other))}")
         if table.tables["w"].shape[1] != len(table.groups):
             return False
@@ -377,8 +377,9 @@ class RecursiveOptimizer(BilevelOptimizer):
 
     def _table(self, given: StepInputs, y: Vector) -> Table:
         """The rows of all problems; y has one for each."""
-        group = torch.tensor([i for i, group in enumerate(given.lower_groups) for _ in group["params"]], device="cpu")
-        groups = group.repeat_interleave(torch.tensor([t.shape[1:].numel() for t in y], device="cpu"))
+        group = [i for i, group in enumerate(given.lower_groups) for _ in group["params"]]
+        each = [[i] * t[0].numel() for i, t in zip(group, y, strict=True)]
+        groups = torch.tensor([i for own in each for i in own], device="cpu")
         tables = {name: Split.local(t) for name, t in given.tables.items() if name not in CHANCES}
         least = self.floor if self._rule.floored else None
         split, own = Split(y, given.ranks), Vector(map(Split.local, y))
