@@ -14,12 +14,12 @@ from recipes.common.methods import growing_penalty
 from recipes.common.records import Missing, Records
 from recipes.common.search import Axis, axis, search
 from recipes.papers import __main__ as program
-from recipes.papers import bound, kappa, saddle
+from recipes.papers import bound, kappa, reweighting, saddle
 from recipes.papers.catalogue import EXPERIMENTS
 from recipes.papers.experiment import SEARCH_SEEDS, Arm, Better, Experiment, Within
 from recipes.papers.judge import Evidence, judge
 from recipes.papers.page import RESULTS, current, page, summary
-from recipes.papers.runner import execute, scored, summarised
+from recipes.papers.runner import alike, execute, scored, summarised
 
 RULE = Better(method="new", rivals=("old",), control="part")
 FAST = dataclasses.replace(RULE, speed=True)
@@ -319,6 +319,71 @@ def test_a_control_is_tried_at_its_own_best_setting():
     assert (found.word, "of the control at an edge" in found.reason) == ("UNDECIDED", True)
 
 
+def test_a_control_that_is_the_method_decides_nothing():
+    """Rule 9. A control whose override did nothing keeps the whole gain: it was said not to be due to the method."""
+    assert judged(RULE, (1.0, 2.0, 1.0)).word == "NOT DUE TO METHOD"
+    found = judged(RULE, (1.0, 2.0, 1.0), alike=[("new", "part")])
+    assert found == ("UNDECIDED", "new and part give the same numbers: one of them is the other")
+    assert judged(RULE, (1.0, 2.0, 1.9), alike=[("new", "shown")]).word == "HOLDS"  # an arm that is not judged
+    experiment = toy(falling)
+    experiment = dataclasses.replace(experiment, arms={**experiment.arms, "part": experiment.arms["new"]})
+    outcome = execute(experiment, "smoke", Records())
+    assert outcome.verdict.word == outcome.timed.word == "UNDECIDED"
+    declared = dataclasses.replace(experiment, equal=(("part", "new"), ("old", "part")))
+    assert execute(declared, "smoke", Records()).verdict.word == "NOT DUE TO METHOD"
+    with pytest.raises(ValueError, match="no arm typo"):
+        dataclasses.replace(experiment, equal=(("new", "typo"),))
+
+
+def test_arms_with_equal_scores_and_other_curves_are_not_the_same():
+    """Two that never come down to the target have one score; two that stay at the start say nothing."""
+    experiment = toy(falling, target=0.0)
+    slow = {name: Arm(speed, {"lr": axis(1.0)}) for name, speed in (("new", 0.1), ("old", 0.2), ("part", 0.3))}
+    outcome = execute(dataclasses.replace(experiment, arms=slow), "smoke", Records())
+    assert outcome.scores["new"] == outcome.scores["old"] == [1.0] * 4
+    assert alike(experiment, outcome.runs) == []
+    still = {name: Arm(0.0, {"lr": axis(1.0)}) for name in slow}
+    assert alike(experiment, execute(dataclasses.replace(experiment, arms=still), "smoke", Records()).runs) == []
+
+
+def test_a_variant_that_is_not_overridden_is_refused():
+    """The control of SVRB has a name of its own: a class that keeps SVRB's table, by a misspelt one, cannot be made."""
+    x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+    reweighting.Average([x], [y], lr=0.1, lower_lr=0.1, variant="average")
+    misspelt = type("Misspelt", (bo.SVRB,), {"VARIANTS": reweighting.Average._VARIANTS})
+    with pytest.raises(ValueError, match="variant"):
+        misspelt([x], [y], lr=0.1, lower_lr=0.1, variant="average")
+
+
+def test_a_score_at_a_rate_that_was_given_is_not_judged():
+    """Rule 10. A method by itself, with a learning rate that nobody searched: it was said to hold."""
+    rule = Within(arm="new", minus="old", low=-math.inf, high=-0.25)
+    scores = {"new": at(1.0), "old": at(2.0)}
+    assert judge(rule, Evidence(scores, FLAT, {})).word == "HOLDS"
+    found = judge(rule, Evidence(scores, FLAT, {}, untuned={"old": ["lr"]}))
+    assert (found.word, found.reason.startswith("lr of old not tuned")) == ("UNDECIDED", True)
+
+    def run(trial):
+        return [{"spent": 0.0, "seconds": 0.0, "score": trial.make * trial.setting.get("lr", 1.0) + trial.seed / 70}]
+
+    def words(grid, claim="", **numbers):
+        arms = {"new": Arm(1.0, grid), "old": Arm(2.0, grid)}
+        experiment = dataclasses.replace(toy(run), rule=rule, arms=arms, claim=claim, equal=())
+        scales = {"smoke": {**experiment.scales["smoke"], **numbers}}
+        outcome = execute(dataclasses.replace(experiment, scales=scales), "smoke", Records())
+        return {outcome.verdict.word, outcome.timed.word}
+
+    given, searched = {"lr": axis(1.0)}, {"lr": axis(1.0, 2.0, least=1.0)}
+    assert words(given) == {"UNDECIDED"}
+    assert words(searched) == {"HOLDS"}
+    assert words(searched, search=False) == {"UNDECIDED"}
+    assert words(given, claim="old is above new, both not tuned") == {"HOLDS"}
+    assert words({"theta": axis(0.1)}) == words({}) == {"HOLDS"}  # no learning rate
+    row = EXPERIMENTS["003-law-kappa"]
+    assert row.untuned("cpu") == {"RAHGD": ["lr"], "AID": ["lr"]}
+    assert json.loads((RESULTS / row.id / "verdict.json").read_text())["verdict"] == "UNDECIDED"
+
+
 # -------------------------------------------------------------------------------------------------------------- runner
 
 
@@ -330,7 +395,7 @@ def toy(run, **fields):
     }
     return Experiment(
         id="toy", paper="", figure="", claim="", value="", run=run, arms=arms, score="", unit="", shares=(0.5,),
-        rule=RULE, scales={"smoke": {"budget": 10, "seeds": 4}}, **fields,
+        rule=RULE, scales={"smoke": {"budget": 10, "seeds": 4}}, equal=(("old", "part"),), **fields,
     )  # fmt: skip
 
 
@@ -533,9 +598,32 @@ def test_experiments_run_and_the_same_seed_gives_the_same_numbers(name):
     experiment = small(EXPERIMENTS[name], **numbers)
     first, second = (execute(experiment, "smoke", Records()) for _ in range(2))
     assert first.scores == second.scores
+    assert alike(experiment, first.runs) == []
     assert all(math.isfinite(s) for scores in first.scores.values() for s in scores)
     assert first.verdict.word == "UNDECIDED"
     assert len(first.scores) == len(experiment.rule.arms)
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [  # of the budget of the scale smoke: a few steps of most arms
+        ("000-mnist", 0.5),
+        ("000-news", 0.5),
+        ("000-solver", 0.5),
+        ("000-esmaml", 0.25),
+        ("001-bound-2", 0.25),
+        ("002-tasks-a1a-200", 0.5),
+        ("003-cleaning-0.2", 1),
+        ("003-kappa-quartic", 0.25),
+        ("003-saddle-near", 0.25),
+        ("004-meta", 0.25),
+    ],
+)
+def test_no_two_arms_are_the_same(name, share):
+    """As in the test above, for rows with other arms: one seed, the settings in the middle of their grids."""
+    budget = share * EXPERIMENTS[name].scales["smoke"]["budget"]
+    experiment = small(EXPERIMENTS[name], seeds=1, budget=budget, evaluations=1)
+    assert alike(experiment, execute(experiment, "smoke", Records()).runs) == []
 
 
 def test_every_experiment_has_what_the_page_says_of_it():

@@ -8,6 +8,7 @@ photograph. Total variation, tuned on the same patches, is the baseline.
 """
 
 import os
+from functools import partial
 
 import matplotlib.pyplot as plt
 import torch
@@ -49,7 +50,7 @@ image = noisy.clone().requires_grad_()
 def energy(u, data):
     kernel = filters - filters.mean((2, 3), keepdim=True)
     edges = F.conv2d(F.pad(u, (2, 2, 2, 2), mode="replicate"), kernel)
-    smooth = (1 + (edges / 0.03).square()).log().mean((0, 2, 3))
+    smooth = (1 + (edges / 0.08).square()).log().mean((0, 2, 3))
     return (u - data).square().mean() * 50 + (scales.exp() * smooth).sum()
 
 
@@ -58,7 +59,10 @@ def upper_loss():
 
 
 size_of_all = image.numel()  # the lower loss is a mean: curvatures are in units of one over this
-steps_below = {"lower_lr": 0.002 * size_of_all, "lower_steps": 20}
+momentum = partial(torch.optim.SGD, momentum=0.9)
+# The filters grow, and the largest curvature with them, from 150 to 4,700 of these units. Momentum stays stable up to
+# 3.8 / lower_lr: 19,000.
+steps_below = {"lower_lr": 0.0002 * size_of_all, "lower_steps": 20, "lower_optimizer": momentum}
 system = {"linear_solver": "minres", "linear_steps": 10, "damping": 10 / size_of_all}
 optimizer = bo.AID([filters, scales], [image], lr=1, **steps_below, **system)
 adam, curve = torch.optim.Adam([filters, scales], lr=0.02), []

@@ -1,6 +1,6 @@
 """Meta-train on N-way K-shot episodes and test on classes never seen.
 
-    python -m recipes.few_shot                                                        # scikit-learn's digits
+    python -m recipes.few_shot                                    # scikit-learn's digits: less than a minute
     python -m recipes.few_shot --data omniglot --data-root DIR --download --rotations
     python -m recipes.few_shot --data miniimagenet --data-root DIR --backbone resnet12 --shot 5 --augment --device cuda
 
@@ -10,9 +10,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from .plan import DEFAULT, plan
+
+if __name__ == "__main__" and not {"-h", "--help"} & {*sys.argv}:
+    print(plan(sys.argv[1:]), flush=True)  # before torch is imported, which takes seconds
 
 import torch
 
@@ -36,12 +42,14 @@ def _logged(path: Path) -> Any:
 def main(given: list[str] | None = None) -> dict[str, Any]:
     """Run the program; returns the numbers that it writes."""
     parser = arguments(__doc__)
-    parser.methods(LEARNERS, ["protonet", "first-order", "aid", "anil"], "--learners")
+    parser.methods(LEARNERS, DEFAULT, "--learners")
     parser.option("lr", 3e-3, "of the outer optimizer")
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
     parser.add_argument("--picture", action="store_true", help="draw features of unseen classes, before and after")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoints in --out")
     args = parser.parse(given)
+    if args.threads is None and args.data == "digits":
+        torch.set_num_threads(1)  # images of 16x16 are not worth a second one, which waits if its core is busy
     episodes = episodes_of(args)
     stem = args.out / f"few_shot_{args.data}_{args.backbone}_{args.way}way_{args.shot}shot"
     results = {}
@@ -51,6 +59,12 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
             checkpoint.unlink(missing_ok=True)
         log = _logged(checkpoint.with_suffix(".jsonl"))
         results[name] = one(args, episodes, name, args.lr, args.seed, checkpoint=checkpoint, log=log)
+        last = results[name]
+        print(
+            f"{name}: validation accuracy {last['curve'][0]['accuracy']:.3f} before, {last['validation']:.3f} after "
+            f"{last['best_step']} of {last['steps']} meta-steps; test accuracy {last['test']['accuracy']:.3f}",
+            flush=True,
+        )
         if args.picture:
             learner = learner_of(args, name, args.seed, episodes["train"])
             bodies = {"before": features(learner, episodes["test"])}
@@ -61,10 +75,19 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
     budget = f"{args.steps} meta-steps" if args.steps else f"{args.seconds:g} s"
     title = f"{args.data}, {args.way}-way {args.shot}-shot, {args.backbone}, {budget}"
     table = [
-        [name, r["test"]["accuracy"], r["test"]["interval"], r["validation"], r["steps"], r["seconds"]]
+        [
+            name,
+            r["test"]["accuracy"],
+            r["test"]["interval"],
+            r["curve"][0]["accuracy"],
+            r["validation"],
+            r["steps"],
+            r["seconds"],
+        ]
         for name, r in results.items()
     ]
-    show(title, ("", "test accuracy", "95 % +-", "validation", "meta-steps", "seconds"), table)
+    columns = ("", "test accuracy", "95 % +-", "validation: before", "best", "meta-steps", "seconds")
+    show(f"{title}; chance is {1 / args.way:.2f}", columns, table)
     axis = {"xlabel": "seconds", "ylabel": "validation accuracy"}
     plot(stem, title, {name: r["curve"] for name, r in results.items()}, [("seconds", "accuracy", axis)])
     return save(args, stem, {"results": results})

@@ -16,11 +16,12 @@ from .data import DATA, load
 from .data.images import default_cache
 from .episodes import Episodes
 from .learners import Learner, make
+from .plan import BUDGETS
 from .training import OUTER, SCHEDULES, Training, evaluate, interval, train
 
 __all__ = ["arguments", "episodes_of", "learner_of", "one"]
 
-TEST_SEED, TEST_EPISODES = 2, 600
+TEST_SEED = 2
 
 
 def arguments(doc: str | None) -> Parser:
@@ -43,10 +44,10 @@ def arguments(doc: str | None) -> Parser:
     parser.add_argument("--schedule", choices=[*SCHEDULES], default="constant", help="of lr over --steps")
     parser.option("clip", 10.0, "largest norm of the gradient")
     parser.add_argument("--steps", type=int, help="meta-steps of a run; default: as many as --seconds allow")
-    parser.option("seconds", 60.0, "of meta-steps of a run, CPU time on a CPU; not with --steps")
-    parser.option("evaluations", 5, "on validation classes during a run")
-    parser.option("episodes", 100, "of a validation")
-    parser.option("test_episodes", TEST_EPISODES, "of the test")
+    parser.settings(
+        "data", BUDGETS, seconds="of meta-steps of a run, CPU time on a CPU; not with --steps",
+        evaluations="on validation classes during a run", episodes="of a validation", test_episodes="of the test",
+    )  # fmt: skip
     return parser
 
 

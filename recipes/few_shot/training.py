@@ -161,7 +161,7 @@ def train(
         step, seconds, curve, best = (saved[key] for key in ("step", "seconds", "curve", "best"))
     else:
         measure(math.nan)
-    with warnings.catch_warnings(), progress(None, label, total=how.steps, initial=step) as bar:
+    with warnings.catch_warnings(), _bar(label, how, step, seconds) as bar:
         warnings.simplefilter("ignore", bo.BilevelWarning)  # noise of few directions is what is compared
         while how.share(step, seconds) < 1:
             start = clock(learner.device)
@@ -176,8 +176,9 @@ def train(
             if how.clip is not None:
                 torch.nn.utils.clip_grad_norm_(learner.upper, how.clip)
             outer.step()
+            before = seconds
             step, seconds = step + 1, seconds + clock(learner.device) - start
-            bar.update()
+            bar.update(1 if how.steps else seconds - before)
             if how.share(step, seconds) * how.evaluations >= len(curve):
                 measure(float(loss))
                 bar.set_postfix(accuracy=f"{curve[-1]['accuracy']:.3f}")
@@ -191,6 +192,14 @@ def train(
     top = max(curve, key=lambda point: point["accuracy"])
     return {"curve": curve, "steps": step, "seconds": seconds, "diverged": diverged,
             "validation": top["accuracy"], "best_step": top["step"]}  # fmt: skip
+
+
+def _bar(label: str, how: Training, step: int, seconds: float) -> Any:
+    """Of the meta-steps, or of the seconds if these are given."""
+    if how.steps:
+        return progress(None, label, total=how.steps, initial=step)
+    form = "{desc}{percentage:3.0f}%|{bar}| {n:.1f} of {total:.1f} s{postfix}"
+    return progress(None, label, total=how.seconds, initial=seconds, bar_format=form)
 
 
 def _save(path: Path, state: dict[str, Any]) -> None:

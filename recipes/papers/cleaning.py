@@ -94,6 +94,7 @@ def experiment(share: float) -> Experiment:
         },
         shares=(0.3,),
         moves=10,
+        equal=(("AID", "PAID"),),  # until it perturbs, near a stationary point
         departures=(
             "1,000 training and 300 validation images at the scale cpu (20,000 and 5,000 in the paper)",
             "6 steps of conjugate gradients, lower steps of 2/L (the weights of 1/2 halve the curvature), lower "

@@ -13,6 +13,8 @@ __all__ = ["RULES", "SEARCH_SEEDS", "Arm", "Better", "Experiment", "Point", "Tri
 
 Point = dict[str, Any]
 SEARCH_SEEDS = (1000, 1001, 1002)  # settings are chosen with these seeds, and judged with others
+RATES = ("lr", "lower_lr")
+NOT_TUNED = "not tuned"  # what a claim about one arm says if its learning rate is given
 RULES = 2  # of runs and verdicts; records that were made under others are not judged
 
 
@@ -83,7 +85,11 @@ class Better:
 
 @dataclass(frozen=True, kw_only=True)
 class Within:
-    """The score of one arm, less that of another if there is one, lies in an interval."""
+    """The score of one arm, less that of another if there is one, lies in an interval.
+
+    A learning rate that is given, and not searched, decides such a score as much as the method does: without a grid of
+    it there is no verdict, unless the claim says that the arms are `NOT_TUNED`.
+    """
 
     arm: str
     low: float
@@ -124,6 +130,7 @@ class Experiment:
         departures: from the paper, all of them.
         data: name of the folder of the data below ``--data-root``. Default: None, nothing is read.
         like: name of the experiment whose runs these are, judged by another rule. Default: its own.
+        equal: pairs of arms that are the same by construction. All others have to differ.
     """
 
     id: str
@@ -146,10 +153,11 @@ class Experiment:
     departures: tuple[str, ...] = ()
     data: str | None = None
     like: str = ""
+    equal: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse a rule about arms that there are not, and a control that is not tried at its own best setting."""
-        if missing := [name for name in self.rule.arms if name not in self.arms]:
+        if missing := [n for n in (*self.rule.arms, *(n for pair in self.equal for n in pair)) if n not in self.arms]:
             raise ValueError(f"{self.id}: no arm {missing[0]}")
         rule = self.rule
         if isinstance(rule, Better) and rule.control is not None:
@@ -157,6 +165,18 @@ class Experiment:
                              for n in (rule.method, rule.control))  # fmt: skip
             if fixed := searched - own - {*rule.without}:
                 raise ValueError(f"{self.id}: {min(fixed)} is searched for {rule.method}, but not for {rule.control}")
+
+    def untuned(self, scale: str) -> dict[str, list[str]]:
+        """Of each arm that is judged by itself, the learning rates that are given and not searched."""
+        if isinstance(self.rule, Better) or NOT_TUNED in self.claim:
+            return {}
+        searched = self.scales[scale].get("search", True)
+        grids = {name: self.arms[name].grid for name in self.rule.arms}
+        fixed = {
+            name: [key for key in RATES if key in grid and not (searched and len(grid[key].values) > 1)]
+            for name, grid in grids.items()
+        }
+        return {name: keys for name, keys in fixed.items() if keys}
 
     @property
     def source(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ..common import Interval, interval
@@ -39,6 +40,8 @@ class Evidence(NamedTuple):
         start: the untrained learner's scores, one for each seed. Default: None, where nothing is trained.
         ignorant: scores of the best answer that knows nothing of the inputs, if the experiment has it.
         part: the budget as a part of the paper's, if its text has one.
+        alike: pairs of arms with the same numbers, which the experiment does not declare to be equal.
+        untuned: of arms that are judged by themselves, learning rates that are given and not searched.
     """
 
     scores: Mapping[str, Sequence[float]]
@@ -47,6 +50,8 @@ class Evidence(NamedTuple):
     start: Sequence[float] | None = None
     ignorant: Sequence[float] | None = None
     part: float | None = None
+    alike: Sequence[tuple[str, str]] = ()
+    untuned: Mapping[str, Sequence[str]] = MappingProxyType({})
 
     def moved(self, arm: str) -> bool:
         """Whether training moved it from its start, by more than the interval."""
@@ -61,6 +66,8 @@ def judge(rule: Better | Within, evidence: Evidence) -> Verdict:
     if start is not None and evidence.ignorant is not None and interval(_less(evidence.ignorant, start)).low > 0:
         return Verdict(UNDECIDED, f"the untrained start {_mean(start)} knows what it is to find: the best answer that "
                        f"knows nothing has {_mean(evidence.ignorant)}")  # fmt: skip
+    if same := [pair for pair in evidence.alike if {*pair} <= {*rule.arms}]:
+        return Verdict(UNDECIDED, f"{' and '.join(same[0])} give the same numbers: one of them is the other")
     word, reason = _better(rule, evidence) if isinstance(rule, Better) else _within(rule, evidence)
     if word != UNDECIDED and evidence.part is not None and evidence.part < 0.995:
         word += f" AT {float(f'{100 * evidence.part:.2g}'):g} % OF THE BUDGET"
@@ -127,6 +134,8 @@ def _within(rule: Within, evidence: Evidence) -> Verdict:
     text = f"{found} and [{rule.low:g}, {rule.high:g}]"
     if at_edge := [axis for name in rule.arms for axis in evidence.edges.get(name, ())]:
         return Verdict(UNDECIDED, f"{', '.join(at_edge)} at an edge ({text})")
+    if fixed := [f"{axis} of {name}" for name in rule.arms for axis in evidence.untuned.get(name, ())]:
+        return Verdict(UNDECIDED, f"{', '.join(fixed)} not tuned ({text})")
     if not any(evidence.moved(name) for name in rule.arms):
         return Verdict(UNDECIDED, f"training moved nothing ({text})")
     inside = rule.low <= found.low and found.high <= rule.high

@@ -104,7 +104,7 @@ def of_condition(trial: Trial) -> list[Point]:
     for kappa in trial.scale["kappas"]:
         given = {**trial.scale, "kappa": kappa}
         setting |= {"lower_steps": round(3 * kappa**0.5), "linear_steps": 12}
-        curve = stationary(trial._replace(scale=given, setting=setting, budget=1e5), make=quadratic)
+        curve = stationary(trial._replace(scale=given, setting=setting, budget=1e5 * trial.budget), make=quadratic)
         calls.append(curve[-1]["spent"])
     return slope(calls, trial.scale["kappas"][1] / trial.scale["kappas"][0])
 

@@ -31,7 +31,9 @@ suit a small machine (below, with all departures from the papers). Verdicts are 
 * **TIE**: the corrected interval lies within the smallest difference that counts, on both sides of zero.
 * **NOT DUE TO METHOD**: it would hold, but the control has at least half of the gain.
 * **UNDECIDED**: none of these, or a best setting is at an edge, a score has not settled, a start knows the answer,
-  there are fewer than three seeds or no control, or the budget is too small.
+  there are fewer than three seeds or no control, or the budget is too small; or two arms give the same numbers that
+  are not to be the same, or the score of an arm by itself is at a learning rate that was given and not searched,
+  of which the claim says nothing.
 * **... AT n % OF THE BUDGET**: with so much of what the paper has.
 
 Scores: less is better, and what a step gains beyond the budget does not count; in brackets 95 % intervals over seeds.
@@ -98,6 +100,10 @@ def turning(experiment: Experiment, outcome: Outcome) -> str:
         return "a larger budget"
     if word == "UNDECIDED" and ("did not move" in reason or "moved nothing" in reason):
         return "a budget or a problem with which training moves the start"
+    if word == "UNDECIDED" and "same numbers" in reason:
+        return "arms that are not the same"
+    if word == "UNDECIDED" and "not tuned" in reason:
+        return "a search of the learning rates"
     if not isinstance(rule, Better):
         values = scores[rule.arm]
         if rule.minus is not None:

@@ -7,6 +7,7 @@ import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from ..common.search import Found, search
 from .experiment import SEARCH_SEEDS, Arm, Experiment, Point, Trial
 from .judge import Evidence, Verdict, judge
 
-__all__ = ["Outcome", "complete", "execute", "follow", "middle"]
+__all__ = ["Outcome", "alike", "complete", "execute", "follow", "middle"]
 
 POINTS = 24  # of a curve that is kept
 FEW = 5  # steps, with fewer of which a round of a search is blind
@@ -179,7 +180,8 @@ def judged(
     trained = any(len(curve) > 1 for curve in first)
     start = [scored(experiment, curve[:1], "spent", budget) for curve in first] if trained else None
     ignorant = [curve[0]["ignorant"] for curve in first] if "ignorant" in first[0][0] else None
-    evidence = Evidence(scores, gains, edges, start, ignorant, experiment.part(scale))
+    same, untuned = alike(experiment, runs), experiment.untuned(scale)
+    evidence = Evidence(scores, gains, edges, start, ignorant, experiment.part(scale), same, untuned)
     # The same for all arms: when the first of those that are compared has spent its budget. Of a time to a target, all.
     shortest = min(statistics.fmean(r["seconds"] for r in runs[name]) for name in rule.arms)
     timed = {
@@ -193,6 +195,22 @@ def judged(
     }
     at_equal_seconds = evidence._replace(scores=timed, gains=dict.fromkeys(gains, 0.0), start=None)
     return Outcome(found, runs, scores, start, judge(rule, evidence), judge(rule, at_equal_seconds), spent)
+
+
+def alike(experiment: Experiment, runs: Mapping[str, Sequence[Point]]) -> list[tuple[str, str]]:
+    """Pairs of arms that went the same way with every seed, and are not declared to be equal.
+
+    The whole curves are compared: two arms that never come down to a target have one score, and are not the same. Arms
+    that did not move from their start say nothing.
+    """
+    ways = {
+        name: [[p["score"] for p in r["curve"]] for r in results]
+        for name, results in runs.items()
+        if all(r["steps"] for r in results)
+    }
+    moved = [name for name, seeds in ways.items() if all(len(way) == 1 or len({*way}) > 1 for way in seeds)]
+    declared = [{*pair} for pair in experiment.equal]
+    return [(a, b) for a, b in combinations(moved, 2) if ways[a] == ways[b] and {a, b} not in declared]
 
 
 def _finite(score: float, run: Point) -> float:

@@ -65,6 +65,7 @@ EXPERIMENTS = [
             "PRAHGD": Arm(partial(bo.PRAHGD, **AGD, perturbation=1e-3), GRID),
         },
         rule=Better(method="RAHGD", rivals=("AID", "ITD", "BA", "PAID"), control="RAHGD, outer GD", speed=True),
+        equal=(("AID", "PAID"),),  # until it perturbs, near a stationary point
         departures=(
             SIZES,
             "10 steps of conjugate gradients, lower momentum 0.9; the paper chooses these from a grid",

@@ -97,7 +97,8 @@ def refused(make, reason, first=0, **options):
     """From the first step that cannot be captured on all are eager, bit for bit, and say why, in one of these words."""
     reasons, graphs = compared(make, rounding=0.0 if first < AT else 1e-12, **options)
     words = (reason,) if isinstance(reason, str) else reason
-    assert [any(word in found for word in words) for found in reasons] == [k >= first for k in range(len(reasons))], reasons
+    told = [any(word in found for word in words) for found in reasons]
+    assert told == [k >= first for k in range(len(reasons))], reasons
     assert first >= AT or not graphs
 
 
@@ -883,7 +884,8 @@ def hooked_parameter(x, y):
     [
         (refused_later, "random numbers", AT + 1),  # what reads otherwise is traced when it is met again
         pytest.param(
-            *(counted_later, (CHANGES, LINE), AT), marks=pytest.mark.skipif(not NEW, reason="read anew at each step: eager")
+            *(counted_later, (CHANGES, LINE), AT),
+            marks=pytest.mark.skipif(not NEW, reason="read anew at each step: eager"),
         ),
         (pruned_later, CHANGES, AT),
         (hooked_parameter, "a parameter has a hook", AT),

@@ -1,8 +1,11 @@
 """Training, resuming, choosing, evaluating, comparing; the programs."""
 
+import contextlib
 import json
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +13,9 @@ import torch
 
 import bilevel_optim as bo
 from recipes.few_shot import __main__ as program
-from recipes.few_shot import benchmark, compare, training
+from recipes.few_shot import benchmark, compare, plan, training
 from recipes.few_shot.backbones import Norm
+from recipes.few_shot.data import DATA
 from recipes.few_shot.learners import make
 from recipes.few_shot.picture import projected, separation
 from recipes.few_shot.training import Training, evaluate, interval, train
@@ -136,6 +140,42 @@ def test_a_budget_of_seconds_ends_a_run(monkeypatch):
     assert found["steps"] == 4
     assert [point["step"] for point in found["curve"]] == [0, 2, 4]
     assert found["curve"][-1]["seconds"] == 1.0
+
+
+def test_the_bar_counts_seconds_or_steps(monkeypatch):
+    bars = []
+
+    class Bar(contextlib.nullcontext):
+        def __init__(self, _, label, *, total, initial, bar_format=None):
+            super().__init__(self)
+            self.total, self.n = total, initial
+            bars.append(self)
+
+        def update(self, n):
+            self.n += n
+
+        def set_postfix(self, **_):
+            pass
+
+    times = iter(range(0, 1000, 1))
+    monkeypatch.setattr(training, "clock", lambda device: 0.25 * next(times))
+    monkeypatch.setattr(training, "progress", Bar)
+    trained(learner(), None, seconds=1.0, schedule="constant", evaluations=1)
+    trained(learner(), 3)
+    assert [(bar.total, bar.n) for bar in bars] == [(1.0, 1.0), (3, 3)]
+
+
+def test_the_plan_is_said_before_torch_is_imported():
+    code = "import sys; from recipes.few_shot.plan import plan; print(plan([])); print('torch' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "protonet, first-order, aid, anil on 5-way 1-shot episodes of digits with cnn4" in said
+    assert said.endswith("False\n")
+    assert int(re.search(r"takes about (\d+) s\.", said)[1]) <= 60
+    longer = plan.plan(["--data", "omniglot", "--learners", "aid", "maml", "--shot", "5", "--way", "20"])
+    assert "aid, maml on 20-way 5-shot episodes of omniglot" in longer
+    assert "2 minutes" in longer
+    assert "30 meta-steps each" in plan.plan(["--steps", "30"])
+    assert plan.BUDGETS.keys() == {*DATA}
 
 
 @pytest.mark.parametrize("name", ["protonet", "first-order", "anil", "fomaml"])
