@@ -214,6 +214,8 @@ def public():
 
 # What is called by others than the package, and is not in its public names.
 CALLED = {
+    "optimizer/base.py BilevelOptimizer._task_draws": "tests/generic/test_draws.py, until compiled steps draw by it",
+    "methods/tracked/tracking.py RecursiveOptimizer._task_draws": "likewise",
     "capture/losses.py _function_of.Own.setup_context": "by torch.autograd.Function",
     "kernels/programs.py perturbed": "a program is launched by the name of its reference",
     "kernels/programs.py accumulated": "likewise",

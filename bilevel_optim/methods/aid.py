@@ -10,6 +10,7 @@ from typing import Any, Unpack
 from ..hypergradient import Estimate, implicit
 from ..optimizer.base import BilevelOptimizer, CommonOptions
 from ..optimizer.declaration import MethodInfo
+from ..optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ..optimizer.step import StepInputs, changed
 from ..oracle.oracle import Oracle
 from ..problem.parameters import Params, is_count, is_number, require, require_choice
@@ -112,6 +113,10 @@ class AID(BilevelOptimizer):
         self.linear_solver, self.linear_steps, self.linear_tol = linear_solver, linear_steps, linear_tol
         self.linear_lr, self.damping = linear_lr, damping
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
+
+    def _draws(self, given: DrawInputs) -> list[Draw]:
+        """Those of the lower steps, then one of each for the linear system."""
+        return [LOWER] * self._lower_step_count(given.steps) + [UPPER, LOWER]
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Lower steps, then the linear system at their end."""

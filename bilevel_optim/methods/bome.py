@@ -11,6 +11,7 @@ from torch import Tensor
 from ..hypergradient import Estimate
 from ..optimizer.base import BilevelOptimizer, CommonOptions
 from ..optimizer.declaration import MethodInfo
+from ..optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ..optimizer.step import StepInputs
 from ..oracle.first_order import lower_slope
 from ..oracle.oracle import Oracle
@@ -118,6 +119,11 @@ class BOME(BilevelOptimizer):
     def _together(self, tasks: int) -> list[slice]:
         """Every task by itself, because each has a multiplier of its own."""
         return [slice(i, i + 1) for i in range(tasks)]
+
+    def _draws(self, given: DrawInputs) -> list[Draw]:
+        """Those of the joint steps, each after its lower steps, if it has any."""
+        alone = [LOWER] * self.lower_steps * (self.barrier == "value") + [UPPER, LOWER]
+        return alone * (self.joint_steps - 1) + [LOWER] * self.lower_steps + [UPPER, LOWER]
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """The common direction: its part in x is the estimate, that in y is followed at once."""

@@ -16,6 +16,7 @@ from ..hypergradient.finite_difference import KINDS, Stencil
 from ..hypergradient.finite_difference import stencil as stencil_of
 from ..optimizer.base import BilevelOptimizer, CommonOptions
 from ..optimizer.declaration import MethodInfo
+from ..optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ..optimizer.step import StepInputs, Update, changed
 from ..oracle.copies import evaluate_copies
 from ..oracle.differentiable import working_unit
@@ -71,7 +72,7 @@ class F2SA(BilevelOptimizer):
     ``samples="shared"`` sampling noise does not grow as nu falls; with independent samples it grows like 1/nu.
 
     *Cost per step*, n copies: n ``lower_steps`` lower and upper gradients in y, n of each in x. *Draws*: for each lower
-    step one lower and one upper batch, shared by the copies (n of each with ``samples="independent"``); then one of
+    step one upper and one lower batch, shared by the copies (n of each with ``samples="independent"``); then one of
     each for the difference, always shared.
 
     The live y is set to :math:`\sum_j w_j y_j`, the copies extrapolated to :math:`\nu = 0` (their mean for order 2; the
@@ -156,7 +157,7 @@ class F2SA(BilevelOptimizer):
         self._variant_of_state = {"order": order, "stencil": stencil_of(order, stencil).kind}
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
         self._lower_checks.require_elementwise()
-        self._known_formula = stencil_of(order, stencil)
+        self._formulas: dict[tuple[int, str], Stencil] = {}  # that were needed; in a compiled step they are not made
 
     _saved_options, _difference_step = ("nu",), "nu"
 
@@ -238,6 +239,11 @@ class F2SA(BilevelOptimizer):
         changed: str = self.numbers.get("stencil", self._given_stencil)
         return stencil_of(self.order, changed).kind
 
+    def _draws(self, given: DrawInputs) -> list[Draw]:
+        """A pair for each lower step, or one for each copy; then a pair for the difference."""
+        n = 1 if self.samples == "shared" else len(self._formula(given).nodes)
+        return ([UPPER] * n + [LOWER] * n) * self.lower_steps + [UPPER, LOWER]
+
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Lower steps of all copies, then the finite difference between them."""
         formula = self._formula(given)
@@ -266,8 +272,11 @@ class F2SA(BilevelOptimizer):
             numbers={k: given.numbers[k] for k in ("stencil",) if k in given.numbers},
         )
 
-    def _formula(self, given: StepInputs) -> Stencil:
-        return self._known_formula
+    def _formula(self, given: DrawInputs) -> Stencil:
+        kind = self.order, given.numbers.get("stencil", self._given_stencil)
+        if kind not in self._formulas:
+            self._formulas[kind] = stencil_of(*kind)
+        return self._formulas[kind]
 
     def _copies(self, oracle: Oracle, given: StepInputs, n: int, interpolation: list[float]) -> tuple[Vector, bool]:
         """Stacked copies, and whether they go on: all start at one point, and later move with y if it was changed."""
@@ -324,7 +333,7 @@ class F2SA(BilevelOptimizer):
         first, middle = solved.early
         own, other = (solved.y - start).lane_norm().unbind()
         apart = Vector(t[0] - t[1] for t in solved.y).norm()
-        text = self._diverging(self._known_formula, given)
+        text = self._diverging(self._formula(given), given)
         oracle.checks.alert_if("diverging copies", text, _leaves, own, other, apart, first[0], middle[0], last[0])
 
     def _diverging(self, formula: Stencil, given: StepInputs) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..hypergradient import Estimate, direct
 from ..optimizer.base import BilevelOptimizer
 from ..optimizer.declaration import MethodInfo
+from ..optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ..optimizer.step import StepInputs
 from ..oracle.oracle import Oracle
 
@@ -59,6 +60,10 @@ class FirstOrder(BilevelOptimizer):
     )
 
     _responds = False
+
+    def _draws(self, given: DrawInputs) -> list[Draw]:
+        """Those of the lower steps, then an upper one."""
+        return [LOWER] * self.lower_steps + [UPPER]
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Lower steps, then the direct gradient."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..hypergradient import Estimate
 from ..optimizer.base import CommonOptions
 from ..optimizer.declaration import MethodInfo
+from ..optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ..optimizer.minimax import MinimaxOptimizer, danskin
 from ..optimizer.step import LowerResult, StepInputs
 from ..oracle.oracle import Oracle
@@ -83,6 +84,10 @@ class GDA(MinimaxOptimizer):
         require("simultaneous", simultaneous, isinstance(simultaneous, bool))
         self.simultaneous = simultaneous
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
+
+    def _draws(self, given: DrawInputs) -> list[Draw]:
+        """Those of the ascent steps, then one for x; the last two are one if they are simultaneous."""
+        return [LOWER] * (self.lower_steps - (self.simultaneous and self.lower_steps > 0)) + [UPPER]
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """The ascent steps, and the gradient in x at the last of them or after it."""

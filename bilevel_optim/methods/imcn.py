@@ -12,6 +12,7 @@ from torch import Tensor
 from ..hypergradient import Estimate
 from ..optimizer.base import CommonOptions
 from ..optimizer.declaration import MethodInfo
+from ..optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ..optimizer.minimax import MinimaxOptimizer
 from ..optimizer.step import StepInputs, Update, changed
 from ..oracle.oracle import Oracle
@@ -140,6 +141,10 @@ class iMCN(MinimaxOptimizer):
     def _finished(self) -> bool:
         """Whether ``step`` has nothing left to do, and returns the last loss."""
         return self.converged
+
+    def _draws(self, given: DrawInputs) -> list[Draw]:
+        """Those of the ascent steps, then one for x."""
+        return [LOWER] * self.lower_steps + [UPPER]
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """The ascent steps, and the gradient whose step minimises the cubic model there."""

@@ -9,6 +9,7 @@ import torch
 from ..hypergradient import Estimate, unrolled
 from ..optimizer.base import BilevelOptimizer, CommonOptions
 from ..optimizer.declaration import MethodInfo
+from ..optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ..optimizer.step import StepInputs
 from ..oracle import batched
 from ..oracle.oracle import Oracle
@@ -100,6 +101,10 @@ class ITD(BilevelOptimizer):
     def _together(self, tasks: int) -> list[slice]:
         """As many tasks as are evaluated at once: the graphs of the others are gone by then."""
         return batched.slices(self._oracle_options.at_once(max(tasks, 1)), tasks)
+
+    def _draws(self, given: DrawInputs) -> list[Draw]:
+        """Those of the lower steps, then an upper one."""
+        return [LOWER] * self.lower_steps + [UPPER]
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Lower steps, and backpropagation through them."""

@@ -49,6 +49,7 @@ from . import adapt, checkpoint
 from .checkpoint import OWN, REMADE
 from .declaration import UNDECLARED, MethodInfo, methods, register
 from .diagnostics import described, floats
+from .draws import Draw, DrawInputs, TaskDraw, of_tasks
 from .hooks import has_hooks, no_dynamo, with_hooks
 from .lower_checks import LowerChecks, place_of_counts, probe, rate_of, require_unlimited, require_update_alone
 from .options import ColdOptions, CommonOptions, require_common, require_sizes
@@ -865,7 +866,7 @@ class BilevelOptimizer(Optimizer, ABC):
             sampler,
             lambda here, own: self._checked(here, own, self.estimate),
             count=task_count(sampler, self.tasks_per_step),
-            sizes={"lower": self.lower_batch, "upper": self.upper_batch},
+            sizes=self._rows_per_batch,
             together=self._together,
             random_inputs=self._random_inputs(),
             joined=self._joined,
@@ -879,6 +880,33 @@ class BilevelOptimizer(Optimizer, ABC):
                 f"{type(self).__name__} takes both losses, upper and lower (and step none of them, after backward)"
             )
         return as_objective(upper, "upper"), as_objective(lower, "lower")
+
+    def _draws(self, given: DrawInputs) -> list[Draw] | None:
+        """What the next step draws from its two losses, without tasks, in its order; nothing is drawn here.
+
+        An estimate that is made again, after an alert, draws again. None if that is not known before the step:
+
+        * `RTMLMC` and `DLSGD` have a lower problem for each context, and no losses of their own to draw from;
+        * with ``lower_tol`` the host decides from values how many lower steps there are;
+        * a method defined elsewhere need not say.
+        """
+        return None
+
+    def _task_draws(self, given: DrawInputs, sampler: Any) -> list[TaskDraw] | None:
+        """What the next step with tasks draws from the sampler: the tasks, then their batches; nothing is drawn here.
+
+        None if that is not known before the step, as for `_draws`: what `RTMLMC` and `DLSGD` draw follows from the
+        level of each context, a random number, and comes from a generator for each purpose.
+        """
+        draws = self._draws(changed(given, memory={}, tables={}))  # tasks start without what is remembered of y
+        if draws is None:
+            return None
+        return [TaskDraw("tasks", task_count(sampler, self.tasks_per_step)), *of_tasks(draws, self._rows_per_batch)]
+
+    @property
+    def _rows_per_batch(self) -> dict[str, int | None]:
+        """How many rows of each task's data an evaluation of each loss draws; None: all."""
+        return {"lower": self.lower_batch, "upper": self.upper_batch}
 
     @property
     def _stationary(self) -> bool:

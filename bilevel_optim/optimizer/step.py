@@ -17,6 +17,7 @@ from ..problem.tasks import LowerInit
 from ..problem.values import changed, values
 from ..problem.vector import Vector
 from ..solvers.lower import LowerRule, Memory, Rate, Solved, rates_of
+from .draws import DrawInputs
 
 __all__ = ["Groups", "LowerResult", "Start", "StepInputs", "StepResults", "Update", "changed", "require_interior"]
 
@@ -26,19 +27,14 @@ Start = Sequence[Tensor] | LowerInit | None  # where lower solves begin, if not 
 
 
 @values
-class StepInputs:
-    """What a step is given beside the losses and the point.
+class StepInputs(DrawInputs):
+    """What a step is given beside the losses and the point: what decides its draws, and more.
 
     Attributes:
         upper_groups, lower_groups: parameter groups with their learning rates and options.
-        memory: what earlier steps remembered of y, by name: tensors shaped like y.
-        upper_memory: the same of x.
-        tables: tables whose rows mix all the tensors of y, by name.
         lower: y; for an update with what the estimate made of it.
         solver: the lower optimizer's memory. None: begin anew.
         upper_solver: the upper optimizer's. None: begin anew.
-        numbers: plain numbers that change from step to step.
-        steps: steps made so far.
         rule: gives the lower optimizer's update for tensors like these.
         upper_rule: likewise the upper optimizer's; None: x follows a gradient step.
         generator: source of the method's own random numbers.
@@ -49,13 +45,8 @@ class StepInputs:
 
     upper_groups: list[dict[str, Any]]
     lower_groups: list[dict[str, Any]]
-    memory: dict[str, Vector]
-    upper_memory: dict[str, Vector]
-    tables: dict[str, Tensor]
     lower: Vector
     solver: Memory | None
-    numbers: dict[str, Any]
-    steps: int
     rule: Callable[[Vector], LowerRule]
     generator: torch.Generator | None
     lower_init: LowerInit | None

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...hypergradient import Estimate
 from ...optimizer.base import BilevelOptimizer, CommonOptions, Loss
 from ...optimizer.declaration import MethodInfo
+from ...optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ...optimizer.step import StepInputs, changed
 from ...oracle.oracle import Oracle
 from ...problem.objective import Objective
@@ -234,6 +235,10 @@ class FOMAML(Initialised):
         initial=True,
         converges=False,
     )
+
+    def _draws(self, given: DrawInputs) -> list[Draw]:
+        """Those of the lower steps, then an upper one."""
+        return [LOWER] * self.lower_steps + [UPPER]
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """The gradient after adaptation, as if that were the identity in the initial point."""

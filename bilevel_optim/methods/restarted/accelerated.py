@@ -10,6 +10,7 @@ import torch
 
 from ...hypergradient import Estimate
 from ...optimizer.base import BilevelOptimizer, CommonOptions
+from ...optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ...optimizer.step import LowerResult, StepInputs, Update, changed
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, as_groups, is_count, is_number, require, require_choice, unnamed
@@ -39,6 +40,7 @@ class Accelerated(Restarted, BilevelOptimizer):
 
     _constants: ClassVar[Callable[..., Constants]] = Constants.bilevel  # those of the problems that the method is for
     _theorem: ClassVar[Callable[..., dict[str, Any]]] = Constants.first_order
+    _hypergradient_draws: ClassVar[list[Draw]] = [UPPER, LOWER]
     _estimate_reads = ("previous", "sum", "perturbation")
 
     def __init__(
@@ -68,6 +70,13 @@ class Accelerated(Restarted, BilevelOptimizer):
         self.lower_momentum, self.lower_restart, self.lower_tol = lower_momentum, lower_restart, lower_tol
         self.restart_steps = restart_steps
         super().__init__(upper, lower, iteration=iteration, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
+
+    def _draws(self, given: DrawInputs) -> list[Draw] | None:
+        """Those of the lower steps, which are more when an epoch begins; then those of the hypergradient."""
+        if self.lower_tol > 0:
+            return None
+        fresh = Progress.now(given.numbers, given.upper_memory).step == 0
+        return [LOWER] * sum(self._solves(fresh)) + self._hypergradient_draws
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """The lower steps and the hypergradient, both at the look-ahead point."""
@@ -100,15 +109,20 @@ class Accelerated(Restarted, BilevelOptimizer):
 
     def _solved(self, oracle: Oracle, given: StepInputs, fresh: bool) -> LowerResult:
         """Where the lower steps lead to; the momentum of `AGD` does not last from one solve to the next."""
-        zero, steps = fresh and self.lower_restart == "zero", [self.lower_steps]
-        if fresh:
-            steps.insert(0, self.lower_steps * zero if self.restart_steps is None else self.restart_steps)
+        zero = fresh and self.lower_restart == "zero"
         here = LowerResult(oracle.at(lower=oracle.y.zeros_like()) if zero else oracle, [], {})
-        for count in steps:
+        for count in self._solves(fresh):
             given = changed(given, solver=None) if self._own_solver else given
             here = given.descended(here.oracle, count, tol=self.lower_tol)
             given = changed(given, solver=here.solver)
         return here
+
+    def _solves(self, fresh: bool) -> list[int]:
+        """Steps of each lower solve, of which there are two when an epoch begins."""
+        if not fresh:
+            return [self.lower_steps]
+        twice = self.lower_steps if self.lower_restart == "zero" else 0
+        return [twice if self.restart_steps is None else self.restart_steps, self.lower_steps]
 
     def update(self, x: Vector, gradient: Vector, given: StepInputs) -> Update:
         """One step of the iteration of x."""

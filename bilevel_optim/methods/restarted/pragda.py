@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 from operator import neg
-from typing import Unpack
+from typing import ClassVar, Unpack
 
 from ...hypergradient import Estimate, implicit
 from ...optimizer.declaration import MethodInfo
+from ...optimizer.draws import UPPER, Draw
 from ...optimizer.minimax import MinimaxOptimizer, danskin
 from ...optimizer.step import StepInputs, changed
 from ...oracle.oracle import Oracle
@@ -81,6 +82,7 @@ class RAGDA(Accelerated, MinimaxOptimizer):
     )
 
     _constants = Constants.minimax
+    _hypergradient_draws: ClassVar[list[Draw]] = [UPPER]  # for the adjoint term too
 
     def __init__(
         self,

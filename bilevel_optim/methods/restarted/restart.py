@@ -50,6 +50,13 @@ class Progress:
         """Read from plain numbers; those of a run that has not begun are missing."""
         return cls(**{name: numbers[name] for name in _NAMES if name in numbers})
 
+    @classmethod
+    def now(cls, numbers: Mapping[str, Any], memory: Mapping[str, Vector]) -> Self:
+        """The same before a step; a new epoch begins where there is a parameter of which nothing is remembered."""
+        now = cls.of(numbers)
+        known = "previous" in memory and "sum" in memory
+        return now if known or now.swapped or now.step == 0 else now.afresh()
+
     @property
     def numbers(self) -> dict[str, Any]:
         """The same as plain numbers."""
@@ -127,7 +134,7 @@ class Momentum:
 
     def look_ahead(self, point: Point) -> Ahead:
         """Where the next gradient is to be evaluated."""
-        now, new = _now(point), {}
+        now, new = Progress.now(point.numbers, point.memory), {}
         if now.swapped:
             return Ahead(point.x, new, now)
         if now.step == 0 and self.perturb_initial and self.perturbation > 0 and not now.perturbed:
@@ -140,7 +147,7 @@ class Momentum:
 
         Costs one host synchronisation, and nothing else of the step depends on the host.
         """
-        now = _now(point)
+        now = Progress.now(point.numbers, point.memory)
         now = replace(now, rates=point.rates(now))
         rates, largest = point.each(point.rates(now)), max(point.rates(now), default=0.0)
         start, w = self._ahead(point.x, point.memory, now)
@@ -188,13 +195,6 @@ class Momentum:
         largest = max(rates, default=0.0) or 1.0
         shift = point.ranks.same(uniform_ball(point.x, self.perturbation, point.generator))
         return shift * point.each([math.sqrt(rate / largest) for rate in rates])
-
-
-def _now(point: Point) -> Progress:
-    """Where the run stands; a new epoch begins where there is a parameter of which nothing is remembered."""
-    now = Progress.of(point.numbers)
-    known = "previous" in point.memory and "sum" in point.memory
-    return now if known or now.swapped or now.step == 0 else now.afresh()
 
 
 def held(name: str) -> Any:

@@ -9,6 +9,7 @@ from torch import Tensor
 from ...hypergradient import Estimate
 from ...optimizer.base import CommonOptions
 from ...optimizer.declaration import MethodInfo
+from ...optimizer.draws import LOWER, Draw, DrawInputs
 from ...optimizer.step import StepInputs
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, is_number, require
@@ -27,7 +28,7 @@ class Recursion(NamedTuple):
     u: Vector  # of the lower gradient
 
     @classmethod
-    def remembered(cls, given: StepInputs) -> Recursion | None:
+    def remembered(cls, given: DrawInputs) -> Recursion | None:
         """Where the last step was, if it left all of it."""
         y, u = (given.memory.get(name) for name in ("previous", "direction"))
         x, h = (given.upper_memory.get(name) for name in ("previous", "direction"))
@@ -137,6 +138,10 @@ class MRBO(NeumannMethod):
             **common,
         )
         self._lower_checks.require_given_gradient()
+
+    def _draws(self, given: DrawInputs) -> list[Draw]:
+        """One for u, then those of the series."""
+        return [LOWER, *self._sample_draws()]
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Both estimates at the present point and at the last one, on the same samples; then a step of y."""

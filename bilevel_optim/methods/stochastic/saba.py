@@ -11,6 +11,7 @@ from torch import Tensor
 from ...hypergradient import Estimate
 from ...hypergradient.estimate import Write
 from ...optimizer.declaration import MethodInfo
+from ...optimizer.draws import Draw, DrawInputs
 from ...optimizer.step import StepInputs
 from ...oracle.oracle import Oracle
 from ...problem.finite_sum import random_term, term_count
@@ -59,7 +60,7 @@ class SABA(SingleLoop):
     curvature of any term.
 
     *Cost per step*: 1 lower gradient, 1 upper gradient, 1 Hessian-vector product, 1 cross product; in the first step n,
-    m, n, n, which fill the memory. *Draws*: a term of g, a term of f.
+    m, n, n, which fill the memory. *Draws*: a term of f, a term of g.
 
     Args:
         upper: upper parameters x.
@@ -111,6 +112,10 @@ class SABA(SingleLoop):
     def _estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Estimate:
         """There is no memory of tasks."""
         raise ValueError("SABA remembers every term of its losses and takes no tasks; SOBA does")
+
+    def _draws(self, given: DrawInputs) -> list[Draw]:
+        """Of each sum a random term, or all of them where nothing is kept of so many."""
+        return [Draw(level, whole=_kept(given, level, given.terms(level)) is None) for level in ("upper", "lower")]
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """The step of `SOBA` along SAGA's directions."""
@@ -182,7 +187,7 @@ def _averaged(
     return result
 
 
-def _kept(given: StepInputs, level: str, count: int) -> dict[str, _Memory] | None:
+def _kept(given: DrawInputs, level: str, count: int) -> dict[str, _Memory] | None:
     """The memory of a sum, if every parameter has one for this number of terms."""
     kept = {}
     for name, is_upper in _QUANTITIES[level].items():

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...hypergradient import Estimate
 from ...optimizer.base import BilevelOptimizer, CommonOptions
 from ...optimizer.declaration import MethodInfo
+from ...optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ...optimizer.step import StepInputs
 from ...oracle.first_order import upper_slope
 from ...oracle.oracle import Oracle
@@ -103,6 +104,10 @@ class SOBA(SingleLoop):
         lower_optimizer="given gradient",
     )
 
+    def _draws(self, given: DrawInputs) -> list[Draw]:
+        """One of each."""
+        return [LOWER, UPPER]
+
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """One step of y and of v, and the hypergradient with the present v."""
         rates = given.linear_rates(self.linear_lr)
@@ -192,6 +197,10 @@ class FSLA(SingleLoop):
         require("beta", beta, is_number(beta) and 0 <= beta <= 1)
         self.beta = beta
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, linear_lr=linear_lr, **common)
+
+    def _draws(self, given: DrawInputs) -> list[Draw]:
+        """One for y, a pair for v, a pair for h."""
+        return [LOWER, UPPER, LOWER, UPPER, LOWER]
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """One step of y, one of v, and the recursion of the hypergradient there."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...hypergradient import Estimate
 from ...optimizer.base import CommonOptions
 from ...optimizer.declaration import MethodInfo
+from ...optimizer.draws import Draw, DrawInputs
 from ...optimizer.step import StepInputs, changed
 from ...oracle.oracle import Oracle
 from ...problem.finite_sum import random_term, term_count
@@ -116,6 +117,11 @@ class SRBA(SingleLoop):
         terms = [numbers.get(f"{level}_terms", 1) for level in ("lower", "upper")]
         return not self.warm_start or steps % self._period(*terms) == 0
 
+    def _draws(self, given: DrawInputs) -> list[Draw]:
+        """Of each sum a random term, or all of them."""
+        whole = self._begins(given, given.terms("lower"), given.terms("upper"))
+        return [Draw("lower", whole), Draw("upper", whole)]
+
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """One step along the recursive directions."""
         n, rates = len(oracle.y), given.linear_rates(self.linear_lr)
@@ -135,12 +141,15 @@ class SRBA(SingleLoop):
     def _period(self, lower_terms: int, upper_terms: int) -> int:
         return self.period or max((lower_terms + upper_terms) // 2, 1)
 
+    def _begins(self, given: DrawInputs, lower_terms: int, upper_terms: int) -> bool:
+        """Whether a step evaluates the full sums."""
+        goes_on = self.warm_start and "direction" in given.memory and "direction" in given.upper_memory
+        return not goes_on or given.steps % self._period(lower_terms, upper_terms) == 0
+
     def _recursive(self, oracle: Oracle, given: StepInputs, rates: list[float]) -> tuple[Tensor, Vector, Vector]:
         """The upper loss, v, and the directions of y, v, x: of the full sums, or from those of the last step."""
-        period = self._period(term_count(oracle.g, "lower"), term_count(oracle.f, "upper"))
         names = ("linear_solution", "previous", "previous_solution", "direction", "solution_direction")
-        goes_on = self.warm_start and "direction" in given.memory and "direction" in given.upper_memory
-        if not goes_on or given.steps % period == 0:
+        if self._begins(given, term_count(oracle.g, "lower"), term_count(oracle.f, "upper")):
             return _directions(oracle, self._solution(given), oracle.g.samples(), oracle.f.samples(), rates)
         v, y_then, v_then, d_y, d_v = (given.memory[name] for name in names)
         x_then, d_x = (given.upper_memory[name] for name in ("previous", "direction"))

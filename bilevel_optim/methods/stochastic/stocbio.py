@@ -9,9 +9,11 @@ from typing import Unpack
 from ...hypergradient import Estimate, ImplicitSamples, stochastic_implicit
 from ...optimizer.base import BilevelOptimizer, CommonOptions
 from ...optimizer.declaration import MethodInfo
+from ...optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ...optimizer.step import StepInputs, changed
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, is_count, is_number, require
+from ...problem.vector import Vector
 from ...solvers import linear
 
 __all__ = ["AmIGO", "NeumannMethod", "StocBiO"]
@@ -56,6 +58,12 @@ class NeumannMethod(BilevelOptimizer):
             return ImplicitSamples.draw(oracle, self.linear_steps)
         return ImplicitSamples.draw_some(oracle, given.random_inputs["products"], self.linear_steps - 1)
 
+    def _sample_draws(self) -> list[Draw]:
+        """What `_samples` draws; of a randomised series the most that it may."""
+        if not self._randomised:
+            return [UPPER] + [LOWER] * (self.linear_steps + 1)
+        return [UPPER, LOWER, *(Draw("lower", only=("products", k)) for k in range(1, self.linear_steps))]
+
     def _hypergradient(self, oracle: Oracle, samples: ImplicitSamples, given: StepInputs) -> Estimate:
         """The estimate on these samples at the oracle's point; nothing of it is remembered."""
         lr = given.linear_rates(self.linear_lr)
@@ -65,6 +73,10 @@ class NeumannMethod(BilevelOptimizer):
         else:
             solve = partial(linear.neumann, steps=self.linear_steps, lr=lr)
         return changed(stochastic_implicit(oracle, samples, solve), memory={})
+
+    def _draws(self, given: DrawInputs) -> list[Draw]:
+        """Those of the lower steps, then those of the series."""
+        return [LOWER] * self._lower_step_count(given.steps) + self._sample_draws()
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Lower steps, then the series at their end."""
@@ -196,11 +208,20 @@ class AmIGO(BilevelOptimizer):
         self.linear_steps, self.linear_lr = linear_steps, linear_lr
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
 
+    def _draws(self, given: DrawInputs) -> list[Draw]:
+        """Those of the lower steps, an upper one, one for each product (the first from zero is none), one more."""
+        products = self.linear_steps - (self._solution(given) is None)
+        return [LOWER] * self.lower_steps + [UPPER] + [LOWER] * (products + 1)
+
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Lower steps, then steps on the linear system from its last solution."""
         here = given.descended(oracle, self.lower_steps)
-        start = given.memory.get("linear_solution") if self.warm_start else None
+        start = self._solution(given)
         samples = ImplicitSamples.draw(oracle, self.linear_steps - (start is None))
         solve = partial(linear.fixed_point, steps=self.linear_steps, lr=given.linear_rates(self.linear_lr))
         estimate = stochastic_implicit(here.oracle, samples, solve, start)
         return here.with_lower(estimate if self.warm_start else changed(estimate, memory={}))
+
+    def _solution(self, given: DrawInputs) -> Vector | None:
+        """V as the last step left it; None to start."""
+        return given.memory.get("linear_solution") if self.warm_start else None

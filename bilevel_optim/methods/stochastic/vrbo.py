@@ -11,6 +11,7 @@ from torch import Tensor
 from ...hypergradient import Estimate
 from ...optimizer.base import CommonOptions
 from ...optimizer.declaration import MethodInfo
+from ...optimizer.draws import LOWER, Draw, DrawInputs
 from ...optimizer.step import StepInputs, changed, require_interior
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, is_count, require
@@ -42,7 +43,8 @@ class VRBO(NeumannMethod):
     *Cost per step*, with T = ``lower_steps`` and Q = ``linear_steps``: 2 (T + 1) times one lower gradient, one upper
     gradient, Q Hessian-vector products and one cross product. At every ``period``-th step 2 T lower gradients, and
     ``anchor_batches`` times one of each. *Draws*: for each difference one lower batch for u, then those of `StocBiO`
-    for h (not before an anchor); for an anchor ``anchor_batches`` lower batches, then the others as often.
+    for h (not before an anchor); for an anchor ``anchor_batches`` lower batches, then the others as often. The first
+    step has as many lower batches before all others.
 
     Args:
         upper: upper parameters x.
@@ -118,6 +120,14 @@ class VRBO(NeumannMethod):
     def _graph_key(self, steps: int, numbers: Mapping[str, Any]) -> bool:
         """Whether it begins anew."""
         return steps % self.period == 0
+
+    def _draws(self, given: DrawInputs) -> list[Draw]:
+        """Those of the differences; around them, where the recursion begins anew, many for each mean."""
+        begins = not self.warm_start or Recursion.remembered(given) is None
+        if not begins and not self._graph_key(given.steps, given.numbers):
+            return [LOWER, *self._sample_draws()] * (self.lower_steps + 1)
+        many, differences = [LOWER] * self.anchor_batches, max(self.lower_steps - begins, 0)
+        return many * begins + [LOWER] * differences + many + self._sample_draws() * self.anchor_batches
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Lower steps along a recursion, which begins anew with large batches every ``period`` steps."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...optimizer.draws import TaskDraw
 from ...optimizer.step import StepInputs
 from ...problem.random import device_of
 from ...problem.tasks import sample
@@ -90,6 +91,10 @@ class Drawing:
             return Drawn(torch.arange(m, device="cpu"), torch.ones(m, dtype=torch.float64, device="cpu"), {})
         return self.some(sampler, m, source)
 
+    def draws(self, m: int) -> list[TaskDraw]:
+        """What `draw` draws from the sampler."""
+        return [] if self.task_batch is None else [TaskDraw("tasks", self.batch(m))]
+
     def some(self, sampler: Any, m: int, source: Source) -> Drawn:
         """A few tasks."""
         drawn = sample(sampler, self.batch(m), source.generator)
@@ -129,6 +134,10 @@ class Weighted(Drawing):
     """
 
     chances: tuple[Tensor, Tensor] | None = None
+
+    def draws(self, m: int) -> list[TaskDraw]:
+        """Nothing: the probabilities decide."""
+        return []
 
     def some(self, sampler: Any, m: int, source: Source) -> Drawn:
         n = self.batch(m)

@@ -16,6 +16,7 @@ from ...hypergradient.estimate import Write
 from ...hypergradient.recursive import Points, flat, shaped
 from ...hypergradient.storm import ball
 from ...optimizer.base import BilevelOptimizer, CommonOptions
+from ...optimizer.draws import LOWER, UPPER, Draw, DrawInputs, TaskDraw, of_tasks
 from ...optimizer.state import TABLE
 from ...optimizer.step import StepInputs, Update
 from ...oracle.oracle import Oracle
@@ -97,6 +98,31 @@ class RecursiveOptimizer(BilevelOptimizer):
         self.initial_steps, self.lazy = initial_steps, lazy
         self.state_device = device_named(state_device)
 
+    # ------------------------------------------------------------------------------------------------ draws
+
+    def _draws(self, given: DrawInputs) -> list[Draw]:
+        """A pair for both points; at the beginning one for each initial step before."""
+        return self._pairs(self._begins(given, sum(t.numel() for t in self.parameters("lower"))))
+
+    def _task_draws(self, given: DrawInputs, sampler: Any) -> list[TaskDraw]:
+        """The tasks, if the sampler chooses them, then their batches; at the beginning those of all tasks, by chunks.
+
+        That is what one process draws; of several each draws the batches of its own tasks.
+        """
+        x, y = self.parameters("upper"), self.parameters("lower")
+        m, d, p = self._rows_of(y), sum(t.numel() for t in x), sum(t.shape[1:].numel() for t in y)
+        begins = self._begins(given, p)
+        batches = of_tasks(self._pairs(begins), self._rows_per_batch)
+        return batches * math.ceil(m / self._chunk(d, p, m)) if begins else [*self._drawing.draws(m), *batches]
+
+    def _pairs(self, begins: bool) -> list[Draw]:
+        """What `Points` draw."""
+        return [UPPER, LOWER] * (1 + self.initial_steps * begins)
+
+    def _chunk(self, d: int, p: int, m: int) -> int:
+        """How many of m tasks the first step looks at together; d and p are the sizes of x and of a row of y."""
+        return max(CHUNK // (p * (d if self._trackers.apart else p)), self._drawing.batch(m), 1)
+
     # ------------------------------------------------------------------------------------------------ steps
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
@@ -125,14 +151,24 @@ class RecursiveOptimizer(BilevelOptimizer):
             oracle = oracle.at(lower=table.positions)
         return (self._on if self._goes_on(table, given) else self._begun)(oracle, given, table, sampler)
 
+    def _remembers(self, given: DrawInputs) -> bool:
+        """Whether there are rows to go on from."""
+        known = "direction" in given.upper_memory and "previous" in given.upper_memory
+        return self.warm_start and known and bool(given.tables)
+
+    def _begins(self, given: DrawInputs, width: int) -> bool:
+        """Whether a step begins anew, as there are no rows of so many entries."""
+        return not self._remembers(given) or given.tables["w"].shape[1] != width
+
     def _goes_on(self, table: Table, given: StepInputs) -> bool:
         """Whether there are rows of these parameters, which may have become more."""
-        if not self.warm_start or not ("direction" in given.upper_memory and "previous" in given.upper_memory) or not table.tables:
+        if not self._remembers(given):
             return False
         moving = {f"{name}{at}" for name, _ in table.moving for at in ("", "_last")} - {"y"}
-        if other := {*self._trackers.names, *moving, *self._drawing.notes, *STAMPS}.symmetric_difference(list(table.tables)):
+        names = {*self._trackers.names, *moving, *self._drawing.notes, *STAMPS}
+        if other := names.symmetric_difference(list(table.tables)):
             raise ValueError(f"the state is that of another variant: they differ in {', '.join(sorted(other))}")
-        if table.tables["w"].shape[1] != len(table.groups):
+        if self._begins(given, len(table.groups)):
             return False
         if (known := len(table.tables["age"])) != table.count:
             name = type(self).__name__
@@ -146,11 +182,10 @@ class RecursiveOptimizer(BilevelOptimizer):
             raise ValueError("a radius needs all lower parameters in one group, as they make one step of one length")
         x, rates = flat(oracle.x)[0], table.spread(_rates(given))
         loss, direction = torch.zeros((), device=oracle.device), torch.zeros_like(x)
-        size = max(CHUNK // (p * (len(x) if trackers.apart else p)), self._drawing.batch(m), 1)
         found: list[Rows] = []
         counts: list[Rows] = []
-        for ids in torch.split(torch.arange(table.count, device="cpu"), size):
-            draws = self._draws(sampler, ids + table.split.start, given, own=bool(table.split))
+        for ids in torch.split(torch.arange(table.count, device="cpu"), self._chunk(len(x), p, m)):
+            draws = self._batches(sampler, ids + table.split.start, given, own=bool(table.split))
             y = flat([t[ids.to(t.device)] for t in table.positions], len(ids))
             for _ in range(self.initial_steps):
                 points = Points(oracle, draws, x, y, apart=False)
@@ -270,7 +305,7 @@ class RecursiveOptimizer(BilevelOptimizer):
             now = {name: t[part] for name, t in look.now.items()}
             weights = None if trackers.apart else look.scale[part] / table.total
             batches = look.drawn.batches
-            draw = batches.__getitem__ if batches else self._draws(sampler, look.ids[part] + table.split.start, given)
+            draw = batches.__getitem__ if batches else self._batches(sampler, look.ids[part] + table.split.start, given)
             points = Points(oracle, draw, x, now["y"], apart=trackers.apart, weights=weights)
             return trackers.measure(points, now, x, x_last)
 
@@ -385,7 +420,9 @@ class RecursiveOptimizer(BilevelOptimizer):
         split, own = Split(y, given.ranks), Vector(map(Split.local, y))
         return Table(own, tables, self._trackers.shrinking, self._trackers.moving, groups, least, self.radius, split)
 
-    def _draws(self, sampler: Any, ids: Tensor, given: StepInputs, *, own: bool = True) -> Callable[[str], Any] | None:
+    def _batches(
+        self, sampler: Any, ids: Tensor, given: StepInputs, *, own: bool = True
+    ) -> Callable[[str], Any] | None:
         """Draws the data of tasks, perhaps this rank's own; None for a single problem, which has its own."""
         if sampler is None:
             return None
@@ -393,8 +430,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         return self._data(sampler, ids, generator)
 
     def _data(self, sampler: Any, ids: Tensor, generator: torch.Generator | None) -> Callable[[str], Any]:
-        sizes = {"lower": self.lower_batch, "upper": self.upper_batch}
-        return TaskDraws(sampler, ids, len(ids), sizes, generator).batch
+        return TaskDraws(sampler, ids, len(ids), self._rows_per_batch, generator).batch
 
     def _chosen(self, table: Table, given: StepInputs, sampler: Any) -> Drawn:
         """What a step looks at; with everything that it draws, if that has to be known before."""

@@ -9,6 +9,7 @@ from ...distributed.ranks import Ranks
 from ...hypergradient import Estimate
 from ...hypergradient.directions import KINDS, Directions
 from ...optimizer.base import BilevelOptimizer, ColdOptions
+from ...optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ...optimizer.step import StepInputs
 from ...oracle.lanes import one_of_many
 from ...oracle.oracle import Oracle
@@ -66,6 +67,10 @@ class ZerothOrder(BilevelOptimizer):
     def _random_inputs(self) -> dict[str, int]:
         """The seed of the directions."""
         return {"seed": SEEDS}
+
+    def _draws(self, given: DrawInputs) -> list[Draw]:
+        """One for each lower step, which all paths share, then an upper one."""
+        return [LOWER] * self.lower_steps + [UPPER]
 
     def _drawn_directions(self, oracle: Oracle, given: StepInputs) -> Directions:
         """The directions of this step, the same on every rank."""
