@@ -86,7 +86,7 @@ def reference_of(
 
 def _exact(truths: Sequence[_Truth], starts: Sequence[Vector], kind: str, faults: list[str]) -> Reference:
     """By implicit differentiation, with a difference of the first solved problem beside it."""
-    parts, solutions, residual, gap = [], [], 0.0, math.nan
+    parts, solutions, residual, gap = list[Tensor](), list[Vector](), 0.0, math.nan
     for k, (truth, start) in enumerate(zip(truths, starts, strict=True)):
         solution, _ = truth.solve(start, patience=5 if kind == "dense" else PATIENCE)  # Newton steps do the rest
         gradient, solution, norm = truth.dense(solution) if kind == "dense" else truth.implicit(solution)
@@ -104,7 +104,7 @@ def _by_differences(
     """Along random directions, as many as there is time for."""
     x, clock = truths[0].oracle.x, truths[0].clock
     solved = [truth.solve(start) for truth, start in zip(truths, starts, strict=True)]
-    rows, probes = [], _probes(x, directions)
+    rows, probes = list[Tensor](), _probes(x, directions)
     for k, probe in enumerate(probes):
         if rows and clock.over:
             break

@@ -28,7 +28,7 @@ def lanczos(product: Product, start: Tensor, steps: int, goes_on: Callable[[], b
         Eigenvalues of T in double precision, ascending; what its eigenvectors are in the space of H, as columns; and
         how far each is from being an eigenvector of H, the norm of the residual.
     """
-    basis, diagonal, beside = [start / start.norm()], [], []
+    basis, diagonal, beside = [start / start.norm()], list[float](), list[float]()
     while len(diagonal) < min(steps, start.numel()):
         image = product(basis[-1])
         diagonal.append(float(image.dot(basis[-1])))

@@ -463,7 +463,7 @@ class _Measured:
         if not self._goes_on():
             choice = next(filter(enough, choices), choices[-1])
             return choice, error(choice)
-        low, high, found = 0, len(choices) - 1, {}
+        low, high, found = 0, len(choices) - 1, dict[int, float]()
         while low < high and self._goes_on():
             middle = (low + high) // 2
             found[middle] = error(choices[middle])
@@ -685,7 +685,7 @@ class _Measured:
 
     def notes(self) -> list[str]:
         """What stands in the way, and what helps."""
-        found, spectrum = [], self.spectrum
+        found, spectrum = list[str](), self.spectrum
         if not self.convex:
             ridge = 2 * abs(spectrum.smallest) + 1e-3 * spectrum.largest
             found.append(

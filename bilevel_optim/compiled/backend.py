@@ -55,7 +55,8 @@ class Call(NamedTuple):
 @contextmanager
 def watched() -> Generator[list[Call]]:
     """The programs that are called inside the block, with what they were given and gave."""
-    _WATCHING.calls = calls = []
+    calls: list[Call] = []
+    _WATCHING.calls = calls
     try:
         yield calls
     finally:
@@ -79,13 +80,15 @@ def backend_of(
         differentiable_twice(module, plain=plain)
         if backend == "inductor":
 
-            def inner(part: GraphModule, own: Sequence[Any], **further: Any) -> Program:
+            def inner(part: GraphModule, own: Sequence[Any], **further: Any) -> Any:
                 return Program(compile_fx_inner(part, own, **further))
 
-            found: Callable[..., Any] = compile_fx(module, examples, inner_compile=inner, config_patches=settings or None)
-            return found
+            made: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
+                module, examples, inner_compile=inner, config_patches=settings or None
+            )
+            return made
         if backend == "eager":
-            made: Callable[..., Any] = module.forward
+            made = module.forward
         else:
             made = (lookup_backend(backend) if isinstance(backend, str) else backend)(module, examples)
         program = Program(lambda arguments: made(*arguments))

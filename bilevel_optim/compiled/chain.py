@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from ..pytree import tree_flatten, tree_leaves, tree_unflatten
 from .backend import Call
 from .pure import State, following
 

@@ -44,7 +44,8 @@ def difference(
     Args:
         right: of the eager step.
         found: of the compiled one.
-        x, y: before the step: it is the change that is compared.
+        x: before the step: it is the change that is compared.
+        y: likewise.
         accepted: how much is.
         other: what is compiled gives for values that are rounded otherwise, if that is known.
     """

@@ -21,7 +21,8 @@ from ..oracle.session import COUNTERS, LowerTrend, Session
 from ..oracle.substitution import Substitution
 from ..problem.values import changed
 from ..problem.vector import Vector
-from ..solvers.lower import LowerRule
+from ..solvers.limits import Limits
+from ..solvers.lower import LowerRule, LowerRules
 from .given import GivenData
 
 __all__ = ["PureStep", "State", "following", "results_of", "state_of"]
@@ -71,8 +72,8 @@ class PureStep:
             given, memory={}, upper_memory={}, tables={}, solver=None, upper_solver=None, random_inputs={},
             generator=None,
         )  # fmt: skip
-        self._rules = _rules_of(method._rules._made)
-        self._upper_rules = None if method._upper_rules is None else _rules_of(method._upper_rules._made)
+        self._rules = _rules_of(method._rules)
+        self._upper_rules = None if method._upper_rules is None else _rules_of(method._upper_rules)
 
     def __call__(
         self, losses: Mapping[str, Callable[..., Any]], tasks: Any, drawn: Any, random: Mapping[str, Any], state: State
@@ -107,7 +108,7 @@ class PureStep:
             options=changed(self._options, evaluation=evaluation),
             found=changed(self._found),
             buffers=_COMPLETE,
-            counts={name: 0 for name in COUNTERS},
+            counts=dict.fromkeys(COUNTERS, 0),
             checks=Checks(),
             gathered=Gathered(),
             buffers_skipped=bool(self.buffers),
@@ -137,8 +138,8 @@ class PureStep:
             numbers={**given.numbers, **state["numbers"]},
             random_inputs=random,
             lower_init=losses.get("start"),
-            rule=lambda like: _rule(rules, lower, like, limits),
-            upper_rule=None if upper_rules is None else lambda like: _rule(upper_rules, upper, like, None),
+            rule=lambda like: _rule(rules, rates[split:], like, limits),
+            upper_rule=None if upper_rules is None else lambda like: _rule(upper_rules, rates[:split], like, None),
         )
 
     def _results(
@@ -195,11 +196,13 @@ class _Evaluation:
     """
 
     def __init__(self, buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        self.buffers, self.values, self.left = buffers, values, None
+        self.buffers, self.values = buffers, values
+        self.left: list[Tensor] | None = None
 
     def __call__(self, live: Sequence[Vector], values: Sequence[Vector | None]) -> _Placed:
-        self.left = [t.clone() for t in self.values]
-        return _Placed(live, values, self.buffers, self.left)
+        copies = [t.clone() for t in self.values]
+        self.left = copies
+        return _Placed(live, values, self.buffers, copies)
 
 
 class _Placed:
@@ -221,39 +224,27 @@ class _Placed:
         self._mode = Substitution(before, after, stacked=False)
 
     def __enter__(self) -> Sequence[Vector]:
-        self._mode.__enter__()
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
         return self._variables
 
     def __exit__(self, *error: Any) -> None:
-        self._mode.__exit__(None, None, None)
+        self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
-class _Optimizer:
-    """In place of an optimizer of torch: its kind, and its groups with rates that are tensors."""
-
-    def __init__(self, groups: list[dict[str, Any]], kind: type, defaults: dict[str, Any]) -> None:
-        self.param_groups, self.kind, self.defaults = groups, kind, defaults
+Known = tuple[list[tuple[int, ...]], LowerRule]
 
 
-Known = tuple[list[tuple[int, ...]], LowerRule, list[dict[str, Any]]]
+def _rules_of(rules: LowerRules) -> list[Known]:
+    """The updates that eager steps have made, with the shapes of what they are for."""
+    return [(rule.shapes, rule) for rule in rules.made]
 
 
-def _rules_of(made: Sequence[LowerRule]) -> list[Known]:
-    """The rules that eager steps have made: for tensors of which shapes, and with which groups."""
-    return [([tuple(shape) for shape, *_ in rule._sizes], rule, rule.optimizer.param_groups) for rule in made]
-
-
-def _rule(known: Sequence[Known], groups: Sequence[dict[str, Any]], like: Vector, limits: Any) -> LowerRule:
-    """The rule for such tensors, with these rates."""
+def _rule(known: Sequence[Known], rates: Sequence[Tensor], like: Vector, limits: Limits | None) -> LowerRule:
+    """The update for such tensors, with these learning rates of the groups."""
     shapes = [tuple(t.shape) for t in like]
-    for own, rule, own_groups in known:
+    for own, rule in known:
         if own == shapes:
-            with_rates = [{**mine, "lr": group["lr"]} for mine, group in zip(own_groups, groups, strict=True)]
-            new = object.__new__(LowerRule)
-            new.limits, new.lead, new._kind, new._asks = limits or rule.limits, rule.lead, rule._kind, rule._asks
-            new._initial = rule._initial
-            new.optimizer = _Optimizer(with_rates, rule._kind, rule.optimizer.defaults)  # type: ignore[assignment]
-            return new
+            return rule.with_rates(rates, limits)
     raise RuntimeError("no eager step has made an update for tensors of these shapes")
 
 

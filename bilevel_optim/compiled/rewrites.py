@@ -16,8 +16,9 @@ from .reasons import Refused, place_of
 
 __all__ = ["differentiable_twice", "redirected", "require_deterministic"]
 
-_KINDS = ("rand", "randn", "randint", "randperm", "bernoulli", "normal", "multinomial", "poisson")
-RANDOM = {f"{kind}{form}" for kind in _KINDS for form in ("", "_like", "_")} | {
+RANDOM = {
+    "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "bernoulli", "bernoulli_",
+    "normal", "normal_", "multinomial", "poisson",
     "uniform_", "exponential_", "rrelu", "gumbel_softmax", "log_normal_", "cauchy_", "geometric_", "random_",
 }  # fmt: skip
 DROPOUT = {
@@ -39,7 +40,7 @@ def require_deterministic(module: GraphModule) -> None:
 def _drops(node: Node) -> bool:
     rate = node.kwargs.get("p", node.args[1] if len(node.args) > 1 else 0.5)
     training = node.kwargs.get("training", node.args[2] if len(node.args) > 2 else True)
-    return bool(training) and rate != 0
+    return bool(training and rate)
 
 
 def _attends_at_random(name: str, node: Node) -> bool:
@@ -48,13 +49,13 @@ def _attends_at_random(name: str, node: Node) -> bool:
     return bool(node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0))
 
 
-torch.compiler.allow_in_graph(stands_for)
+torch.compiler.allow_in_graph(stands_for)  # type: ignore[no-untyped-call]
 
 
 def redirected(module: GraphModule) -> None:
-    """Let what is inside of a checkpoint or of a function of the user's read values, as all other operations do.
+    """Let calls that torch's modes do not see read values, as all others do, and not the live tensors themselves.
 
-    Torch's modes do not see what such calls are given: they are given the live tensors themselves.
+    That is what checkpoints, functions of the user's with a derivative of their own, and some of torch's are given.
     """
     values: dict[Node, Node] = {}
     for node in list(module.graph.nodes):
@@ -63,8 +64,9 @@ def redirected(module: GraphModule) -> None:
             values[live] = value
             node.replace_all_uses_with(value)
             module.graph.erase_node(node)
-        elif getattr(node.target, "__name__", "") in ("tag_activation_checkpoint", "autograd_function_apply"):
-            node.args = tuple(values.get(given, given) if isinstance(given, Node) else given for given in node.args)
+        else:
+            for live in values.keys() & {*node.all_input_nodes}:
+                node.replace_input_with(live, values[live])
     module.recompile()
 
 

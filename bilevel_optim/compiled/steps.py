@@ -9,6 +9,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -16,6 +17,7 @@ import torch
 import torch._dynamo as dynamo
 from torch import Tensor
 from torch._dynamo.eval_frame import remove_from_cache
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..capture.alone import alone
 from ..capture.draws import Draws, Log, Sources, versions_of
@@ -107,7 +109,7 @@ class Compiled:
         code = step.__code__.replace(co_name=f"step_{next(_NUMBERS)}")
         own = types.FunctionType(code, step.__globals__, code.co_name, None, step.__closure__)
         weakref.finalize(own, remove_from_cache, code).atexit = False
-        options = {"guard_filter_fn": _about_the_user}
+        options: dict[str, Any] = {"guard_filter_fn": _about_the_user}
         backend = backend_of(settings.backend, settings.mode, settings.options, plain=pure.differentiates_twice)
         self.known: Callable[..., Any] = dynamo.run(own)
         self.read: Callable[..., Any] = torch.compile(
@@ -134,7 +136,8 @@ class Compiled:
 
 def _about_the_user(guards: Sequence[Any]) -> list[bool]:
     """Which guards are kept: all but those on the library's own objects, for which the key of an entry stands."""
-    return [not (guard.name.startswith(("pure.", "pure[")) or guard.name == "pure" or _OWN in guard.name) for guard in guards]
+    return [guard.name != "pure" and not guard.name.startswith(("pure.", "pure[")) and _OWN not in guard.name
+            for guard in guards]  # fmt: skip
 
 
 _OWN = "__import_bilevel_optim_dot_"
@@ -458,8 +461,8 @@ class CompiledSteps:
             raise Refused("parameters are sharded")
         if any(p._backward_hooks for p in (*oracle.live_x, *oracle.live_y)):
             raise Refused("a parameter has a hook")
-        for rule in self.optimizer._rules._made:
-            if rule._kind not in (*FUNCTIONAL, AGD):
+        for rule in self.optimizer._rules.made:
+            if rule.kind not in (*FUNCTIONAL, AGD):
                 raise Refused(f"the lower_optimizer {type(rule.optimizer).__name__} cannot be compiled")
 
     def _compared(self, entry: Entry, drawn: Drawn, state: State, right: StepResults, oracle: Oracle) -> str:
@@ -471,6 +474,7 @@ class CompiledSteps:
         accepted = Accepted(settings.rtol, settings.atol, divisor)
 
         def results(found: Mapping[str, Any]) -> StepResults:
+            assert entry.pure is not None
             return results_of(found, partial(_table, optimizer, entry.pure))
 
         with torch.no_grad():
@@ -549,6 +553,7 @@ class CompiledSteps:
                 warnings.catch_warnings(),
                 kept(pure.live_y[0].device),
                 self.optimizer._run_state.buffers.unnoted(),
+                sdpa_kernel(SDPBackend.MATH) if pure.differentiates_twice else nullcontext(),  # Dynamo differentiates
                 torch.no_grad(),
             ):
                 warnings.simplefilter("always")
@@ -608,7 +613,8 @@ class CompiledSteps:
             writes = writes_of(optimizer.state, live, estimate, moved)  # type: ignore[arg-type]
             buffers = [pair for pair in zip(pure.buffers, results["buffers"], strict=True) if pair[0] is not pair[1]]
             if buffers:
-                writes.append(partial(torch._foreach_copy_, *map(list, zip(*buffers, strict=True))))
+                live_buffers, left = zip(*buffers, strict=True)
+                writes.append(partial(Vector(live_buffers).copy_, left))
             numbers = {**results["plain"], **results["numbers"]}
             writes += optimizer._result_writes(results["diagnostics"], numbers, state.found, after)
             if update and optimizer._host_update:
@@ -721,7 +727,8 @@ def _table(optimizer: BilevelOptimizer, pure: PureStep, place: tuple[str, str, i
     """A table that rows of are written, by its place in the state."""
     level, name, i = place
     if level == "y":
-        return pure.live_y[i].detach()
+        table: Tensor = pure.live_y[i].detach()
+        return table
     entries = optimizer.state[pure.live_x[i] if level == "upper_memory" else pure.live_y[i]]
     found: Tensor = entries[TABLE + name if level == "tables" else name]
     return found

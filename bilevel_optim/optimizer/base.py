@@ -449,6 +449,8 @@ class BilevelOptimizer(Optimizer, ABC):
         mode: str | None = None,
         options: dict[str, Any] | None = None,
         unroll: int = 1,
+        rtol: float | None = None,
+        atol: float | None = None,
     ) -> None:
         """From now on run steps captured: each kind of step is traced, compiled, and replayed.
 
@@ -492,10 +494,12 @@ class BilevelOptimizer(Optimizer, ABC):
         require("dynamic", dynamic, dynamic is None or dynamic is False)
         require("backend", backend, isinstance(backend, str) or callable(backend))
         require("unroll", unroll, is_count(unroll) and unroll > 0)
+        for name, value in (("rtol", rtol), ("atol", atol)):
+            require(name, value, value is None or (is_number(value) and 0 <= value < math.inf))
         if _COMPILED:
             from ..compiled.steps import CompiledSteps, Settings
 
-            captured: Any = CompiledSteps(self, Settings(fullgraph, backend, mode, options, unroll))
+            captured: Any = CompiledSteps(self, Settings(fullgraph, backend, mode, options, unroll, rtol, atol))
         else:
             from ..capture.steps import CapturedSteps
             from ..capture.steps import Settings as CaptureSettings

@@ -11,7 +11,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["has_fused", "has_kinks", "has_large_convolutions", "plain_weight_norm", "products_of", "twice_differentiable", "working_unit"]
+__all__ = [
+    "has_fused",
+    "has_kinks",
+    "has_large_convolutions",
+    "plain_weight_norm",
+    "products_of",
+    "twice_differentiable",
+    "working_unit",
+]
 
 
 class _PlainWeightNorm(TorchFunctionMode):

@@ -32,6 +32,7 @@ class Substitution(TorchFunctionMode):
         self._value_of = {id(t): value for t, value in pairs}
         self._constant = [pair for pair in pairs if not pair[0].requires_grad]
         self._stacked = stacked
+        self._passed: dict[int, Tensor] = {}  # values that were handed on by a call of their own, as `PureLoss` does
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -42,11 +43,14 @@ class Substitution(TorchFunctionMode):
         kwargs = {k: self._new(a) for k, a in kwargs.items()} if kwargs else {}
         if self._stacked and func is F.linear and len(new) > 1 and self._is_value(new[1], args[1]):
             return _linear(*new, **kwargs)
-        return func(*new, **kwargs)
+        result = func(*new, **kwargs)
+        if func is Tensor.view_as and new[0] is not args[0] and not is_compiling():
+            self._passed[id(result)] = result
+        return result
 
     def _is_value(self, new: Any, given: Any) -> bool:
         """Whether a tensor stands for a live one."""
-        return new is not given
+        return new is not given or (not is_compiling() and id(given) in self._passed)
 
     def _new(self, a: Any) -> Any:
         """What is read in place of an argument; Dynamo would guard the identity of whatever is asked for its own."""

@@ -96,7 +96,9 @@ def cg(
     else:
         algebra = _NUMBERS if one_here else _LANES if lanes else _SCALARS
         found = _cg(apply, right, v, r, stop, algebra, partial(iteration, algebra))
-    return found if unit is None else found._replace(solution=found.solution.times(unit), residual=found.residual * unit)
+    if unit is None:
+        return found
+    return found._replace(solution=found.solution.times(unit), residual=found.residual * unit)
 
 
 def _unit(r: Vector, lanes: bool, *, read: bool) -> Any:

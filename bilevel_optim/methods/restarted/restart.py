@@ -134,7 +134,8 @@ class Momentum:
 
     def look_ahead(self, point: Point) -> Ahead:
         """Where the next gradient is to be evaluated."""
-        now, new = Progress.now(point.numbers, point.memory), {}
+        now = Progress.now(point.numbers, point.memory)
+        new: dict[str, Vector] = {}
         if now.swapped:
             return Ahead(point.x, new, now)
         if now.step == 0 and self.perturb_initial and self.perturbation > 0 and not now.perturbed:
@@ -215,7 +216,8 @@ class Restarted(Optimizer):
     """
 
     def __init__(self, *arguments: Any, iteration: Momentum, **options: Any) -> None:
-        self._iteration, self.numbers = iteration, {}
+        self._iteration = iteration
+        self.numbers: dict[str, Any] = {}
         super().__init__(*arguments, **options)
 
     momentum, restart_radius, restart_period = held("momentum"), held("restart_radius"), held("restart_period")
