@@ -475,6 +475,10 @@ class BilevelOptimizer(Optimizer, ABC):
             options: of the backend. Default: None.
             unroll: steps that ``run`` makes in one graph, which takes as many times as long to compile. Worth it for
                 long runs of steps that take less than about 50 us each. Default: 1.
+            rtol: the relative difference from an eager step that is accepted where the two are compared: of the loss,
+                of the hypergradient, and of each vector that the step leaves, by its norm. Default: None, what
+                rounding explains.
+            atol: the absolute difference, which is added to it. Default: None.
 
         Raises:
             ValueError: for an argument out of its range.
@@ -504,7 +508,7 @@ class BilevelOptimizer(Optimizer, ABC):
             from ..capture.steps import CapturedSteps
             from ..capture.steps import Settings as CaptureSettings
 
-            captured = CapturedSteps(self, CaptureSettings(fullgraph, backend, mode, options, unroll))
+            captured = CapturedSteps(self, CaptureSettings(fullgraph, backend, mode, options, unroll, rtol, atol))
         captured.say_why_eager()
         self._captured, self._untraced_update = captured, captured.why_update_is_eager()
 
