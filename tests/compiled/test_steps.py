@@ -1,7 +1,5 @@
 """Steps that ``torch.compile`` has made of the library's own step: those of eager steps, whatever changes."""
 
-import warnings
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,8 +11,9 @@ from ..capture import test_losses as losses
 from ..capture.test_compile import Regression
 from ..registry import ROWS, each
 
+pytestmark = pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
 # The others with --slow: what Dynamo reads of a step takes seconds.
-SHOWN = ("SOBA", "AID", "F2SA", "RSVRB")
+SHOWN, WITH_TASKS = ("SOBA", "F2SA"), ("SOBA", "RSVRB")
 STEPS, AT_ONCE = 8, 6
 
 
@@ -28,21 +27,19 @@ def ends(row, compiled, **options):
     problem = Regression(row, **options)
     optimizer = problem.optimizer(row)
     torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", bo.BilevelWarning)
-        if compiled:
-            optimizer.compile(backend="eager")
-        found = [problem.step(optimizer) for _ in range(STEPS)]
-        if compiled:
-            found += [*problem.run(optimizer, AT_ONCE)]
-        else:
-            found += [problem.step(optimizer) for _ in range(AT_ONCE)]
+    if compiled:
+        optimizer.compile(backend="eager")
+    found = [problem.step(optimizer) for _ in range(STEPS)]
+    if compiled:
+        found += [*problem.run(optimizer, AT_ONCE)]
+    else:
+        found += [problem.step(optimizer) for _ in range(AT_ONCE)]
     values = [torch.stack(found), *problem.x, *problem.y, *(x.grad for x in problem.x)]
     return [t.detach() for t in values], optimizer
 
 
 def compared(row, request, **options):
-    if row.name not in SHOWN and not request.config.getoption("--slow"):
+    if row.name not in (WITH_TASKS if options else SHOWN) and not request.config.getoption("--slow"):
         pytest.skip("like others: run with --slow")
     (right, eager), (found, optimizer) = (ends(row, compiled, **options) for compiled in (False, True))
     rounding = max(row.rounding * 100, 1e-10)
@@ -150,8 +147,6 @@ def test_a_difference_that_is_accepted_is_said_by_the_user():
         x, y = (torch.full((), value, dtype=torch.float64, requires_grad=True) for value in (0.5, 1.0))
         optimizer = bo.SOBA([x], [y], lr=0.1, lower_lr=0.1)
         optimizer.compile(backend=coarse, rtol=rtol)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", bo.BilevelWarning)
-            for _ in range(4):
-                optimizer.step(lambda y=y: (y - 1).square(), lambda x=x, y=y: F.softplus(y - x) + y.square())
+        for _ in range(4):
+            optimizer.step(lambda y=y: (y - 1).square(), lambda x=x, y=y: F.softplus(y - x) + y.square())
         assert optimizer.captured_graphs == graphs
