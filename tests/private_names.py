@@ -24,7 +24,7 @@ NAMES = [
     # ------------------------------------------------------------------------------------ tensors
     Name(
         "._backward_hooks",
-        "capture/steps.py",
+        "capture/steps.py compiled/steps.py",
         "a parameter that has a hook is not captured, since a graph would not call it",
         "a public way to ask a tensor for its hooks",
     ),
@@ -46,6 +46,12 @@ NAMES = [
         "pytree.py capture/draws.py capture/losses.py capture/steps.py capture/trace.py",
         "nested data; make_fx and vmap take the same for trees",
         "torch.utils.pytree, which 2.15 has not",
+    ),
+    Name(
+        '"_weight_norm"',
+        "compiled/rewrites.py",
+        "the fused operation in a graph of Dynamo, by its name",
+        "nothing, once torch's derivative is right",
     ),
     Name(
         "torch._weight_norm",
@@ -148,7 +154,7 @@ NAMES = [
     # ------------------------------------------------------------------------------------ reading losses
     Name(
         "torch._dynamo.run",
-        "capture/losses.py",
+        "capture/losses.py compiled/steps.py",
         "calls what was compiled, and never compiles anew: so it is seen that a loss has changed",
         "torch.compiler.set_stance, which holds for the whole process",
     ),
@@ -160,7 +166,7 @@ NAMES = [
     ),
     Name(
         "torch._dynamo.eval_frame.remove_from_cache",
-        "capture/losses.py",
+        "capture/losses.py compiled/steps.py",
         "what was read goes with its reader",
         "nothing, once torch lets it go with the code",
     ),
@@ -172,13 +178,13 @@ NAMES = [
     ),
     Name(
         "torch._dynamo.config.*",
-        "capture/losses.py",
+        "capture/losses.py compiled/steps.py",
         "what Dynamo leaves out of its guards by default, to be fast, is looked at too",
         "options of torch.compile",
     ),
     Name(
         "torch._C._set_grad_enabled",
-        "capture/losses.py",
+        "capture/losses.py compiled/rewrites.py",
         "a node of Dynamo's graphs, which is taken out of custom autograd functions",
         "nothing, once Dynamo's function has right second derivatives",
     ),
@@ -215,13 +221,13 @@ NAMES = [
     ),
     Name(
         "torch._inductor.*",
-        "capture/backends.py",
-        "compiles a graph; torch.compile around it costs 40 us a call more",
+        "capture/backends.py compiled/backend.py",
+        "compiles a graph; what it makes is called again without the 40 us of torch.compile around it",
         "torch.compiler.compile of a graph, should it come",
     ),
     Name(
         "torch._dynamo.backends.registry.lookup_backend",
-        "capture/backends.py",
+        "capture/backends.py compiled/backend.py",
         "a backend by its name, as torch.compile takes it",
         "a public look-up beside torch.compiler.list_backends",
     ),

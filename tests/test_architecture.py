@@ -20,10 +20,11 @@ from .private_names import NAMES, entry_of, of_torch, private_names
 PACKAGE = Path(__file__).parent.parent / "bilevel_optim"
 # A folder imports only those before it; ``methods`` and ``checking`` are side by side.
 LAYERS = (
-    "kernels", "problem", "distributed", "oracle", "solvers", "hypergradient", "optimizer", "capture", "methods",
-    "checking",
+    "kernels", "problem", "distributed", "oracle", "solvers", "hypergradient", "optimizer", "capture", "compiled",
+    "methods", "checking",
 )  # fmt: skip
-DOOR = (("optimizer", "base"), "capture")  # who alone imports what
+DOOR = ("optimizer", "base")  # who alone imports these
+BEHIND = ("capture", "compiled")
 FAMILIES = {
     "meta": ("aid", "itd", "zeroth_order"),
     "ba": ("aid",),
@@ -89,7 +90,7 @@ def test_a_folder_imports_only_those_below(path):
     if len(own) == 1:
         return  # the public face, and the errors that everything may raise
     for target in map(parts_of, imports(path)):
-        if target[0] in LAYERS and (own, target[0]) != DOOR:
+        if target[0] in LAYERS and not (own == DOOR and target[0] in BEHIND):
             assert LAYERS.index(target[0]) <= LAYERS.index(own[0]), f"{'.'.join(own)} imports {'.'.join(target)}"
             assert (own[0], target[0]) != ("checking", "methods")
         if own[0] == target[0] == "methods" and own[1] != "__init__":
@@ -97,31 +98,32 @@ def test_a_folder_imports_only_those_below(path):
             assert target[1] in allowed, f"{'.'.join(own)} imports {'.'.join(target)}"
 
 
-def test_the_capture_has_one_door():
+def test_what_compiles_has_one_door():
     """Nobody who does not compile pays for it, and nothing of a step knows it."""
-    outside = (path for path in MODULES if parts_of(path)[0] != DOOR[1])
-    importing = {path for path in outside if any(parts_of(target)[0] == DOOR[1] for target in imports(path))}
-    base = module_of(DOOR[0])
+    outside = (path for path in MODULES if parts_of(path)[0] not in BEHIND)
+    importing = {path for path in outside if any(parts_of(target)[0] in BEHIND for target in imports(path))}
+    base = module_of(DOOR)
     assert importing == {base}
     functions = [node for node in ast.walk(TREES[base]) if isinstance(node, ast.FunctionDef)]
     modules = {f.name: {t for t, _ in imported(base, ast.walk(f)).values()} for f in functions}
     assert [name for name, targets in modules.items() if targets] == ["compile"]
-    assert module_of((DOOR[1], "steps")) not in {t for t, _ in imported(base, TREES[base].body).values()}
+    at_once = {t for t, _ in imported(base, TREES[base].body).values()}
+    assert not at_once & {module_of((folder, "steps")) for folder in BEHIND}
 
 
 def test_no_modules_import_each_other():
     """Types included: whoever needs one of them needs all."""
     graph = {path: imports(path) - {path} for path in MODULES}
-    base = module_of(DOOR[0])
-    graph[base] = {target for target in graph[base] if parts_of(target)[0] != DOOR[1]}
+    base = module_of(DOOR)
+    graph[base] = {target for target in graph[base] if parts_of(target)[0] not in BEHIND}
     TopologicalSorter(graph).prepare()
 
 
 FOREIGN = ("torch.fx", "torch._dynamo", "torch._inductor", "torch._subclasses", "torch._guards")
 
 
-def test_graphs_are_the_captures():
-    outside = {path: of_torch(TREES[path]) for path in MODULES if parts_of(path)[0] != "capture"}
+def test_graphs_are_where_steps_are_compiled():
+    outside = {path: of_torch(TREES[path]) for path in MODULES if parts_of(path)[0] not in BEHIND}
     ends = tuple(f"{name}." for name in FOREIGN)
     assert not {
         (file_of(path), name) for path, names in outside.items() for name in names if f"{name}.".startswith(ends)
@@ -140,6 +142,8 @@ def test_torch_distributed_is_named_in_one_folder():
 STEPPING = {
     "capture/steps.py": "makes steps in place of the optimizer",
     "capture/step_graph.py": "traces the functions of a step",
+    "compiled/steps.py": "makes steps in place of the optimizer",
+    "compiled/pure.py": "the step as a function of values",
     "checking/check.py": "evaluates the losses at other points than a step",
     "optimizer/placeholders.py": "makes a step of a twin to see what is remembered",
 }
@@ -147,7 +151,7 @@ STEPPING = {
 
 def parts_of_a_step():
     """The private functions and attributes of the optimizer's base class."""
-    (base,) = (node for node in TREES[module_of(DOOR[0])].body if getattr(node, "name", "") == "BilevelOptimizer")
+    (base,) = (node for node in TREES[module_of(DOOR)].body if getattr(node, "name", "") == "BilevelOptimizer")
     names = {node.name for node in base.body if isinstance(node, ast.FunctionDef)}
     names |= {node.id for node in ast.walk(base) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     stored = (n for n in ast.walk(base) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
@@ -217,6 +221,7 @@ CALLED = {
     "optimizer/base.py BilevelOptimizer._task_draws": "tests/generic/test_draws.py, until compiled steps draw by it",
     "methods/tracked/tracking.py RecursiveOptimizer._task_draws": "likewise",
     "capture/losses.py _function_of.Own.setup_context": "by torch.autograd.Function",
+    "compiled/rewrites.py _function_of.Own.setup_context": "likewise",
     "kernels/programs.py perturbed": "a program is launched by the name of its reference",
     "kernels/programs.py accumulated": "likewise",
     "kernels/programs.py squares": "likewise",
@@ -260,6 +265,26 @@ def test_few_modules_ask_whether_a_step_is_traced():
     }
     assert asking == TRACED.keys()
     assert len(asking) <= 8
+
+
+# Why a module has to know whether Dynamo reads a step.
+COMPILING = {
+    "oracle/buffers.py": "a hook of a first step does not note what a compiled module calls",
+    "oracle/differentiable.py": "operations without second derivatives are written otherwise in the graph",
+    "oracle/session.py": "the nodes of a graph cannot be walked",
+    "oracle/substitution.py": "Dynamo guards the identity of what is asked for it",
+    "problem/objective.py": "a step that draws random numbers in its losses is not compiled",
+    "problem/tracing.py": "a step that Dynamo reads is a traced one",
+    "solvers/functional.py": "the step of an optimizer of torch has another form",
+    "methods/f2sa.py": "whether rounding is large is looked at in eager steps",
+}
+
+
+def test_few_modules_ask_whether_dynamo_reads_them():
+    outside = (path for path in MODULES if parts_of(path)[0] not in BEHIND)
+    named = {path: {n.id for n in ast.walk(TREES[path]) if isinstance(n, ast.Name)} for path in MODULES}
+    named |= {p: {*named[p], *(n.attr for n in ast.walk(TREES[p]) if isinstance(n, ast.Attribute))} for p in MODULES}
+    assert {file_of(path) for path in outside if "is_compiling" in named[path]} == COMPILING.keys()
 
 
 def test_no_class_declares_what_another_assigns():

@@ -289,6 +289,7 @@ class Slot(int):
 
 
 Place = tuple[dict[str, Any], str]
+Accepted = tuple[float | None, float | None]
 
 
 def difference(
@@ -298,10 +299,12 @@ def difference(
     update: Any,
     divisor: float,
     shaken: Sequence[Tensor] | None = None,
+    accepted: Accepted = (None, None),
 ) -> str | None:
     """What of a captured step differs from the eager one by more than rounding, which the hypergradient divides.
 
-    ``shaken`` is what the graph gives for arguments that are rounded otherwise, if that is known.
+    ``shaken`` is what the graph gives for arguments that are rounded otherwise, if that is known; ``accepted`` the
+    relative and the absolute difference that the user accepts in place of rounding.
     """
     out = compiled.out
     pairs: list[tuple[str, Sequence[Tensor], Sequence[Slot], Sequence[Tensor] | None, float]] = [
@@ -318,13 +321,15 @@ def difference(
             pairs.append(("y", update.lower, out["x_lower"], compiled.y, divisor))
     for name, right, slots, base, part in pairs:
         others = None if shaken is None else [shaken[i] for i in slots]
-        if not _close(right, [outputs[i] for i in slots], base, part, others):
+        if not _close(right, [outputs[i] for i in slots], base, part, others, accepted):
             return name
     for write, ((_, name, _), _, slot) in zip(estimate.writes, out["writes"], strict=True):
         # What few rows see stands for all, which magnifies rounding.
         part = write.rows.numel() / len(write.table) if isinstance(write.rows, Tensor) else 1.0
         others = None if shaken is None else [shaken[slot]]
-        if write.values.is_floating_point() and not _close([write.values], [outputs[slot]], None, part, others):
+        if write.values.is_floating_point() and not _close(
+            [write.values], [outputs[slot]], None, part, others, accepted
+        ):
             return f"rows of {name}"
     return None
 
@@ -357,6 +362,7 @@ def _close(
     base: Sequence[Tensor] | None,
     divisor: float = 1.0,
     shaken: Sequence[Tensor] | None = None,
+    accepted: Accepted = (None, None),
 ) -> bool:
     """Whether two vectors, or their distances from a third, are equal up to rounding.
 
@@ -369,6 +375,9 @@ def _close(
     distance = (a - b).norm()
     if not bool(size.isfinite()):
         return not bool(b.norm().isfinite())
+    rtol, atol = accepted
+    if rtol is not None or atol is not None:
+        return bool(distance <= (atol or 0.0) + (rtol or 0.0) * size)
     least = eps**TOLERANCE
     if shaken is not None and bool(distance <= 100 * (b - Vector(t.detach().double() for t in shaken)).norm()):
         return True

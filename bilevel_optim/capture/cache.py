@@ -47,6 +47,7 @@ class Settings:
         fullgraph: raise where a step cannot be captured, instead of running it eagerly.
         backend, mode, options: as ``torch.compile`` takes them.
         unroll: steps in one graph of ``run``.
+        rtol, atol: the difference from an eager step that is accepted; None: what rounding explains.
     """
 
     fullgraph: bool = False
@@ -54,6 +55,8 @@ class Settings:
     mode: str | None = None
     options: dict[str, Any] | None = None
     unroll: int = 1
+    rtol: float | None = None
+    atol: float | None = None
 
 
 class DataForm:

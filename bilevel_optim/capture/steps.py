@@ -488,11 +488,12 @@ class CapturedSteps:
         optimizer = self.optimizer
         step = optimizer._difference_step
         divisor = 1.0 if step is None else min(getattr(optimizer, step), 1.0)
-        what = difference(found.compiled, found.outputs, *results, divisor)
+        accepted = self.cache.settings.rtol, self.cache.settings.atol
+        what = difference(found.compiled, found.outputs, *results, divisor, accepted=accepted)
         if what is not None:  # perhaps it is small, and what it is made of is not, as close to a solution
             values, rates, data = found.arguments
             otherwise = found.compiled.run(shaken(values), rates, data)
-            what = difference(found.compiled, found.outputs, *results, divisor, otherwise)
+            what = difference(found.compiled, found.outputs, *results, divisor, otherwise, accepted)
         if what is None:
             return True
         self.cache.refuse(

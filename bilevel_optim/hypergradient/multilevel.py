@@ -37,7 +37,7 @@ class _Lanes:
     @classmethod
     def of(cls, path: CoupledPath, chances: Tensor | None) -> _Lanes:
         """With chances :math:`u_b + (u_k - u_{k-1})/p_k` for each context, without :math:`u_k`."""
-        scale, lanes = 1 / path.contexts.count, list[tuple[int, float, int]]()
+        scale, lanes = 1 / path.contexts.count, []
         for row, depth in enumerate(path.depths):
             if chances is None:
                 lanes.append((row, scale, LAST))

@@ -136,7 +136,7 @@ class BOME(BilevelOptimizer):
         least, end_x, _ = ends.lower_jointly(sample)
         f, q, gap = Vector((*f_x, *f_y)), Vector((*(g_x - end_x), *g_y)), value - least
         multiplier = self._multiplier(f, q, gap)
-        direction = f + q * multiplier
+        direction = f + q.times(multiplier)
         split = len(f_x)
         y = self._followed(oracle, given, Vector(direction[split:]))
         diagnostics = {"lower_residual": g_y, "gap": gap, "multiplier": multiplier}
@@ -151,7 +151,7 @@ class BOME(BilevelOptimizer):
         value, q = oracle.lower(sample)
         if ends is not None:
             gap = value - ends.lower(sample)[0]
-        return oracle.at(lower=self._followed(oracle, given, f + q * self._multiplier(f, q, gap)))
+        return oracle.at(lower=self._followed(oracle, given, f + q.times(self._multiplier(f, q, gap))))
 
     def _multiplier(self, f: Vector, q: Vector, gap: Tensor) -> Tensor:
         """The least weight of q's gradient with which q falls as fast as the barrier asks."""
@@ -159,7 +159,7 @@ class BOME(BilevelOptimizer):
         # At a stationary point of q the multiplier is 0/0, and the direction that of f.
         safe = torch.where(norm > 0, norm, 1.0)
         bound = self.eta * (norm if self.barrier == "grad_norm" else gap.to(norm) / safe)
-        return torch.where(norm > 0, (bound - f.dot(q * (1 / safe))).clamp_min(0) / safe, 0.0)
+        return torch.where(norm > 0, (bound - f.dot(q.times(1 / safe))).clamp_min(0) / safe, 0.0)
 
     def _followed(self, oracle: Oracle, given: StepInputs, direction: Vector) -> Vector:
         """Y after a step along a direction."""

@@ -157,6 +157,7 @@ class F2SA(BilevelOptimizer):
         self._variant_of_state = {"order": order, "stencil": stencil_of(order, stencil).kind}
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
         self._lower_checks.require_elementwise()
+        self._formulas: dict[tuple[int, str], Stencil] = {}  # that were needed; in a compiled step they are not made
 
     _saved_options, _difference_step = ("nu",), "nu"
 
@@ -272,7 +273,10 @@ class F2SA(BilevelOptimizer):
         )
 
     def _formula(self, given: DrawInputs) -> Stencil:
-        return stencil_of(self.order, given.numbers.get("stencil", self._given_stencil))
+        kind = self.order, given.numbers.get("stencil", self._given_stencil)
+        if kind not in self._formulas:
+            self._formulas[kind] = stencil_of(*kind)
+        return self._formulas[kind]
 
     def _copies(self, oracle: Oracle, given: StepInputs, n: int, interpolation: list[float]) -> tuple[Vector, bool]:
         """Stacked copies, and whether they go on: all start at one point, and later move with y if it was changed."""
@@ -329,7 +333,7 @@ class F2SA(BilevelOptimizer):
         first, middle = solved.early
         own, other = (solved.y - start).lane_norm().unbind()
         apart = Vector(t[0] - t[1] for t in solved.y).norm()
-        text = self._diverging(stencil_of(self.order, "central"), given)
+        text = self._diverging(self._formula(given), given)
         oracle.checks.alert_if("diverging copies", text, _leaves, own, other, apart, first[0], middle[0], last[0])
 
     def _diverging(self, formula: Stencil, given: StepInputs) -> str:
@@ -342,6 +346,8 @@ class F2SA(BilevelOptimizer):
         )
 
     def _watch_rounding(self, oracle: Oracle) -> None:
+        if torch.compiler.is_compiling():
+            return
         unit = working_unit(oracle.y[0], oracle.session.found.products)
         if unit > ROUNDING_LIMIT * self.nu:
             oracle.checks.alert(
@@ -366,7 +372,7 @@ class F2SA(BilevelOptimizer):
         """The step, of length lr if ``normalize``."""
         if self.normalize:
             norm = gradient.norm()
-            gradient = gradient * (1 / torch.where(norm > 0, norm, 1.0))
+            gradient = gradient.times(1 / torch.where(norm > 0, norm, 1.0))
         return super().update(x, gradient, given)
 
 

@@ -96,7 +96,7 @@ class GDA(MinimaxOptimizer):
         rule, _ = given.solver_for(oracle.y)
         if not together:
             return here.with_lower(danskin(here.oracle, rule))
-        sample, found = oracle.f.draw(once=rule.evaluates_once), list[Estimate]()
+        sample, found = oracle.f.draw(once=rule.evaluates_once), []
 
         def ascent(y: Vector) -> tuple[Tensor, Vector]:
             loss, grad_x, grad_y = oracle.at(lower=y).upper(sample)

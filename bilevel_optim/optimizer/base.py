@@ -76,6 +76,8 @@ UNSET_GRADIENT = (
     "optimizer.step(upper_loss, lower_loss)"
 )
 
+_COMPILED = False  # whether compile() is torch.compile of the step, in place of a capture
+
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "Loss", "as_objective"]
 
 
@@ -447,6 +449,8 @@ class BilevelOptimizer(Optimizer, ABC):
         mode: str | None = None,
         options: dict[str, Any] | None = None,
         unroll: int = 1,
+        rtol: float | None = None,
+        atol: float | None = None,
     ) -> None:
         """From now on run steps captured: each kind of step is traced, compiled, and replayed.
 
@@ -471,6 +475,10 @@ class BilevelOptimizer(Optimizer, ABC):
             options: of the backend. Default: None.
             unroll: steps that ``run`` makes in one graph, which takes as many times as long to compile. Worth it for
                 long runs of steps that take less than about 50 us each. Default: 1.
+            rtol: the relative difference from an eager step that is accepted where the two are compared: of the loss,
+                of the hypergradient, and of each vector that the step leaves, by its norm. Default: None, what
+                rounding explains.
+            atol: the absolute difference, which is added to it. Default: None.
 
         Raises:
             ValueError: for an argument out of its range.
@@ -490,9 +498,17 @@ class BilevelOptimizer(Optimizer, ABC):
         require("dynamic", dynamic, dynamic is None or dynamic is False)
         require("backend", backend, isinstance(backend, str) or callable(backend))
         require("unroll", unroll, is_count(unroll) and unroll > 0)
-        from ..capture.steps import CapturedSteps, Settings
+        for name, value in (("rtol", rtol), ("atol", atol)):
+            require(name, value, value is None or (is_number(value) and 0 <= value < math.inf))
+        if _COMPILED:
+            from ..compiled.steps import CompiledSteps, Settings
 
-        captured = CapturedSteps(self, Settings(fullgraph, backend, mode, options, unroll))
+            captured: Any = CompiledSteps(self, Settings(fullgraph, backend, mode, options, unroll, rtol, atol))
+        else:
+            from ..capture.steps import CapturedSteps
+            from ..capture.steps import Settings as CaptureSettings
+
+            captured = CapturedSteps(self, CaptureSettings(fullgraph, backend, mode, options, unroll, rtol, atol))
         captured.say_why_eager()
         self._captured, self._untraced_update = captured, captured.why_update_is_eager()
 
@@ -852,7 +868,6 @@ class BilevelOptimizer(Optimizer, ABC):
 
     def _estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Estimate:
         """The mean of the estimates for the tasks of one draw, made as one problem with stacked y."""
-        self._lower_checks.require_elementwise("tasks")
         estimate = task_mean(
             oracle,
             given,

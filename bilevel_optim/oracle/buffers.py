@@ -48,6 +48,13 @@ class Buffers:
             for name in names
         )
 
+    def changing(self) -> list[Tensor]:
+        """The buffers that evaluations change now, in an order that stays."""
+        if self._none:
+            return []
+        found = [getattr(m, name) for m, names in self._changing.items() if m.training for name in sorted(names)]
+        return [buffer for buffer in found if buffer is not None]
+
     def kept(self) -> AbstractContextManager[list[bool]]:
         """Restore the buffers that the block changes; gives a list that is non-empty afterwards if there are any."""
         return nullcontext([]) if self.constant else self._kept()

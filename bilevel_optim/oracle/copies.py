@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -209,11 +209,12 @@ def _together(oracle: Oracle, points: _Points) -> Copies:
     wrt, session = points.wrt, oracle.session
     watched = wrt == "nothing" and "upper" not in session.found.looked
     y = Vector(t.detach().requires_grad_(wrt == "lower" or watched) for t in points.lower)
-    with ExitStack() as block:
-        block.enter_context(session.buffers_kept())
-        variables, _ = block.enter_context(oracle.placed())
-        block.enter_context(batched.no_slow_batching(look=not session.found.vmapped))
-        block.enter_context(torch.set_grad_enabled(wrt != "nothing" or watched))
+    with (
+        session.buffers_kept(),
+        oracle.placed() as (variables, _),
+        batched.no_slow_batching(look=not session.found.vmapped),
+        torch.set_grad_enabled(wrt != "nothing" or watched),
+    ):
         x = variables if points.upper is None else _watched(oracle, points.upper)
         values = {
             level: _values(oracle, level, sample, points, x, y)

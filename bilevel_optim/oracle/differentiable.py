@@ -11,7 +11,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["has_fused", "has_kinks", "has_large_convolutions", "products_of", "twice_differentiable", "working_unit"]
+__all__ = [
+    "has_fused",
+    "has_kinks",
+    "has_large_convolutions",
+    "plain_weight_norm",
+    "products_of",
+    "twice_differentiable",
+    "working_unit",
+]
 
 
 class _PlainWeightNorm(TorchFunctionMode):
@@ -21,11 +29,12 @@ class _PlainWeightNorm(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch._weight_norm:
-            return _weight_norm(*args, **(kwargs or {}))
+            return plain_weight_norm(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+def plain_weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """Weight normalisation in plain operations."""
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
@@ -101,7 +110,8 @@ class twice_differentiable:
     __slots__ = ("_block",)
 
     def __init__(self, plain: bool = False) -> None:
-        self._block = ExitStack() if plain else None
+        # In a compiled step they are written otherwise in the graph.
+        self._block = ExitStack() if plain and not torch.compiler.is_compiling() else None
 
     def __enter__(self) -> None:
         if self._block is not None:

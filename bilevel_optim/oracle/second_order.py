@@ -267,8 +267,8 @@ def _by_differences(oracle: Point, sample: Sample, gradient: bool) -> LowerSyste
         # Truncation eps^2 against round-off u / eps gives eps ~ u^(1/3), in units of the size of y along v.
         length = v.norm().clamp_min(torch.finfo(torch.float32).tiny)
         epsilon = math.pow(working_unit(y[0]), 1 / 3) * (1 + y.norm()) / length
-        shift = v * epsilon
-        return (slope(y + shift, wrt) - slope(y - shift, wrt)) * (0.5 / epsilon)
+        shift = v.times(epsilon)
+        return (slope(y + shift, wrt) - slope(y - shift, wrt)).times(0.5 / epsilon)
 
     if not gradient:
         return _counted(oracle, Vector(), product)

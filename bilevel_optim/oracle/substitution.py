@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Substitution"]
+__all__ = ["Substitution", "stands_for"]
 
 
 class Substitution(TorchFunctionMode):
@@ -25,41 +26,50 @@ class Substitution(TorchFunctionMode):
 
     def __init__(self, live: Iterable[Tensor], values: Iterable[Tensor], *, stacked: bool = True) -> None:
         super().__init__()
-        self._value_of = {id(t): value for t, value in zip(live, values, strict=True)}
+        pairs = list(zip(live, values, strict=True))
+        if is_compiling():
+            pairs = [(t, stands_for(value, t)) for t, value in pairs]
+        self._value_of = {id(t): value for t, value in pairs}
+        self._constant = [pair for pair in pairs if not pair[0].requires_grad]
         self._stacked = stacked
         self._passed: dict[int, Tensor] = {}  # values that were handed on by a call of their own, as `PureLoss` does
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        value_of = self._value_of
-        new = [value_of.get(id(a), a) if type(a) not in _SEQUENCES else self._inside(a) for a in args]
-        if kwargs:
-            kwargs = {
-                k: value_of.get(id(a), a) if type(a) not in _SEQUENCES else self._inside(a) for k, a in kwargs.items()
-            }
-        else:
-            kwargs = {}
+        if self._stacked and func is F.batch_norm:
+            func = _batch_norm_without_update
+        new = [self._new(a) for a in args]
+        kwargs = {k: self._new(a) for k, a in kwargs.items()} if kwargs else {}
         if self._stacked and func is F.linear and len(new) > 1 and self._is_value(new[1], args[1]):
             return _linear(*new, **kwargs)
-        if self._stacked and func is F.batch_norm:
-            return _batch_norm_without_update(*new, **kwargs)
         result = func(*new, **kwargs)
-        if func is Tensor.view_as and new[0] is not args[0]:
+        if func is Tensor.view_as and new[0] is not args[0] and not is_compiling():
             self._passed[id(result)] = result
         return result
 
     def _is_value(self, new: Any, given: Any) -> bool:
         """Whether a tensor stands for a live one."""
-        return new is not given or id(given) in self._passed
+        return new is not given or (not is_compiling() and id(given) in self._passed)
 
-    def _inside(self, values: Sequence[Any]) -> Any:
-        return type(values)(
-            self._value_of.get(id(v), v) if type(v) not in _SEQUENCES else self._inside(v) for v in values
-        )  # type: ignore[call-arg]
+    def _new(self, a: Any) -> Any:
+        """What is read in place of an argument; Dynamo would guard the identity of whatever is asked for its own."""
+        if isinstance(a, Tensor):
+            if a.requires_grad or not is_compiling():
+                return self._value_of.get(id(a), a)
+            for own, value in self._constant:
+                if a is own:
+                    return value
+            return a
+        return type(a)([self._new(v) for v in a]) if type(a) in _SEQUENCES else a
 
 
 _SEQUENCES = (list, tuple)
+
+
+def stands_for(value: Tensor, live: Tensor) -> Tensor:
+    """The value that stands for a live tensor. A compiled step shows by it what it is for calls that no mode sees."""
+    return value
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
 
+from torch.compiler import is_compiling
+
 __all__ = ["Trace", "Untraceable", "end_region", "traced", "tracing"]
 
 
@@ -29,11 +31,13 @@ class Untraceable(Exception):
 
 def traced() -> bool:
     """Whether a step is being traced: no value may be read, and a loop makes all its steps."""
-    return _TRACE.get() is not None
+    return is_compiling() or _TRACE.get() is not None
 
 
 def end_region() -> None:
     """Here something begins or ends that a step repeats: a trace may be divided here."""
+    if is_compiling():
+        return
     trace = _TRACE.get()
     if trace is not None:
         trace.end_region()

@@ -33,12 +33,12 @@ class Vector(tuple[Tensor, ...]):
     def __add__(self, other: Sequence[Tensor]) -> Vector:  # type: ignore[override]
         if len(self) == 1:  # as are many, and foreach costs more than the sum
             return Vector((self[0] + other[0],))
-        return Vector(torch._foreach_add(self, tuple(other)))
+        return Vector(torch._foreach_add([*self], [*other]))
 
     def __sub__(self, other: Sequence[Tensor]) -> Vector:
         if len(self) == 1:
             return Vector((self[0] - other[0],))
-        return Vector(torch._foreach_sub(self, tuple(other)))
+        return Vector(torch._foreach_sub([*self], [*other]))
 
     def __mul__(self, factor: Scalar | Sequence[Scalar]) -> Vector:  # type: ignore[override]
         alone = factor[0] if isinstance(factor, list) and len(factor) == len(self) == 1 else factor
@@ -53,20 +53,20 @@ class Vector(tuple[Tensor, ...]):
             return Vector(
                 t * (_beside(f, t) if isinstance(f, Tensor) else f) for t, f in zip(self, factor, strict=True)
             )
-        return Vector(torch._foreach_mul(self, factor))  # type: ignore[arg-type]
+        return Vector(torch._foreach_mul([*self], factor))  # type: ignore[arg-type]
 
-    __rmul__ = __mul__  # type: ignore[assignment]
+    __rmul__ = times = __mul__  # type: ignore[assignment]  # `times`: as Dynamo reads a product with a tensor
 
     def __neg__(self) -> Vector:
-        return Vector(torch._foreach_neg(self))
+        return Vector(torch._foreach_neg([*self]))
 
     def add(self, other: Sequence[Tensor], alpha: Scalar) -> Vector:
         """``self + alpha * other``; one operation if ``alpha`` is a number."""
         if isinstance(alpha, Tensor):
-            return self + Vector(other) * alpha
+            return self + Vector(other).times(alpha)
         if len(self) == 1:
             return Vector((torch.add(self[0], other[0], alpha=alpha),))
-        return Vector(torch._foreach_add(self, tuple(other), alpha=alpha))
+        return Vector(torch._foreach_add([*self], [*other], alpha=alpha))
 
     def descended(self, direction: Sequence[Tensor], rates: Sequence[Scalar]) -> Vector:
         """This less the direction, with a learning rate for each tensor."""
@@ -75,7 +75,7 @@ class Vector(tuple[Tensor, ...]):
         if any([isinstance(rate, Tensor) for rate in rates]):
             return self - Vector(direction) * list(rates)
         if len(set(rates)) == 1:
-            return Vector(torch._foreach_add(self, tuple(direction), alpha=-float(rates[0])))
+            return Vector(torch._foreach_add([*self], [*direction], alpha=-float(rates[0])))
         return Vector(torch.add(t, d, alpha=-float(rate)) for t, d, rate in zip(self, direction, rates, strict=True))
 
     def dot(self, other: Sequence[Tensor]) -> Tensor:
@@ -84,7 +84,7 @@ class Vector(tuple[Tensor, ...]):
             return _sum(_wide(self[0]) * other[0])
         if self and self[0].dtype in _HALF:
             return _total([_sum(_wide(t) * o) for t, o in zip(self, other, strict=True)])
-        return _total([_sum(product) for product in torch._foreach_mul(self, tuple(other))])
+        return _total([_sum(product) for product in torch._foreach_mul([*self], [*other])])
 
     def norm(self) -> Tensor:
         """Euclidean norm over all tensors together, accumulated as in :meth:`dot`."""
@@ -97,7 +97,7 @@ class Vector(tuple[Tensor, ...]):
 
     def norms(self) -> list[Tensor]:
         """Euclidean norm of each tensor, in its own precision."""
-        return list(torch._foreach_norm(self)) if self else []
+        return list(torch._foreach_norm([*self])) if self else []
 
     def lane_dot(self, other: Sequence[Tensor]) -> Tensor:
         """Inner product of each lane of stacked tensors with the same lane of others, or one vector; shape (n,)."""

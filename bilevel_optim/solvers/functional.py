@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.optim import SGD, Optimizer
+from torch.optim.adam import adam
 from torch.overrides import TorchFunctionMode
 
 from ..problem.tracing import Untraceable
@@ -73,6 +75,8 @@ def updated(optimizer: Optimizer, y: Vector, memory: Memory, gradient: Vector) -
     if type(optimizer) is SGD:
         pairs = [sgd(*one) for one in zip(groups, y, memory, gradient, strict=True)]
         return [value for value, _ in pairs], [state for _, state in pairs]
+    if is_compiling():
+        return _adam(optimizer, groups, y, memory, gradient)
     if not can_be_unrolled(optimizer):
         raise Untraceable(f"{type(optimizer).__name__} has no differentiable form")
     twin = copy.copy(optimizer)
@@ -102,6 +106,30 @@ def updated(optimizer: Optimizer, y: Vector, memory: Memory, gradient: Vector) -
         elif begun is not None and begun.widened:
             _recount(twin.state[value], KIND)
     return values, [twin.state[value] for value in values]
+
+
+def _adam(optimizer: Any, groups: Any, y: Vector, memory: Memory, gradient: Vector) -> tuple[list[Tensor], Memory]:
+    """Adam and AdamW by torch's own function; counts of steps in double precision, as Python's numbers are."""
+    if optimizer.kind not in (torch.optim.Adam, torch.optim.AdamW):
+        raise RuntimeError(f"{optimizer.kind.__name__} has no functional form here")
+    values, kept = [], []
+    for group, value, state, slope in zip(groups, y, memory, gradient, strict=True):
+        begun = bool(state)
+        count = state[COUNT].to(torch.float64) if begun else torch.zeros((), dtype=torch.float64)
+        first, second = (state[n].clone() if begun else torch.zeros_like(value) for n in ("exp_avg", "exp_avg_sq"))
+        largest = [state["max_exp_avg_sq"].clone() if begun else torch.zeros_like(value)] if group["amsgrad"] else []
+        new, step, rate = value.clone(), count.clone(), group["lr"]
+        adam(
+            [new], [slope], [first], [second], largest, [step], foreach=False, capturable=False, differentiable=False,
+            fused=False, amsgrad=group["amsgrad"], beta1=group["betas"][0], beta2=group["betas"][1], lr=rate,
+            weight_decay=group["weight_decay"], eps=group["eps"], maximize=group["maximize"],
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+        )  # fmt: skip
+        kind = KIND if not begun else state[COUNT].dtype
+        values.append(new)
+        kept.append({COUNT: step.to(kind), "exp_avg": first, "exp_avg_sq": second,
+                     **({"max_exp_avg_sq": largest[0]} if largest else {})})  # fmt: skip
+    return values, kept
 
 
 def _unfused(group: dict[str, Any]) -> dict[str, Any]:

@@ -87,8 +87,8 @@ def cg(
     unit, looked_at = _unit(r, lanes, read=one_here), max(tol, atol)
     if unit is not None:
         inverse = 1 / unit
-        scaled = right * inverse
-        r, v, atol = scaled if r is right else r * inverse, v * inverse, atol * inverse
+        scaled = right.times(inverse)
+        r, v, atol = scaled if r is right else r.times(inverse), v.times(inverse), atol * inverse
         right = scaled
     stop = _Stop(steps, tol, atol, looked_at)
     if right[0].device.type == "cuda" and not any_sharded(right):
@@ -96,7 +96,9 @@ def cg(
     else:
         algebra = _NUMBERS if one_here else _LANES if lanes else _SCALARS
         found = _cg(apply, right, v, r, stop, algebra, partial(iteration, algebra))
-    return found if unit is None else found._replace(solution=found.solution * unit, residual=found.residual * unit)
+    if unit is None:
+        return found
+    return found._replace(solution=found.solution.times(unit), residual=found.residual * unit)
 
 
 def _unit(r: Vector, lanes: bool, *, read: bool) -> Any:
@@ -235,7 +237,7 @@ def minres(
     residual = beta = norm(r)
     # Lanczos makes H tridiagonal in the basis q; Givens rotations (c, s) make that triangular, row by row, and w are
     # the columns of Q R^-1. Names as in the source: the last rows' entries are dbar (not yet rotated) and epsilon.
-    q_old, q = b.zeros_like(), r * _inverse(beta)
+    q_old, q = b.zeros_like(), r.times(_inverse(beta))
     w_old = w = b.zeros_like()
     c, s, dbar, epsilon, size = -torch.ones_like(beta), *(torch.zeros_like(beta) for _ in range(4))
     iterations = torch.zeros_like(beta, dtype=torch.int64)
@@ -244,9 +246,9 @@ def minres(
         active = (residual > floor) & ~stuck
         if _seen_done(active, k, max(tol, atol)):
             break
-        hq = _damped(product, q, damping) - q_old * beta if k else _damped(product, q, damping)
+        hq = _damped(product, q, damping) - q_old.times(beta) if k else _damped(product, q, damping)
         alpha = dot(q, hq)
-        hq = hq - q * alpha
+        hq = hq - q.times(alpha)
         old_beta, beta = beta, norm(hq)
         size = torch.maximum(size, alpha.abs() + beta + (old_beta if k else 0.0))
         delta, gbar = c * dbar + s * alpha, s * dbar - c * alpha
@@ -256,11 +258,11 @@ def minres(
         # A finished solve is frozen by zero steps instead of a branch, which would need the host.
         active = active & ~stuck
         inverse = torch.where(active, _inverse(gamma), 0.0)
-        w_old, w = w, (q - w_old * epsilon - w * delta) * inverse
-        v = v + w * (gbar * inverse * residual)
+        w_old, w = w, (q - w_old.times(epsilon) - w.times(delta)).times(inverse)
+        v = v + w.times(gbar * inverse * residual)
         epsilon, dbar, c, s = s * beta, -c * beta, gbar * inverse, beta * inverse
         residual = torch.where(active, residual * s, residual)
-        q_old, q = q, hq * _inverse(beta)
+        q_old, q = q, hq.times(_inverse(beta))
         iterations = iterations + active
     return _finished(v, residual, iterations, b_norm, residual)  # which never grows
 

@@ -155,6 +155,25 @@ class LowerRule:
         return self._sizes == [(t.shape, t.dtype, t.device) for t in like]
 
     @property
+    def kind(self) -> type[Optimizer]:
+        """What the update is known as; `Optimizer` for one that is not."""
+        return self._kind
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of the tensors that it is made for."""
+        return [tuple(shape) for shape, *_ in self._sizes]
+
+    def with_rates(self, rates: Sequence[Any], limits: Limits | None) -> LowerRule:
+        """The same update with another learning rate for each group, and other limits, for a compiled step."""
+        groups = [{**own, "lr": rate} for own, rate in zip(self.optimizer.param_groups, rates, strict=True)]
+        other = object.__new__(LowerRule)
+        other.limits, other.lead, other._kind, other._asks = limits or self.limits, self.lead, self._kind, self._asks
+        other._initial = self._initial
+        other.optimizer = _Groups(groups, self._kind, self.optimizer.defaults)  # type: ignore[assignment]
+        return other
+
+    @property
     def evaluates_once(self) -> bool:
         """Whether a step is known to evaluate the gradient once only (a line search may do so more often)."""
         return not self._asks
@@ -326,6 +345,13 @@ def _grows(first: Any, middle: Any, last: Any) -> Any:
     return (middle > GROWTH * first) & (last > GROWTH * middle)
 
 
+class _Groups:
+    """In place of an optimizer, of which a compiled step reads the kind and the groups alone."""
+
+    def __init__(self, groups: list[dict[str, Any]], kind: type[Optimizer], defaults: dict[str, Any]) -> None:
+        self.param_groups, self.kind, self.defaults = groups, kind, defaults
+
+
 class LowerRules:
     """The rules of one optimizer, made once for the shapes of y and of each stack of copies; a cache.
 
@@ -336,6 +362,11 @@ class LowerRules:
     def __init__(self, factory: Factory, limits: Limits | None = None) -> None:
         self._factory, self._limits = factory, limits
         self._made: list[LowerRule] = []
+
+    @property
+    def made(self) -> Sequence[LowerRule]:
+        """All that were made."""
+        return self._made
 
     def __call__(self, groups: Sequence[dict[str, Any]], like: Vector) -> LowerRule:
         """The rule for these groups, with their present options, and tensors."""

@@ -63,7 +63,7 @@ class Paths:
         rule = self._rule(start)
         # The x of a single path is that of all its steps, so that what depends on x alone is kept.
         oracle, copies = (self.oracle.at(upper=upper.lane(0)), None) if n == 1 else (self.oracle, upper)
-        samples, values = iter(self.samples), list[Tensor]()
+        samples, values = iter(self.samples), []
 
         def draw() -> Callable[[Vector], tuple[Tensor, Vector]]:
             sample = next(samples)

@@ -241,7 +241,8 @@ class RTMLMC(BilevelOptimizer):
         loss, gradient, mean, correction = given.ranks.total(
             part.loss.to(nothing), part.gradient, part.lower, part.diagnostics.get("correction", nothing.double())
         )
-        diagnostics, numbers = dict(part.diagnostics), dict[str, Any]()
+        diagnostics = dict(part.diagnostics)
+        numbers: dict[str, Any] = {}
         if curvature:
             numbers["curvature"] = curvature
         if several:

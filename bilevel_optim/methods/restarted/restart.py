@@ -48,7 +48,7 @@ class Progress:
     @classmethod
     def of(cls, numbers: Mapping[str, Any]) -> Self:
         """Read from plain numbers; those of a run that has not begun are missing."""
-        return cls(**{field.name: numbers[field.name] for field in fields(cls) if field.name in numbers})
+        return cls(**{name: numbers[name] for name in _NAMES if name in numbers})
 
     @classmethod
     def now(cls, numbers: Mapping[str, Any], memory: Mapping[str, Vector]) -> Self:
@@ -65,6 +65,9 @@ class Progress:
     def afresh(self) -> Self:
         """At the beginning of another epoch, without momentum."""
         return replace(self, step=0, travelled=0.0, shortest=math.inf, rates=None)
+
+
+_NAMES = tuple(field.name for field in fields(Progress))
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,8 @@ class Momentum:
 
     def look_ahead(self, point: Point) -> Ahead:
         """Where the next gradient is to be evaluated."""
-        now, new = Progress.now(point.numbers, point.memory), dict[str, Vector]()
+        now = Progress.now(point.numbers, point.memory)
+        new: dict[str, Vector] = {}
         if now.swapped:
             return Ahead(point.x, new, now)
         if now.step == 0 and self.perturb_initial and self.perturbation > 0 and not now.perturbed:
@@ -212,7 +216,8 @@ class Restarted(Optimizer):
     """
 
     def __init__(self, *arguments: Any, iteration: Momentum, **options: Any) -> None:
-        self._iteration, self.numbers = iteration, dict[str, Any]()
+        self._iteration = iteration
+        self.numbers: dict[str, Any] = {}
         super().__init__(*arguments, **options)
 
     momentum, restart_radius, restart_period = held("momentum"), held("restart_radius"), held("restart_period")

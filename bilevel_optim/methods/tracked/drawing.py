@@ -141,7 +141,7 @@ class Weighted(Drawing):
 
     def some(self, sampler: Any, m: int, source: Source) -> Drawn:
         n = self.batch(m)
-        period, known, tables = math.ceil(m / n), {**source.tables}, dict[str, Tensor]()
+        period, known, tables = math.ceil(m / n), {**source.tables}, {}
         if self.chances is None and (source.steps % period == 1 % period or CHANCES[0] not in known):
             best = importance_probabilities(known["size"].cpu())
             chances = (1 - UNIFORM_PART) * best + UNIFORM_PART / m

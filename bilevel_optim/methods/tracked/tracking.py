@@ -153,7 +153,8 @@ class RecursiveOptimizer(BilevelOptimizer):
 
     def _remembers(self, given: DrawInputs) -> bool:
         """Whether there are rows to go on from."""
-        return self.warm_start and {"direction", "previous"} <= given.upper_memory.keys() and bool(given.tables)
+        known = "direction" in given.upper_memory and "previous" in given.upper_memory
+        return self.warm_start and known and bool(given.tables)
 
     def _begins(self, given: DrawInputs, width: int) -> bool:
         """Whether a step begins anew, as there are no rows of so many entries."""
@@ -164,7 +165,8 @@ class RecursiveOptimizer(BilevelOptimizer):
         if not self._remembers(given):
             return False
         moving = {f"{name}{at}" for name, _ in table.moving for at in ("", "_last")} - {"y"}
-        if other := {*self._trackers.names, *moving, *self._drawing.notes, *STAMPS} ^ table.tables.keys():
+        names = {*self._trackers.names, *moving, *self._drawing.notes, *STAMPS}
+        if other := names.symmetric_difference(list(table.tables)):
             raise ValueError(f"the state is that of another variant: they differ in {', '.join(sorted(other))}")
         if self._begins(given, len(table.groups)):
             return False
@@ -410,8 +412,9 @@ class RecursiveOptimizer(BilevelOptimizer):
 
     def _table(self, given: StepInputs, y: Vector) -> Table:
         """The rows of all problems; y has one for each."""
-        group = torch.tensor([i for i, group in enumerate(given.lower_groups) for _ in group["params"]], device="cpu")
-        groups = group.repeat_interleave(torch.tensor([t.shape[1:].numel() for t in y], device="cpu"))
+        group = [i for i, group in enumerate(given.lower_groups) for _ in group["params"]]
+        each = [[i] * t[0].numel() for i, t in zip(group, y, strict=True)]
+        groups = torch.tensor([i for own in each for i in own], device="cpu")
         tables = {name: Split.local(t) for name, t in given.tables.items() if name not in CHANCES}
         least = self.floor if self._rule.floored else None
         split, own = Split(y, given.ranks), Vector(map(Split.local, y))

@@ -1,0 +1,1 @@
+"""Compiled steps: ``torch.compile`` of the library's own step."""

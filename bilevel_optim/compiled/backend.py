@@ -1,0 +1,97 @@
+"""A backend of ``torch.compile`` whose programs can be called again without Dynamo."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch._inductor as inductor
+from torch import Tensor
+from torch._dynamo.backends.registry import lookup_backend
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch.fx import GraphModule
+
+from .rewrites import differentiable_twice, redirected, require_deterministic
+
+__all__ = ["Backend", "Call", "Program", "WantsConstants", "backend_of", "watched"]
+
+Backend = Callable[[GraphModule, list[Tensor]], Callable[..., Any]]
+
+_WATCHING = threading.local()  # `.calls`: where the calls of this thread are noted, if they are
+
+
+class WantsConstants(Exception):
+    """Something that is an argument of a graph has to be a constant of it: a size."""
+
+
+class Program:
+    """The innermost function that was compiled, of one list of arguments."""
+
+    _boxed_call = True  # it takes its arguments as one list, which AOTAutograd asks for
+
+    def __init__(self, call: Callable[[list[Any]], Sequence[Any]]) -> None:
+        self.call = call
+
+    def __call__(self, arguments: list[Any]) -> Sequence[Any]:
+        calls = getattr(_WATCHING, "calls", None)
+        if calls is None:
+            return self.call(arguments)
+        given = [*arguments]  # the list is emptied by the call
+        results = self.call(arguments)
+        calls.append(Call(self, given, results))
+        return results
+
+
+class Call(NamedTuple):
+    """One call of a program."""
+
+    program: Program
+    arguments: list[Any]
+    results: Sequence[Any]
+
+
+@contextmanager
+def watched() -> Generator[list[Call]]:
+    """The programs that are called inside the block, with what they were given and gave."""
+    calls: list[Call] = []
+    _WATCHING.calls = calls
+    try:
+        yield calls
+    finally:
+        _WATCHING.calls = None
+
+
+def backend_of(
+    backend: str | Backend, mode: str | None, options: dict[str, Any] | None, *, plain: bool = False
+) -> Backend:
+    """What ``torch.compile`` takes as its backend, with programs that can be watched.
+
+    ``plain``: a step with second derivatives, so that operations that have none are written as others.
+    """
+    settings = {**(inductor.list_mode_options(mode) if mode and mode != "default" else {}), **(options or {})}
+
+    def compiled(module: GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+        if not all(isinstance(t, Tensor) for t in examples):
+            raise WantsConstants("a size has become an argument")
+        require_deterministic(module)
+        redirected(module)
+        differentiable_twice(module, plain=plain)
+        if backend == "inductor":
+
+            def inner(part: GraphModule, own: Sequence[Any], **further: Any) -> Any:
+                return Program(compile_fx_inner(part, own, **further))
+
+            made: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
+                module, examples, inner_compile=inner, config_patches=settings or None
+            )
+            return made
+        if backend == "eager":
+            made = module.forward
+        else:
+            made = (lookup_backend(backend) if isinstance(backend, str) else backend)(module, examples)
+        program = Program(lambda arguments: made(*arguments))
+        return lambda *arguments: program([*arguments])
+
+    return compiled

@@ -1,0 +1,123 @@
+"""How compiled steps follow each other: results of one call are arguments of the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..pytree import tree_flatten, tree_leaves, tree_unflatten
+from .backend import Call
+from .pure import State, following
+
+__all__ = ["Chain", "tensors_of"]
+
+Form = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors of a pytree, in order."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _form(t: Tensor) -> Form:
+    return t.shape, t.stride(), t.dtype, t.device
+
+
+class Chain:
+    """Which results of a program are which arguments of its next call, found by identity in one call of it.
+
+    Attributes:
+        program: what is called.
+        data: forms of the tensors that every step draws.
+    """
+
+    def __init__(self, call: Call, state: State, drawn: Any, results: dict[str, Any]) -> None:
+        """Raises ValueError if a step cannot follow this one before it is written."""
+        self.program = call.program.call
+        before, after = tree_flatten(state), tree_flatten(following(state, results))
+        if before[1] != after[1] or results["writes"] or (results["moved"] or {}).get("writes"):
+            raise ValueError("what a step leaves has another form than what it was given")
+        place = {id(t): k for k, t in enumerate(call.results)}
+        given = {id(t): k for k, t in enumerate(before[0])}
+        own = {id(t): k for k, t in enumerate(tensors_of(drawn))}
+        memory = {_memory(t): j for j, t in enumerate(call.arguments) if isinstance(t, Tensor)}
+        moving = {_storage(t) for t in (*state["x"], *state["y"], *state["buffers"])}
+        self._from_results: list[tuple[int, int]] = []  # argument, result
+        self._from_arguments: list[tuple[int, int]] = []  # argument, argument of the call before
+        self._from_data: list[tuple[int, int]] = []  # argument, number of the tensor that was drawn
+        for j, t in enumerate(call.arguments):
+            if id(t) in given:
+                new = after[0][given[id(t)]]
+                if id(new) in place:
+                    self._from_results.append((j, place[id(new)]))
+                elif new is not t:
+                    self._from_arguments.append((j, _known(memory, new)))
+            elif isinstance(t, Tensor) and _storage(t) in moving:
+                raise ValueError("a loss reads memory of a parameter, which moves once it is written")
+            elif id(t) in own:
+                self._from_data.append((j, own[id(t)]))
+        leaves, self._structure = tree_flatten(results)
+        # Where each leaf of the results is: among the results of the program, among its arguments, or a constant.
+        self._leaves: list[tuple[str, Any]] = []
+        for t in leaves:
+            if not isinstance(t, Tensor):
+                self._leaves.append(("constant", t))
+            elif id(t) in place:
+                self._leaves.append(("result", place[id(t)]))
+            else:
+                self._leaves.append(("argument", _known(memory, t)))
+        where = {id(t): at for t, at in zip(leaves, self._leaves, strict=True)}
+        (kind, self._loss), (other, self._flags) = where[id(results["loss"])], where[id(results["flags"])]
+        if (kind, other) != ("result", "result"):
+            raise ValueError("the loss of a step is an argument of it")
+        self.data = [_form(t) for t in tensors_of(drawn)]
+
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether what a step draws has the form that the program was made for."""
+        return len(tensors) == len(self.data) and all(map(_has_form, tensors, self.data))
+
+    def follow(self, first: Call, data: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[Tensor], Call]:
+        """Losses and flags of a call and of those that follow it, with these data, and the last call."""
+        call, arguments, results = self.program, [*first.arguments], first.results
+        losses, flags = [results[self._loss]], [results[self._flags]]
+        with torch.no_grad():
+            for drawn in data:
+                for j, t in [(j, arguments[k]) for j, k in self._from_arguments]:
+                    arguments[j] = t
+                for j, k in self._from_results:
+                    arguments[j] = results[k]
+                for j, k in self._from_data:
+                    arguments[j] = drawn[k]
+                results = call([*arguments])
+                losses.append(results[self._loss])
+                flags.append(results[self._flags])
+        return losses, flags, Call(first.program, arguments, results)
+
+    def results(self, call: Call) -> dict[str, Any]:
+        """The results of a step from its call."""
+        kinds = {"result": call.results, "argument": call.arguments}
+        leaves = [at if kind == "constant" else kinds[kind][at] for kind, at in self._leaves]
+        found: dict[str, Any] = tree_unflatten(leaves, self._structure)
+        return found
+
+
+def _memory(t: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    return t.data_ptr(), t.shape, t.stride()
+
+
+def _storage(t: Tensor) -> int:
+    return t.untyped_storage().data_ptr()
+
+
+def _known(memory: dict[Any, int], t: Any) -> int:
+    found = memory.get(_memory(t)) if isinstance(t, Tensor) else None
+    if found is None:
+        raise ValueError("a step leaves something that its program neither gives nor was given")
+    return found
+
+
+def _has_form(t: Tensor, form: Form) -> bool:
+    return t.shape == form[0] and t.stride() == form[1] and t.dtype is form[2] and t.device == form[3]

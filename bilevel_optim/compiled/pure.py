@@ -1,0 +1,311 @@
+"""The step as a pure function of losses, data, random numbers and state, which Dynamo reads whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..distributed.sharding import Gathered
+from ..hypergradient import Estimate
+from ..hypergradient.estimate import Write, measured
+from ..optimizer.base import BilevelOptimizer
+from ..optimizer.step import StepInputs, StepResults, Update
+from ..oracle.advance import advance_buffers
+from ..oracle.buffers import Buffers
+from ..oracle.checks import Checks
+from ..oracle.oracle import Oracle
+from ..oracle.session import COUNTERS, LowerTrend, Session
+from ..oracle.substitution import Substitution
+from ..problem.values import changed
+from ..problem.vector import Vector
+from ..solvers.limits import Limits
+from ..solvers.lower import LowerRule, LowerRules
+from .given import GivenData
+
+__all__ = ["PureStep", "State", "following", "results_of", "state_of"]
+
+State = dict[str, Any]  # a pytree of tensors: all that a step reads, and that changes from step to step
+
+
+def state_of(given: StepInputs, x: Vector, y: Vector, buffers: Sequence[Tensor], rates: Sequence[Tensor]) -> State:
+    """What a step reads, as a pytree."""
+    return {
+        "x": [*x],
+        "y": [*y],
+        "buffers": [*buffers],
+        "rates": [*rates],
+        "memory": {name: [*vector] for name, vector in given.memory.items()},
+        "upper_memory": {name: [*vector] for name, vector in given.upper_memory.items()},
+        "tables": dict(given.tables),
+        "solver": _copied(given.solver),
+        "upper_solver": _copied(given.upper_solver),
+        "numbers": {name: value for name, value in given.numbers.items() if isinstance(value, Tensor)},
+    }
+
+
+def _copied(memory: Any) -> Any:
+    return None if memory is None else [dict(entries) for entries in memory]
+
+
+class PureStep:
+    """A step of an optimizer as a function that writes nothing: of its losses, data, random inputs and state.
+
+    Args:
+        method: whose step it is.
+        here: an oracle of an eager step like it, which shows what was found out about the losses.
+        given: what that step was given.
+        update: whether x moves too.
+        buffers: the module buffers that evaluations change.
+    """
+
+    def __init__(
+        self, method: BilevelOptimizer, here: Oracle, given: StepInputs, update: bool, buffers: Sequence[Tensor]
+    ) -> None:
+        self.method, self.update, self.buffers = method, update, list(buffers)
+        self.live_x, self.live_y, self.names = [*here.live_x], [*here.live_y], [*here.names]
+        self._found, self._options = changed(here.session.found), method._oracle_options
+        self.differentiates_twice = bool(self._found.fused)
+        self._given = changed(
+            given, memory={}, upper_memory={}, tables={}, solver=None, upper_solver=None, random_inputs={},
+            generator=None,
+        )  # fmt: skip
+        self._rules = _rules_of(method._rules)
+        self._upper_rules = None if method._upper_rules is None else _rules_of(method._upper_rules)
+
+    def __call__(
+        self, losses: Mapping[str, Callable[..., Any]], tasks: Any, drawn: Any, random: Mapping[str, Any], state: State
+    ) -> dict[str, Any]:
+        """What the step computes, as a pytree.
+
+        Args:
+            losses: the user's functions, by role.
+            tasks: the sampler, if there is one, of which only the length is asked for.
+            drawn: what was drawn from the data or the sampler, in order.
+            random: the random inputs.
+            state: what the step reads.
+        """
+        method, evaluation = self.method, _Evaluation(self.buffers, state["buffers"])
+        session = self._session(evaluation)
+        data = GivenData(drawn, losses)
+        f, g = method._objectives(data.objective("upper"), data.objective("lower"))
+        here = Oracle(self.live_x, self.live_y, f, g, names=lambda: self.names, session=session)
+        here = here.at(state["x"], state["y"])
+        given = self._inputs(state, random, losses)
+        with torch.enable_grad():
+            estimate = method._estimate(here, given, None if tasks is None else data.sampler(tasks))
+            evaluation.left = None
+            advance_buffers(here, estimate.lower)
+        buffers = state["buffers"] if evaluation.left is None else evaluation.left
+        moved = method.update(here.x, estimate.gradient, given.after(estimate)) if self.update else None
+        data.require_used()
+        return self._results(estimate, moved, state, session, buffers, here.y)
+
+    def _session(self, evaluation: _Evaluation) -> Session:
+        return Session(
+            options=changed(self._options, evaluation=evaluation),
+            found=changed(self._found),
+            buffers=_COMPLETE,
+            counts=dict.fromkeys(COUNTERS, 0),
+            checks=Checks(),
+            gathered=Gathered(),
+            buffers_skipped=bool(self.buffers),
+            reached=set(),
+            warned=set(),
+            trend=LowerTrend(),
+        )
+
+    def _inputs(self, state: State, random: Mapping[str, Any], losses: Mapping[str, Any]) -> StepInputs:
+        given, rates, limits = self._given, state["rates"], self.method._limits
+        split = len(given.upper_groups)
+        upper = [{**group, "lr": rate} for group, rate in zip(given.upper_groups, rates[:split], strict=True)]
+        lower = [{**group, "lr": rate} for group, rate in zip(given.lower_groups, rates[split:], strict=True)]
+        if "projection" in losses:
+            limits = changed(limits, projection=losses["projection"])
+        upper_rules, rules = self._upper_rules, self._rules
+        return changed(
+            given,
+            upper_groups=upper,
+            lower_groups=lower,
+            memory={name: Vector(values) for name, values in state["memory"].items()},
+            upper_memory={name: Vector(values) for name, values in state["upper_memory"].items()},
+            tables=state["tables"],
+            lower=Vector(state["y"]),
+            solver=state["solver"],
+            upper_solver=state["upper_solver"],
+            numbers={**given.numbers, **state["numbers"]},
+            random_inputs=random,
+            lower_init=losses.get("start"),
+            rule=lambda like: _rule(rules, rates[split:], like, limits),
+            upper_rule=None if upper_rules is None else lambda like: _rule(upper_rules, rates[:split], like, None),
+        )
+
+    def _results(
+        self,
+        estimate: Estimate,
+        moved: Update | None,
+        state: State,
+        session: Session,
+        buffers: Sequence[Tensor],
+        y: Vector,
+    ) -> dict[str, Any]:
+        numbers, known = estimate.numbers, self._given.numbers
+        results: dict[str, Any] = {
+            "loss": estimate.loss.detach(),
+            "gradient": [*estimate.gradient.detach()],
+            "lower": None if estimate.lower is None else [*estimate.lower],
+            "memory": {name: [*vector.detach()] for name, vector in estimate.memory.items()},
+            "upper_memory": {name: [*vector.detach()] for name, vector in estimate.upper_memory.items()},
+            "tables": dict(estimate.tables),
+            "solver": estimate.solver,
+            "writes": _places(estimate.writes, state, y),
+            "buffers": buffers,
+            "diagnostics": measured(estimate.figures),
+            "counts": session.counts,
+            "moved": None,
+        }
+        if moved is not None:
+            numbers = {**numbers, **moved.numbers}
+            results["moved"] = {
+                "x": [*moved.x],
+                "lower": None if moved.lower is None else [*moved.lower],
+                "upper_memory": {n: None if v is None else [*v] for n, v in moved.upper_memory.items()},
+                "solver": moved.solver,
+                "writes": _places(moved.writes, state, y),
+            }
+        results["numbers"] = {name: value for name, value in numbers.items() if isinstance(value, Tensor)}
+        results["plain"] = {
+            name: value
+            for name, value in numbers.items()
+            if not isinstance(value, Tensor) and (name not in known or known[name] != value)
+        }
+        results["alerts"], results["flags"] = session.checks.flags()
+        return results
+
+
+_COMPLETE = Buffers(complete=True)
+
+
+class _Evaluation:
+    """How a step evaluates a loss: with values in place of the live tensors, and buffers that it may write into.
+
+    Attributes:
+        left: what the last evaluation has made of the buffers.
+    """
+
+    def __init__(self, buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        self.buffers, self.values = buffers, values
+        self.left: list[Tensor] | None = None
+
+    def __call__(self, live: Sequence[Vector], values: Sequence[Vector | None]) -> _Placed:
+        copies = [t.clone() for t in self.values]
+        self.left = copies
+        return _Placed(live, values, self.buffers, copies)
+
+
+class _Placed:
+    """A block in which values stand for the live tensors, and copies for the buffers."""
+
+    def __init__(
+        self,
+        live: Sequence[Vector],
+        values: Sequence[Vector | None],
+        buffers: Sequence[Tensor],
+        copies: Sequence[Tensor],
+    ) -> None:
+        self._variables = [
+            Vector([v.detach().requires_grad_(t.requires_grad) for v, t in zip(own or ts, ts, strict=True)])
+            for ts, own in zip(live, values, strict=True)
+        ]
+        before = [t for ts in live for t in ts] + [*buffers]
+        after = [v for vs in self._variables for v in vs] + [*copies]
+        self._mode = Substitution(before, after, stacked=False)
+
+    def __enter__(self) -> Sequence[Vector]:
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        return self._variables
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+Known = tuple[list[tuple[int, ...]], LowerRule]
+
+
+def _rules_of(rules: LowerRules) -> list[Known]:
+    """The updates that eager steps have made, with the shapes of what they are for."""
+    return [(rule.shapes, rule) for rule in rules.made]
+
+
+def _rule(known: Sequence[Known], rates: Sequence[Tensor], like: Vector, limits: Limits | None) -> LowerRule:
+    """The update for such tensors, with these learning rates of the groups."""
+    shapes = [tuple(t.shape) for t in like]
+    for own, rule in known:
+        if own == shapes:
+            return rule.with_rates(rates, limits)
+    raise RuntimeError("no eager step has made an update for tensors of these shapes")
+
+
+# ------------------------------------------------------------------------------------------------ results
+
+
+def _places(writes: Sequence[Write], state: State, y: Vector) -> list[tuple[tuple[str, str, int], Any, Tensor]]:
+    """Rows that are to be changed, each with the place of its table in the state."""
+    tables = [(("tables", name, 0), t) for name, t in state["tables"].items()]
+    tables += [(("y", "y", i), t) for i, t in enumerate(y)]
+    for level in ("memory", "upper_memory"):
+        tables += [((level, name, i), t) for name, ts in state[level].items() for i, t in enumerate(ts)]
+    found = []
+    for write in writes:
+        place = next((place for place, table in tables if table is write.table), None)
+        if place is None:
+            raise RuntimeError("a step writes rows of a table that it was not given")
+        found.append((place, write.rows, write.values))
+    return found
+
+
+def results_of(results: Mapping[str, Any], table_of: Callable[[tuple[str, str, int]], Tensor]) -> StepResults:
+    """What a step has computed, in the form that an eager step gives it; ``table_of`` finds a table by its place."""
+    moved = results["moved"]
+    estimate = Estimate(
+        results["loss"],
+        Vector(results["gradient"]),
+        results["diagnostics"],
+        memory={name: Vector(values) for name, values in results["memory"].items()},
+        upper_memory={name: Vector(values) for name, values in results["upper_memory"].items()},
+        lower=None if results["lower"] is None else Vector(results["lower"]),
+        solver=results["solver"],
+        tables=results["tables"],
+        writes=tuple([Write(table_of(place), rows, values) for place, rows, values in results["writes"]]),
+        numbers={**results["plain"], **results["numbers"]},
+    )
+    if moved is None:
+        return StepResults(estimate, None)
+    update = Update(
+        Vector(moved["x"]),
+        {name: None if values is None else Vector(values) for name, values in moved["upper_memory"].items()},
+        lower=None if moved["lower"] is None else Vector(moved["lower"]),
+        writes=tuple([Write(table_of(place), rows, values) for place, rows, values in moved["writes"]]),
+        solver=moved["solver"],
+    )
+    return StepResults(estimate, update)
+
+
+def following(state: State, results: Mapping[str, Any]) -> State:
+    """The state that a step with these results leaves."""
+    moved = results["moved"] or {"x": None, "lower": None, "upper_memory": {}, "solver": None}
+    upper_memory = {**state["upper_memory"], **results["upper_memory"], **moved["upper_memory"]}
+    return {
+        **state,
+        "x": moved["x"] or state["x"],
+        "y": moved["lower"] or results["lower"] or state["y"],
+        "buffers": results["buffers"],
+        "memory": {**state["memory"], **results["memory"]},
+        "upper_memory": {name: values for name, values in upper_memory.items() if values is not None},
+        "tables": {**state["tables"], **results["tables"]},
+        "solver": results["solver"] or state["solver"],
+        "upper_solver": moved["solver"] or state["upper_solver"],
+        "numbers": {**state["numbers"], **results["numbers"]},
+    }

@@ -1,0 +1,66 @@
+"""Why a step is not compiled, in words about the user's code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+__all__ = ["Refused", "place_of", "reason_of", "require_no_effects"]
+
+_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+CHANGES = "a loss changes Python values as it runs"
+
+
+class Refused(Exception):
+    """A step cannot be compiled, for the reason that is given."""
+
+
+def place_of(node: Node) -> str:
+    """Where in the user's code an operation of a graph comes from."""
+    return _last_place(node.meta.get("stack_trace") or "")
+
+
+def reason_of(error: BaseException) -> str:
+    """What stopped Dynamo or the compiler, in one sentence, with the user's file and line."""
+    error = getattr(error, "inner_exception", error)
+    text = str(error).strip()
+    if isinstance(error, Refused):
+        return text
+    first = text.splitlines()[0] if text else type(error).__name__
+    if "side effects" in first:
+        changed = re.findall(r"\[.*\]", first)
+        first = f"{CHANGES} {''.join(changed[-1:])}"
+    elif "recompile limit" in text or "recompile_limit" in first:
+        first = "what a loss reads keeps changing, each time to another value"
+    elif "(Generator)" in text:
+        first = "a loss draws random numbers (of a generator)"
+    elif "UnspecializedPythonVariable" in text or "qualname: Random." in text:
+        first = "a loss draws random numbers (of Python's random)"
+    elif "marked as skipped" in first and (called := re.search(r"(?:function|builtin) `(.+?)`", text)):
+        first = f"a loss calls {called[1]}, which Dynamo does not read"
+    elif "data-dependent" in first.lower():
+        first = "a value is read on the host (a branch on it)"
+    return first.strip().rstrip(".") + _last_place(text)
+
+
+def _last_place(trace: str) -> str:
+    places = re.findall(r'File "(.+)", line (\d+), in (.+)', trace)
+    theirs = [place for place in places if not place[0].startswith(_LIBRARIES)]
+    return " ({}, line {}, in {})".format(*(theirs or places)[-1]) if places else ""
+
+
+def require_no_effects(message: Any, *others: Any, **more: Any) -> None:
+    """In place of ``warnings.showwarning``: raise `Refused` if Dynamo warns that a loss changes Python values.
+
+    The stack of torch's modes, which a step leaves as it was, is among the effects, and has no name.
+    """
+    text = str(message)
+    if "side effects" not in text:
+        return
+    found = re.findall(r"""['"](.*?)['"](?=[,\]])""", text[text.index("[") :])
+    if len(found) > 1 or any(name != "<unknown source>" for name in found):
+        raise Refused(f"{CHANGES} [{', '.join(found)}]")

@@ -1,0 +1,161 @@
+"""What is changed in a graph that Dynamo has read, before it is compiled; and what a graph must not contain."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from ..oracle.differentiable import plain_weight_norm
+from ..oracle.substitution import stands_for
+from .reasons import Refused, place_of
+
+__all__ = ["differentiable_twice", "redirected", "require_deterministic"]
+
+RANDOM = {
+    "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "bernoulli", "bernoulli_",
+    "normal", "normal_", "multinomial", "poisson",
+    "uniform_", "exponential_", "rrelu", "gumbel_softmax", "log_normal_", "cauchy_", "geometric_", "random_",
+}  # fmt: skip
+DROPOUT = {
+    "dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
+}  # fmt: skip
+
+
+def require_deterministic(module: GraphModule) -> None:
+    """Raise `Refused` for a graph that draws random numbers: an eager step draws others, and repeats them."""
+    parts = [part.graph for part in module.modules() if isinstance(part, GraphModule)]
+    for node in itertools.chain.from_iterable(graph.nodes for graph in parts):
+        name = getattr(node.target, "__name__", str(node.target))
+        if node.op == "placeholder" and node.name.startswith("random_value"):
+            raise Refused("a loss draws random numbers (of Python's random)")
+        if name in RANDOM or (name in DROPOUT and _drops(node)) or _attends_at_random(name, node):
+            raise Refused(f"a loss draws random numbers ({name}){place_of(node)}")
+
+
+def _drops(node: Node) -> bool:
+    rate = node.kwargs.get("p", node.args[1] if len(node.args) > 1 else 0.5)
+    training = node.kwargs.get("training", node.args[2] if len(node.args) > 2 else True)
+    return bool(training and rate)
+
+
+def _attends_at_random(name: str, node: Node) -> bool:
+    if name != "scaled_dot_product_attention":
+        return False
+    return bool(node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0))
+
+
+torch.compiler.allow_in_graph(stands_for)  # type: ignore[no-untyped-call]
+
+
+def redirected(module: GraphModule) -> None:
+    """Let calls that torch's modes do not see read values, as all others do, and not the live tensors themselves.
+
+    That is what checkpoints, functions of the user's with a derivative of their own, and some of torch's are given.
+    """
+    values: dict[Node, Node] = {}
+    for node in list(module.graph.nodes):
+        if node.target is stands_for:
+            value, live = node.args
+            values[live] = value
+            node.replace_all_uses_with(value)
+            module.graph.erase_node(node)
+        else:
+            for live in values.keys() & {*node.all_input_nodes}:
+                node.replace_input_with(live, values[live])
+    module.recompile()
+
+
+def differentiable_twice(module: GraphModule, *, plain: bool) -> None:
+    """Write operations whose derivative cannot be differentiated as others, whose derivative can.
+
+    ``plain``: also the fused ones of torch, whose second derivative is missing (attention) or wrong (weight norms).
+    """
+    for part in module.children():
+        if isinstance(part, GraphModule):
+            differentiable_twice(part, plain=plain)
+    for node in list(module.graph.nodes):
+        name = getattr(node.target, "__name__", str(node.target))
+        if node.op != "call_function":
+            continue
+        if name == "one_hot" and len(node.args) > 1 and node.args[1] != -1:
+            node.target = _one_hot
+        elif plain and name in _PLAIN:
+            node.target = _PLAIN[name]
+        elif name == "tag_activation_checkpoint":
+            node.target, node.kwargs = _called, {}
+        elif name == "autograd_function_apply":
+            forward, backward = (getattr(module, body.target) for body in node.args[:2])
+            node.target, node.args, node.kwargs = _function_of(forward, backward), node.args[2:], {}
+    module.recompile()
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if enable_gqa:
+        key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
+        value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
+    scores = query @ key.transpose(-2, -1) * (query.size(-1) ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None:
+        hidden = attn_mask.dtype is torch.bool
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if hidden else scores + attn_mask
+    return scores.softmax(-1) @ value
+
+
+_PLAIN = {"scaled_dot_product_attention": _attention, "_weight_norm": plain_weight_norm}
+
+
+def _one_hot(classes: Tensor, count: int) -> Tensor:
+    return (classes.unsqueeze(-1) == torch.arange(count, device=classes.device)).long()
+
+
+def _called(body: Callable[..., Any], *arguments: Any) -> Any:
+    return body(*arguments)
+
+
+def _function_of(forward: GraphModule, backward: GraphModule) -> Callable[..., Any]:
+    """A function of the user's with a derivative of his own, whose derivative can be differentiated and mapped.
+
+    To Dynamo's own form of it, what the backward pass uses is a constant: its second derivatives are wrong.
+    """
+    for body in (forward, backward):
+        for node in list(body.graph.nodes):
+            if node.target is torch._C._set_grad_enabled:
+                body.graph.erase_node(node)
+        body.recompile()
+
+    class Own(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(*inputs: Any) -> Any:
+            outputs, _ = forward(*inputs)
+            return tuple(outputs)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            _, saved = forward(*ctx.saved_tensors)
+            return tuple(backward(*gradients, *saved))
+
+    def apply(*inputs: Any) -> Any:
+        return Own.apply(*inputs)
+
+    return apply

@@ -1,0 +1,771 @@
+"""Steps of an optimizer by what ``torch.compile`` has made of them, compared with eager steps now and then."""
+
+from __future__ import annotations
+
+import itertools
+import random as python_random
+import time
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch._dynamo as dynamo
+from torch import Tensor
+from torch._dynamo.eval_frame import remove_from_cache
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..capture.alone import alone
+from ..capture.draws import Draws, Log, Sources, versions_of
+from ..errors import warn
+from ..optimizer.base import BilevelOptimizer, Loss, as_objective
+from ..optimizer.checkpoint import OWN
+from ..optimizer.lower_checks import probe
+from ..optimizer.state import TABLE
+from ..optimizer.step import StepInputs, StepResults
+from ..optimizer.transaction import make, writes_of
+from ..oracle.oracle import Oracle
+from ..problem.parameters import LEVELS, by_level
+from ..problem.random import draw_random_inputs, kept
+from ..problem.vector import Vector
+from ..pytree import tree_leaves
+from ..solvers.agd import AGD
+from ..solvers.lower import is_known
+from .backend import Call, Program, WantsConstants, backend_of, watched
+from .chain import Chain, tensors_of
+from .compare import Accepted, difference, shaken
+from .pure import PureStep, State, results_of, state_of
+from .reasons import Refused, reason_of, require_no_effects
+
+__all__ = ["CompiledSteps", "Settings"]
+
+# What Dynamo does not look at by default, to be fast, is looked at too. A version need not have all of the names.
+SETTINGS: dict[str, Any] = {
+    name: value
+    for name, value in {
+        "allow_rnn": True,
+        "capture_scalar_outputs": True,
+        "side_effect_replay_policy": "warn",
+        "skip_guards_on_constant_func_defaults": False,
+        "skip_nnmodule_hook_guards": False,
+        "specialize_int": True,
+        "trace_autograd_ops": True,
+    }.items()
+    if hasattr(dynamo.config, name)
+}
+PLAIN = (bool, int, float, str, tuple, type(None))
+NOT_IN_KEY = ("lr", "initial_lr", "param_names", OWN)  # of a group; rates are tensors
+CHECKED_EVERY = 4096  # uses after which what is compiled is compared again, at the latest
+MOST = 16  # programs of an optimizer; other steps run eagerly
+PATIENCE = 8  # steps in a row that are like none before, after which no more are expected to be
+FULL = f"what a loss reads keeps changing: there are {MOST} graphs already"
+FIRST, AT_RISK = 64, 0.5  # such steps in a chain at the beginning; seconds that one may take, which an interrupt undoes
+FUNCTIONAL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # updates of x that Dynamo reads
+_NUMBERS = itertools.count()
+
+
+class Settings(NamedTuple):
+    """What `BilevelOptimizer.compile` was told; its arguments."""
+
+    fullgraph: bool = False
+    backend: str | Callable[..., Any] = "inductor"
+    mode: str | None = None
+    options: dict[str, Any] | None = None
+    unroll: int = 1
+    rtol: float | None = None
+    atol: float | None = None
+
+
+class _Unread(Exception):
+    """Nothing that was compiled fits."""
+
+
+class Compiled:
+    """A function that ``torch.compile`` has for steps whose data have one form.
+
+    Dynamo knows code by file, line and name, where it remembers which sizes and numbers have changed, and it keeps what
+    it has compiled until it is told that there is no such code. So each has code of its own.
+
+    Args:
+        pure: the step.
+        settings: what `BilevelOptimizer.compile` was told.
+        constant: whether numbers that change are constants of a graph; otherwise they become arguments.
+
+    Attributes:
+        known: calls what was compiled, where its guards hold; raises `_Unread` elsewhere.
+        read: the same, and compiles where they do not.
+    """
+
+    def __init__(self, pure: PureStep, settings: Settings, constant: bool) -> None:
+        def step(losses: Any, tasks: Any, drawn: Any, random: Any, state: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                raise _Unread
+            return pure(losses, tasks, drawn, random, state)
+
+        code = step.__code__.replace(co_name=f"step_{next(_NUMBERS)}")
+        own = types.FunctionType(code, step.__globals__, code.co_name, None, step.__closure__)
+        weakref.finalize(own, remove_from_cache, code).atexit = False
+        options: dict[str, Any] = {"guard_filter_fn": _about_the_user}
+        backend = backend_of(settings.backend, settings.mode, settings.options, plain=pure.differentiates_twice)
+        self.known: Callable[..., Any] = dynamo.run(own)
+        self.read: Callable[..., Any] = torch.compile(
+            own, fullgraph=True, dynamic=False if constant else None, backend=backend, options=options
+        )
+        self.constant = constant
+        self._chains: list[tuple[Program, Chain | None]] = []
+
+    def chain(self, calls: Sequence[Call], given: Given, results: dict[str, Any]) -> Chain | None:
+        """How calls like this one follow each other; None if they cannot."""
+        if len(calls) != 1:
+            return None
+        program = calls[0].program
+        for own, chain in self._chains:
+            if own is program:
+                return chain
+        try:
+            found = Chain(calls[0], given.state, (given.drawn, given.random), results)
+        except ValueError:
+            found = None
+        self._chains.append((program, found))
+        return found
+
+
+def _about_the_user(guards: Sequence[Any]) -> list[bool]:
+    """Which guards are kept: all but those on the library's own objects, for which the key of an entry stands."""
+    return [guard.name != "pure" and not guard.name.startswith(("pure.", "pure[")) and _OWN not in guard.name
+            for guard in guards]  # fmt: skip
+
+
+_OWN = "__import_bilevel_optim_dot_"
+
+
+class Entry:
+    """Steps that differ in values and losses only.
+
+    Attributes:
+        key: what they have in common.
+        draws: what each of them draws.
+        pure: the step as a function; None until what is remembered has settled.
+        compiled: of this, by the form of the data, the last used first.
+        reasons: why steps with such losses run eagerly.
+        uses: of what is compiled since the last compilation.
+        count: compilations.
+    """
+
+    def __init__(self, key: Any) -> None:
+        self.key = key
+        self.draws: Draws | None = None
+        self.pure: PureStep | None = None
+        self.compiled: list[tuple[Any, Compiled]] = []
+        self.reasons: dict[Any, str] = {}
+        self.uses = self.count = 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next use is one that is compared: 1, 2, 4, 8, ..., and multiples of 4096."""
+        n = self.uses + 1
+        return n & (n - 1) == 0 if n < CHECKED_EVERY else n % CHECKED_EVERY == 0
+
+    @property
+    def unwatched(self) -> int:
+        """Uses before the next one that is compared."""
+        n = self.uses
+        after = 2 ** n.bit_length() if n < CHECKED_EVERY else CHECKED_EVERY * (n // CHECKED_EVERY + 1)
+        return after - n - 1
+
+
+class Drawn(NamedTuple):
+    """What a step was given.
+
+    Attributes:
+        sources: where it draws.
+        draws, values: its draws, and what they gave, in order.
+        random: random inputs.
+    """
+
+    sources: Sources
+    draws: Draws
+    values: Sequence[Any]
+    random: dict[str, Tensor]
+
+    @property
+    def again(self) -> Sources:
+        """What gives the same to an eager step."""
+        return self.sources.replayed(self.draws, self.values, self.random)
+
+    @property
+    def by_source(self) -> dict[str, list[Any]]:
+        """As a step takes it. What was drawn twice is an object of its own each time, or that would be a fact."""
+        seen: set[int] = set()
+        found: dict[str, list[Any]] = {}
+        for draw, value in zip(self.draws, self.values, strict=True):
+            data = _apart(value.data, seen)
+            if draw.how == "all":
+                found.setdefault(f"all of {draw.source}", []).append(data[0])
+            elif draw.source in LEVELS:
+                found.setdefault(draw.source, []).append((data, value.term, value.weight))
+            else:
+                found.setdefault(draw.source, []).append(data)
+        return found
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Its tensors, as a step takes them."""
+        return tensors_of((self.by_source, self.random))
+
+
+class Given(NamedTuple):
+    """The arguments of a `PureStep`."""
+
+    losses: dict[str, Any]
+    tasks: Any
+    drawn: dict[str, list[Any]]
+    random: dict[str, Tensor]
+    state: State
+
+
+def _apart(part: Any, seen: set[int]) -> Any:
+    if isinstance(part, Tensor):
+        if id(part) in seen:
+            return part.detach()
+        seen.add(id(part))
+    elif type(part) in (tuple, list):
+        return type(part)([_apart(p, seen) for p in part])
+    elif type(part) is dict:
+        return {name: _apart(p, seen) for name, p in part.items()}
+    return part
+
+
+class CompiledSteps:
+    """Steps of an optimizer, compiled where they can be, and eager elsewhere.
+
+    Args:
+        optimizer: whose steps they are.
+        settings: what `BilevelOptimizer.compile` has been told.
+    """
+
+    def __init__(self, optimizer: BilevelOptimizer, settings: Settings) -> None:
+        self.optimizer, self.settings = optimizer, settings
+        self._entries: list[Entry] = []  # the last used first
+        self._reason = ""  # why everything runs eagerly from now on
+        self._warned: set[str] = set()
+        self._names: list[str] = []
+        self._new = 0  # steps in a row that were like none before
+        self._rates: tuple[list[Any], list[Tensor]] = ([], [])
+        self._most = FIRST
+
+    def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
+        return type(self), (self.optimizer, self.settings)  # a copy of an optimizer compiles anew
+
+    @property
+    def graphs(self) -> int:
+        """How many were made of steps that are still compiled."""
+        return sum(entry.count for entry in self._entries)
+
+    def say_why_eager(self) -> None:
+        """Say at once if no step of the optimizer can be compiled.
+
+        Raises:
+            RuntimeError: if all have to be.
+        """
+        if why := self.optimizer._why_eager():
+            self._warn(why)
+
+    def why_update_is_eager(self) -> str:
+        """Why the host moves x although the method does not ask for it; empty if it does not."""
+        factory = self.optimizer._upper_factory
+        if factory is None:
+            return ""
+        made = probe(factory, self.optimizer._default_lr["upper"])
+        if type(made) in FUNCTIONAL and is_known(made):
+            return ""
+        name = type(made).__name__
+        return f"x is moved eagerly, by the hypergradient of the graph: the upper_optimizer {name} cannot be compiled"
+
+    # ------------------------------------------------------------------------------------------------ one step
+
+    def step(self, upper: Loss | None, lower: Loss | None, tasks: Any, update: bool) -> Tensor:
+        """A step, compiled if it can be."""
+        sources = _sources(upper, lower, tasks)
+        place = self._place(sources)
+        try:
+            return self._step(sources, update)
+        except BaseException:
+            self._return_to(sources, place)
+            raise
+
+    def _step(self, sources: Sources, update: bool) -> Tensor:
+        entry, random = self._entry(sources, update), self._random_inputs()
+        reason = self._why_eager(entry, sources)
+        if entry is None or reason:
+            return self._noted(self._eager(sources, update, random), reason)
+        if entry.draws is None:
+            # A first step may draw otherwise than all later ones.
+            if not self.optimizer._run_state.steps:
+                return self._eager(sources, update, random)
+            return self._recorded(entry, sources, update, random)
+        return self._drawn(entry, self._draw(entry, sources, random), update)
+
+    def _drawn(self, entry: Entry, drawn: Drawn, update: bool) -> Tensor:
+        """A step whose data were drawn."""
+        optimizer = self.optimizer
+        if entry.pure is None or not entry.compiled or (entry.uses and entry.is_due):
+            return self._beside_eager(entry, drawn, update)
+        try:
+            results = self._known(entry, self._given(drawn, self._state(entry.pure)))
+        except _Unread:
+            return self._beside_eager(entry, drawn, update)
+        entry.uses += 1
+        if optimizer.check_finite and self._troubled(results["alerts"], results["flags"].tolist()):
+            return self._eager(drawn.again, update, drawn.random)
+        self._write(entry, results, update)
+        loss: Tensor = results["loss"]
+        return loss
+
+    def _noted(self, loss: Tensor, reason: str) -> Tensor:
+        """Say why a step was eager."""
+        if reason:
+            self.optimizer.diagnostics["compile_fallback"] = reason
+            self._warn(reason)
+        return loss
+
+    def _warn(self, reason: str) -> None:
+        if self.settings.fullgraph:
+            raise RuntimeError(f"the step cannot be compiled: {reason}")
+        if reason not in self._warned:
+            self._warned.add(reason)
+            warn(f"steps run eagerly, because they cannot be compiled: {reason}")
+
+    def _why_eager(self, entry: Entry | None, sources: Sources) -> str:
+        why = self._reason or self.optimizer._why_eager(sources.tasks)
+        if entry is None or why:
+            return why
+        return entry.reasons.get(_code(sources), "")
+
+    def _entry(self, sources: Sources, update: bool) -> Entry | None:
+        """Steps like the next one; None: they are the host's."""
+        optimizer = self.optimizer
+        if self._reason or optimizer._why_eager(sources.tasks):
+            return None
+        state, moves = optimizer._run_state, update and not optimizer._host_update
+        own = optimizer._graph_key(state.steps, optimizer.numbers | sources.terms)
+        if own is None:
+            return None
+        key = [moves, sources.kind, own, *self._options()]
+        for i, entry in enumerate(self._entries):
+            if entry.key == key:
+                self._new = 0
+                if i:
+                    self._entries.insert(0, self._entries.pop(i))
+                return entry
+        self._new += 1
+        if self._new > PATIENCE:
+            self._reason = "from step to step options of the optimizer or of its groups change"
+            return None
+        self._entries.insert(0, Entry(key))
+        del self._entries[4 * MOST :]
+        return self._entries[0]
+
+    def _options(self) -> Iterator[Any]:
+        """What a user may change in a run, and what decides about the operations of a step."""
+        own = vars(self.optimizer)
+        if not self._names:
+            self._names = [name for name, v in own.items() if isinstance(v, PLAIN) and not name.startswith("_")]
+        for name in self._names:
+            yield own[name]
+        for group in self.optimizer.param_groups:
+            for name, value in group.items():
+                if name == "params":
+                    for p in value:
+                        yield id(p)
+                        yield p.requires_grad
+                        yield bool(p._backward_hooks)
+                elif name not in NOT_IN_KEY:
+                    yield value if isinstance(value, PLAIN) else id(value)
+
+        for buffer in self.optimizer._run_state.buffers.changing():
+            yield id(buffer)
+
+    def _random_inputs(self) -> dict[str, Tensor]:
+        optimizer = self.optimizer
+        counts = optimizer._random_inputs()
+        if not counts:
+            return {}
+        agreed = partial(optimizer._oracle_options.ranks.agreed, device=optimizer.param_groups[-1]["params"][0].device)
+        return draw_random_inputs(counts, optimizer.generator, agreed)
+
+    def _draw(self, entry: Entry, sources: Sources, random: dict[str, Tensor] | None = None) -> Drawn:
+        assert entry.draws is not None
+        random = self._random_inputs() if random is None else random
+        return Drawn(sources, entry.draws, entry.draws.make(sources, self.optimizer.generator, random), random)
+
+    # ------------------------------------------------------------------------------------------------ eager steps
+
+    def _eager(self, sources: Sources, update: bool, random: Mapping[str, Any]) -> Tensor:
+        """The step as it would be without compilation."""
+        optimizer = self.optimizer
+        transaction, oracle, groups = optimizer._open_step(sources.upper, sources.lower)
+        with transaction:
+            given = optimizer._step_inputs(oracle, groups, random)
+            results = optimizer._compute(oracle, given, sources.tasks, update=update)
+            transaction.conclude()
+            transaction.commit(optimizer._step_writes(oracle, results))
+        return results.loss
+
+    def _recorded(self, entry: Entry, sources: Sources, update: bool, random: dict[str, Tensor]) -> Tensor:
+        """An eager step that shows what such steps draw."""
+        log = Log()
+        loss = self._eager(sources.recorded(log), update, random)
+        reason = log.reason
+        if not reason and log.versions != versions_of(tree_leaves(log.drawn)):
+            reason = "the data write into a batch that was drawn before in the same step"
+        if reason:
+            entry.reasons[_code(sources)] = reason
+        else:
+            entry.draws = Draws(log.draws)
+        return self._noted(loss, reason)
+
+    def _beside_eager(self, entry: Entry, drawn: Drawn, update: bool) -> Tensor:
+        """An eager step, which what is compiled is compared with; it is compiled if there is nothing that fits."""
+        optimizer, host, sources = self.optimizer, self.optimizer._host_update, drawn.again
+        transaction, oracle, groups = optimizer._open_step(sources.upper, sources.lower)
+        code, reason = _code(sources), ""
+        with transaction:
+            given = optimizer._step_inputs(oracle, groups, drawn.random)
+            buffers = optimizer._run_state.buffers.changing()
+            state = self._read(given, oracle, [t.clone() for t in buffers])
+            results = optimizer._compute(oracle, given, sources.tasks, update=update and not host)
+            transaction.conclude()
+            try:
+                self._require_compilable(oracle)
+                if entry.pure is None:
+                    entry.pure = PureStep(optimizer, oracle, given, update and not host, buffers)
+                reason = self._compared(entry, drawn, state, results, oracle)
+            except Exception as error:
+                reason = entry.reasons[code] = reason_of(error)
+            writes = optimizer._step_writes(oracle, results)
+            if host and update:
+                with torch.no_grad():
+                    writes += optimizer._update_writes_after(results.estimate, oracle.live_x, oracle.live_y)
+            transaction.commit(writes)
+        return self._noted(results.loss, reason)
+
+    def _require_compilable(self, oracle: Oracle) -> None:
+        if self.optimizer._oracle_options.ranks.group is not None:
+            raise Refused("ranks exchange results in a step")
+        if oracle.sharded:
+            raise Refused("parameters are sharded")
+        if any(p._backward_hooks for p in (*oracle.live_x, *oracle.live_y)):
+            raise Refused("a parameter has a hook")
+        for rule in self.optimizer._rules.made:
+            if rule.kind not in (*FUNCTIONAL, AGD):
+                raise Refused(f"the lower_optimizer {type(rule.optimizer).__name__} cannot be compiled")
+
+    def _compared(self, entry: Entry, drawn: Drawn, state: State, right: StepResults, oracle: Oracle) -> str:
+        """Compare what is compiled, now if need be; why nothing is any more, if it differs."""
+        given = self._given(drawn, state)
+        found = self._compiled(entry, given)
+        optimizer, settings, name = self.optimizer, self.settings, self.optimizer._difference_step
+        divisor = 1.0 if name is None else min(getattr(optimizer, name), 1.0)
+        accepted = Accepted(settings.rtol, settings.atol, divisor)
+
+        def results(found: Mapping[str, Any]) -> StepResults:
+            assert entry.pure is not None
+            return results_of(found, partial(_table, optimizer, entry.pure))
+
+        with torch.no_grad():
+            what = difference(right, results(found), oracle.x, oracle.y, accepted)
+            if what is not None:  # perhaps it is small, and what it is made of is not, as close to a solution
+                moved = {**state, "x": shaken(state["x"]), "y": shaken(state["y"])}
+                otherwise = self._known(entry, given._replace(state=moved))
+                what = difference(right, results(found), oracle.x, oracle.y, accepted, results(otherwise))
+        if what is None:
+            return ""
+        self._reason = (
+            f"a compiled step differs from the eager one in {what}: a loss depends on something that a graph does not "
+            "see (data that it draws itself), or is too sensitive to rounding"
+        )
+        self._entries.clear()
+        return self._reason
+
+    # ------------------------------------------------------------------------------------------------ programs
+
+    def _given(self, drawn: Drawn, state: State) -> Given:
+        """The arguments of a step."""
+        sources = drawn.sources
+        return Given(_functions(self.optimizer, sources), sources.tasks, drawn.by_source, drawn.random, state)
+
+    def _known(self, entry: Entry, given: Given) -> dict[str, Any]:
+        """What was compiled, for this step; raises `_Unread` if nothing fits."""
+        with torch.no_grad():
+            try:
+                results: dict[str, Any] = entry.compiled[0][1].known(*given)
+                return results
+            except _Unread:
+                if len(entry.compiled) == 1:
+                    raise
+            form = _form(given)
+            for i, (own, compiled) in enumerate(entry.compiled):
+                if i and own == form:
+                    found: dict[str, Any] = compiled.known(*given)
+                    entry.compiled.insert(0, entry.compiled.pop(i))
+                    return found
+        raise _Unread
+
+    def _compiled(self, entry: Entry, given: Given) -> dict[str, Any]:
+        """The same, compiled now if need be."""
+        try:
+            if entry.compiled:
+                results = self._known(entry, given)
+                entry.uses += 1
+                return results
+        except _Unread:
+            pass
+        if self.graphs >= MOST:
+            raise Refused(FULL)
+        assert entry.pure is not None
+        form = _form(given)
+        known = next((compiled for own, compiled in entry.compiled if own == form), None)
+        compiled = known or Compiled(entry.pure, self.settings, constant=False)
+        try:
+            results = self._made(entry.pure, compiled, given)
+        except Exception as error:
+            if compiled.constant or not (known or _wants_constants(error)):
+                raise
+            compiled = Compiled(entry.pure, self.settings, constant=True)
+            results = self._made(entry.pure, compiled, given)
+        entry.compiled = [(form, compiled), *(pair for pair in entry.compiled if pair[0] != form)]
+        entry.count, entry.uses = entry.count + 1, 1
+        return results
+
+    def _made(self, pure: PureStep, compiled: Compiled, given: Given) -> dict[str, Any]:
+        """What a step gives that is compiled now."""
+        before, constant = python_random.getstate(), compiled.constant
+        settings = {**SETTINGS, "automatic_dynamic_shapes": not constant, "specialize_float": constant}
+        try:
+            with (
+                alone(),
+                dynamo.config.patch(**settings),
+                warnings.catch_warnings(),
+                kept(pure.live_y[0].device),
+                self.optimizer._run_state.buffers.unnoted(),
+                sdpa_kernel(SDPBackend.MATH) if pure.differentiates_twice else nullcontext(),  # Dynamo differentiates
+                torch.no_grad(),
+            ):
+                warnings.simplefilter("always")
+                warnings.showwarning = require_no_effects
+                results: dict[str, Any] = compiled.read(*given)
+                return results
+        except _Unread:
+            raise Refused("torch.compile is switched off here, or a torch dispatch mode is on") from None
+        finally:
+            python_random.setstate(before)
+
+    def _state(self, pure: PureStep) -> State:
+        """What the next step reads."""
+        optimizer = self.optimizer
+        x, y = Vector(pure.live_x).detach(), Vector(pure.live_y).detach()
+        given = optimizer._inputs(by_level(optimizer.param_groups), pure.live_x, pure.live_y, y)
+        return state_of(given, x, y, pure.buffers, self._now(y[0].device))
+
+    def _read(self, given: StepInputs, oracle: Oracle, buffers: Sequence[Tensor]) -> State:
+        """What an eager step reads."""
+        return state_of(given, oracle.x, oracle.y, buffers, self._now(oracle.device))
+
+    def _now(self, device: torch.device) -> list[Tensor]:
+        """Learning rates as tensors, made anew where they have changed, so that no schedule makes a new graph."""
+        groups = self.optimizer.param_groups
+        values = [group["lr"] for level in LEVELS for group in groups if group["level"] == level]
+        plain = {*map(type, values)} == {float}
+        if plain and values == self._rates[0]:
+            return self._rates[1]
+        kind = torch.float64 if device.type != "mps" else torch.float32
+        made = [torch.as_tensor(value, dtype=kind, device=device).reshape(()) for value in values]
+        if plain:
+            self._rates = values, made
+        return made
+
+    def _troubled(self, keys: Sequence[str], flags: Sequence[bool]) -> bool:
+        """Whether a step has to be made eagerly after all: something is not finite, or an alert is on."""
+        if not any(flags):
+            return False
+        amiss, *raised = flags
+        optimizer = self.optimizer
+        on = {key for key, is_on in zip(keys, raised, strict=True) if is_on}
+        return bool(amiss) or not on <= optimizer._run_state.warned or optimizer._reacts_to(optimizer.numbers) in on
+
+    def _write(self, entry: Entry, results: dict[str, Any], update: bool, times: int = 1) -> None:
+        """Write what a step has computed, the last of so many."""
+        optimizer, state, pure = self.optimizer, self.optimizer._run_state, entry.pure
+        assert pure is not None
+        after = {
+            "counts": {name: n + times * results["counts"][name] for name, n in state.counts.items()},
+            "steps": state.steps + times,
+            "last_loss": results["loss"],
+        }
+        with torch.no_grad():
+            estimate, moved = results_of(results, partial(_table, optimizer, pure))
+            live = _Live(Vector(pure.live_x), Vector(pure.live_y))
+            writes = writes_of(optimizer.state, live, estimate, moved)  # type: ignore[arg-type]
+            buffers = [pair for pair in zip(pure.buffers, results["buffers"], strict=True) if pair[0] is not pair[1]]
+            if buffers:
+                live_buffers, left = zip(*buffers, strict=True)
+                writes.append(partial(Vector(live_buffers).copy_, left))
+            numbers = {**results["plain"], **results["numbers"]}
+            writes += optimizer._result_writes(results["diagnostics"], numbers, state.found, after)
+            if update and optimizer._host_update:
+                writes += optimizer._update_writes_after(estimate, live.live_x, live.live_y)
+            make(writes)
+
+    # ------------------------------------------------------------------------------------------------ many steps
+
+    def run(self, upper: Loss, lower: Loss | None, tasks: Any, steps: int) -> Tensor:
+        """So many steps; where nothing can change in between, by a guarded call and then direct ones."""
+        optimizer, losses = self.optimizer, list[Tensor]()
+        while (done := sum(map(len, losses))) < steps:
+            found = None
+            if not (optimizer._finished() or optimizer._has_step_hooks):
+                found = self._chained(_sources(upper, lower, tasks), min(steps - done, self._most))
+            losses.append(optimizer.step(upper, lower, tasks=tasks).reshape(1) if found is None else found)
+        return torch.cat(losses)
+
+    def _chained(self, sources: Sources, most: int) -> Tensor | None:
+        """Losses of steps that follow each other before anything is written; None: the next is made by itself."""
+        optimizer, entry = self.optimizer, self._entry(sources, True)
+        if entry is None or entry.pure is None or not entry.compiled or self._why_eager(entry, sources):
+            return None
+        most = min(most, entry.unwatched)
+        if most < 2 or optimizer._host_update or not sources.are_lists:
+            return None
+        now, numbers = optimizer._run_state.steps, optimizer.numbers | sources.terms
+        if any(optimizer._graph_key(now + k, numbers) != entry.key[2] for k in range(1, most)):
+            return None
+        began, place = time.monotonic(), self._place(sources)
+        try:
+            found = self._followed(entry, sources, most)
+        except BaseException:
+            self._return_to(sources, place)
+            raise
+        if found is None:
+            self._return_to(sources, place)
+            return None
+        each = max(time.monotonic() - began, 1e-9) / len(found)
+        self._most = min(max(int(AT_RISK / each), 1), CHECKED_EVERY)
+        return found
+
+    def _followed(self, entry: Entry, sources: Sources, most: int) -> Tensor | None:
+        optimizer, pure = self.optimizer, entry.pure
+        assert pure is not None
+        place, state = self._place(sources), self._state(pure)
+        given = self._given(self._draw(entry, sources), state)
+        try:
+            with watched() as calls:
+                results = self._known(entry, given)
+        except _Unread:
+            return None
+        chain = entry.compiled[0][1].chain(calls, given, results)
+        if chain is None:
+            return None
+        data: list[Sequence[Tensor]] = []
+        complete = True
+        while complete and len(data) < most - 1:
+            tensors = self._draw(entry, sources).tensors
+            if complete := chain.fits(tensors):
+                data.append(tensors)
+        losses, flags, last = chain.follow(calls[0], data)
+        sound = len(losses)
+        if optimizer.check_finite:
+            known = optimizer._run_state.warned - {optimizer._reacts_to(optimizer.numbers)}
+            matters = [True] + [key not in known for key in results["alerts"]]
+            raised = (torch.stack(flags) & flags[0].new_tensor(matters)).any(1).tolist()
+            if True in raised:
+                sound = raised.index(True)
+        if sound < len(losses) or not complete:
+            self._return_to(sources, place)
+            if not sound:
+                return None
+            for _ in range(sound):
+                self._draw(entry, sources)
+            losses, _, last = chain.follow(calls[0], data[: sound - 1])
+        entry.uses += sound
+        self._write(entry, chain.results(last), True, sound)
+        return torch.stack(losses)
+
+    def _place(self, sources: Sources) -> Place:
+        own = None if self.optimizer.generator is None else self.optimizer.generator.get_state()
+        return Place([objective.mark() for objective in sources.objectives.values()], own, torch.get_rng_state())
+
+    def _return_to(self, sources: Sources, place: Place) -> None:
+        """Let everything draw from such a place again."""
+        for objective, mark in zip(sources.objectives.values(), place.marks, strict=True):
+            objective.rewind(mark)
+        if self.optimizer.generator is not None and place.own is not None:
+            self.optimizer.generator.set_state(place.own)
+        torch.set_rng_state(place.default)
+
+
+class Place(NamedTuple):
+    """Where what draws is: positions in the data, states of the optimizer's generator and of torch's."""
+
+    marks: list[tuple[Any, ...]]
+    own: Tensor | None
+    default: Tensor
+
+
+class _Live(NamedTuple):
+    """The live parameters, as writes ask an oracle for them."""
+
+    live_x: Vector
+    live_y: Vector
+
+
+def _table(optimizer: BilevelOptimizer, pure: PureStep, place: tuple[str, str, int]) -> Tensor:
+    """A table that rows of are written, by its place in the state."""
+    level, name, i = place
+    if level == "y":
+        table: Tensor = pure.live_y[i].detach()
+        return table
+    entries = optimizer.state[pure.live_x[i] if level == "upper_memory" else pure.live_y[i]]
+    found: Tensor = entries[TABLE + name if level == "tables" else name]
+    return found
+
+
+def _functions(optimizer: BilevelOptimizer, sources: Sources) -> dict[str, Any]:
+    """The user's functions that a step evaluates, by role, and how many terms a loss has."""
+    found: dict[str, Any] = {}
+    for level, objective in sources.objectives.items():
+        found[level] = objective.loss
+        if objective.features is not None:
+            found[f"{level} features"] = objective.features
+        if objective.terms is not None:
+            found[f"{level} terms"] = objective.terms
+    if optimizer._limits.projection is not None:
+        found["projection"] = optimizer._limits.projection
+    if sources.tasks is not None and optimizer.lower_init is not None:
+        found["start"] = optimizer.lower_init
+    return found
+
+
+def _code(sources: Sources) -> tuple[Any, ...]:
+    """What stands for losses that may be made anew at each step."""
+    functions = (f for o in sources.objectives.values() for f in (o.loss, o.features))
+    return tuple([getattr(function, "__code__", None) or type(function) for function in functions])
+
+
+def _form(given: Given) -> list[Any]:
+    """The form of the data of a step."""
+    leaves = tree_leaves((given.drawn, given.random))
+    return [(t.shape, t.stride(), t.dtype, t.device) if isinstance(t, Tensor) else type(t) for t in leaves]
+
+
+def _wants_constants(error: Exception) -> bool:
+    return isinstance(getattr(error, "inner_exception", error), WantsConstants)
+
+
+def _sources(upper: Loss | None, lower: Loss | None, tasks: Any) -> Sources:
+    f = None if upper is None else as_objective(upper, "upper")
+    return Sources(f, None if lower is None else as_objective(lower, "lower"), tasks)

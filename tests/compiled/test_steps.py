@@ -1,0 +1,152 @@
+"""Steps that ``torch.compile`` has made of the library's own step: those of eager steps, whatever changes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import bilevel_optim as bo
+from bilevel_optim.optimizer import base
+
+from ..capture import test_losses as losses
+from ..capture.test_compile import Regression
+from ..registry import ROWS, each
+
+pytestmark = pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
+# The others with --slow: what Dynamo reads of a step takes seconds.
+SHOWN, WITH_TASKS = ("SOBA", "F2SA"), ("SOBA", "RSVRB")
+STEPS, AT_ONCE = 8, 6
+
+
+@pytest.fixture(autouse=True)
+def _compiled(monkeypatch):
+    monkeypatch.setattr(base, "_COMPILED", True)
+
+
+def ends(row, compiled, **options):
+    """Losses, parameters and counts after some steps and a run, and why steps were eager."""
+    problem = Regression(row, **options)
+    optimizer = problem.optimizer(row)
+    torch.manual_seed(0)
+    if compiled:
+        optimizer.compile(backend="eager")
+    found = [problem.step(optimizer) for _ in range(STEPS)]
+    if compiled:
+        found += [*problem.run(optimizer, AT_ONCE)]
+    else:
+        found += [problem.step(optimizer) for _ in range(AT_ONCE)]
+    values = [torch.stack(found), *problem.x, *problem.y, *(x.grad for x in problem.x)]
+    return [t.detach() for t in values], optimizer
+
+
+def compared(row, request, **options):
+    if row.name not in (WITH_TASKS if options else SHOWN) and not request.config.getoption("--slow"):
+        pytest.skip("like others: run with --slow")
+    (right, eager), (found, optimizer) = (ends(row, compiled, **options) for compiled in (False, True))
+    rounding = max(row.rounding * 100, 1e-10)
+    torch.testing.assert_close(found, right, rtol=rounding, atol=rounding)
+    reason = optimizer.diagnostics.get("compile_fallback", "")
+    assert reason == row.declared.uncaptured
+    assert bool(optimizer.captured_graphs) == (not reason)
+    if row.options.get("neumann") != "product":  # of a random number of products all are made
+        assert {**optimizer.oracle_counts, "hvp": 0} == {**eager.oracle_counts, "hvp": 0}
+
+
+@each(lambda row: row.declared.tasks != "required")
+def test_rows(row, request):
+    compared(row, request)
+
+
+@each(lambda row: row.takes_tasks and row.declared.losses == 2 and row.name != "F2SA")
+def test_rows_with_tasks(row, request):
+    compared(row, request, tasks=True)
+
+
+def test_options_that_change_in_a_run_are_followed():
+    """Those of the optimizer and of groups make another graph; learning rates do not."""
+    (row,) = (row for row in ROWS if row.name == "AID")
+    changes = {
+        4: lambda optimizer: setattr(optimizer, "linear_steps", 1),
+        7: lambda optimizer: setattr(optimizer, "damping", 0.5),
+        10: lambda optimizer: optimizer.param_groups[-1].update(lr=0.05),
+        12: lambda optimizer: optimizer.param_groups[-1].update(momentum=0.5),
+    }
+    left = []
+    for compiled in (False, True):
+        problem = Regression(row)
+        optimizer = problem.optimizer(row, lower_optimizer=lambda g: torch.optim.SGD(g, momentum=0.9))
+        if compiled:
+            optimizer.compile(backend="eager", fullgraph=True)
+        for k in range(16):
+            changes.get(k, lambda _: None)(optimizer)
+            problem.step(optimizer)
+        left.append([t.detach() for t in (*problem.x, *problem.y)])
+    torch.testing.assert_close(*left, rtol=1e-11, atol=1e-12)
+    assert optimizer.captured_graphs == 4
+
+
+@pytest.mark.parametrize("make", [losses.checkpointed, losses.own_function, losses.attention], ids=lambda f: f.__name__)
+def test_what_losses_do(make):
+    """With second derivatives, which Dynamo's own forms of these have not, or wrong ones."""
+    reasons, graphs = losses.compared(make, steps=8)
+    assert not any(reasons)
+    assert graphs == 1
+
+
+def test_what_a_loss_reads_is_followed():
+    """The penalty is doubled by hand between two steps."""
+
+    def make(x, y):
+        held = {"w": 1.0}
+        return lambda: losses.base(x, y, held["w"]), lambda: held.update(w=2.0)
+
+    reasons, graphs = losses.compared(make, steps=10)
+    assert not any(reasons)
+    assert graphs == 2
+
+
+@pytest.mark.parametrize("make", [losses.counter, losses.dropout, losses.branch], ids=lambda f: f.__name__)
+def test_what_cannot_be_compiled_runs_eagerly_and_says_where(make):
+    reasons, graphs = losses.compared(make, steps=6, rounding=0.0)
+    told = [reason for reason in reasons if reason]
+    assert len(told) >= 4
+    assert all("test_losses.py, line" in reason or losses.CHANGES in reason for reason in told), told
+    assert not graphs
+
+
+def test_a_run_keeps_what_came_before_a_step_that_fails():
+    """As single steps do; the step that fails is named."""
+    left = []
+    for how in ("step", "run"):
+        x, y = (torch.full((), value, dtype=torch.float64, requires_grad=True) for value in (0.5, 1.0))
+        batches = [torch.tensor(value, dtype=torch.float64) for value in [1.0] * 19 + [float("nan")]]
+        upper = bo.Objective(lambda b, y=y: (y - b).square(), batches)
+        optimizer = bo.SOBA([x], [y], lr=0.1, lower_lr=0.1)
+        optimizer.compile(backend="eager", fullgraph=True)
+        with pytest.raises(bo.NonFiniteError, match="step 19"):
+            if how == "run":
+                optimizer.run(upper, lambda x=x, y=y: (y - x).square(), steps=30)
+            else:
+                for _ in range(30):
+                    optimizer.step(upper, lambda x=x, y=y: (y - x).square())
+        left.append([x.detach(), y.detach(), optimizer.oracle_counts, upper.state_dict()["position"]])
+    torch.testing.assert_close(left[0][:2], left[1][:2], rtol=1e-12, atol=1e-12)
+    assert left[0][2:] == left[1][2:]
+
+
+def test_a_difference_that_is_accepted_is_said_by_the_user():
+    """A compiler that is 1 % off: refused, unless so much is accepted."""
+
+    def coarse(module, examples):
+        def call(*arguments):
+            with torch.no_grad():
+                return [t * 1.01 if t.is_floating_point() else t for t in module(*arguments)]
+
+        return call
+
+    for rtol, graphs in ((None, 0), (0.05, 1)):
+        x, y = (torch.full((), value, dtype=torch.float64, requires_grad=True) for value in (0.5, 1.0))
+        optimizer = bo.SOBA([x], [y], lr=0.1, lower_lr=0.1)
+        optimizer.compile(backend=coarse, rtol=rtol)
+        for _ in range(4):
+            optimizer.step(lambda y=y: (y - 1).square(), lambda x=x, y=y: F.softplus(y - x) + y.square())
+        assert optimizer.captured_graphs == graphs
