@@ -70,7 +70,8 @@ class Suggestion:
     """What `suggest` has measured, and settings for each method; ``print`` shows both.
 
     Attributes:
-        rows: for each method its `Row`, by name.
+        rows: for each method, by name: ``settings``, ``seconds`` and ``mebibytes`` of a step, ``bias`` and ``noise`` of
+            the estimate, ``settled`` (steps after which a single loop has settled), and ``why``.
         largest, smallest: curvature of g in y at the point, with their ``uncertainty``.
         lower_noise, upper_noise: standard deviation of a gradient over batches, over the norm of the mean (at the
             solution of the lower problem for f); 0 without data.
