@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import random
-import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,11 +20,11 @@ from ..oracle.oracle import Oracle
 from ..problem.finite_sum import FiniteSum
 from ..problem.objective import Loss, Objective, as_objective
 from ..problem.parameters import is_number, require, require_choice
-from ..problem.random import kept
 from ..problem.tasks import draw, sample, select, starting_points, task_count
 from ..problem.vector import Vector, stack
 from ..solvers.limits import changes
 from .clock import Clock
+from .numbers import numbers_kept
 from .reference import MAX_BATCHES, WHY, Coordinates, reference_of
 
 __all__ = ["HypergradientReport", "check_hypergradient"]
@@ -261,16 +259,12 @@ def _ratio(numerator: float, denominator: float) -> float:
 @contextmanager
 def _undisturbed(optimizer: BilevelOptimizer) -> Generator[None]:
     """Leave all random numbers (torch's, Python's, NumPy's, the optimizer's) and module buffers as they were before."""
-    generator, numpy = optimizer.generator, sys.modules.get("numpy")
+    generator = optimizer.generator
     own = None if generator is None else generator.get_state()
-    pythons, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:
-        with kept(optimizer.parameters("upper")[0].device), Buffers().kept():
+        with numbers_kept(optimizer.parameters("upper")[0].device), Buffers().kept():
             yield
     finally:
-        random.setstate(pythons)
-        if numpy is not None:
-            numpy.random.set_state(arrays)
         if generator is not None and own is not None:
             generator.set_state(own)
 

@@ -25,6 +25,7 @@ from ..problem.parameters import Params, as_groups, is_number, require, require_
 from ..problem.tasks import draw, sample, select
 from ..problem.vector import Vector, stack
 from ..solvers.agd import AGD
+from .numbers import numbers_kept
 from .spectrum import STEPS as MOST_PRODUCTS
 from .spectrum import Spectrum, lanczos
 
@@ -193,7 +194,7 @@ def suggest(
     x, y = ([t for g in level for t in map(unnamed, g["params"]) if t.requires_grad] for level in groups)
     f, g = as_objective(upper, "upper"), as_objective(lower, "lower")
     # Times and figures must not draw from what the run draws from.
-    with torch.random.fork_rng(devices=[y[0].device] if y[0].is_cuda else []), Buffers().kept():
+    with numbers_kept(y[0].device), Buffers().kept():
         if tasks is not None:
             f, g = _of_one_task(f, g, tasks)
         problem = _Measured(x, y, f, g, began + max_seconds, bias)

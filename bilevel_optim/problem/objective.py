@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -150,7 +151,7 @@ class Objective:
             return [self.sample()]
         random = order_of(self.data)
         try:
-            batches = [batch if self._lasting else self._kept(batch) for batch in islice(self.data, most)]
+            batches = [batch if self._lasting else self._kept(batch) for batch in islice(_apart(self.data), most)]
         finally:
             set_order(self.data, random)
         if not batches:
@@ -288,6 +289,18 @@ class Objective:
     def __repr__(self) -> str:
         name = getattr(self.loss, "__name__", type(self.loss).__name__)
         return f"Objective({name}, data={None if self.data is None else type(self.data).__name__})"
+
+
+def _apart(data: Any) -> Any:
+    """Data whose ``iter`` leaves other iterators of them alone: that of persistent workers starts their only one again.
+
+    So these get a copy of their loader, with workers of its own for as long as it lives.
+    """
+    if not getattr(data, "persistent_workers", False):
+        return data
+    own = copy.copy(data)
+    own.__dict__.update(persistent_workers=False, _iterator=None)
+    return own
 
 
 def _makes_new(data: Any) -> bool:

@@ -1,0 +1,28 @@
+"""Random numbers that a tool must not draw from."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+
+from ..problem.random import kept
+
+__all__ = ["numbers_kept"]
+
+
+@contextmanager
+def numbers_kept(device: torch.device) -> Generator[None]:
+    """Leave torch's, Python's and NumPy's random numbers as they are, whatever the block draws."""
+    numpy = sys.modules.get("numpy")
+    pythons, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        with kept(device):
+            yield
+    finally:
+        random.setstate(pythons)
+        if numpy is not None:
+            numpy.random.set_state(arrays)
