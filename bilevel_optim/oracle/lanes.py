@@ -208,7 +208,12 @@ class LaneLoss:
         results = []
         for values in (self._first, [t * 1.1 + 0.1 for t in self._first]):
             # Gradients too: what a checkpoint evaluates again in the backward pass is not substituted.
-            with torch.enable_grad(), placed(self.live, values), random.kept(self.oracle.device):
+            with (
+                torch.enable_grad(),
+                placed(self.live, values),
+                random.kept(self.oracle.device),
+                self.oracle.session.buffers_kept(),
+            ):
                 loss = self._at(select(batch, 0), *self._first)
                 reached = torch.autograd.grad(loss, self._first, allow_unused=True) if loss.requires_grad else ()
             results.append([loss.detach(), *(t for t in reached if t is not None)])
@@ -238,7 +243,8 @@ class LaneFeatures:
 
     def __call__(self, batch: Any) -> Any:
         if self.level not in self.oracle.session.found.features_checked:
-            with torch.enable_grad(), random.kept(self.oracle.device):
+            kept = self.oracle.session.buffers_kept
+            with torch.enable_grad(), random.kept(self.oracle.device), kept():
                 self.oracle.require_free_of_lower(self.level, self.features(select(batch, 0)))
             self.oracle.session.found.features_checked |= {self.level}
         if hasattr(self.features, "stacked"):
@@ -277,7 +283,7 @@ def _each(
             return mapped([leaves[i] for i in tensors], *(values if whole else [t[part] for t in values]))
 
     def alone(i: int) -> Any:
-        with replayed(1):
+        with replayed(1), session.buffers_kept():
             return tree_map(lambda t: t.unsqueeze(0), function(select(batch, i), *(t[i] for t in values)))
 
     return batched.run(session, n, together, alone)

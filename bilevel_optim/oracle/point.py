@@ -218,7 +218,8 @@ class Point:
     def check_features(self, level: str, sample: Sample) -> None:
         """Raise, the first time, if the features of a sample depend on y."""
         if sample.features is not None and level not in self.session.found.features_checked:
-            self.require_free_of_lower(level, self.call(sample.features))
+            with self.session.buffers_kept():
+                self.require_free_of_lower(level, self.call(sample.features))
             self.session.found.features_checked |= {level}
 
     def require_free_of_lower(self, level: str, part: Any) -> None:
