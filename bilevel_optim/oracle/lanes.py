@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from ..problem import random
-from ..problem.objective import Objective, Sample, require_fit
+from ..problem.objective import Objective, Sample, batch_kept, require_fit
 from ..problem.tasks import select
 from ..problem.vector import Vector, any_sharded
 from ..pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -205,7 +205,7 @@ class LaneLoss:
 
     def _require_redirection(self, batch: Any) -> None:
         """Raise if the result depends on what the live tensors hold: then the loss reads them out of torch's sight."""
-        results = []
+        results, one = [], Sample(self.loss, (select(batch, 0),))
         for values in (self._first, [t * 1.1 + 0.1 for t in self._first]):
             # Gradients too: what a checkpoint evaluates again in the backward pass is not substituted.
             with (
@@ -213,8 +213,9 @@ class LaneLoss:
                 placed(self.live, values),
                 random.kept(self.oracle.device),
                 self.oracle.session.buffers_kept(),
+                batch_kept(one),
             ):
-                loss = self._at(select(batch, 0), *self._first)
+                loss = self._at(one.batch, *self._first)
                 reached = torch.autograd.grad(loss, self._first, allow_unused=True) if loss.requires_grad else ()
             results.append([loss.detach(), *(t for t in reached if t is not None)])
         try:
