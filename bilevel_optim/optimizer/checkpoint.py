@@ -21,7 +21,19 @@ from ..problem.parameters import LEVELS, is_number
 from ..pytree import tree_map
 from .state import SOLVERS, TABLE
 
-__all__ = ["OWN", "REMADE", "copied", "counts", "load_exactly", "packed", "plain", "require_loadable", "unpacked"]
+__all__ = [
+    "OWN",
+    "REMADE",
+    "copied",
+    "counts",
+    "load_exactly",
+    "packed",
+    "plain",
+    "require_loadable",
+    "saved_types",
+    "types",
+    "unpacked",
+]
 
 CPU = torch.device("cpu")
 OWN = "bilevel"  # the entry of the first parameter group; always there, because loading goes by the entries of groups
@@ -120,6 +132,16 @@ def _shapes(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     return [list(p.shape) for group in groups for p in group["params"]]
 
 
+def types(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of the types of all parameters."""
+    return [str(p.dtype).removeprefix("torch.") for group in groups for p in group["params"]]
+
+
+def saved_types(own: Mapping[str, Any]) -> tuple[torch.dtype, ...] | None:
+    """Types of the parameters when a state was saved; None: it does not say."""
+    return tuple(getattr(torch, name) for name in own["types"]) if "types" in own else None
+
+
 def _require_form(state: Any) -> None:
     """Raise ValueError unless a state dict has the form of an optimizer's."""
     if not isinstance(state, dict):
@@ -168,6 +190,9 @@ def require_loadable(
         raise ValueError(
             f"the state dict is that of parameters of shapes {own['shapes']}, but these have {_shapes(groups)}"
         )
+    names = own.get("types", types(groups))
+    if not isinstance(names, list) or len(names) != len(_shapes(groups)) or not all(map(_is_type, names)):
+        raise ValueError(f"the state dict is damaged: the types of the parameters are {names!r}")
     found, known = _tables(state["state"]), own.get("tables", {})
     for name in known.keys() & found.keys():
         if found[name] != known[name]:
@@ -195,6 +220,10 @@ def _tables(state: Mapping[Any, Mapping[str, Any]]) -> dict[str, list[Any]]:
         for name, value in entries.items()
         if name.startswith(TABLE)
     }
+
+
+def _is_type(name: Any) -> bool:
+    return isinstance(name, str) and isinstance(getattr(torch, name, None), torch.dtype)
 
 
 def _like_its_parameter(name: str) -> bool:
