@@ -803,8 +803,9 @@ class BilevelOptimizer(Optimizer, ABC):
         """Load what :meth:`state_dict` returned, into an optimizer made with the same arguments."""
         own, state_dict = checkpoint.unpacked(state_dict, self.param_groups[0]["params"][0].device)
         checkpoint.require_loadable(
-            own, state_dict, type(self).__name__, self._variant_of_state, self._saved_options, self.param_groups
-        )
+            own, state_dict, type(self).__name__, self._variant_of_state, self._saved_options, self.param_groups,
+            self.generator,
+        )  # fmt: skip
         checkpoint.load_exactly(self, super().load_state_dict, state_dict, self._place_of)
         self.param_groups[0][OWN], self._placeholders = b"", False
         self._rules, self._upper_rules = self._new_rules()
