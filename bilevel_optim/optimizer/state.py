@@ -209,10 +209,12 @@ class RunState:
             "oracle_counts": dict(self.counts),
             "fallback": self.found.fallback,
             "last_loss": self.last_loss,
+            "warned": sorted(self.warned),  # an alert may change how a step is made
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Go on from what `saved` gave."""
         self.steps, self.last_loss = saved["steps_done"], saved["last_loss"]
         self.counts.update(saved["oracle_counts"])
+        self.warned = self.warned | {*saved.get("warned", ())}  # older states have none
         self.found = LossFacts(fallback=saved["fallback"])  # first looks are made where a new optimizer makes them

@@ -1,6 +1,7 @@
 """A state that cannot be gone on from is refused before anything of it is loaded."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -78,3 +79,22 @@ def test_what_is_no_tensor_is_refused(cls, change):
         with pytest.raises(ValueError, match="the state dict is damaged"):
             optimizer.load_state_dict(state)
         assert str(optimizer.state_dict()) == before
+
+
+def test_a_warning_that_was_given_is_not_given_again():
+    """A captured step with an alert that had been on was made eagerly after a resume, with other rounding."""
+    problem, optimizer = made(seeded())
+    problem.run(optimizer)
+    optimizer._run_state.warned |= {"some", "others"}
+    other_problem, other = made(seeded())
+    other._run_state.warned = {"own"}
+    other.load_state_dict(optimizer.state_dict())
+    assert other._run_state.warned == {"some", "others", "own"}
+    old = copy.deepcopy(optimizer.state_dict())
+    own = torch.load(io.BytesIO(old["param_groups"][0]["bilevel"]), weights_only=True)
+    del own["warned"], own["types"]
+    file = io.BytesIO()
+    torch.save(own, file)
+    old["param_groups"][0]["bilevel"] = file.getvalue()
+    made(seeded())[1].load_state_dict(old)
+    other_problem.run(other)
