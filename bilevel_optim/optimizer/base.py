@@ -58,7 +58,7 @@ from .signatures import called_rightly, signature_of, wrong_arguments
 from .state import RunState, recalled, remembered, solver_memory
 from .step import Groups, Start, StepInputs, StepResults, Update, changed
 from .task_mean import task_mean
-from .transaction import Transaction, Write, writes_of, writes_of_update
+from .transaction import Transaction, Write, undo_of, writes_of, writes_of_update
 
 Result = TypeVar("Result")
 KEPT = 1 << 16  # entries of vectors that are kept for diagnostics, which most steps are not asked for
@@ -546,7 +546,7 @@ class BilevelOptimizer(Optimizer, ABC):
             inputs = self._step_inputs(oracle, groups)
             results = self._compute(oracle, inputs, tasks, update=update)
             transaction.conclude()
-            transaction.commit(self._step_writes(oracle, results))
+            transaction.commit(self._step_writes(oracle, results), self._undo(oracle.live_x, oracle.live_y))
         return results.loss
 
     def _open_step(self, upper: Loss | None, lower: Loss | None) -> tuple[Transaction, Oracle, Groups]:
@@ -599,6 +599,11 @@ class BilevelOptimizer(Optimizer, ABC):
                 self._run_state.after(session, estimate.loss),
             ),
         ]
+
+    def _undo(self, x: Sequence[Tensor], y: Sequence[Tensor]) -> Callable[[], None]:
+        """What makes a write that fails, and those before it, undone."""
+        numbers = partial(vars(self).update, numbers=self.numbers, _diagnostics=self._diagnostics)
+        return undo_of(self.state, x, y, numbers, partial(vars(self._run_state).update, vars(self._run_state).copy()))
 
     def _result_writes(
         self, figures: Mapping[str, Any], numbers: Mapping[str, Any], found: LossFacts, after: dict[str, Any]
@@ -656,6 +661,7 @@ class BilevelOptimizer(Optimizer, ABC):
         if self._placeholders:
             self.state.clear()
             self._placeholders = False
+        self._run_state.follow(self.state, [p for group in self.param_groups for p in group["params"]])
         known = remembered(self.state, y)
         if not self.warm_start:
             known["solver"] = None
@@ -695,7 +701,7 @@ class BilevelOptimizer(Optimizer, ABC):
         inputs = self._inputs(groups, moved, tensors_of(groups["lower"], "lower"))
         with Transaction(self.generator, device=moved[0].device) as transaction:
             update = self.update(Vector(p.detach() for p in moved), Vector(p.grad for p in moved), inputs)
-            transaction.commit(self._update_writes(moved, update, {}))
+            transaction.commit(self._update_writes(moved, update, {}), self._undo(moved, inputs.lower))
 
     @torch.no_grad()
     def _update_writes_after(self, estimate: Estimate, x: Sequence[Tensor], y: Sequence[Tensor]) -> list[Write]:
@@ -806,6 +812,7 @@ class BilevelOptimizer(Optimizer, ABC):
             "generator": None if self.generator is None else self.generator.get_state(),
             "numbers": self.numbers,
             "options": {name: checkpoint.plain(getattr(self, name)) for name in self._saved_options},
+            "types": checkpoint.types(self.param_groups),
         }
         return checkpoint.packed(state, own, self.param_groups)
 
@@ -813,12 +820,14 @@ class BilevelOptimizer(Optimizer, ABC):
         """Load what :meth:`state_dict` returned, into an optimizer made with the same arguments."""
         own, state_dict = checkpoint.unpacked(state_dict, self.param_groups[0]["params"][0].device)
         checkpoint.require_loadable(
-            own, state_dict, type(self).__name__, self._variant_of_state, self._saved_options, self.param_groups
-        )
+            own, state_dict, type(self).__name__, self._variant_of_state, self._saved_options, self.param_groups,
+            self.generator,
+        )  # fmt: skip
         checkpoint.load_exactly(self, super().load_state_dict, state_dict, self._place_of)
         self.param_groups[0][OWN], self._placeholders = b"", False
         self._rules, self._upper_rules = self._new_rules()
         self._run_state.load(own)
+        self._run_state.kinds = checkpoint.saved_types(own)  # of which the first step casts it to those of now
         if own["generator"] is not None and self.generator is not None:
             self.generator.set_state(own["generator"].cpu())
         self.numbers = own["numbers"]

@@ -17,11 +17,24 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.serialization import default_restore_location
 
-from ..problem.parameters import LEVELS, is_number
+from ..oracle.session import COUNTERS
+from ..problem.parameters import LEVELS, is_count, is_number
 from ..pytree import tree_map
 from .state import SOLVERS, TABLE
 
-__all__ = ["OWN", "REMADE", "copied", "counts", "load_exactly", "packed", "plain", "require_loadable", "unpacked"]
+__all__ = [
+    "OWN",
+    "REMADE",
+    "copied",
+    "counts",
+    "load_exactly",
+    "packed",
+    "plain",
+    "require_loadable",
+    "saved_types",
+    "types",
+    "unpacked",
+]
 
 CPU = torch.device("cpu")
 OWN = "bilevel"  # the entry of the first parameter group; always there, because loading goes by the entries of groups
@@ -85,8 +98,13 @@ def unpacked(state_dict: dict[str, Any], device: torch.device = CPU) -> tuple[di
         own: dict[str, Any] = torch.load(io.BytesIO(written), map_location=placed, weights_only=True)
     except Exception as error:  # torch raises what it likes for bytes that are not its own
         raise ValueError(f"the state dict is damaged: its {OWN!r} entry cannot be read") from error
-    if "kept" not in own:
+    if not isinstance(own, dict) or "kept" not in own:
         raise ValueError("the state dict is incomplete: it does not say what it keeps")
+    kept = own["kept"]
+    if not isinstance(kept, dict) or not all(
+        isinstance(names, dict) and all(map(is_count, names.values())) for names in kept.values()
+    ):
+        raise ValueError("the state dict is damaged: what it says that it keeps are no names with numbers")
     kept = {} if own.get("placeholders") else own["kept"]
     state: dict[Any, dict[str, Any]] = {}
     for group in state_dict["param_groups"]:
@@ -120,6 +138,16 @@ def _shapes(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     return [list(p.shape) for group in groups for p in group["params"]]
 
 
+def types(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of the types of all parameters."""
+    return [str(p.dtype).removeprefix("torch.") for group in groups for p in group["params"]]
+
+
+def saved_types(own: Mapping[str, Any]) -> tuple[torch.dtype, ...] | None:
+    """Types of the parameters when a state was saved; None: it does not say."""
+    return tuple(getattr(torch, name) for name in own["types"]) if "types" in own else None
+
+
 def _require_form(state: Any) -> None:
     """Raise ValueError unless a state dict has the form of an optimizer's."""
     if not isinstance(state, dict):
@@ -140,6 +168,7 @@ def require_loadable(
     variant: Mapping[str, Any],
     options: Sequence[str],
     groups: Sequence[Mapping[str, Any]],
+    generator: torch.Generator | None,
 ) -> None:
     """Raise ValueError unless a state is one of this method, for such parameters.
 
@@ -150,6 +179,7 @@ def require_loadable(
         variant: hyper-parameters that decide what is remembered.
         options: names of the hyper-parameters that are saved.
         groups: the parameter groups.
+        generator: of the optimizer.
     """
     missing = [name for name in NEEDED if name not in own]
     missing += [f"options[{name!r}]" for name in options if name not in (own.get("options") or {})]
@@ -168,6 +198,13 @@ def require_loadable(
         raise ValueError(
             f"the state dict is that of parameters of shapes {own['shapes']}, but these have {_shapes(groups)}"
         )
+    for name, right in FORMS.items():
+        if name in own and not right(own[name]):
+            raise ValueError(f"the state dict is damaged: {name} is {str(own[name])[:80]}")
+    _require_generator(own["generator"], generator)
+    names = own.get("types", types(groups))
+    if not isinstance(names, list) or len(names) != len(_shapes(groups)) or not all(map(_is_type, names)):
+        raise ValueError(f"the state dict is damaged: the types of the parameters are {names!r}")
     found, known = _tables(state["state"]), own.get("tables", {})
     for name in known.keys() & found.keys():
         if found[name] != known[name]:
@@ -178,6 +215,8 @@ def require_loadable(
     keys = [key for group in state["param_groups"] for key in group["params"]]
     for key, shape in zip(keys, _shapes(groups), strict=True):
         for name, value in state["state"].get(key, {}).items():
+            if not _is_kept(name, value):
+                raise ValueError(f"the state dict is damaged: {name} is a {type(value).__name__}, no tensor")
             if _like_its_parameter(name) and isinstance(value, Tensor) and not _fits(value, shape):
                 raise ValueError(
                     f"the state dict is damaged: {name} has shape {tuple(value.shape)} where the parameter has "
@@ -195,6 +234,47 @@ def _tables(state: Mapping[Any, Mapping[str, Any]]) -> dict[str, list[Any]]:
         for name, value in entries.items()
         if name.startswith(TABLE)
     }
+
+
+def _is_kept(name: str, value: Any) -> bool:
+    """Whether an entry of a parameter is what a step can go on with; of an optimizer that is not torch's all is."""
+    if isinstance(value, Tensor) or name.startswith(TABLE):  # tables are compared with what they were
+        return True
+    if not name.startswith(SOLVERS):
+        return False
+    return is_number(value) if name in COUNTS else value is None or not _like_its_parameter(name)
+
+
+def _require_generator(saved: Any, generator: torch.Generator | None) -> None:
+    """Raise ValueError unless the random numbers of a run can go on with this generator."""
+    if saved is None:
+        return
+    if generator is None:
+        raise ValueError(
+            "the state dict is that of an optimizer with a generator, whose random numbers this one without a "
+            "generator would not go on with; make it with generator=torch.Generator() (its state is loaded)"
+        )
+    try:
+        torch.Generator(generator.device).set_state(saved.cpu())
+    except (AttributeError, RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"the state dict is damaged: its generator's state is none of a generator on {generator.device}"
+        ) from error
+
+
+# What the entries are that belong to no parameter.
+FORMS: dict[str, Callable[[Any], bool]] = {
+    "steps_done": is_count,
+    "oracle_counts": lambda v: isinstance(v, dict) and {*v} <= {*COUNTERS} and all(map(is_count, v.values())),
+    "fallback": lambda v: v is None or isinstance(v, str),
+    "last_loss": lambda v: v is None or isinstance(v, Tensor),
+    "numbers": lambda v: isinstance(v, dict) and all(isinstance(name, str) for name in v),
+    "warned": lambda v: isinstance(v, list) and all(isinstance(key, str) for key in v),
+}
+
+
+def _is_type(name: Any) -> bool:
+    return isinstance(name, str) and isinstance(getattr(torch, name, None), torch.dtype)
 
 
 def _like_its_parameter(name: str) -> bool:

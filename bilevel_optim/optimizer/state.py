@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..hypergradient.estimate import Write
@@ -22,6 +23,7 @@ __all__ = [
     "RunState",
     "State",
     "recalled",
+    "recast",
     "remember",
     "remember_solver",
     "remember_tables",
@@ -124,6 +126,30 @@ def remember_tables(state: State, parameters: Sequence[Tensor], tables: Mapping[
         state[parameters[0]][TABLE + name] = table.detach()
 
 
+def recast(
+    state: State, parameters: Sequence[Tensor], before: Sequence[torch.dtype] | None, kinds: Sequence[torch.dtype]
+) -> None:
+    """Cast what is remembered of parameters whose types were others before, where it had those types."""
+    if before is None:
+        return
+    changes = {pair for pair in zip(before, kinds, strict=False) if pair[0] != pair[1]}
+    # Tables mix all parameters; where one type has become two, they stay.
+    common = {old: new for old, new in changes if sum(pair[0] == old for pair in changes) == 1}
+    for parameter, old, new in zip(parameters, before, kinds, strict=False):
+        for name, value in state.get(parameter, _NOTHING).items():
+            if isinstance(value, Tensor) and not name.endswith(OWN_TYPE):
+                to = common.get(value.dtype) if name.startswith(TABLE) else new if value.dtype == old else None
+                if to is not None:
+                    state[parameter][name] = value.to(to)
+
+
+# Counts, the times of rows and the chances of tasks have a type of their own.
+OWN_TYPE = (
+    *(solver + name for solver in SOLVERS for name in ("step", "mu_product")),
+    *(TABLE + name for name in ("log", "drift", "last", "probability", "cumulative")),
+)
+
+
 @dataclass
 class RunState:
     """The account of a run, written with each step that is accepted.
@@ -136,6 +162,7 @@ class RunState:
         steps: outer steps made.
         last_loss: what the last step returned.
         trend: how lower solves have gone.
+        kinds: types of all parameters, of which what is remembered has been made.
     """
 
     found: LossFacts = field(default_factory=LossFacts)
@@ -145,6 +172,14 @@ class RunState:
     steps: int = 0
     last_loss: Tensor | None = None
     trend: LowerTrend = field(default_factory=LowerTrend)
+    kinds: tuple[torch.dtype, ...] | None = None
+
+    def follow(self, state: State, parameters: Sequence[Tensor]) -> None:
+        """Cast what is remembered if parameters have been cast since (``module.float()``)."""
+        kinds = tuple([p.dtype for p in parameters])
+        if kinds != self.kinds:
+            recast(state, parameters, self.kinds, kinds)
+            self.kinds = kinds
 
     def session(self, options: Options) -> Session:
         """The bookkeeping of a new step."""
@@ -174,10 +209,12 @@ class RunState:
             "oracle_counts": dict(self.counts),
             "fallback": self.found.fallback,
             "last_loss": self.last_loss,
+            "warned": sorted(self.warned),  # an alert may change how a step is made
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Go on from what `saved` gave."""
         self.steps, self.last_loss = saved["steps_done"], saved["last_loss"]
         self.counts.update(saved["oracle_counts"])
+        self.warned = self.warned | {*saved.get("warned", ())}  # older states have none
         self.found = LossFacts(fallback=saved["fallback"])  # first looks are made where a new optimizer makes them

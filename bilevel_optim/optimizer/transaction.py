@@ -20,7 +20,7 @@ from ..problem.vector import Vector, is_sharded
 from .state import UPPER_SOLVER, State, remember, remember_solver, remember_tables, write_rows
 from .step import Update
 
-__all__ = ["Transaction", "Write", "make", "writes_of", "writes_of_update"]
+__all__ = ["Transaction", "Write", "make", "undo_of", "writes_of", "writes_of_update"]
 
 Write = Callable[[], object]
 CPU = torch.device("cpu")
@@ -94,10 +94,19 @@ class Transaction:
             found.fallback = "another rank could not vectorise the losses"
         self._concluded = True
 
-    def commit(self, writes: Sequence[Write]) -> None:
-        """Accept the step and make the writes, each of which may be repeated; an interrupt waits for them."""
+    def commit(self, writes: Sequence[Write], undo: Callable[[], None] | None = None) -> None:
+        """Accept the step and make the writes, each of which may be repeated; an interrupt waits for them.
+
+        ``undo`` takes back those that were made, if one of them raises.
+        """
         with torch.set_grad_enabled(False):
-            make([partial(setattr, self, "_accepted", True), *writes])
+            try:
+                make([partial(setattr, self, "_accepted", True), *writes])
+            except Exception:
+                if undo is not None:
+                    undo()
+                    self._accepted = False
+                raise
 
     def _restore_modes(self, error: BaseException) -> None:
         """End what an interrupt at the wrong moment has left on."""
@@ -147,9 +156,8 @@ def writes_of(state: State, oracle: Oracle, estimate: Estimate, update: Update |
     x, y = oracle.live_x, oracle.live_y
     # Nobody else's, because gradients are clipped in place.
     gradients = [gradient.detach().clone() for gradient in estimate.gradient]
-    writes: list[Write] = [partial(_set_gradients, x, gradients)]
-    if estimate.writes:
-        writes.append(partial(write_rows, estimate.writes))
+    writes: list[Write] = [partial(write_rows, estimate.writes)] if estimate.writes else []
+    writes.append(partial(_set_gradients, x, gradients))
     if estimate.memory:
         writes.append(partial(remember, state, y, estimate.memory))
     if estimate.upper_memory:
@@ -162,7 +170,7 @@ def writes_of(state: State, oracle: Oracle, estimate: Estimate, update: Update |
         lower = estimate.lower if update.lower is None else update.lower
         return writes + _writes_of_values(state, x, y, update, lower)
     if estimate.lower is not None:
-        writes.append(partial(y.copy_, estimate.lower))  # last, because what is remembered may be what y was
+        writes.append(partial(_write_values, y, estimate.lower))  # last, because what is remembered may be what y was
     return writes
 
 
@@ -185,12 +193,42 @@ def _writes_of_values(
     if update.solver is not None:
         writes.append(partial(remember_solver, state, x, update.solver, UPPER_SOLVER))
     if lower is None:
-        writes.append(partial(Vector(x).copy_, update.x))
+        writes.append(partial(_write_values, Vector(x), update.x))
     else:
-        writes.append(partial(Vector((*y, *x)).copy_, (*lower, *update.x)))
+        writes.append(partial(_write_values, Vector((*y, *x)), (*lower, *update.x)))
     return writes
 
 
-def _set_gradients(x: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+def undo_of(state: State, x: Sequence[Tensor], y: Sequence[Tensor], *others: Write) -> Callable[[], None]:
+    """What puts back the state of parameters and ``.grad`` of x, and makes these writes; made before a step is written.
+
+    Values of tensors are not among it: they are written last, and rows of tables first, after a look at their form.
+    """
+    entries = [(p, dict(state[p]) if p in state else None) for p in (*x, *y)]
+    gradients = [p.grad for p in x]
+
+    def undo() -> None:
+        for p, own in entries:
+            if own is None:
+                state.pop(p, None)
+            else:
+                state[p] = own
+        _set_gradients(x, gradients)
+        make(others)
+
+    return undo
+
+
+def _write_values(live: Vector, values: Sequence[Tensor]) -> None:
+    for t, value in zip(live, values, strict=True):
+        if t.shape != value.shape:
+            raise ValueError(
+                f"a method gave a parameter of shape {tuple(t.shape)} a value of shape {tuple(value.shape)}; estimate "
+                "and update return tensors shaped like the parameters"
+            )
+    live.copy_(values)
+
+
+def _set_gradients(x: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
     for parameter, gradient in zip(x, gradients, strict=True):
         parameter.grad = gradient

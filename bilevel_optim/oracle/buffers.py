@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Buffers"]
+__all__ = ["Buffers", "Kept"]
 
 
 class Buffers:
@@ -30,6 +30,7 @@ class Buffers:
         self._changing: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
         self.complete = complete  # a whole step has been seen
         self._none = True  # as long as nothing is known to change
+        self._called: dict[bool, weakref.WeakSet[nn.Module]] = {mode: weakref.WeakSet() for mode in (True, False)}
         self._hooks: list[tuple[Callable[..., None], RemovableHandle]] = []
 
     def __reduce__(self) -> tuple[type[Buffers], tuple[()]]:
@@ -43,7 +44,7 @@ class Buffers:
     def advance(self, tensor: Tensor) -> bool:
         """Whether a tensor is a buffer that evaluations change, and that goes with the steps."""
         return any(
-            module.training and dict(module.named_buffers(recurse=False)).get(name) is tensor
+            self._moves(module) and dict(module.named_buffers(recurse=False)).get(name) is tensor
             for module, names in self._changing.items()
             for name in names
         )
@@ -55,18 +56,18 @@ class Buffers:
         found = [getattr(m, name) for m, names in self._changing.items() if m.training for name in sorted(names)]
         return [buffer for buffer in found if buffer is not None]
 
-    def kept(self) -> AbstractContextManager[list[bool]]:
-        """Restore the buffers that the block changes; gives a list that is non-empty afterwards if there are any."""
-        return nullcontext([]) if self.constant else self._kept()
+    def kept(self) -> AbstractContextManager[Kept]:
+        """Restore the buffers that the block changes; what it gives says whether there are any."""
+        return nullcontext(Kept({}, self)) if self.constant else self._kept()
 
     @contextmanager
-    def _kept(self) -> Generator[list[bool]]:
-        found: list[bool] = []
+    def _kept(self) -> Generator[Kept]:
         with self._noted() as before:
+            block = Kept(before, self)
             try:
-                yield found
+                yield block
             finally:
-                found += self._restored(before)
+                block.changed = self._restored(before)
 
     def kept_on_failure(self) -> AbstractContextManager[None]:
         """Restore the buffers that the block changes, if it raises."""
@@ -102,7 +103,7 @@ class Buffers:
                 (module, name): buffer.detach().clone()
                 for module, names in self._changing.items()
                 for name in names
-                if module.training and (buffer := getattr(module, name)) is not None
+                if self._moves(module) and (buffer := getattr(module, name)) is not None
             }
             return
         before: dict[tuple[nn.Module, str], Tensor] = {}
@@ -112,6 +113,8 @@ class Buffers:
             if torch.compiler.is_compiling() or threading.get_ident() != own:
                 return
             for part in module.modules():
+                if next(part.buffers(recurse=False), None) is not None:
+                    self._called[part.training].add(part)
                 if part.training:
                     for name, buffer in part.named_buffers(recurse=False):
                         if (part, name) not in before:
@@ -128,18 +131,40 @@ class Buffers:
             finally:
                 self._hooks.pop()[1].remove()
 
-    def _restored(self, before: dict[tuple[nn.Module, str], Tensor]) -> list[bool]:
-        """Put back what was noted; non-empty if there was something to put back."""
-        found = []
+    def _moves(self, module: nn.Module) -> bool:
+        """Whether an evaluation may change a module: it trains, or losses switch it to and fro."""
+        return module.training or (module in self._called[True] and module in self._called[False])
+
+    def _restored(self, before: dict[tuple[nn.Module, str], Tensor]) -> bool:
+        """Put back what was noted; whether there was something to put back."""
+        found = False
         for (module, name), value in before.items():
             buffer = getattr(module, name)
             if buffer is not None and (self.complete or not torch.equal(buffer, value)):
                 if not self.complete:
                     self._none = False
                     self._changing.setdefault(module, set()).update(_buffers(module) if _normalises(module) else [name])
-                found = [True]
+                found = True
                 buffer.data.copy_(value)  # graphs that saved the buffer with this value stay valid
         return found
+
+
+class Kept:
+    """What a block that keeps buffers has moved: so far, and in all."""
+
+    __slots__ = ("_before", "_buffers", "changed")
+
+    def __init__(self, before: dict[tuple[nn.Module, str], Tensor], buffers: Buffers) -> None:
+        self._before, self._buffers, self.changed = before, buffers, False
+
+    def moved(self) -> bool:
+        """Whether graphs of the block may not be used after it: they may have saved what it puts back."""
+        if self._buffers.complete:  # looking would wait for a device
+            return bool(self._before)
+        return any(
+            (buffer := getattr(module, name)) is not None and not torch.equal(buffer, value)
+            for (module, name), value in self._before.items()
+        )
 
 
 def _normalises(module: nn.Module) -> bool:

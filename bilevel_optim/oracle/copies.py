@@ -17,6 +17,7 @@ from ..problem.placement import constant
 from ..problem.vector import Vector, stack
 from ..pytree import tree_leaves, tree_map
 from . import batched
+from .buffers import Kept
 from .differentiable import products_of
 from .first_order import filled
 from .oracle import Oracle
@@ -210,34 +211,43 @@ def _together(oracle: Oracle, points: _Points) -> Copies:
     watched = wrt == "nothing" and "upper" not in session.found.looked
     y = Vector(t.detach().requires_grad_(wrt == "lower" or watched) for t in points.lower)
     with (
-        session.buffers_kept(),
         oracle.placed() as (variables, _),
         batched.no_slow_batching(look=not session.found.vmapped),
         torch.set_grad_enabled(wrt != "nothing" or watched),
     ):
         x = variables if points.upper is None else _watched(oracle, points.upper)
-        values = {
-            level: _values(oracle, level, sample, points, x, y)
-            for level, sample, needed in (
-                ("lower", points.g_sample, points.needs_g),
-                ("upper", points.f_sample, points.needs_f),
-            )
-            if needed
-        }
-        f, g = values.get("upper"), values.get("lower")
-        if g is None:
-            assert f is not None
-            return _only_values(f)
-        _look(oracle, g, y, None if points.upper is None else x, wrt)
-        if not session.found.vmapped:
-            batched.no_large_convolutions(g)
-        total = (g if set(points.g_weights) == {1.0} else g * constant(points.g_weights, g)).sum()
-        if f is None:
+        if not points.needs_g:
+            with session.buffers_kept():
+                return _only_values(_values(oracle, "upper", points.f_sample, points, x, y))
+        wanted = y if wrt == "lower" else x
+        with session.buffers_kept() as kept:
+            g = _values(oracle, "lower", points.g_sample, points, x, y)
+            _look(oracle, g, y, None if points.upper is None else x, wrt)
+            if not session.found.vmapped:
+                batched.no_large_convolutions(g)
+            total = (g if set(points.g_weights) == {1.0} else g * constant(points.g_weights, g)).sum()
+            gradient, total = _at_once(oracle, total, wanted, wrt, kept)
+        if not points.needs_f:
             f = torch.full_like(g, torch.nan)
+            gradient = _gradient(oracle, total, wanted, wrt) if gradient is None else gradient
         else:
-            total = total + (f * constant(points.f_weights, f)).sum()
-        gradient = _gradient(oracle, total, y if wrt == "lower" else x, wrt)
+            with session.buffers_kept():
+                f = _values(oracle, "upper", points.f_sample, points, x, y)
+                total = total + (f * constant(points.f_weights, f)).sum()
+                gradient = _added(gradient, _gradient(oracle, total, wanted, wrt))
     return Copies(f.detach(), g.detach(), gradient, total.detach())
+
+
+def _at_once(oracle: Oracle, total: Tensor, variables: Vector, wrt: str, kept: Kept) -> tuple[Vector | None, Tensor]:
+    """The gradient of g alone, and its value without a graph, where that graph does not last until f is evaluated."""
+    # Sharded parameters: one graph over two evaluations would go back through what the second has dropped.
+    if oracle.sharded or kept.moved():
+        return _gradient(oracle, total, variables, wrt, of_lower=True), total.detach()
+    return None, total
+
+
+def _added(gradient: Vector | None, more: Vector) -> Vector:
+    return more if gradient is None else gradient + more
 
 
 def _only_values(f: Tensor) -> Copies:
@@ -323,11 +333,12 @@ def _alone(oracle: Oracle, point: _Points) -> Copies:
     xi = point.f_sample if isinstance(point.f_sample, Sample) else point.f_sample[0]
     zeta = point.g_sample if isinstance(point.g_sample, Sample) else point.g_sample[0]
     here = oracle.at(None if point.upper is None else point.upper.lane(0), point.lower.lane(0))
-    with session.buffers_kept(), here.placed() as (x, y):
+    with here.placed() as (x, y):
         if wrt == "nothing":
-            if "upper" in session.found.looked:
-                return _only_values(here.value("upper", xi, graph=False).reshape(1))
-            f = here.value("upper", xi)
+            with session.buffers_kept():
+                if "upper" in session.found.looked:
+                    return _only_values(here.value("upper", xi, graph=False).reshape(1))
+                f = here.value("upper", xi)
             if f.requires_grad:
                 session.dependent("upper", f, y, x if xi.features is None else None)
             else:  # values are enough
@@ -337,28 +348,28 @@ def _alone(oracle: Oracle, point: _Points) -> Copies:
             here.check_features("lower", zeta)
         # Features at the one x are constants for y; at other values of x they are needed once only.
         frozen = wrt == "lower" and session.found.reaches_upper
-        part = here.frozen("lower", zeta) if frozen else None
-        g = here.evaluated("lower", zeta, x, y, features=part)
         watched = wrt == "lower" and not here.sharded and zeta.features is xi.features is None
-        if watched:
-            session.reaching("lower", g, y, x)
-        _look(here, g, y, x, wrt)
-        total, variables, gradient = b * g, y if wrt == "lower" else x, None
-        if here.sharded:  # one graph over two evaluations would go back through what the second has dropped
-            gradient, total = _gradient(here, total, variables, wrt, of_lower=True), total.detach()
-        if a:
-            part = here.frozen("upper", xi) if frozen else None
-            f = here.evaluated("upper", xi, x, y, features=part)
+        variables = y if wrt == "lower" else x
+        with session.buffers_kept() as kept:
+            part = here.frozen("lower", zeta) if frozen else None
+            g = here.evaluated("lower", zeta, x, y, features=part)
             if watched:
-                session.reaching("upper", f, y, x)
-            total = total + a * f
-        elif wrt == "upper":
-            f = here.value("upper", xi, graph=False)
-        else:
-            f = torch.full_like(g, torch.nan)
-        if gradient is None or a:
-            rest = _gradient(here, total, variables, wrt)
-            gradient = rest if gradient is None else gradient + rest
+                session.reaching("lower", g, y, x)
+            _look(here, g, y, x, wrt)
+            gradient, total = _at_once(here, b * g, variables, wrt, kept)
+        with session.buffers_kept():
+            if a:
+                part = here.frozen("upper", xi) if frozen else None
+                f = here.evaluated("upper", xi, x, y, features=part)
+                if watched:
+                    session.reaching("upper", f, y, x)
+                total = total + a * f
+            elif wrt == "upper":
+                f = here.value("upper", xi, graph=False)
+            else:
+                f = torch.full_like(g, torch.nan)
+            if gradient is None or a:
+                gradient = _added(gradient, _gradient(here, total, variables, wrt))
     if wrt == "lower":
         gradient = stack([gradient])
     return Copies(f.detach().reshape(1), g.detach().reshape(1), gradient, total.detach())
@@ -380,6 +391,8 @@ def _look(oracle: Oracle, g: Tensor, y: Vector, x: Vector | None, wrt: str) -> N
 
 def _gradient(oracle: Oracle, total: Tensor, variables: Vector, wrt: str, *, of_lower: bool = False) -> Vector:
     if wrt == "lower":
+        if not total.requires_grad:  # f of x alone, and g has been differentiated before
+            return variables.zeros_like()
         gradients = oracle.differentiate(total, variables)
         if of_lower:  # of g alone, so that it can be seen what it depends on
             oracle.session.require_reached(gradients, oracle.lower_names)

@@ -42,7 +42,8 @@ def slopes(
     loss = torch.zeros((), device=oracle.device)
     total: list[Tensor | None] = [None] * len(variables)
     for part in sample.parts:
-        more, gradients = slopes(oracle, level, part, x, y, variables, frozen=frozen)
+        with oracle.session.buffers_kept():
+            more, gradients = slopes(oracle, level, part, x, y, variables, frozen=frozen)
         loss = loss + more.detach()
         total = [s if t is None else t if s is None else s + t for s, t in zip(total, gradients, strict=True)]
         del more, gradients  # with the graph, before the next one is made

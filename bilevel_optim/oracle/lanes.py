@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from ..problem import random
-from ..problem.objective import Objective, Sample, require_fit
+from ..problem.objective import Objective, Sample, batch_kept, require_fit
 from ..problem.tasks import select
 from ..problem.vector import Vector, any_sharded
 from ..pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -205,11 +205,17 @@ class LaneLoss:
 
     def _require_redirection(self, batch: Any) -> None:
         """Raise if the result depends on what the live tensors hold: then the loss reads them out of torch's sight."""
-        results = []
+        results, one = [], Sample(self.loss, (select(batch, 0),))
         for values in (self._first, [t * 1.1 + 0.1 for t in self._first]):
             # Gradients too: what a checkpoint evaluates again in the backward pass is not substituted.
-            with torch.enable_grad(), placed(self.live, values), random.kept(self.oracle.device):
-                loss = self._at(select(batch, 0), *self._first)
+            with (
+                torch.enable_grad(),
+                placed(self.live, values),
+                random.kept(self.oracle.device),
+                self.oracle.session.buffers_kept(),
+                batch_kept(one),
+            ):
+                loss = self._at(one.batch, *self._first)
                 reached = torch.autograd.grad(loss, self._first, allow_unused=True) if loss.requires_grad else ()
             results.append([loss.detach(), *(t for t in reached if t is not None)])
         try:
@@ -238,7 +244,8 @@ class LaneFeatures:
 
     def __call__(self, batch: Any) -> Any:
         if self.level not in self.oracle.session.found.features_checked:
-            with torch.enable_grad(), random.kept(self.oracle.device):
+            kept = self.oracle.session.buffers_kept
+            with torch.enable_grad(), random.kept(self.oracle.device), kept():
                 self.oracle.require_free_of_lower(self.level, self.features(select(batch, 0)))
             self.oracle.session.found.features_checked |= {self.level}
         if hasattr(self.features, "stacked"):
@@ -277,7 +284,7 @@ def _each(
             return mapped([leaves[i] for i in tensors], *(values if whole else [t[part] for t in values]))
 
     def alone(i: int) -> Any:
-        with replayed(1):
+        with replayed(1), session.buffers_kept():
             return tree_map(lambda t: t.unsqueeze(0), function(select(batch, i), *(t[i] for t in values)))
 
     return batched.run(session, n, together, alone)

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ..problem.objective import Objective, Sample, require_placed
+from ..problem.objective import Objective, Sample, batch_kept, require_placed
 from ..problem.tracing import end_region
 from ..problem.vector import Vector, any_sharded
 from ..pytree import tree_leaves
@@ -141,12 +141,13 @@ class Point:
         return self._call(sample, arguments, graph)
 
     def _watched_call(self, sample: Sample, arguments: Sequence[Any], graph: bool) -> Any:
-        """In the first step: raise if a loss writes into parameters, and put back what it has written over."""
+        """In the first step: raise if a loss writes into parameters or its batch, and put back what it wrote over."""
         live = [*self.live_x, *self.live_y]
         if any(t.is_inference() for t in live):
             return self._call(sample, arguments, graph)
         held, versions = [t.detach().clone() for t in live], [t._version for t in live]
-        result = self._call(sample, arguments, graph)
+        with batch_kept(sample):
+            result = self._call(sample, arguments, graph)
         written = [i for i, t in enumerate(live) if t._version != versions[i]]
         if written:
             Vector(live[i].detach() for i in written).copy_(held[i] for i in written)
@@ -218,7 +219,8 @@ class Point:
     def check_features(self, level: str, sample: Sample) -> None:
         """Raise, the first time, if the features of a sample depend on y."""
         if sample.features is not None and level not in self.session.found.features_checked:
-            self.require_free_of_lower(level, self.call(sample.features))
+            with self.session.buffers_kept():
+                self.require_free_of_lower(level, self.call(sample.features))
             self.session.found.features_checked |= {level}
 
     def require_free_of_lower(self, level: str, part: Any) -> None:

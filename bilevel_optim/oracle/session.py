@@ -15,13 +15,13 @@ from ..distributed.sharding import Gathered
 from ..errors import warn
 from ..problem.objective import Sample
 from ..problem.values import changed
-from .buffers import Buffers
+from .buffers import Buffers, Kept
 from .checks import Checks
 from .evaluation import Evaluation, in_place
 
 __all__ = ["COUNTERS", "LossFacts", "LowerTrend", "Options", "Session", "as_scalar", "forget_casts"]
 
-_NOTHING = nullcontext()
+_NOTHING = nullcontext(Kept({}, Buffers(complete=True)))
 COUNTERS = ("upper_grad", "lower_grad", "hvp", "jvp", "loss")
 
 
@@ -173,15 +173,15 @@ class Session:
         """The session of a new step."""
         return cls(options, changed(found), buffers, warned=set(warned), trend=changed(trend or LowerTrend()))
 
-    def buffers_kept(self) -> AbstractContextManager[None]:
-        """Leave module buffers (running statistics) as they are, whatever the block evaluates."""
+    def buffers_kept(self) -> AbstractContextManager[Kept]:
+        """Leave module buffers (running statistics) as they are, whatever the block evaluates: one loss, once."""
         return _NOTHING if self.buffers.constant else self._buffers_kept()
 
     @contextmanager
-    def _buffers_kept(self) -> Generator[None]:
-        with self.buffers.kept() as changed:
-            yield
-        self.buffers_skipped |= bool(changed)
+    def _buffers_kept(self) -> Generator[Kept]:
+        with self.buffers.kept() as block:
+            yield block
+        self.buffers_skipped |= block.changed
 
     # ------------------------------------------------------------------------------------------------ first looks
 

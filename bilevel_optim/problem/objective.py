@@ -25,7 +25,16 @@ from .random import (
     set_order,
 )
 
-__all__ = ["Loss", "Objective", "Sample", "as_objective", "require_fit", "require_placed", "require_state"]
+__all__ = [
+    "Loss",
+    "Objective",
+    "Sample",
+    "as_objective",
+    "batch_kept",
+    "require_fit",
+    "require_placed",
+    "require_state",
+]
 
 
 class Objective:
@@ -473,10 +482,7 @@ def require_placed(sample: Sample, device: torch.device, error: RuntimeError) ->
         return
     leaves = [leaf for leaf in tree_leaves(sample.arguments) if isinstance(leaf, Tensor) and leaf.device != device]
     if leaves:
-        loss = sample.loss
-        while isinstance(loss, _Composed):
-            loss = loss.loss
-        name = getattr(loss, "__name__", type(loss).__name__)
+        name = _name_of(sample)
         shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves[:3])
         raise RuntimeError(
             f"the batch of the loss {name} is on {leaves[0].device} (tensors of shape {shapes}), but the parameters "
@@ -484,6 +490,43 @@ def require_placed(sample: Sample, device: torch.device, error: RuntimeError) ->
             "that has pin_memory=True, non_blocking=True does so without waiting. Or call .to(device) in the loss, or "
             f"once for all the data. torch said: {str(error).splitlines()[0]}"
         ) from error
+
+
+@contextmanager
+def batch_kept(sample: Sample) -> Generator[None]:
+    """Raise if the block, an evaluation of the sample, writes into its batch, and put back what was there."""
+    arguments = sample.arguments
+    leaves = tree_leaves(arguments)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+    held = [(t, t._version, t.detach().clone()) for t in tensors]
+    entries = [(part, part.copy()) for part in arguments if type(part) in (dict, list)]
+    yield
+    after = tree_leaves(arguments)
+    replaced = len(after) != len(leaves) or any(a is not b for a, b in zip(after, leaves, strict=True))
+    written = [(t, value) for t, version, value in held if t._version != version]
+    if not (replaced or written):
+        return
+    with torch.no_grad():
+        for t, value in written:
+            t.copy_(value)
+    for part, before in entries if replaced else ():
+        part.clear()
+        part.update(before) if isinstance(part, dict) else part.extend(before)
+    name = _name_of(sample)
+    what = f"a tensor of shape {tuple(written[0][0].shape)}" if written else "what it replaces by another value"
+    raise ValueError(
+        f"the loss {name} writes into its batch ({what}), which other evaluations read again: a batch is evaluated "
+        "several times, and data that are kept come again in the next pass. Work on a copy: batch.clone() before an "
+        "operation in place (add_, clamp_, batch[...] = ...), or the operation that makes a new tensor (add, clamp)"
+    )
+
+
+def _name_of(sample: Sample) -> str:
+    """What messages call the loss of a sample."""
+    loss: Any = sample.loss
+    while hasattr(loss, "loss") and not hasattr(loss, "__name__"):
+        loss = loss.loss
+    return str(getattr(loss, "__name__", type(loss).__name__))
 
 
 MIXED = ("same device", "two devices", "Input type")  # in what torch says of tensors of several devices

@@ -325,9 +325,10 @@ def check_stacked_copies(name, vectorize, wrt):
     variables = y if wrt == "lower" else [x]
     expected = []
     for point, a_j, b_j in zip(points, a, b, strict=True):
-        # One sample of each loss: g is evaluated first, so f's random numbers (and buffers) follow its.
+        # One sample of each loss: g is evaluated first, so f's random numbers follow its. Its buffers do not.
         buffers = buffer_values()
         g = plain_gradient(lower, y, point, variables, 3)
+        set_buffers(buffers)
         f = plain_gradient(upper, y, point, variables)
         set_buffers(buffers)
         expected.append(f * a_j + g * b_j)

@@ -1,0 +1,124 @@
+"""Parameters of other types than they were: cast between steps, loaded from a state of others, and mixed."""
+
+import copy
+import io
+
+import pytest
+import torch
+
+import bilevel_optim as bo
+from bilevel_optim.problem.values import changed
+from bilevel_optim.problem.vector import Vector
+
+from ..problems import Given, Quadratic, seeded, values
+from ..registry import each
+
+pytestmark = pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")  # of rounding
+PLAIN = each(lambda row: row.declared.tasks != "required" and row.declared.losses == 2)
+
+
+class Cast(Given):
+    """f = |y - 1|^2 / 2 and g = |y - x|^2 / 2 in whatever precision the parameters have."""
+
+    def __init__(self, row, *kinds):
+        x, y = (torch.full((3,), v).to(kind) for v, kind in zip((2.0, 0.0), kinds, strict=True))
+        self.net = torch.nn.ParameterList([x, y])
+        x, y = self.net
+        super().__init__([x], [y], lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
+        if row.declared.initial:
+            self.net.append(torch.zeros(3).to(kinds[0]))
+            self.x.append(self.net[2])
+
+    def optimizer(self, row, **options):
+        return row(self.x, self.y, short=True, **options)
+
+
+def options_of(row):
+    return {} if row.declared.lower_optimizer == "none" else {"lower_optimizer": torch.optim.Adam, "lower_lr": 0.01}
+
+
+@pytest.mark.parametrize("kinds", [(torch.float64, torch.float32), (torch.float32, torch.float64)], ids=str)
+@PLAIN
+def test_parameters_may_be_cast_between_steps(row, kinds):
+    """FSLA and SABA raised torch's own error at each step, and each time had drawn their batches."""
+    problem = Cast(row, kinds[0], kinds[0])
+    optimizer = problem.optimizer(row, **options_of(row))
+    problem.run(optimizer, 3)
+    problem.net.to(kinds[1])
+    problem.run(optimizer, 3)
+    assert {t.dtype for t in (*problem.x, *problem.y)} == {kinds[1]}
+    fresh = Cast(row, kinds[1], kinds[1])
+    other = fresh.optimizer(row, **options_of(row))
+    fresh.run(other, 6)
+    types = [
+        {(name, v.dtype) for entries in one.state.values() for name, v in entries.items() if torch.is_tensor(v)}
+        for one in (optimizer, other)
+    ]
+    assert types[0] == types[1]
+    assert optimizer._run_state.steps == 6
+
+
+@PLAIN
+def test_a_state_of_other_types_is_cast_to_those_of_the_parameters(row):
+    problem = Cast(row, torch.float64, torch.float64)
+    optimizer = problem.optimizer(row, **options_of(row))
+    problem.run(optimizer, 3)
+    other = Cast(row, torch.float32, torch.float32)
+    resumed = other.optimizer(row, **options_of(row))
+    resumed.load_state_dict(optimizer.state_dict())
+    other.run(resumed, 3)
+    assert resumed._run_state.steps == 6
+
+
+def test_a_state_with_wrong_types_is_refused():
+    problem = Quadratic(n=4, m=2)
+    optimizer = bo.SOBA(problem.x, problem.y, lr=0.1, lower_lr=0.1)
+    problem.run(optimizer, 2)
+    state, before = copy.deepcopy(optimizer.state_dict()), str(optimizer.state_dict())
+    with pytest.raises(ValueError, match="damaged: the types of the parameters are"):
+        optimizer.load_state_dict(rewritten(state, types=["float64", "Tensor"]))
+    assert str(optimizer.state_dict()) == before
+
+
+def rewritten(state, **entries):
+    """A state with other entries among what belongs to no parameter."""
+    own = torch.load(io.BytesIO(state["param_groups"][0]["bilevel"]), weights_only=True)
+    file = io.BytesIO()
+    torch.save({**own, **entries}, file)
+    state["param_groups"][0]["bilevel"] = file.getvalue()
+    return state
+
+
+class Failing(bo.SOBA):
+    """An estimate that cannot be written."""
+
+    how = None
+
+    def estimate(self, oracle, given):
+        found = super().estimate(oracle, given)
+        if self.how == "gradient":
+            return changed(found, gradient=Vector(t.float() for t in found.gradient))
+        if self.how == "lower":
+            return changed(found, lower=Vector(t[:2] for t in found.lower))
+        return found
+
+
+@pytest.mark.parametrize(("how", "error"), [("gradient", RuntimeError), ("lower", ValueError)])
+def test_a_write_that_raises_undoes_all(how, error):
+    problem = Quadratic(n=4, m=2)
+    f, g = (bo.Objective(lambda batch, loss=loss: loss() * batch, [1.0, 2.0, 3.0]) for loss in problem.losses)
+    optimizer = Failing(problem.x, problem.y, lr=0.1, lower_lr=0.1, generator=seeded())
+    optimizer.step(f, g)
+
+    def all_of_it():
+        grads = [t.grad for t in problem.x]
+        return str(values(problem.x, problem.y, grads)), str(optimizer.state_dict()), f.state_dict(), g.state_dict()
+
+    before, optimizer.how = str(all_of_it()), how
+    for _ in range(2):
+        with pytest.raises(error):
+            optimizer.step(f, g)
+        assert str(all_of_it()) == before
+    optimizer.how = None
+    optimizer.step(f, g)
+    assert optimizer._run_state.steps == 2
