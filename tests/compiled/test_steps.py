@@ -1,5 +1,7 @@
 """Steps that ``torch.compile`` has made of the library's own step: those of eager steps, whatever changes."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -122,12 +124,10 @@ def test_a_run_keeps_what_came_before_a_step_that_fails():
         upper = bo.Objective(lambda b, y=y: (y - b).square(), batches)
         optimizer = bo.SOBA([x], [y], lr=0.1, lower_lr=0.1)
         optimizer.compile(backend="eager", fullgraph=True)
+        step = partial(optimizer.step, upper, lambda x=x, y=y: (y - x).square())
+        run = partial(optimizer.run, upper, lambda x=x, y=y: (y - x).square(), steps=30)
         with pytest.raises(bo.NonFiniteError, match="step 19"):
-            if how == "run":
-                optimizer.run(upper, lambda x=x, y=y: (y - x).square(), steps=30)
-            else:
-                for _ in range(30):
-                    optimizer.step(upper, lambda x=x, y=y: (y - x).square())
+            run() if how == "run" else [step() for _ in range(30)]
         left.append([x.detach(), y.detach(), optimizer.oracle_counts, upper.state_dict()["position"]])
     torch.testing.assert_close(left[0][:2], left[1][:2], rtol=1e-12, atol=1e-12)
     assert left[0][2:] == left[1][2:]
