@@ -489,8 +489,12 @@ class BilevelOptimizer(Optimizer, ABC):
             >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
             >>> optimizer = bo.SOBA([x], [y], lr=0.1, lower_lr=0.5)
             >>> optimizer.compile(backend="eager")
+            >>> def upper(y=y):
+            ...     return (y - 1).square().sum() / 2
+            >>> def lower(x=x, y=y):
+            ...     return (y - x).square().sum() / 2
             >>> for _ in range(100):
-            ...     loss = optimizer.step(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
+            ...     loss = optimizer.step(upper, lower)
             >>> round(x.item(), 4), optimizer.diagnostics.get("compile_fallback")
             (1.0, None)
         """

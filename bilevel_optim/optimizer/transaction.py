@@ -116,7 +116,11 @@ class Transaction:
         if get_dynamic_layer_stack_depth() > layers:  # of vmap, whose block ends them when the last frame lets it go
             clear_frames(error.__traceback__)
         if get_dynamic_layer_stack_depth() > layers:
-            pop_dynamic_layer_stack_and_undo_to_depth(layers)
+            try:
+                pop_dynamic_layer_stack_and_undo_to_depth(layers)
+            except RuntimeError:  # torch 2.11 ends the last level, and then asks for another one
+                if get_dynamic_layer_stack_depth() > layers:
+                    raise
         torch.set_grad_enabled(enabled)
 
     def _restore_storages(self) -> None:

@@ -36,6 +36,10 @@ UNSEEN = {
 }
 if torch.__version__ < (2, 15):
     UNSEEN["sign of zero"] = "0.0 and -0.0 are equal to the guards of torch before 2.15"
+if torch.__version__ < (2, 12):
+    UNSEEN["class of a class"] = "torch 2.11 does not guard the class of a class"
+    # A loss that changes torch's default type: its graph cannot be made, and the reason is torch's own.
+    REASONS = re.compile(f"{REASONS.pattern}|must have the same dtype")
 AT = (5, 20, 200)
 
 

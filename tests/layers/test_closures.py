@@ -267,6 +267,7 @@ def test_products_are_differences_of_gradients(name):
         close(system.cross(v), cross, tolerance)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of torch 2.11
 @every_case
 def test_substituted_equals_in_place(name, request):
     """Values put into the live tensors, or read in their place in every torch call: the same bits."""

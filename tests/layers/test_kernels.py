@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +23,7 @@ from ..problems import close
 
 KINDS = ("normal", "sign", "hartley")
 FAR = 2**40 + 2**31 - 3  # offsets of entries that 32 bits cannot count
+OLD_INTERPRETER = torch.__version__ < (2, 12) and tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4)
 needs_triton = pytest.mark.skipif(registry.programs() is None, reason="no Triton")
 
 
@@ -186,6 +188,7 @@ def test_solver_on_flat_vectors_is_the_solver(lanes):
 
 
 @needs_triton
+@pytest.mark.skipif(OLD_INTERPRETER, reason="the interpreter of Triton 3.6 does not run with NumPy 2.4")
 def test_programs_give_what_the_references_give():
     """In Triton's interpreter, which rounds to bfloat16 towards zero, so up to two places differ there."""
     found = json.loads(ask("-m", "tests.layers.triton_alone", "interpreted", TRITON_INTERPRET="1"))
