@@ -12,6 +12,7 @@ from torch.autograd.gradcheck import GradcheckError
 
 import bilevel_optim as bo
 from bilevel_optim.checking.clock import Clock
+from bilevel_optim.checking.reference import DENSE_LIMIT
 
 from .problems import Cleaning, Cosh, PenaltyQuadratic, Quadratic, Tasks, same, seeded, values
 
@@ -185,8 +186,9 @@ def test_what_cannot_be_checked_says_so():
 def test_large_lower_problems_are_checked_without_a_dense_hessian(reference):
     """More lower variables than one is made for, in float32; by differences with random probes."""
     torch.set_default_dtype(torch.float32)
-    X, t, head = torch.randn(60, 40), torch.randint(0, 3, (60,)), torch.randn(20, 3)
-    model, x = nn.Linear(40, 20, bias=False), torch.zeros(60, requires_grad=True)
+    X, t, head = torch.randn(20, 26), torch.randint(0, 3, (20,)), torch.randn(20, 3)
+    model, x = nn.Linear(26, 20, bias=False), torch.zeros(20, requires_grad=True)
+    assert model.weight.numel() > DENSE_LIMIT
 
     def lower():
         losses = F.cross_entropy(model(X) @ head, t, reduction="none")
@@ -415,13 +417,24 @@ def test_noise_that_hides_the_tolerance_is_inconclusive():
     assert "more repeats" in str(report).splitlines()[2]
 
 
-def test_a_budget_leaves_out_what_it_can():
+def test_a_budget_leaves_out_what_it_can(monkeypatch):
+    """Further repeats; further directions, without which nothing is said to be right."""
     problem = Cleaning(form="batches")
     optimizer = bo.AID(problem.x, problem.y, lr=0.1, lower_lr=0.5, lower_steps=30)
-    report = bo.check_hypergradient(
-        optimizer, *problem.losses, rtol=1e3, repeats=10**6, reference="differences", max_seconds=1e-3
-    )
-    assert report.repeats == 2
+    shown = []
+    monkeypatch.setattr(Clock, "show", lambda self, text, part=0.0: shown.append(text))
+
+    def check_until(text):
+        shown.clear()
+        monkeypatch.setattr(Clock, "over", property(lambda self: any(line.startswith(text) for line in shown)))
+        options = {"rtol": 1e3, "repeats": 10**6, "reference": "differences", "directions": 3}
+        return bo.check_hypergradient(optimizer, *problem.losses, **options)
+
+    report = check_until("estimate 1")
+    assert (report.repeats, report.verdict) == (2, "right")
+    report = check_until("differences along direction 2")
+    assert (report.repeats, report.verdict) == (2, "inconclusive")
+    assert "time is up after 1 of 3 directions" in report.advice
     with pytest.raises(ValueError, match="Invalid max_seconds value: 0"):
         bo.check_hypergradient(optimizer, *problem.losses, max_seconds=0)
 
@@ -444,13 +457,24 @@ def test_random_numbers_of_python_and_numpy_stay():
 
 
 def test_what_takes_long_is_shown_on_a_terminal(monkeypatch, capsys):
+    """A bar, from five seconds on."""
     clock = Clock()
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    clock._start -= 4
     clock.show("early")
-    clock._start -= 10
-    clock.show("lower solve")
+    clock._start -= 6
+    clock.stage(0.2, 0.6)
+    clock.show("lower solve", 0.5)
     clock.clear()
     shown = capsys.readouterr().err
     assert "early" not in shown
-    assert shown.startswith("\rcheck_hypergradient, 10 s: lower solve")
+    assert shown.startswith("\rcheck_hypergradient [########............] 40%, 10 s: lower solve")
     assert shown.endswith(" \r")
+
+
+def test_nothing_is_shown_elsewhere(capsys):
+    clock = Clock()
+    clock._start -= 10
+    clock.show("lower solve")
+    clock.clear()
+    assert not capsys.readouterr().err

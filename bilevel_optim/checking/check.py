@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,12 +20,14 @@ from ..oracle.oracle import Oracle
 from ..problem.finite_sum import FiniteSum
 from ..problem.objective import Loss, Objective, as_objective
 from ..problem.parameters import is_number, require, require_choice
+from ..problem.random import default_state
 from ..problem.tasks import draw, sample, select, starting_points, task_count
 from ..problem.vector import Vector, stack
 from ..solvers.limits import changes
-from .clock import Clock
+from .cause import cause
+from .clock import Clock, TimeUp
 from .numbers import numbers_kept
-from .reference import MAX_BATCHES, WHY, Coordinates, reference_of
+from .reference import FIRST, JOINT, KINK, MAX_BATCHES, SECOND, WHY, Coordinates, Reference, reference_of
 
 __all__ = ["HypergradientReport", "check_hypergradient"]
 
@@ -49,9 +51,11 @@ class HypergradientReport:
         reference: how it was made: ``"dense"``, ``"implicit"`` or ``"differences"``.
         gap: relative difference of the reference to a difference of the solved problem along a random direction; NaN
             where it is made of such differences itself, or the precision is too low for them.
+        uncertainty: about the norm of the reference's own error, by what is left of its lower solve and of differences.
         seconds: what the check took.
-        verdict: ``"right"``, ``"biased"`` or ``"inconclusive"`` (the noise of the estimates hides the tolerance).
-        advice: what the bias comes from, and what to change.
+        verdict: ``"right"``, ``"biased"`` or ``"inconclusive"``: noise of the estimates, a reference that is not known
+            well enough, or the time that is up do not let it decide.
+        advice: what the bias comes from, or why nothing is decided; and what to change.
     """
 
     relative_error: float
@@ -65,17 +69,21 @@ class HypergradientReport:
     repeats: int
     reference: str
     gap: float
+    uncertainty: float
     seconds: float
     verdict: str
     advice: str
 
     def __str__(self) -> str:
+        hidden = _ratio(self.standard_error, self.norm), _ratio(self.uncertainty, self.norm)
         verdict = {
             "right": f"right: relative error {self.relative_error:.2g}",
             "biased": f"biased by {self.relative_error:.2g} of the norm",
-            "inconclusive": f"inconclusive: relative error {self.relative_error:.2g} within noise of "
-            f"{_ratio(self.standard_error, self.norm):.2g}",
+            "inconclusive": f"inconclusive: relative error {self.relative_error:.2g}, noise of the estimate "
+            f"{hidden[0]:.2g}, of the reference {hidden[1]:.2g}",
         }[self.verdict]
+        if not self.repeats:
+            return f"inconclusive: there is no estimate\nreference: none, {self.seconds:.1f} s\n{self.advice}"
         beside = "" if math.isnan(self.gap) else f", {self.gap:.1g} from a difference of the solved problem"
         return (
             f"{verdict} ({self.relative_error_at_solution:.2g} from the exact lower solution, cosine "
@@ -122,20 +130,21 @@ def check_hypergradient(
         reference: ``"dense"``: implicit differentiation with the full lower Hessian; ``"implicit"``: with conjugate
             gradients; ``"differences"``: central differences of :math:`\Phi` along random directions, each with four
             accurate lower solves (first derivatives only). ``"auto"``: dense up to 512 lower variables, implicit above,
-            differences where the losses cannot be differentiated twice. Beside the first two stands a difference of the
-            solved problem along one direction. Default: ``"auto"``.
+            differences where the losses cannot be differentiated twice. Beside the first two stand differences of the
+            solved problem along two directions. Default: ``"auto"``.
         directions: directions of ``"differences"``; the norm of the bias is then an estimate. Default: 16.
-
-        max_seconds: after which the solve of the reference, further directions and further repeats are left out.
-            Above two seconds a line on the terminal says what is done. Default: no limit.
+        max_seconds: after which further directions and further repeats are left out. If there is no reference by then,
+            or one along some directions only, the verdict is ``"inconclusive"``. Above five seconds a bar on the
+            terminal says what is done. Default: no limit.
 
     Returns:
         The figures of the comparison, and a verdict.
 
     Raises:
-        GradcheckError: if the bias exceeds ``atol + rtol * norm + 4 * standard_error`` (its ``report`` has the
-            figures), if the derivatives of a loss are not those of its values, or if there is no reference because the
-            lower problem could not be solved or is not strongly convex at its solution.
+        GradcheckError: if the bias exceeds ``atol + rtol * norm + 4 * standard_error + uncertainty`` (its ``report``
+            has the figures), if the derivatives of a loss are not those of its values, or if there is no reference: the
+            lower problem could not be solved or is not strongly convex at its solution, or a loss gives another value
+            each time.
         ValueError: for an argument out of its range, where ``lower_projection`` changes the solution, or for
             ``tasks`` with a method that keeps rows of y for all tasks (check it on one task, without ``tasks``) or has
             a single loss.
@@ -164,22 +173,66 @@ def check_hypergradient(
     clock = Clock(float(max_seconds))
     try:
         with _undisturbed(optimizer):
-            case = _one_problem(optimizer, upper, lower) if tasks is None else _tasks(optimizer, upper, lower, tasks)
-            truth = reference_of(case.problems, case.starts, reference, directions, clock)
-            if any(bool(changes(y, optimizer._limits.projected(y, 0))) for y in truth.solutions):
-                raise ValueError(
-                    "there is no reference where lower_projection changes the solution of the lower problem"
-                )
-            here = _repeated(lambda: case.estimate(None), truth.coordinates, repeats, clock)
-            there = _repeated(lambda: case.estimate(truth.solutions), truth.coordinates, repeats, clock)
+            report, allowed = _checked(
+                optimizer, upper, lower, tasks, (atol, rtol), repeats, reference, directions, clock
+            )
+    except TimeUp as time:
+        return _no_time(clock, f"time is up before {time}: a larger max_seconds (now {max_seconds:.3g}), fewer batches")
     finally:
         clock.clear()
+    if report.verdict == "biased":
+        failure = GradcheckError(
+            f"{type(optimizer).__name__}: hypergradient off by {report.bias:.3g}, allowed {allowed:.3g}\n{report}"
+        )
+        failure.report = report
+        raise failure
+    return report
+
+
+def _checked(
+    optimizer: BilevelOptimizer,
+    upper: Loss,
+    lower: Loss | None,
+    tasks: Any,
+    tolerances: tuple[float, float],
+    repeats: int,
+    reference: str,
+    directions: int,
+    clock: Clock,
+) -> tuple[HypergradientReport, float]:
+    """The report, and which bias would have been allowed."""
+    case = _one_problem(optimizer, upper, lower) if tasks is None else _tasks(optimizer, upper, lower, tasks)
+    truth = reference_of(case.problems, case.starts, reference, directions, clock, _concerns(optimizer))
+    if any(bool(changes(y, optimizer._limits.projected(y, 0))) for y in truth.solutions):
+        raise ValueError("there is no reference where lower_projection changes the solution of the lower problem")
+    clock.stage(0.6, 0.8)
+    here = _repeated(lambda: case.estimate(None), truth.coordinates, repeats, clock)
+    clock.stage(0.8, 1.0)
+    there = _repeated(lambda: case.estimate(truth.solutions), truth.coordinates, repeats, clock)
     norm, bias = float(truth.gradient.norm()), float((here.mean - truth.gradient).norm())
     error, at_solution = (_ratio(float((found.mean - truth.gradient).norm()), norm) for found in (here, there))
-    faults = [text for text in truth.faults if optimizer.declared.second_order or "second" not in text]
-    standard_error, allowed = here.std / here.number**0.5, atol + rtol * norm
-    verdict = "right" if bias + 4 * standard_error <= allowed or (bias <= allowed and not here.std) else "inconclusive"
-    verdict = "biased" if bias > allowed + 4 * standard_error or faults else verdict
+    standard_error, allowed = here.std / here.number**0.5, tolerances[0] + tolerances[1] * norm
+    slack = 4 * standard_error + truth.uncertainty
+    # Where the reference is doubtful a difference to it is none of the method's; one along some directions is one.
+    decided = not case.noise and (not truth.doubt or truth.kind == "differences")
+    verdict = "inconclusive"
+    if truth.faults or not math.isfinite(bias) or (bias > allowed + slack and decided):
+        verdict = "biased"
+    elif bias + slack <= allowed and truth.doubt in ("", KINK):
+        verdict = "right"
+    if verdict == "right":
+        advice = "nothing to change" + (f"; {truth.doubt}" if truth.doubt else "")
+    elif verdict == "inconclusive":
+        advice = _why_inconclusive(case, truth, bias > allowed + slack, 4 * standard_error, allowed)
+    elif truth.faults:
+        advice = f"the losses are the cause: {'; '.join(truth.faults)}. {WHY}"
+    else:
+
+        def retried() -> float:
+            found = _repeated(lambda: case.estimate(truth.solutions), truth.coordinates, repeats, clock)
+            return _ratio(float((found.mean - truth.gradient).norm()) + 2 * found.std / found.number**0.5, norm)
+
+        advice = cause(optimizer, error, at_solution, there.figures, retried)
     report = HypergradientReport(
         relative_error=error,
         relative_error_at_solution=at_solution,
@@ -192,62 +245,63 @@ def check_hypergradient(
         repeats=here.number,
         reference=truth.kind,
         gap=truth.gap,
+        uncertainty=truth.uncertainty,
         seconds=clock.spent,
         verdict=verdict,
-        advice=_advice(optimizer, verdict, error, at_solution, there.figures, faults),
+        advice=advice,
     )
-    if verdict == "biased" or not math.isfinite(bias):
-        failure = GradcheckError(
-            f"{type(optimizer).__name__}: hypergradient off by {bias:.3g}, allowed {allowed + 4 * standard_error:.3g}\n"
-            f"{report}"
-        )
-        failure.report = report
-        raise failure
-    return report
+    return report, allowed + slack
 
 
-def _advice(
-    optimizer: BilevelOptimizer,
-    verdict: str,
-    error: float,
-    at_solution: float,
-    figures: Mapping[str, Any],
-    faults: Sequence[str],
-) -> str:
-    """What a bias comes from, and what to change.
+def _no_time(clock: Clock, advice: str) -> HypergradientReport:
+    """The report of a check that has ended without a reference."""
+    return HypergradientReport(
+        relative_error=math.nan,
+        relative_error_at_solution=math.nan,
+        bias=math.nan,
+        std=math.nan,
+        standard_error=math.nan,
+        cosine=math.nan,
+        norm=math.nan,
+        lower_residual=math.nan,
+        repeats=0,
+        reference="none",
+        gap=math.nan,
+        uncertainty=math.inf,
+        seconds=clock.spent,
+        verdict="inconclusive",
+        advice=advice,
+    )
+
+
+def _why_inconclusive(case: _Case, truth: Reference, off: bool, noise: float, allowed: float) -> str:
+    """What hides the answer, and what would show it.
 
     Args:
-        optimizer: the method.
-        verdict: about it.
-        error: relative error of its estimate.
-        at_solution: the same from the exact lower solution.
-        figures: diagnostics of the latter.
-        faults: of the derivatives of the losses.
+        case: what is checked.
+        truth: the reference.
+        off: whether the estimate is off by more than all noise.
+        noise: of the estimate.
+        allowed: bias.
     """
-    if verdict == "right":
-        return "nothing to change"
-    if verdict == "inconclusive":
-        return "the noise of the estimates is larger than the tolerance: more repeats, larger batches, or a larger rtol"
-    if faults:
-        return f"the losses are the cause: {'; '.join(faults)}. {WHY}"
-    if at_solution < 0.1 * error:
+    if off and case.noise:
+        return case.noise
+    if truth.doubt:
+        return truth.doubt
+    if truth.uncertainty > max(noise, allowed / 2):
         return (
-            "the lower solve is the cause, as the estimator is good at the exact lower solution: more lower_steps, a "
-            "better lower_lr or lower_optimizer, or some steps of warm start"
+            f"the reference is known within {_ratio(truth.uncertainty, float(truth.gradient.norm())):.2g} of its norm "
+            "only, as a kink of the losses (ReLU, abs, max) or rounding is within reach of the differences, or the "
+            "lower solve is not exact: another point (move x a little), float64, or a larger rtol"
         )
-    own = "the estimator's own settings are the cause, as it is as bad at the exact lower solution: "
-    step, residual = optimizer._difference_step, figures.get("linear_relative_residual")
-    if step is not None:
-        return f"{own}{step} = {getattr(optimizer, step):.3g}: another {step} (its error law is in the docstring)"
-    unsolved = None if residual is None else float(torch.as_tensor(residual).max())
-    if unsolved is not None and unsolved > 0.1 * at_solution:
-        return (
-            f"{own}the linear system is solved to {unsolved:.2g} of its right-hand side: more linear_steps, another "
-            "linear_lr or linear_solver"
-        )
-    return (
-        f"{own}linear_steps, linear_lr, damping, truncate and the like, or the losses are not what they are meant to be"
-    )
+    return "the noise of the estimates is larger than the tolerance: more repeats, larger batches, or a larger rtol"
+
+
+def _concerns(optimizer: BilevelOptimizer) -> frozenset[str]:
+    """Which derivatives of the losses the method takes."""
+    if optimizer.declared.second_order:
+        return SECOND
+    return FIRST if optimizer.declared.family == "zeroth-order" else JOINT
 
 
 def _ratio(numerator: float, denominator: float) -> float:
@@ -283,7 +337,7 @@ def _repeated(estimate: Callable[[], Estimate], coordinates: Coordinates, repeat
     estimates: list[Tensor] = []
     figures: Mapping[str, Any] = {}
     while len(estimates) < repeats and not (len(estimates) >= 2 and clock.over):
-        clock.show(f"estimate {len(estimates) + 1} of {repeats}")
+        clock.show(f"estimate {len(estimates) + 1} of {repeats}", len(estimates) / repeats)
         found = estimate()
         figures = found.diagnostics
         estimates.append(coordinates(found.gradient))
@@ -301,22 +355,28 @@ class _Case:
         problems: the two losses of each.
         starts: where their lower solves start.
         estimate: the method's, started as it would start now, or at other lower points.
+        noise: why a difference to the reference may be none of the method's, if the losses' own random numbers are
+            others for both.
     """
 
     problems: list[Oracle]
     starts: list[Vector]
     estimate: Callable[[list[Vector] | None], Estimate]
+    noise: str = ""
 
 
 def _one_problem(optimizer: BilevelOptimizer, upper: Loss, lower: Loss | None) -> _Case:
-    f = _replica(as_objective(upper, "upper"))
-    g = None if lower is None else _replica(as_objective(lower, "lower"))
+    first, second = as_objective(upper, "upper"), None if lower is None else as_objective(lower, "lower")
+    drawing = _drawing(optimizer._oracle(first, second), second is not None)
+    f = _replica(first, drawing[0])
+    g = None if second is None else _replica(second, drawing[1])
     oracle = optimizer._oracle(f, g)
+    loose = any(draws and isinstance(one, FiniteSum) for draws, one in zip(drawing, (f, g), strict=True))
 
     def estimate(points: list[Vector] | None) -> Estimate:
         return optimizer.propose(f, g, still=True, start=None if points is None else points[0])
 
-    return _Case([oracle], [oracle.y.clone()], estimate)
+    return _Case([oracle], [oracle.y.clone()], estimate, LOOSE if loose else "")
 
 
 def _tasks(optimizer: BilevelOptimizer, upper: Loss, lower: Loss | None, sampler: Any) -> _Case:
@@ -340,7 +400,8 @@ def _tasks(optimizer: BilevelOptimizer, upper: Loss, lower: Loss | None, sampler
 
         return optimizer.propose(upper, lower, tasks=drawn, still=True, start=start)
 
-    return _Case([optimizer._oracle(*pair) for pair in pairs], starts, estimate)
+    problems = [optimizer._oracle(*pair) for pair in pairs]
+    return _Case(problems, starts, estimate, LOOSE if any(_drawing(problems[0].at(lower=starts[0]))) else "")
 
 
 class _Shuffled:
@@ -353,16 +414,63 @@ class _Shuffled:
         return (self._batches[i] for i in torch.randperm(len(self._batches), device="cpu").tolist())
 
 
-def _replica(objective: Objective) -> Objective:
-    """An objective over the same batches in random order, whose draws that of the user does not notice."""
-    if objective.data is None:
-        return objective
+LOOSE = (
+    "the losses draw random numbers (dropout), which are others for the reference than for the estimates with tasks "
+    "and with a FiniteSum: check without them, with model.eval() or the noise as part of the batches"
+)
+DRAWS = 8  # at least so many random numbers of a loss stand for all that it may draw
+
+
+def _drawing(oracle: Oracle, lower: bool = True) -> tuple[bool, bool]:
+    """Whether evaluations of the two losses draw random numbers."""
+
+    def draws(evaluate: Callable[[Any], Any], objective: Objective) -> bool:
+        sample = objective.samples(1)[0]
+        before = default_state(oracle.device)
+        evaluate(sample)
+        return not all(map(torch.equal, before, default_state(oracle.device)))
+
+    return draws(oracle.upper, oracle.f), lower and draws(oracle.lower, oracle.g)
+
+
+class _Seeded:
+    """A loss, or its features, with random numbers that belong to the batch."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, numbered: tuple[int, tuple[Any, ...]]) -> Any:
+        seed, arguments = numbered
+        torch.manual_seed(seed)
+        return self._function(*arguments)
+
+
+class _SeededFeatures(_Seeded):
+    """Features that hand the seed on."""
+
+    def __call__(self, numbered: tuple[int, tuple[Any, ...]]) -> Any:
+        return numbered[0], (super().__call__(numbered),)
+
+
+def _replica(objective: Objective, draws: bool = False) -> Objective:
+    """An objective over the same batches in random order, whose draws that of the user does not notice.
+
+    Random numbers that the loss draws become a part of the batches: reference and estimates are of the same ones.
+    """
     if isinstance(objective, FiniteSum):
         own = copy.copy(objective)
         own.generator = None
         return own
-    batches = [sample.batch for sample in objective.samples(MAX_BATCHES)]
-    return Objective(objective.loss, _Shuffled(batches), features=objective.features)
+    if objective.data is None and not draws:
+        return objective
+    samples = objective.samples(MAX_BATCHES)
+    if not draws:
+        return Objective(objective.loss, _Shuffled([one.batch for one in samples]), features=objective.features)
+    times = -(-DRAWS // len(samples))
+    seeds = torch.randint(2**31, (times * len(samples),), device="cpu").tolist()
+    batches = [(seed, samples[i % len(samples)].arguments) for i, seed in enumerate(seeds)]
+    features = None if objective.features is None else _SeededFeatures(objective.features)
+    return Objective(_Seeded(objective.loss), _Shuffled(batches), features=features)
 
 
 class _DrawnTasks:

@@ -6,13 +6,18 @@ import math
 import sys
 import time
 
-__all__ = ["Clock"]
+__all__ = ["Clock", "TimeUp"]
 
-SILENT = 2.0  # seconds before anything is shown
+SILENT = 5.0  # seconds before anything is shown
+WIDTH = 20  # characters of the bar
+
+
+class TimeUp(Exception):
+    """The time is up before what this says was done."""
 
 
 class Clock:
-    """Time that is left, and a line on the terminal about what takes so long.
+    """Time that is left, and a bar on the terminal, with a line about what takes so long.
 
     Args:
         seconds: after which nothing new is begun.
@@ -20,6 +25,7 @@ class Clock:
 
     def __init__(self, seconds: float = math.inf) -> None:
         self._start, self._seconds, self._last, self._shown = time.monotonic(), seconds, 0.0, 0
+        self._from, self._to = 0.0, 1.0
 
     @property
     def spent(self) -> float:
@@ -31,13 +37,24 @@ class Clock:
         """Whether the time is up."""
         return self.spent > self._seconds
 
-    def show(self, text: str) -> None:
-        """Say what is done now, if it takes long and somebody looks."""
+    def require(self, what: str) -> None:
+        """Raise `TimeUp` if there is no time for this."""
+        if self.over:
+            raise TimeUp(what)
+
+    def stage(self, begin: float, end: float) -> None:
+        """What is shown from here on is this part of the whole."""
+        self._from, self._to = begin, end
+
+    def show(self, text: str, part: float = 0.0) -> None:
+        """Say what is done now, and which part of the stage is, if it takes long and somebody looks."""
         spent = self.spent
         if spent < SILENT or spent - self._last < 0.2 or not sys.stderr.isatty():
             return
         limit = "" if math.isinf(self._seconds) else f" of {self._seconds:.0f}"
-        line = f"check_hypergradient, {spent:.0f}{limit} s: {text}"
+        whole = self._from + (self._to - self._from) * min(part, 1.0)
+        bar = ("#" * int(WIDTH * whole)).ljust(WIDTH, ".")
+        line = f"check_hypergradient [{bar}] {whole:.0%}, {spent:.0f}{limit} s: {text}"
         print(f"\r{line.ljust(self._shown)}", end="", file=sys.stderr, flush=True)
         self._last, self._shown = spent, len(line)
 

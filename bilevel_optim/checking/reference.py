@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,20 +18,50 @@ from ..oracle.session import Session
 from ..problem.objective import Sample
 from ..problem.vector import Vector
 from ..solvers.linear import cg
-from .clock import Clock
+from .clock import Clock, TimeUp
+from .differences import Slope, basis_or_normal, directions_for, flat, normal, rms, slope, unflat
 
-__all__ = ["Coordinates", "Reference", "reference_of"]
+__all__ = ["FIRST", "JOINT", "KINK", "MAX_BATCHES", "SECOND", "WHY", "Coordinates", "Reference", "reference_of"]
 
 DENSE_LIMIT = 512  # lower variables up to which the Hessian is formed
-PATIENCE = 100  # of the last steps of a lower solve
+PATIENCE = 10  # of the last steps of a lower solve; Newton steps do the rest
+PRODUCTS = 2000  # most of a linear solve
 COARSE = 1e-3  # precision of types whose differences say nothing
+FINER = 1 / 30  # what differences are made over if a kink is within reach
 WHY = (
     "So a loss detaches what it should not, reads a value with .item() or .data, or has a custom backward that is "
     "wrong: what autograd gives is not the derivative of what the losses return"
 )
+UNSOLVED = (
+    "Give the lower loss a penalty that makes it strongly convex (0.01 times the square of y), start y nearer to its "
+    "solution, scale it so that its curvatures are alike, or use float64"
+)
 MAX_BATCHES = 256  # batches of an objective that stand for its data
+# What concerns a method of each kind in the derivatives of the losses.
+FIRST = frozenset({"upper x", "upper y", "lower y"})
+JOINT = FIRST | {"lower x"}
+SECOND = JOINT | {"lower yy", "lower xy"}
+
+NEWTON = 20  # most Newton steps of a lower solve
+OTHERS = 2  # points nearby that are looked at before anything is blamed
+DERIVATIVES = {
+    "x": "derivative in x",
+    "y": "derivative in y",
+    "yy": "second derivative in y",
+    "xy": "second derivative in y and x",
+}
+KINK = (
+    "a kink of the losses (ReLU, abs, max) or rounding is within reach of the differences here, though elsewhere they "
+    "agree with the derivatives: check at another point (move x a little), in float64, or with smooth losses"
+)
+UNCONFIRMED = (
+    "differences of the solved problem are too rough to confirm the reference, be it by kinks of the losses (ReLU, "
+    "abs, max) or by rounding: check at another point (move x a little), in float64, or with smooth losses"
+)
+NO_TIME = "time is up before the reference was compared with differences: a larger max_seconds"
 
 Coordinates = Callable[[Vector], Tensor]
+Product = Callable[[Vector], Vector]
 
 
 @dataclass(frozen=True)
@@ -44,6 +76,8 @@ class Reference:
         residual: the largest norm of a lower gradient there.
         faults: which derivatives of the losses are not those of their values, in words.
         gap: relative difference of the reference to one of the solved problem along a direction; NaN: not known.
+        uncertainty: about the norm of its error.
+        doubt: why it is not to be trusted as it should be, and what to do; empty: it is.
     """
 
     gradient: Tensor
@@ -53,10 +87,17 @@ class Reference:
     residual: float
     faults: list[str]
     gap: float = math.nan
+    uncertainty: float = 0.0
+    doubt: str = ""
 
 
 def reference_of(
-    problems: Sequence[Oracle], starts: Sequence[Vector], kind: str, directions: int, clock: Clock
+    problems: Sequence[Oracle],
+    starts: Sequence[Vector],
+    kind: str,
+    directions: int,
+    clock: Clock,
+    concerns: frozenset[str] = SECOND,
 ) -> Reference:
     """The reference of problems whose lower solves start at these points.
 
@@ -66,51 +107,76 @@ def reference_of(
         kind: ``"dense"``, ``"implicit"``, ``"differences"``, or ``"auto"``.
         directions: how many ``"differences"`` takes.
         clock: says when to end.
+        concerns: which derivatives of the losses matter.
+
+    Raises:
+        GradcheckError: if there is none.
+        TimeUp: if there is no time for one.
     """
     truths = [_Truth(problem, clock) for problem in problems]
-    faults = truths[0].faults(starts[0])
+    truths[0].require_repeatable(starts[0])
+    found = truths[0].faults(starts[0])
+    faults = [text for which, text in found.items() if which in concerns]
     if kind == "auto":
         small = sum(t.numel() for t in problems[0].y) <= DENSE_LIMIT
         kind = "dense" if small else "implicit"
-        if not small:
+        if found and not faults:  # second derivatives are wrong, and the method does not take them
+            kind = "differences"
+        elif not small:
             try:
                 return _exact(truths, starts, kind, faults)
-            except (GradcheckError, RuntimeError):  # it is not convex enough, or cannot be differentiated twice
-                kind = "differences"
-    return (
-        _by_differences(truths, starts, directions, faults)
-        if kind == "differences"
-        else _exact(truths, starts, kind, faults)
-    )
+            except (GradcheckError, RuntimeError) as error:
+                if str(error).endswith(WHY):
+                    raise
+                kind = "differences"  # it is not convex enough, or cannot be differentiated twice
+    try:
+        if kind == "differences":
+            return _by_differences(truths, starts, directions, faults)
+        return _exact(truths, starts, kind, [*found.values()])
+    except GradcheckError as error:
+        if not found or str(error).endswith(WHY):
+            raise
+        raise GradcheckError(f"{'; '.join(found.values())}. {WHY}") from error
 
 
 def _exact(truths: Sequence[_Truth], starts: Sequence[Vector], kind: str, faults: list[str]) -> Reference:
-    """By implicit differentiation, with a difference of the first solved problem beside it."""
-    parts, solutions, residual, gap = list[Tensor](), list[Vector](), 0.0, math.nan
+    """By implicit differentiation, with differences of the first solved problem beside it."""
+    parts, solutions, residual, uncertainty, seen = list[Tensor](), list[Vector](), 0.0, 0.0, _Gap(math.nan, "")
     for k, (truth, start) in enumerate(zip(truths, starts, strict=True)):
-        solution, _ = truth.solve(start, patience=5 if kind == "dense" else PATIENCE)  # Newton steps do the rest
-        gradient, solution, norm = truth.dense(solution) if kind == "dense" else truth.implicit(solution)
-        parts.append(_flat(gradient))
-        solutions.append(solution)
-        residual = max(residual, norm)
+        truth.clock.stage(0.1 + 0.5 * k / len(truths), 0.1 + 0.5 * (k + 1) / len(truths))
+        found = truth.exact(kind, truth.solve(start)[0])
+        parts.append(flat(found.gradient))
+        solutions.append(found.solution)
+        residual, uncertainty = max(residual, found.residual), max(uncertainty, found.error)
         if k == 0:
-            gap = truth.gap(gradient, solution, faults)
-    return Reference(torch.stack(parts).mean(0), _flat, kind, solutions, residual, faults, gap)
+            seen = truth.gap(kind, found, faults)
+    mean = torch.stack(parts).mean(0)
+    return Reference(mean, flat, kind, solutions, residual, faults, seen.value, uncertainty, seen.doubt)
 
 
 def _by_differences(
     truths: Sequence[_Truth], starts: Sequence[Vector], directions: int, faults: list[str]
 ) -> Reference:
     """Along random directions, as many as there is time for."""
-    x, clock = truths[0].oracle.x, truths[0].clock
-    solved = [truth.solve(start) for truth, start in zip(truths, starts, strict=True)]
-    rows, probes = list[Tensor](), _probes(x, directions)
+    x, clock, doubt = truths[0].oracle.x, truths[0].clock, ""
+    clock.stage(0.1, 0.2)
+    solved = [truth.polished(truth.solve(start)[0]) for truth, start in zip(truths, starts, strict=True)]
+    rows, errors, probes = list[float](), list[float](), basis_or_normal(x, directions)
+    clock.stage(0.2, 0.6)
     for k, probe in enumerate(probes):
-        if rows and clock.over:
+        clock.show(f"differences along direction {k + 1} of {len(probes)}", k / len(probes))
+        try:
+            found = [truth.directional(probe, one.y) for truth, one in zip(truths, solved, strict=True)]
+        except TimeUp:
+            if not rows:
+                raise
+            doubt = (
+                f"time is up after {k} of {len(probes)} directions, along which alone the estimate is known to be "
+                "right: a larger max_seconds, or fewer directions"
+            )
             break
-        clock.show(f"differences along direction {k + 1} of {len(probes)}")
-        found = [truth.directional(probe, y)[0] for truth, (y, _) in zip(truths, solved, strict=True)]
-        rows.append(torch.tensor(sum(found) / len(truths), dtype=torch.float64, device="cpu"))
+        rows.append(sum(one.value for one in found) / len(truths))
+        errors.append(sum(one.error for one in found) / len(truths))
     probes = probes[: len(rows)]
     # Random unit vectors d_i in p dimensions: |e|^2 is the mean of p (d_i . e)^2.
     scale = math.sqrt(sum(t.numel() for t in x) / len(probes))
@@ -118,8 +184,41 @@ def _by_differences(
     def coordinates(gradient: Vector) -> Tensor:
         return scale * torch.stack([probe.dot(gradient) for probe in probes]).double().cpu()
 
-    residual = max(norm for _, norm in solved)
-    return Reference(scale * torch.stack(rows), coordinates, "differences", [y for y, _ in solved], residual, faults)
+    gradient = scale * torch.tensor(rows, dtype=torch.float64, device="cpu")
+    return Reference(
+        gradient,
+        coordinates,
+        "differences",
+        [one.y for one in solved],
+        max(one.residual for one in solved),
+        faults,
+        uncertainty=scale * math.hypot(*errors),
+        doubt=doubt,
+    )
+
+
+class _Solved(NamedTuple):
+    """A lower solution, the norm of the gradient there, and what a last Newton step would change."""
+
+    y: Vector
+    residual: float
+    step: Vector
+
+
+class _Exact(NamedTuple):
+    """A hypergradient, the lower solution, the norm of the gradient there, and what is not known of the first."""
+
+    gradient: Vector
+    solution: Vector
+    residual: float
+    error: float
+
+
+class _Gap(NamedTuple):
+    """How far a reference is from a difference, relatively, and why this decides nothing, if so."""
+
+    value: float
+    doubt: str
 
 
 class _Truth:
@@ -142,6 +241,11 @@ class _Truth:
         with point.session.buffers_kept():
             return _mean(point.lower, self._lower)
 
+    def lower_in_x(self, y: Vector, x: Vector) -> Vector:
+        """Gradient of the averaged lower loss in x."""
+        point = self.oracle.at(x, y)
+        return _mean(lambda sample: point.lower_jointly(sample)[:2], self._lower)[1]
+
     def upper(self, y: Vector, x: Vector | None = None) -> tuple[Tensor, Vector]:
         """Value of the averaged upper loss, and its gradient in x and y."""
         point = self.oracle.at(x, y)
@@ -152,11 +256,8 @@ class _Truth:
 
         return _mean(joined, self._upper)
 
-    def solve(self, start: Vector, x: Vector | None = None, patience: int = PATIENCE) -> tuple[Vector, float]:
-        """Minimiser of the averaged lower loss over y, and the norm of its gradient there.
-
-        ``patience``: how many steps may be made that lessen the gradient by less than one per cent.
-        """
+    def solve(self, start: Vector, x: Vector | None = None) -> tuple[Vector, float]:
+        """About the minimiser of the averaged lower loss over y, and the norm of its gradient there."""
         variables = Vector(t.clone().requires_grad_() for t in start)
 
         def closure() -> float:
@@ -174,9 +275,8 @@ class _Truth:
             line_search_fn="strong_wolfe",
         )
         for k in range(10):
-            if self.clock.over:
-                break
-            self.clock.show(f"lower solve, step {50 * k}")
+            self.clock.require("the lower problem was solved")
+            self.clock.show(f"lower solve, step {50 * k}", k / 10)
             before = variables.clone()
             solver.step(closure)  # type: ignore[no-untyped-call]
             if all(map(torch.equal, before, variables)):
@@ -187,7 +287,8 @@ class _Truth:
         gradient = self.lower(y, x)[1]
         best, residual = y, float(gradient.norm())
         move, idle = gradient * -1e-3, 0
-        while residual > 0 and idle < patience and not self.clock.over:
+        while residual > 0 and idle < PATIENCE:
+            self.clock.require("the lower problem was solved")
             y, change = y + move, gradient
             gradient = self.lower(y, x)[1]
             change, norm = gradient - change, float(gradient.norm())
@@ -200,59 +301,125 @@ class _Truth:
             move = gradient * (-float(move.dot(move)) / curvature)
         return best, residual
 
-    def dense(self, y: Vector) -> tuple[Vector, Vector, float]:
-        """Implicit differentiation with the whole lower Hessian; the solution, polished by Newton steps; its gradient.
+    def polished(self, start: Vector, x: Vector | None = None, product: Product | None = None) -> _Solved:
+        """A solution after Newton steps; by first derivatives alone, if there is no product with the Hessian.
 
-        Of the last, the norm.
+        Raises:
+            GradcheckError: if it is none.
         """
+        y, (_, slope_) = start, self.lower(start, x)
+        for _ in range(NEWTON):
+            if not float(slope_.norm()):
+                return _Solved(y, 0.0, slope_)
+            most = min(PRODUCTS, 4 * len(flat(y)) + 50)
+            result = cg(product or self._differences(y, x), slope_, steps=most, tol=1e-3)
+            if bool(result.indefinite) or not float(result.relative) <= 0.1:  # type: ignore[arg-type]
+                raise GradcheckError(
+                    "there is no reference: the lower problem could not be solved, as the lower loss is not strongly "
+                    f"convex where its solution should be, or its Hessian too badly conditioned. {UNSOLVED}"
+                )
+            step = result.solution
+            after = y - step
+            slope_after = self.lower(after, x)[1]
+            if not float(slope_after.norm()) < float(slope_.norm()):
+                break  # nothing but rounding errors is left, or a kink is in the way
+            y, slope_ = after, slope_after
+            if not float(step.norm()) > 10 * self._unit * float(y.norm()):
+                break
+        self._require_solved(y, float(step.norm()))
+        return _Solved(y, float(slope_.norm()), step)
+
+    def _require_solved(self, y: Vector, error: float) -> None:
+        if not error <= max(1e-4, self._unit**0.5) * (1 + float(y.norm())):
+            raise GradcheckError(
+                f"there is no reference: the lower problem could not be solved (its solution is known within about "
+                f"{error:.3g}, at a norm of {float(y.norm()):.3g}). {UNSOLVED}"
+            )
+
+    def _differences(self, y: Vector, x: Vector | None) -> Product:
+        """Products with the lower Hessian by differences of gradients."""
+        reach = self._unit ** (1 / 3) * (1 + float(y.norm()))
+
+        def product(v: Vector) -> Vector:
+            self.clock.require("the lower problem was solved")
+            self.clock.show("lower solve, Newton steps", 0.9)
+            size = float(v.norm())
+            if not size:
+                return v
+            along = v * (reach / size)
+            change = self.lower(y + along, x)[1] - self.lower(y - along, x)[1]
+            scaled: Vector = change * (size / (2 * reach))
+            return scaled
+
+        return product
+
+    def exact(self, kind: str, near: Vector) -> _Exact:
+        """Implicit differentiation at the solution near a point: with the whole lower Hessian, or by products."""
+        return self._dense(near) if kind == "dense" else self._implicit(near)
+
+    def _dense(self, y: Vector) -> _Exact:
+        self.clock.require("the lower Hessian was made")
+        self.clock.show("the lower Hessian")
         hessian = self._hessian(y)
         eigenvalues = torch.linalg.eigvalsh(hessian)
         if not eigenvalues[0] > self._unit * len(hessian) * eigenvalues[-1].abs():
             raise GradcheckError(
                 "there is no reference: the lower loss is not strongly convex at the solution that was found (smallest "
-                f"eigenvalue of its Hessian {float(eigenvalues[0]):.3g}, largest {float(eigenvalues[-1]):.3g})"
+                f"eigenvalue of its Hessian {float(eigenvalues[0]):.3g}, largest {float(eigenvalues[-1]):.3g}). "
+                f"{UNSOLVED}"
             )
         for _ in range(5):
-            slope = _flat(self.lower(y)[1])
-            step = torch.linalg.solve(hessian, slope)
-            if not step.norm() > self._unit * _flat(y).norm():
+            slope_ = flat(self.lower(y)[1])
+            step = torch.linalg.solve(hessian, slope_)
+            if not step.norm() > self._unit * flat(y).norm():
                 break
-            y = y - _unflat(step, y)
-        error = float(step.norm())
-        if not error <= max(1e-4, self._unit**0.5) * (1 + float(_flat(y).norm())):
-            raise GradcheckError(
-                f"there is no reference: the lower problem could not be solved (error about {error:.3g})"
-            )
+            y = y - unflat(step, y)
+        self._require_solved(y, float(step.norm()))
         self._factor = torch.linalg.inv(hessian)
-        split, gradient = len(self.oracle.x), self.upper(y)[1]
-        v = _unflat(torch.linalg.solve(hessian, _flat(gradient[split:])), y)
-        return Vector(gradient[:split]) - self._products(y, v)[1], y, float(slope.norm())
+        v = unflat(torch.linalg.solve(hessian, flat(self._slopes(y)[1])), y)
+        return self._with_adjoint(v, _Solved(y, float(slope_.norm()), unflat(step, y)))
 
-    def implicit(self, y: Vector) -> tuple[Vector, Vector, float]:
-        """Implicit differentiation with conjugate gradients; the solution; the norm of its gradient."""
-        split, gradient = len(self.oracle.x), self.upper(y)[1]
-        b, made = Vector(gradient[split:]), 0
+    def _implicit(self, near: Vector) -> _Exact:
+        solved = self.polished(near, product=lambda v: self._products(near, v)[0])
+        y, made = solved.y, 0
+        b = self._slopes(y)[1]
 
         def product(v: Vector) -> Vector:
             nonlocal made
             made += 1
-            self.clock.show(f"implicit differentiation, product {made}")
+            self.clock.require("the implicit differentiation was done")
+            self.clock.show(f"implicit differentiation, product {made}", 0.9)
             return self._products(y, v)[0]
 
         tol = max(1e-8, 10 * self._unit)
-        result = cg(product, b, steps=2000, tol=tol) if float(b.norm()) else None
-        if result is not None and (bool(result.indefinite) or not float(result.relative) <= 100 * tol):  # type: ignore[arg-type]
+        result = cg(product, b, steps=PRODUCTS, tol=tol) if float(b.norm()) else None
+        if result is None:
+            return self._with_adjoint(b, solved)
+        if bool(result.indefinite) or not float(result.relative) <= 100 * tol:  # type: ignore[arg-type]
             raise GradcheckError(
                 "there is no reference: the lower loss is not strongly convex at the solution that was found, or its "
-                f"Hessian too badly conditioned (relative residual {float(result.relative):.3g})"  # type: ignore[arg-type]
+                f"Hessian too badly conditioned (relative residual {float(result.relative):.3g}). {UNSOLVED}"  # type: ignore[arg-type]
             )
-        norm = float(self.lower(y)[1].norm())
-        direct = Vector(gradient[:split])
-        return direct if result is None else direct - self._products(y, result.solution)[1], y, norm
+        return self._with_adjoint(result.solution, solved)
 
-    def _products(self, y: Vector, v: Vector) -> tuple[Vector, Vector]:
-        """H v, and the cross derivative times v, of the averaged lower loss at y."""
-        point, bent, cross = self.oracle.at(lower=y), y.zeros_like(), self.oracle.x.zeros_like()
+    def _slopes(self, y: Vector) -> tuple[Vector, Vector]:
+        """Gradients of the upper loss in x and in y."""
+        split, gradient = len(self.oracle.x), self.upper(y)[1]
+        return Vector(gradient[:split]), Vector(gradient[split:])
+
+    def _with_adjoint(self, v: Vector, solved: _Solved) -> _Exact:
+        """The hypergradient, and how much it changes by what is left of the lower solve."""
+
+        def gradient(y: Vector) -> Vector:
+            return self._slopes(y)[0] - self._products(y, v)[1]
+
+        here, moved = gradient(solved.y), solved.y - solved.step
+        left = float(solved.step.norm()) > 100 * self._unit * float(solved.y.norm())
+        return _Exact(here, solved.y, solved.residual, float((gradient(moved) - here).norm()) if left else 0.0)
+
+    def _products(self, y: Vector, v: Vector, x: Vector | None = None) -> tuple[Vector, Vector]:
+        """H v, and the cross derivative times v, of the averaged lower loss."""
+        point, bent, cross = self.oracle.at(x, y), y.zeros_like(), self.oracle.x.zeros_like()
         for sample in self._lower:
             with point.lower_system(sample, gradient=False) as system:
                 bent, cross = bent + system.hvp(v), cross + system.cross(v)
@@ -264,122 +431,188 @@ class _Truth:
         for sample in self._lower:
             with point.lower_system(sample, gradient=False) as system:
                 for i, unit in enumerate(torch.eye(size, dtype=torch.float64, device="cpu")):
-                    rows[i] += _flat(system.hvp(_unflat(unit, y)))
+                    rows[i] += flat(system.hvp(unflat(unit, y)))
         rows /= len(self._lower)
         return (rows + rows.T) / 2
 
-    def directional(self, probe: Vector, solution: Vector) -> tuple[float, float]:
-        """Derivative of f(x, y*(x)) along a direction, by fourth-order differences; and how exact it is."""
-        x = self.oracle.x
-        epsilon = self._unit**0.2 * max(1.0, float(x.norm()) / len(_flat(x)) ** 0.5)
+    def directional(self, probe: Vector, solution: Vector, finer: float = 1.0) -> Slope:
+        """Derivative of f(x, y*(x)) along a direction, by fourth-order differences."""
+        x, worst = self.oracle.x, 0.0
+        epsilon = self._unit**0.2 * max(1.0, rms(x)) * finer
 
         def value(t: float) -> float:
+            nonlocal worst
             moved = x + probe * t
-            return float(self.upper(self._solved_near(solution, moved), moved)[0])
+            y, step = self._solved_near(solution, moved)
+            f, gradient = self.upper(y, moved)
+            if step is not None:
+                worst = max(worst, abs(float(Vector(gradient[len(x) :]).dot(step))))
+            return float(f)
 
-        return _slope(value, epsilon, self._unit)
+        found = slope(value, epsilon, self._unit)
+        return Slope(found.value, found.error + worst / epsilon)
 
-    def _solved_near(self, solution: Vector, x: Vector) -> Vector:
-        """The solution at an x near that of another solution."""
+    def _solved_near(self, solution: Vector, x: Vector) -> tuple[Vector, Vector | None]:
+        """The solution at an x near that of another solution; and what a last step changes, if that matters."""
         y = solution
         if self._factor is not None:
             last = math.inf
             for _ in range(20):  # Newton steps with the Hessian of there
-                step = self._factor @ _flat(self.lower(y, x)[1])
+                step = self._factor @ flat(self.lower(y, x)[1])
                 length = float(step.norm())
                 if not length < 0.5 * last:
                     break
-                y, last = y - _unflat(step, y), length
+                y, last = y - unflat(step, y), length
             if last <= 100 * self._unit * (1 + float(y.norm())):
-                return y
-        return self.solve(solution, x)[0]
+                return y, None
+        try:
+            solved = self.polished(solution, x)
+        except GradcheckError:
+            solved = self.polished(self.solve(solution, x)[0], x)
+        return solved.y, solved.step
 
-    def gap(self, gradient: Vector, solution: Vector, faults: list[str]) -> float:
-        """Relative difference of a hypergradient to one of the solved problem along a direction.
+    def gap(self, kind: str, found: _Exact, faults: list[str]) -> _Gap:
+        """Relative difference of a hypergradient to ones of the solved problem along directions.
+
+        Where they are not the same, finer differences are taken, and then the same is tried at other x nearby: a kink
+        is at some points, a wrong derivative at all.
 
         Raises:
             GradcheckError: if they are not the same but for errors of differences, or a loss has other derivatives
                 than its values say.
         """
         if self._unit > COARSE:
-            return math.nan
-        probe = _signs(gradient)
-        self.clock.show("a difference of the solved problem")
-        (found, error), expected = self.directional(probe, solution), float(probe.dot(gradient))
-        size = max(abs(found), abs(expected), float(gradient.norm()) / len(_flat(gradient)) ** 0.5)
-        wrong = abs(found - expected) > 10 * error + _tolerance(self._unit) * size
-        if faults or wrong:
-            seen = (
-                f"along a random direction the reference by second derivatives is {expected:.6g}, a difference of the "
-                f"solved problem {found:.6g}"
-            )
-            raise GradcheckError(f"{'; '.join(faults)}; {seen}. {WHY}" if faults else f"{seen}. {WHY}")
-        return abs(found - expected) / size if size else 0.0
+            return _Gap(math.nan, "")
+        self.clock.show("a difference of the solved problem", 0.95)
+        try:
+            value, outcome, seen = self._beside(found)
+            if faults:
+                raise GradcheckError(f"{'; '.join(faults)}; {seen}. {WHY}")
+            for k in range(OTHERS if outcome != "agrees" else 0):
+                x = self.oracle.x
+                other = copy.copy(self)
+                other._factor = None
+                other.oracle = self.oracle.at(x + normal(x) * (0.03 * (k + 1) * (1 + rms(x)) * len(flat(x)) ** 0.5))
+                try:
+                    there = other.exact(kind, other.solve(found.solution)[0])
+                    confirmed = other._beside(there)[1] == "agrees"
+                except GradcheckError:  # the lower problem has no good solution there
+                    continue
+                if confirmed:
+                    return _Gap(value, KINK)
+        except TimeUp:
+            return _Gap(math.nan, NO_TIME)
+        if outcome == "differs":
+            raise GradcheckError(f"{seen}. {WHY}")
+        return _Gap(value, "" if outcome == "agrees" else UNCONFIRMED)
 
-    def faults(self, start: Vector) -> list[str]:
-        """Which derivatives of the losses are not those of their values, near where the lower solve starts."""
-        if self._unit > COARSE:
-            return []
-        self.clock.show("derivatives of the losses")
-        x, size = self.oracle.x, float(start.norm()) / len(_flat(start)) ** 0.5
-        y = start + _signs(start) * (0.03 * (1 + size) * len(_flat(start)) ** 0.5)  # where no gradient is zero
-        if not all(math.isfinite(float(value(y, x)[0])) for value in (self.lower, self.upper)):
-            y = start
-        split, along_x, along_y = len(x), _signs(x), _signs(y)
-        upper, (bent, cross) = self.upper(y)[1], self._products_if_any(y, along_y)
-        checks = [
-            ("upper", "derivative in x", Vector(upper[:split]), along_x, lambda t: self.upper(y, x + along_x * t)[0]),
-            ("upper", "derivative in y", Vector(upper[split:]), along_y, lambda t: self.upper(y + along_y * t, x)[0]),
-            ("lower", "derivative in y", self.lower(y)[1], along_y, lambda t: self.lower(y + along_y * t, x)[0]),
-        ]
-        if bent is not None and cross is not None:
-            across = _signs(y)
-            checks += [
-                ("lower", "second derivative in y", bent, across,
-                 lambda t: across.dot(self.lower(y + along_y * t, x)[1])),
-                ("lower", "second derivative in y and x", cross, along_x,
-                 lambda t: along_y.dot(self.lower(y, x + along_x * t)[1])),
-            ]  # fmt: skip
-        found = []
-        for level, what, vector, along, evaluate in checks:
-            at = x if "x" in what.split()[-1] else y
-            rms = float(at.norm()) / len(_flat(at)) ** 0.5
-            epsilon = self._unit**0.25 * (1 + rms) * len(_flat(at)) ** 0.5
-            slope, error = _slope(lambda t, value=evaluate: float(value(t)), epsilon, self._unit)  # type: ignore[misc]
-            expected = float(along.dot(vector))
-            size = max(abs(slope), abs(expected), float(vector.norm()) / len(_flat(vector)) ** 0.5)
-            if abs(slope - expected) > 10 * error + _tolerance(self._unit) * size:
-                found.append(
-                    f"the {self.oracle.session.called(level)}'s {what} is {expected:.6g} by autograd along a "
-                    f"direction, but {slope:.6g} by differences"
+    def _beside(self, found: _Exact) -> tuple[float, str, str]:
+        """The relative difference, what it says, and that in words."""
+        gradient, results = found.gradient, []
+        for _ in range(2):
+            probe = normal(gradient)
+            expected = float(probe.dot(gradient))
+            for finer in (1.0, FINER) if self._unit < 1e-12 else (1.0,):
+                one = self.directional(probe, found.solution, finer)
+                outcome = one.compared(expected, rms(gradient), self._unit)
+                if outcome == "agrees":
+                    break
+            size = max(abs(one.value), abs(expected), rms(gradient))
+            results.append(
+                (
+                    ("agrees", "unknown", "differs").index(outcome),
+                    abs(one.value - expected) / size if size else 0.0,
+                    f"along a random direction the reference by second derivatives is {expected:.6g}, a difference of "
+                    f"the solved problem {one.value:.6g}",
                 )
+            )
+        worst, value, text = max(results)
+        return value, ("agrees", "unknown", "differs")[worst], text
+
+    def require_repeatable(self, start: Vector) -> None:
+        """Raise GradcheckError if a loss gives another value each time."""
+        self.clock.stage(0.0, 0.1)
+        y = start + normal(start) * (0.03 * (1 + rms(start)) * len(flat(start)) ** 0.5)  # where nothing is zero
+        if not all(math.isfinite(float(value(y)[0])) for value in (self.lower, self.upper)):
+            y = start
+        for level, evaluate in (("upper", self.upper), ("lower", self.lower)):
+            first, second = (float(evaluate(y)[0]) for _ in range(2))
+            if abs(first - second) > 1e3 * self._unit * max(abs(first), abs(second)):
+                raise GradcheckError(
+                    f"there is no reference: the {self.oracle.session.called(level)} is {first:.9g} and then "
+                    f"{second:.9g} at one point, on the same batch, as it remembers its calls or draws random numbers "
+                    "that cannot be drawn again. Take them from torch's default generator, which is set back for each "
+                    "evaluation of a sample, put them into the batches of an Objective, or check without noise"
+                )
+
+    def faults(self, start: Vector) -> dict[str, str]:
+        """Which derivatives of the losses are not those of their values, near where the lower solve starts, in words.
+
+        Those that are not at one point are looked at again at two others: a kink is at some points alone.
+        """
+        if self._unit > COARSE:
+            return {}
+        self.clock.show("derivatives of the losses")
+        found: dict[str, str] = {}
+        for k in range(OTHERS + 1):
+            x = self.oracle.x
+            y = start + normal(start) * (0.03 * (1 + k) * (1 + rms(start)) * len(flat(start)) ** 0.5)
+            if k:  # where no gradient is zero; later also another x
+                x = x + normal(x) * (0.03 * k * (1 + rms(x)) * len(flat(x)) ** 0.5)
+            if not all(math.isfinite(float(value(y, x)[0])) for value in (self.lower, self.upper)):
+                x, y = self.oracle.x, start
+            here = self._faults_at(x, y, 1.0 if not k or self._unit > 1e-12 else FINER, {*found} if k else None)
+            found = {which: text for which, text in (found or here).items() if which in here}
+            if not found:
+                break
         return found
 
-    def _products_if_any(self, y: Vector, v: Vector) -> tuple[Vector | None, Vector | None]:
+    def _faults_at(self, x: Vector, y: Vector, finer: float, which: set[str] | None) -> dict[str, str]:
+        """The same at one point, of all derivatives or some of them."""
+        split, found = len(x), dict[str, str]()
+        gradient, slope_ = self.upper(y, x)[1], self.lower(y, x)[1]
+        in_x, in_y, joint = Vector(gradient[:split]), Vector(gradient[split:]), self.lower_in_x(y, x)
+        for along_x, along_y, across in directions_for(x, y, y):
+            bent, cross = self._products_if_any(x, y, along_y)
+            self._compare(found, "upper x", x, in_x, along_x, finer, lambda p: self.upper(y, p)[0])
+            self._compare(found, "upper y", y, in_y, along_y, finer, lambda p: self.upper(p, x)[0])
+            self._compare(found, "lower y", y, slope_, along_y, finer, lambda p: self.lower(p, x)[0])
+            self._compare(found, "lower x", x, joint, along_x, finer, lambda p: self.lower(y, p)[0])
+            if bent is not None and cross is not None:
+                self._compare(found, "lower yy", y, bent, across, finer, self._along(along_y, x=x))
+                self._compare(found, "lower xy", x, cross, along_x, finer, self._along(along_y, y=y))
+        return found if which is None else {k: text for k, text in found.items() if k in which}
+
+    def _along(self, v: Vector, x: Vector | None = None, y: Vector | None = None) -> Callable[[Vector], Tensor]:
+        """The derivative of the lower loss in y along a direction, as a function of x or of y."""
+        return lambda p: v.dot(self.lower(p if y is None else y, p if x is None else x)[1])
+
+    def _compare(
+        self,
+        found: dict[str, str],
+        which: str,
+        at: Vector,
+        vector: Vector,
+        along: Vector,
+        finer: float,
+        evaluate: Callable[[Vector], Tensor],
+    ) -> None:
+        """Note a derivative along a direction that is not that of the values."""
+        epsilon = self._unit**0.25 * (1 + rms(at)) * len(flat(at)) ** 0.5 * finer
+        one = slope(lambda t: float(evaluate(at + along * t)), epsilon, self._unit)
+        expected, (level, variables) = float(along.dot(vector)), which.split()
+        if one.compared(expected, rms(vector), self._unit) == "differs":
+            found.setdefault(
+                which,
+                f"the {self.oracle.session.called(level)}'s {DERIVATIVES[variables]} is {expected:.6g} by autograd "
+                f"along a direction, but {one.value:.6g} by differences",
+            )
+
+    def _products_if_any(self, x: Vector, y: Vector, v: Vector) -> tuple[Vector | None, Vector | None]:
         try:
-            return self._products(y, v)
+            return self._products(y, v, x)
         except RuntimeError:  # it cannot be differentiated twice
             return None, None
-
-
-def _slope(value: Callable[[float], float], epsilon: float, unit: float) -> tuple[float, float]:
-    """The derivative of a function at 0, of fourth order; and about its error."""
-    a, b, c, d = (value(t * epsilon) for t in (-2.0, -1.0, 1.0, 2.0))
-    near, far = (c - b) / (2 * epsilon), (d - a) / (4 * epsilon)
-    fine = near + (near - far) / 3
-    return fine, abs(fine - near) + unit * max(map(abs, (a, b, c, d))) / epsilon
-
-
-def _tolerance(unit: float) -> float:
-    """Relative differences between derivatives that are no matter in a precision."""
-    return 1e-3 if unit < 1e-12 else 3e-2
-
-
-def _signs(like: Vector) -> Vector:
-    """A random unit vector in which all entries weigh the same."""
-    count = len(_flat(like))
-    signs = torch.randint(2, (count,), device="cpu").double() * 2 - 1
-    return _unflat(signs / count**0.5, like)
 
 
 def _mean(evaluate: Callable[[Sample], tuple[Tensor, Vector]], samples: Sequence[Sample]) -> tuple[Tensor, Vector]:
@@ -390,23 +623,3 @@ def _mean(evaluate: Callable[[Sample], tuple[Tensor, Vector]], samples: Sequence
         more, gradient = evaluate(sample)
         value, total = value + more.double().cpu(), total + gradient
     return value / len(samples), total * (1 / len(samples))
-
-
-def _probes(x: Vector, directions: int) -> list[Vector]:
-    """Unit vectors in the space of x: a basis if it is small enough, random ones otherwise."""
-    size = sum(t.numel() for t in x)
-    if size <= directions:
-        return [_unflat(e, x) for e in torch.eye(size, dtype=torch.float64, device="cpu")]
-    random = torch.randn(directions, size, dtype=torch.float64, device="cpu")
-    return [_unflat(d / d.norm(), x) for d in random]
-
-
-def _flat(vector: Sequence[Tensor]) -> Tensor:
-    """All entries as one float64 vector on the host."""
-    return torch.cat([t.detach().reshape(-1).double().cpu() for t in vector])
-
-
-def _unflat(entries: Tensor, like: Sequence[Tensor]) -> Vector:
-    """The inverse of `_flat`."""
-    parts = entries.split([t.numel() for t in like])  # type: ignore[no-untyped-call]
-    return Vector(part.view(t.shape).to(t) for part, t in zip(parts, like, strict=True))

@@ -1,15 +1,99 @@
 """What `check_hypergradient` said that was not so, and what it and `suggest` moved."""
 
 import random
+import re
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 import bilevel_optim as bo
 
-from ..problems import seeded
+from ..problems import Quadratic, seeded
+
+
+def quadratic(kappa, n=12, m=2):
+    problem = Quadratic(n=n, m=m, kappa=kappa)
+    return problem, bo.AID(problem.x, problem.y, lr=0.1, lower_lr=problem.lr, lower_steps=20, linear_steps=20)
+
+
+@pytest.mark.parametrize("cls", [bo.AID, bo.FirstOrder, bo.ITD])
+@pytest.mark.parametrize("reference", ["dense", "implicit", "differences"])
+def test_a_solve_that_time_has_ended_decides_nothing(cls, reference):
+    """It was taken for the solution: differences are 0 then, and so is every error."""
+    problem = Quadratic(n=8, m=3)
+    optimizer = cls(problem.x, problem.y, lr=0.1, lower_lr=problem.lr, lower_steps=20)
+    report = bo.check_hypergradient(optimizer, *problem.losses, reference=reference, max_seconds=1e-9)
+    assert report.verdict == "inconclusive"
+    assert "max_seconds" in report.advice
+    assert "time is up" in str(report)
+
+
+@pytest.mark.parametrize("reference", ["implicit", "differences"])
+def test_an_unsolved_lower_problem_is_no_reference(reference):
+    problem, optimizer = quadratic(1e13)
+    with pytest.raises(bo.GradcheckError, match="there is no reference: the lower problem could not be solved") as told:
+        bo.check_hypergradient(optimizer, *problem.losses, reference=reference)
+    assert "penalty" in str(told.value)
+
+
+@pytest.mark.parametrize("kappa", [1.0, 1e3, 1e5])
+def test_a_badly_conditioned_lower_problem_is_solved_for_differences(kappa):
+    """What is said to be solved is: the norm is that of the closed form."""
+    problem, optimizer = quadratic(kappa)
+    truth = problem.hypergradient()[0]
+    try:
+        report = bo.check_hypergradient(optimizer, *problem.losses, reference="differences", rtol=1e9)
+    except bo.GradcheckError as error:
+        assert "could not be solved" in str(error)  # noqa: PT017
+        assert kappa > 1e4
+    else:
+        assert report.norm == pytest.approx(float(truth.norm()), rel=1e-4)
+
+
+@pytest.mark.parametrize("distance", [0.0, 1e-9, 1e-6, 1e-4, 1e-3])
+@pytest.mark.parametrize("place", ["x in f", "y in f", "x in g", "y in g"])
+def test_kinks_near_the_point_are_no_faults(place, distance):
+    """Differences across a rectifier's kink are not its derivative."""
+    x = torch.full((3,), distance).requires_grad_()
+    y = torch.full((3,), 0.5).requires_grad_()
+
+    def upper():
+        loss = (y - 1).square().sum() / 2 + x.square().sum() + x.sum()
+        if place == "x in f":
+            loss = loss + x.relu().sum()
+        return loss + (y - 0.5).relu().sum() if place == "y in f" else loss
+
+    def lower():
+        bent = x.relu() if place == "x in g" else x
+        loss = (y - 0.5 - bent).square().sum() / 2
+        return loss + 0.1 * (y - 0.5).relu().square().sum() if place == "y in g" else loss
+
+    optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.5, lower_steps=60, linear_steps=20)
+    report = bo.check_hypergradient(optimizer, upper, lower)
+    assert report.verdict in ("right", "inconclusive")
+    if report.verdict == "inconclusive":
+        assert "kink" in report.advice
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rectifiers_are_no_faults(seed):
+    """A network has kinks wherever one looks."""
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    rows, x = torch.randn(30, 4), torch.zeros(4, requires_grad=True)
+
+    def lower():
+        penalty = sum(p.square().sum() for p in net.parameters())
+        return (net(rows * (1 + x))[:, 0] - rows.sum(1)).square().mean() + 0.3 * penalty
+
+    optimizer = bo.AID([x], net.parameters(), lr=0.1, lower_lr=0.05, lower_steps=400, linear_steps=60)
+    try:
+        bo.check_hypergradient(optimizer, lambda: (net(rows)[:, 0] - 1).square().mean(), lower, rtol=1e3, repeats=2)
+    except bo.GradcheckError as error:
+        assert "no reference" in str(error)  # noqa: PT017
 
 
 class Drawing:
@@ -59,3 +143,67 @@ def test_suggest_moves_no_random_numbers():
     assert random.getstate() == before
     assert (np.random.get_state()[1] == arrays).all()  # noqa: NPY002
     assert torch.equal(torch.get_rng_state(), torchs)
+
+
+@pytest.mark.parametrize("level", ["upper", "lower"])
+@pytest.mark.parametrize("reference", ["dense", "differences"])
+def test_faults_of_equal_entries_are_found(reference, level):
+    """A direction of signs is orthogonal to them as often as not."""
+    for seed in range(12):
+        torch.manual_seed(seed)
+        x, y = torch.randn(4).requires_grad_(), torch.zeros(4, requires_grad=True)
+        extra = {level: lambda x=x, y=y: x.detach().sum() * (1 + (y.sum() if level == "lower" else 0))}
+        none = lambda: 0.0  # noqa: E731
+        upper, lower = extra.get("upper", none), extra.get("lower", none)
+        optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.5, lower_steps=60, linear_steps=20)
+        with pytest.raises(bo.GradcheckError, match=f"the {level} loss's"):
+            bo.check_hypergradient(
+                optimizer,
+                lambda x=x, y=y, more=upper: (y - 1).square().sum() / 2 + x.square().sum() + more(),
+                lambda x=x, y=y, more=lower: (y - x).square().sum() / 2 + more(),
+                reference=reference,
+                directions=1,
+            )
+
+
+@pytest.mark.parametrize("reference", ["dense", "differences"])
+def test_a_wrong_loss_is_named_rather_than_nu(reference):
+    """What a method of first order takes of g in x is looked at too."""
+    x, y = torch.randn(4).requires_grad_(), torch.zeros(4, requires_grad=True)
+    optimizer = bo.F2SA([x], [y], lr=0.1, lower_lr=0.5, lower_steps=80)
+    with pytest.raises(bo.GradcheckError, match="the lower loss's derivative in x"):
+        bo.check_hypergradient(
+            optimizer,
+            lambda: (y - 1).square().sum() / 2,
+            lambda: (y - x.detach()).square().sum() / 2 + 0.1 * (x * y).sum(),
+            reference=reference,
+        )
+
+
+def test_nu_is_blamed_only_where_another_one_helps():
+    problem = Quadratic(n=5, kappa=3.0)
+    kinds = {"lr": 0.1, "lower_lr": problem.lr}
+    optimizer = bo.F2SA(problem.x, problem.y, lower_steps=200, nu=0.3, **kinds)
+    with pytest.raises(bo.GradcheckError, match=r"nu = 0\.3: another nu, such as 0\.075") as told:
+        bo.check_hypergradient(optimizer, *problem.losses, rtol=1e-3)
+    assert optimizer.nu == 0.3
+    error = told.value.report.relative_error
+    found = float(re.search(r"with which the error is (\S+)", told.value.report.advice)[1])
+    optimizer.nu = 0.075
+    with pytest.raises(bo.GradcheckError) as told:
+        bo.check_hypergradient(optimizer, *problem.losses, rtol=1e-3)
+    assert told.value.report.relative_error == pytest.approx(found, rel=0.05)
+    assert found < 0.3 * error
+    hasty = bo.F2SA(problem.x, problem.y, lower_steps=1, nu=1e-3, **kinds)
+    with pytest.raises(bo.GradcheckError, match=r"not nu = 0\.001"):
+        bo.check_hypergradient(hasty, *problem.losses)
+
+
+def test_faults_that_a_method_does_not_meet_are_none_of_its_own():
+    """PZOBO takes no derivative of g in x: its reference takes none either."""
+    x, y = torch.randn(4).requires_grad_(), torch.zeros(4, requires_grad=True)
+    optimizer = bo.PZOBO([x], [y], lr=0.1, lower_lr=0.5, lower_steps=80, directions=8)
+    report = bo.check_hypergradient(
+        optimizer, lambda: (y - 1).square().sum() / 2, lambda: (y - x.detach()).square().sum() / 2 + 0 * x.sum()
+    )
+    assert (report.reference, report.verdict == "biased") == ("differences", False)
