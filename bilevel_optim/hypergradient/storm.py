@@ -108,8 +108,12 @@ def ball(vectors: Tensor, radius: float) -> Projected:
 def corrected(u: Tensor, V: Tensor, H: Tensor, v: Tensor) -> Tensor:
     """The hypergradients :math:`u - V H^{-1} v` of every row, shape (n, d).
 
-    A row whose trackers have all shrunk out of range has that of u, which is next to nothing.
+    A row whose trackers have all shrunk out of range has that of u, which is next to nothing. Where x and y have
+    different types, the wider one holds them.
     """
+    if u.dtype != v.dtype:
+        kind = torch.promote_types(u.dtype, v.dtype)
+        u, V, H, v = (t.to(kind) for t in (u, V, H, v))
     gone = H.abs().amax((-2, -1), keepdim=True) < torch.finfo(H.dtype).tiny ** 0.5
     H = torch.where(gone, torch.eye(H.shape[-1], dtype=H.dtype, device=H.device), H)
     solution: Tensor = torch.linalg.solve_ex(H, v.unsqueeze(-1)).result

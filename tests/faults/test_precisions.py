@@ -122,3 +122,24 @@ def test_a_write_that_raises_undoes_all(how, error):
     optimizer.how = None
     optimizer.step(f, g)
     assert optimizer._run_state.steps == 2
+
+
+@pytest.mark.parametrize("kinds", [(torch.float64, torch.float32), (torch.float32, torch.float64)], ids=str)
+@PLAIN
+def test_the_levels_may_have_different_types(row, kinds):
+    """STABLE, SVRB, BSVRB and RSVRB raised an error of torch."""
+    ends = []
+    for some in (kinds, (torch.float64, torch.float64)):
+        problem = Cast(row, *some)
+        optimizer = problem.optimizer(row)
+        problem.run(optimizer, 3)
+        other = problem.optimizer(row)
+        other.load_state_dict(optimizer.state_dict())
+        problem.run(other)
+        ends.append(torch.cat([t.detach().double() for t in (*problem.x, *problem.y)]))
+        assert [t.dtype for t in (*problem.x[:1], *problem.y)] == [*some]
+    if row.name not in ROUGH:
+        torch.testing.assert_close(*ends, rtol=1e-3, atol=1e-3)
+
+
+ROUGH = ("PZOBO", "PZOBO-relative-central", "HOZOG", "ESMAML", "F2SA-1", "F2SA-3", "F2SA-4-independent", "F2SA")

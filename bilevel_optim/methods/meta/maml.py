@@ -57,7 +57,9 @@ class Initialised(BilevelOptimizer):
 
     def _begun(self, oracle: Oracle, given: StepInputs) -> tuple[Oracle, StepInputs]:
         """Where adaptation starts, with a lower optimizer that begins anew."""
-        start = Vector(s.expand_as(t).clone() for s, t in zip(self._initial(oracle), oracle.y, strict=True))
+        start = Vector(
+            s.expand_as(t).to(t.dtype, copy=True) for s, t in zip(self._initial(oracle), oracle.y, strict=True)
+        )
         return oracle.at(lower=start), changed(given, solver=None)
 
     def _through_start(self, oracle: Oracle, estimate: Estimate, derivative: Vector) -> Estimate:
@@ -65,6 +67,8 @@ class Initialised(BilevelOptimizer):
         extra = derivative if oracle.lanes is None else Vector(t.sum(0) for t in derivative)
         head = len(oracle.x) - len(extra)
         oracle.session.note_reached(extra)
+        # Where x and y have different types, each has its own.
+        extra = Vector(t.to(s.dtype) for t, s in zip(extra, oracle.x[head:], strict=True))
         gradient = Vector([*estimate.gradient[:head], *Vector(estimate.gradient[head:]) + extra])
         return changed(estimate, gradient=gradient)
 
