@@ -22,6 +22,7 @@ def cause(
     at_solution: float,
     figures: Mapping[str, Any],
     retried: Callable[[], float],
+    step: str | None,
 ) -> str:
     """What the bias of an estimate comes from, tried out where it can be.
 
@@ -31,6 +32,7 @@ def cause(
         at_solution: the same from the exact lower solution.
         figures: diagnostics of the latter.
         retried: the latter again, with the present settings.
+        step: the name of the setting that differences are divided by, if there is one.
     """
     if at_solution < 0.1 * error:
         return (
@@ -46,7 +48,7 @@ def cause(
         )
     if not optimizer.declared.converges:
         return f"{own}{kind} leaves a part of the hypergradient out, whatever its settings: another method"
-    if (step := optimizer._difference_step) is not None:
+    if step is not None:
         value = getattr(optimizer, step)
         for factor in (0.25, 4.0):
             if (found := _with(optimizer, step, value * factor, retried)) <= PART * at_solution:

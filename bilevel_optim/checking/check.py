@@ -232,7 +232,7 @@ def _checked(
             found = _repeated(lambda: case.estimate(truth.solutions), truth.coordinates, repeats, clock)
             return _ratio(float((found.mean - truth.gradient).norm()) + 2 * found.std / found.number**0.5, norm)
 
-        advice = cause(optimizer, error, at_solution, there.figures, retried)
+        advice = cause(optimizer, error, at_solution, there.figures, retried, optimizer._difference_step)
     report = HypergradientReport(
         relative_error=error,
         relative_error_at_solution=at_solution,
