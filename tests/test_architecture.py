@@ -144,7 +144,6 @@ STEPPING = {
     "capture/step_graph.py": "traces the functions of a step",
     "compiled/steps.py": "makes steps in place of the optimizer",
     "compiled/pure.py": "the step as a function of values",
-    "checking/cause.py": "names the option that differences are divided by",
     "checking/check.py": "evaluates the losses at other points than a step",
     "optimizer/placeholders.py": "makes a step of a twin to see what is remembered",
 }
