@@ -74,7 +74,7 @@ def backend_of(
 
     def compiled(module: GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
         if not all(isinstance(t, Tensor) for t in examples):
-            raise WantsConstants("a size has become an argument")
+            raise WantsConstants
         require_deterministic(module)
         redirected(module)
         differentiable_twice(module, plain=plain)

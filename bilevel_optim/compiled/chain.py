@@ -12,7 +12,7 @@ from ..pytree import tree_flatten, tree_leaves, tree_unflatten
 from .backend import Call
 from .pure import State, following
 
-__all__ = ["Chain", "tensors_of"]
+__all__ = ["Chain", "Unchained", "tensors_of"]
 
 Form = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
@@ -26,6 +26,10 @@ def _form(t: Tensor) -> Form:
     return t.shape, t.stride(), t.dtype, t.device
 
 
+class Unchained(Exception):
+    """A step cannot follow another one before that is written."""
+
+
 class Chain:
     """Which results of a program are which arguments of its next call, found by identity in one call of it.
 
@@ -35,11 +39,11 @@ class Chain:
     """
 
     def __init__(self, call: Call, state: State, drawn: Any, results: dict[str, Any]) -> None:
-        """Raises ValueError if a step cannot follow this one before it is written."""
+        """Raises `Unchained` if a step cannot follow this one before it is written."""
         self.program = call.program.call
         before, after = tree_flatten(state), tree_flatten(following(state, results))
         if before[1] != after[1] or results["writes"] or (results["moved"] or {}).get("writes"):
-            raise ValueError("what a step leaves has another form than what it was given")
+            raise Unchained
         place = {id(t): k for k, t in enumerate(call.results)}
         given = {id(t): k for k, t in enumerate(before[0])}
         own = {id(t): k for k, t in enumerate(tensors_of(drawn))}
@@ -56,7 +60,7 @@ class Chain:
                 elif new is not t:
                     self._from_arguments.append((j, _known(memory, new)))
             elif isinstance(t, Tensor) and _storage(t) in moving:
-                raise ValueError("a loss reads memory of a parameter, which moves once it is written")
+                raise Unchained  # a loss reads memory of a parameter, which moves once it is written
             elif id(t) in own:
                 self._from_data.append((j, own[id(t)]))
         leaves, self._structure = tree_flatten(results)
@@ -72,7 +76,7 @@ class Chain:
         where = {id(t): at for t, at in zip(leaves, self._leaves, strict=True)}
         (kind, self._loss), (other, self._flags) = where[id(results["loss"])], where[id(results["flags"])]
         if (kind, other) != ("result", "result"):
-            raise ValueError("the loss of a step is an argument of it")
+            raise Unchained
         self.data = [_form(t) for t in tensors_of(drawn)]
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
@@ -115,7 +119,7 @@ def _storage(t: Tensor) -> int:
 def _known(memory: dict[Any, int], t: Any) -> int:
     found = memory.get(_memory(t)) if isinstance(t, Tensor) else None
     if found is None:
-        raise ValueError("a step leaves something that its program neither gives nor was given")
+        raise Unchained
     return found
 
 

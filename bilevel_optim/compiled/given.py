@@ -37,7 +37,7 @@ class GivenData:
         """What was drawn from a source next."""
         left = self._left.get(source)
         if not left:
-            raise RuntimeError(f"a step draws more from {source!r} than was drawn for it")
+            raise RuntimeError("a step draws other samples than the one before that was like it")
         return left.pop(0)
 
     def has(self, source: str) -> bool:
@@ -47,7 +47,7 @@ class GivenData:
     def require_used(self) -> None:
         """Raise unless everything was asked for."""
         if any([bool(found) for found in self._left.values()]):
-            raise RuntimeError("a step draws less than was drawn for it")
+            raise RuntimeError("a step draws other samples than the one before that was like it")
 
 
 class _Given(Objective):

@@ -20,6 +20,7 @@ from torch._dynamo.eval_frame import remove_from_cache
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..capture.alone import alone
+from ..capture.cache import FULL
 from ..capture.draws import Draws, Log, Sources, versions_of
 from ..errors import warn
 from ..optimizer.base import BilevelOptimizer, Loss, as_objective
@@ -36,7 +37,7 @@ from ..pytree import tree_leaves
 from ..solvers.agd import AGD
 from ..solvers.lower import is_known
 from .backend import Call, Program, WantsConstants, backend_of, watched
-from .chain import Chain, tensors_of
+from .chain import Chain, Unchained, tensors_of
 from .compare import Accepted, difference, shaken
 from .pure import PureStep, State, results_of, state_of
 from .reasons import Refused, reason_of, require_no_effects
@@ -62,7 +63,6 @@ NOT_IN_KEY = ("lr", "initial_lr", "param_names", OWN)  # of a group; rates are t
 CHECKED_EVERY = 4096  # uses after which what is compiled is compared again, at the latest
 MOST = 16  # programs of an optimizer; other steps run eagerly
 PATIENCE = 8  # steps in a row that are like none before, after which no more are expected to be
-FULL = f"what a loss reads keeps changing: there are {MOST} graphs already"
 FIRST, AT_RISK = 64, 0.5  # such steps in a chain at the beginning; seconds that one may take, which an interrupt undoes
 FUNCTIONAL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # updates of x that Dynamo reads
 _NUMBERS = itertools.count()
@@ -128,7 +128,7 @@ class Compiled:
                 return chain
         try:
             found = Chain(calls[0], given.state, (given.drawn, given.random), results)
-        except ValueError:
+        except Unchained:
             found = None
         self._chains.append((program, found))
         return found
@@ -335,10 +335,10 @@ class CompiledSteps:
 
     def _warn(self, reason: str) -> None:
         if self.settings.fullgraph:
-            raise RuntimeError(f"the step cannot be compiled: {reason}")
+            raise RuntimeError(f"the step cannot be captured: {reason}")
         if reason not in self._warned:
             self._warned.add(reason)
-            warn(f"steps run eagerly, because they cannot be compiled: {reason}")
+            warn(f"steps run eagerly, because they cannot be captured: {reason}")
 
     def _why_eager(self, entry: Entry | None, sources: Sources) -> str:
         why = self._reason or self.optimizer._why_eager(sources.tasks)

@@ -881,6 +881,7 @@ class BilevelOptimizer(Optimizer, ABC):
 
     def _estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Estimate:
         """The mean of the estimates for the tasks of one draw, made as one problem with stacked y."""
+        self._lower_checks.require_elementwise("tasks")
         estimate = task_mean(
             oracle,
             given,

@@ -111,7 +111,7 @@ def updated(optimizer: Optimizer, y: Vector, memory: Memory, gradient: Vector) -
 def _adam(optimizer: Any, groups: Any, y: Vector, memory: Memory, gradient: Vector) -> tuple[list[Tensor], Memory]:
     """Adam and AdamW by torch's own function; counts of steps in double precision, as Python's numbers are."""
     if optimizer.kind not in (torch.optim.Adam, torch.optim.AdamW):
-        raise RuntimeError(f"{optimizer.kind.__name__} has no functional form here")
+        raise Untraceable(f"{optimizer.kind.__name__} has no differentiable form")
     values, kept = [], []
     for group, value, state, slope in zip(groups, y, memory, gradient, strict=True):
         begun = bool(state)

@@ -25,8 +25,9 @@ METHODS = {
 def test_rounding_over_a_small_divisor_is_no_difference(method, error, monkeypatch):
     """Of a captured hypergradient in float32 that is off by 1e-5, 0.5 % and a tenth."""
 
-    def off(compiled, outputs, estimate, update, *rest):
-        return difference(compiled, outputs, changed(estimate, gradient=estimate.gradient * (1 + error)), None, *rest)
+    def off(compiled, outputs, estimate, update, *rest, **options):
+        estimate = changed(estimate, gradient=estimate.gradient * (1 + error))
+        return difference(compiled, outputs, estimate, None, *rest, **options)
 
     monkeypatch.setattr(steps, "difference", off)
     x, y = (torch.full((3,), value, dtype=torch.float32, requires_grad=True) for value in (0.5, 0.2))

@@ -792,14 +792,6 @@ def written_row(x, y):
     return loss
 
 
-def written_batch(x, y):
-    def loss(batch):
-        batch += 0.01
-        return base(x, y) + (batch * y).sum()
-
-    return bo.Objective(loss, [torch.ones(3) for _ in range(3)])
-
-
 def spectral_norm(x, y):
     net = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 2))
     return lambda: base(x, y) + net(ROWS * y).square().mean(), None, net
@@ -843,7 +835,6 @@ PYTHON = "a loss draws random numbers (of Python's random)"
         (slope_of_a_tensor, HOST, 0),
         (average, WRITES, 0),
         (written_row, WRITES, 0),
-        (written_batch, WRITES, 0),
         (spectral_norm, CHANGES, 0),  # it replaces its buffers by themselves
         (foreign_graph, "a loss uses a tensor with a graph of its own", 0),
         (rate_of_a_scheduler, "which Dynamo does not read", 0),
