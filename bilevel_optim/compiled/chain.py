@@ -33,13 +33,22 @@ class Unchained(Exception):
 class Chain:
     """Which results of a program are which arguments of its next call, found by identity in one call of it.
 
+    Args:
+        call: of the program.
+        live: the live tensors, which are among its arguments, and for which values of the state stand.
+        state: what the step read.
+        drawn: what it drew.
+        results: what it gave.
+
+    Raises:
+        Unchained: if a step cannot follow this one before it is written.
+
     Attributes:
         program: what is called.
         data: forms of the tensors that every step draws.
     """
 
-    def __init__(self, call: Call, state: State, drawn: Any, results: dict[str, Any]) -> None:
-        """Raises `Unchained` if a step cannot follow this one before it is written."""
+    def __init__(self, call: Call, live: Sequence[Tensor], state: State, drawn: Any, results: dict[str, Any]) -> None:
         self.program = call.program.call
         before, after = tree_flatten(state), tree_flatten(following(state, results))
         if before[1] != after[1] or results["writes"] or (results["moved"] or {}).get("writes"):
@@ -48,6 +57,7 @@ class Chain:
         given = {id(t): k for k, t in enumerate(before[0])}
         own = {id(t): k for k, t in enumerate(tensors_of(drawn))}
         memory = {_memory(t): j for j, t in enumerate(call.arguments) if isinstance(t, Tensor)}
+        standing = {id(t) for t in live}
         moving = {_storage(t) for t in (*state["x"], *state["y"], *state["buffers"])}
         self._from_results: list[tuple[int, int]] = []  # argument, result
         self._from_arguments: list[tuple[int, int]] = []  # argument, argument of the call before
@@ -59,7 +69,7 @@ class Chain:
                     self._from_results.append((j, place[id(new)]))
                 elif new is not t:
                     self._from_arguments.append((j, _known(memory, new)))
-            elif isinstance(t, Tensor) and _storage(t) in moving:
+            elif isinstance(t, Tensor) and id(t) not in standing and _storage(t) in moving:
                 raise Unchained  # a loss reads memory of a parameter, which moves once it is written
             elif id(t) in own:
                 self._from_data.append((j, own[id(t)]))

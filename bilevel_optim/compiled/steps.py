@@ -115,7 +115,7 @@ class Compiled:
         self.read: Callable[..., Any] = torch.compile(
             own, fullgraph=True, dynamic=False if constant else None, backend=backend, options=options
         )
-        self.constant = constant
+        self.constant, self._live = constant, [*pure.live_x, *pure.live_y, *pure.buffers]
         self._chains: list[tuple[Program, Chain | None]] = []
 
     def chain(self, calls: Sequence[Call], given: Given, results: dict[str, Any]) -> Chain | None:
@@ -127,7 +127,7 @@ class Compiled:
             if own is program:
                 return chain
         try:
-            found = Chain(calls[0], given.state, (given.drawn, given.random), results)
+            found = Chain(calls[0], self._live, given.state, (given.drawn, given.random), results)
         except Unchained:
             found = None
         self._chains.append((program, found))

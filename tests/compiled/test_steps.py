@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import bilevel_optim as bo
+from bilevel_optim.compiled.chain import Chain
 from bilevel_optim.optimizer import base
 
 from ..capture import test_losses as losses
@@ -16,12 +17,25 @@ from ..registry import ROWS, each
 pytestmark = pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
 # The others with --slow: what Dynamo reads of a step takes seconds.
 SHOWN, WITH_TASKS = ("SOBA", "F2SA"), ("SOBA", "RSVRB")
-STEPS, AT_ONCE = 8, 6
+STEPS, AT_ONCE = 6, 20  # of these, some are compared with eager steps, and the others follow each other
 
 
 @pytest.fixture(autouse=True)
 def _compiled(monkeypatch):
     monkeypatch.setattr(base, "_COMPILED", True)
+
+
+@pytest.fixture
+def followed(monkeypatch):
+    """How many steps followed another one directly, each time."""
+    found, follow = [], Chain.follow
+
+    def noted(chain, first, data):
+        found.append(len(data))
+        return follow(chain, first, data)
+
+    monkeypatch.setattr(Chain, "follow", noted)
+    return found
 
 
 def ends(row, compiled, **options):
@@ -115,7 +129,7 @@ def test_what_cannot_be_compiled_runs_eagerly_and_says_where(make):
     assert not graphs
 
 
-def test_a_run_keeps_what_came_before_a_step_that_fails():
+def test_a_run_keeps_what_came_before_a_step_that_fails(followed):
     """As single steps do; the step that fails is named."""
     left = []
     for how in ("step", "run"):
@@ -131,6 +145,29 @@ def test_a_run_keeps_what_came_before_a_step_that_fails():
         left.append([x.detach(), y.detach(), optimizer.oracle_counts, upper.state_dict()["position"]])
     torch.testing.assert_close(left[0][:2], left[1][:2], rtol=1e-12, atol=1e-12)
     assert left[0][2:] == left[1][2:]
+    assert max(followed) > 5
+
+
+def test_steps_follow_each_other_unless_a_loss_reads_the_memory_of_a_parameter(followed):
+    """Which moves with the steps only once they are written."""
+    for shares in (False, True):
+        followed.clear()
+        left = []
+        for how in ("step", "run"):
+            x, y = (torch.full((3,), value, dtype=torch.float64, requires_grad=True) for value in (0.5, 1.0))
+            seen = y.detach() if shares else torch.ones(3, dtype=torch.float64)
+            upper = lambda y=y: (y - 1).square().sum()  # noqa: E731
+            lower = lambda x=x, y=y, seen=seen: losses.base(x, y) + (seen * y).sum()  # noqa: E731
+            optimizer = bo.SOBA([x], [y], lr=0.1, lower_lr=0.1)
+            if how == "run":
+                optimizer.compile(backend="eager", fullgraph=True)
+                optimizer.run(upper, lower, steps=40)
+            else:
+                for _ in range(40):
+                    optimizer.step(upper, lower)
+            left.append([x.detach(), y.detach()])
+        torch.testing.assert_close(*left, rtol=1e-12, atol=1e-12)
+        assert bool(followed) == (not shares)
 
 
 def test_a_difference_that_is_accepted_is_said_by_the_user():
