@@ -23,7 +23,7 @@ from ..problem.values import changed
 from ..problem.vector import Vector
 from ..solvers.limits import Limits
 from ..solvers.lower import LowerRule, LowerRules
-from .given import GivenData
+from .draws import GivenData
 
 __all__ = ["PureStep", "State", "following", "results_of", "state_of"]
 
