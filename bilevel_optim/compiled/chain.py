@@ -21,21 +21,13 @@ PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 def leaves_of(drawn: Mapping[str, Sequence[Any]], random: Mapping[str, Tensor]) -> list[Any]:
-    """What a step draws, in order, as leaves of a pytree. A tensor that comes twice is an object of its own each time.
-
-    Its identity would be a fact of what is compiled.
-    """
-    seen: set[int] = set()
-    return [*(apart(leaf, seen) for leaf in tree_leaves(drawn)), *random.values()]
+    """What a step draws, in order, as leaves of a pytree."""
+    return [*map(apart, tree_leaves(drawn)), *random.values()]
 
 
-def apart(leaf: Any, seen: set[int]) -> Any:
-    """The leaf, or a tensor with its memory if it was seen before."""
-    if isinstance(leaf, Tensor):
-        if id(leaf) in seen:
-            return leaf.detach()
-        seen.add(id(leaf))
-    return leaf
+def apart(leaf: Any) -> Any:
+    """The leaf; of a tensor its memory: what else it is, a batch that comes twice or what a loss reads, is no fact."""
+    return leaf.detach() if isinstance(leaf, Tensor) and not leaf.requires_grad else leaf
 
 
 def _form(leaf: Any) -> Form | Any:

@@ -493,9 +493,8 @@ class CompiledSteps:
     # ------------------------------------------------------------------------------------------------ programs
 
     def _given(self, inputs: Inputs, state: State) -> Given:
-        """The arguments of a step. What was drawn twice is an object of its own each time, or that would be a fact."""
-        sources, seen = inputs.sources, set[int]()
-        drawn = tree_map(lambda leaf: apart(leaf, seen), inputs.drawn)
+        """The arguments of a step."""
+        sources, drawn = inputs.sources, tree_map(apart, inputs.drawn)
         return Given(_functions(self.optimizer, sources), sources.tasks, drawn, inputs.random, state)
 
     def _known(self, entry: Entry, given: Given) -> dict[str, Any]:
