@@ -96,7 +96,7 @@ class PureStep:
         given = self._inputs(state, random, losses)
         with torch.enable_grad():
             estimate = method._estimate(here, given, None if tasks is None else data.sampler(tasks))
-            evaluation.left = None
+            evaluation.is_last = True
             advance_buffers(here, estimate.lower)
         buffers = state["buffers"] if evaluation.left is None else evaluation.left
         moved = method.update(here.x, estimate.gradient, given.after(estimate)) if self.update else None
@@ -192,16 +192,18 @@ class _Evaluation:
     """How a step evaluates a loss: with values in place of the live tensors, and buffers that it may write into.
 
     Attributes:
-        left: what the last evaluation has made of the buffers.
+        is_last: whether the buffers go on from what evaluations make of them.
+        left: what they have become.
     """
 
     def __init__(self, buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        self.buffers, self.values = buffers, values
+        self.buffers, self.values, self.is_last = buffers, values, False
         self.left: list[Tensor] | None = None
 
     def __call__(self, live: Sequence[Vector], values: Sequence[Vector | None]) -> _Placed:
         copies = [t.clone() for t in self.values]
-        self.left = copies
+        if self.is_last:
+            self.left = copies
         return _Placed(live, values, self.buffers, copies)
 
 

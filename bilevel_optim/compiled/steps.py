@@ -444,6 +444,8 @@ class CompiledSteps:
                     entry.pure = PureStep(optimizer, oracle, given, update and not host, buffers)
                 reason = self._compared(entry, inputs, state, results, oracle)
             except Exception as error:
+                import os, traceback
+                if os.environ.get("TB"): traceback.print_exc()
                 reason = entry.reasons[code] = reason_of(error)
             writes = optimizer._step_writes(oracle, results)
             if host and update:
