@@ -19,6 +19,7 @@ from ..oracle.checks import Checks
 from ..oracle.oracle import Oracle
 from ..oracle.session import COUNTERS, LowerTrend, Session
 from ..oracle.substitution import Substitution
+from ..problem.parameters import LEVELS
 from ..problem.values import changed
 from ..problem.vector import Vector
 from ..solvers.limits import Limits
@@ -59,12 +60,21 @@ class PureStep:
         given: what that step was given.
         update: whether x moves too.
         buffers: the module buffers that evaluations change.
+        connected: whether every loss is made to depend on all parameters. As Dynamo reads a loss, a parameter that is
+            given to functions of the user's own alone, or to some of torch's (weight norms), is none of its variables.
     """
 
     def __init__(
-        self, method: BilevelOptimizer, here: Oracle, given: StepInputs, update: bool, buffers: Sequence[Tensor]
+        self,
+        method: BilevelOptimizer,
+        here: Oracle,
+        given: StepInputs,
+        update: bool,
+        buffers: Sequence[Tensor],
+        *,
+        connected: bool = False,
     ) -> None:
-        self.method, self.update, self.buffers = method, update, list(buffers)
+        self.method, self.update, self.buffers, self.connected = method, update, list(buffers), connected
         self.live_x, self.live_y, self.names = [*here.live_x], [*here.live_y], [*here.names]
         self._found, self._options = changed(here.session.found), method._oracle_options
         self.differentiates_twice = bool(self._found.fused)
@@ -89,6 +99,9 @@ class PureStep:
         """
         method, evaluation = self.method, _Evaluation(self.buffers, state["buffers"])
         session = self._session(evaluation)
+        if self.connected:
+            live = [t for t in (*self.live_x, *self.live_y) if t.requires_grad]
+            losses = {role: _connected(own, live) if role in LEVELS else own for role, own in losses.items()}
         data = GivenData(drawn, losses)
         f, g = method._objectives(data.objective("upper"), data.objective("lower"))
         here = Oracle(self.live_x, self.live_y, f, g, names=lambda: self.names, session=session)
@@ -188,6 +201,17 @@ class PureStep:
 _COMPLETE = Buffers(complete=True)
 
 
+def _connected(loss: Callable[..., Any], live: Sequence[Tensor]) -> Callable[..., Any]:
+    """A loss with the same values and derivatives, which depends on all these tensors; so do its gradients."""
+
+    def connected(*arguments: Any) -> Any:
+        value = loss(*arguments)
+        nothing = sum([t.sum().to(value.dtype) * 0 for t in live])
+        return value + nothing * nothing
+
+    return connected
+
+
 class _Evaluation:
     """How a step evaluates a loss: with values in place of the live tensors, and buffers that it may write into.
 
@@ -230,7 +254,7 @@ class _Placed:
         return self._variables
 
     def __exit__(self, *error: Any) -> None:
-        self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._mode.__exit__(None, None, None)
 
 
 Known = tuple[list[tuple[int, ...]], LowerRule]

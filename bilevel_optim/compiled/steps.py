@@ -65,6 +65,10 @@ FULL = f"{MOST} compiled steps are kept, and none is for data of these shapes an
 PATIENCE = 8  # steps in a row that are like none before, after which no more are expected to be
 FIRST, AT_RISK = 64, 0.5  # such steps in a chain at the beginning; seconds that one may take, which an interrupt undoes
 FUNCTIONAL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # updates of x that Dynamo reads
+DIFFERS = (
+    "a compiled step differs from the eager one in {}: a loss depends on something that a graph does not see (data "
+    "that it draws itself), or is too sensitive to rounding"
+)
 _NUMBERS = itertools.count()
 
 
@@ -440,12 +444,22 @@ class CompiledSteps:
             transaction.conclude()
             try:
                 self._require_compilable(oracle)
+                make = partial(PureStep, optimizer, oracle, given, update and not host, buffers)
                 if entry.pure is None:
-                    entry.pure = PureStep(optimizer, oracle, given, update and not host, buffers)
-                reason = self._compared(entry, inputs, state, results, oracle)
+                    entry.pure = make()
+                what = self._difference(entry, inputs, state, results, oracle)
+                if what and entry.uses == 1 and not entry.pure.connected:  # what is new, and may be read otherwise
+                    entry.pure, entry.compiled = make(connected=True), []
+                    what = self._difference(entry, inputs, state, results, oracle)
+                if what:
+                    reason = self._reason = DIFFERS.format(what)
+                    self._entries.clear()
             except Exception as error:
-                import os, traceback
-                if os.environ.get("TB"): traceback.print_exc()
+                import os
+                import traceback
+
+                if os.environ.get("TB"):
+                    traceback.print_exc()
                 reason = entry.reasons[code] = reason_of(error)
             writes = optimizer._step_writes(oracle, results)
             if host and update:
@@ -465,8 +479,8 @@ class CompiledSteps:
             if rule.kind not in (*FUNCTIONAL, AGD):
                 raise Refused(f"the lower_optimizer {type(rule.optimizer).__name__} cannot be compiled")
 
-    def _compared(self, entry: Entry, inputs: Inputs, state: State, right: StepResults, oracle: Oracle) -> str:
-        """Compare what is compiled, now if need be; why nothing is any more, if it differs."""
+    def _difference(self, entry: Entry, inputs: Inputs, state: State, right: StepResults, oracle: Oracle) -> str | None:
+        """What of a compiled step, compiled now if need be, differs from the eager one; None if nothing does."""
         given = self._given(inputs, state)
         found = self._compiled(entry, given)
         optimizer, settings, name = self.optimizer, self.settings, self.optimizer._difference_step
@@ -483,14 +497,7 @@ class CompiledSteps:
                 moved = {**state, "x": shaken(state["x"]), "y": shaken(state["y"])}
                 otherwise = self._known(entry, given._replace(state=moved))
                 what = difference(right, results(found), oracle.x, oracle.y, accepted, results(otherwise))
-        if what is None:
-            return ""
-        self._reason = (
-            f"a compiled step differs from the eager one in {what}: a loss depends on something that a graph does not "
-            "see (data that it draws itself), or is too sensitive to rounding"
-        )
-        self._entries.clear()
-        return self._reason
+        return what
 
     # ------------------------------------------------------------------------------------------------ programs
 
