@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 from ..oracle.differentiable import plain_weight_norm
 from ..oracle.substitution import stands_for
+from ..problem.vector import as_variable
 from .reasons import Refused, place_of
 
 __all__ = ["differentiable_twice", "redirected", "require_deterministic"]
@@ -49,7 +50,7 @@ def _attends_at_random(name: str, node: Node) -> bool:
     return bool(node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0))
 
 
-torch.compiler.allow_in_graph(stands_for)  # type: ignore[no-untyped-call]
+torch.compiler.allow_in_graph([stands_for, as_variable])  # type: ignore[no-untyped-call]
 
 
 def redirected(module: GraphModule) -> None:
@@ -67,6 +68,9 @@ def redirected(module: GraphModule) -> None:
         else:
             for live in values.keys() & {*node.all_input_nodes}:
                 node.replace_input_with(live, values[live])
+    for node in list(module.graph.nodes):
+        if node.target is as_variable and not node.users:  # it may be of a lane of a vmap that has ended
+            module.graph.erase_node(node)
     module.recompile()
 
 
