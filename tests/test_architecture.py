@@ -272,11 +272,12 @@ COMPILING = {
     "oracle/buffers.py": "a hook of a first step does not note what a compiled module calls",
     "oracle/differentiable.py": "operations without second derivatives are written otherwise in the graph",
     "oracle/session.py": "the nodes of a graph cannot be walked",
-    "oracle/substitution.py": "Dynamo guards the identity of what is asked for it",
+    "oracle/substitution.py": "a graph shows which values stand for live tensors, for calls that no mode sees",
     "problem/objective.py": "a step that draws random numbers in its losses is not compiled",
     "problem/tracing.py": "a step that Dynamo reads is a traced one",
     "solvers/functional.py": "the step of an optimizer of torch has another form",
     "methods/f2sa.py": "whether rounding is large is looked at in eager steps",
+    "problem/values.py": "a copy that takes a __dict__ whole is not read by Dynamo of torch 2.11",
 }
 
 

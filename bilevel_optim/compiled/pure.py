@@ -21,7 +21,7 @@ from ..oracle.session import COUNTERS, LowerTrend, Session
 from ..oracle.substitution import Substitution
 from ..problem.parameters import LEVELS
 from ..problem.values import changed
-from ..problem.vector import Vector
+from ..problem.vector import Vector, as_variable
 from ..solvers.limits import Limits
 from ..solvers.lower import LowerRule, LowerRules
 from .draws import GivenData
@@ -242,7 +242,7 @@ class _Placed:
         copies: Sequence[Tensor],
     ) -> None:
         self._variables = [
-            Vector([v.detach().requires_grad_(t.requires_grad) for v, t in zip(own or ts, ts, strict=True)])
+            Vector([as_variable(v, t.requires_grad) for v, t in zip(own or ts, ts, strict=True)])
             for ts, own in zip(live, values, strict=True)
         ]
         before = [t for ts in live for t in ts] + [*buffers]

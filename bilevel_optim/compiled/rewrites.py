@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 from ..oracle.differentiable import plain_weight_norm
 from ..oracle.substitution import stands_for, stands_for_itself
+from ..problem.vector import as_variable
 from .reasons import Refused, place_of
 
 __all__ = ["differentiable_twice", "redirected", "require_deterministic"]
@@ -49,7 +50,7 @@ def _attends_at_random(name: str, node: Node) -> bool:
     return bool(node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0))
 
 
-torch.compiler.allow_in_graph([stands_for, stands_for_itself])  # type: ignore[no-untyped-call]
+torch.compiler.allow_in_graph([stands_for, stands_for_itself, as_variable])  # type: ignore[no-untyped-call]
 
 
 def redirected(module: GraphModule) -> None:

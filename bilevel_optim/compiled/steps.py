@@ -455,11 +455,6 @@ class CompiledSteps:
                     reason = self._reason = DIFFERS.format(what)
                     self._entries.clear()
             except Exception as error:
-                import os
-                import traceback
-
-                if os.environ.get("TB"):
-                    traceback.print_exc()
                 reason = entry.reasons[code] = reason_of(error)
             writes = optimizer._step_writes(oracle, results)
             if host and update:

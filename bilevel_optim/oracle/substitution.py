@@ -29,9 +29,8 @@ class Substitution(TorchFunctionMode):
         pairs = list(zip(live, values, strict=True))
         if is_compiling():
             pairs = [(t, stands_for(value, t)) for t, value in pairs]
-        self._value_of = {id(t): value for t, value in pairs}
+        self._value_of = dict(pairs)  # a tensor is a key by its identity
         self._live = [t for t, _ in pairs]
-        self._constant = [pair for pair in pairs if not pair[0].requires_grad]
         self._stacked = stacked
         self._passed: dict[int, Tensor] = {}  # values that were handed on by a call of their own, as `PureLoss` does
 
@@ -60,14 +59,9 @@ class Substitution(TorchFunctionMode):
         return new is not given or (not is_compiling() and id(given) in self._passed)
 
     def _new(self, a: Any) -> Any:
-        """What is read in place of an argument; Dynamo would guard the identity of whatever is asked for its own."""
+        """What is read in place of an argument."""
         if isinstance(a, Tensor):
-            if a.requires_grad or not is_compiling():
-                return self._value_of.get(id(a), a)
-            for own, value in self._constant:
-                if a is own:
-                    return value
-            return a
+            return self._value_of.get(a, a)
         return type(a)([self._new(v) for v in a]) if type(a) in _SEQUENCES else a
 
 
