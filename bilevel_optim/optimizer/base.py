@@ -399,7 +399,7 @@ class BilevelOptimizer(Optimizer, ABC):
             The tensors of y, in the order of the lower parameters; with ``tasks`` with a leading dimension for them.
 
         Raises:
-            NonFiniteError: if the steps diverge.
+            NonFiniteError: if the steps diverge; then everything is as before.
             ValueError: for an argument out of its range.
 
         Example:
@@ -423,7 +423,8 @@ class BilevelOptimizer(Optimizer, ABC):
         oracle = self._oracle(task) if self._one_loss else self._oracle(adapt.no_upper_loss, task)
         oracle.shared = False
         rule_for = partial(self._rules, level_groups(self.param_groups, "lower"))
-        with nullcontext() if write else self._run_state.buffers.kept():
+        buffers = self._run_state.buffers
+        with Transaction(self.generator, oracle, buffers, alone=True), nullcontext() if write else buffers.kept():
             begin = Vector(self._learned_start(oracle) if start is None else start)
             if tasks is not None:
                 oracle, begin = adapt.many(oracle, begin, tasks)
@@ -435,9 +436,9 @@ class BilevelOptimizer(Optimizer, ABC):
                 check_finite=self.check_finite,
                 at=self._run_state.steps,
             )
-        if write:
-            advance_buffers(oracle, found)
-            oracle.live_y.copy_(found)
+            if write:
+                advance_buffers(oracle, found)
+                oracle.live_y.copy_(found)
         return found
 
     def compile(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, Never
 
@@ -136,7 +136,7 @@ def require_rates(groups: Iterable[Mapping[str, Any]]) -> None:
 
 def require_usable(group: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> None:
     """Raise ValueError if a parameter of a group is complex, or shares memory with itself or another parameter."""
-    known = [p for other in others for p in other["params"]]
+    own: list[tuple[str, Tensor]] = []
     for i, entry in enumerate([group["params"]] if isinstance(group["params"], Tensor) else group["params"]):
         name, p = entry if isinstance(entry, tuple) else (i, entry)
         if not isinstance(p, Tensor):
@@ -146,17 +146,34 @@ def require_usable(group: Mapping[str, Any], others: Iterable[Mapping[str, Any]]
             raise ValueError(f"{called} is complex; pass what torch.view_as_real gives of it")
         if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
             raise ValueError(f"{called} is expanded: several entries are one place in memory; pass the tensor itself")
-        if any(p is not other and _overlap(p, other) for other in known):
+        own.append((called, p))
+    known = [p for other in others for p in other["params"]]
+    for number in _overlapping([*known, *(p for _, p in own)]):
+        if number >= len(known):
+            called, _ = own[number - len(known)]
             raise ValueError(f"{called} shares memory with another parameter; pass the tensor that both are views of")
-        known.append(p)
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two contiguous tensors have common entries."""
-    if is_sharded(a) or is_sharded(b) or not (a.is_contiguous() and b.is_contiguous()):
-        return False
-    (start, size), (other, length) = ((t.data_ptr(), t.numel() * t.element_size()) for t in (a, b))
-    return bool(start and other) and a.device == b.device and start < other + length and other < start + size
+def _overlapping(tensors: Sequence[Tensor]) -> list[int]:
+    """Numbers of contiguous tensors that have entries in common with another one, which has a lower number."""
+    first: dict[int, int] = {}
+    for i, t in enumerate(tensors):
+        first.setdefault(id(t), i)  # one that comes twice is refused by torch
+    spans = [(*span, i) for i in first.values() if (span := _span(tensors[i]))]
+    found, last = [], ("", 0, 0, 0)  # of those so far, the one that reaches furthest
+    for device, start, end, i in sorted(spans):
+        if device == last[0] and start < last[2]:
+            found.append(max(i, last[3]))
+        if device != last[0] or end > last[2]:
+            last = device, start, end, i
+    return sorted(found)
+
+
+def _span(t: Tensor) -> tuple[str, int, int] | None:
+    """Device, and where in its memory the entries of a tensor begin and end; None if that is not one piece."""
+    if is_sharded(t) or not t.is_contiguous() or not (t.numel() and t.data_ptr()):
+        return None
+    return str(t.device), t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()
 
 
 def level_groups(groups: Iterable[dict[str, Any]], level: str) -> list[dict[str, Any]]:
