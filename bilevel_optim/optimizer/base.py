@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -34,6 +34,7 @@ from ..problem.parameters import (
     level_groups,
     names_of,
     require,
+    require_apart,
     require_one_level,
     require_rates,
     require_usable,
@@ -222,6 +223,7 @@ class BilevelOptimizer(Optimizer, ABC):
         self._placeholders = False  # the state holds zeros that only show what a step would remember
         self._captured: Any = None  # makes steps in place of this class, once there is a `compile`
         super().__init__(consistently_named([*as_groups(upper, "upper"), *as_groups(lower, "lower")]), {"lr": lr})
+        require_apart(self.param_groups)
         self.param_groups[0][OWN] = b""
         if self.declared.lower_optimizer == "none":
             require_unlimited(self._limits, type(self).__name__)
@@ -792,8 +794,12 @@ class BilevelOptimizer(Optimizer, ABC):
         if isinstance(param_group, dict) and level not in LEVELS:
             raise ValueError(f"Invalid level value: {level} (a group of a BilevelOptimizer is 'upper' or 'lower')")
         param_group.setdefault("lr", self._default_lr.get(str(level)))
+        if isinstance(param_group.get("params"), Iterator):
+            param_group["params"] = [*param_group["params"]]
         require_one_level(param_group, self.param_groups)
-        require_usable(param_group, self.param_groups)
+        require_usable(param_group)
+        if any(OWN in group for group in self.param_groups[:1]):  # or the constructor looks at all groups at once
+            require_apart([*self.param_groups, param_group], len(self.param_groups))
         require_rates([param_group])
         super().add_param_group(param_group)
         if hasattr(self, "_run_state"):

@@ -345,7 +345,8 @@ def test_unrolled_steps_share_their_features(row, steps):
 # ------------------------------------------------------------------------------------------------ shared memory
 
 
-def test_shared_memory_is_looked_for_in_linear_time(monkeypatch):
+@pytest.mark.parametrize("groups", [False, True])
+def test_shared_memory_is_looked_for_in_linear_time(groups, monkeypatch):
     """Every tensor was compared with every other: 3.5 s for 2,000 of them."""
     asked = [0]
     address = torch.Tensor.data_ptr
@@ -355,6 +356,8 @@ def test_shared_memory_is_looked_for_in_linear_time(monkeypatch):
         return address(t)
 
     x, y = ([torch.zeros(2, requires_grad=True) for _ in range(300)] for _ in range(2))
+    if groups:
+        x, y = ([{"params": [p]} for p in some] for some in (x, y))
     monkeypatch.setattr(torch.Tensor, "data_ptr", counted)
     bo.SOBA(x, y, lr=0.1, lower_lr=0.1)
     assert asked[0] <= 10 * len([*x, *y])
@@ -378,3 +381,21 @@ def test_parameters_that_share_memory_are_refused(upper, lower, named):
         return
     with pytest.raises(ValueError, match=f"{named}.* shares memory with another parameter"):
         bo.SOBA(x, y, lr=0.1, lower_lr=0.1)
+
+
+def test_a_group_that_is_added_shares_no_memory():
+    memory, other = torch.zeros(8), torch.zeros(2)
+    x, y = ([memory[a:b].detach().requires_grad_()] for a, b in ((0, 2), (2, 5)))
+    optimizer = bo.SOBA(x, y, lr=0.1, lower_lr=0.1)
+    for params in ([memory[4:6].detach()], [("head", memory[1:2].detach())], [other, other[1:]]):
+        with pytest.raises(ValueError, match="shares memory with another parameter"):
+            optimizer.add_param_group({"params": params, "level": "lower"})
+    assert len(optimizer.param_groups) == 2
+    optimizer.add_param_group({"params": memory[5:8].detach().requires_grad_(), "level": "lower"})
+
+
+def test_a_group_may_be_an_iterator():
+    """Its tensors were used up by the checks, and the group had none."""
+    optimizer = bo.SOBA(*([torch.zeros(1, requires_grad=True)] for _ in range(2)), lr=0.1, lower_lr=0.1)
+    optimizer.add_param_group({"params": torch.nn.Linear(2, 2).parameters(), "level": "lower"})
+    assert len(optimizer.param_groups[-1]["params"]) == 2
