@@ -21,7 +21,7 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "sphinx.ext.mathjax",
+    "mathml",
     "sphinx_copybutton",
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
@@ -36,11 +36,13 @@ autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 napoleon_google_docstring, napoleon_numpy_docstring = True, False
 napoleon_custom_sections = ["Cost", ("Attributes", "params_style")]
+html_math_renderer = "mathml"
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 html_theme = "pydata_sphinx_theme"
 html_title = "bilevel_optim"
+html_favicon = "_static/favicon.svg"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_js_files = ["methods.js"]
@@ -71,7 +73,7 @@ sphinx_gallery_conf = {
     "show_signature": False,
     "remove_config_comments": True,
     "abort_on_example_error": False,  # all pages are written, that of the example with its error; then the build fails
-    "min_reported_time": 0,
+    "write_computation_times": False,  # a page that loads its table from elsewhere
     "image_scrapers": ("matplotlib",),
     "reset_modules": ("pages.quiet",),
 }

@@ -7,6 +7,7 @@ Screenshots are left in the folder SCREENSHOTS, if that is set.
 import functools
 import http.server
 import os
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -24,8 +25,9 @@ SHOWN = {
     "method": "reference/F2SA.html",
     "errors": "errors.html",
     "unrolled": "explain/unrolled.html",
+    "hypergradient": "explain/hypergradient.html",
 }
-PHONE = {"width": 375, "height": 812}
+PHONE = {"width": 390, "height": 812}
 
 pytestmark = pytest.mark.filterwarnings("default")  # of playwright's own
 
@@ -71,13 +73,16 @@ def browser():
 
 @pytest.fixture
 def open_page(browser, address):
-    """Opens a page of the site; what it says on the console must not be an error."""
+    """Opens a page of the site; it must not say an error on the console, nor ask anything from elsewhere."""
     contexts, said = [], []
+
+    def elsewhere(route):
+        said.append(f"asks for {route.request.url}")
+        route.fulfill(body="")
 
     def opened(path, **options):
         context = browser.new_context(**options)
-        # What lies elsewhere (the fonts of equations) is not what is tested, and may be out of reach.
-        context.route(lambda url: not url.startswith(address), lambda route: route.fulfill(body=""))
+        context.route(lambda url: not url.startswith((address, "data:")), elsewhere)
         context.grant_permissions(["clipboard-read", "clipboard-write"], origin=address.rstrip("/"))
         contexts.append(context)
         page = context.new_page()
@@ -132,6 +137,7 @@ def test_a_page_fits_and_says_nothing_wrong(open_page, name, view):
         assert page.evaluate("document.documentElement.dataset.theme") == "dark"
     over = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
     assert over <= 0, f"{over} px wider than the window"
+    assert not re.search(r"\\[(\[]|\\(nabla|frac|text|arg)\b", page.inner_text("article")), "raw TeX"
     without = page.eval_on_selector_all("img", "images => images.filter(i => !i.alt).map(i => i.src)")
     assert not without
     broken = page.eval_on_selector_all(
