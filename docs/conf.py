@@ -12,6 +12,8 @@ import pages  # noqa: E402
 
 import bilevel_optim  # noqa: E402
 
+pages.write(HERE)  # the pages that are made
+
 project = "bilevel_optim"
 author = "The bilevel_optim authors"
 copyright = author
@@ -43,6 +45,7 @@ copybutton_prompt_is_regexp = True
 html_theme = "pydata_sphinx_theme"
 html_title = "bilevel_optim"
 html_favicon = "_static/favicon.svg"
+html_sidebars = {name: [] for name in pages.alone()}
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_js_files = ["methods.js"]
@@ -80,8 +83,7 @@ sphinx_gallery_conf = {
 
 
 def setup(app):
-    """Make the pages that are made, and follow links that lead out of this folder."""
-    pages.write(HERE)
+    """Follow links that lead out of this folder."""
     app.connect("source-read", pages.on_source_read)
     app.connect("autodoc-process-docstring", pages.join_names, priority=400)  # before napoleon
     app.connect("missing-reference", pages.public_name)

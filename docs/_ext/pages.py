@@ -13,7 +13,7 @@ import torch
 
 import bilevel_optim as bo
 from bilevel_optim.methods.table import COLUMNS
-from bilevel_optim.optimizer.declaration import FAMILIES, REGISTRY, MethodInfo, methods
+from bilevel_optim.optimizer.declaration import REGISTRY, MethodInfo, methods
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -28,7 +28,7 @@ COPIED = {
     "README.md": "index.md",
 }
 
-MORE = {"papers/index.md": "\n```{toctree}\n:hidden:\n\nrecipes\nfew_shot\n```\n"}
+MORE = {"papers/recipes.md": "\n```{toctree}\n:hidden:\n\nfew_shot\nPapers <index>\n```\n"}
 
 # What a method defines for the base class: described there, once.
 SHARED = sorted(name for name in dir(bo.BilevelOptimizer) if name[0] != "_")
@@ -66,6 +66,17 @@ REFERENCE = {
         "Single-level optimizers, a lower solver for noisy gradients, probabilities of tasks.",
         ("RestartedAGD", "AGD", "UniformIterate", "epoch_sgd", "importance_probabilities"),
     ),
+}
+
+# The methods by kind of problem, in the reference and in the table of all. One that remembers each task is for many.
+MANY = "Many lower problems"
+GROUPS = {
+    "One lower problem": ("implicit", "unrolled", "penalty", "restarted", "control"),
+    "Small batches": ("stochastic", "tracked"),
+    "No derivative": ("zeroth-order",),
+    MANY: ("contextual",),
+    "Few-shot learning": ("meta",),
+    "One loss, minimax": ("minimax",),
 }
 
 # What the table of all methods says beside what they declare. Noise: what the gradients may be.
@@ -215,17 +226,29 @@ def documented() -> set[str]:
     return set(methods()) | {name for _, _, names in REFERENCE.values() for name in names}
 
 
+def grouped() -> dict[str, list[str]]:
+    """The names of the methods by kind of problem."""
+    found = {title: [] for title in GROUPS}
+    for name, cls in REGISTRY.items():
+        kinds = (title for title, families in GROUPS.items() if cls.declared.family in families)
+        found[MANY if cls.declared.tasks == "rows" else next(kinds)].append(name)
+    return found
+
+
+def contents(title: str, names: list[str]) -> str:
+    """A list of contents that only the side bar shows, under its title."""
+    return f"```{{toctree}}\n:hidden:\n:caption: {title}\n\n" + "\n".join(names) + "\n```\n"
+
+
 def reference_index() -> str:
-    """The contents of the reference: one group for each family of methods."""
-    families = {family: [n for n, cls in REGISTRY.items() if cls.declared.family == family] for family in FAMILIES}
+    """The contents of the reference: what all share, the methods by kind of problem, and what is about the project."""
     parts = ["# Reference\n\nA page for each method, and for what they take. `help(bo.AID)` has the same text.\n"]
-    parts.append("```{toctree}\n:maxdepth: 1\n:caption: The library\n\n" + "\n".join(REFERENCE) + "\n```\n")
-    parts.append("```{toctree}\n:hidden:\n\n../papers/changelog\n../papers/contributing\n```\n")
-    for family, names in families.items():
-        if names:
-            lines = "\n".join(f"* [{name}]({name}.md): {REGISTRY[name].declared.when}" for name in names)
-            tree = "\n".join(names)
-            parts.append(f"## {family.capitalize()}\n\n{lines}\n\n```{{toctree}}\n:hidden:\n\n{tree}\n```\n")
+    parts.append("## The library\n\n" + "\n".join(f"* [{v[0]}]({k}.md): {v[1]}" for k, v in REFERENCE.items()))
+    parts.append(contents("The library", [*REFERENCE]))
+    for title, names in grouped().items():
+        lines = "\n".join(f"* [{name}]({name}.md): {REGISTRY[name].declared.when}" for name in names)
+        parts.append(f"## {title}\n\n{lines}\n\n{contents(title, names)}")
+    parts.append(contents("The project", ["../papers/changelog", "../papers/contributing"]))
     return "\n".join(parts)
 
 
@@ -306,11 +329,26 @@ def public_name(app, env, node, content):
     return None
 
 
+def lists_of(path: Path) -> list[str]:
+    """What the lists of contents of a page name, from docs/ on; an entry may have a title, as in ``Start <start>``."""
+    found = []
+    for block in re.findall(r"```\{toctree\}\n(.*?)```", path.read_text(encoding="utf-8"), re.S):
+        for entry in re.findall(r"^(?!:)(?:.*<)?([\w./-]+)>?$", block, re.M):
+            found.append(relpath(path.parent / entry, DOCS))
+    return found
+
+
 def unlisted() -> str:
     """Pages of this folder that no list of contents names, so that a new page is found before somebody lists it."""
-    listed = "\n".join(path.read_text(encoding="utf-8") for path in DOCS.rglob("index.md"))
-    names = [path.stem for path in sorted(DOCS.glob("*.md"))]
-    return "\n".join(f"../{n}" for n in names if n != "index" and not re.search(rf"^(\.\./)?{n}$", listed, re.M))
+    pages = [path for path in DOCS.rglob("*.md") if "_build" not in path.parts]
+    listed = {name for path in pages for name in lists_of(path)} | {"index"}
+    return "\n".join(f"../{path.stem}" for path in sorted(DOCS.glob("*.md")) if path.stem not in listed)
+
+
+def alone() -> list[str]:
+    """Pages of the main bar that have no list of contents: a side bar beside them would be empty."""
+    pages = [name for name in lists_of(DOCS / "index.md") if (DOCS / f"{name}.md").exists()]
+    return [name for name in pages if not lists_of(DOCS / f"{name}.md")]
 
 
 def on_source_read(_app, name: str, source: list[str]) -> None:

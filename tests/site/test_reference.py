@@ -56,7 +56,44 @@ def test_links_that_lead_out_of_the_folder_are_followed_or_named(pages):
 
 def test_pages_that_nobody_lists_are_found(pages, tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "DOCS", tmp_path)
-    (tmp_path / "index.md").write_text("```{toctree}\nstart\n```\n")
-    for name in ("start", "gpu"):
+    (tmp_path / "index.md").write_text("```{toctree}\n:hidden:\n\nStart <start>\nchoosing\n```\n")
+    (tmp_path / "choosing.md").write_text("```{toctree}\nmethods\n```\n")  # no index lists pages too
+    for name in ("start", "gpu", "methods"):
         (tmp_path / f"{name}.md").write_text(f"# {name}\n")
     assert pages.unlisted() == "../gpu"
+
+
+def _listed(pages):
+    found = []
+    for path in sorted(path for path in pages.DOCS.rglob("*.md") if path.parts[-2] not in ("reference", "papers")):
+        found += pages.lists_of(path)
+    return found
+
+
+def test_every_page_is_in_one_list_of_contents(pages):
+    found = _listed(pages)
+    assert sorted(found) == sorted(set(found))
+
+
+def test_the_main_bar_has_what_a_user_needs(pages):
+    bar = pages.lists_of(ROOT / "docs/index.md")
+    assert "papers/recipes" in bar
+    assert "papers/index" not in bar
+    assert len(bar) <= 9  # more would be behind a button, see header_links_before_dropdown
+
+
+def test_a_side_bar_has_something(pages):
+    assert {"start", "errors", "benchmarks"} <= set(pages.alone())
+    assert not {"choosing", "howto/index"} & set(pages.alone())
+    assert "html_sidebars = {name: [] for name in pages.alone()}" in (ROOT / "docs/conf.py").read_text()
+
+
+def test_the_reference_is_grouped_by_kind_of_problem(pages):
+    groups = pages.grouped()
+    assert sorted(name for names in groups.values() for name in names) == sorted(methods())
+    assert all(groups.values())
+    assert "RSVRB" in groups["Many lower problems"]
+    index = pages.reference_index()
+    places = [index.index(f":caption: {title}\n") for title in ("The library", *groups, "The project")]
+    assert places == sorted(places)
+    assert index.index("papers/changelog") > places[-1]
