@@ -24,6 +24,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "mathml",
+    "entries",
     "sphinx_copybutton",
     "sphinx_design",
     "sphinx_gallery.gen_gallery",

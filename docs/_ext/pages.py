@@ -93,6 +93,27 @@ MEMORY = {
 }
 FILTERS = {"derivatives": "Second derivatives", "tasks": "Tasks", "noise": "Gradients", "memory": "Memory"}
 
+# What people type into the search, where a page says it in other words. The page comes first among what is found.
+WORDS = {
+    "auto_gallery/plot_01_data_cleaning": "noisy labels, label noise, wrong labels, clean labels, reweight examples",
+    "auto_gallery/plot_02_cnn_hyperparameters": "weight decay per layer, hyperparameter tuning, tune weight decay",
+    "auto_gallery/plot_05_class_weights": "imbalanced classes, class imbalance, rare classes, long tail",
+    "auto_gallery/plot_06_few_shot": "few-shot learning, meta-learning, maml example",
+    "auto_gallery/plot_10_data_mixing": "data mixing, domain weights, mixture of data",
+    "auto_gallery/plot_13_penalty_per_pixel": "ridge per feature, regularization per feature",
+    "checking": "check gradient, gradcheck, is the gradient right",
+    "choosing": "which method, which optimizer, mini-batches, compare methods",
+    "glossary": "inner, outer, inner loop, outer loop, inner problem, outer problem, meta-gradient",
+    "howto/batchnorm": "batch normalization, batchnorm, dropout",
+    "howto/checkpoints": "resume, resume training, save and load, checkpoint",
+    "howto/ddp": "multiple gpus, 2 gpus, several gpus, multi-gpu, torchrun, distributed training, ddp, fsdp",
+    "howto/memory": "out of memory, cuda out of memory, how much memory, gradient checkpointing",
+    "howto/mixed_precision": "amp, autocast, bfloat16",
+    "howto/other_optimizers": "adam for both levels, adam, momentum, learning rate schedule, gradient clipping",
+    "speed": "torch.compile, compile, compile fallback, cuda graphs, faster steps",
+    "suggest": "learning rate, choose nu, default settings",
+}
+
 
 def quiet(_conf, _name):
     """Before each example: what another one has set is undone, and a warning of the library is an error."""
@@ -193,7 +214,8 @@ def method_page(name: str) -> str:
     lines = "\n".join(f"| {title} | {value} |" for title, value in rows)
     return (
         f"# {name}\n\n**When:** {declared.when}.\n\n| | |\n|---|---|\n{lines}\n\n"
-        "T is `lower_steps`; the words of the cost are explained on [Every method and its cost](../methods.md).\n\n"
+        "[T](../glossary.md#t) is `lower_steps`; an [hvp](../glossary.md#hvp) and a [jvp](../glossary.md#jvp) are "
+        "products. [Every method and its cost](../methods.md) has them all.\n\n"
         f"```{{eval-rst}}\n.. autoclass:: bilevel_optim.{name}\n   :members:\n   :inherited-members: BilevelOptimizer\n"
         f"   :exclude-members: {', '.join(SHARED)}\n```\n\n"
         "What it shares with every method, such as `step` and `state_dict`, is on the page of "

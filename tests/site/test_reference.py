@@ -97,3 +97,82 @@ def test_the_reference_is_grouped_by_kind_of_problem(pages):
     places = [index.index(f":caption: {title}\n") for title in ("The library", *groups, "The project")]
     assert places == sorted(places)
     assert index.index("papers/changelog") > places[-1]
+
+
+def test_the_words_that_people_type_are_those_of_one_page(pages):
+    typed = [(word, name) for name, words in pages.WORDS.items() for word in words.split(", ")]
+    assert len(typed) == len({word for word, _ in typed})
+    assert all(word == word.lower() for word, _ in typed)  # as Sphinx has them in its index
+    for name in pages.WORDS:
+        path = f"gallery/{name.removeprefix('auto_gallery/')}.py" if name.startswith("auto_gallery") else f"{name}.md"
+        assert (pages.DOCS / path).exists(), name
+    first = dict(typed)
+    assert first["noisy labels"] == "auto_gallery/plot_01_data_cleaning"
+    assert first["multiple gpus"] == "howto/ddp"
+    assert first["torch.compile"] == "speed"
+
+
+@pytest.fixture(scope="module")
+def entries_of_a_page(pages):
+    """What the index is told by the extension `entries` of a page with one section and one term."""
+    pytest.importorskip("sphinx")
+    from types import SimpleNamespace
+
+    from docutils import nodes, utils
+
+    sys.path.insert(0, str(ROOT / "docs/_ext"))
+    try:
+        import entries
+    finally:
+        sys.path.pop(0)
+
+    def read(name, said):
+        document = utils.new_document(name)
+        section = nodes.section("", nodes.title("", "A page"), ids=["a-page"])
+        section += nodes.definition_list_item("", nodes.term("", "", *(nodes.literal("", words) for words in said)))
+        document += section
+        document.settings.env = SimpleNamespace(docname=name)
+        entries.Entries(document).apply()
+        found = [entry for node in document.findall(entries.addnodes.index) for entry in node["entries"]]
+        return {words: place for _, words, place, main, _ in found if main == "main"}, document
+
+    return read
+
+
+def test_the_search_is_told_the_words_of_a_page(entries_of_a_page):
+    found, _ = entries_of_a_page("speed", ["a term"])
+    assert found["torch.compile"] == "a-page"  # not an empty anchor, from which no summary can be made
+    assert "a term" not in found
+    assert not entries_of_a_page("security", ["a term"])[0]
+
+
+def test_the_search_finds_each_error_by_its_words(entries_of_a_page):
+    found, document = entries_of_a_page("errors", ["the … must return a scalar tensor", "another; too"])
+    place = "the-must-return-a-scalar-tensor"
+    assert found["must return a scalar tensor"] == found["the … must return a scalar tensor"] == place
+    assert found["another, too"] == place
+    assert f'ids="{place}"' in str(document)
+    assert f'refid="{place}"' in str(document)
+
+
+def test_each_entry_of_the_errors_has_an_address_of_its_own():
+    pytest.importorskip("docutils")
+    from docutils import nodes
+
+    from .messages import entries
+
+    page = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
+    places = [nodes.make_id(line) for line in entries(page)]
+    assert len(places) > 150
+    assert all(places)
+    assert len(places) == len(set(places))
+
+
+def test_the_glossary_has_the_words_and_is_linked(pages):
+    text = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
+    for word in ("Upper and lower", "nu", "lambda", "Spread", "T", "Q", "hvp", "jvp"):
+        assert f"\n## {word}\n" in text
+    assert "glossary" in pages.lists_of(ROOT / "docs/explain/index.md")
+    for name in ("start", "methods", "diagnostics", "explain/penalty"):
+        assert "glossary.md" in (ROOT / f"docs/{name}.md").read_text(encoding="utf-8"), name
+    assert "(../glossary.md#t)" in pages.method_page("AID")
