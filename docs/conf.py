@@ -59,7 +59,7 @@ html_theme_options = {
     "navbar_align": "left",
     "footer_start": ["copyright"],
     "footer_end": [],
-    "secondary_sidebar_items": ["page-toc"],
+    "secondary_sidebar_items": {"**": ["page-toc"], "choosing": []},  # its table needs the room
 }
 if "DOCS_VERSIONS" in os.environ:  # the address of the list of versions, where several are published side by side
     html_theme_options["switcher"] = {

@@ -79,6 +79,9 @@ GROUPS = {
     "One loss, minimax": ("minimax",),
 }
 
+# The methods that the table shows first: those of the README. The others are behind a button.
+FIRST = ("AID", "ITD", "F2SA", "SOBA", "PZOBO", "RSVRB", "MAML", "RAGDA")
+
 # What the table of all methods says beside what they declare. Noise: what the gradients may be.
 NOISE = {
     "full batches": ("BOME", "RAHGD", "PRAHGD", "PAID", "BA", "iMCN", "RAGDA", "PRAGDA"),
@@ -136,7 +139,7 @@ def facts(name: str, method: MethodInfo) -> dict[str, str]:
 
 
 def table_with_filters() -> str:
-    """HTML: one row for each method, and a choice for each filter."""
+    """HTML: one row for each method, under its kind of problem, and a choice for each filter."""
     rows = {name: facts(name, cls.declared) for name, cls in REGISTRY.items()}
     parts = ['<div class="method-filters" role="group" aria-label="Show methods with">']
     for key, title in FILTERS.items():
@@ -146,15 +149,20 @@ def table_with_filters() -> str:
     parts.append('<output class="method-count"></output></div>')
     head = "".join(f"<th>{title}</th>" for title in ("Method", "When", *FILTERS.values()))
     parts.append(
-        '<div class="pst-scrollable-table-container"><table class="table method-table">'
-        f"<thead><tr>{head}</tr></thead><tbody>"
+        f'<div class="pst-scrollable-table-container"><table class="table method-table"><thead><tr>{head}</tr></thead>'
     )
-    for name, row in rows.items():
-        data = "".join(f' data-{key}="{value}"' for key, value in row.items())
-        cells = "".join(f"<td>{value}</td>" for value in row.values())
-        link = f'<a href="reference/{name}.html"><code>{name}</code></a>'
-        parts.append(f"<tr{data}><td>{link}</td><td>{html.escape(REGISTRY[name].declared.when)}</td>{cells}</tr>")
-    return "\n".join([*parts, "</tbody></table></div>"])
+    for title, names in grouped().items():
+        parts.append(f'<tbody><tr class="method-group"><th colspan="{2 + len(FILTERS)}">{title}</th></tr>')
+        for name in sorted(names, key=lambda name: name not in FIRST):
+            data = "".join(f' data-{key}="{value}"' for key, value in rows[name].items()) + " data-first" * (
+                name in FIRST
+            )
+            cells = "".join(f"<td>{value}</td>" for value in rows[name].values())
+            link = f'<a href="reference/{name}.html"><code>{name}</code></a>'
+            parts.append(f"<tr{data}><td>{link}</td><td>{html.escape(REGISTRY[name].declared.when)}</td>{cells}</tr>")
+        parts.append("</tbody>")
+    button = f'<button class="btn btn-outline-primary method-all" hidden>Show all {len(rows)} methods</button>'
+    return "\n".join([*parts, "</table></div>", button])
 
 
 def examples() -> dict[str, tuple[str, str]]:

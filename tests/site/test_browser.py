@@ -146,6 +146,12 @@ def test_a_page_fits_and_says_nothing_wrong(open_page, name, view):
         assert page.evaluate("document.documentElement.dataset.theme") == "dark"
     over = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
     assert over <= 0, f"{over} px wider than the window"
+    if name == "choose":  # its columns fit, and When is the widest
+        table = page.query_selector(".method-table").bounding_box()
+        assert page.evaluate("document.querySelector('.method-table').parentElement.scrollWidth") <= table["width"] + 1
+        assert (
+            page.query_selector(".method-table thead th:nth-child(2)").bounding_box()["width"] > 0.45 * table["width"]
+        )
     assert not re.search(r"\\[(\[]|\\(nabla|frac|text|arg)\b", page.inner_text("article")), "raw TeX"
     without = page.eval_on_selector_all("img", "images => images.filter(i => !i.alt).map(i => i.src)")
     assert not without
@@ -160,8 +166,11 @@ def test_a_page_fits_and_says_nothing_wrong(open_page, name, view):
 
 def test_the_table_of_methods_is_filtered(open_page):
     page = open_page("choosing.html")
-    rows = ".method-table tbody tr:not([hidden])"
+    rows = ".method-table tr[data-tasks]:not([hidden])"
+    assert len(page.query_selector_all(rows)) == 8
+    page.get_by_role("button", name="Show all").click()
     everything = len(page.query_selector_all(rows))
+    assert everything > 30
     page.select_option("select[data-key=derivatives]", "not needed")
     names = page.eval_on_selector_all(f"{rows} td:first-child", "cells => cells.map(c => c.textContent)")
     assert "F2SA" in names

@@ -1,5 +1,6 @@
 """The reference has a place for every public name, and the site's tables say of every method what is true."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -176,3 +177,15 @@ def test_the_glossary_has_the_words_and_is_linked(pages):
     for name in ("start", "methods", "diagnostics", "explain/penalty"):
         assert "glossary.md" in (ROOT / f"docs/{name}.md").read_text(encoding="utf-8"), name
     assert "(../glossary.md#t)" in pages.method_page("AID")
+
+
+def test_choosing_agrees_with_the_readme(pages):
+    """The methods of the README's table, one for each row, come first in the table here, and are links in the text."""
+    rows = re.findall(r"^\| [^|]+ \| (`.+`) \|$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
+    named = [re.findall(r"`(\w+)`", row) for row in rows]
+    assert len(pages.FIRST) == len(named) == 8
+    assert all(set(names) & set(pages.FIRST) for names in named)
+    questions = (ROOT / "docs/choosing.md").read_text(encoding="utf-8").split("## All methods")[0]
+    for name in {name for names in named for name in names}:
+        assert f"[{name}](reference/{name}.md)" in questions
+    assert pages.table_with_filters().count(" data-first>") == 8
