@@ -12,6 +12,8 @@ import pages  # noqa: E402
 
 import bilevel_optim  # noqa: E402
 
+pages.write(HERE)  # the pages that are made
+
 project = "bilevel_optim"
 author = "The bilevel_optim authors"
 copyright = author
@@ -21,7 +23,8 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "sphinx.ext.mathjax",
+    "mathml",
+    "entries",
     "sphinx_copybutton",
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
@@ -36,11 +39,14 @@ autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 napoleon_google_docstring, napoleon_numpy_docstring = True, False
 napoleon_custom_sections = ["Cost", ("Attributes", "params_style")]
+html_math_renderer = "mathml"
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 html_theme = "pydata_sphinx_theme"
 html_title = "bilevel_optim"
+html_favicon = "_static/favicon.svg"
+html_sidebars = {name: [] for name in pages.alone()}
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_js_files = ["methods.js"]
@@ -53,7 +59,7 @@ html_theme_options = {
     "navbar_align": "left",
     "footer_start": ["copyright"],
     "footer_end": [],
-    "secondary_sidebar_items": ["page-toc"],
+    "secondary_sidebar_items": {"**": ["page-toc"], "choosing": []},  # its table needs the room
 }
 if "DOCS_VERSIONS" in os.environ:  # the address of the list of versions, where several are published side by side
     html_theme_options["switcher"] = {
@@ -71,15 +77,14 @@ sphinx_gallery_conf = {
     "show_signature": False,
     "remove_config_comments": True,
     "abort_on_example_error": False,  # all pages are written, that of the example with its error; then the build fails
-    "min_reported_time": 0,
+    "write_computation_times": False,  # a page that loads its table from elsewhere
     "image_scrapers": ("matplotlib",),
     "reset_modules": ("pages.quiet",),
 }
 
 
 def setup(app):
-    """Make the pages that are made, and follow links that lead out of this folder."""
-    pages.write(HERE)
+    """Follow links that lead out of this folder."""
     app.connect("source-read", pages.on_source_read)
     app.connect("autodoc-process-docstring", pages.join_names, priority=400)  # before napoleon
     app.connect("missing-reference", pages.public_name)

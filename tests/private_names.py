@@ -77,6 +77,18 @@ NAMES = [
         "whether data write into a batch that they gave before",
         "a public count of the writes into a tensor",
     ),
+    Name(
+        '"_iterator"',
+        "problem/random.py",
+        "a search for generators of a loader leaves out its present pass",
+        "a public list of what a loader consists of",
+    ),
+    Name(
+        '"_sampler_iter"',
+        "problem/objective.py",
+        "whether another pass over a loader with persistent workers was started, which ends the one before",
+        "a public number of the pass, or an error of torch",
+    ),
     # ------------------------------------------------------------------------------------ optimizers
     Name(
         "._optimizer_step_p*_hooks",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -34,6 +34,7 @@ from ..problem.parameters import (
     level_groups,
     names_of,
     require,
+    require_apart,
     require_one_level,
     require_rates,
     require_usable,
@@ -222,6 +223,7 @@ class BilevelOptimizer(Optimizer, ABC):
         self._placeholders = False  # the state holds zeros that only show what a step would remember
         self._captured: Any = None  # makes steps in place of this class, once there is a `compile`
         super().__init__(consistently_named([*as_groups(upper, "upper"), *as_groups(lower, "lower")]), {"lr": lr})
+        require_apart(self.param_groups)
         self.param_groups[0][OWN] = b""
         if self.declared.lower_optimizer == "none":
             require_unlimited(self._limits, type(self).__name__)
@@ -399,7 +401,7 @@ class BilevelOptimizer(Optimizer, ABC):
             The tensors of y, in the order of the lower parameters; with ``tasks`` with a leading dimension for them.
 
         Raises:
-            NonFiniteError: if the steps diverge.
+            NonFiniteError: if the steps diverge; then everything is as before.
             ValueError: for an argument out of its range.
 
         Example:
@@ -423,7 +425,8 @@ class BilevelOptimizer(Optimizer, ABC):
         oracle = self._oracle(task) if self._one_loss else self._oracle(adapt.no_upper_loss, task)
         oracle.shared = False
         rule_for = partial(self._rules, level_groups(self.param_groups, "lower"))
-        with nullcontext() if write else self._run_state.buffers.kept():
+        buffers = self._run_state.buffers
+        with Transaction(self.generator, oracle, buffers, alone=True), nullcontext() if write else buffers.kept():
             begin = Vector(self._learned_start(oracle) if start is None else start)
             if tasks is not None:
                 oracle, begin = adapt.many(oracle, begin, tasks)
@@ -435,9 +438,9 @@ class BilevelOptimizer(Optimizer, ABC):
                 check_finite=self.check_finite,
                 at=self._run_state.steps,
             )
-        if write:
-            advance_buffers(oracle, found)
-            oracle.live_y.copy_(found)
+            if write:
+                advance_buffers(oracle, found)
+                oracle.live_y.copy_(found)
         return found
 
     def compile(
@@ -791,8 +794,12 @@ class BilevelOptimizer(Optimizer, ABC):
         if isinstance(param_group, dict) and level not in LEVELS:
             raise ValueError(f"Invalid level value: {level} (a group of a BilevelOptimizer is 'upper' or 'lower')")
         param_group.setdefault("lr", self._default_lr.get(str(level)))
+        if isinstance(param_group.get("params"), Iterator):
+            param_group["params"] = [*param_group["params"]]
         require_one_level(param_group, self.param_groups)
-        require_usable(param_group, self.param_groups)
+        require_usable(param_group)
+        if any(OWN in group for group in self.param_groups[:1]):  # or the constructor looks at all groups at once
+            require_apart([*self.param_groups, param_group], len(self.param_groups))
         require_rates([param_group])
         super().add_param_group(param_group)
         if hasattr(self, "_run_state"):

@@ -39,6 +39,7 @@ class Transaction:
         buffers: module buffers that evaluations change.
         decisive: gives what decides about a step, by name, which is compared over the ranks.
         device: of the parameters, without an oracle.
+        alone: other ranks take no part in it.
     """
 
     __slots__ = (
@@ -52,9 +53,10 @@ class Transaction:
         buffers: Buffers | None = None,
         decisive: Callable[[], Mapping[str, Any]] = dict,
         device: torch.device = CPU,
+        alone: bool = False,
     ) -> None:
         self._decisive = decisive
-        self.oracle, self._generator, self._accepted, self._concluded = oracle, generator, False, False
+        self.oracle, self._generator, self._accepted, self._concluded = oracle, generator, False, alone
         self._buffers = None if buffers is None or buffers.constant else buffers.kept_on_failure()
         self._device = device if oracle is None else oracle.device
         self._before: tuple[Any, ...] = ()

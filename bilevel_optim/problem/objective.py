@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
@@ -18,11 +18,11 @@ from .profiling import span
 from .random import (
     RandomState,
     default_state,
-    order_of,
-    own_order,
+    generators_of,
     require_replayable,
     set_default_state,
-    set_order,
+    set_states,
+    states_of,
 )
 
 __all__ = [
@@ -100,8 +100,10 @@ class Objective:
         self._lasting = data is None or type(data) in (list, tuple) or _makes_new(data)  # a batch stays as it is
         self._iterator: Iterator[Any] | None = None
         self._passes = 0  # iterators started
-        self._position = 0  # batches drawn since the last was
+        self._position = 0  # batches drawn since the last was; without one: what has to be skipped in a new one
         self._start: dict[str, Any] = {}  # random state from which the iterator was started
+        self._pass: Any = None  # of persistent workers: what their iterator has as long as no other pass is started
+        self._generators: dict[str, Any] | None = None  # of the data; None: not looked for
 
     def draw(self, *, once: bool = False) -> Sample:
         """The next batch, with the random numbers that every evaluation on it will share.
@@ -158,11 +160,12 @@ class Objective:
         """Samples of the (first) batches of a pass; the position in the data and what decides their order stay."""
         if self.data is None:
             return [self.sample()]
-        random = order_of(self.data)
+        random, states = torch.get_rng_state(), states_of(self._own())
         try:
             batches = [batch if self._lasting else self._kept(batch) for batch in islice(_apart(self.data), most)]
         finally:
-            set_order(self.data, random)
+            torch.set_rng_state(random)
+            set_states(self._own(), states)
         if not batches:
             raise ValueError("the data of an Objective gave no batch")
         return [self.sample(self._moved(batch)) for batch in batches]
@@ -216,84 +219,146 @@ class Objective:
 
     def _rest(self, most: int) -> list[Any]:
         """Batches of the present pass."""
+        self._continue()
         found = [] if self._iterator is None else [*islice(self._iterator, most)]
         self._position += len(found)
         return found
 
     def _next(self) -> Any:
         assert self.data is not None
+        self._continue()
         for _ in range(2):
             if self._iterator is None:
-                self._start = order_of(self.data)
-                self._iterator, self._position = iter(self.data), 0
+                self._generators, self._position = None, 0
+                if type(self.data) not in (list, tuple):
+                    self._start = {**self._begun(), "default": torch.get_rng_state(), "own": states_of(self._own())}
+                self._iterator = iter(self.data)
                 self._passes += 1
             for batch in self._iterator:
+                if not self._position:
+                    self._pass = _pass_of(self.data)
                 self._position += 1
                 return batch if self._lasting else self._kept(batch)
-            self._iterator = None
+            self._iterator, self._position = None, 0
         raise ValueError(
             "the data of an Objective gave no batch: it is empty, or it can be iterated only once and is exhausted "
             "(pass a DataLoader or a list, not a generator)"
         )
 
+    def _continue(self) -> None:
+        """Before a draw in the middle of a pass: see that the iterator is there, and nobody else has it."""
+        if not self._position:
+            return
+        if self._iterator is None:  # in a copy
+            self._resume(self._passes, self._position, self._start, states_of(self._own()))
+        elif self._pass is not _pass_of(self.data):
+            if isinstance(self.data, Sized) and len(self.data) == self._position:  # the pass was over
+                self._iterator, self._position = None, 0
+                return
+            raise ValueError(
+                f"a pass of an Objective over its {type(self.data).__name__} was cut off after {self._position} "
+                "batches: another Objective or loop iterates the same loader, whose persistent workers can give one "
+                "pass at a time. Make a loader for each of them, or pass persistent_workers=False"
+            )
+
+    def _own(self) -> dict[str, Any]:
+        """The generators that the data have."""
+        if self._generators is None:
+            lists = self.data is None or type(self.data) in (list, tuple)
+            self._generators = {} if lists else generators_of(self.data)
+        return self._generators
+
+    def _begun(self) -> dict[str, Any]:
+        """How the present pass began, or whether the next one will start workers that stay."""
+        return self._start if self._position else {"new": getattr(self.data, "_iterator", None) is None}
+
     def state_dict(self) -> dict[str, Any]:
         """Position in the data: how many batches of the current pass are drawn, and the random state it began with.
 
-        Enough to continue any data whose order follows from torch's random state at ``iter(data)``, as that of a
-        ``DataLoader`` does (with its own ``generator`` or with torch's default one).
+        Enough to continue any data whose order follows from random states at ``iter(data)``: torch's, and those of
+        generators (of torch, NumPy or Python) that are attributes of the data, their samplers, datasets, transforms.
+        Random numbers that a dataset draws in persistent workers after their first pass are others after a resume.
+
+        Raises:
+            ValueError: if these come from a generator of the dataset.
         """
-        position = self._position if self._iterator is not None else 0
-        start = {k: v.clone() for k, v in self._start.items()} if position else {}
-        return {"position": position, "passes": self._passes, "present": own_order(self.data), **start}
+        start = self._begun()
+        if getattr(self.data, "persistent_workers", False) and not start["new"]:
+            lost = [name for name in self._own() if name.startswith("dataset")]
+            if lost:
+                raise ValueError(
+                    f"the state of the data cannot be saved: {', '.join(lost)} has moved in persistent workers, which "
+                    "have copies of it. Pass persistent_workers=False, or let the dataset make a generator for each "
+                    "example, seeded by its index"
+                )
+        present = states_of(self._own())
+        return {"position": self._position, "passes": self._passes, "present": present, **copy.deepcopy(start)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved position: restarts the pass as it was started, and skips the batches already drawn.
 
-        A generator of the data is left as it was when the state was saved, also if others share it.
+        Generators of the data are left as they were when the state was saved, also if others share them.
 
         Raises:
             ValueError: if the state is not that of an `Objective` with such data; then nothing has changed.
         """
-        require_state(state, type(self).__name__, position=int)
-        start: dict[str, Any] = {k: state[k] for k in ("generator", "default") if k in state}
-        if state["position"] and (self.data is None or ("generator" in start) != (own_order(self.data) is not None)):
+        require_state(state, type(self).__name__, position=int, present=dict)
+        self._generators = None
+        saved, own = state["present"].keys(), self._own().keys()
+        if (
+            saved != own
+            or state.get("own", state["present"]).keys() != own
+            or (state["position"] and self.data is None)
+        ):
             raise ValueError(
-                f"the state is that of other data: at position {state['position']}, "
-                f"{'with' if 'generator' in start else 'without'} a generator of their own"
+                f"the state is that of other data: at position {state['position']}, with generators {[*saved]}, but "
+                f"here are {'no data' if self.data is None else [*own]}"
             )
-        self._resume(state.get("passes", 1), state["position"], start, state.get("present"))
+        self._resume(state.get("passes", 1), state["position"], state, state["present"])
 
-    def _resume(self, passes: int, position: int, start: dict[str, Any], present: Tensor | None) -> None:
+    def _resume(self, passes: int, position: int, start: Mapping[str, Any], present: Mapping[str, Any]) -> None:
         default = torch.get_rng_state()
-        self._iterator = None
+        self._iterator, self._position = None, 0
+        if getattr(self.data, "persistent_workers", False):
+            data: Any = self.data
+            if start.get("new", True):
+                data._iterator = None  # workers that start draw a seed, those that are there do not
+            elif data._iterator is None:
+                iter(data)
         if position:
-            assert self.data is not None
-            if passes > 1 and getattr(self.data, "persistent_workers", False):
-                iter(self.data)  # the first pass draws a seed for the workers, later ones do not
-            set_order(self.data, start)
+            if "default" in start:
+                torch.set_rng_state(start["default"].cpu())
+                set_states(self._own(), start["own"])
             for _ in range(position):
                 self._next()
         self._passes = passes
-        if present is not None:
-            set_order(self.data, {"generator": present})
+        set_states(self._own(), present)
         torch.set_rng_state(default)
 
     def mark(self) -> tuple[Any, ...]:
         """The present position, for `rewind`; costs next to nothing."""
         if self.data is None:
             return ()
-        present = None if type(self.data) in (list, tuple) else own_order(self.data)
-        return self._passes, self._position, self._iterator is None, self._start, present
+        return self._passes, self._position, self._begun(), states_of(self._own())
 
     def rewind(self, mark: tuple[Any, ...]) -> None:
         """Go back to a position, as after loading a state; data that do not repeat their order cannot."""
         if not mark:
             return
-        passes, position, fresh, start, present = mark
+        passes, position, start, present = mark
         if (passes, position) != (self._passes, self._position):
-            self._resume(passes, 0 if fresh else position, start, present)
-        elif present is not None:
-            set_order(self.data, {"generator": present})
+            self._resume(passes, position, start, present)
+        else:
+            set_states(self._own(), present)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Iterators cannot be copied: a copy goes on at its position, as after loading a state.
+        own = {**self.__dict__, "_features": None, "_last": None, "_generators": None, "_pass": None}
+        if self._iterator is not self.data:
+            own["_iterator"] = None
+        if getattr(self.data, "persistent_workers", False):
+            own["data"] = _twin(self.data)
+        return own
 
     def __repr__(self) -> str:
         name = getattr(self.loss, "__name__", type(self.loss).__name__)
@@ -307,9 +372,23 @@ def _apart(data: Any) -> Any:
     """
     if not getattr(data, "persistent_workers", False):
         return data
-    own = copy.copy(data)
-    own.__dict__.update(persistent_workers=False, _iterator=None)
+    own = _twin(data)
+    own.__dict__["persistent_workers"] = False
     return own
+
+
+def _twin(loader: Any) -> Any:
+    """A loader like this one with persistent workers, which have not been started."""
+    own = copy.copy(loader)
+    own._iterator = None
+    return own
+
+
+def _pass_of(data: Any) -> Any:
+    """Of a loader with persistent workers, what changes when another pass is started."""
+    if not getattr(data, "persistent_workers", False):
+        return None
+    return getattr(getattr(data, "_iterator", None), "_sampler_iter", None)
 
 
 def _makes_new(data: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, Never
 
@@ -22,6 +22,7 @@ __all__ = [
     "level_groups",
     "names_of",
     "require",
+    "require_apart",
     "require_choice",
     "require_one_level",
     "require_rates",
@@ -134,11 +135,9 @@ def require_rates(groups: Iterable[Mapping[str, Any]]) -> None:
             raise ValueError(f"Invalid learning rate: {lr} (of {group.get('level', 'a')} parameters)")
 
 
-def require_usable(group: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ValueError if a parameter of a group is complex, or shares memory with itself or another parameter."""
-    known = [p for other in others for p in other["params"]]
-    for i, entry in enumerate([group["params"]] if isinstance(group["params"], Tensor) else group["params"]):
-        name, p = entry if isinstance(entry, tuple) else (i, entry)
+def require_usable(group: Mapping[str, Any]) -> None:
+    """Raise ValueError if a parameter of a group is complex, or shares memory with itself."""
+    for name, p in _named(group):
         if not isinstance(p, Tensor):
             continue  # torch says so
         called = f"{group['level']} parameter {name!r} of shape {tuple(p.shape)}"
@@ -146,17 +145,47 @@ def require_usable(group: Mapping[str, Any], others: Iterable[Mapping[str, Any]]
             raise ValueError(f"{called} is complex; pass what torch.view_as_real gives of it")
         if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
             raise ValueError(f"{called} is expanded: several entries are one place in memory; pass the tensor itself")
-        if any(p is not other and _overlap(p, other) for other in known):
-            raise ValueError(f"{called} shares memory with another parameter; pass the tensor that both are views of")
-        known.append(p)
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two contiguous tensors have common entries."""
-    if is_sharded(a) or is_sharded(b) or not (a.is_contiguous() and b.is_contiguous()):
-        return False
-    (start, size), (other, length) = ((t.data_ptr(), t.numel() * t.element_size()) for t in (a, b))
-    return bool(start and other) and a.device == b.device and start < other + length and other < start + size
+def require_apart(groups: Sequence[Mapping[str, Any]], known: int = 0) -> None:
+    """Raise ValueError if a parameter shares memory with another one, of these groups the first so many excepted."""
+    entries = [(i, *entry) for i, group in enumerate(groups) for entry in _named(group)]
+    for number in _overlapping([p for *_, p in entries]):
+        i, name, p = entries[number]
+        if i >= known:
+            raise ValueError(
+                f"{groups[i]['level']} parameter {name!r} of shape {tuple(p.shape)} shares memory with another "
+                "parameter; pass the tensor that both are views of"
+            )
+
+
+def _named(group: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """The parameters of a group, which torch may not have looked at, with their names or numbers."""
+    params = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+    names = group.get("param_names", range(len(params)))
+    return [p if isinstance(p, tuple) else (name, p) for name, p in zip(names, params, strict=True)]
+
+
+def _overlapping(tensors: Sequence[Tensor]) -> list[int]:
+    """In order the numbers of contiguous tensors that have entries in common with one of a lower number."""
+    first: dict[int, int] = {}
+    for i, t in enumerate(tensors):
+        first.setdefault(id(t), i)  # one that comes twice is refused by torch
+    spans = [(*span, i) for i in first.values() if (span := _span(tensors[i]))]
+    found, last = [], ("", 0, 0, 0)  # of those so far, the one that reaches furthest
+    for device, start, end, i in sorted(spans):
+        if device == last[0] and start < last[2]:
+            found.append(max(i, last[3]))
+        if device != last[0] or end > last[2]:
+            last = device, start, end, i
+    return sorted(found)
+
+
+def _span(t: Tensor) -> tuple[str, int, int] | None:
+    """Device, and where in its memory the entries of a tensor begin and end; None if that is not one piece."""
+    if not isinstance(t, Tensor) or is_sharded(t) or not t.is_contiguous() or not (t.numel() and t.data_ptr()):
+        return None
+    return str(t.device), t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()
 
 
 def level_groups(groups: Iterable[dict[str, Any]], level: str) -> list[dict[str, Any]]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import random
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..kernels.counter import mixed_number
+from ..pytree import tree_map
 from .placement import uploaded
 from .vector import Vector
 
@@ -26,17 +30,18 @@ __all__ = [
     "draw_indices",
     "draw_random_inputs",
     "draw_seed",
+    "generators_of",
     "hashed",
     "kept",
-    "order_of",
-    "own_order",
     "require_replayable",
     "set_default_state",
-    "set_order",
+    "set_states",
+    "states_of",
     "uniform_ball",
 ]
 
 SEEDS = 2**62
+LONG = 100  # entries of a list that is searched for generators
 
 
 class Counters:
@@ -186,32 +191,64 @@ def uniform_ball(like: Sequence[Tensor], radius: float, generator: torch.Generat
     return Vector((n * (length / normal.norm())).to(n.dtype) for n in normal)
 
 
-def order_of(data: Any) -> dict[str, Any]:
-    """What decides the order of the next pass over ``data``: its own generator, else torch's default one."""
-    if type(data) in (list, tuple):
-        return {}
-    own = own_order(data)
-    return {"default": torch.get_rng_state()} if own is None else {"generator": own}
+# ------------------------------------------------------------------------------------------------ of data
 
 
-def own_order(data: Any) -> Tensor | None:
-    """The state of a generator that data have."""
-    if type(data) in (list, tuple):
-        return None
-    generator = _generator_of(data)
-    return None if generator is None else generator.get_state()
+def generators_of(data: Any) -> dict[str, Any]:
+    """What data have to draw random numbers from, of torch, NumPy or Python, each by the way to it.
+
+    That are attributes of the data and of what these consist of: their samplers, datasets, lists of transforms. Long
+    lists are taken for examples, and so are lists in lists.
+    """
+    found: dict[str, Any] = {}
+    left, seen = deque([("", data, False)]), {id(torch.default_generator)}
+    while left:
+        path, value, listed = left.popleft()
+        if id(value) in seen or isinstance(value, (Tensor, type, ModuleType)):
+            continue
+        seen.add(id(value))
+        if _is_generator(value):
+            found[path] = value
+            continue
+        parts = [*getattr(value, "__dict__", {}).items()]
+        short = isinstance(value, (list, tuple, dict)) and len(value) <= LONG and not listed
+        if short:
+            parts += value.items() if isinstance(value, dict) else enumerate(value)
+        # The iterator of a loader has what a pass needs.
+        left += [(f"{path}.{name}".lstrip("."), part, short) for name, part in parts if name != "_iterator"]
+    return found
 
 
-def _generator_of(data: Any) -> torch.Generator | None:
-    generator = getattr(data, "generator", None) or getattr(getattr(data, "sampler", None), "generator", None)
-    return generator if isinstance(generator, torch.Generator) else None
+def _is_generator(value: Any) -> bool:
+    if isinstance(value, (torch.Generator, random.Random)):
+        return not isinstance(value, random.SystemRandom)
+    kind = type(value)
+    return kind.__module__.startswith("numpy.random") and kind.__name__ in ("Generator", "RandomState")
 
 
-def set_order(data: Any, state: dict[str, Any]) -> None:
-    """Go back to what `order_of` gave."""
-    if "default" in state:
-        torch.set_rng_state(state["default"])
-    elif "generator" in state:
-        generator = _generator_of(data)
-        assert generator is not None
-        generator.set_state(state["generator"].cpu())
+def states_of(generators: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of generators, made of tensors and what Python has itself."""
+    return {name: _state_of(generator) for name, generator in generators.items()}
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    state = generator.get_state(legacy=False) if hasattr(generator, "get_state") else generator.bit_generator.state
+    return tree_map(lambda leaf: leaf.tolist() if hasattr(leaf, "tolist") else leaf, state)
+
+
+def set_states(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    """Put states back."""
+    for name, state in states.items():
+        generator = generators[name]
+        if isinstance(generator, torch.Generator):
+            generator.set_state(state.cpu())
+        elif isinstance(generator, random.Random):
+            generator.setstate(state)
+        elif hasattr(generator, "set_state"):
+            generator.set_state(state)
+        else:
+            generator.bit_generator.state = state

@@ -13,7 +13,7 @@ import torch
 
 import bilevel_optim as bo
 from bilevel_optim.methods.table import COLUMNS
-from bilevel_optim.optimizer.declaration import FAMILIES, REGISTRY, MethodInfo, methods
+from bilevel_optim.optimizer.declaration import REGISTRY, MethodInfo, methods
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -28,7 +28,7 @@ COPIED = {
     "README.md": "index.md",
 }
 
-MORE = {"papers/index.md": "\n```{toctree}\n:hidden:\n\nrecipes\nfew_shot\n```\n"}
+MORE = {"papers/recipes.md": "\n```{toctree}\n:hidden:\n\nfew_shot\nPapers <index>\n```\n"}
 
 # What a method defines for the base class: described there, once.
 SHARED = sorted(name for name in dir(bo.BilevelOptimizer) if name[0] != "_")
@@ -68,6 +68,20 @@ REFERENCE = {
     ),
 }
 
+# The methods by kind of problem, in the reference and in the table of all. One that remembers each task is for many.
+MANY = "Many lower problems"
+GROUPS = {
+    "One lower problem": ("implicit", "unrolled", "penalty", "restarted", "control"),
+    "Small batches": ("stochastic", "tracked"),
+    "No derivative": ("zeroth-order",),
+    MANY: ("contextual",),
+    "Few-shot learning": ("meta",),
+    "One loss, minimax": ("minimax",),
+}
+
+# The methods that the table shows first: those of the README. The others are behind a button.
+FIRST = ("AID", "ITD", "F2SA", "SOBA", "PZOBO", "RSVRB", "MAML", "RAGDA")
+
 # What the table of all methods says beside what they declare. Noise: what the gradients may be.
 NOISE = {
     "full batches": ("BOME", "RAHGD", "PRAHGD", "PAID", "BA", "iMCN", "RAGDA", "PRAGDA"),
@@ -81,6 +95,27 @@ MEMORY = {
     "all batches": ("SABA",),
 }
 FILTERS = {"derivatives": "Second derivatives", "tasks": "Tasks", "noise": "Gradients", "memory": "Memory"}
+
+# What people type into the search, where a page says it in other words. The page comes first among what is found.
+WORDS = {
+    "auto_gallery/plot_01_data_cleaning": "noisy labels, label noise, wrong labels, clean labels, reweight examples",
+    "auto_gallery/plot_02_cnn_hyperparameters": "weight decay per layer, hyperparameter tuning, tune weight decay",
+    "auto_gallery/plot_05_class_weights": "imbalanced classes, class imbalance, rare classes, long tail",
+    "auto_gallery/plot_06_few_shot": "few-shot learning, meta-learning, maml example",
+    "auto_gallery/plot_10_data_mixing": "data mixing, domain weights, mixture of data",
+    "auto_gallery/plot_13_penalty_per_pixel": "ridge per feature, regularization per feature",
+    "checking": "check gradient, gradcheck, is the gradient right",
+    "choosing": "which method, which optimizer, mini-batches, compare methods",
+    "glossary": "inner, outer, inner loop, outer loop, inner problem, outer problem, meta-gradient",
+    "howto/batchnorm": "batch normalization, batchnorm, dropout",
+    "howto/checkpoints": "resume, resume training, save and load, checkpoint",
+    "howto/ddp": "multiple gpus, 2 gpus, several gpus, multi-gpu, torchrun, distributed training, ddp, fsdp",
+    "howto/memory": "out of memory, cuda out of memory, how much memory, gradient checkpointing",
+    "howto/mixed_precision": "amp, autocast, bfloat16",
+    "howto/other_optimizers": "adam for both levels, adam, momentum, learning rate schedule, gradient clipping",
+    "speed": "torch.compile, compile, compile fallback, cuda graphs, faster steps",
+    "suggest": "learning rate, choose nu, default settings",
+}
 
 
 def quiet(_conf, _name):
@@ -104,7 +139,7 @@ def facts(name: str, method: MethodInfo) -> dict[str, str]:
 
 
 def table_with_filters() -> str:
-    """HTML: one row for each method, and a choice for each filter."""
+    """HTML: one row for each method, under its kind of problem, and a choice for each filter."""
     rows = {name: facts(name, cls.declared) for name, cls in REGISTRY.items()}
     parts = ['<div class="method-filters" role="group" aria-label="Show methods with">']
     for key, title in FILTERS.items():
@@ -114,15 +149,20 @@ def table_with_filters() -> str:
     parts.append('<output class="method-count"></output></div>')
     head = "".join(f"<th>{title}</th>" for title in ("Method", "When", *FILTERS.values()))
     parts.append(
-        '<div class="pst-scrollable-table-container"><table class="table method-table">'
-        f"<thead><tr>{head}</tr></thead><tbody>"
+        f'<div class="pst-scrollable-table-container"><table class="table method-table"><thead><tr>{head}</tr></thead>'
     )
-    for name, row in rows.items():
-        data = "".join(f' data-{key}="{value}"' for key, value in row.items())
-        cells = "".join(f"<td>{value}</td>" for value in row.values())
-        link = f'<a href="reference/{name}.html"><code>{name}</code></a>'
-        parts.append(f"<tr{data}><td>{link}</td><td>{html.escape(REGISTRY[name].declared.when)}</td>{cells}</tr>")
-    return "\n".join([*parts, "</tbody></table></div>"])
+    for title, names in grouped().items():
+        parts.append(f'<tbody><tr class="method-group"><th colspan="{2 + len(FILTERS)}">{title}</th></tr>')
+        for name in sorted(names, key=lambda name: name not in FIRST):
+            data = "".join(f' data-{key}="{value}"' for key, value in rows[name].items()) + " data-first" * (
+                name in FIRST
+            )
+            cells = "".join(f"<td>{value}</td>" for value in rows[name].values())
+            link = f'<a href="reference/{name}.html"><code>{name}</code></a>'
+            parts.append(f"<tr{data}><td>{link}</td><td>{html.escape(REGISTRY[name].declared.when)}</td>{cells}</tr>")
+        parts.append("</tbody>")
+    button = f'<button class="btn btn-outline-primary method-all" hidden>Show all {len(rows)} methods</button>'
+    return "\n".join([*parts, "</table></div>", button])
 
 
 def examples() -> dict[str, tuple[str, str]]:
@@ -182,7 +222,8 @@ def method_page(name: str) -> str:
     lines = "\n".join(f"| {title} | {value} |" for title, value in rows)
     return (
         f"# {name}\n\n**When:** {declared.when}.\n\n| | |\n|---|---|\n{lines}\n\n"
-        "T is `lower_steps`; the words of the cost are explained on [Every method and its cost](../methods.md).\n\n"
+        "[T](../glossary.md#t) is `lower_steps`; an [hvp](../glossary.md#hvp) and a [jvp](../glossary.md#jvp) are "
+        "products. [Every method and its cost](../methods.md) has them all.\n\n"
         f"```{{eval-rst}}\n.. autoclass:: bilevel_optim.{name}\n   :members:\n   :inherited-members: BilevelOptimizer\n"
         f"   :exclude-members: {', '.join(SHARED)}\n```\n\n"
         "What it shares with every method, such as `step` and `state_dict`, is on the page of "
@@ -215,17 +256,29 @@ def documented() -> set[str]:
     return set(methods()) | {name for _, _, names in REFERENCE.values() for name in names}
 
 
+def grouped() -> dict[str, list[str]]:
+    """The names of the methods by kind of problem."""
+    found = {title: [] for title in GROUPS}
+    for name, cls in REGISTRY.items():
+        kinds = (title for title, families in GROUPS.items() if cls.declared.family in families)
+        found[MANY if cls.declared.tasks == "rows" else next(kinds)].append(name)
+    return found
+
+
+def contents(title: str, names: list[str]) -> str:
+    """A list of contents that only the side bar shows, under its title."""
+    return f"```{{toctree}}\n:hidden:\n:caption: {title}\n\n" + "\n".join(names) + "\n```\n"
+
+
 def reference_index() -> str:
-    """The contents of the reference: one group for each family of methods."""
-    families = {family: [n for n, cls in REGISTRY.items() if cls.declared.family == family] for family in FAMILIES}
+    """The contents of the reference: what all share, the methods by kind of problem, and what is about the project."""
     parts = ["# Reference\n\nA page for each method, and for what they take. `help(bo.AID)` has the same text.\n"]
-    parts.append("```{toctree}\n:maxdepth: 1\n:caption: The library\n\n" + "\n".join(REFERENCE) + "\n```\n")
-    parts.append("```{toctree}\n:hidden:\n\n../papers/changelog\n../papers/contributing\n```\n")
-    for family, names in families.items():
-        if names:
-            lines = "\n".join(f"* [{name}]({name}.md): {REGISTRY[name].declared.when}" for name in names)
-            tree = "\n".join(names)
-            parts.append(f"## {family.capitalize()}\n\n{lines}\n\n```{{toctree}}\n:hidden:\n\n{tree}\n```\n")
+    parts.append("## The library\n\n" + "\n".join(f"* [{v[0]}]({k}.md): {v[1]}" for k, v in REFERENCE.items()))
+    parts.append(contents("The library", [*REFERENCE]))
+    for title, names in grouped().items():
+        lines = "\n".join(f"* [{name}]({name}.md): {REGISTRY[name].declared.when}" for name in names)
+        parts.append(f"## {title}\n\n{lines}\n\n{contents(title, names)}")
+    parts.append(contents("The project", ["../papers/changelog", "../papers/contributing"]))
     return "\n".join(parts)
 
 
@@ -306,11 +359,26 @@ def public_name(app, env, node, content):
     return None
 
 
+def lists_of(path: Path) -> list[str]:
+    """What the lists of contents of a page name, from docs/ on; an entry may have a title, as in ``Start <start>``."""
+    found = []
+    for block in re.findall(r"```\{toctree\}\n(.*?)```", path.read_text(encoding="utf-8"), re.S):
+        for entry in re.findall(r"^(?!:)(?:.*<)?([\w./-]+)>?$", block, re.M):
+            found.append(relpath(path.parent / entry, DOCS))
+    return found
+
+
 def unlisted() -> str:
     """Pages of this folder that no list of contents names, so that a new page is found before somebody lists it."""
-    listed = "\n".join(path.read_text(encoding="utf-8") for path in DOCS.rglob("index.md"))
-    names = [path.stem for path in sorted(DOCS.glob("*.md"))]
-    return "\n".join(f"../{n}" for n in names if n != "index" and not re.search(rf"^(\.\./)?{n}$", listed, re.M))
+    pages = [path for path in DOCS.rglob("*.md") if "_build" not in path.parts]
+    listed = {name for path in pages for name in lists_of(path)} | {"index"}
+    return "\n".join(f"../{path.stem}" for path in sorted(DOCS.glob("*.md")) if path.stem not in listed)
+
+
+def alone() -> list[str]:
+    """Pages of the main bar that have no list of contents: a side bar beside them would be empty."""
+    pages = [name for name in lists_of(DOCS / "index.md") if (DOCS / f"{name}.md").exists()]
+    return [name for name in pages if not lists_of(DOCS / f"{name}.md")]
 
 
 def on_source_read(_app, name: str, source: list[str]) -> None:

@@ -2,9 +2,9 @@
 Find wrong labels
 =================
 
-Half of 500 training labels are wrong. One weight for each example is learned, such that a classifier trained with these
-weights does well on 200 clean examples. The weights of wrong labels end near 0. :class:`~bilevel_optim.AID` needs one
-linear system for each hypergradient, whatever the number of weights.
+Half of 500 training labels are wrong (noisy labels). One weight for each example is learned, such that a classifier
+trained with these weights does well on 200 clean examples. The weights of wrong labels end near 0.
+:class:`~bilevel_optim.AID` needs one linear system for each hypergradient, whatever the number of weights.
 """
 
 import os

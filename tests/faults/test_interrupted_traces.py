@@ -24,6 +24,14 @@ class Interrupted(bo.AID):
         return super().estimate(oracle, given)
 
 
+@pytest.fixture(autouse=True)
+def _interrupts():
+    """As in a terminal: what a shell runs in the background ignores them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def made(cls=bo.AID, start=0.3, captured=True):
     x, y = (torch.full((3,), value, requires_grad=True) for value in (start, 0.1))
     optimizer = cls([x], [y], lr=0.05, lower_lr=0.1, lower_steps=1, linear_steps=2)

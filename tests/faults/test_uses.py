@@ -340,3 +340,62 @@ def test_unrolled_steps_share_their_features(row, steps):
         calls.update(evaluated=0, differentiated=0)
         optimizer.step(lambda: (body(images).tanh() @ head).square().mean(), lower)
     assert calls == {"evaluated": 1, "differentiated": 1}
+
+
+# ------------------------------------------------------------------------------------------------ shared memory
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_shared_memory_is_looked_for_in_linear_time(groups, monkeypatch):
+    """Every tensor was compared with every other: 3.5 s for 2,000 of them."""
+    asked = [0]
+    address = torch.Tensor.data_ptr
+
+    def counted(t):
+        asked[0] += 1
+        return address(t)
+
+    x, y = ([torch.zeros(2, requires_grad=True) for _ in range(300)] for _ in range(2))
+    if groups:
+        x, y = ([{"params": [p]} for p in some] for some in (x, y))
+    monkeypatch.setattr(torch.Tensor, "data_ptr", counted)
+    bo.SOBA(x, y, lr=0.1, lower_lr=0.1)
+    assert asked[0] <= 10 * len([*x, *y])
+
+
+@pytest.mark.parametrize(
+    ("upper", "lower", "named"),
+    [
+        ([(0, 9)], [(3, 4)], "lower parameter 0 of shape"),
+        ([(3, 4), (9, 12)], [(10, 11), (0, 9)], "lower parameter 0"),
+        ([(0, 3), (3, 6)], [(6, 9), (9, 12), (8, 10)], "lower parameter 2"),
+        ([(0, 12), (2, 3)], [(12, 14)], "upper parameter 1"),
+        ([(0, 3), (6, 9)], [(3, 6), (9, 9), (4, 4), (9, 12)], None),
+    ],
+)
+def test_parameters_that_share_memory_are_refused(upper, lower, named):
+    memory = torch.zeros(14)
+    x, y = ([memory[a:b].detach().requires_grad_() for a, b in parts] for parts in (upper, lower))
+    if named is None:
+        bo.SOBA(x, y, lr=0.1, lower_lr=0.1)
+        return
+    with pytest.raises(ValueError, match=f"{named}.* shares memory with another parameter"):
+        bo.SOBA(x, y, lr=0.1, lower_lr=0.1)
+
+
+def test_a_group_that_is_added_shares_no_memory():
+    memory, other = torch.zeros(8), torch.zeros(2)
+    x, y = ([memory[a:b].detach().requires_grad_()] for a, b in ((0, 2), (2, 5)))
+    optimizer = bo.SOBA(x, y, lr=0.1, lower_lr=0.1)
+    for params in ([memory[4:6].detach()], [("head", memory[1:2].detach())], [other, other[1:]]):
+        with pytest.raises(ValueError, match="shares memory with another parameter"):
+            optimizer.add_param_group({"params": params, "level": "lower"})
+    assert len(optimizer.param_groups) == 2
+    optimizer.add_param_group({"params": memory[5:8].detach().requires_grad_(), "level": "lower"})
+
+
+def test_a_group_may_be_an_iterator():
+    """Its tensors were used up by the checks, and the group had none."""
+    optimizer = bo.SOBA(*([torch.zeros(1, requires_grad=True)] for _ in range(2)), lr=0.1, lower_lr=0.1)
+    optimizer.add_param_group({"params": torch.nn.Linear(2, 2).parameters(), "level": "lower"})
+    assert len(optimizer.param_groups[-1]["params"]) == 2

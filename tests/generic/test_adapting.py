@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import Adam
+from torch.utils.data import DataLoader
 
 import bilevel_optim as bo
 
-from ..problems import same, values
+from ..problems import same, seeded, values
 from ..registry import ARGUMENTS, ROWS, each
 
 
@@ -194,3 +195,31 @@ def test_what_many_tasks_cannot_be():
     single = bo.GDA([x], [y], lr=0.1, lower_lr=0.1)
     with pytest.raises(ValueError, match="GDA adapts to one task at a time"):
         single.adapt(loss, tasks=torch.zeros(3, 2))
+
+
+@pytest.mark.parametrize(("when", "write"), [(2, True), (2, False), (4, True)])
+@pytest.mark.parametrize("stepped", [True, False])
+def test_adapting_that_fails_moves_nothing(stepped, when, write):
+    """Running statistics, the data and torch's random numbers had moved; the fourth call is that for the buffers."""
+    net = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    x, calls = torch.ones(1, requires_grad=True), [-100]
+
+    def loss(batch):
+        calls[0] += 1
+        noise = torch.rand(4, 3)
+        if calls[0] == when:
+            net(batch + noise)
+            raise RuntimeError("on purpose")
+        return (net(batch + noise) - x).square().mean()
+
+    data = DataLoader(torch.randn(16, 3, generator=seeded(1)), 4, shuffle=True)
+    lower = bo.Objective(loss, data)
+    optimizer = bo.F2SA([x], net.parameters(), lr=0.01, lower_lr=0.01, lower_steps=3)
+    if stepped:
+        optimizer.step(lambda: net[1].weight.sum(), lower)
+    before = values(net.buffers(), net.parameters(), [x, torch.get_rng_state()]), str(lower.state_dict())
+    calls[0] = 0
+    with pytest.raises(RuntimeError, match="on purpose"):
+        optimizer.adapt(lower, write=write)
+    assert same(values(net.buffers(), net.parameters(), [x, torch.get_rng_state()]), before[0])
+    assert str(lower.state_dict()) == before[1]

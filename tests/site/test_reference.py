@@ -1,5 +1,6 @@
 """The reference has a place for every public name, and the site's tables say of every method what is true."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -56,7 +57,135 @@ def test_links_that_lead_out_of_the_folder_are_followed_or_named(pages):
 
 def test_pages_that_nobody_lists_are_found(pages, tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "DOCS", tmp_path)
-    (tmp_path / "index.md").write_text("```{toctree}\nstart\n```\n")
-    for name in ("start", "gpu"):
+    (tmp_path / "index.md").write_text("```{toctree}\n:hidden:\n\nStart <start>\nchoosing\n```\n")
+    (tmp_path / "choosing.md").write_text("```{toctree}\nmethods\n```\n")  # no index lists pages too
+    for name in ("start", "gpu", "methods"):
         (tmp_path / f"{name}.md").write_text(f"# {name}\n")
     assert pages.unlisted() == "../gpu"
+
+
+def _listed(pages):
+    found = []
+    for path in sorted(path for path in pages.DOCS.rglob("*.md") if path.parts[-2] not in ("reference", "papers")):
+        found += pages.lists_of(path)
+    return found
+
+
+def test_every_page_is_in_one_list_of_contents(pages):
+    found = _listed(pages)
+    assert sorted(found) == sorted(set(found))
+
+
+def test_the_main_bar_has_what_a_user_needs(pages):
+    bar = pages.lists_of(ROOT / "docs/index.md")
+    assert "papers/recipes" in bar
+    assert "papers/index" not in bar
+    assert len(bar) <= 9  # more would be behind a button, see header_links_before_dropdown
+
+
+def test_a_side_bar_has_something(pages):
+    assert {"start", "errors", "benchmarks"} <= set(pages.alone())
+    assert not {"choosing", "howto/index"} & set(pages.alone())
+    assert "html_sidebars = {name: [] for name in pages.alone()}" in (ROOT / "docs/conf.py").read_text()
+
+
+def test_the_reference_is_grouped_by_kind_of_problem(pages):
+    groups = pages.grouped()
+    assert sorted(name for names in groups.values() for name in names) == sorted(methods())
+    assert all(groups.values())
+    assert "RSVRB" in groups["Many lower problems"]
+    index = pages.reference_index()
+    places = [index.index(f":caption: {title}\n") for title in ("The library", *groups, "The project")]
+    assert places == sorted(places)
+    assert index.index("papers/changelog") > places[-1]
+
+
+def test_the_words_that_people_type_are_those_of_one_page(pages):
+    typed = [(word, name) for name, words in pages.WORDS.items() for word in words.split(", ")]
+    assert len(typed) == len({word for word, _ in typed})
+    assert all(word == word.lower() for word, _ in typed)  # as Sphinx has them in its index
+    for name in pages.WORDS:
+        path = f"gallery/{name.removeprefix('auto_gallery/')}.py" if name.startswith("auto_gallery") else f"{name}.md"
+        assert (pages.DOCS / path).exists(), name
+    first = dict(typed)
+    assert first["noisy labels"] == "auto_gallery/plot_01_data_cleaning"
+    assert first["multiple gpus"] == "howto/ddp"
+    assert first["torch.compile"] == "speed"
+
+
+@pytest.fixture(scope="module")
+def entries_of_a_page(pages):
+    """What the index is told by the extension `entries` of a page with one section and one term."""
+    pytest.importorskip("sphinx")
+    from types import SimpleNamespace
+
+    from docutils import nodes, utils
+
+    sys.path.insert(0, str(ROOT / "docs/_ext"))
+    try:
+        import entries
+    finally:
+        sys.path.pop(0)
+
+    def read(name, said):
+        document = utils.new_document(name)
+        section = nodes.section("", nodes.title("", "A page"), ids=["a-page"])
+        section += nodes.definition_list_item("", nodes.term("", "", *(nodes.literal("", words) for words in said)))
+        document += section
+        document.settings.env = SimpleNamespace(docname=name)
+        entries.Entries(document).apply()
+        found = [entry for node in document.findall(entries.addnodes.index) for entry in node["entries"]]
+        return {words: place for _, words, place, main, _ in found if main == "main"}, document
+
+    return read
+
+
+def test_the_search_is_told_the_words_of_a_page(entries_of_a_page):
+    found, _ = entries_of_a_page("speed", ["a term"])
+    assert found["torch.compile"] == "a-page"  # not an empty anchor, from which no summary can be made
+    assert "a term" not in found
+    assert not entries_of_a_page("security", ["a term"])[0]
+
+
+def test_the_search_finds_each_error_by_its_words(entries_of_a_page):
+    found, document = entries_of_a_page("errors", ["the … must return a scalar tensor", "another; too"])
+    place = "the-must-return-a-scalar-tensor"
+    assert found["must return a scalar tensor"] == found["the … must return a scalar tensor"] == place
+    assert found["another, too"] == place
+    assert f'ids="{place}"' in str(document)
+    assert f'refid="{place}"' in str(document)
+
+
+def test_each_entry_of_the_errors_has_an_address_of_its_own():
+    pytest.importorskip("docutils")
+    from docutils import nodes
+
+    from .messages import entries
+
+    page = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
+    places = [nodes.make_id(line) for line in entries(page)]
+    assert len(places) > 150
+    assert all(places)
+    assert len(places) == len(set(places))
+
+
+def test_the_glossary_has_the_words_and_is_linked(pages):
+    text = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
+    for word in ("Upper and lower", "nu", "lambda", "Spread", "T", "Q", "hvp", "jvp"):
+        assert f"\n## {word}\n" in text
+    assert "glossary" in pages.lists_of(ROOT / "docs/explain/index.md")
+    for name in ("start", "methods", "diagnostics", "explain/penalty"):
+        assert "glossary.md" in (ROOT / f"docs/{name}.md").read_text(encoding="utf-8"), name
+    assert "(../glossary.md#t)" in pages.method_page("AID")
+
+
+def test_choosing_agrees_with_the_readme(pages):
+    """The methods of the README's table, one for each row, come first in the table here, and are links in the text."""
+    rows = re.findall(r"^\| [^|]+ \| (`.+`) \|$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
+    named = [re.findall(r"`(\w+)`", row) for row in rows]
+    assert len(pages.FIRST) == len(named) == 8
+    assert all(set(names) & set(pages.FIRST) for names in named)
+    questions = (ROOT / "docs/choosing.md").read_text(encoding="utf-8").split("## All methods")[0]
+    for name in {name for names in named for name in names}:
+        assert f"[{name}](reference/{name}.md)" in questions
+    assert pages.table_with_filters().count(" data-first>") == 8
