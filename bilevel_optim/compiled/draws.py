@@ -76,11 +76,12 @@ def draw(draws: Sequence[Draw], sources: Sources, random: Mapping[str, Tensor]) 
     """
     found: Drawn = {}
     for own, same in groupby(draws):
-        objective, times = sources.objectives[own.level], len([*same])
+        level = own.level if own.level in sources.objectives else "upper"  # of a method that takes one loss
+        objective, times = sources.objectives[level], len([*same])
         if own.whole:
-            found.setdefault(f"all of {own.level}", []).extend(_terms(objective) for _ in range(times))
+            found.setdefault(f"all of {level}", []).extend(_terms(objective) for _ in range(times))
             continue
-        batches = found.setdefault(own.level, [])
+        batches = found.setdefault(level, [])
         if own.only is not None and own.only[1] > int(random[own.only[0]]):
             batches += [batches[-1]] * times
         elif type(objective) is not Objective:
@@ -120,7 +121,7 @@ def _tensor(value: Any) -> Tensor | None:
 
 # ------------------------------------------------------------------------------------------------ in a step
 
-OTHERS = "a step draws other samples than its method has declared"
+OTHERS = "a step draws other samples than the one before that was like it"
 
 
 class GivenData:
