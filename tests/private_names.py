@@ -30,11 +30,11 @@ NAMES = [
     ),
     Name(
         "torch._C._len_torch_dispatch_stack",
-        "capture/alone.py",
+        "compiled/alone.py",
         "modes of torch that an interrupt has left on in a trace",
         "nothing, once torch's tracers end their modes whatever happens",
     ),
-    Name("torch.utils._python_dispatch._pop_mode", "capture/alone.py", "likewise", "likewise"),
+    Name("torch.utils._python_dispatch._pop_mode", "compiled/alone.py", "likewise", "likewise"),
     Name(
         "torch._foreach_*",
         "problem/vector.py capture/bind.py",

@@ -20,7 +20,7 @@ from .private_names import NAMES, entry_of, of_torch, private_names
 PACKAGE = Path(__file__).parent.parent / "bilevel_optim"
 # A folder imports only those before it; ``methods`` and ``checking`` are side by side.
 LAYERS = (
-    "kernels", "problem", "distributed", "oracle", "solvers", "hypergradient", "optimizer", "capture", "compiled",
+    "kernels", "problem", "distributed", "oracle", "solvers", "hypergradient", "optimizer", "compiled", "capture",
     "methods", "checking",
 )  # fmt: skip
 DOOR = ("optimizer", "base")  # who alone imports these
@@ -218,8 +218,6 @@ def public():
 
 # What is called by others than the package, and is not in its public names.
 CALLED = {
-    "optimizer/base.py BilevelOptimizer._task_draws": "tests/generic/test_draws.py, until compiled steps draw by it",
-    "methods/tracked/tracking.py RecursiveOptimizer._task_draws": "likewise",
     "capture/losses.py _function_of.Own.setup_context": "by torch.autograd.Function",
     "compiled/rewrites.py _function_of.Own.setup_context": "likewise",
     "kernels/programs.py perturbed": "a program is launched by the name of its reference",
@@ -272,11 +270,12 @@ COMPILING = {
     "oracle/buffers.py": "a hook of a first step does not note what a compiled module calls",
     "oracle/differentiable.py": "operations without second derivatives are written otherwise in the graph",
     "oracle/session.py": "the nodes of a graph cannot be walked",
-    "oracle/substitution.py": "Dynamo guards the identity of what is asked for it",
+    "oracle/substitution.py": "a graph shows which values stand for live tensors, for calls that no mode sees",
     "problem/objective.py": "a step that draws random numbers in its losses is not compiled",
     "problem/tracing.py": "a step that Dynamo reads is a traced one",
     "solvers/functional.py": "the step of an optimizer of torch has another form",
     "methods/f2sa.py": "whether rounding is large is looked at in eager steps",
+    "problem/values.py": "a copy that takes a __dict__ whole is not read by Dynamo of torch 2.11",
 }
 
 

@@ -24,9 +24,9 @@ from torch._dynamo.eval_frame import remove_from_cache
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..compiled.alone import TRACING, alone
 from ..oracle.evaluation import placed
 from ..problem.tracing import Untraceable
-from .alone import TRACING, alone
 from .draws import Data
 
 __all__ = ["LossReader", "NotNow", "PureLoss", "Readers", "Reading", "Readings", "Unreadable"]

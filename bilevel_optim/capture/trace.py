@@ -15,8 +15,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ..compiled.alone import alone
 from ..problem.tracing import Untraceable, tracing
-from .alone import alone
 from .backends import LARGE, Backend
 from .outline import in_parts, number_parts, out_of_place, written_into
 from .small_cpu import Direct

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,18 +12,26 @@ from ..pytree import tree_flatten, tree_leaves, tree_unflatten
 from .backend import Call
 from .pure import State, following
 
-__all__ = ["Chain", "Unchained", "tensors_of"]
+__all__ = ["Chain", "Unchained", "apart", "leaves_of"]
 
 Form = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
 
-def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors of a pytree, in order."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+PLAIN = (bool, int, float, str, bytes, type(None))
 
 
-def _form(t: Tensor) -> Form:
-    return t.shape, t.stride(), t.dtype, t.device
+def leaves_of(drawn: Mapping[str, Sequence[Any]], random: Mapping[str, Tensor]) -> list[Any]:
+    """What a step draws, in order, as leaves of a pytree."""
+    return [*map(apart, tree_leaves(drawn)), *random.values()]
+
+
+def apart(leaf: Any) -> Any:
+    """The leaf; of a tensor its memory: what else it is, a batch that comes twice or what a loss reads, is no fact."""
+    return leaf.detach() if isinstance(leaf, Tensor) and not leaf.requires_grad else leaf
+
+
+def _form(leaf: Any) -> Form | Any:
+    return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
 
 
 class Unchained(Exception):
@@ -37,7 +45,7 @@ class Chain:
         call: of the program.
         live: the live tensors, which are among its arguments, and for which values of the state stand.
         state: what the step read.
-        drawn: what it drew.
+        drawn: what it drew, as `leaves_of` gives it.
         results: what it gave.
 
     Raises:
@@ -45,17 +53,19 @@ class Chain:
 
     Attributes:
         program: what is called.
-        data: forms of the tensors that every step draws.
+        data: forms of the tensors that every step draws, and all else that it draws.
     """
 
-    def __init__(self, call: Call, live: Sequence[Tensor], state: State, drawn: Any, results: dict[str, Any]) -> None:
+    def __init__(
+        self, call: Call, live: Sequence[Tensor], state: State, drawn: Sequence[Any], results: dict[str, Any]
+    ) -> None:
         self.program = call.program.call
         before, after = tree_flatten(state), tree_flatten(following(state, results))
         if before[1] != after[1] or results["writes"] or (results["moved"] or {}).get("writes"):
             raise Unchained
         place = {id(t): k for k, t in enumerate(call.results)}
         given = {id(t): k for k, t in enumerate(before[0])}
-        own = {id(t): k for k, t in enumerate(tensors_of(drawn))}
+        own = {id(t): k for k, t in enumerate(drawn) if isinstance(t, Tensor)}
         memory = {_memory(t): j for j, t in enumerate(call.arguments) if isinstance(t, Tensor)}
         standing = {id(t) for t in live}
         moving = {_storage(t) for t in (*state["x"], *state["y"], *state["buffers"])}
@@ -87,13 +97,13 @@ class Chain:
         (kind, self._loss), (other, self._flags) = where[id(results["loss"])], where[id(results["flags"])]
         if (kind, other) != ("result", "result"):
             raise Unchained
-        self.data = [_form(t) for t in tensors_of(drawn)]
+        self.data = [*map(_form, drawn)]
 
-    def fits(self, tensors: Sequence[Tensor]) -> bool:
+    def fits(self, drawn: Sequence[Any]) -> bool:
         """Whether what a step draws has the form that the program was made for."""
-        return len(tensors) == len(self.data) and all(map(_has_form, tensors, self.data))
+        return len(drawn) == len(self.data) and all(map(_has_form, drawn, self.data))
 
-    def follow(self, first: Call, data: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[Tensor], Call]:
+    def follow(self, first: Call, data: Sequence[Sequence[Any]]) -> tuple[list[Tensor], list[Tensor], Call]:
         """Losses and flags of a call and of those that follow it, with these data, and the last call."""
         call, arguments, results = self.program, [*first.arguments], first.results
         losses, flags = [results[self._loss]], [results[self._flags]]
@@ -133,5 +143,8 @@ def _known(memory: dict[Any, int], t: Any) -> int:
     return found
 
 
-def _has_form(t: Tensor, form: Form) -> bool:
-    return t.shape == form[0] and t.stride() == form[1] and t.dtype is form[2] and t.device == form[3]
+def _has_form(leaf: Any, form: Any) -> bool:
+    if isinstance(leaf, Tensor):
+        return bool(_form(leaf) == form)
+    # Objects are asked for their identity only: what they say of being equal need not be so.
+    return leaf is form or (type(leaf) is type(form) and isinstance(leaf, PLAIN) and repr(leaf) == repr(form))

@@ -19,11 +19,12 @@ from ..oracle.checks import Checks
 from ..oracle.oracle import Oracle
 from ..oracle.session import COUNTERS, LowerTrend, Session
 from ..oracle.substitution import Substitution
+from ..problem.parameters import LEVELS
 from ..problem.values import changed
-from ..problem.vector import Vector
+from ..problem.vector import Vector, as_variable
 from ..solvers.limits import Limits
 from ..solvers.lower import LowerRule, LowerRules
-from .given import GivenData
+from .draws import GivenData
 
 __all__ = ["PureStep", "State", "following", "results_of", "state_of"]
 
@@ -59,12 +60,21 @@ class PureStep:
         given: what that step was given.
         update: whether x moves too.
         buffers: the module buffers that evaluations change.
+        connected: whether every loss is made to depend on all parameters. As Dynamo reads a loss, a parameter that is
+            given to functions of the user's own alone, or to some of torch's (weight norms), is none of its variables.
     """
 
     def __init__(
-        self, method: BilevelOptimizer, here: Oracle, given: StepInputs, update: bool, buffers: Sequence[Tensor]
+        self,
+        method: BilevelOptimizer,
+        here: Oracle,
+        given: StepInputs,
+        update: bool,
+        buffers: Sequence[Tensor],
+        *,
+        connected: bool = False,
     ) -> None:
-        self.method, self.update, self.buffers = method, update, list(buffers)
+        self.method, self.update, self.buffers, self.connected = method, update, list(buffers), connected
         self.live_x, self.live_y, self.names = [*here.live_x], [*here.live_y], [*here.names]
         self._found, self._options = changed(here.session.found), method._oracle_options
         self.differentiates_twice = bool(self._found.fused)
@@ -89,6 +99,9 @@ class PureStep:
         """
         method, evaluation = self.method, _Evaluation(self.buffers, state["buffers"])
         session = self._session(evaluation)
+        if self.connected:
+            live = [t for t in (*self.live_x, *self.live_y) if t.requires_grad]
+            losses = {role: _connected(own, live) if role in LEVELS else own for role, own in losses.items()}
         data = GivenData(drawn, losses)
         f, g = method._objectives(data.objective("upper"), data.objective("lower"))
         here = Oracle(self.live_x, self.live_y, f, g, names=lambda: self.names, session=session)
@@ -96,7 +109,7 @@ class PureStep:
         given = self._inputs(state, random, losses)
         with torch.enable_grad():
             estimate = method._estimate(here, given, None if tasks is None else data.sampler(tasks))
-            evaluation.left = None
+            evaluation.is_last = True
             advance_buffers(here, estimate.lower)
         buffers = state["buffers"] if evaluation.left is None else evaluation.left
         moved = method.update(here.x, estimate.gradient, given.after(estimate)) if self.update else None
@@ -188,20 +201,33 @@ class PureStep:
 _COMPLETE = Buffers(complete=True)
 
 
+def _connected(loss: Callable[..., Any], live: Sequence[Tensor]) -> Callable[..., Any]:
+    """A loss with the same values and derivatives, which depends on all these tensors; so do its gradients."""
+
+    def connected(*arguments: Any) -> Any:
+        value = loss(*arguments)
+        nothing = sum([t.sum().to(value.dtype) * 0 for t in live])
+        return value + nothing * nothing
+
+    return connected
+
+
 class _Evaluation:
     """How a step evaluates a loss: with values in place of the live tensors, and buffers that it may write into.
 
     Attributes:
-        left: what the last evaluation has made of the buffers.
+        is_last: whether the buffers go on from what evaluations make of them.
+        left: what they have become.
     """
 
     def __init__(self, buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        self.buffers, self.values = buffers, values
+        self.buffers, self.values, self.is_last = buffers, values, False
         self.left: list[Tensor] | None = None
 
     def __call__(self, live: Sequence[Vector], values: Sequence[Vector | None]) -> _Placed:
         copies = [t.clone() for t in self.values]
-        self.left = copies
+        if self.is_last:
+            self.left = copies
         return _Placed(live, values, self.buffers, copies)
 
 
@@ -216,7 +242,7 @@ class _Placed:
         copies: Sequence[Tensor],
     ) -> None:
         self._variables = [
-            Vector([v.detach().requires_grad_(t.requires_grad) for v, t in zip(own or ts, ts, strict=True)])
+            Vector([as_variable(v, t.requires_grad) for v, t in zip(own or ts, ts, strict=True)])
             for ts, own in zip(live, values, strict=True)
         ]
         before = [t for ts in live for t in ts] + [*buffers]
@@ -228,7 +254,7 @@ class _Placed:
         return self._variables
 
     def __exit__(self, *error: Any) -> None:
-        self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._mode.__exit__(None, None, None)
 
 
 Known = tuple[list[tuple[int, ...]], LowerRule]

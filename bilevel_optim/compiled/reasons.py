@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,15 @@ def reason_of(error: BaseException) -> str:
         first = "a loss draws random numbers (of Python's random)"
     elif "marked as skipped" in first and (called := re.search(r"(?:function|builtin) `(.+?)`", text)):
         first = f"a loss calls {called[1]}, which Dynamo does not read"
+    elif "Boolean value of Tensor with more than one value" in text and "set_export_info" in _trace_of(error):
+        first = "a loss reads a NumPy array (torch.from_numpy makes a tensor of it, once)"
     elif "data-dependent" in first.lower():
         first = "a value is read on the host (a branch on it)"
     return first.strip().rstrip(".") + _last_place(text)
+
+
+def _trace_of(error: BaseException) -> str:
+    return "".join(traceback.format_tb(error.__traceback__))
 
 
 def _last_place(trace: str) -> str:

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ..oracle.differentiable import plain_weight_norm
-from ..oracle.substitution import stands_for
+from ..oracle.substitution import stands_for, stands_for_itself
+from ..problem.vector import as_variable
 from .reasons import Refused, place_of
 
 __all__ = ["differentiable_twice", "redirected", "require_deterministic"]
@@ -49,7 +50,7 @@ def _attends_at_random(name: str, node: Node) -> bool:
     return bool(node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0))
 
 
-torch.compiler.allow_in_graph(stands_for)  # type: ignore[no-untyped-call]
+torch.compiler.allow_in_graph([stands_for, stands_for_itself, as_variable])  # type: ignore[no-untyped-call]
 
 
 def redirected(module: GraphModule) -> None:
@@ -57,16 +58,22 @@ def redirected(module: GraphModule) -> None:
 
     That is what checkpoints, functions of the user's with a derivative of their own, and some of torch's are given.
     """
-    values: dict[Node, Node] = {}
+    values: dict[Node, list[Node]] = {}  # what stands for a live tensor, in the blocks that are open
     for node in list(module.graph.nodes):
         if node.target is stands_for:
             value, live = node.args
-            values[live] = value
+            values.setdefault(live, []).append(value)
             node.replace_all_uses_with(value)
             module.graph.erase_node(node)
+        elif node.target is stands_for_itself:
+            (live,) = node.args
+            values[live].pop()
+            node.replace_all_uses_with(live)
+            module.graph.erase_node(node)
         else:
-            for live in values.keys() & {*node.all_input_nodes}:
-                node.replace_input_with(live, values[live])
+            for live in node.all_input_nodes:
+                if values.get(live):
+                    node.replace_input_with(live, values[live][-1])
     module.recompile()
 
 

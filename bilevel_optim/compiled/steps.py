@@ -19,26 +19,25 @@ from torch import Tensor
 from torch._dynamo.eval_frame import remove_from_cache
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..capture.alone import alone
-from ..capture.cache import FULL
-from ..capture.draws import Draws, Log, Sources, versions_of
 from ..errors import warn
 from ..optimizer.base import BilevelOptimizer, Loss, as_objective
 from ..optimizer.checkpoint import OWN
 from ..optimizer.lower_checks import probe
 from ..optimizer.state import TABLE
-from ..optimizer.step import StepInputs, StepResults
+from ..optimizer.step import StepInputs, StepResults, changed
 from ..optimizer.transaction import make, writes_of
 from ..oracle.oracle import Oracle
 from ..problem.parameters import LEVELS, by_level
 from ..problem.random import draw_random_inputs, kept
 from ..problem.vector import Vector
-from ..pytree import tree_leaves
+from ..pytree import tree_leaves, tree_map
 from ..solvers.agd import AGD
 from ..solvers.lower import is_known
+from .alone import alone
 from .backend import Call, Program, WantsConstants, backend_of, watched
-from .chain import Chain, Unchained, tensors_of
+from .chain import Chain, Unchained, apart, leaves_of
 from .compare import Accepted, difference, shaken
+from .draws import MOST_TERMS, Drawn, GivenData, Recorded, Sources, draw, draw_tasks
 from .pure import PureStep, State, results_of, state_of
 from .reasons import Refused, reason_of, require_no_effects
 
@@ -62,9 +61,14 @@ PLAIN = (bool, int, float, str, tuple, type(None))
 NOT_IN_KEY = ("lr", "initial_lr", "param_names", OWN)  # of a group; rates are tensors
 CHECKED_EVERY = 4096  # uses after which what is compiled is compared again, at the latest
 MOST = 16  # programs of an optimizer; other steps run eagerly
+FULL = f"there are {MOST} graphs, and none is for data of these shapes and constants"
 PATIENCE = 8  # steps in a row that are like none before, after which no more are expected to be
 FIRST, AT_RISK = 64, 0.5  # such steps in a chain at the beginning; seconds that one may take, which an interrupt undoes
 FUNCTIONAL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # updates of x that Dynamo reads
+DIFFERS = (
+    "a compiled step differs from the eager one in {}: a loss depends on something that a graph does not see (data "
+    "that it draws itself), or is too sensitive to rounding"
+)
 _NUMBERS = itertools.count()
 
 
@@ -127,7 +131,8 @@ class Compiled:
             if own is program:
                 return chain
         try:
-            found = Chain(calls[0], self._live, given.state, (given.drawn, given.random), results)
+            drawn = [*tree_leaves(given.drawn), *given.random.values()]
+            found = Chain(calls[0], self._live, given.state, drawn, results)
         except Unchained:
             found = None
         self._chains.append((program, found))
@@ -148,7 +153,9 @@ class Entry:
 
     Attributes:
         key: what they have in common.
-        draws: what each of them draws.
+        is_known: whether there was one before; the first may be the only one.
+        draws: what each of them draws; None: it has to be asked for.
+        whole: how a method that chooses its tasks itself draws all that a step needs.
         pure: the step as a function; None until what is remembered has settled.
         compiled: of this, by the form of the data, the last used first.
         reasons: why steps with such losses run eagerly.
@@ -158,7 +165,9 @@ class Entry:
 
     def __init__(self, key: Any) -> None:
         self.key = key
-        self.draws: Draws | None = None
+        self.is_known = False
+        self.draws: Sequence[Any] | None = None
+        self.whole: Callable[[Any, Mapping[str, Tensor]], Any] | None = None
         self.pure: PureStep | None = None
         self.compiled: list[tuple[Any, Compiled]] = []
         self.reasons: dict[Any, str] = {}
@@ -178,44 +187,18 @@ class Entry:
         return after - n - 1
 
 
-class Drawn(NamedTuple):
-    """What a step was given.
+class Inputs(NamedTuple):
+    """What a step is given beside the state.
 
     Attributes:
         sources: where it draws.
-        draws, values: its draws, and what they gave, in order.
+        drawn: what it drew.
         random: random inputs.
     """
 
     sources: Sources
-    draws: Draws
-    values: Sequence[Any]
+    drawn: Drawn
     random: dict[str, Tensor]
-
-    @property
-    def again(self) -> Sources:
-        """What gives the same to an eager step."""
-        return self.sources.replayed(self.draws, self.values, self.random)
-
-    @property
-    def by_source(self) -> dict[str, list[Any]]:
-        """As a step takes it. What was drawn twice is an object of its own each time, or that would be a fact."""
-        seen: set[int] = set()
-        found: dict[str, list[Any]] = {}
-        for draw, value in zip(self.draws, self.values, strict=True):
-            data = _apart(value.data, seen)
-            if draw.how == "all":
-                found.setdefault(f"all of {draw.source}", []).append(data[0])
-            elif draw.source in LEVELS:
-                found.setdefault(draw.source, []).append((data, value.term, value.weight))
-            else:
-                found.setdefault(draw.source, []).append(data)
-        return found
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Its tensors, as a step takes them."""
-        return tensors_of((self.by_source, self.random))
 
 
 class Given(NamedTuple):
@@ -226,18 +209,6 @@ class Given(NamedTuple):
     drawn: dict[str, list[Any]]
     random: dict[str, Tensor]
     state: State
-
-
-def _apart(part: Any, seen: set[int]) -> Any:
-    if isinstance(part, Tensor):
-        if id(part) in seen:
-            return part.detach()
-        seen.add(id(part))
-    elif type(part) in (tuple, list):
-        return type(part)([_apart(p, seen) for p in part])
-    elif type(part) is dict:
-        return {name: _apart(p, seen) for name, p in part.items()}
-    return part
 
 
 class CompiledSteps:
@@ -301,27 +272,20 @@ class CompiledSteps:
     def _step(self, sources: Sources, update: bool) -> Tensor:
         entry, random = self._entry(sources, update), self._random_inputs()
         reason = self._why_eager(entry, sources)
-        if entry is None or reason:
-            return self._noted(self._eager(sources, update, random), reason)
-        if entry.draws is None:
-            # A first step may draw otherwise than all later ones.
-            if not self.optimizer._run_state.steps:
-                return self._eager(sources, update, random)
-            return self._recorded(entry, sources, update, random)
-        return self._drawn(entry, self._draw(entry, sources, random), update)
-
-    def _drawn(self, entry: Entry, drawn: Drawn, update: bool) -> Tensor:
-        """A step whose data were drawn."""
-        optimizer = self.optimizer
+        if entry is None or reason or not entry.is_known:
+            return self._noted(self._first(entry, sources, update, random), reason)
+        inputs = self._drawn(entry, sources, random)
+        if inputs is None:
+            return self._noted(self._eager(sources, update, random), self._why_eager(entry, sources))
         if entry.pure is None or not entry.compiled or (entry.uses and entry.is_due):
-            return self._beside_eager(entry, drawn, update)
+            return self._beside_eager(entry, inputs, update)
         try:
-            results = self._known(entry, self._given(drawn, self._state(entry.pure)))
+            results = self._known(entry, self._given(inputs, self._state(entry.pure)))
         except _Unread:
-            return self._beside_eager(entry, drawn, update)
+            return self._beside_eager(entry, inputs, update)
         entry.uses += 1
-        if optimizer.check_finite and self._troubled(results["alerts"], results["flags"].tolist()):
-            return self._eager(drawn.again, update, drawn.random)
+        if self.optimizer.check_finite and self._troubled(results["alerts"], results["flags"].tolist()):
+            return self._eager(self._again(inputs), update, random)
         self._write(entry, results, update)
         loss: Tensor = results["loss"]
         return loss
@@ -341,7 +305,7 @@ class CompiledSteps:
             warn(f"steps run eagerly, because they cannot be captured: {reason}")
 
     def _why_eager(self, entry: Entry | None, sources: Sources) -> str:
-        why = self._reason or self.optimizer._why_eager(sources.tasks)
+        why = self._reason or self.optimizer._why_eager(sources.tasks) or sources.why_eager()
         if entry is None or why:
             return why
         return entry.reasons.get(_code(sources), "")
@@ -361,6 +325,7 @@ class CompiledSteps:
                 self._new = 0
                 if i:
                     self._entries.insert(0, self._entries.pop(i))
+                    entry.draws = None  # of tables, say, which others may have made anew
                 return entry
         self._new += 1
         if self._new > PATIENCE:
@@ -398,10 +363,48 @@ class CompiledSteps:
         agreed = partial(optimizer._oracle_options.ranks.agreed, device=optimizer.param_groups[-1]["params"][0].device)
         return draw_random_inputs(counts, optimizer.generator, agreed)
 
-    def _draw(self, entry: Entry, sources: Sources, random: dict[str, Tensor] | None = None) -> Drawn:
-        assert entry.draws is not None
+    def _drawn(self, entry: Entry, sources: Sources, random: dict[str, Tensor] | None = None) -> Inputs | None:
+        """What a step is given, drawn now; None, with a reason, if that is not known before the step."""
+        optimizer, tasks = self.optimizer, sources.tasks
         random = self._random_inputs() if random is None else random
-        return Drawn(sources, entry.draws, entry.draws.make(sources, self.optimizer.generator, random), random)
+        if entry.whole is not None:
+            return Inputs(sources, {"whole": [entry.whole(tasks, random)]}, random)
+        if entry.draws is None:
+            entry.draws = self._declared(entry, sources)
+            if entry.draws is None:
+                return None
+        if tasks is None:
+            return Inputs(sources, draw(entry.draws, sources, random), random)
+        return Inputs(sources, draw_tasks(entry.draws, tasks, optimizer.generator, random), random)
+
+    def _declared(self, entry: Entry, sources: Sources) -> Sequence[Any] | None:
+        """What the next step draws, as its method says; None, with a reason, if that is not known before it."""
+        optimizer = self.optimizer
+        given = optimizer._inputs(
+            by_level(optimizer.param_groups), optimizer.parameters("upper"), optimizer.parameters("lower")
+        )
+        given = changed(given, numbers=given.numbers | sources.terms)
+        draws: Sequence[Any] | None
+        if sources.tasks is None:
+            draws = optimizer._draws(given)
+            many = any(own.whole for own in draws or ()) and max(sources.terms.values(), default=0) > MOST_TERMS
+        else:
+            draws, many = optimizer._task_draws(given, sources.tasks), False
+        reason = ""
+        if draws is None:
+            reason = "what a step draws follows from values on the host"
+        elif many:
+            reason = f"a step goes over more than {MOST_TERMS} terms of a finite sum"
+        if reason:
+            entry.reasons[_code(sources)] = reason
+        return None if reason else draws
+
+    def _again(self, inputs: Inputs) -> Sources:
+        """What gives the same data to an eager step."""
+        sources = inputs.sources
+        data = GivenData(inputs.drawn, _functions(self.optimizer, sources), sources)
+        tasks = None if sources.tasks is None else data.sampler(sources.tasks)
+        return Sources(data.objective("upper"), data.objective("lower"), tasks)
 
     # ------------------------------------------------------------------------------------------------ eager steps
 
@@ -416,35 +419,41 @@ class CompiledSteps:
             transaction.commit(optimizer._step_writes(oracle, results))
         return results.loss
 
-    def _recorded(self, entry: Entry, sources: Sources, update: bool, random: dict[str, Tensor]) -> Tensor:
-        """An eager step that shows what such steps draw."""
-        log = Log()
-        loss = self._eager(sources.recorded(log), update, random)
-        reason = log.reason
-        if not reason and log.versions != versions_of(tree_leaves(log.drawn)):
-            reason = "the data write into a batch that was drawn before in the same step"
-        if reason:
-            entry.reasons[_code(sources)] = reason
+    def _first(self, entry: Entry | None, sources: Sources, update: bool, random: dict[str, Tensor]) -> Tensor:
+        """An eager step; if others like it are to be compiled, it shows how such steps draw."""
+        if entry is None or sources.tasks is None:
+            loss = self._eager(sources, update, random)
         else:
-            entry.draws = Draws(log.draws)
-        return self._noted(loss, reason)
+            tasks = Recorded(sources.tasks)
+            loss = self._eager(Sources(sources.upper, sources.lower, tasks), update, random)
+            entry.whole = tasks.draws
+        if entry is not None:
+            entry.is_known = True
+        return loss
 
-    def _beside_eager(self, entry: Entry, drawn: Drawn, update: bool) -> Tensor:
+    def _beside_eager(self, entry: Entry, inputs: Inputs, update: bool) -> Tensor:
         """An eager step, which what is compiled is compared with; it is compiled if there is nothing that fits."""
-        optimizer, host, sources = self.optimizer, self.optimizer._host_update, drawn.again
+        optimizer, host, sources = self.optimizer, self.optimizer._host_update, self._again(inputs)
         transaction, oracle, groups = optimizer._open_step(sources.upper, sources.lower)
-        code, reason = _code(sources), ""
+        code, reason = _code(inputs.sources), ""
         with transaction:
-            given = optimizer._step_inputs(oracle, groups, drawn.random)
+            given = optimizer._step_inputs(oracle, groups, inputs.random)
             buffers = optimizer._run_state.buffers.changing()
             state = self._read(given, oracle, [t.clone() for t in buffers])
             results = optimizer._compute(oracle, given, sources.tasks, update=update and not host)
             transaction.conclude()
             try:
                 self._require_compilable(oracle)
+                make = partial(PureStep, optimizer, oracle, given, update and not host, buffers)
                 if entry.pure is None:
-                    entry.pure = PureStep(optimizer, oracle, given, update and not host, buffers)
-                reason = self._compared(entry, drawn, state, results, oracle)
+                    entry.pure = make()
+                what = self._difference(entry, inputs, state, results, oracle)
+                if what and entry.uses == 1 and not entry.pure.connected:  # what is new, and may be read otherwise
+                    entry.pure, entry.compiled = make(connected=True), []
+                    what = self._difference(entry, inputs, state, results, oracle)
+                if what:
+                    reason = self._reason = DIFFERS.format(what)
+                    self._entries.clear()
             except Exception as error:
                 reason = entry.reasons[code] = reason_of(error)
             writes = optimizer._step_writes(oracle, results)
@@ -465,9 +474,9 @@ class CompiledSteps:
             if rule.kind not in (*FUNCTIONAL, AGD):
                 raise Refused(f"the lower_optimizer {type(rule.optimizer).__name__} cannot be compiled")
 
-    def _compared(self, entry: Entry, drawn: Drawn, state: State, right: StepResults, oracle: Oracle) -> str:
-        """Compare what is compiled, now if need be; why nothing is any more, if it differs."""
-        given = self._given(drawn, state)
+    def _difference(self, entry: Entry, inputs: Inputs, state: State, right: StepResults, oracle: Oracle) -> str | None:
+        """What of a compiled step, compiled now if need be, differs from the eager one; None if nothing does."""
+        given = self._given(inputs, state)
         found = self._compiled(entry, given)
         optimizer, settings, name = self.optimizer, self.settings, self.optimizer._difference_step
         divisor = 1.0 if name is None else min(getattr(optimizer, name), 1.0)
@@ -483,21 +492,14 @@ class CompiledSteps:
                 moved = {**state, "x": shaken(state["x"]), "y": shaken(state["y"])}
                 otherwise = self._known(entry, given._replace(state=moved))
                 what = difference(right, results(found), oracle.x, oracle.y, accepted, results(otherwise))
-        if what is None:
-            return ""
-        self._reason = (
-            f"a compiled step differs from the eager one in {what}: a loss depends on something that a graph does not "
-            "see (data that it draws itself), or is too sensitive to rounding"
-        )
-        self._entries.clear()
-        return self._reason
+        return what
 
     # ------------------------------------------------------------------------------------------------ programs
 
-    def _given(self, drawn: Drawn, state: State) -> Given:
+    def _given(self, inputs: Inputs, state: State) -> Given:
         """The arguments of a step."""
-        sources = drawn.sources
-        return Given(_functions(self.optimizer, sources), sources.tasks, drawn.by_source, drawn.random, state)
+        sources, drawn = inputs.sources, tree_map(apart, inputs.drawn)
+        return Given(_functions(self.optimizer, sources), sources.tasks, drawn, inputs.random, state)
 
     def _known(self, entry: Entry, given: Given) -> dict[str, Any]:
         """What was compiled, for this step; raises `_Unread` if nothing fits."""
@@ -661,7 +663,10 @@ class CompiledSteps:
         optimizer, pure = self.optimizer, entry.pure
         assert pure is not None
         place, state = self._place(sources), self._state(pure)
-        given = self._given(self._draw(entry, sources), state)
+        inputs = self._drawn(entry, sources)
+        if inputs is None:
+            return None
+        given = self._given(inputs, state)
         try:
             with watched() as calls:
                 results = self._known(entry, given)
@@ -670,12 +675,14 @@ class CompiledSteps:
         chain = entry.compiled[0][1].chain(calls, given, results)
         if chain is None:
             return None
-        data: list[Sequence[Tensor]] = []
+        data: list[Sequence[Any]] = []
         complete = True
         while complete and len(data) < most - 1:
-            tensors = self._draw(entry, sources).tensors
-            if complete := chain.fits(tensors):
-                data.append(tensors)
+            more = self._drawn(entry, sources)
+            assert more is not None
+            own = leaves_of(more.drawn, more.random)
+            if complete := chain.fits(own):
+                data.append(own)
         losses, flags, last = chain.follow(calls[0], data)
         sound = len(losses)
         if optimizer.check_finite:
@@ -689,7 +696,7 @@ class CompiledSteps:
             if not sound:
                 return None
             for _ in range(sound):
-                self._draw(entry, sources)
+                self._drawn(entry, sources)
             losses, _, last = chain.follow(calls[0], data[: sound - 1])
         entry.uses += sound
         self._write(entry, chain.results(last), True, sound)

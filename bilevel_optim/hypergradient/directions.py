@@ -107,8 +107,9 @@ class Directions:
         """One such point."""
         return self.points([(j, s)]).lane(0)
 
-    def combine(self, coefficients: Tensor, own: slice = slice(None)) -> Vector:
+    def combine(self, coefficients: Tensor, own: slice | None = None) -> Vector:
         r""":math:`\sum_j c_j D^{-1} \hat u_j`, over those directions only that the coefficients are of."""
+        own = slice(None) if own is None else own
         parts, keys, rows = [], self._keys[own], self._rows[own]
         for i, (t, offset) in enumerate(zip(self.x, self._offsets, strict=True)):
             factors = coefficients * self._scale

@@ -48,15 +48,15 @@ def penalty(
     values = evaluate_copies(
         oracle,
         copies,
-        [float(j * c) for j, c in zip(formula.nodes, formula.weights, strict=True)],
-        _summing_to_zero([float(c) / nu for c in formula.weights], oracle.x[0].dtype),
+        [j * c.numerator / c.denominator for j, c in zip(formula.nodes, formula.weights, strict=True)],
+        _summing_to_zero([c.numerator / c.denominator / nu for c in formula.weights], oracle.x[0].dtype),
         upper_sample or oracle.f.draw(),
         lower_sample or oracle.g.draw(),
         wrt="upper",
     )
     hint = "If copies at negative nodes diverge, a smaller nu helps, or stencil='forward'"
     oracle.checks.finite("upper_grad", values.gradient, hint)
-    interpolation = constant([float(w) for w in formula.interpolation], values.upper)
+    interpolation = constant([w.numerator / w.denominator for w in formula.interpolation], values.upper)
     used = interpolation != 0
     loss = torch.where(used, values.upper * interpolation, 0.0).sum()
     oracle.checks.scalar("loss", loss, hint)

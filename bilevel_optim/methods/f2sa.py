@@ -247,7 +247,7 @@ class F2SA(BilevelOptimizer):
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Lower steps of all copies, then the finite difference between them."""
         formula = self._formula(given)
-        n, interpolation = len(formula.nodes), [float(w) for w in formula.interpolation]
+        n, interpolation = len(formula.nodes), [w.numerator / w.denominator for w in formula.interpolation]
         copies, kept = self._copies(oracle, given, n, interpolation)
         rule, memory = given.solver_for(copies) if kept else changed(given, solver=None).solver_for(copies)
         start, solved = copies, rule.run(copies, memory, self.lower_steps, partial(self._perturbed, oracle, formula))

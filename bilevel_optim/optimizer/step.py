@@ -113,9 +113,7 @@ class StepInputs(DrawInputs):
         if solved.gradient is None:
             return LowerResult(oracle, solved.memory, {}, True)
         oracle.checks.finite("lower_grad", solved.y)
-        return LowerResult(
-            oracle.at(lower=solved.y), solved.memory, solved.watched(oracle.session), solved.memory is memory
-        )
+        return LowerResult(oracle.at(lower=solved.y), solved.memory, solved.watched(oracle.session), rule.plain)
 
     def stepped(self, oracle: Oracle, gradient: Vector) -> LowerResult:
         """The oracle's point after one lower step along a given gradient."""
@@ -127,7 +125,7 @@ class StepInputs(DrawInputs):
             oracle.at(lower=solved.y),
             solved.memory,
             {"lower_residual": rule.residual(oracle.y, gradient)},
-            solved.memory is memory,
+            rule.plain,
         )
 
 

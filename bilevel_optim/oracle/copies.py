@@ -14,7 +14,7 @@ from torch.func import vmap
 from ..problem import random
 from ..problem.objective import Sample
 from ..problem.placement import constant
-from ..problem.vector import Vector, stack
+from ..problem.vector import Vector, as_variable, stack
 from ..pytree import tree_leaves, tree_map
 from . import batched
 from .buffers import Kept
@@ -209,7 +209,7 @@ def _together(oracle: Oracle, points: _Points) -> Copies:
     """All the points given, by one vmap of each loss and one backward pass."""
     wrt, session = points.wrt, oracle.session
     watched = wrt == "nothing" and "upper" not in session.found.looked
-    y = Vector(t.detach().requires_grad_(wrt == "lower" or watched) for t in points.lower)
+    y = Vector(as_variable(t, wrt == "lower" or watched) for t in points.lower)
     with (
         oracle.placed() as (variables, _),
         batched.no_slow_batching(look=not session.found.vmapped),
@@ -252,15 +252,13 @@ def _added(gradient: Vector | None, more: Vector) -> Vector:
 
 def _only_values(f: Tensor) -> Copies:
     f = f.detach()
-    return Copies(f, torch.full_like(f, torch.nan), Vector(), f.sum())
+    return Copies(f, torch.full_like(f, torch.nan), Vector(()), f.sum())
 
 
 def _watched(oracle: Oracle, upper: Vector) -> Vector:
     """Copies of x, as variables until it is known that a loss depends on x."""
     found = oracle.session.found
-    return (
-        upper if found.reaches_upper and len(found.looked) == 2 else Vector(t.detach().requires_grad_() for t in upper)
-    )
+    return upper if found.reaches_upper and len(found.looked) == 2 else Vector(map(as_variable, upper))
 
 
 def _values(oracle: Oracle, level: str, samples: Samples, points: _Points, x: Vector, y: Vector) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..problem.objective import Sample
-from ..problem.vector import Vector
+from ..problem.vector import Vector, as_variable
 from ..pytree import tree_flatten, tree_unflatten
 from .oracle import Oracle
 
@@ -40,7 +40,7 @@ class Apart:
             values, structure = tree_flatten(oracle.call(sample.features))
         smooth = [i for i, value in enumerate(values) if isinstance(value, Tensor) and value.requires_grad]
         self._roots = [values[i] for i in smooth]
-        self._leaves = Vector(root.detach().requires_grad_() for root in self._roots)
+        self._leaves = Vector(map(as_variable, self._roots))
         for i, leaf in zip(smooth, self._leaves, strict=True):
             values[i] = leaf
         self._part = tree_unflatten(values, structure)

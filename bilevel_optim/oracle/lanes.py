@@ -19,7 +19,7 @@ from torch.func import vmap
 from ..problem import random
 from ..problem.objective import Objective, Sample, batch_kept, require_fit
 from ..problem.tasks import select
-from ..problem.vector import Vector, any_sharded
+from ..problem.vector import Vector, any_sharded, as_variable
 from ..pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from . import batched
 from .evaluation import placed
@@ -51,8 +51,8 @@ def stacked(
         weights: factors of the problems in the sums. Default: 1.
         alike: whether the problems share their random numbers (dropout) instead of each having its own.
     """
-    own_y = Vector(t.detach().clone().requires_grad_() for t in y)
-    own_x = None if x is None else Vector(t.detach().clone().requires_grad_() for t in x)
+    own_y = Vector(as_variable(t.clone()) for t in y)
+    own_x = None if x is None else Vector(as_variable(t.clone()) for t in x)
     inner = oracle.live_y if own_x is None else Vector((*oracle.live_x, *oracle.live_y))
     leaves = own_y if own_x is None else Vector((*own_x, *own_y))
 
@@ -174,7 +174,7 @@ class LaneLoss:
     ) -> None:
         self.oracle, self.level, self.loss = oracle, level, loss
         self.live, self.leaves, self.alike, self.weights = live, leaves, alike, weights
-        self._first = [t.detach()[0].clone().requires_grad_() for t in leaves]  # not known to any substitution
+        self._first = [as_variable(t[0].clone()) for t in leaves]  # not known to any substitution
 
     def __call__(self, batch: Any) -> Tensor:
         values = self.values(batch)

@@ -62,12 +62,13 @@ class Point:
     def at(self, upper: Sequence[Tensor] | None = None, lower: Sequence[Tensor] | None = None) -> Self:
         """The same at other values of x, or of y, or of both."""
         other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__)
-        if upper is not None:
-            other.x = Vector(upper).detach()
-        if lower is not None:
-            other.y = Vector(lower).detach()
+        other.lanes, other.shared, other.weight = self.lanes, self.shared, self.weight
+        other.live_x, other.live_y, other._names = self.live_x, self.live_y, self._names
+        other.x = self.x if upper is None else Vector(upper).detach()
+        other.y = self.y if lower is None else Vector(lower).detach()
         other.moved = (self.moved[0] or upper is not None, self.moved[1] or lower is not None)
+        other.f, other.g, other._features = self.f, self.g, self._features
+        other.session, other.device, other.sharded = self.session, self.device, self.sharded
         return other
 
     def placed(self) -> AbstractContextManager[Sequence[Vector]]:

@@ -183,7 +183,7 @@ def _by_graph(
         return Vector(oracle.averaged(filled(products, like))[0])
 
     if not gradient:
-        return _counted(oracle, Vector(), product)  # a compiled step leaves out a loss that nobody looks at
+        return _counted(oracle, Vector(()), product)  # a compiled step leaves out a loss that nobody looks at
     own = filled(_own(oracle, gradients, oracle.y), oracle.y).detach()
     loss, own = oracle.averaged(loss, own)
     oracle.checks.scalar("loss", loss)
@@ -238,7 +238,7 @@ def _by_parts(oracle: Point, parts: Sequence[Sample], gradient: bool) -> LowerSy
         return mean(lambda system: products[wrt](system, v))
 
     if not gradient:
-        return _counted(oracle, Vector(), product)
+        return _counted(oracle, Vector(()), product)
     oracle.count("lower_grad")
     return _counted(oracle, mean(lambda system: system.gradient), product)
 
@@ -271,7 +271,7 @@ def _by_differences(oracle: Point, sample: Sample, gradient: bool) -> LowerSyste
         return (slope(y + shift, wrt) - slope(y - shift, wrt)).times(0.5 / epsilon)
 
     if not gradient:
-        return _counted(oracle, Vector(), product)
+        return _counted(oracle, Vector(()), product)
     oracle.count("lower_grad")
     system = _counted(oracle, slope(y, "lower"), product)
     oracle.checks.finite("lower_grad", system.gradient)

@@ -21,7 +21,7 @@ from .evaluation import Evaluation, in_place
 
 __all__ = ["COUNTERS", "LossFacts", "LowerTrend", "Options", "Session", "as_scalar", "forget_casts"]
 
-_NOTHING = nullcontext(Kept({}, Buffers(complete=True)))
+_NONE = Kept({}, Buffers(complete=True))
 COUNTERS = ("upper_grad", "lower_grad", "hvp", "jvp", "loss")
 
 
@@ -175,7 +175,7 @@ class Session:
 
     def buffers_kept(self) -> AbstractContextManager[Kept]:
         """Leave module buffers (running statistics) as they are, whatever the block evaluates: one loss, once."""
-        return _NOTHING if self.buffers.constant else self._buffers_kept()
+        return nullcontext(_NONE) if self.buffers.constant else self._buffers_kept()
 
     @contextmanager
     def _buffers_kept(self) -> Generator[Kept]:

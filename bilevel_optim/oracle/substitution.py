@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Substitution", "stands_for"]
+__all__ = ["Substitution", "stands_for", "stands_for_itself"]
 
 
 class Substitution(TorchFunctionMode):
@@ -29,10 +29,16 @@ class Substitution(TorchFunctionMode):
         pairs = list(zip(live, values, strict=True))
         if is_compiling():
             pairs = [(t, stands_for(value, t)) for t, value in pairs]
-        self._value_of = {id(t): value for t, value in pairs}
-        self._constant = [pair for pair in pairs if not pair[0].requires_grad]
+        self._value_of = dict(pairs)  # a tensor is a key by its identity
+        self._live = [t for t, _ in pairs]
         self._stacked = stacked
         self._passed: dict[int, Tensor] = {}  # values that were handed on by a call of their own, as `PureLoss` does
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if is_compiling():
+            for t in self._live:
+                stands_for_itself(t)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -53,14 +59,9 @@ class Substitution(TorchFunctionMode):
         return new is not given or (not is_compiling() and id(given) in self._passed)
 
     def _new(self, a: Any) -> Any:
-        """What is read in place of an argument; Dynamo would guard the identity of whatever is asked for its own."""
+        """What is read in place of an argument."""
         if isinstance(a, Tensor):
-            if a.requires_grad or not is_compiling():
-                return self._value_of.get(id(a), a)
-            for own, value in self._constant:
-                if a is own:
-                    return value
-            return a
+            return self._value_of.get(a, a)
         return type(a)([self._new(v) for v in a]) if type(a) in _SEQUENCES else a
 
 
@@ -70,6 +71,11 @@ _SEQUENCES = (list, tuple)
 def stands_for(value: Tensor, live: Tensor) -> Tensor:
     """The value that stands for a live tensor. A compiled step shows by it what it is for calls that no mode sees."""
     return value
+
+
+def stands_for_itself(live: Tensor) -> Tensor:
+    """A live tensor for which a value stands no more, that of the block around excepted; likewise."""
+    return live
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -8,8 +8,6 @@ import torch
 
 __all__ = ["is_profiled", "span"]
 
-_OFF = nullcontext()
-
 
 def is_profiled() -> bool:
     """Whether a profiler is on."""
@@ -27,5 +25,5 @@ def span(name: str) -> AbstractContextManager[object]:
         True
     """
     if not is_profiled():
-        return _OFF
+        return nullcontext()
     return torch.profiler.record_function(f"bilevel_optim.{name}")

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["Vector", "any_sharded", "is_sharded", "stack"]
+__all__ = ["Vector", "any_sharded", "as_variable", "is_sharded", "stack"]
 
 Scalar = float | Tensor
 
@@ -191,6 +191,11 @@ _HALF = frozenset((torch.float16, torch.bfloat16))
 def _wide(t: Tensor) -> Tensor:
     """A factor of products to be added up, in a type that holds them."""
     return t.float() if t.dtype in _HALF else t
+
+
+def as_variable(t: Tensor, needed: bool = True) -> Tensor:
+    """The tensor, without its graph, to differentiate in; a function of its own because Dynamo need not read it."""
+    return t.detach().requires_grad_(needed)
 
 
 def _sum(t: Tensor, lanes: bool = False) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem.vector import Vector
+from ..problem.vector import Vector, as_variable
 from .functional import Memory, can_be_unrolled, rates_of, updated
 from .lower import LowerRule
 
@@ -37,8 +37,8 @@ def update_vjp(
     """
     if rule.plain and not rule.limits:
         return adjoint, memory_adjoint, adjoint * [-rate for rate in rates_of(rule.optimizer.param_groups)]
-    y = Vector(v.detach().clone().requires_grad_() for v in values)
-    g = Vector(v.detach().clone().requires_grad_() for v in gradient)
+    y = Vector(as_variable(v.clone()) for v in values)
+    g = Vector(as_variable(v.clone()) for v in gradient)
     with torch.enable_grad():
         m = [{key: _leaf(key, value, v) for key, value in state.items()} for state, v in zip(memory, y, strict=True)]
         new_y, new_m = updated(rule.optimizer, y, m, rule.limits.clipped(g, rule.lead))
@@ -66,5 +66,4 @@ def _is_smooth(value: Any, like: Tensor) -> bool:
 def _leaf(key: str, value: Any, like: Tensor) -> Any:
     if not isinstance(value, Tensor) or key == "step":  # a count, which for a number y has the shape of y
         return value
-    leaf = value.detach().clone()
-    return leaf.requires_grad_() if leaf.is_floating_point() and leaf.shape == like.shape else leaf
+    return as_variable(value.clone(), value.is_floating_point() and value.shape == like.shape)

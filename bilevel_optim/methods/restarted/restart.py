@@ -60,7 +60,7 @@ class Progress:
     @property
     def numbers(self) -> dict[str, Any]:
         """The same as plain numbers."""
-        return dict(vars(self))
+        return {name: getattr(self, name) for name in _NAMES}
 
     def afresh(self) -> Self:
         """At the beginning of another epoch, without momentum."""

@@ -154,7 +154,7 @@ class RecursiveOptimizer(BilevelOptimizer):
     def _remembers(self, given: DrawInputs) -> bool:
         """Whether there are rows to go on from."""
         known = "direction" in given.upper_memory and "previous" in given.upper_memory
-        return self.warm_start and known and bool(given.tables)
+        return self.warm_start and known and len(given.tables) > 0
 
     def _begins(self, given: DrawInputs, width: int) -> bool:
         """Whether a step begins anew, as there are no rows of so many entries."""

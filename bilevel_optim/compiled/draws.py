@@ -1,0 +1,312 @@
+"""What a step draws, drawn before it, and given to the step that is made from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..optimizer.draws import Draw, TaskDraw
+from ..problem.finite_sum import FiniteSum
+from ..problem.objective import Objective, Sample
+from ..problem.tasks import StandIn
+
+__all__ = ["MOST_TERMS", "Drawn", "GivenData", "Recorded", "Sources", "draw", "draw_tasks"]
+
+MOST_TERMS = 64  # that a compiled step goes over
+Drawn = dict[str, list[Any]]  # by source, what was drawn, in order
+
+
+class Sources:
+    """Where a step draws: the two losses as they were passed, and a sampler of tasks.
+
+    Attributes:
+        objectives: the losses by level.
+    """
+
+    __slots__ = ("lower", "objectives", "tasks", "upper")
+
+    def __init__(self, upper: Objective | None, lower: Objective | None, tasks: Any) -> None:
+        self.upper, self.lower, self.tasks = upper, lower, tasks
+        self.objectives = {level: o for level, o in (("upper", upper), ("lower", lower)) if o is not None}
+
+    @property
+    def kind(self) -> list[Any]:
+        """What decides, beside the losses themselves, of which kind the draws of a step are."""
+        return [self.tasks is None] + [
+            None if o is None else (type(o), o.data is None, o.features is None, o.terms)
+            for o in (self.upper, self.lower)
+        ]
+
+    @property
+    def terms(self) -> dict[str, int]:
+        """How many terms each loss has, if it is a sum of known ones."""
+        return {f"{level}_terms": o.terms for level, o in self.objectives.items() if o.terms is not None}
+
+    @property
+    def are_lists(self) -> bool:
+        """Whether each loss draws from a list of its own, or terms of a sum, so that nothing can tell when it does."""
+        return self.tasks is None and self.upper is not self.lower and all(map(_is_list, self.objectives.values()))
+
+    def why_eager(self) -> str:
+        """Why no step with such losses is compiled; empty if one may be."""
+        if any(objective.accumulate > 1 for objective in self.objectives.values()):
+            return "a batch is made of parts (accumulate)"
+        return ""
+
+
+def _is_list(objective: Objective) -> bool:
+    kind, data = type(objective), objective.data
+    return kind is FiniteSum or (kind is Objective and type(data) in (list, tuple, type(None)))
+
+
+# ------------------------------------------------------------------------------------------------ before a step
+
+
+def draw(draws: Sequence[Draw], sources: Sources, random: Mapping[str, Tensor]) -> Drawn:
+    """What the losses give, of one step. Where a draw is not made, the one before stands for it.
+
+    Args:
+        draws: as the method has declared them.
+        sources: the losses.
+        random: random inputs of the step.
+    """
+    found: Drawn = {}
+    for own, same in groupby(draws):
+        level = own.level if own.level in sources.objectives else "upper"  # of a method that takes one loss
+        objective, times = sources.objectives[level], len([*same])
+        if own.whole:
+            found.setdefault(f"all of {level}", []).extend(_terms(objective) for _ in range(times))
+            continue
+        batches = found.setdefault(level, [])
+        if own.only is not None and own.only[1] > int(random[own.only[0]]):
+            batches += [batches[-1]] * times
+        elif type(objective) is not Objective:
+            batches += [_one(objective.draw()) for _ in range(times)]
+        elif objective.data is None:
+            batches += [((), None, None)] * times
+        else:
+            batches += [((batch,), None, None) for batch in objective.take(times)]
+    return found
+
+
+def draw_tasks(draws: Sequence[TaskDraw], sampler: Any, generator: Any, random: Mapping[str, Tensor]) -> Drawn:
+    """What a sampler of tasks gives, of one step; the other arguments as for `draw`."""
+    found: Drawn = {}
+    for source, size, only in draws:
+        given = found.setdefault(source if source == "tasks" else f"tasks.{source}", [])
+        if source == "tasks":
+            given.append(sampler.sample(size, generator))
+        elif only is not None and only[1] > int(random[only[0]]):
+            given.append(given[-1])
+        else:
+            given.append(getattr(sampler, source)(found["tasks"][0], size, generator))
+    return found
+
+
+def _one(sample: Sample) -> Any:
+    return sample.arguments, _tensor(sample.index), _tensor(sample.weight)
+
+
+def _terms(objective: Objective) -> Any:
+    return [(term.arguments, _tensor(term.weight)) for term in objective.samples()]
+
+
+def _tensor(value: Any) -> Tensor | None:
+    return None if value is None else torch.tensor(value, device="cpu")
+
+
+# ------------------------------------------------------------------------------------------------ in a step
+
+OTHERS = "a step draws other samples than the one before that was like it"
+
+
+class GivenData:
+    """What a step was given, source by source, each in the order of its draws.
+
+    Args:
+        drawn: by source, what was drawn from it.
+        losses: the user's functions, by role.
+        sources: from which an eager step draws on, where it makes more than it has declared (after an alert).
+            Default: a step that is read by Dynamo, which may not.
+    """
+
+    def __init__(
+        self,
+        drawn: Mapping[str, Sequence[Any]],
+        losses: Mapping[str, Callable[..., Any]],
+        sources: Sources | None = None,
+    ) -> None:
+        self._left = {source: [*found] for source, found in drawn.items()}
+        self._losses, self._sources = losses, sources
+
+    def objective(self, level: str) -> _Given | None:
+        """The objective of a level; None if the method has none."""
+        if level not in self._losses:
+            return None
+        if self._sources is None:
+            return _Given(level, self, self._losses)
+        return _GivenAgain(level, self, self._losses, self._sources.objectives[level])
+
+    def sampler(self, source: Any) -> _GivenTasks:
+        """In place of a sampler of tasks."""
+        return _GivenTasks(source, self)
+
+    def next(self, source: str) -> Any:
+        """What was drawn from a source next."""
+        left = self._left.get(source)
+        if not left:
+            raise RuntimeError(OTHERS)
+        return left.pop(0)
+
+    def has(self, source: str) -> bool:
+        """Whether something is left of it."""
+        return bool(self._left.get(source))
+
+    def require_used(self) -> None:
+        """Raise unless everything was asked for."""
+        if any([bool(found) for found in self._left.values()]):
+            raise RuntimeError(OTHERS)
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether it is for an eager step."""
+        return self._sources is not None
+
+
+class _Given(Objective):
+    """An objective whose samples were drawn before the step."""
+
+    def __init__(self, level: str, given: GivenData, losses: Mapping[str, Callable[..., Any]]) -> None:
+        self.loss, self.features = losses[level], losses.get(f"{level} features")
+        self.data = self.device = None
+        self.accumulate, self.level, self._given = 1, level, given
+        self._terms: Any = losses.get(f"{level} terms")
+
+    @property
+    def terms(self) -> int | None:
+        return self._terms  # type: ignore[no-any-return]
+
+    def begin(self) -> None:
+        return None
+
+    def draw(self, *, once: bool = False) -> Sample:
+        arguments, index, weight = self._given.next(self.level)
+        return self._again(arguments, index, weight, once)
+
+    def draw_some(self, name: str, count: Tensor, most: int) -> list[Sample]:
+        return [self.draw() for _ in range(most + 1)]
+
+    def samples(self, most: int | None = None) -> list[Sample]:
+        if not self._given.has(f"all of {self.level}"):
+            return [self.sample()]
+        terms = self._given.next(f"all of {self.level}")
+        return [self._again(arguments, index, weight, False) for index, (arguments, weight) in enumerate(terms)]
+
+    def sample(self, *arguments: Any, once: bool = False) -> Sample:
+        return Sample(self.loss, arguments, once=once, features=self.features)
+
+    def _again(self, arguments: Any, index: Any, weight: Any, once: bool) -> Sample:
+        sample = self.sample(*arguments, once=once)
+        sample.index = index
+        if weight is not None:
+            sample.loss, sample.weight = _weighted(sample.loss, weight), weight
+        return sample
+
+
+class _GivenAgain(_Given):
+    """The same for an eager step."""
+
+    def __init__(
+        self, level: str, given: GivenData, losses: Mapping[str, Callable[..., Any]], source: Objective
+    ) -> None:
+        super().__init__(level, given, losses)
+        self.data, self.source, self._features = source.data, source, None
+
+    def begin(self) -> None:
+        Objective.begin(self)
+        self.source.begin()
+
+    def mark(self) -> tuple[Any, ...]:
+        return ()  # who has drawn goes back himself
+
+    def rewind(self, mark: tuple[Any, ...]) -> None:
+        return None
+
+    def sample(self, *arguments: Any, once: bool = False) -> Sample:
+        return Objective.sample(self, *arguments, once=once)
+
+    def draw(self, *, once: bool = False) -> Sample:
+        return super().draw(once=once) if self._given.has(self.level) else self.source.draw(once=once)
+
+    def draw_some(self, name: str, count: Tensor, most: int) -> list[Sample]:
+        if not self._given.has(self.level):
+            return self.source.draw_some(name, count, most)
+        return super().draw_some(name, count, most)[: int(count) + 1]
+
+    def samples(self, most: int | None = None) -> list[Sample]:
+        return super().samples(most) if self._given.has(f"all of {self.level}") else self.source.samples(most)
+
+    def term(self, index: int, *, once: bool = False) -> Sample:
+        return self.source.term(index, once=once)
+
+
+def _weighted(loss: Callable[..., Any], weight: Tensor) -> Callable[..., Any]:
+    def weighted(*arguments: Any) -> Any:
+        value = loss(*arguments)
+        return value * weight.to(value.dtype)
+
+    return weighted
+
+
+class _GivenTasks(StandIn):
+    """A sampler whose tasks and batches were drawn before the step."""
+
+    def __init__(self, source: Any, given: GivenData) -> None:
+        self.source, self._given = source, given
+
+    def sample(self, n: int, generator: Any) -> Any:
+        return self._of("tasks") if self._is_given("tasks") else self.source.sample(n, generator)
+
+    def lower(self, tasks: Any, n: Any, generator: Any) -> Any:
+        return self._of("tasks.lower") if self._is_given("tasks.lower") else self.source.lower(tasks, n, generator)
+
+    def upper(self, tasks: Any, n: Any, generator: Any) -> Any:
+        return self._of("tasks.upper") if self._is_given("tasks.upper") else self.source.upper(tasks, n, generator)
+
+    def whole(self, draw: Any, inputs: Any) -> Any:
+        return self._of("whole")
+
+    def _of(self, source: str) -> Any:
+        return self._given.next(source)
+
+    def _is_given(self, source: str) -> bool:
+        return not self._given.is_eager or self._given.has(source)
+
+
+class Recorded(StandIn):
+    """A sampler that notes how a method that chooses its tasks itself draws all that a step needs.
+
+    Attributes:
+        draws: that function, of the sampler and the random inputs; None: the method did not ask.
+    """
+
+    def __init__(self, source: Any) -> None:
+        super().__init__(source)
+        self.draws: Callable[[Any, Mapping[str, Tensor]], Any] | None = None
+
+    def sample(self, n: int, generator: Any) -> Any:
+        return self.source.sample(n, generator)
+
+    def lower(self, tasks: Any, n: Any, generator: Any) -> Any:
+        return self.source.lower(tasks, n, generator)
+
+    def upper(self, tasks: Any, n: Any, generator: Any) -> Any:
+        return self.source.upper(tasks, n, generator)
+
+    def whole(self, draw: Any, inputs: Any) -> Any:
+        self.draws = draw
+        return draw(self.source, inputs)
