@@ -13,7 +13,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.fx import GraphModule
 
-from .rewrites import differentiable_twice, redirected, require_deterministic
+from .rewrites import differentiable_twice, redirected, require_deterministic, require_unwritten
 
 __all__ = ["Backend", "Call", "Program", "WantsConstants", "backend_of", "watched"]
 
@@ -76,6 +76,7 @@ def backend_of(
         if not all(isinstance(t, Tensor) for t in examples):
             raise WantsConstants
         require_deterministic(module)
+        require_unwritten(module)
         redirected(module)
         differentiable_twice(module, plain=plain)
         if backend == "inductor":

@@ -299,10 +299,10 @@ class CompiledSteps:
 
     def _warn(self, reason: str) -> None:
         if self.settings.fullgraph:
-            raise RuntimeError(f"the step cannot be captured: {reason}")
+            raise RuntimeError(f"the step cannot be compiled: {reason}")
         if reason not in self._warned:
             self._warned.add(reason)
-            warn(f"steps run eagerly, because they cannot be captured: {reason}")
+            warn(f"steps run eagerly, because they cannot be compiled: {reason}")
 
     def _why_eager(self, entry: Entry | None, sources: Sources) -> str:
         why = self._reason or self.optimizer._why_eager(sources.tasks) or sources.why_eager()
@@ -449,7 +449,7 @@ class CompiledSteps:
                     entry.pure = make()
                 what = self._difference(entry, inputs, state, results, oracle)
                 if what and entry.uses == 1 and not entry.pure.connected:  # what is new, and may be read otherwise
-                    entry.pure, entry.compiled = make(connected=True), []
+                    entry.pure, entry.compiled, entry.count = make(connected=True), [], 0
                     what = self._difference(entry, inputs, state, results, oracle)
                 if what:
                     reason = self._reason = DIFFERS.format(what)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self, TypeVar, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.optim import SGD, Optimizer
 
 from ..distributed.ranks import Ranks
@@ -42,7 +43,6 @@ from ..problem.parameters import (
 )
 from ..problem.random import draw_random_inputs
 from ..problem.tasks import LowerInit, task_count
-from ..problem.tracing import traced
 from ..problem.vector import Vector
 from ..solvers.limits import Clip, Projection, limits_of
 from ..solvers.lower import LowerRules
@@ -77,7 +77,6 @@ UNSET_GRADIENT = (
     "optimizer.step(upper_loss, lower_loss)"
 )
 
-_COMPILED = False  # whether compile() is torch.compile of the step, in place of a capture
 
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "Loss", "as_objective"]
 
@@ -507,15 +506,9 @@ class BilevelOptimizer(Optimizer, ABC):
         require("unroll", unroll, is_count(unroll) and unroll > 0)
         for name, value in (("rtol", rtol), ("atol", atol)):
             require(name, value, value is None or (is_number(value) and 0 <= value < math.inf))
-        if _COMPILED:
-            from ..compiled.steps import CompiledSteps, Settings
+        from ..compiled.steps import CompiledSteps, Settings
 
-            captured: Any = CompiledSteps(self, Settings(fullgraph, backend, mode, options, unroll, rtol, atol))
-        else:
-            from ..capture.steps import CapturedSteps
-            from ..capture.steps import Settings as CaptureSettings
-
-            captured = CapturedSteps(self, CaptureSettings(fullgraph, backend, mode, options, unroll, rtol, atol))
+        captured = CompiledSteps(self, Settings(fullgraph, backend, mode, options, unroll, rtol, atol))
         captured.say_why_eager()
         self._captured, self._untraced_update = captured, captured.why_update_is_eager()
 
@@ -644,7 +637,7 @@ class BilevelOptimizer(Optimizer, ABC):
 
     def _checked(self, oracle: Oracle, given: StepInputs, make: Callable[[Oracle, StepInputs], Estimate]) -> Estimate:
         """An estimate whose flags have been read; made again where the method reacts to them."""
-        if traced():
+        if is_compiling():
             return make(oracle, given)
         while True:
             estimate, session = make(oracle, given), oracle.session

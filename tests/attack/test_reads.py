@@ -14,7 +14,7 @@ import torch
 
 import bilevel_optim as bo
 
-from ..capture import test_losses as known
+from ..compiled import test_losses as known
 from . import ways
 
 METHODS = {

@@ -6,7 +6,7 @@ import torch
 
 import bilevel_optim as bo
 
-from ..capture.test_compile import Regression
+from ..compiled.test_compile import Regression
 from ..problems import seeded
 from ..registry import each
 from .problems import is_there, placed, results

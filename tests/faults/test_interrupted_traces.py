@@ -5,10 +5,10 @@ import threading
 
 import pytest
 import torch
+from bilevel_optim.problem.tracing import traced
 from torch._C import _len_torch_dispatch_stack
 
 import bilevel_optim as bo
-from bilevel_optim.problem.tracing import traced
 
 
 class Interrupted(bo.AID):
