@@ -171,7 +171,7 @@ class PureStep:
             "lower": None if estimate.lower is None else [*estimate.lower],
             "memory": {name: [*vector.detach()] for name, vector in estimate.memory.items()},
             "upper_memory": {name: [*vector.detach()] for name, vector in estimate.upper_memory.items()},
-            "tables": dict(estimate.tables),
+            "tables": {name: t.contiguous() for name, t in estimate.tables.items()},  # strides are guarded
             "solver": estimate.solver,
             "writes": _places(estimate.writes, state, y),
             "buffers": buffers,
