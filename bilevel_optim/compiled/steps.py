@@ -31,12 +31,11 @@ from ..oracle.oracle import Oracle
 from ..problem.parameters import LEVELS, by_level
 from ..problem.random import draw_random_inputs, kept
 from ..problem.vector import Vector
-from ..pytree import tree_leaves, tree_map
 from ..solvers.agd import AGD
 from ..solvers.lower import is_known
 from .alone import alone
 from .backend import Call, Program, WantsConstants, backend_of, watched
-from .chain import Chain, Unchained, apart, leaves_of
+from .chain import Chain, Unchained, leaves_of, set_apart
 from .compare import Accepted, difference, shaken
 from .draws import MOST_TERMS, Drawn, GivenData, Recorded, Sources, draw, draw_tasks
 from .pure import PureStep, State, results_of, state_of
@@ -136,8 +135,7 @@ class Compiled:
             if own is program:
                 return chain
         try:
-            drawn = [*tree_leaves(given.drawn), *given.random.values()]
-            found = Chain(calls[0], self._live, given.state, drawn, results)
+            found = Chain(calls[0], self._live, given.state, leaves_of(given.drawn, given.random), results)
         except Unchained:
             found = None
         self._chains.append((program, found))
@@ -541,7 +539,7 @@ class CompiledSteps:
 
     def _given(self, inputs: Inputs, state: State) -> Given:
         """The arguments of a step."""
-        sources, drawn = inputs.sources, tree_map(apart, inputs.drawn)
+        sources, drawn = inputs.sources, set_apart(inputs.drawn)
         return Given(_functions(self.optimizer, sources), sources.tasks, drawn, inputs.random, state)
 
     def _known(self, entry: Entry, given: Given) -> dict[str, Any]:
@@ -810,7 +808,7 @@ def _code(sources: Sources) -> tuple[Any, ...]:
 
 def _form(given: Given) -> list[Any]:
     """The form of the data of a step."""
-    leaves = tree_leaves((given.drawn, given.random))
+    leaves = leaves_of(given.drawn, given.random)
     return [(t.shape, t.stride(), t.dtype, t.device) if isinstance(t, Tensor) else type(t) for t in leaves]
 
 
