@@ -41,14 +41,6 @@ class Buffers:
         """Whether no evaluation changes any buffer."""
         return self.complete and self._none
 
-    def advance(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a buffer that evaluations change, and that goes with the steps."""
-        return any(
-            self._moves(module) and dict(module.named_buffers(recurse=False)).get(name) is tensor
-            for module, names in self._changing.items()
-            for name in names
-        )
-
     def changing(self) -> list[Tensor]:
         """The buffers that evaluations change now, in an order that stays."""
         if self._none:
