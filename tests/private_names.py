@@ -104,6 +104,12 @@ NAMES = [
         "likewise",
     ),
     Name(
+        "torch.nn.modules.module._global_forward_*hooks",
+        "compiled/steps.py",
+        "hooks on all modules, which Dynamo calls but does not guard",
+        "a guard of Dynamo's",
+    ),
+    Name(
         '"_optimizer_step_"',
         "solvers/lower.py",
         "the same of a lower optimizer, whose step is then made by itself",

@@ -18,6 +18,7 @@ import torch._dynamo as dynamo
 from torch import Tensor
 from torch._dynamo.eval_frame import remove_from_cache
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules import module
 
 from ..errors import warn
 from ..hypergradient.estimate import Write as RowWrite
@@ -59,6 +60,7 @@ SETTINGS: dict[str, Any] = {
 }
 PLAIN = (bool, int, float, str, tuple, type(None))
 NOT_IN_KEY = ("lr", "initial_lr", "param_names", OWN)  # of a group; rates are tensors
+HOOKS = (module._global_forward_hooks, module._global_forward_pre_hooks)  # for all modules; Dynamo has no guard on them
 CHECKED_EVERY = 4096  # uses after which what is compiled is compared again, at the latest
 MOST = 16  # programs of an optimizer; other steps run eagerly
 FULL = f"there are {MOST} graphs, and none is for data of these shapes and constants"
@@ -381,6 +383,7 @@ class CompiledSteps:
 
         for buffer in self.optimizer._run_state.buffers.changing():
             yield id(buffer)
+        yield from map(len, HOOKS)
 
     def _random_inputs(self) -> dict[str, Tensor]:
         optimizer = self.optimizer

@@ -392,7 +392,7 @@ def numbers():
         "branch": (lambda: 3.0 if one.w > 1.5 else 1.0, change),
         "root": (lambda: math.sqrt(one.w), change),
         "list of tensors": (lambda: tensors[0], lambda: tensors.__setitem__(0, double), 1),
-        "value of a tensor": (tensors[0].item, lambda: tensors[0].fill_(2.0), 1),
+        "value of a tensor": (lambda: tensors[0].item(), lambda: tensors[0].fill_(2.0), 1),
     }
 
 

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 import torch
-from bilevel_optim.problem.tracing import traced
 from torch._C import _len_torch_dispatch_stack
+from torch.compiler import is_compiling
 
 import bilevel_optim as bo
 
@@ -17,7 +17,7 @@ class Interrupted(bo.AID):
     times, went_on = 1, 0
 
     def estimate(self, oracle, given):
-        if traced():
+        if is_compiling():
             for _ in range(self.times):
                 signal.raise_signal(signal.SIGINT)
                 self.went_on += 1
