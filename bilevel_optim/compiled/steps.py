@@ -112,7 +112,7 @@ class Compiled:
 
     def __init__(self, pure: PureStep, settings: Settings, constant: bool) -> None:
         def step(losses: Any, tasks: Any, drawn: Any, random: Any, state: Any) -> Any:
-            if not torch.compiler.is_compiling():
+            if not torch.compiler.is_dynamo_compiling():
                 raise _Unread
             return pure(losses, tasks, drawn, random, state)
 

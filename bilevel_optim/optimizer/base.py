@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self, TypeVar, overload
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.optim import SGD, Optimizer
 
 from ..distributed.ranks import Ranks
@@ -641,7 +641,7 @@ class BilevelOptimizer(Optimizer, ABC):
 
     def _checked(self, oracle: Oracle, given: StepInputs, make: Callable[[Oracle, StepInputs], Estimate]) -> Estimate:
         """An estimate whose flags have been read; made again where the method reacts to them."""
-        if is_compiling():
+        if is_dynamo_compiling():
             return make(oracle, given)
         while True:
             estimate, session = make(oracle, given), oracle.session

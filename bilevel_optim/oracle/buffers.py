@@ -102,7 +102,7 @@ class Buffers:
         own = threading.get_ident()  # the hook is called for every module of the process
 
         def note(module: nn.Module, inputs: Any) -> None:
-            if torch.compiler.is_compiling() or threading.get_ident() != own:
+            if torch.compiler.is_dynamo_compiling() or threading.get_ident() != own:
                 return
             for part in module.modules():
                 if next(part.buffers(recurse=False), None) is not None:

@@ -282,7 +282,7 @@ class Session:
 
     def reaching(self, level: str, loss: Tensor, y: Sequence[Tensor], x: Sequence[Tensor]) -> Tensor:
         """The loss, checked once in a step to reach y, or f perhaps x alone: its gradient is one of a sum."""
-        if level not in self.reached and not torch.compiler.is_compiling():
+        if level not in self.reached and not torch.compiler.is_dynamo_compiling():
             if not reaches(loss, y if level == "lower" else (*y, *x)):
                 raise ValueError(self.independent(level))
             self.reached.add(level)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.optim import SGD, Optimizer
 from torch.optim.adam import adam
 from torch.overrides import TorchFunctionMode
@@ -74,7 +74,7 @@ def updated(optimizer: Optimizer, y: Vector, memory: Memory, gradient: Vector) -
     if getattr(optimizer, "kind", type(optimizer)) is SGD:
         pairs = [sgd(*one) for one in zip(groups, y, memory, gradient, strict=True)]
         return [value for value, _ in pairs], [state for _, state in pairs]
-    if is_compiling():
+    if is_dynamo_compiling():
         return _adam(optimizer, groups, y, memory, gradient)
     if not can_be_unrolled(optimizer):
         raise NotImplementedError(f"{type(optimizer).__name__} has no differentiable form")

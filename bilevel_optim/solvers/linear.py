@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from ..kernels.cg import Algebra, cg_step, iteration
 from ..problem.vector import Vector, any_sharded
@@ -415,7 +415,7 @@ def _relative(residual: Tensor, norm: Tensor) -> Tensor:
 
 def _host_looks(t: Tensor, k: int = 0, tol: float = 0.0) -> bool:
     """Whether the host looks at values beside a tensor before iteration k: never in a trace, and waits but rarely."""
-    return not is_compiling() and (t.is_cpu or (tol > 0 and k % 10 == 0))
+    return not is_dynamo_compiling() and (t.is_cpu or (tol > 0 and k % 10 == 0))
 
 
 def _seen_done(active: Tensor | bool, k: int, tol: float) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.optim import LBFGS, SGD, Optimizer
 
 from ..oracle.session import Session
@@ -246,7 +246,7 @@ class LowerRule:
 
     def _by_torch(self, y: Vector, memory: Memory, gradient: Gradient) -> Solved:
         """One step of the optimizer itself, on copies; in a trace its differentiable form."""
-        if is_compiling():
+        if is_dynamo_compiling():
             if self._kind is Optimizer:
                 name = type(self.optimizer).__name__
                 raise NotImplementedError(f"the optimizer {name} is not one of torch's as it comes")
@@ -319,7 +319,7 @@ def _together(norms: Tensor) -> Tensor:
 
 def turned(before: Solved, last: Solved) -> Tensor | None:
     """Product of the gradients of two steps; None in a trace, where they need not come out of their parts."""
-    if is_compiling() or before.gradient is None or last.gradient is None:
+    if is_dynamo_compiling() or before.gradient is None or last.gradient is None:
         return None
     return last.gradient.dot(before.gradient)
 
@@ -335,7 +335,7 @@ def watched_growth(
         return {}
     (first, middle), trend = early, session.trend
     session.checks.alert_if("growing lower gradient", GROWING, _grows, first, middle, last)
-    if not is_compiling():
+    if not is_dynamo_compiling():
         turn = first.new_zeros(()) if turn is None else turn
         session.checks.alert_if("lower solve without an end", trend.message, trend.seen, first, last, turn)
     return {"lower_growth": last / first.clamp_min(torch.finfo(first.dtype).tiny)}

@@ -566,7 +566,7 @@ def test_a_schedule_keeps_the_type_of_what_it_is_beside(dtype):
     def make(x, y):
         def loss():
             parts = [t * values.w for t in (*kept, counts)]
-            if not torch.compiler.is_compiling():
+            if not torch.compiler.is_dynamo_compiling():
                 seen.append([t.dtype for t in parts])
             return base(x, y) + sum((t.double() * y).sum() for t in parts)
 
