@@ -254,6 +254,7 @@ COMPILING = {
     "oracle/session.py": "the nodes of a graph cannot be walked",
     "oracle/substitution.py": "a graph shows which values stand for live tensors, for calls that no mode sees",
     "problem/objective.py": "a step that draws random numbers in its losses is not compiled",
+    "problem/placement.py": "no memory is pinned, and nothing is kept, in a graph",
     "problem/values.py": "a copy that takes a __dict__ whole is not read by Dynamo of torch 2.11",
     "solvers/functional.py": "the step of an optimizer of torch has another form",
     "solvers/linear.py": "the host does not look whether a solve has ended",

@@ -79,7 +79,8 @@ def _changed(text: str) -> str:
     """Of which loss they are, and where in its modules, from Dynamo's names for them."""
     found = re.search(r"L\['losses'\]\['(\w+)'\]([^\"]*)", text)
     if found is None:
-        return ""
+        others = [name for _, name in _SOURCE.findall(text) if name != "<unknown source>"]
+        return f" ({others[0]})" if others else ""
     inside = re.sub(r"\.__closure__\[\d+\]\.cell_contents", "", found[2])
     inside = re.sub(r"\._modules\['(.*?)'\]", r".\1", inside).lstrip(".")
     return f" (the {found[1]} loss{inside and f': {inside}'})"

@@ -729,9 +729,10 @@ class CompiledSteps:
         if optimizer.check_finite:
             known = optimizer._run_state.warned - {optimizer._reacts_to(optimizer.numbers)}
             matters = [True] + [key not in known for key in results["alerts"]]
-            raised = (torch.stack(flags) & flags[0].new_tensor(matters)).any(1).tolist()
-            if True in raised:
-                sound = raised.index(True)
+            for k, on in enumerate(torch.stack(flags).tolist()):  # one wait for all
+                if any(flag and needed for flag, needed in zip(on, matters, strict=True)):
+                    sound = k
+                    break
         if sound < len(losses) or not complete:
             self._return_to(sources, place)
             if not sound:
