@@ -24,8 +24,8 @@ NAMES = [
     # ------------------------------------------------------------------------------------ tensors
     Name(
         "._backward_hooks",
-        "capture/steps.py compiled/steps.py",
-        "a parameter that has a hook is not captured, since a graph would not call it",
+        "compiled/steps.py",
+        "a step of a parameter that has a hook is not compiled, since a graph would not call it",
         "a public way to ask a tensor for its hooks",
     ),
     Name(
@@ -37,14 +37,14 @@ NAMES = [
     Name("torch.utils._python_dispatch._pop_mode", "compiled/alone.py", "likewise", "likewise"),
     Name(
         "torch._foreach_*",
-        "problem/vector.py capture/bind.py",
+        "problem/vector.py",
         "one kernel for all tensors of a vector, as torch.optim has it",
         "a public foreach; until then a loop over the tensors",
     ),
     Name(
         "torch.utils._pytree.*",
-        "pytree.py capture/draws.py capture/losses.py capture/steps.py capture/trace.py",
-        "nested data; make_fx and vmap take the same for trees",
+        "pytree.py",
+        "nested data; Dynamo and vmap take the same for trees",
         "torch.utils.pytree, which 2.15 has not",
     ),
     Name(
@@ -60,6 +60,13 @@ NAMES = [
         "nothing, once torch's derivative is right",
     ),
     Name(
+        "._is_view",
+        "compiled/rewrites.py",
+        "whether an operation writes into a view of an argument",
+        "a public question",
+    ),
+    Name("._base", "compiled/rewrites.py", "of which argument it is a view", "a public name of the base of a view"),
+    Name(
         '"_saved_input"',
         "oracle/differentiable.py",
         "how large the input of a convolution is; the attributes _saved_* are in torch's notes on autograd",
@@ -69,12 +76,6 @@ NAMES = [
         "._version",
         "oracle/point.py",
         "whether an evaluation writes into a parameter (an embedding with max_norm)",
-        "a public count of the writes into a tensor",
-    ),
-    Name(
-        "._version",
-        "capture/draws.py",
-        "whether data write into a batch that they gave before",
         "a public count of the writes into a tensor",
     ),
     Name(
@@ -101,6 +102,12 @@ NAMES = [
         "optimizer/hooks.py",
         "the same of hooks on all optimizers",
         "likewise",
+    ),
+    Name(
+        "torch.nn.modules.module._global_forward_*hooks",
+        "compiled/steps.py",
+        "hooks on all modules, which Dynamo calls but does not guard",
+        "a guard of Dynamo's",
     ),
     Name(
         '"_optimizer_step_"',
@@ -163,91 +170,42 @@ NAMES = [
         "a public timeout of a group",
     ),
     Name('"_timeout"', "distributed/failures.py", "likewise", "likewise"),
-    # ------------------------------------------------------------------------------------ reading losses
+    # ------------------------------------------------------------------------------------ compiling
     Name(
         "torch._dynamo.run",
-        "capture/losses.py compiled/steps.py",
+        "compiled/steps.py",
         "calls what was compiled, and never compiles anew: so it is seen that a loss has changed",
         "torch.compiler.set_stance, which holds for the whole process",
     ),
     Name(
-        "torch._dynamo.optimize",
-        "capture/losses.py",
-        "reads losses with one backend for all; torch keeps every backend that torch.compile is given",
-        "torch.compile, once it lets a backend go",
-    ),
-    Name(
         "torch._dynamo.eval_frame.remove_from_cache",
-        "capture/losses.py compiled/steps.py",
+        "compiled/steps.py",
         "what was read goes with its reader",
         "nothing, once torch lets it go with the code",
     ),
     Name(
-        '"_version"',
-        "capture/losses.py",
-        "whether a loss writes into an input in a way that its graph does not show",
-        "a public count of the writes into a tensor",
-    ),
-    Name(
         "torch._dynamo.config.*",
-        "capture/losses.py compiled/steps.py",
+        "compiled/steps.py",
         "what Dynamo leaves out of its guards by default, to be fast, is looked at too",
         "options of torch.compile",
     ),
     Name(
         "torch._C._set_grad_enabled",
-        "capture/losses.py compiled/rewrites.py",
+        "compiled/rewrites.py",
         "a node of Dynamo's graphs, which is taken out of custom autograd functions",
         "nothing, once Dynamo's function has right second derivatives",
     ),
-    # ------------------------------------------------------------------------------------ tracing and compiling
-    Name(
-        "torch.fx.experimental.proxy_tensor.*",
-        "capture/trace.py",
-        "traces a step through its derivatives",
-        "torch.export, once it traces autograd.grad",
-    ),
-    Name(
-        "torch._guards.*",
-        "capture/trace.py capture/backends.py",
-        "one fake mode for a whole trace, which takes half the time; and the one that Inductor asks for",
-        "an argument of make_fx, and of torch._inductor.compile",
-    ),
-    Name(
-        "torch._subclasses.fake_tensor.FakeTensorMode", "capture/trace.py capture/backends.py", "the same", "the same"
-    ),
-    Name("torch.fx.experimental.symbolic_shapes.ShapeEnv", "capture/backends.py", "likewise", "likewise"),
-    Name("torch._ops.OpOverload", "capture/trace.py", "the type of an operation", "a public name of it"),
-    Name('"_schema"', "capture/trace.py capture/outline.py", "what an operation writes into", "a public schema"),
-    Name(
-        '"_local_scalar_dense"',
-        "capture/trace.py",
-        "known by it: the error of a trace in which a value was read",
-        "an error of a class of its own",
-    ),
-    Name(
-        "torch.ops.aten._*",
-        "capture/outline.py",
-        "operations of graphs that view or copy",
-        "nothing: that is what they are called",
-    ),
     Name(
         "torch._inductor.*",
-        "capture/backends.py compiled/backend.py",
+        "compiled/backend.py",
         "compiles a graph; what it makes is called again without the 40 us of torch.compile around it",
         "torch.compiler.compile of a graph, should it come",
     ),
     Name(
         "torch._dynamo.backends.registry.lookup_backend",
-        "capture/backends.py compiled/backend.py",
+        "compiled/backend.py",
         "a backend by its name, as torch.compile takes it",
         "a public look-up beside torch.compiler.list_backends",
-    ),
-    Name(
-        "torch._C._dynamo.guards.*",
-        "capture/form.py",
-        "compares the sizes of many tensors at a third of what it costs in Python",
-        "nothing: the comparison in Python is there, and is used where this is not",
     ),
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import bilevel_optim as bo
+from bilevel_optim.oracle.substitution import Substitution
+from bilevel_optim.problem.vector import Vector
 
 
 def seeded(seed=0):
@@ -32,6 +35,17 @@ def assign(tensors, new):
     with torch.no_grad():
         for t, value in zip(tensors, new, strict=True):
             t.copy_(value)
+
+
+@contextmanager
+def substituted(live, values):
+    """Evaluate with other tensors in place of the live ones in every torch call, as a compiled step does."""
+    variables = [
+        Vector(v.detach().requires_grad_(t.requires_grad) for v, t in zip(own or ts, ts, strict=True))
+        for ts, own in zip(live, values, strict=True)
+    ]
+    with Substitution((t for ts in live for t in ts), (v for vs in variables for v in vs), stacked=False):
+        yield variables
 
 
 def flat(tensors):

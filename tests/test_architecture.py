@@ -20,11 +20,11 @@ from .private_names import NAMES, entry_of, of_torch, private_names
 PACKAGE = Path(__file__).parent.parent / "bilevel_optim"
 # A folder imports only those before it; ``methods`` and ``checking`` are side by side.
 LAYERS = (
-    "kernels", "problem", "distributed", "oracle", "solvers", "hypergradient", "optimizer", "compiled", "capture",
-    "methods", "checking",
+    "kernels", "problem", "distributed", "oracle", "solvers", "hypergradient", "optimizer", "compiled", "methods",
+    "checking",
 )  # fmt: skip
-DOOR = ("optimizer", "base")  # who alone imports these
-BEHIND = ("capture", "compiled")
+DOOR = ("optimizer", "base")  # who alone imports this folder
+BEHIND = "compiled"
 FAMILIES = {
     "meta": ("aid", "itd", "zeroth_order"),
     "ba": ("aid",),
@@ -90,7 +90,7 @@ def test_a_folder_imports_only_those_below(path):
     if len(own) == 1:
         return  # the public face, and the errors that everything may raise
     for target in map(parts_of, imports(path)):
-        if target[0] in LAYERS and not (own == DOOR and target[0] in BEHIND):
+        if target[0] in LAYERS and not (own == DOOR and target[0] == BEHIND):
             assert LAYERS.index(target[0]) <= LAYERS.index(own[0]), f"{'.'.join(own)} imports {'.'.join(target)}"
             assert (own[0], target[0]) != ("checking", "methods")
         if own[0] == target[0] == "methods" and own[1] != "__init__":
@@ -100,22 +100,22 @@ def test_a_folder_imports_only_those_below(path):
 
 def test_what_compiles_has_one_door():
     """Nobody who does not compile pays for it, and nothing of a step knows it."""
-    outside = (path for path in MODULES if parts_of(path)[0] not in BEHIND)
-    importing = {path for path in outside if any(parts_of(target)[0] in BEHIND for target in imports(path))}
+    outside = (path for path in MODULES if parts_of(path)[0] != BEHIND)
+    importing = {path for path in outside if any(parts_of(target)[0] == BEHIND for target in imports(path))}
     base = module_of(DOOR)
     assert importing == {base}
     functions = [node for node in ast.walk(TREES[base]) if isinstance(node, ast.FunctionDef)]
     modules = {f.name: {t for t, _ in imported(base, ast.walk(f)).values()} for f in functions}
     assert [name for name, targets in modules.items() if targets] == ["compile"]
     at_once = {t for t, _ in imported(base, TREES[base].body).values()}
-    assert not at_once & {module_of((folder, "steps")) for folder in BEHIND}
+    assert module_of((BEHIND, "steps")) not in at_once
 
 
 def test_no_modules_import_each_other():
     """Types included: whoever needs one of them needs all."""
     graph = {path: imports(path) - {path} for path in MODULES}
     base = module_of(DOOR)
-    graph[base] = {target for target in graph[base] if parts_of(target)[0] not in BEHIND}
+    graph[base] = {target for target in graph[base] if parts_of(target)[0] != BEHIND}
     TopologicalSorter(graph).prepare()
 
 
@@ -123,7 +123,7 @@ FOREIGN = ("torch.fx", "torch._dynamo", "torch._inductor", "torch._subclasses", 
 
 
 def test_graphs_are_where_steps_are_compiled():
-    outside = {path: of_torch(TREES[path]) for path in MODULES if parts_of(path)[0] not in BEHIND}
+    outside = {path: of_torch(TREES[path]) for path in MODULES if parts_of(path)[0] != BEHIND}
     ends = tuple(f"{name}." for name in FOREIGN)
     assert not {
         (file_of(path), name) for path, names in outside.items() for name in names if f"{name}.".startswith(ends)
@@ -140,8 +140,6 @@ def test_torch_distributed_is_named_in_one_folder():
 
 # How a step is made is no business of users: these modules ask the optimizer for its parts. Methods do by ``self``.
 STEPPING = {
-    "capture/steps.py": "makes steps in place of the optimizer",
-    "capture/step_graph.py": "traces the functions of a step",
     "compiled/steps.py": "makes steps in place of the optimizer",
     "compiled/pure.py": "the step as a function of values",
     "checking/check.py": "evaluates the losses at other points than a step",
@@ -218,8 +216,7 @@ def public():
 
 # What is called by others than the package, and is not in its public names.
 CALLED = {
-    "capture/losses.py _function_of.Own.setup_context": "by torch.autograd.Function",
-    "compiled/rewrites.py _function_of.Own.setup_context": "likewise",
+    "compiled/rewrites.py _function_of.Own.setup_context": "by torch.autograd.Function",
     "kernels/programs.py perturbed": "a program is launched by the name of its reference",
     "kernels/programs.py accumulated": "likewise",
     "kernels/programs.py squares": "likewise",
@@ -242,48 +239,34 @@ def test_every_function_has_a_caller_or_is_public():
     assert alone == CALLED.keys()
 
 
-# Why a module has to know whether a step is being traced, where no value can be read.
-TRACED = {
-    "oracle/checks.py": "whether a vector is finite is looked at where it is made, not at the end",
-    "oracle/batched.py": "convolutions of other sizes are faster one by one",
-    "solvers/lower.py": "the step of an optimizer of torch has another form",
-    "solvers/linear.py": "the host does not look whether a solve has ended",
-    "hypergradient/storm.py": "all rows are projected, not those alone which the host has found outside",
-    "optimizer/base.py": "the flags of an estimate are not read, but leave the graph",
+# Why a module has to know whether Dynamo reads a step, where no value can be read.
+COMPILING = {
+    "hypergradient/storm.py": "all rows are projected, not only those that the host found outside",
+    "methods/f2sa.py": "whether rounding is large is checked in eager steps",
     "methods/tracked/rows.py": "the clock stays a tensor",
     "methods/tracked/watching.py": "there is no warning from the number of a step, which is no argument of a graph",
-}
-
-
-def test_few_modules_ask_whether_a_step_is_traced():
-    asking = {
-        file_of(path)
-        for path in MODULES
-        if any(isinstance(node, ast.Name) and node.id == "traced" for node in ast.walk(TREES[path]))
-    }
-    assert asking == TRACED.keys()
-    assert len(asking) <= 8
-
-
-# Why a module has to know whether Dynamo reads a step.
-COMPILING = {
+    "optimizer/base.py": "the flags of an estimate are not read, but are results of the graph",
+    "optimizer/hooks.py": "verbs are called, and not looked into, where the loop of a user is compiled",
+    "oracle/batched.py": "the size above which convolutions are faster one by one is another",
     "oracle/buffers.py": "a hook of a first step does not note what a compiled module calls",
+    "oracle/checks.py": "whether a vector is finite is looked at where it is made, not at the end",
     "oracle/differentiable.py": "operations without second derivatives are written otherwise in the graph",
     "oracle/session.py": "the nodes of a graph cannot be walked",
     "oracle/substitution.py": "a graph shows which values stand for live tensors, for calls that no mode sees",
     "problem/objective.py": "a step that draws random numbers in its losses is not compiled",
-    "problem/tracing.py": "a step that Dynamo reads is a traced one",
-    "solvers/functional.py": "the step of an optimizer of torch has another form",
-    "methods/f2sa.py": "whether rounding is large is looked at in eager steps",
+    "problem/placement.py": "no memory is pinned, and nothing is kept, in a graph",
     "problem/values.py": "a copy that takes a __dict__ whole is not read by Dynamo of torch 2.11",
+    "solvers/functional.py": "the step of an optimizer of torch has another form",
+    "solvers/linear.py": "the host does not look whether a solve has ended",
+    "solvers/lower.py": "the step of an optimizer of torch has another form",
 }
 
 
 def test_few_modules_ask_whether_dynamo_reads_them():
-    outside = (path for path in MODULES if parts_of(path)[0] not in BEHIND)
+    outside = (path for path in MODULES if parts_of(path)[0] != BEHIND)
     named = {path: {n.id for n in ast.walk(TREES[path]) if isinstance(n, ast.Name)} for path in MODULES}
     named |= {p: {*named[p], *(n.attr for n in ast.walk(TREES[p]) if isinstance(n, ast.Attribute))} for p in MODULES}
-    assert {file_of(path) for path in outside if "is_compiling" in named[path]} == COMPILING.keys()
+    assert {file_of(path) for path in outside if "is_dynamo_compiling" in named[path]} == COMPILING.keys()
 
 
 def test_no_class_declares_what_another_assigns():
@@ -323,5 +306,5 @@ def test_the_import_brings_in_nothing_heavy():
     new = made.stdout.split()
     assert "bilevel_optim.optimizer.base" in new
     others = {name for name in new if name.split(".")[0] not in ("bilevel_optim", "torch", *sys.stdlib_module_names)}
-    compilers = {name for name in new if name.startswith((*FOREIGN, "torch._functorch", "bilevel_optim.capture"))}
+    compilers = {name for name in new if name.startswith((*FOREIGN, "torch._functorch", "bilevel_optim.compiled"))}
     assert not others | compilers

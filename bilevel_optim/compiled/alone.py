@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import _pop_mode
 
 __all__ = ["TRACING", "alone"]
 
-TRACING = threading.RLock()  # settings and flags of torch's tracers, is_compiling among them, are those of all threads
+TRACING = (
+    threading.RLock()
+)  # settings and flags of torch's tracers, is_dynamo_compiling among them, are those of all threads
 
 
 @contextmanager

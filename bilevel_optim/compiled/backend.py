@@ -13,7 +13,8 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.fx import GraphModule
 
-from .rewrites import differentiable_twice, redirected, require_deterministic
+from .rewrites import differentiable_twice, redirected, require_deterministic, require_unwritten
+from .small_cpu import is_understood, listed
 
 __all__ = ["Backend", "Call", "Program", "WantsConstants", "backend_of", "watched"]
 
@@ -27,14 +28,23 @@ class WantsConstants(Exception):
 
 
 class Program:
-    """The innermost function that was compiled, of one list of arguments."""
+    """The innermost function that was compiled, of one list of arguments.
+
+    Args:
+        call: the function.
+        written: what Inductor has written of it for a CPU, which its first arguments make a list of calls of.
+    """
 
     _boxed_call = True  # it takes its arguments as one list, which AOTAutograd asks for
 
-    def __init__(self, call: Callable[[list[Any]], Sequence[Any]]) -> None:
-        self.call = call
+    def __init__(
+        self, call: Callable[[list[Any]], Sequence[Any]], written: Callable[[list[Any]], Sequence[Any]] | None = None
+    ) -> None:
+        self.call, self._written = call, written
 
     def __call__(self, arguments: list[Any]) -> Sequence[Any]:
+        if self._written is not None:
+            self.call, self._written = listed(self._written, arguments) or self.call, None
         calls = getattr(_WATCHING, "calls", None)
         if calls is None:
             return self.call(arguments)
@@ -76,12 +86,15 @@ def backend_of(
         if not all(isinstance(t, Tensor) for t in examples):
             raise WantsConstants
         require_deterministic(module)
+        require_unwritten(module)
         redirected(module)
         differentiable_twice(module, plain=plain)
         if backend == "inductor":
 
             def inner(part: GraphModule, own: Sequence[Any], **further: Any) -> Any:
-                return Program(compile_fx_inner(part, own, **further))
+                found = compile_fx_inner(part, own, **further)
+                small = is_understood() and all(isinstance(t, Tensor) and t.is_cpu for t in own)
+                return Program(found, getattr(found, "current_callable", None) if small else None)
 
             made: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
                 module, examples, inner_compile=inner, config_patches=settings or None

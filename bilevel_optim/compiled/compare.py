@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,6 +37,7 @@ def difference(
     x: Sequence[Tensor],
     y: Sequence[Tensor],
     accepted: Accepted,
+    name_of: Callable[[Write], str],
     other: StepResults | None = None,
 ) -> str | None:
     """What of a compiled step differs from the eager one by more than is accepted; None if nothing does.
@@ -47,6 +48,7 @@ def difference(
         x: before the step: it is the change that is compared.
         y: likewise.
         accepted: how much is.
+        name_of: names a table that rows are written into.
         other: what is compiled gives for values that are rounded otherwise, if that is known.
     """
 
@@ -64,9 +66,9 @@ def difference(
             vectors["x"] = update.x, x, divisor
             if update.lower is not None:
                 vectors["y that moves with x"] = update.lower, y, divisor
-        for i, write in enumerate(estimate.writes):
+        for write in estimate.writes:
             if write.values.is_floating_point():
-                vectors[f"rows of table {i}"] = [write.values], None, _part(write)
+                vectors[f"rows of {name_of(write)}"] = [write.values], None, _part(write)
         return vectors
 
     these, others = parts(found), None if other is None else parts(other)

@@ -48,7 +48,8 @@ def state_of(given: StepInputs, x: Vector, y: Vector, buffers: Sequence[Tensor],
 
 
 def _copied(memory: Any) -> Any:
-    return None if memory is None else [dict(entries) for entries in memory]
+    """The memory of an optimizer; None if it remembers nothing."""
+    return [dict(entries) for entries in memory] if memory is not None and any(memory) else None
 
 
 class PureStep:
@@ -171,7 +172,7 @@ class PureStep:
             "lower": None if estimate.lower is None else [*estimate.lower],
             "memory": {name: [*vector.detach()] for name, vector in estimate.memory.items()},
             "upper_memory": {name: [*vector.detach()] for name, vector in estimate.upper_memory.items()},
-            "tables": dict(estimate.tables),
+            "tables": {name: t.contiguous() for name, t in estimate.tables.items()},  # strides are guarded
             "solver": estimate.solver,
             "writes": _places(estimate.writes, state, y),
             "buffers": buffers,
@@ -331,7 +332,7 @@ def following(state: State, results: Mapping[str, Any]) -> State:
         "memory": {**state["memory"], **results["memory"]},
         "upper_memory": {name: values for name, values in upper_memory.items() if values is not None},
         "tables": {**state["tables"], **results["tables"]},
-        "solver": results["solver"] or state["solver"],
-        "upper_solver": moved["solver"] or state["upper_solver"],
+        "solver": _copied(results["solver"]) or state["solver"],
+        "upper_solver": _copied(moved["solver"]) or state["upper_solver"],
         "numbers": {**state["numbers"], **results["numbers"]},
     }

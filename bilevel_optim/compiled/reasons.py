@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import traceback
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch.fx import Node
 
 __all__ = ["Refused", "place_of", "reason_of", "require_no_effects"]
 
-_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+_LIBRARIES = tuple(str(Path(own).parent) for own in (Path(__file__).parent, torch.__file__, contextlib.__file__))
 CHANGES = "a loss changes Python values as it runs"
 
 
@@ -31,13 +32,12 @@ def reason_of(error: BaseException) -> str:
     text = str(error).strip()
     if isinstance(error, Refused):
         return text
-    first = text.splitlines()[0] if text else type(error).__name__
+    first = text.splitlines()[0].removeprefix(f"{Refused.__name__}: ") if text else type(error).__name__
     if "side effects" in first:
-        changed = re.findall(r"\[.*\]", first)
-        first = f"{CHANGES} {''.join(changed[-1:])}"
+        first = CHANGES + _changed(text)
     elif "recompile limit" in text or "recompile_limit" in first:
         first = "what a loss reads keeps changing, each time to another value"
-    elif "(Generator)" in text:
+    elif "Generator" in text and "random numbers" not in first:
         first = "a loss draws random numbers (of a generator)"
     elif "UnspecializedPythonVariable" in text or "qualname: Random." in text:
         first = "a loss draws random numbers (of Python's random)"
@@ -45,6 +45,8 @@ def reason_of(error: BaseException) -> str:
         first = f"a loss calls {called[1]}, which Dynamo does not read"
     elif "Boolean value of Tensor with more than one value" in text and "set_export_info" in _trace_of(error):
         first = "a loss reads a NumPy array (torch.from_numpy makes a tensor of it, once)"
+    elif "external grad_fn" in first:
+        first = "a loss uses a tensor with a graph of its own"
     elif "data-dependent" in first.lower():
         first = "a value is read on the host (a branch on it)"
     return first.strip().rstrip(".") + _last_place(text)
@@ -57,7 +59,7 @@ def _trace_of(error: BaseException) -> str:
 def _last_place(trace: str) -> str:
     places = re.findall(r'File "(.+)", line (\d+), in (.+)', trace)
     theirs = [place for place in places if not place[0].startswith(_LIBRARIES)]
-    return " ({}, line {}, in {})".format(*(theirs or places)[-1]) if places else ""
+    return " ({}, line {}, in {})".format(*theirs[-1]) if theirs else ""
 
 
 def require_no_effects(message: Any, *others: Any, **more: Any) -> None:
@@ -66,8 +68,19 @@ def require_no_effects(message: Any, *others: Any, **more: Any) -> None:
     The stack of torch's modes, which a step leaves as it was, is among the effects, and has no name.
     """
     text = str(message)
-    if "side effects" not in text:
-        return
-    found = re.findall(r"""['"](.*?)['"](?=[,\]])""", text[text.index("[") :])
-    if len(found) > 1 or any(name != "<unknown source>" for name in found):
-        raise Refused(f"{CHANGES} [{', '.join(found)}]")
+    if "side effects" in text and any(name != "<unknown source>" for _, name in _SOURCE.findall(text)):
+        raise Refused(f"{CHANGES}{_changed(text)}")
+
+
+_SOURCE = re.compile(r"""(["'])(.*?)\1(?=[,\]])""")
+
+
+def _changed(text: str) -> str:
+    """Of which loss they are, and where in its modules, from Dynamo's names for them."""
+    found = re.search(r"L\['losses'\]\['(\w+)'\]([^\"]*)", text)
+    if found is None:
+        others = [name for _, name in _SOURCE.findall(text) if name != "<unknown source>"]
+        return f" ({others[0]})" if others else ""
+    inside = re.sub(r"\.__closure__\[\d+\]\.cell_contents", "", found[2])
+    inside = re.sub(r"\._modules\['(.*?)'\]", r".\1", inside).lstrip(".")
+    return f" (the {found[1]} loss{inside and f': {inside}'})"

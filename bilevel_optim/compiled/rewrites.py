@@ -15,7 +15,7 @@ from ..oracle.substitution import stands_for, stands_for_itself
 from ..problem.vector import as_variable
 from .reasons import Refused, place_of
 
-__all__ = ["differentiable_twice", "redirected", "require_deterministic"]
+__all__ = ["differentiable_twice", "redirected", "require_deterministic", "require_unwritten"]
 
 RANDOM = {
     "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "bernoulli", "bernoulli_",
@@ -48,6 +48,44 @@ def _attends_at_random(name: str, node: Node) -> bool:
     if name != "scaled_dot_product_attention":
         return False
     return bool(node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0))
+
+
+def require_unwritten(module: GraphModule) -> None:
+    """Raise `Refused` for a graph that writes into its arguments: an eager step beside it has written too."""
+    given: dict[int, Node] = {}  # arguments, by their values
+    same: dict[Node, Node] = {}  # what is an argument too, without its graph
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            given[_memory_of(node)] = node
+            continue
+        first = node.args[0] if node.args else None
+        if getattr(node.target, "__name__", node.target) == "detach" and isinstance(first, Node):
+            same[node] = same.get(first, first)
+        for written in _written(node):
+            if given.get(_memory_of(same.get(written, written))) is not None:
+                raise Refused(f"a loss writes into a tensor that is not its own{place_of(node)}")
+
+
+def _memory_of(node: Node) -> int:
+    """Which tensor an operation's result is, or is a view of."""
+    value = node.meta.get("example_value")
+    return id(value._base if isinstance(value, Tensor) and value._is_view() else value)
+
+
+def _written(node: Node) -> list[Node]:
+    """What an operation writes into, as far as its name says."""
+    name = getattr(node.target, "__name__", str(node.target))
+    places = [node.kwargs.get("out")]
+    writes = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+    if writes or name in _WRITING or node.kwargs.get("inplace"):
+        places += node.args[:1]
+    return [place for place in places if isinstance(place, Node)]
+
+
+_WRITING = {
+    "setitem", "__setitem__", "iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "imod", "iand", "ior", "ixor",
+    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__",
+}  # fmt: skip
 
 
 torch.compiler.allow_in_graph([stands_for, stands_for_itself, as_variable])  # type: ignore[no-untyped-call]

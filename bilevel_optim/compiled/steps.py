@@ -18,24 +18,25 @@ import torch._dynamo as dynamo
 from torch import Tensor
 from torch._dynamo.eval_frame import remove_from_cache
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules import module
 
 from ..errors import warn
+from ..hypergradient.estimate import Write as RowWrite
 from ..optimizer.base import BilevelOptimizer, Loss, as_objective
 from ..optimizer.checkpoint import OWN
 from ..optimizer.lower_checks import probe
 from ..optimizer.state import TABLE
 from ..optimizer.step import StepInputs, StepResults, changed
-from ..optimizer.transaction import make, writes_of
+from ..optimizer.transaction import Write, make, writes_of
 from ..oracle.oracle import Oracle
 from ..problem.parameters import LEVELS, by_level
 from ..problem.random import draw_random_inputs, kept
 from ..problem.vector import Vector
-from ..pytree import tree_leaves, tree_map
 from ..solvers.agd import AGD
 from ..solvers.lower import is_known
 from .alone import alone
 from .backend import Call, Program, WantsConstants, backend_of, watched
-from .chain import Chain, Unchained, apart, leaves_of
+from .chain import Chain, Unchained, leaves_of, set_apart
 from .compare import Accepted, difference, shaken
 from .draws import MOST_TERMS, Drawn, GivenData, Recorded, Sources, draw, draw_tasks
 from .pure import PureStep, State, results_of, state_of
@@ -59,6 +60,7 @@ SETTINGS: dict[str, Any] = {
 }
 PLAIN = (bool, int, float, str, tuple, type(None))
 NOT_IN_KEY = ("lr", "initial_lr", "param_names", OWN)  # of a group; rates are tensors
+HOOKS = (module._global_forward_hooks, module._global_forward_pre_hooks)  # for all modules; Dynamo has no guard on them
 CHECKED_EVERY = 4096  # uses after which what is compiled is compared again, at the latest
 MOST = 16  # programs of an optimizer; other steps run eagerly
 FULL = f"there are {MOST} graphs, and none is for data of these shapes and constants"
@@ -88,6 +90,10 @@ class _Unread(Exception):
     """Nothing that was compiled fits."""
 
 
+class Full(Refused):
+    """There are as many graphs as there may be."""
+
+
 class Compiled:
     """A function that ``torch.compile`` has for steps whose data have one form.
 
@@ -106,7 +112,7 @@ class Compiled:
 
     def __init__(self, pure: PureStep, settings: Settings, constant: bool) -> None:
         def step(losses: Any, tasks: Any, drawn: Any, random: Any, state: Any) -> Any:
-            if not torch.compiler.is_compiling():
+            if not torch.compiler.is_dynamo_compiling():
                 raise _Unread
             return pure(losses, tasks, drawn, random, state)
 
@@ -131,8 +137,7 @@ class Compiled:
             if own is program:
                 return chain
         try:
-            drawn = [*tree_leaves(given.drawn), *given.random.values()]
-            found = Chain(calls[0], self._live, given.state, drawn, results)
+            found = Chain(calls[0], self._live, given.state, leaves_of(given.drawn, given.random), results)
         except Unchained:
             found = None
         self._chains.append((program, found))
@@ -211,6 +216,20 @@ class Given(NamedTuple):
     state: State
 
 
+class Compared(NamedTuple):
+    """What a compiled step gives.
+
+    Attributes:
+        results: what is to be written.
+        buffers: the module buffers that it leaves.
+        what: of it differs from the eager step; None if nothing does.
+    """
+
+    results: StepResults
+    buffers: Sequence[Tensor]
+    what: str | None
+
+
 class CompiledSteps:
     """Steps of an optimizer, compiled where they can be, and eager elsewhere.
 
@@ -272,11 +291,14 @@ class CompiledSteps:
     def _step(self, sources: Sources, update: bool) -> Tensor:
         entry, random = self._entry(sources, update), self._random_inputs()
         reason = self._why_eager(entry, sources)
+        self._require_compiled(reason)
         if entry is None or reason or not entry.is_known:
             return self._noted(self._first(entry, sources, update, random), reason)
         inputs = self._drawn(entry, sources, random)
         if inputs is None:
-            return self._noted(self._eager(sources, update, random), self._why_eager(entry, sources))
+            reason = self._why_eager(entry, sources)
+            self._require_compiled(reason)
+            return self._noted(self._eager(sources, update, random), reason)
         if entry.pure is None or not entry.compiled or (entry.uses and entry.is_due):
             return self._beside_eager(entry, inputs, update)
         try:
@@ -297,18 +319,23 @@ class CompiledSteps:
             self._warn(reason)
         return loss
 
+    def _require_compiled(self, reason: str) -> None:
+        """Raise if there is a reason for an eager step, and none may be."""
+        if reason and self.settings.fullgraph:
+            raise RuntimeError(f"the step cannot be compiled: {reason}")
+
     def _warn(self, reason: str) -> None:
-        if self.settings.fullgraph:
-            raise RuntimeError(f"the step cannot be captured: {reason}")
+        self._require_compiled(reason)
         if reason not in self._warned:
             self._warned.add(reason)
-            warn(f"steps run eagerly, because they cannot be captured: {reason}")
+            warn(f"steps run eagerly, because they cannot be compiled: {reason}")
 
     def _why_eager(self, entry: Entry | None, sources: Sources) -> str:
         why = self._reason or self.optimizer._why_eager(sources.tasks) or sources.why_eager()
-        if entry is None or why:
-            return why
-        return entry.reasons.get(_code(sources), "")
+        code = _code(sources)
+        if entry is None:  # a step that the host makes, with losses that may be known
+            return why or next((own.reasons[code] for own in self._entries if code in own.reasons), "")
+        return why or entry.reasons.get(code, "")
 
     def _entry(self, sources: Sources, update: bool) -> Entry | None:
         """Steps like the next one; None: they are the host's."""
@@ -331,7 +358,9 @@ class CompiledSteps:
         if self._new > PATIENCE:
             self._reason = "from step to step options of the optimizer or of its groups change"
             return None
-        self._entries.insert(0, Entry(key))
+        made = Entry(key)
+        made.is_known = not self._entries and state.steps > 0 and sources.tasks is None  # of a run that goes on
+        self._entries.insert(0, made)
         del self._entries[4 * MOST :]
         return self._entries[0]
 
@@ -354,6 +383,7 @@ class CompiledSteps:
 
         for buffer in self.optimizer._run_state.buffers.changing():
             yield id(buffer)
+        yield from map(len, HOOKS)
 
     def _random_inputs(self) -> dict[str, Tensor]:
         optimizer = self.optimizer
@@ -432,7 +462,11 @@ class CompiledSteps:
         return loss
 
     def _beside_eager(self, entry: Entry, inputs: Inputs, update: bool) -> Tensor:
-        """An eager step, which what is compiled is compared with; it is compiled if there is nothing that fits."""
+        """A step that is made eagerly too, and compared; it is compiled now if there is nothing that fits.
+
+        What the compiled one gives is what counts, as in all steps that are not compared: a run that was saved goes on
+        bit for bit wherever it is compared.
+        """
         optimizer, host, sources = self.optimizer, self.optimizer._host_update, self._again(inputs)
         transaction, oracle, groups = optimizer._open_step(sources.upper, sources.lower)
         code, reason = _code(inputs.sources), ""
@@ -442,21 +476,27 @@ class CompiledSteps:
             state = self._read(given, oracle, [t.clone() for t in buffers])
             results = optimizer._compute(oracle, given, sources.tasks, update=update and not host)
             transaction.conclude()
+            left: Sequence[Write] = []
             try:
                 self._require_compilable(oracle)
                 make = partial(PureStep, optimizer, oracle, given, update and not host, buffers)
                 if entry.pure is None:
                     entry.pure = make()
-                what = self._difference(entry, inputs, state, results, oracle)
-                if what and entry.uses == 1 and not entry.pure.connected:  # what is new, and may be read otherwise
-                    entry.pure, entry.compiled = make(connected=True), []
-                    what = self._difference(entry, inputs, state, results, oracle)
-                if what:
-                    reason = self._reason = DIFFERS.format(what)
+                found = self._compared(entry, inputs, state, results, oracle)
+                if found.what and entry.uses == 1 and not entry.pure.connected:  # new, and may be read otherwise
+                    entry.pure, entry.compiled, entry.count = make(connected=True), [], 0
+                    found = self._compared(entry, inputs, state, results, oracle)
+                if found.what:
+                    reason = self._reason = DIFFERS.format(found.what)
                     self._entries.clear()
+                else:
+                    results, left = found.results, _buffer_writes(entry.pure, found.buffers)
             except Exception as error:
-                reason = entry.reasons[code] = reason_of(error)
-            writes = optimizer._step_writes(oracle, results)
+                reason = reason_of(error)
+                if not isinstance(error, Full):
+                    entry.reasons[code] = reason
+            self._require_compiled(reason)
+            writes = [*optimizer._step_writes(oracle, results), *left]
             if host and update:
                 with torch.no_grad():
                     writes += optimizer._update_writes_after(results.estimate, oracle.live_x, oracle.live_y)
@@ -474,31 +514,35 @@ class CompiledSteps:
             if rule.kind not in (*FUNCTIONAL, AGD):
                 raise Refused(f"the lower_optimizer {type(rule.optimizer).__name__} cannot be compiled")
 
-    def _difference(self, entry: Entry, inputs: Inputs, state: State, right: StepResults, oracle: Oracle) -> str | None:
-        """What of a compiled step, compiled now if need be, differs from the eager one; None if nothing does."""
+    def _compared(self, entry: Entry, inputs: Inputs, state: State, right: StepResults, oracle: Oracle) -> Compared:
+        """What a compiled step gives, compiled now if need be, and what of it differs from the eager one."""
         given = self._given(inputs, state)
         found = self._compiled(entry, given)
-        optimizer, settings, name = self.optimizer, self.settings, self.optimizer._difference_step
+        optimizer, settings, name, pure = self.optimizer, self.settings, self.optimizer._difference_step, entry.pure
         divisor = 1.0 if name is None else min(getattr(optimizer, name), 1.0)
         accepted = Accepted(settings.rtol, settings.atol, divisor)
+        assert pure is not None
+        results = partial(results_of, table_of=partial(_table, optimizer, pure))
+        tables = {id(t): name for entries in optimizer.state.values() for name, t in entries.items()}
 
-        def results(found: Mapping[str, Any]) -> StepResults:
-            assert entry.pure is not None
-            return results_of(found, partial(_table, optimizer, entry.pure))
+        def part(write: RowWrite) -> str:
+            name: str = tables.get(id(write.table), "y")
+            return name.removeprefix(TABLE).removeprefix("rows.")
 
         with torch.no_grad():
-            what = difference(right, results(found), oracle.x, oracle.y, accepted)
+            made = results(found)
+            what = difference(right, made, oracle.x, oracle.y, accepted, part)
             if what is not None:  # perhaps it is small, and what it is made of is not, as close to a solution
                 moved = {**state, "x": shaken(state["x"]), "y": shaken(state["y"])}
                 otherwise = self._known(entry, given._replace(state=moved))
-                what = difference(right, results(found), oracle.x, oracle.y, accepted, results(otherwise))
-        return what
+                what = difference(right, made, oracle.x, oracle.y, accepted, part, results(otherwise))
+        return Compared(made, found["buffers"], what)
 
     # ------------------------------------------------------------------------------------------------ programs
 
     def _given(self, inputs: Inputs, state: State) -> Given:
         """The arguments of a step."""
-        sources, drawn = inputs.sources, tree_map(apart, inputs.drawn)
+        sources, drawn = inputs.sources, set_apart(inputs.drawn)
         return Given(_functions(self.optimizer, sources), sources.tasks, drawn, inputs.random, state)
 
     def _known(self, entry: Entry, given: Given) -> dict[str, Any]:
@@ -528,7 +572,7 @@ class CompiledSteps:
         except _Unread:
             pass
         if self.graphs >= MOST:
-            raise Refused(FULL)
+            raise Full(FULL)
         assert entry.pure is not None
         form = _form(given)
         known = next((compiled for own, compiled in entry.compiled if own == form), None)
@@ -613,10 +657,7 @@ class CompiledSteps:
             estimate, moved = results_of(results, partial(_table, optimizer, pure))
             live = _Live(Vector(pure.live_x), Vector(pure.live_y))
             writes = writes_of(optimizer.state, live, estimate, moved)  # type: ignore[arg-type]
-            buffers = [pair for pair in zip(pure.buffers, results["buffers"], strict=True) if pair[0] is not pair[1]]
-            if buffers:
-                live_buffers, left = zip(*buffers, strict=True)
-                writes.append(partial(Vector(live_buffers).copy_, left))
+            writes += _buffer_writes(pure, results["buffers"])
             numbers = {**results["plain"], **results["numbers"]}
             writes += optimizer._result_writes(results["diagnostics"], numbers, state.found, after)
             if update and optimizer._host_update:
@@ -688,9 +729,10 @@ class CompiledSteps:
         if optimizer.check_finite:
             known = optimizer._run_state.warned - {optimizer._reacts_to(optimizer.numbers)}
             matters = [True] + [key not in known for key in results["alerts"]]
-            raised = (torch.stack(flags) & flags[0].new_tensor(matters)).any(1).tolist()
-            if True in raised:
-                sound = raised.index(True)
+            for k, on in enumerate(torch.stack(flags).tolist()):  # one wait for all
+                if any(flag and needed for flag, needed in zip(on, matters, strict=True)):
+                    sound = k
+                    break
         if sound < len(losses) or not complete:
             self._return_to(sources, place)
             if not sound:
@@ -730,6 +772,11 @@ class _Live(NamedTuple):
     live_y: Vector
 
 
+def _buffer_writes(pure: PureStep, left: Sequence[Tensor]) -> list[Write]:
+    pairs = [pair for pair in zip(pure.buffers, left, strict=True) if pair[0] is not pair[1]]
+    return [partial(Vector(live for live, _ in pairs).copy_, [value for _, value in pairs])] if pairs else []
+
+
 def _table(optimizer: BilevelOptimizer, pure: PureStep, place: tuple[str, str, int]) -> Tensor:
     """A table that rows of are written, by its place in the state."""
     level, name, i = place
@@ -765,7 +812,7 @@ def _code(sources: Sources) -> tuple[Any, ...]:
 
 def _form(given: Given) -> list[Any]:
     """The form of the data of a step."""
-    leaves = tree_leaves((given.drawn, given.random))
+    leaves = leaves_of(given.drawn, given.random)
     return [(t.shape, t.stride(), t.dtype, t.device) if isinstance(t, Tensor) else type(t) for t in leaves]
 
 

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from ..problem.tracing import traced
+from torch.compiler import is_dynamo_compiling
 
 __all__ = ["Projected", "ball", "ceiling", "corrected", "floor", "msvr", "storm"]
 
@@ -124,7 +123,7 @@ def _replaced(
     matrices: Tensor, chosen: Tensor, new: Callable[..., Tensor], works: Tensor, *arguments: Tensor
 ) -> Tensor:
     """The matrices with what ``new`` makes, of others and of arguments, in place of the chosen ones."""
-    if traced():
+    if is_dynamo_compiling():
         eye = torch.eye(*works.shape[-2:], dtype=works.dtype, device=works.device)
         which = chosen.view(-1, 1, 1)
         return torch.where(which, new(torch.where(which, works, eye), *arguments), matrices)

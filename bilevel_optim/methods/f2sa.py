@@ -346,7 +346,7 @@ class F2SA(BilevelOptimizer):
         )
 
     def _watch_rounding(self, oracle: Oracle) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return
         unit = working_unit(oracle.y[0], oracle.session.found.products)
         if unit > ROUNDING_LIMIT * self.nu:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self, TypeVar, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.optim import SGD, Optimizer
 
 from ..distributed.ranks import Ranks
@@ -42,7 +43,6 @@ from ..problem.parameters import (
 )
 from ..problem.random import draw_random_inputs
 from ..problem.tasks import LowerInit, task_count
-from ..problem.tracing import traced
 from ..problem.vector import Vector
 from ..solvers.limits import Clip, Projection, limits_of
 from ..solvers.lower import LowerRules
@@ -77,7 +77,6 @@ UNSET_GRADIENT = (
     "optimizer.step(upper_loss, lower_loss)"
 )
 
-_COMPILED = False  # whether compile() is torch.compile of the step, in place of a capture
 
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "Loss", "as_objective"]
 
@@ -312,9 +311,10 @@ class BilevelOptimizer(Optimizer, ABC):
     def run(self, upper: Loss, lower: Loss | None = None, *, steps: int, tasks: Any = None) -> Tensor:
         """Make many outer steps in one call: the same numbers as that many calls of ``step``.
 
-        After :meth:`compile`, captured steps follow each other without the host looking at a value: their flags are
-        read once, at the end, and everything is written once. Learning rates are those at the beginning;
-        ``oracle_counts`` are those of all the steps, ``diagnostics`` and ``.grad`` of the last one.
+        After :meth:`compile`, one call checks the guards, and the steps after it follow without the host looking at a
+        value, where each loss draws from a list or a `FiniteSum` of its own or draws nothing: their flags are read
+        once, at the end, and everything is written once. Learning rates are those at the beginning; ``oracle_counts``
+        are those of all the steps, ``diagnostics`` and ``.grad`` of the last one.
 
         Args:
             upper: as for :meth:`step`.
@@ -327,7 +327,7 @@ class BilevelOptimizer(Optimizer, ABC):
 
         Raises:
             NonFiniteError: names the step that failed. What the steps before it did is kept, nothing of it or after,
-                also if anything else fails. An interrupt of captured steps may undo those of the last half second.
+                also if anything else fails. An interrupt of compiled steps may undo those of the last half second.
 
         Example:
             >>> import torch, bilevel_optim as bo
@@ -455,29 +455,32 @@ class BilevelOptimizer(Optimizer, ABC):
         rtol: float | None = None,
         atol: float | None = None,
     ) -> None:
-        """From now on run steps captured: each kind of step is traced, compiled, and replayed.
+        """Compile steps from now on: ``torch.compile`` of the library's own step, your losses included.
 
-        Named and used as ``torch.nn.Module.compile``. The first steps run eagerly; then ``step(upper, lower)`` and
-        ``backward(upper, lower)``, with tasks or without, are traced through all derivatives to one graph, whose
-        arguments are x, y, what is remembered, the batch, and the learning rates. Flags of the checks leave the graph
-        and are read once. A graph is compared with an eager step on another batch before it is used, and again after 2,
-        4, 8, ..., and then every 4096 uses. Where a capture would not be right (a loss that draws random numbers or
-        data itself, reads a counter, branches on values, changes module buffers; a method that decides on the host),
-        steps run eagerly, with a warning, once, and the reason in ``diagnostics["compile_fallback"]``. Data of other
-        shapes, other options or other losses make other graphs, at most 16.
+        Named and used as ``torch.nn.Module.compile``. The first step of each kind is eager, because it may be the only
+        one (unless a run is resumed); the next ``step(upper, lower)`` or ``backward(upper, lower)`` compiles. Dynamo
+        reads the whole step, and its guards say whether anything that a loss reads has changed; then the step is
+        compiled again. Learning rates are tensors, so that schedules compile nothing anew. A compiled step is compared
+        with an eager one at uses 1, 2, 4, 8, ..., and every 4096. Data of other shapes, other options or other losses
+        make other graphs, at most 16.
 
-        A captured CG makes all its iterations (frozen where it has converged) and a randomised series all its products
+        What Dynamo cannot read runs eagerly from that step on, for that loss, until ``compile`` is called again. There
+        is one warning, and the reason, with the file and line of your code, stands in
+        ``diagnostics["compile_fallback"]``. Losses must not draw random numbers (dropout too), write into tensors that
+        are not their own, change Python values, branch on values, or read NumPy arrays. Steps over ranks and with
+        sharded parameters are eager.
+
+        A compiled CG makes all its iterations (frozen where it has converged) and a randomised series all its products
         (of which those of its term count); ``oracle_counts`` has what was computed.
 
         Args:
-            fullgraph: raise where a step cannot be captured. Default: False.
+            fullgraph: raise where a step cannot be compiled, and leave everything as it was. Default: False.
             dynamic: must not be True: shapes are those of the data.
-            backend: as ``torch.compile`` takes it; ``"inductor"``, or ``"eager"`` for the traced graph itself.
+            backend: as ``torch.compile`` takes it; ``"inductor"``, or ``"eager"`` for the graph itself.
                 Default: ``"inductor"``.
             mode: as ``torch.compile`` takes it, such as ``"reduce-overhead"`` (CUDA graphs). Default: None.
             options: of the backend. Default: None.
-            unroll: steps that ``run`` makes in one graph, which takes as many times as long to compile. Worth it for
-                long runs of steps that take less than about 50 us each. Default: 1.
+            unroll: accepted, and ignored at present. Default: 1.
             rtol: the relative difference from an eager step that is accepted where the two are compared: of the loss,
                 of the hypergradient, and of each vector that the step leaves, by its norm. Default: None, what
                 rounding explains.
@@ -485,7 +488,7 @@ class BilevelOptimizer(Optimizer, ABC):
 
         Raises:
             ValueError: for an argument out of its range.
-            RuntimeError: with ``fullgraph``, at a step that cannot be captured, or here for a method that cannot be.
+            RuntimeError: with ``fullgraph``, at a step that cannot be compiled, or here for a method that cannot be.
 
         Example:
             >>> import torch, bilevel_optim as bo
@@ -507,15 +510,9 @@ class BilevelOptimizer(Optimizer, ABC):
         require("unroll", unroll, is_count(unroll) and unroll > 0)
         for name, value in (("rtol", rtol), ("atol", atol)):
             require(name, value, value is None or (is_number(value) and 0 <= value < math.inf))
-        if _COMPILED:
-            from ..compiled.steps import CompiledSteps, Settings
+        from ..compiled.steps import CompiledSteps, Settings
 
-            captured: Any = CompiledSteps(self, Settings(fullgraph, backend, mode, options, unroll, rtol, atol))
-        else:
-            from ..capture.steps import CapturedSteps
-            from ..capture.steps import Settings as CaptureSettings
-
-            captured = CapturedSteps(self, CaptureSettings(fullgraph, backend, mode, options, unroll, rtol, atol))
+        captured = CompiledSteps(self, Settings(fullgraph, backend, mode, options, unroll, rtol, atol))
         captured.say_why_eager()
         self._captured, self._untraced_update = captured, captured.why_update_is_eager()
 
@@ -644,7 +641,7 @@ class BilevelOptimizer(Optimizer, ABC):
 
     def _checked(self, oracle: Oracle, given: StepInputs, make: Callable[[Oracle, StepInputs], Estimate]) -> Estimate:
         """An estimate whose flags have been read; made again where the method reacts to them."""
-        if traced():
+        if is_dynamo_compiling():
             return make(oracle, given)
         while True:
             estimate, session = make(oracle, given), oracle.session
@@ -967,7 +964,7 @@ class BilevelOptimizer(Optimizer, ABC):
         return self._lower_step_count(steps), numbers
 
     def _why_eager(self, tasks: Any = None) -> str:
-        """Why steps (with these tasks) are not to be captured; empty if they can be."""
+        """Why steps (with these tasks) are not to be compiled; empty if they can be."""
         return self.declared.uncaptured
 
     def _lower_step_count(self, steps: int) -> int:

@@ -47,8 +47,8 @@ class MethodInfo:
             alone; ``"differentiable"``; ``"given gradient"``, one that asks for one gradient per step; ``"none"``.
         upper_update: what its update of x is, if that is the method, so that ``upper_optimizer`` cannot replace it.
         converges: its estimate tends to the hypergradient as y and all else settles.
-        uncaptured: why ``compile`` does not capture its steps as a whole, if it does not.
-        host_update: the host decides from values how x moves, so that ``compile`` captures the estimate alone.
+        uncaptured: why ``compile`` does not compile its steps as a whole, if it does not.
+        host_update: the host decides from values how x moves, so that ``compile`` compiles the estimate alone.
         solves: y tends to y*(x) where x is held.
     """
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
-from ..problem.tracing import traced
 from .differentiable import has_large_convolutions
 from .session import Session
 
@@ -47,7 +47,7 @@ def run(
         first: a look at whether the batched evaluation can be trusted; raises if not.
     """
     size, fallback = session.options.at_once(n), session.found.fallback
-    if traced() and fallback == CONVOLUTIONS:  # others are large there
+    if is_dynamo_compiling() and fallback == CONVOLUTIONS:  # others are large there
         first = fallback = None
     if size == 1 or not possible or fallback:
         return [alone(i) for i in range(n)]
@@ -88,7 +88,7 @@ def no_large_convolutions(loss: Tensor) -> None:
 
     What is around them is faster for all at once in a compiled graph, so that they may be twice as large there.
     """
-    if has_large_convolutions(loss, 2 * LARGE if traced() else LARGE):
+    if has_large_convolutions(loss, 2 * LARGE if is_dynamo_compiling() else LARGE):
         raise Unsuited(CONVOLUTIONS)
 
 

@@ -41,14 +41,6 @@ class Buffers:
         """Whether no evaluation changes any buffer."""
         return self.complete and self._none
 
-    def advance(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a buffer that evaluations change, and that goes with the steps."""
-        return any(
-            self._moves(module) and dict(module.named_buffers(recurse=False)).get(name) is tensor
-            for module, names in self._changing.items()
-            for name in names
-        )
-
     def changing(self) -> list[Tensor]:
         """The buffers that evaluations change now, in an order that stays."""
         if self._none:
@@ -110,7 +102,7 @@ class Buffers:
         own = threading.get_ident()  # the hook is called for every module of the process
 
         def note(module: nn.Module, inputs: Any) -> None:
-            if torch.compiler.is_compiling() or threading.get_ident() != own:
+            if torch.compiler.is_dynamo_compiling() or threading.get_ident() != own:
                 return
             for part in module.modules():
                 if next(part.buffers(recurse=False), None) is not None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from ..errors import NonFiniteError, warn
-from ..problem.tracing import traced
 from ..problem.vector import Vector, any_sharded
 
 __all__ = ["Checks"]
@@ -35,7 +35,7 @@ class Checks:
 
     def finite(self, oracle: str, tensors: Iterable[Tensor], hint: str = "") -> None:
         """Require that every entry of ``tensors``, which came out of ``oracle``, is finite."""
-        if traced():  # where they are made: parts of a graph hand on a number, not a vector
+        if is_dynamo_compiling():  # where they are made: parts of a graph hand on a number, not a vector
             self._sums += [t.detach().sum(dtype=torch.promote_types(torch.float32, t.dtype)) for t in tensors]
             return
         self._finite.append((oracle, hint, [t.detach() if t.requires_grad else t for t in tensors]))

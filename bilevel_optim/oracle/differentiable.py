@@ -111,7 +111,7 @@ class twice_differentiable:
 
     def __init__(self, plain: bool = False) -> None:
         # In a compiled step they are written otherwise in the graph.
-        self._block = ExitStack() if plain and not torch.compiler.is_compiling() else None
+        self._block = ExitStack() if plain and not torch.compiler.is_dynamo_compiling() else None
 
     def __enter__(self) -> None:
         if self._block is not None:

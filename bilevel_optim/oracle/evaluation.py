@@ -1,23 +1,21 @@
-"""How a closure over live tensors is evaluated at other values: one of two strategies, which the oracles do not see.
+"""How a closure over live tensors is evaluated at other values.
 
 ``in_place`` puts the values into the live tensors for a while: it works with whatever torch does with the closure
-(compiled modules, checkpointing, hooks), but for one set of values at a time and not inside a larger graph.
-``substituted`` replaces the live tensors in every torch call: no value travels by an exchange of storages, so that a
-trace sees it.
+(compiled modules, checkpointing, hooks), but for one set of values at a time and not inside a larger graph. Copies and
+compiled steps replace the live tensors in every torch call instead (`Substitution`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 
 from ..problem.vector import Vector, any_sharded
-from .substitution import Substitution
 
-__all__ = ["Evaluation", "in_place", "placed", "substituted"]
+__all__ = ["Evaluation", "in_place", "placed"]
 
 Values = Sequence[Vector | None]
 Evaluation = Callable[[Sequence[Vector], Values], AbstractContextManager[Sequence[Vector]]]
@@ -85,18 +83,3 @@ class in_place:
     def __exit__(self, *error: Any) -> None:
         for block in reversed(self._block):
             block.__exit__(None, None, None)
-
-
-@contextmanager
-def substituted(live: Sequence[Vector], values: Values) -> Generator[Sequence[Vector]]:
-    """Evaluate inside the block with other tensors in place of the live ones: these are the variables.
-
-    Not for losses that read the live tensors out of torch's sight: in a ``torch.autograd.Function``, in what a
-    checkpoint evaluates again, in TorchScript.
-    """
-    variables = [
-        Vector(v.detach().requires_grad_(t.requires_grad) for v, t in zip(own or ts, ts, strict=True))
-        for ts, own in zip(live, values, strict=True)
-    ]
-    with Substitution((t for ts in live for t in ts), (v for vs in variables for v in vs), stacked=False):
-        yield variables

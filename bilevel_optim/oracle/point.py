@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..problem.objective import Objective, Sample, batch_kept, require_placed
-from ..problem.tracing import end_region
 from ..problem.vector import Vector, any_sharded
 from ..pytree import tree_leaves
 from .checks import Checks
@@ -136,7 +135,6 @@ class Point:
     def call(self, sample: Sample, *arguments: Any, graph: bool = True) -> Any:
         """What a sample's function returns on its arguments, or on others, with the random numbers of that sample."""
         forget_casts(self.device)
-        end_region()
         if not self.session.found.writes_seen:
             return self._watched_call(sample, arguments, graph)
         return self._call(sample, arguments, graph)

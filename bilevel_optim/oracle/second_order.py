@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..problem.objective import Sample
 from ..problem.profiling import span
-from ..problem.tracing import end_region
 from ..problem.vector import Vector, stack
 from . import batched
 from .differentiable import has_fused, has_kinks, products_of, twice_differentiable, working_unit
@@ -156,7 +155,6 @@ def pulled(
     parts = [(i, g) for i, g in enumerate(gradients) if g is not None and g.requires_grad]
     if not parts:
         return [None] * len(variables)
-    end_region()
     with twice_differentiable(plain):
         return torch.autograd.grad(
             [g for _, g in parts],

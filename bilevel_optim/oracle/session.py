@@ -33,7 +33,7 @@ class Options:
         vectorize: copies and lanes under one vmap (True), in a loop (False), or in chunks of that many.
         hvp: ``"exact"`` or ``"finite-difference"`` second derivatives.
         ranks: over which results are averaged.
-        evaluation: how a loss is evaluated at given values: `in_place` or `substituted`.
+        evaluation: how a loss is evaluated at given values: `in_place`, or another way.
         one_loss: whether the user gave one loss for both levels, so that messages say "the loss".
         responds: whether the estimate lives on y's response to x in the lower loss.
     """
@@ -282,7 +282,7 @@ class Session:
 
     def reaching(self, level: str, loss: Tensor, y: Sequence[Tensor], x: Sequence[Tensor]) -> Tensor:
         """The loss, checked once in a step to reach y, or f perhaps x alone: its gradient is one of a sum."""
-        if level not in self.reached and not torch.compiler.is_compiling():
+        if level not in self.reached and not torch.compiler.is_dynamo_compiling():
             if not reaches(loss, y if level == "lower" else (*y, *x)):
                 raise ValueError(self.independent(level))
             self.reached.add(level)

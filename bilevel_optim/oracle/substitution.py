@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 __all__ = ["Substitution", "stands_for", "stands_for_itself"]
@@ -27,7 +27,7 @@ class Substitution(TorchFunctionMode):
     def __init__(self, live: Iterable[Tensor], values: Iterable[Tensor], *, stacked: bool = True) -> None:
         super().__init__()
         pairs = list(zip(live, values, strict=True))
-        if is_compiling():
+        if is_dynamo_compiling():
             pairs = [(t, stands_for(value, t)) for t, value in pairs]
         self._value_of = dict(pairs)  # a tensor is a key by its identity
         self._live = [t for t, _ in pairs]
@@ -36,7 +36,7 @@ class Substitution(TorchFunctionMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        if is_compiling():
+        if is_dynamo_compiling():
             for t in self._live:
                 stands_for_itself(t)
 
@@ -50,13 +50,13 @@ class Substitution(TorchFunctionMode):
         if self._stacked and func is F.linear and len(new) > 1 and self._is_value(new[1], args[1]):
             return _linear(*new, **kwargs)
         result = func(*new, **kwargs)
-        if func is Tensor.view_as and new[0] is not args[0] and not is_compiling():
+        if func is Tensor.view_as and new[0] is not args[0] and not is_dynamo_compiling():
             self._passed[id(result)] = result
         return result
 
     def _is_value(self, new: Any, given: Any) -> bool:
         """Whether a tensor stands for a live one."""
-        return new is not given or (not is_compiling() and id(given) in self._passed)
+        return new is not given or (not is_dynamo_compiling() and id(given) in self._passed)
 
     def _new(self, a: Any) -> Any:
         """What is read in place of an argument."""

@@ -518,7 +518,7 @@ class Sample:
 
     def replayed(self, device: torch.device) -> AbstractContextManager[None]:
         """Evaluate with the random numbers of the first evaluation; later draws do not notice the repetition."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return nullcontext()
         if self._random:
             return _replayed(device, self._random[0])

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 __all__ = ["constant", "uploaded"]
 
@@ -21,7 +22,7 @@ def uploaded(values: Tensor | Sequence[float], device: torch.device, dtype: torc
         return t.to(device)
     if not t.dim():  # goes with the launch, also in a graph
         return torch.zeros((), dtype=t.dtype, device=device) + t
-    if type(t) is not Tensor or not _pins(device.type):  # a trace has tensors of its own
+    if is_dynamo_compiling() or not _pins(device.type):
         return t.to(device)
     return t.pin_memory().to(device, non_blocking=True)
 
@@ -41,7 +42,7 @@ def constant(numbers: Sequence[float], like: Tensor, dtype: torch.dtype | None =
     if found is None:
         with torch.inference_mode(False):
             found = torch.tensor(numbers, dtype=dtype, device=like.device)
-        if type(found) is Tensor:  # not one of a fake mode
+        if type(found) is Tensor and not is_dynamo_compiling():  # in a graph it is a constant
             if len(_MADE) >= MOST:
                 _MADE.clear()
             _MADE[key] = found

@@ -27,7 +27,6 @@ __all__ = [
     "default_state",
     "device_of",
     "draw_index",
-    "draw_indices",
     "draw_random_inputs",
     "draw_seed",
     "generators_of",
@@ -92,14 +91,6 @@ def draw_random_inputs(
 ) -> dict[str, Tensor]:
     """One for each of these counts, as integer tensors on the CPU; ``agreed`` gives the one that all ranks take."""
     return {name: torch.tensor(agreed(draw_index(count, generator)), device="cpu") for name, count in counts.items()}
-
-
-def draw_indices(counts: Sequence[int], times: int, generator: torch.Generator | None) -> Tensor:
-    """One for each of these counts in turn, so many times: those of single draws, shape (counts, times), on the CPU."""
-    if len({*counts}) == 1 and device_of(generator).type == "cpu":  # elsewhere draws that are made at once are others
-        return torch.randint(counts[0], (times, len(counts)), generator=generator, device="cpu").T
-    numbers = [[draw_index(count, generator) for count in counts] for _ in range(times)]
-    return torch.tensor(numbers, dtype=torch.int64, device="cpu").reshape(times, len(counts)).T
 
 
 def draw_seed(generator: torch.Generator | None) -> int:

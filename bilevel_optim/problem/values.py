@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, dataclass_transform
 
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 __all__ = ["changed", "values"]
 
@@ -21,7 +21,7 @@ def values(cls: type[Class]) -> type[Class]:
 
 def changed(values: Values, **changes: Any) -> Values:
     """The same values but for these; as ``dataclasses.replace``, at a fraction of its cost."""
-    if is_compiling():  # of torch 2.11, which does not read a __dict__ whole
+    if is_dynamo_compiling():  # of torch 2.11, which does not read a __dict__ whole
         return replace(values, **changes)  # type: ignore[type-var]
     new: Values = object.__new__(type(values))
     new.__dict__.update(values.__dict__, **changes)

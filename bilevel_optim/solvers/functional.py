@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.optim import SGD, Optimizer
 from torch.optim.adam import adam
 from torch.overrides import TorchFunctionMode
 
-from ..problem.tracing import Untraceable
 from ..problem.vector import Vector
 
 __all__ = ["Memory", "Rate", "can_be_unrolled", "descended", "rates_of", "sgd", "updated"]
@@ -72,13 +71,13 @@ def can_be_unrolled(optimizer: Optimizer) -> bool:
 def updated(optimizer: Optimizer, y: Vector, memory: Memory, gradient: Vector) -> tuple[list[Tensor], Memory]:
     """The optimizer's update as a function, which can be differentiated."""
     groups = [group for group in optimizer.param_groups for _ in group["params"]]
-    if type(optimizer) is SGD:
+    if getattr(optimizer, "kind", type(optimizer)) is SGD:
         pairs = [sgd(*one) for one in zip(groups, y, memory, gradient, strict=True)]
         return [value for value, _ in pairs], [state for _, state in pairs]
-    if is_compiling():
+    if is_dynamo_compiling():
         return _adam(optimizer, groups, y, memory, gradient)
     if not can_be_unrolled(optimizer):
-        raise Untraceable(f"{type(optimizer).__name__} has no differentiable form")
+        raise NotImplementedError(f"{type(optimizer).__name__} has no differentiable form")
     twin = copy.copy(optimizer)
     vars(twin).update(vars(optimizer))  # torch's copy leaves out that it need not warn of capturable=True
     twin.defaults = {**optimizer.defaults, "differentiable": True}
@@ -111,7 +110,7 @@ def updated(optimizer: Optimizer, y: Vector, memory: Memory, gradient: Vector) -
 def _adam(optimizer: Any, groups: Any, y: Vector, memory: Memory, gradient: Vector) -> tuple[list[Tensor], Memory]:
     """Adam and AdamW by torch's own function; counts of steps in double precision, as Python's numbers are."""
     if optimizer.kind not in (torch.optim.Adam, torch.optim.AdamW):
-        raise Untraceable(f"{optimizer.kind.__name__} has no differentiable form")
+        raise NotImplementedError(f"{optimizer.kind.__name__} has no differentiable form")
     values, kept = [], []
     for group, value, state, slope in zip(groups, y, memory, gradient, strict=True):
         begun = bool(state)

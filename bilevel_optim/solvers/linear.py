@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from ..kernels.cg import Algebra, cg_step, iteration
-from ..problem.tracing import end_region, traced
 from ..problem.vector import Vector, any_sharded
 
 __all__ = ["LinearSolution", "cg", "fixed_point", "minres", "neumann", "neumann_term"]
@@ -356,7 +356,6 @@ def neumann(
         term = term - _damped(product, term * lr, damping)
         residual = torch.where(active, norm(term), residual) if isinstance(active, Tensor) else residual
         total, done = total + term, done + active
-    end_region()
     return _finished(total * lr, norm(term) if tol <= 0 else residual, done, b_norm, b_norm)
 
 
@@ -416,7 +415,7 @@ def _relative(residual: Tensor, norm: Tensor) -> Tensor:
 
 def _host_looks(t: Tensor, k: int = 0, tol: float = 0.0) -> bool:
     """Whether the host looks at values beside a tensor before iteration k: never in a trace, and waits but rarely."""
-    return not traced() and (t.is_cpu or (tol > 0 and k % 10 == 0))
+    return not is_dynamo_compiling() and (t.is_cpu or (tol > 0 and k % 10 == 0))
 
 
 def _seen_done(active: Tensor | bool, k: int, tol: float) -> bool:

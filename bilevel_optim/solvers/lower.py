@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.optim import LBFGS, SGD, Optimizer
 
 from ..oracle.session import Session
 from ..problem.profiling import span
-from ..problem.tracing import Untraceable, end_region, traced
 from ..problem.vector import Vector, is_sharded
 from .agd import AGD
 from .functional import Memory, Rate, descended, rates_of, sgd, updated
@@ -200,7 +200,6 @@ class LowerRule:
         solved = self._limited(y, memory, gradient, sized) if self.limits else self._step(y, memory, gradient)
         if sized and solved.gradient is not None:
             solved = solved._replace(size=solved.norm(bool(self.lead)))
-        end_region()
         return solved
 
     def residual(self, y: Vector, gradient: Vector) -> Vector:
@@ -247,9 +246,10 @@ class LowerRule:
 
     def _by_torch(self, y: Vector, memory: Memory, gradient: Gradient) -> Solved:
         """One step of the optimizer itself, on copies; in a trace its differentiable form."""
-        if traced():
+        if is_dynamo_compiling():
             if self._kind is Optimizer:
-                raise Untraceable(f"the optimizer {type(self.optimizer).__name__} is not one of torch's as it comes")
+                name = type(self.optimizer).__name__
+                raise NotImplementedError(f"the optimizer {name} is not one of torch's as it comes")
             _, slope = gradient(y)
             values, kept = updated(self.optimizer, y, memory, slope)
             return Solved(Vector(values).detach(), kept, slope)
@@ -319,7 +319,7 @@ def _together(norms: Tensor) -> Tensor:
 
 def turned(before: Solved, last: Solved) -> Tensor | None:
     """Product of the gradients of two steps; None in a trace, where they need not come out of their parts."""
-    if traced() or before.gradient is None or last.gradient is None:
+    if is_dynamo_compiling() or before.gradient is None or last.gradient is None:
         return None
     return last.gradient.dot(before.gradient)
 
@@ -335,7 +335,7 @@ def watched_growth(
         return {}
     (first, middle), trend = early, session.trend
     session.checks.alert_if("growing lower gradient", GROWING, _grows, first, middle, last)
-    if not traced():
+    if not is_dynamo_compiling():
         turn = first.new_zeros(()) if turn is None else turn
         session.checks.alert_if("lower solve without an end", trend.message, trend.seen, first, last, turn)
     return {"lower_growth": last / first.clamp_min(torch.finfo(first.dtype).tiny)}

@@ -218,7 +218,7 @@ def method_page(name: str) -> str:
     ]
     if declared.lower_optimizer != "any":
         rows.append(("lower_optimizer", declared.lower_optimizer))
-    rows.append(("captured by `compile`", declared.uncaptured or ("the estimate" if declared.host_update else "yes")))
+    rows.append(("compiled by `compile`", declared.uncaptured or ("the estimate" if declared.host_update else "yes")))
     lines = "\n".join(f"| {title} | {value} |" for title, value in rows)
     return (
         f"# {name}\n\n**When:** {declared.when}.\n\n| | |\n|---|---|\n{lines}\n\n"

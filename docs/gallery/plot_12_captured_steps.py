@@ -2,7 +2,7 @@
 Fast steps: compile and run
 ===========================
 
-For small models Python overhead dominates. ``compile()`` captures a step, ``run()`` makes many captured steps in one
+For small models Python overhead dominates. ``compile()`` compiles a step, ``run()`` makes many compiled steps in one
 call. The losses stay as they are, and the numbers are the same up to rounding.
 """
 

@@ -20,7 +20,7 @@ problem        lower loss                                                       
 The lower step size s and the ratio r are those of the grid, the upper step size is s / r; they decay as the analysis of
 each method has it. The grid is run with the first seed, its best point (by h at the last iterate) with all. Judged is
 the value function h(x) = f(x, y*(x)), from an accurate lower solve whose time does not count; for the quadratics h less
-its minimum. The test error is that of the current y. With ``--compile`` steps run captured, and the first four, in
+its minimum. The test error is that of the current y. With ``--compile`` steps run compiled, and the first four, in
 which the graph is made, are not timed. Every finished run is a line of the records; a rerun makes only those that are
 missing.
 

@@ -1,4 +1,4 @@
-r"""Processor time of a step of every method: eager, captured, by hand and in JAX, on problems of five sizes.
+r"""Processor time of a step of every method: eager, compiled, by hand and in JAX, on problems of five sizes.
 
     python -m recipes.benchmarks.speed                                     # hours: one record after the other
     python -m recipes.benchmarks.speed --problems logistic --methods soba aid itd

@@ -63,7 +63,7 @@ class Parser(argparse.ArgumentParser):
         if out:
             self.option("out", Path("results"), "folder of what is written")
         if compiled:
-            self.add_argument("--compile", action="store_true", help="steps run captured, where they can be")
+            self.add_argument("--compile", action="store_true", help="steps run compiled, where they can be")
         self.add_argument("--threads", type=count, help="of torch; default: those that it takes")
 
     def option(self, name: str, default: Any, text: str, *, shown: str | None = None, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Faults that are put into captured steps, each of which a test of this size finds."""
+"""Faults that are put into compiled steps, each of which a test of this size finds."""
 
 import warnings
 from types import SimpleNamespace
@@ -7,11 +7,10 @@ import pytest
 import torch
 
 import bilevel_optim as bo
-from bilevel_optim.capture import steps as captured_steps
-from bilevel_optim.capture.bind import CompiledStep
-from bilevel_optim.capture.cache import StepCache
-from bilevel_optim.capture.losses import LossReader
-from bilevel_optim.capture.steps import CapturedSteps
+from bilevel_optim.compiled import steps as compiled_steps
+from bilevel_optim.compiled.chain import Chain
+from bilevel_optim.compiled.draws import Sources
+from bilevel_optim.compiled.steps import CompiledSteps
 
 from ..problems import seeded
 from . import ways
@@ -68,19 +67,11 @@ def failing(optimizer, f, g):
     optimizer.step(f, g)
 
 
-class Unreadable:
-    """Every pass ends at a batch that cannot be read."""
+class Changing:
+    """Changes what the loss reads as a batch is drawn."""
 
     def __init__(self, held):
         self.held = held
-
-    def __iter__(self):
-        yield from (ROWS * 5)[:50]
-        raise OSError("unreadable")
-
-
-class Changing(Unreadable):
-    """Changes what the loss reads as a batch is drawn."""
 
     def __iter__(self):
         for k, row in enumerate(ROWS * 10):
@@ -88,11 +79,17 @@ class Changing(Unreadable):
             yield row
 
 
-def interrupted(optimizer, f, g):
-    for _ in range(6):
-        optimizer.step(f, g)
-    with pytest.raises(OSError, match="unreadable"):
-        optimizer.run(f, g, steps=100)
+def going_on(optimizer, f, g):
+    """After a run that has failed at its 25th batch."""
+    rows = [row.clone() for row in ROWS * 4]
+    rows[24].fill_(torch.nan)
+    own = bo.Objective(g.loss, rows)
+    for _ in range(20):
+        optimizer.step(f, own)
+    with pytest.raises(bo.NonFiniteError):
+        optimizer.run(f, own, steps=20)
+    rows[24].fill_(0.5)
+    optimizer.run(f, own, steps=10)
 
 
 def run(optimizer, f, g):
@@ -106,87 +103,79 @@ def steps(optimizer, f, g):
         optimizer.step(f, g)
 
 
-def first_reading(patch):
-    read = LossReader.read
-    patch.setattr(LossReader, "read", lambda self, *a: vars(self).setdefault("kept", None) or keep(self, read, a))
+def decaying(optimizer, f, g):
+    for k in range(26):
+        if k == 12:
+            optimizer.param_groups[1]["weight_decay"] = 0.5
+        optimizer.step(f, g)
 
 
-def keep(reader, read, arguments):
-    reader.kept = read(reader, *arguments)
-    return reader.kept
+def no_guards(patch):
+    patch.setattr(compiled_steps, "_about_the_user", lambda guards: [False] * len(guards))
 
 
-def inputs_of_the_trace(patch):
-    arguments = CompiledStep.arguments
+def first_state(patch):
+    state = CompiledSteps._state
+    patch.setattr(CompiledSteps, "_state", lambda self, pure: vars(self).setdefault("first", state(self, pure)))
 
-    def frozen(self, numbers, reads):
-        first = {role: [t.clone() for t in tensors] for role, tensors in reads.items()}
-        return arguments(self, numbers, vars(self).setdefault("first", first))
 
-    patch.setattr(CompiledStep, "arguments", frozen)
+def options_not_in_the_key(patch):
+    patch.setattr(CompiledSteps, "_options", lambda self: iter(()))
 
 
 def other_groups(patch):
-    made = StepCache.rates
-    patch.setattr(StepCache, "rates", lambda self, groups, device: made(self, groups, device)[::-1])
+    now = CompiledSteps._now
+    patch.setattr(CompiledSteps, "_now", lambda self, device: now(self, device)[::-1])
 
 
 def first_rates(patch):
-    made = StepCache.rates
-    patch.setattr(StepCache, "rates", lambda self, *a: vars(self).setdefault("first", made(self, *a)))
+    now = CompiledSteps._now
+    patch.setattr(CompiledSteps, "_now", lambda self, device: vars(self).setdefault("rates", now(self, device)))
 
 
 def no_hooks(patch):
-    name = next(name for name in ("_has_step_hooks", "has_step_hooks") if hasattr(bo.BilevelOptimizer, name))
-    patch.setattr(bo.BilevelOptimizer, name, property(lambda self: False))
+    patch.setattr(bo.BilevelOptimizer, "_has_step_hooks", property(lambda self: False))
 
 
 def memory_not_written(patch):
-    write = CompiledStep.write
+    write = CompiledSteps._write
+    patch.setattr(CompiledSteps, "_write", lambda self, entry, results, *a: write(self, entry, bare(results), *a))
 
-    def forgetful(self, *arguments):
-        self.results = []
-        write(self, *arguments)
 
-    patch.setattr(CompiledStep, "write", forgetful)
+def bare(results):
+    return {**results, "memory": {}}
 
 
 def buffers_not_written(patch):
-    write = CompiledStep.write
+    write = CompiledSteps._write
 
-    def forgetful(self, *arguments):
-        self._written = []
-        write(self, *arguments)
+    def forgetful(self, entry, results, *arguments):
+        write(self, entry, {**results, "buffers": entry.pure.buffers}, *arguments)
 
-    patch.setattr(CompiledStep, "write", forgetful)
+    patch.setattr(CompiledSteps, "_write", forgetful)
 
 
 def flags_not_read(patch):
-    patch.setattr(CapturedSteps, "_troubled", lambda *_: False)
+    patch.setattr(CompiledSteps, "_troubled", lambda *_: False)
 
 
 def places_not_restored(patch):
-    patch.setattr(CapturedSteps, "_return_to", lambda *_: None)
+    patch.setattr(CompiledSteps, "_return_to", lambda *_: None)
 
 
 def data_in_another_order(patch):
-    ahead = captured_steps.draw_ahead
-    patch.setattr(captured_steps, "draw_ahead", lambda *arguments: ahead(*arguments)[::-1])
+    follow = Chain.follow
+    patch.setattr(Chain, "follow", lambda self, first, data: follow(self, first, data[::-1]))
 
 
 def changes_not_seen(patch):
-    patch.setattr(CapturedSteps, "_hold", lambda *_: True)
+    patch.setattr(Sources, "are_lists", True)
 
 
 FAULTS = {
-    "a guard that always holds": (
-        first_reading,
-        lambda: attacked(ways.pair("attribute", "closure"), "SOBA", 20, "step"),
-    ),
-    "an input of the trace": (
-        inputs_of_the_trace,
-        lambda: attacked(ways.pair("tensor", "closure"), "SOBA", 20, "step"),
-    ),
+    "guards that always hold": (no_guards, lambda: attacked(ways.pair("attribute", "closure"), "SOBA", 20, "step")),
+    "the first state": (first_state, lambda: both(steps)),
+    "options that are not in the key": (options_not_in_the_key, lambda: both(decaying)),
     "rates of other groups": (other_groups, lambda: both(rates)),
     "the first rates": (first_rates, lambda: both(rates)),
     "no hooks": (no_hooks, lambda: both(hooks)),
@@ -196,7 +185,7 @@ FAULTS = {
         lambda: attacked(ways.momentum_of_a_normalisation, "SOBA", 20, "step"),
     ),
     "flags that are not read": (flags_not_read, lambda: both(failing)),
-    "places that are not restored": (places_not_restored, lambda: both(interrupted, Unreadable)),
+    "places that are not restored": (places_not_restored, lambda: both(going_on)),
     "data in another order": (data_in_another_order, lambda: both(run)),
     "changes that are not seen": (changes_not_seen, lambda: both(run, Changing)),
 }

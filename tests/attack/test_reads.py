@@ -14,7 +14,7 @@ import torch
 
 import bilevel_optim as bo
 
-from ..capture import test_losses as known
+from ..compiled import test_losses as known
 from . import ways
 
 METHODS = {
@@ -26,7 +26,7 @@ METHODS = {
 REASONS = re.compile(
     r"a loss changes Python values as it runs|a loss draws random numbers|a loss writes into a tensor that is not its"
     r"|a value is read on the host|a parameter has a hook|which Dynamo does not read|a loss uses a tensor with a graph"
-    r"|what a loss reads keeps changing|differ|\(.*line \d+.*\)|sparse|tolist|layout"
+    r"|a loss reads a NumPy array|what a loss reads keeps changing|differ|\(.*line \d+.*\)|sparse|tolist|layout"
 )
 # What torch's guards cannot see, so that a graph goes on with what was read until the next comparison.
 UNSEEN = {

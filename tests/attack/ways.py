@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..capture import test_losses as known
-from ..capture.test_losses import ROWS, base
+from ..compiled import test_losses as known
+from ..compiled.test_losses import ROWS, base
 
 # ------------------------------------------------------------------------------------------------ where a number is
 

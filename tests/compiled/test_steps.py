@@ -8,21 +8,15 @@ import torch.nn.functional as F
 
 import bilevel_optim as bo
 from bilevel_optim.compiled.chain import Chain
-from bilevel_optim.optimizer import base
 
-from ..capture import test_losses as losses
-from ..capture.test_compile import Regression
 from ..registry import ROWS, each
+from . import test_losses as losses
+from .test_compile import Regression
 
 pytestmark = pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
 # The others with --slow: what Dynamo reads of a step takes seconds.
 SHOWN, WITH_TASKS = ("SOBA", "F2SA"), ("SOBA", "RSVRB")
 STEPS, AT_ONCE = 6, 20  # of these, some are compared with eager steps, and the others follow each other
-
-
-@pytest.fixture(autouse=True)
-def _compiled(monkeypatch):
-    monkeypatch.setattr(base, "_COMPILED", True)
 
 
 @pytest.fixture

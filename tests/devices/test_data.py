@@ -63,6 +63,7 @@ def test_other_errors_of_a_loss_are_its_own():
         problem.optimizer().step(bo.Objective(broken, batches()), bo.Objective(broken, batches()))
 
 
+@pytest.mark.filterwarnings("ignore:steps run eagerly")  # the one whose batch is made of parts
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "captured"])
 def test_an_objective_moves_its_batches(compiled):
     """To the device; with steps, runs and accumulated batches as on the CPU."""

@@ -13,7 +13,7 @@ import bilevel_optim as bo
 from bilevel_optim.kernels import registry
 from bilevel_optim.kernels import seeded as seeded_kernels
 
-from ..capture.test_compile import Regression
+from ..compiled.test_compile import Regression
 from ..layers import triton_alone
 from ..layers.test_kernels import operators
 from ..registry import each

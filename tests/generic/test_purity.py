@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from bilevel_optim.optimizer.checkpoint import unpacked
-from bilevel_optim.oracle.evaluation import substituted
 
+from ..problems import substituted
 from ..registry import each
 
 

@@ -202,18 +202,11 @@ def test_its_update_is_part_of_the_graph(method, factory):
     assert "compile_fallback" not in optimizer.diagnostics
 
 
-@pytest.mark.parametrize(
-    ("factory", "why"),
-    [
-        (Mine, "the optimizer Mine is not one of torch's as it comes"),
-        (Adafactor, "Adafactor has no differentiable form"),
-        (RMSprop, "a value is read on the host"),
-    ],
-)
-def test_an_update_that_cannot_be_traced_follows_the_graph(factory, why):
+@pytest.mark.parametrize("factory", [Mine, Adafactor, RMSprop])
+def test_an_update_that_cannot_be_compiled_follows_the_graph(factory):
     optimizer = compiled_beside_eager(12, upper_optimizer=factory)
     assert optimizer.captured_graphs > 0
-    assert why in optimizer.diagnostics["compile_fallback"]
+    assert f"the upper_optimizer {factory.__name__} cannot be" in optimizer.diagnostics["compile_fallback"]
 
 
 def test_tasks():

@@ -15,9 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 import bilevel_optim as bo
 from bilevel_optim.oracle.copies import evaluate_copies
-from bilevel_optim.oracle.evaluation import in_place, substituted
+from bilevel_optim.oracle.evaluation import in_place
 from bilevel_optim.oracle.session import Options, Session
 from bilevel_optim.problem.vector import Vector, stack
+
+from ..problems import substituted
 
 
 class Cube(torch.autograd.Function):

@@ -258,7 +258,7 @@ def test_one_system_and_a_lane_of_several_are_solved_alike(system, start, option
     some = cg(
         lambda v: Vector([v[0] @ matrix.mT]), [b[None]], None if begun is None else [begun[None]], lanes=True, **options
     )
-    monkeypatch.setattr(linear, "traced", lambda: True)
+    monkeypatch.setattr(linear, "is_dynamo_compiling", lambda: True)
     masked = cg(lambda v: Vector([matrix @ v[0]]), [b], None if begun is None else [begun], **options)
     for other in (some, masked):
         torch.testing.assert_close(one.solution[0], other.solution[0].reshape(3), rtol=1e-10, atol=1e-12)
@@ -287,7 +287,7 @@ def test_series_that_nobody_looks_at_end_where_others_stop(solve, monkeypatch):
 
     expected = solve(product, [b], steps=40, lr=0.9, tol=1e-3, lanes=True)
     assert len(calls) < 39
-    monkeypatch.setattr(linear, "traced", lambda: True)
+    monkeypatch.setattr(linear, "is_dynamo_compiling", lambda: True)
     found = solve(product, [b], steps=40, lr=0.9, tol=1e-3, lanes=True)
     for a, c in zip((*found.solution, *found[1:]), (*expected.solution, *expected[1:]), strict=True):
         assert torch.equal(a, c)
@@ -307,7 +307,7 @@ SCALES = [
 def test_scales_of_either_side_do_not_matter(solver, way, scaled, dtype, scale, tolerance, monkeypatch):
     """Squares of what is added up would be zero or infinite in the type of the parameters."""
     if way == "traced":
-        monkeypatch.setattr(linear, "traced", lambda: True)
+        monkeypatch.setattr(linear, "is_dynamo_compiling", lambda: True)
     H, b = torch.linspace(0.5, 2.0, 8, dtype=dtype), torch.linspace(-1.0, 1.0, 8, dtype=dtype)
     H, b = H * scale if scaled == "both" else H, b * scale
     expected = b.double() / H.double()

@@ -9,6 +9,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "bilevel_optim"
 # Calls that take a text for the user, and which argument it is.
 SAYING = {"warn": 0, "alert": 1, "alert_if": 1, "refuse": 0, "__init__": 0}
+# In ``compiled/`` reasons for eager steps are assigned to one of these names, or returned by one of these functions.
+REASONS = ("reason", "_reason", "first", "why_eager", "why_update_is_eager")
 # Exceptions that never leave the package with a text.
 SILENT = ("AssertionError", "StopIteration", "AttributeError", "NotImplementedError")
 HOLE = "…"
@@ -118,6 +120,11 @@ class Source:
                 return []  # errors that make their own texts are there
             if name in SAYING and len(node.args) > SAYING[name]:
                 return self.texts(node.args[SAYING[name]], path, scope)
+        if path.parent.name == "compiled" and isinstance(node, ast.Assign):
+            names = [getattr(target, "id", getattr(target, "attr", "")) for target in node.targets]
+            return self.texts(node.value, path, scope) if {*names} & {*REASONS} else []
+        if path.parent.name == "compiled" and isinstance(node, ast.Return) and getattr(scope, "name", "") in REASONS:
+            return self.texts(node.value, path, scope) if node.value is not None else []
         return []
 
 

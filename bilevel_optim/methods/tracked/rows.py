@@ -9,13 +9,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from ...distributed.sharding import Split
 from ...hypergradient.estimate import Write
 from ...hypergradient.recursive import flat, shaped
 from ...hypergradient.storm import floor
 from ...problem.placement import uploaded
-from ...problem.tracing import traced
 from ...problem.vector import Vector
 
 __all__ = ["CHUNK", "STAMPS", "Clock", "GraphClock", "Rows", "Table", "about_to_end", "clock_of", "kept", "table_of"]
@@ -130,7 +130,7 @@ def clock_of(found: Any, trackers: int, positions: int, *, still: bool = False) 
     if not isinstance(found, Tensor):
         return Clock(*found)
     time, log, drift, last = _taken_apart(found, trackers, positions)
-    if traced():
+    if is_dynamo_compiling():
         return GraphClock(time, log, drift, last, still)
     tuples = (tuple(map(tuple, t.tolist())) for t in (drift, last))
     return Clock(int(time), tuple(log.tolist()), *tuples)

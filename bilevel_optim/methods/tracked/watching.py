@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from ...oracle.checks import Checks
-from ...problem.tracing import traced
 from .rows import Rows
 
 __all__ = ["PATIENCE", "held", "is_loud", "loud"]
@@ -21,7 +21,9 @@ def is_loud(beta: float) -> bool:
 
 def loud(checks: Checks, beta: float, steps: int) -> None:
     """Warn of a weight, in units of the part of the tasks in a step, that lets their drawing be the largest error."""
-    if steps > PATIENCE and is_loud(beta) and not traced():  # of a graph the number of the step is no argument
+    if (
+        steps > PATIENCE and is_loud(beta) and not is_dynamo_compiling()
+    ):  # of a graph the number of the step is no argument
         checks.alert(
             "loud beta",
             f"beta = {beta:g} in units of the part of the tasks in a step makes the drawing of tasks the largest "

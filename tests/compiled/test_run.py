@@ -1,17 +1,12 @@
 """Many captured steps in one call: what they draw at once is what they would draw one by one."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import bilevel_optim as bo
-from bilevel_optim.capture import steps as captured_steps
-from bilevel_optim.capture.bind import CompiledStep
-from bilevel_optim.capture.draws import Draw, Drawn, Draws, Sources, draw_ahead, flattened, forms_of
-from bilevel_optim.capture.small_cpu import TURNS
-from bilevel_optim.problem.random import draw_index, draw_indices
+from bilevel_optim.compiled.chain import Chain
 
 from ..problems import seeded
 
@@ -53,11 +48,11 @@ def ends(optimizer, losses, x, y, found):
 
 
 def one_by_one_and_at_once(make, steps=(5, 14)):
-    """Where steps lead, and a run; and how many steps' data of the run were drawn at once."""
+    """Where steps lead, and a run; and how many steps of the run followed another one before anything was written."""
     results, counted = [], []
     with pytest.MonkeyPatch.context() as patch:
-        ahead = captured_steps.draw_ahead
-        patch.setattr(captured_steps, "draw_ahead", lambda *a: counted.append(ahead(*a)) or counted[-1])
+        follow = Chain.follow
+        patch.setattr(Chain, "follow", lambda chain, first, data: counted.append(data) or follow(chain, first, data))
         for at_once in (False, True):
             torch.manual_seed(0)
             optimizer, losses, x, y = make()
@@ -68,7 +63,7 @@ def one_by_one_and_at_once(make, steps=(5, 14)):
                 found += [optimizer.step(*losses).reshape(1) for _ in range(steps[1])]
             assert optimizer.captured_graphs == 1
             results.append(ends(optimizer, losses, x, y, found))
-    return *results, max(map(len, counted), default=0)
+    return *results, max(map(len, counted), default=-1) + 1
 
 
 @pytest.mark.parametrize("cls", [bo.SOBA, bo.TTSA])
@@ -177,7 +172,7 @@ def test_batches_that_are_written_into_are_drawn_step_by_step(data):
         found = [optimizer.step(*losses).reshape(1) for _ in range(5 if at_once else 20)]
         if at_once:
             found.append(optimizer.run(*losses, steps=15))
-        assert optimizer.captured_graphs == 1
+        assert optimizer.captured_graphs == (1 if data.small is None else 2)
         ends.append((torch.cat(found), x.detach(), y.detach()))
     assert all(map(torch.equal, *ends))
 
@@ -208,84 +203,6 @@ def test_a_failing_step_gives_back_random_numbers():
             optimizer.run(*losses, steps=steps)
         assert torch.equal(before, torch.get_rng_state())
         assert losses[1].state_dict()["position"] == position
-
-
-LOWER, UPPER = Draw("lower", False), Draw("upper", True)
-PLAIN = [LOWER, LOWER, UPPER, LOWER]
-RANDOM = [*PLAIN, *(Draw("lower", False, ("count", k)) for k in range(3))]
-
-
-@pytest.mark.parametrize(
-    ("draws", "counts", "data"),
-    [
-        (PLAIN, None, True),
-        (PLAIN, None, False),
-        (PLAIN, [5, 2, 4, 1], True),  # of something that decides no draws
-        (RANDOM, [0, 0, 0, 0, 0], True),
-        (RANDOM, [1, 1, 1, 1, 1], True),
-        (RANDOM, [0, 2, 1, 1, 0, 2], True),
-    ],
-)
-def test_data_ahead_are_those_of_single_steps(draws, counts, data):
-    random_inputs = [{}] * 5 if counts is None else [{"count": torch.tensor(n)} for n in counts]
-    results = []
-    for at_once in (False, True):
-        upper = bo.Objective(torch.sum, BATCHES[:3]) if data else bo.Objective(lambda: torch.zeros(()))
-        sources = Sources(upper, bo.Objective(torch.sum, [(b, [b[0]]) for b in BATCHES[:5]]), None)
-        assert sources.are_lists
-        steps = [Draws(draws).make(sources, None, each) for each in (random_inputs[:1] if at_once else random_inputs)]
-        if at_once:
-            further = {} if counts is None else {"count": torch.tensor(counts[1:])}
-            known = forms_of(draws, steps[0])
-            results.append(draw_ahead(Draws(draws), known, sources, further, len(random_inputs) - 1))
-        else:
-            results.append([flattened(*each).tensors for each in zip(steps[1:], random_inputs[1:], strict=True)])
-    assert [[*map(len, some)] for some in results[:1]] == [[*map(len, some)] for some in results[1:]]
-    for one, other in zip(*results, strict=True):
-        assert all(map(torch.equal, one, other))
-
-
-@pytest.mark.parametrize("counts", [[], [10], [2**62], [10, 2**62]])
-def test_numbers_drawn_at_once_are_those_of_single_draws(counts):
-    for generator in (None, torch.Generator().manual_seed(1)):
-        place = generator or torch.default_generator
-        start = place.manual_seed(3).get_state()
-        one_by_one = [[draw_index(count, generator) for count in counts] for _ in range(50)]
-        end = place.get_state()
-        place.set_state(start)
-        at_once = draw_indices(counts, 50, generator)
-        assert [[*map(int, row)] for row in zip(*at_once, strict=True)] == one_by_one[: 50 * bool(counts)]
-        assert torch.equal(place.get_state(), end)
-
-
-def test_batches_of_another_form_end_the_data_ahead():
-    for other, found in ((BATCHES[0], 4), ([BATCHES[0]], 2), (BATCHES[0].float(), 2), (BATCHES[0][:1], 2), (1, 2)):
-        sources = Sources(None, bo.Objective(torch.sum, [*BATCHES[:3], other, BATCHES[3]]), None)
-        known = forms_of([LOWER], Draws([LOWER]).make(sources, None, {}))
-        assert len(draw_ahead(Draws([LOWER]), known, sources, {}, 4)) == found
-    a, b = torch.zeros(2), torch.zeros(3)
-    for data in ([a, (b, (a, b))], [(a,), (b, a, b)]):  # together like two of (a, b)
-        sources = Sources(None, bo.Objective(torch.sum, data), None)
-        assert draw_ahead(Draws([LOWER]), forms_of([LOWER], [Drawn(((a, b),))]), sources, {}, 2) == []
-    assert forms_of([LOWER, LOWER], [Drawn((BATCHES[0],)), Drawn((BATCHES[0][:1],))]) is None
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_losses_and_flags_outlast_their_calls(times):
-    """Whose results have their memory in turn."""
-    kept, count = torch.zeros(TURNS, 2), 2 * TURNS + 1
-
-    class Reusing:
-        def each(self, tensors, data, carried, lasting):
-            assert lasting == (0, 1)
-            for k, (value,) in enumerate(data):
-                yield [kept[k % TURNS].fill_(value)] * 2
-
-    one = object.__new__(CompiledStep)
-    one.step, one.next = SimpleNamespace(times=times, graph=Reusing()), []
-    one.out = {"loss": 0, "losses": 0, "flags": 1}
-    for told in one.each([], [], [(float(k),) for k in range(count)])[:2]:
-        assert torch.cat(told).reshape(-1, 2).tolist() == [[k, k] for k in range(count)]
 
 
 @pytest.mark.parametrize("length", [1, 2, 5])

@@ -1,1 +1,0 @@
-"""Captured steps: losses read by Dynamo, a step traced to a graph, compiled, compared, replayed."""

@@ -1,0 +1,290 @@
+"""What Inductor writes for a small graph on a CPU, as a list of calls whose intermediate results keep their memory.
+
+A small step is one kernel with a hundred and more intermediate results of a few numbers; to allocate these, one by one
+and at every call, takes several times as long as the kernel. What Inductor has written is read as Python here, which
+depends on the version of torch: what is not understood runs as Inductor has compiled it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Sequence
+from operator import getitem, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["CallList", "is_understood", "listed"]
+
+FIRST, LAST = (2, 11), (2, 15)  # versions of torch whose code was looked at
+
+BYTES = 2**22  # of what is kept of a function
+ENTRIES = 2**14  # of an intermediate result that is kept
+RETURNED, ALLOCATION, VIEW = "return", "empty_strided_cpu", "reinterpret_tensor"
+CHECKS = ("assert_size_stride", "assert_size_stride_grouped", "assert_alignment")
+
+
+def is_understood() -> bool:
+    """Whether the code that this version of torch generates was looked at."""
+    major, minor, *_ = torch.__version__.split(".")
+    return FIRST <= (int(major), int(minor)) <= LAST
+
+
+def listed(call: Callable[..., Any], example: Sequence[Any]) -> CallList | None:
+    """The same function as a list of calls; None if it is not of a known form, or gives other numbers so.
+
+    Args:
+        call: the Python wrapper that Inductor has written around its kernels. It takes a list of arguments, which it
+            empties.
+        example: arguments.
+    """
+    function: Any = getattr(call, "__func__", call)
+    code, space = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+    if code is None or ALLOCATION not in space or "__file__" not in space:
+        return None
+    with open(space["__file__"]) as file:
+        tree = ast.parse(file.read())
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    text = next((node for node in functions if node.lineno == code.co_firstlineno), None)
+    if text is None:
+        return None
+    try:
+        found = _Listing(text, space).function(len(example))
+    except _Unknown:
+        return None
+    right, first, second = call([*example]), found(example), found(example)
+    return found if _alike(right, first, example) and _alike(first, second, example) else None
+
+
+def _alike(outputs: Sequence[Any], others: Sequence[Any], values: Sequence[Tensor]) -> bool:
+    """Whether all are tensors, the same bit for bit, and share memory alike, with each other and with these values."""
+    if len(outputs) != len(others) or not all(isinstance(t, Tensor) for t in (*outputs, *others)):
+        return False
+    forms = [[(t.shape, t.stride(), t.dtype, t.device, t.storage_offset()) for t in some] for some in (outputs, others)]
+    places = [[_place(t) for t in (*values, *some)] for some in (outputs, others)]
+    apart = {*places[0]} & {*places[1]} <= {*map(_place, values), 0}
+    same = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(outputs, others, strict=True))
+    first, second = ([*map(some.index, some)] for some in places)
+    return forms[0] == forms[1] and first == second and apart and same
+
+
+class _Unknown(Exception):
+    """The code has a form that is not known."""
+
+
+class _Aliases:
+    """Names that may stand for the same memory."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, str] = {}
+
+    def root(self, name: str) -> str:
+        while self.of.setdefault(name, name) != name:
+            name = self.of[name]
+        return name
+
+    def join(self, names: list[str]) -> None:
+        for name in names[1:]:
+            self.of[self.root(name)] = self.root(names[0])
+
+
+class _Listing:
+    """Statements one after the other, without a branch, as calls on the entries of a list.
+
+    Args:
+        text: of a function.
+        space: where it stands.
+
+    Attributes:
+        entries: what the list holds before the calls: constants, and what keeps its memory.
+        calls: of a function, on entries with these numbers, whose result is an entry of this number.
+        slots: the entry of each name.
+    """
+
+    def __init__(self, text: ast.FunctionDef, space: dict[str, Any]) -> None:
+        self.space, self.entries, self.calls = space, list[Any](), list[tuple[Any, tuple[int, ...], int]]()
+        self.slots: dict[str, int] = {}
+        self.fixed = set[int]()  # entries that are known before the calls
+        self.results: tuple[int, ...] = ()
+        self.given, self.left, self.large = 0, BYTES, False
+        own, self.arguments = text.body, text.args.args[-1].arg
+        names = {name for s in own if isinstance(s, ast.Assign) for t in s.targets for name in _names(t)}
+        self.aliases = _Aliases()
+        for statement in own:
+            if "self" in _names(statement) or not isinstance(statement, (ast.Assign, ast.Expr, ast.Delete, ast.Return)):
+                raise _Unknown
+            used = [name for name in _names(statement) if name in names]
+            if isinstance(statement, ast.Return) or (isinstance(statement, ast.Assign) and _target(statement) is None):
+                self.aliases.join([RETURNED, *used])
+            elif isinstance(statement, ast.Assign) and _called(statement.value) != ALLOCATION:
+                self.aliases.join(used)
+        for statement in own:
+            self._add(statement)
+
+    def function(self, given: int) -> CallList:
+        """The calls as a function of so many arguments."""
+        if self.given != given:
+            raise _Unknown
+        calls = [(function, _picked(operands), slot) for function, operands, slot in self.calls]
+        return CallList(self.entries, calls, _picked(self.results), given)
+
+    def _add(self, statement: ast.stmt) -> None:
+        if isinstance(statement, ast.Delete):
+            for name in (name for target in statement.targets for name in _names(target)):
+                slot = self.slots.pop(name)
+                if self.large and slot >= self.given and slot not in {*self.fixed, *self.slots.values()}:
+                    self.calls.append((_nothing, (), slot))
+        elif isinstance(statement, ast.Return):
+            value = statement.value
+            if not isinstance(value, ast.Tuple):
+                raise _Unknown
+            self.results = tuple(map(self._entry, value.elts))
+        elif isinstance(statement, ast.Expr):
+            called = _called(statement.value)
+            if called not in CHECKS and ast.unparse(statement) != f"{self.arguments}.clear()":
+                self._entry(statement.value)
+        elif isinstance(statement, ast.Assign):
+            self._assign(statement)
+
+    def _assign(self, statement: ast.Assign) -> None:
+        target, value = _target(statement), statement.value
+        if isinstance(value, ast.Name) and value.id == self.arguments and not self.entries:
+            for name in _names(statement.targets[0]):
+                self.slots[name] = self._new(None)
+            self.given = len(self.entries)
+        elif target is None:
+            raise _Unknown
+        elif _called(value) == ALLOCATION:
+            assert isinstance(value, ast.Call)
+            self.slots[target] = self._allocated(target, value)
+        else:
+            self.slots[target] = self._entry(value)
+
+    def _allocated(self, name: str, value: ast.Call) -> int:
+        """A new tensor, made here if it may be kept."""
+        sizes, strides, dtype = map(self._literal, value.args)
+        entries = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        small = entries <= ENTRIES and 8 * entries <= self.left
+        self.large = self.large or not small
+        if self.aliases.root(name) == self.aliases.root(RETURNED) or not small:
+            return self._entry(value)
+        self.left -= 8 * entries
+        return self._new(self.space[ALLOCATION](sizes, strides, dtype), fixed=True)
+
+    def _new(self, value: Any, *, fixed: bool = False) -> int:
+        self.entries.append(value)
+        if fixed:
+            self.fixed.add(len(self.entries) - 1)
+        return len(self.entries) - 1
+
+    def _entry(self, node: ast.expr) -> int:
+        """The entry that holds the value of an expression."""
+        if isinstance(node, ast.Name) and node.id in self.slots:
+            return self.slots[node.id]
+        if isinstance(node, ast.Call):
+            named = [word.arg for word in node.keywords]
+            if None in named or any(isinstance(each, ast.Starred) for each in node.args):
+                raise _Unknown
+            function = self._literal(node.func)
+            operands = [*map(self._entry, node.args), *(self._entry(word.value) for word in node.keywords)]
+            if _called(node) == VIEW and self.fixed.issuperset(operands):
+                return self._new(function(*(self.entries[i] for i in operands)), fixed=True)
+            return self._result(_with_names(function, named) if named else function, operands)
+        if isinstance(node, ast.Subscript):
+            return self._result(getitem, [self._entry(node.value), self._entry(node.slice)])
+        if isinstance(node, (ast.Tuple, ast.List)) and any(name in self.slots for name in _names(node)):
+            return self._result(_tuple if isinstance(node, ast.Tuple) else _list, [*map(self._entry, node.elts)])
+        return self._new(self._literal(node), fixed=True)
+
+    def _result(self, function: Any, operands: list[int]) -> int:
+        slot = self._new(None)
+        self.calls.append((function, tuple(operands), slot))
+        return slot
+
+    def _literal(self, node: ast.expr) -> Any:
+        """A constant, or what stands in the module."""
+        if isinstance(node, ast.Name) and node.id in self.space:
+            return self.space[node.id]
+        if isinstance(node, ast.Attribute):
+            return getattr(self._literal(node.value), node.attr)
+        try:
+            return ast.literal_eval(node)
+        except ValueError as error:
+            raise _Unknown from error
+
+
+def _with_names(function: Any, names: list[Any]) -> Callable[..., Any]:
+    """A function of its last arguments by name, as one of all by place."""
+    k = len(names)
+    return lambda *values: function(*values[:-k], **dict(zip(names, values[-k:], strict=True)))
+
+
+def _nothing() -> None:
+    return None
+
+
+def _tuple(*values: Any) -> tuple[Any, ...]:
+    return values
+
+
+def _list(*values: Any) -> list[Any]:
+    return [*values]
+
+
+def _names(node: ast.AST) -> list[str]:
+    return [n.id for n in ast.walk(node) if isinstance(n, ast.Name)]
+
+
+def _target(statement: ast.Assign) -> str | None:
+    """The one name that is assigned."""
+    target = statement.targets[0] if len(statement.targets) == 1 else None
+    return target.id if isinstance(target, ast.Name) else None
+
+
+def _called(value: ast.expr) -> str | None:
+    """The function that is called, by its name in the module."""
+    return value.func.id if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else None
+
+
+def _picked(numbers: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """These entries of a list, as a tuple."""
+    if len(numbers) > 1:
+        return itemgetter(*numbers)
+    return lambda entries: tuple([entries[i] for i in numbers])
+
+
+def _place(t: Tensor) -> int:
+    return t.untyped_storage().data_ptr()
+
+
+class CallList:
+    """A function as a list of calls on the entries of a list.
+
+    Its results are new tensors, all else has the same memory at every call: it is not for two threads at once.
+
+    Args:
+        entries: what the list holds before the calls.
+        calls: of a function, on what is picked of the entries, whose result is the entry of a number.
+        results: picks what is returned.
+        given: number of the arguments, which are the first entries.
+    """
+
+    __slots__ = ("_calls", "_entries", "_given", "_results")
+
+    def __init__(
+        self,
+        entries: list[Any],
+        calls: Sequence[tuple[Any, Callable[[list[Any]], tuple[Any, ...]], int]],
+        results: Callable[[list[Any]], tuple[Any, ...]],
+        given: int,
+    ) -> None:
+        self._entries, self._calls, self._results, self._given = entries, calls, results, given
+
+    def __call__(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
+        """The results for arguments of the sizes, strides and types that it was made for."""
+        entries = self._entries.copy()
+        entries[: self._given] = arguments
+        for function, operands, slot in self._calls:
+            entries[slot] = function(*operands(entries))
+        return self._results(entries)
