@@ -262,7 +262,7 @@ class CompiledSteps:
         Raises:
             RuntimeError: if all have to be.
         """
-        if why := self.optimizer._why_eager():
+        if why := self._why_always(None):
             self._warn(why)
 
     def why_update_is_eager(self) -> str:
@@ -289,16 +289,16 @@ class CompiledSteps:
             raise
 
     def _step(self, sources: Sources, update: bool) -> Tensor:
-        entry, random = self._entry(sources, update), self._random_inputs()
+        entry = self._entry(sources, update)
         reason = self._why_eager(entry, sources)
         self._require_compiled(reason)
         if entry is None or reason or not entry.is_known:
-            return self._noted(self._first(entry, sources, update, random), reason)
-        inputs = self._drawn(entry, sources, random)
+            return self._noted(self._first(entry, sources, update), reason)
+        inputs = self._drawn(entry, sources)
         if inputs is None:
             reason = self._why_eager(entry, sources)
             self._require_compiled(reason)
-            return self._noted(self._eager(sources, update, random), reason)
+            return self._noted(self._eager(sources, update), reason)
         if entry.pure is None or not entry.compiled or (entry.uses and entry.is_due):
             return self._beside_eager(entry, inputs, update)
         try:
@@ -307,7 +307,7 @@ class CompiledSteps:
             return self._beside_eager(entry, inputs, update)
         entry.uses += 1
         if self.optimizer.check_finite and self._troubled(results["alerts"], results["flags"].tolist()):
-            return self._eager(self._again(inputs), update, random)
+            return self._eager(self._again(inputs), update, inputs.random)
         self._write(entry, results, update)
         loss: Tensor = results["loss"]
         return loss
@@ -330,8 +330,15 @@ class CompiledSteps:
             self._warned.add(reason)
             warn(f"steps run eagerly, because they cannot be compiled: {reason}")
 
+    def _why_always(self, tasks: Any) -> str:
+        """Why no step of the optimizer (with these tasks) is compiled, whatever its losses; empty if some are."""
+        reason = self._reason or self.optimizer._why_eager(tasks)
+        if self.optimizer._oracle_options.ranks.group is not None:
+            reason = "ranks exchange results in a step"
+        return reason
+
     def _why_eager(self, entry: Entry | None, sources: Sources) -> str:
-        why = self._reason or self.optimizer._why_eager(sources.tasks) or sources.why_eager()
+        why = self._why_always(sources.tasks) or sources.why_eager()
         code = _code(sources)
         if entry is None:  # a step that the host makes, with losses that may be known
             return why or next((own.reasons[code] for own in self._entries if code in own.reasons), "")
@@ -340,7 +347,7 @@ class CompiledSteps:
     def _entry(self, sources: Sources, update: bool) -> Entry | None:
         """Steps like the next one; None: they are the host's."""
         optimizer = self.optimizer
-        if self._reason or optimizer._why_eager(sources.tasks):
+        if self._why_always(sources.tasks):
             return None
         state, moves = optimizer._run_state, update and not optimizer._host_update
         own = optimizer._graph_key(state.steps, optimizer.numbers | sources.terms)
@@ -386,23 +393,20 @@ class CompiledSteps:
         yield from map(len, HOOKS)
 
     def _random_inputs(self) -> dict[str, Tensor]:
-        optimizer = self.optimizer
-        counts = optimizer._random_inputs()
-        if not counts:
-            return {}
-        agreed = partial(optimizer._oracle_options.ranks.agreed, device=optimizer.param_groups[-1]["params"][0].device)
-        return draw_random_inputs(counts, optimizer.generator, agreed)
+        counts = self.optimizer._random_inputs()
+        return draw_random_inputs(counts, self.optimizer.generator) if counts else {}
 
-    def _drawn(self, entry: Entry, sources: Sources, random: dict[str, Tensor] | None = None) -> Inputs | None:
+    def _drawn(self, entry: Entry, sources: Sources) -> Inputs | None:
         """What a step is given, drawn now; None, with a reason, if that is not known before the step."""
         optimizer, tasks = self.optimizer, sources.tasks
-        random = self._random_inputs() if random is None else random
-        if entry.whole is not None:
-            return Inputs(sources, {"whole": [entry.whole(tasks, random)]}, random)
-        if entry.draws is None:
+        if entry.whole is None and entry.draws is None:
             entry.draws = self._declared(entry, sources)
             if entry.draws is None:
                 return None
+        random = self._random_inputs()
+        if entry.whole is not None:
+            return Inputs(sources, {"whole": [entry.whole(tasks, random)]}, random)
+        assert entry.draws is not None
         if tasks is None:
             return Inputs(sources, draw(entry.draws, sources, random), random)
         return Inputs(sources, draw_tasks(entry.draws, tasks, optimizer.generator, random), random)
@@ -438,8 +442,8 @@ class CompiledSteps:
 
     # ------------------------------------------------------------------------------------------------ eager steps
 
-    def _eager(self, sources: Sources, update: bool, random: Mapping[str, Any]) -> Tensor:
-        """The step as it would be without compilation."""
+    def _eager(self, sources: Sources, update: bool, random: Mapping[str, Any] | None = None) -> Tensor:
+        """The step as it would be without compilation; ``random`` inputs are drawn unless they are at hand."""
         optimizer = self.optimizer
         transaction, oracle, groups = optimizer._open_step(sources.upper, sources.lower)
         with transaction:
@@ -449,13 +453,13 @@ class CompiledSteps:
             transaction.commit(optimizer._step_writes(oracle, results))
         return results.loss
 
-    def _first(self, entry: Entry | None, sources: Sources, update: bool, random: dict[str, Tensor]) -> Tensor:
+    def _first(self, entry: Entry | None, sources: Sources, update: bool) -> Tensor:
         """An eager step; if others like it are to be compiled, it shows how such steps draw."""
         if entry is None or sources.tasks is None:
-            loss = self._eager(sources, update, random)
+            loss = self._eager(sources, update)
         else:
             tasks = Recorded(sources.tasks)
-            loss = self._eager(Sources(sources.upper, sources.lower, tasks), update, random)
+            loss = self._eager(Sources(sources.upper, sources.lower, tasks), update)
             entry.whole = tasks.draws
         if entry is not None:
             entry.is_known = True
@@ -504,8 +508,6 @@ class CompiledSteps:
         return self._noted(results.loss, reason)
 
     def _require_compilable(self, oracle: Oracle) -> None:
-        if self.optimizer._oracle_options.ranks.group is not None:
-            raise Refused("ranks exchange results in a step")
         if oracle.sharded:
             raise Refused("parameters are sharded")
         if any(p._backward_hooks for p in (*oracle.live_x, *oracle.live_y)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from ..problem.vector import Vector, is_sharded
 from ..pytree import tree_map
 from .failures import exchange, report
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "text_of"]
 
 
 class Ranks:
@@ -76,31 +77,39 @@ class Ranks:
         pairs = zip(sums[: len(own)], sums[len(own) :], strict=True)
         return [i for i, (total, squares) in enumerate(pairs) if total * total != self.world * squares]
 
-    def require_equal(self, options: Mapping[str, Any]) -> None:
-        """Raise ValueError, on all ranks, unless all of them have these options.
+    def begin(self, options: Mapping[str, str], known: bool) -> bool:
+        """Begin a step on all ranks; return whether every rank knows that all began with the same parameters.
+
+        One exchange of three numbers, whatever the options are.
 
         Args:
-            options: what decides about a step, by name.
+            options: texts of what decides about a step, by name.
+            known: whether this rank knows it.
+
+        Raises:
+            RankError: if another rank has failed.
+            ValueError: on all ranks, if their options are not the same.
         """
-        if self.group is not None and not self._equal(_number(options)):
-            self._refuse(options)
+        if self.group is None:
+            return known
+        text = json.dumps(options, sort_keys=True)
+        number = zlib.crc32(text.encode()) & 0xFFFFFF  # 24 bits, whose squares can be summed
+        own = torch.tensor([int(not known), number, number * number], device=_device_of(self.group))
+        unknown, total, squares = exchange(self.group, "sum", own).tolist()
+        if total * total != self.world * squares:
+            raise ValueError(_refusal([json.loads(one) for one in self._gathered(text)]))
+        return not unknown
 
-    def _equal(self, number: int) -> bool:
-        """Whether a number of 24 bits is that of all ranks."""
-        own = torch.tensor([number, number * number], device=_device_of(self.group))
-        total, squares = exchange(self.group, "sum", own).tolist()
-        return bool(total * total == self.world * squares)
-
-    def _refuse(self, options: Mapping[str, Any]) -> None:
-        """Say which options are not those of all ranks, each of which has found that some are not."""
-        names = sorted(options)
-        differing = ["the methods, or the parameter groups"]
-        if self._equal(_number(names)):
-            differing = [name for name in names if not self._equal(_number(options[name]))]
-        raise ValueError(
-            f"the ranks of process_group have different options: {', '.join(differing)}; each would make steps of its "
-            "own, so give all ranks the same, and change learning rates on all of them alike"
-        )
+    def _gathered(self, text: str) -> list[str]:
+        """The texts of all ranks."""
+        own, device = text.encode(), _device_of(self.group)
+        sizes = torch.zeros(self.world, dtype=torch.int64, device=device)
+        sizes[self.rank] = len(own)
+        counts = exchange(self.group, "sum", sizes).tolist()
+        table = torch.zeros(self.world, max(counts), dtype=torch.uint8, device=device)
+        table[self.rank, : len(own)] = torch.tensor([*own], dtype=torch.uint8, device=device)
+        exchange(self.group, "sum", table.view(-1))
+        return [bytes(row[:count]).decode() for row, count in zip(table.tolist(), counts, strict=True)]
 
     def same(self, vector: Vector) -> Vector:
         """The vector that the first rank has, written into this one."""
@@ -109,26 +118,19 @@ class Ranks:
                 t.copy_(exchange(self.group, "first", t.reshape(-1).clone()).view_as(t))
         return vector
 
-    def conclude(self, device: torch.device, flag: bool, options: Mapping[str, Any]) -> bool:
+    def conclude(self, device: torch.device, flag: bool) -> bool:
         """The end of a step, which is one on all ranks or on none; gives whether the flag is up on any of them.
 
         Args:
             device: of the step.
             flag: what this rank has found.
-            options: what decides about a step, by name.
 
         Raises:
             RankError: if another rank has failed.
-            ValueError: if the options are not the same on all ranks.
         """
         if self.group is None:
             return flag
-        number = _number(options)
-        own = torch.tensor([int(flag), number, number * number], device=device)
-        flags, total, squares = exchange(self.group, "sum", own).tolist()
-        if total * total != self.world * squares:
-            self._refuse(options)
-        return bool(flags)
+        return bool(exchange(self.group, "sum", torch.tensor([int(flag)], device=device)).item())
 
     def failed(self, error: BaseException) -> None:
         """The end of a step on all ranks, because it has failed on this one."""
@@ -153,10 +155,40 @@ class Ranks:
         return self.rank + self.world * index
 
 
-def _number(value: Any) -> int:
-    """A number of 24 bits that follows from a value's text."""
-    text = sorted(value.items()) if isinstance(value, Mapping) else value
-    return zlib.crc32(repr(text).encode()) & 0xFFFFFF
+def text_of(value: Any) -> str:
+    """Text of an option, equal on all ranks for equal options; of functions and other objects only their type."""
+    if isinstance(value, Tensor):
+        return repr(value.item()) if value.numel() == 1 else f"tensor of shape {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{text_of(name)}: {text_of(v)}' for name, v in value.items()))}}}"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(text_of, value))})"
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return repr(value)
+    return value.__qualname__ if isinstance(value, type) else type(value).__qualname__
+
+
+def _refusal(ranks: Sequence[Mapping[str, str]]) -> str:
+    """The message about options, by name, that are not the same on all ranks."""
+    first, names = ranks[0], sorted({name for options in ranks for name in options})
+    differing = {name: [options.get(name) for options in ranks] for name in names}
+    differing = {name: values for name, values in differing.items() if len({*values}) > 1}
+    if "method" in differing:  # and so all the rest
+        differing = {"method": differing["method"]}
+    said = []
+    for name, values in differing.items():
+        if any(name.endswith(f" of {other}") for other in differing):  # an option of something that itself differs
+            continue
+        rank = next(rank for rank, value in enumerate(values) if value != first.get(name))
+        said.append(f"{name} ({_shortened(values[0])} on rank 0, {_shortened(values[rank])} on rank {rank})")
+    return (
+        f"the ranks of process_group have different options: {', '.join(said)}; each would make steps of its own, so "
+        "give all ranks the same, and change learning rates on all of them alike"
+    )
+
+
+def _shortened(text: str | None) -> str:
+    return "none" if text is None else text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _device_of(group: Any) -> torch.device:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.optim import SGD, Optimizer
 
-from ..distributed.ranks import Ranks
+from ..distributed.ranks import Ranks, text_of
 from ..errors import warn
 from ..hypergradient import Estimate
 from ..hypergradient.estimate import measured
@@ -63,6 +63,12 @@ from .transaction import Transaction, Write, undo_of, writes_of, writes_of_updat
 
 Result = TypeVar("Result")
 KEPT = 1 << 16  # entries of vectors that are kept for diagnostics, which most steps are not asked for
+PLAIN = (bool, int, float, str, tuple, type(None))
+# Arguments that ranks may have of their own, or that are compared as something else: groups, and what factories make.
+NOT_COMPARED = (
+    "upper", "lower", "lr", "lower_lr", "upper_optimizer", "lower_optimizer", "process_group", "state_device",
+    "vectorize",
+)  # fmt: skip
 
 NO_GRADIENT = """step() without losses moves x by its .grad, but no upper parameter has one. A step is one of
 
@@ -125,7 +131,8 @@ class BilevelOptimizer(Optimizer, ABC):
         lower_init: with tasks, a function of the drawn tasks that returns where their lower solves start: the tensors
             of y, each with a leading dimension for the tasks. Default: the live y.
         process_group: average all oracles over the ranks of this ``torch.distributed`` group, each of which has its own
-            part of the data and the same parameters, which is looked at in the first step. Default: None.
+            part of the data, the same parameters (compared in the first step) and the same options (compared at the
+            beginning of each step). Default: None.
 
     Attributes:
         oracle_counts: cumulative number of ``upper_grad``, ``lower_grad``, ``hvp``, ``jvp`` and ``loss`` evaluations,
@@ -145,6 +152,7 @@ class BilevelOptimizer(Optimizer, ABC):
     _joined: ClassVar[Mapping[str, Callable[[Tensor], Tensor]]] = {}  # how diagnostics of parts of the tasks become one
     _estimate_reads: tuple[str, ...] | None = None  # names of what it reads of what is remembered of x; None: of all
     _difference_step: str | None = None  # the hyper-parameter that differences in the hypergradient are divided by
+    _arguments: Mapping[str, str] = MappingProxyType({})  # texts of those that decide about steps over ranks
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -156,9 +164,14 @@ class BilevelOptimizer(Optimizer, ABC):
         """As for any class, but that a missing or unknown argument is one of the method, not of a base class."""
         if arguments or options:  # copies are made without
             try:
-                cls.__signature__.bind(*arguments, **options)  # type: ignore[attr-defined]
+                bound = cls.__signature__.bind(*arguments, **options)  # type: ignore[attr-defined]
             except TypeError as error:
                 raise wrong_arguments(cls, error, arguments, options, methods().values()) from None
+            if options.get("process_group") is not None:
+                bound.apply_defaults()
+                made = super().__new__(cls)
+                made._arguments = {name: text_of(v) for name, v in bound.arguments.items() if name not in NOT_COMPARED}
+                return made
         return super().__new__(cls)
 
     def __init__(
@@ -535,7 +548,6 @@ class BilevelOptimizer(Optimizer, ABC):
         groups = groups or by_level(self.param_groups)
         x, y = tensors_of(groups["upper"], "upper"), tensors_of(groups["lower"], "lower")
         session = self._run_state.session(self._oracle_options)
-        session.require_alike(x, y, lambda: names_of(self.param_groups), self._decisive)
         return Oracle(x, y, f, g, names=lambda: names_of(self.param_groups), session=session)
 
     # ------------------------------------------------------------------------------------------------ one step
@@ -554,22 +566,38 @@ class BilevelOptimizer(Optimizer, ABC):
         return results.loss
 
     def _open_step(self, upper: Loss | None, lower: Loss | None) -> tuple[Transaction, Oracle, Groups]:
-        """The two losses at the present point, and a block that leaves everything as it was if a step of them fails."""
-        groups = by_level(self.param_groups)
-        oracle = self._oracle(upper, lower, groups=groups)
-        return Transaction(self.generator, oracle, self._run_state.buffers, self._decisive), oracle, groups
+        """The two losses at the present point, and a block that leaves everything as it was if a step of them fails.
 
-    def _decisive(self) -> dict[str, Any]:
-        """What decides about a step beside losses, data and values, by name."""
-        plain = (bool, int, float, str, tuple, type(None))
-        found = {name: v for name, v in vars(self).items() if isinstance(v, plain) and not name.startswith("_")}
+        Ranks compare here what decides about the step; one that differs ends it on all of them.
+        """
+        ranks, groups = self._oracle_options.ranks, by_level(self.param_groups)
+        try:
+            oracle = self._oracle(upper, lower, groups=groups)
+            options = {} if ranks.group is None else self._decisive(groups)
+        except BaseException as error:
+            ranks.failed(error)
+            raise
+        oracle.session.begin(oracle.live_x, oracle.live_y, lambda: names_of(self.param_groups), options)
+        return Transaction(self.generator, oracle, self._run_state.buffers), oracle, groups
+
+    def _decisive(self, groups: Groups) -> dict[str, str]:
+        """Texts of what decides about a step beside losses, data and values, by name."""
+        found: dict[str, Any] = {"method": type(self), "steps made": self._run_state.steps}
+        for name, value in vars(self).items():
+            if name in self._arguments or (isinstance(value, PLAIN) and not name.startswith("_")):
+                found[name] = value
         for i, group in enumerate(self.param_groups):
-            entries = {
-                name: value for name, value in group.items() if isinstance(value, plain) and name != "param_names"
-            }
-            entries["shapes"] = tuple(tuple(p.shape) for p in group["params"])
-            found |= {f"{name} of group {i}": value for name, value in entries.items()}
-        return {**found, "method": type(self).__name__, "steps made": self._run_state.steps}
+            entries = {name: v for name, v in group.items() if name not in ("params", "param_names", "level", OWN)}
+            entries["shapes"] = [tuple(p.shape) for p in group["params"] if p.requires_grad]
+            found |= {f"group {i}": group["level"], **{f"{name} of group {i}": v for name, v in entries.items()}}
+        moved = self.declared.lower_optimizer != "none"
+        for level, rules in (("upper", self._upper_rules), ("lower", self._rules if moved else None)):
+            kind, options = (None, []) if rules is None else rules.described(groups[level])
+            found[f"{level}_optimizer"] = kind
+            for name in options[0] if options else ():
+                values = [own.get(name) for own in options]
+                found[f"{name} of {level}_optimizer"] = values if len(values) > 1 else values[0]
+        return {**self._arguments, **{name: text_of(value) for name, value in found.items()}}
 
     def _step_inputs(
         self, oracle: Oracle, groups: Groups, random_inputs: Mapping[str, Any] | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from traceback import clear_frames
 from typing import Any, Self
@@ -37,13 +37,12 @@ class Transaction:
         generator: of the optimizer.
         oracle: of the step; None for an update from ``.grad``.
         buffers: module buffers that evaluations change.
-        decisive: gives what decides about a step, by name, which is compared over the ranks.
         device: of the parameters, without an oracle.
         alone: other ranks take no part in it.
     """
 
     __slots__ = (
-        "_accepted", "_before", "_buffers", "_concluded", "_data", "_decisive", "_device", "_generator", "oracle",
+        "_accepted", "_before", "_buffers", "_concluded", "_data", "_device", "_generator", "oracle",
     )  # fmt: skip
 
     def __init__(
@@ -51,11 +50,9 @@ class Transaction:
         generator: torch.Generator | None,
         oracle: Oracle | None = None,
         buffers: Buffers | None = None,
-        decisive: Callable[[], Mapping[str, Any]] = dict,
         device: torch.device = CPU,
         alone: bool = False,
     ) -> None:
-        self._decisive = decisive
         self.oracle, self._generator, self._accepted, self._concluded = oracle, generator, False, alone
         self._buffers = None if buffers is None or buffers.constant else buffers.kept_on_failure()
         self._device = device if oracle is None else oracle.device
@@ -91,8 +88,7 @@ class Transaction:
         """All ranks have come so far, and from here on evaluate copies of y in one way; else the step ends on all."""
         assert self.oracle is not None
         found, ranks = self.oracle.session.found, self.oracle.session.options.ranks
-        options = {} if ranks.group is None else self._decisive()
-        if ranks.conclude(self.oracle.device, found.fallback is not None, options) and found.fallback is None:
+        if ranks.conclude(self.oracle.device, found.fallback is not None) and found.fallback is None:
             found.fallback = "another rank could not vectorise the losses"
         self._concluded = True
 

@@ -185,18 +185,12 @@ class Session:
 
     # ------------------------------------------------------------------------------------------------ first looks
 
-    def require_alike(
-        self,
-        x: Sequence[Tensor],
-        y: Sequence[Tensor],
-        names: Callable[[], Sequence[str]],
-        decisive: Callable[[], Mapping[str, Any]],
+    def begin(
+        self, x: Sequence[Tensor], y: Sequence[Tensor], names: Callable[[], Sequence[str]], options: Mapping[str, str]
     ) -> None:
-        """At the first step, raise on all ranks unless they have the same options and parameters."""
-        if self.found.alike:
+        """Raise on all ranks unless they have the same options and, at the first step, the same parameters."""
+        if self.options.ranks.begin(options, self.found.alike):
             return
-        if self.options.ranks.group is not None:
-            self.options.ranks.require_equal(decisive())
         differing = self.options.ranks.differing([*x, *y])
         if differing:
             called = [f"{'upper' if i < len(x) else 'lower'} parameter {names()[i]}" for i in differing[:3]]

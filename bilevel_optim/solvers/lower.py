@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 Factory = Callable[[Any], Optimizer]
+Described = tuple[type[Optimizer], list[dict[str, Any]]]
 Gradient = Callable[[Vector], tuple[Tensor | None, Vector]]  # y -> g (None if nobody asks for it), its gradient
 
 # Optimizers that do not treat every entry alone, and so would mix stacked copies.
@@ -362,6 +363,23 @@ class LowerRules:
     def __init__(self, factory: Factory, limits: Limits | None = None) -> None:
         self._factory, self._limits = factory, limits
         self._made: list[LowerRule] = []
+        self._described: tuple[int, Described] | None = None
+
+    def described(self, groups: Sequence[dict[str, Any]]) -> Described:
+        """Class of the optimizer, and for each group its options that the group itself does not hold.
+
+        Found once, from an optimizer that is made for parameters of one entry.
+        """
+        if self._described is None or self._described[0] != len(groups):
+            ones = [[torch.zeros(1, 1, device="cpu", requires_grad=True) for _ in group["params"]] for group in groups]
+            pairs = zip(ones, groups, strict=True)
+            made = self._factory([{"params": own, **_options(group)} for own, group in pairs])
+            options = [
+                {name: value for name, value in own.items() if name not in (*_OURS, *group)}
+                for own, group in zip(getattr(made, "param_groups", ()), groups, strict=False)
+            ]  # what is wrong with it is said where it is made for a step
+            self._described = len(groups), (type(made), options)
+        return self._described[1]
 
     @property
     def made(self) -> Sequence[LowerRule]:

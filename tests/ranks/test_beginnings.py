@@ -1,4 +1,7 @@
-"""Ranks that begin with different parameters, and ranks that draw different amounts."""
+"""Ranks that begin with different parameters, options or optimizers, and ranks that draw different amounts."""
+
+import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -53,25 +56,96 @@ CHANGES = {
 }
 
 
+# What the second rank has of its own, and what is said of it.
+OPTIMIZERS = {
+    "lower_optimizer (SGD on rank 0, Adam on rank 1);": {"lower_optimizer": torch.optim.Adam},
+    "lower_optimizer (SGD on rank 0, LBFGS on rank 1);": {"lower_optimizer": torch.optim.LBFGS},
+    "momentum of lower_optimizer (0 on rank 0, 0.9 on rank 1);": {
+        "lower_optimizer": partial(torch.optim.SGD, momentum=0.9)
+    },
+    "upper_optimizer (None on rank 0, Adam on rank 1);": {"upper_optimizer": torch.optim.Adam},
+    "hvp ('exact' on rank 0, 'finite-difference' on rank 1);": {"hvp": "finite-difference"},
+    "lower_clip (None on rank 0, 1.0 on rank 1);": {"lower_clip": 1.0},
+}
+
+
+def aid(**options):
+    problem = Quadratic(n=4, m=2)
+    given = {"lr": 0.1, "lower_lr": 0.1, "lower_steps": 2, **options}
+    return problem, bo.AID(problem.x, problem.y, process_group=dist.group.WORLD, **given)
+
+
+def error_of(problem, optimizer):
+    """What a step raises, if anything; then it changes nothing."""
+    before = values(problem.x, problem.y)
+    try:
+        problem.run(optimizer)
+        return None
+    except (ValueError, bo.RankError, TypeError) as error:
+        assert same(before, values(problem.x, problem.y))
+        return str(error)
+
+
+def differing_optimizers(rank):
+    """What is said where one rank has an optimizer, or an argument, of its own."""
+    upper = {"upper_optimizer": partial(torch.optim.Adam, betas=(0.5 if rank == 1 else 0.9, 0.9))}
+    return [error_of(*aid(**options if rank == 1 else {})) for options in OPTIMIZERS.values()], error_of(*aid(**upper))
+
+
+def adapting(rank):
+    """One rank adapts before the first step, by itself; then all make steps."""
+    problem, optimizer = aid()
+    if rank == 1:
+        found = optimizer.adapt(problem.lower)
+        assert not same(found, problem.y)
+    return [error_of(problem, optimizer), *values(problem.x, problem.y)]
+
+
+def changing(rank):
+    """An option changes on one rank during a run, and back; one rank calls a step wrongly."""
+    problem, optimizer = aid(lower_steps=3)
+    said = [error_of(problem, optimizer)]
+    for steps in (5, 3):
+        optimizer.lower_steps = steps if rank == 1 else 3
+        said.append(error_of(problem, optimizer))
+    try:
+        optimizer.step(problem.upper, "no loss" if rank == 1 else problem.lower)
+    except (TypeError, bo.RankError) as error:
+        said.append(f"{type(error).__name__}: {error}")
+    return [*said, error_of(problem, optimizer)]
+
+
+def compiled(rank):
+    """Steps over ranks are not compiled, which is said at once; options are compared before anything is drawn."""
+    problem = Quadratic(n=4, m=2)
+    options = {"lr": 0.1, "lower_lr": 0.1, "lower_steps": 2, "directions": 4}
+    optimizer = bo.PZOBO(problem.x, problem.y, process_group=dist.group.WORLD, **options)
+    assert optimizer._random_inputs()
+    said = []
+    try:
+        optimizer.compile(fullgraph=True)
+    except RuntimeError as error:
+        said.append(str(error))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.compile()
+    assert len(caught) == 1
+    optimizer.directions = 5 if rank == 1 else 4
+    said += [str(caught[0].message), error_of(problem, optimizer)]
+    optimizer.directions = 4
+    return [*said, error_of(problem, optimizer), optimizer.diagnostics["compile_fallback"]]
+
+
 def differing_options(rank):
     """What is said where one rank has another option, from the beginning or later; the last runs have none."""
     said, group = [], dist.group.WORLD
 
     def tried(problem, optimizer):
-        before = values(problem.x, problem.y)
-        try:
-            problem.run(optimizer)
-            said.append(None)
-        except ValueError as error:
-            said.append(str(error))
-            assert same(before, values(problem.x, problem.y))
+        said.append(error_of(problem, optimizer))
 
     for options in [*CHANGES.values(), {}]:
-        problem = Quadratic(n=4, m=2)
-        given = {"lr": 0.1, "lower_lr": 0.1, "lower_steps": 2, **(options if rank == 1 else {})}
-        tried(problem, bo.AID(problem.x, problem.y, process_group=group, **given))
-    problem = Quadratic(n=4, m=2)
-    optimizer = bo.AID(problem.x, problem.y, process_group=group, lr=0.1, lower_lr=0.1, lower_steps=2)
+        tried(*aid(**options if rank == 1 else {}))
+    problem, optimizer = aid()
     for rate in (None, 0.3, 0.1):
         if rate is not None and rank == 1:
             optimizer.param_groups[1]["lr"] = rate
@@ -81,22 +155,66 @@ def differing_options(rank):
     return said
 
 
-def both(rank):
-    return [differing(rank), uneven(), differing_options(rank)]
+def everything(rank):
+    """All of it, by processes that are started once."""
+    found = {"options": differing_options(rank), "parameters": differing(rank), "uneven": uneven()}
+    for case in (differing_optimizers, adapting, changing, compiled):
+        found[case.__name__] = case(rank)
+    return found
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_ranks_that_differ(world, tmp_path):
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def results(request, tmp_path_factory):
+    """What each rank found."""
+    return together(request.param, tmp_path_factory.mktemp("ranks"), everything)
+
+
+def test_ranks_with_other_optimizers_are_refused(results):
+    """They drifted apart."""
+    for found in results.values():
+        said, betas = found["differing_optimizers"]
+        for message, expected in zip(said, OPTIMIZERS, strict=True):
+            assert f"process_group have different options: {expected}" in message
+        assert "options: betas of upper_optimizer ((0.9, 0.9) on rank 0, (0.5, 0.9) on rank 1);" in betas
+
+
+def test_a_rank_adapts_by_itself(results):
+    """Before the first step it waited for the others, and then the process ended."""
+    for found in results.values():
+        error, *parameters = found["adapting"]
+        assert error is None
+        assert same(parameters, results[0]["adapting"][1:])
+
+
+def test_an_option_that_changes_on_one_rank_is_named(results):
+    """A rank that made more lower steps than the others ended the process."""
+    for rank, found in results.items():
+        first, changed, again, wrong, last = found["changing"]
+        assert "process_group have different options: lower_steps (3 on rank 0, 5 on rank 1);" in changed
+        assert first is again is last is None
+        assert wrong.startswith("TypeError" if rank == 1 else "RankError: rank 1 failed: TypeError")
+
+
+def test_steps_over_ranks_are_not_compiled(results):
+    for found in results.values():
+        full, warning, differs, after, reason = found["compiled"]
+        assert reason == "ranks exchange results in a step"
+        assert reason in full
+        assert reason in warning
+        assert "directions (4 on rank 0, 5 on rank 1)" in differs
+        assert after is None
+
+
+def test_ranks_that_differ(results):
     """Ranks with other parameters ran on; those with more tasks were ahead, and then saw other tasks than the rest."""
-    results = together(world, tmp_path, both)
-    for rank in range(world):
-        said, ends, options = results[rank]
+    for found in results.values():
+        said, ends, options = found["parameters"], found["uneven"], found["options"]
         *first, none, before, changed, again, methods = options
         for message, name in zip([*first, changed], [*CHANGES, "lr of group 1"], strict=True):
-            assert f"process_group have different options: {name}; each would make" in message
+            assert f"process_group have different options: {name} (" in message
         assert none is before is again is None
-        assert "different options: the methods, or the parameter groups;" in methods
+        assert "different options: method (FirstOrder on rank 0, AID on rank 1); each would make" in methods
         for message, level in zip(said, ("upper", "lower"), strict=True):
             assert f"process_group hold different values of {level} parameter 0, so" in message
         for row in DRAWING:
-            assert same(results[0][1][row.name], ends[row.name]), row.name
+            assert same(results[0]["uneven"][row.name], ends[row.name]), row.name
