@@ -35,8 +35,6 @@ def reason_of(error: BaseException) -> str:
     first = text.splitlines()[0].removeprefix(f"{Refused.__name__}: ") if text else type(error).__name__
     if "side effects" in first:
         first = CHANGES + _changed(text)
-    elif "recompile limit" in text or "recompile_limit" in first:
-        first = "what a loss reads keeps changing, each time to another value"
     elif "Generator" in text and "random numbers" not in first:
         first = "a loss draws random numbers (of a generator)"
     elif "UnspecializedPythonVariable" in text or "qualname: Random." in text:

@@ -63,6 +63,7 @@ NOT_IN_KEY = ("lr", "initial_lr", "param_names", OWN)  # of a group; rates are t
 HOOKS = (module._global_forward_hooks, module._global_forward_pre_hooks)  # for all modules; Dynamo has no guard on them
 CHECKED_EVERY = 4096  # uses after which what is compiled is compared again, at the latest
 MOST = 16  # programs of an optimizer; other steps run eagerly
+MOST_ALIKE = 8  # of these for data of one form: as many as torch.compile makes of a function
 FULL = f"there are {MOST} graphs, and none is for data of these shapes and constants"
 PATIENCE = 8  # steps in a row that are like none before, after which no more are expected to be
 FIRST, AT_RISK = 64, 0.5  # such steps in a chain at the beginning; seconds that one may take, which an interrupt undoes
@@ -108,6 +109,7 @@ class Compiled:
     Attributes:
         known: calls what was compiled, where its guards hold; raises `_Unread` elsewhere.
         read: the same, and compiles where they do not.
+        made: compilations.
     """
 
     def __init__(self, pure: PureStep, settings: Settings, constant: bool) -> None:
@@ -125,6 +127,7 @@ class Compiled:
         self.read: Callable[..., Any] = torch.compile(
             own, fullgraph=True, dynamic=False if constant else None, backend=backend, options=options
         )
+        self.made = 0
         self.constant, self._live = constant, [*pure.live_x, *pure.live_y, *pure.buffers]
         self._chains: list[tuple[Program, Chain | None]] = []
 
@@ -578,6 +581,8 @@ class CompiledSteps:
         assert entry.pure is not None
         form = _form(given)
         known = next((compiled for own, compiled in entry.compiled if own == form), None)
+        if known is not None and known.made >= MOST_ALIKE:
+            raise Refused("what a loss reads keeps changing, each time to another value")
         compiled = known or Compiled(entry.pure, self.settings, constant=False)
         try:
             results = self._made(entry.pure, compiled, given)
@@ -586,6 +591,7 @@ class CompiledSteps:
                 raise
             compiled = Compiled(entry.pure, self.settings, constant=True)
             results = self._made(entry.pure, compiled, given)
+        compiled.made += 1
         entry.compiled = [(form, compiled), *(pair for pair in entry.compiled if pair[0] != form)]
         entry.count, entry.uses = entry.count + 1, 1
         return results
