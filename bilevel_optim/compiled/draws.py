@@ -164,11 +164,11 @@ class GivenData:
 
     def has(self, source: str) -> bool:
         """Whether something is left of it."""
-        return bool(self._left.get(source))
+        return len(self._left.get(source, ())) > 0
 
     def require_used(self) -> None:
         """Raise unless everything was asked for."""
-        if any([bool(found) for found in self._left.values()]):
+        if any([len(found) > 0 for found in self._left.values()]):
             raise RuntimeError(OTHERS)
 
     @property

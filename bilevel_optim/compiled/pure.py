@@ -125,7 +125,7 @@ class PureStep:
             counts=dict.fromkeys(COUNTERS, 0),
             checks=Checks(),
             gathered=Gathered(),
-            buffers_skipped=bool(self.buffers),
+            buffers_skipped=len(self.buffers) > 0,
             reached=set(),
             warned=set(),
             trend=LowerTrend(),

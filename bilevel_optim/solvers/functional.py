@@ -113,7 +113,7 @@ def _adam(optimizer: Any, groups: Any, y: Vector, memory: Memory, gradient: Vect
         raise NotImplementedError(f"{optimizer.kind.__name__} has no differentiable form")
     values, kept = [], []
     for group, value, state, slope in zip(groups, y, memory, gradient, strict=True):
-        begun = bool(state)
+        begun = len(state) > 0
         count = state[COUNT].to(torch.float64) if begun else torch.zeros((), dtype=torch.float64)
         first, second = (state[n].clone() if begun else torch.zeros_like(value) for n in ("exp_avg", "exp_avg_sq"))
         largest = [state["max_exp_avg_sq"].clone() if begun else torch.zeros_like(value)] if group["amsgrad"] else []
