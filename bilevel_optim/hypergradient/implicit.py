@@ -18,16 +18,17 @@ from .estimate import Estimate
 __all__ = ["implicit", "watched"]
 
 INDEFINITE = (
-    "the lower Hessian is not positive definite at the current point (conjugate gradients met non-positive curvature "
-    "and kept their last iterate), so the hypergradient is not reliable. Solve the system by MINRES "
-    "(linear_solver='minres' of AID; 'auto' changes to it), add damping, regularise the lower loss, or use a "
-    "first-order method"
+    "the lower Hessian is not positive definite at the current point (conjugate gradients met non-positive curvature, "
+    "stopped there and kept the iterate with the smallest residual), so the hypergradient is not reliable. Add damping "
+    "(damping=, a little above the most negative eigenvalue's size), regularise the lower loss, solve the system by "
+    "MINRES (linear_solver='minres' of AID; 'auto' changes to it), or use a first-order method"
 )
 DIVERGING = (
     "the linear system of the implicit hypergradient is not solved but diverges: its residual is larger than the "
-    "right-hand side (see diagnostics['linear_relative_residual']). A Neumann series or a fixed point needs a "
-    "linear_lr (by default the lower learning rate) below 2 / L, L the largest eigenvalue of the lower Hessian, and no "
-    "negative one; conjugate gradients need more linear_steps, or damping"
+    "right-hand side (see diagnostics['linear_relative_residual']), or conjugate gradients stopped because it grew "
+    "tenfold. A Neumann series or a fixed point needs a linear_lr (by default the lower learning rate) below 2 / L, L "
+    "the largest eigenvalue of the lower Hessian, and no negative one; conjugate gradients need damping, or more "
+    "linear_steps"
 )
 
 

@@ -182,8 +182,8 @@ class _Points:
             problem.checks.finite("hvp", result.solution)
             problem.checks.alert(
                 "indefinite",
-                "the lower Hessian is not positive definite at a point of the path (conjugate gradients kept their "
-                "last iterate), so the hypergradient is not reliable",
+                "the lower Hessian is not positive definite at a point of the path (conjugate gradients stopped there "
+                "and kept the iterate with the smallest residual), so the hypergradient is not reliable",
                 result.indefinite.any(),
             )
             return result.solution, torch.full((), torch.nan, device=problem.device)

@@ -23,6 +23,7 @@ __all__ = ["LinearSolution", "cg", "fixed_point", "minres", "neumann", "neumann_
 
 Product = Callable[[Vector], Vector]
 ORDINARY = (1e-4, 1e4)  # norms whose squares are numbers of float32, also when the solve has made them small
+GROWTH = 100  # of the squared residual: a solve whose residual has grown tenfold is lost
 
 
 class LinearSolution(NamedTuple):
@@ -35,8 +36,9 @@ class LinearSolution(NamedTuple):
         iterations: iterations that changed v, a scalar integer tensor.
         indefinite: whether a direction p with p'Hp <= 0 was met (CG only), a scalar boolean tensor.
         relative: the residual relative to the norm of b, a scalar tensor. None: not known.
-        diverged: whether the residual is larger than b and than it was at the start (for CG, whose residual may grow
-            on its way, ten times as large), a scalar boolean tensor. None: not known.
+        diverged: whether the residual is larger than b and than it was at the start, a scalar boolean tensor. For CG,
+            whose residual may grow on its way: whether it had grown tenfold, to more than b, so that v is an earlier
+            iterate. None: not known.
     """
 
     solution: Vector
@@ -60,15 +62,20 @@ def cg(
 ) -> LinearSolution:
     r"""Conjugate gradients for :math:`(H + \delta I) v = b`, H symmetric positive definite.
 
-    Stops, keeping the last iterate, when the residual is at most ``tol * ||b||`` or ``atol``, when it has reached the
-    rounding level of the dtype (further iterations only collect rounding errors), or when a direction of non-positive
-    curvature shows that H is not positive definite. On an accelerator these tests stay on the device; the host looks
-    at them every tenth iteration, and only if a tolerance is positive.
+    Stops, keeping the last iterate, when the residual is at most ``tol * ||b||`` or ``atol``, or when it has reached
+    the rounding level of the dtype (further iterations only collect rounding errors). On an accelerator these tests
+    stay on the device; the host looks at them every tenth iteration, and only if a tolerance is positive.
+
+    If H is not positive definite, iterates can explode. CG stops before a direction of non-positive curvature, and
+    where the residual is larger than b and ten times the smallest one so far. It then returns the iterate with the
+    smallest residual, but never the start: if the first direction r has non-positive curvature, or all iterates have
+    residuals above ten times b, it returns the start plus :math:`r\,\|r\| / \|H r\|`. If no stop was needed, it
+    returns the last iterate unless its residual is above ten times b.
 
     Args:
         product: v -> H v.
         b: right-hand side.
-        start: where to start. Default: zero, which saves one product.
+        start: where to start; zero is taken instead if its residual is smaller. Default: zero, which saves one product.
         steps: largest number of iterations; one product each.
         tol: relative tolerance of the residual. Default: 0.
         atol: absolute tolerance of the residual. Default: 0.
@@ -82,8 +89,8 @@ def cg(
         ((tensor([1.0000, 0.5000]),), 2)
     """
     right, apply = Vector(b), partial(_damped, product, damping=damping)
-    v, r = (right.zeros_like(), right) if start is None else (Vector(start), right - apply(Vector(start)))
     one_here = right[0].is_cpu and not lanes and not any_sharded(right) and _host_looks(right[0])
+    v, r = _begun(apply, right, start, lanes, read=one_here)
     unit, looked_at = _unit(r, lanes, read=one_here), max(tol, atol)
     if unit is not None:
         inverse = 1 / unit
@@ -99,6 +106,33 @@ def cg(
     if unit is None:
         return found
     return found._replace(solution=found.solution.times(unit), residual=found.residual * unit)
+
+
+def _begun(
+    apply: Product, b: Vector, start: Sequence[Tensor] | None, lanes: bool, *, read: bool = False
+) -> tuple[Vector, Vector]:
+    """Return the first iterate and its residual: the start, or zero where that has a smaller residual.
+
+    The residuals are compared on the host if they may be ``read``.
+    """
+    if start is None:
+        return b.zeros_like(), b
+    v = Vector(start)
+    r = b - apply(v)
+    if read:
+        return (v, r) if float(r.norm()) <= float(b.norm()) else (b.zeros_like(), b)
+    useful = r.lane_norm() <= b.lane_norm() if lanes else r.norm() <= b.norm()
+    return _where(useful, v, b.zeros_like()), _where(useful, r, b)
+
+
+def _where(condition: bool | Tensor, a: Vector, b: Vector) -> Vector:
+    """Choose one of two vectors, for each lane if the condition has lanes."""
+    if not isinstance(condition, Tensor):
+        return a if condition else b
+    # Lists, not generators: of those Dynamo makes an empty tuple where the vector leaves the graph.
+    if not condition.dim():
+        return Vector([torch.where(condition, t, u) for t, u in zip(a, b, strict=True)])
+    return Vector([torch.where(condition.view(-1, *[1] * (t.dim() - 1)), t, u) for t, u in zip(a, b, strict=True)])
 
 
 def _unit(r: Vector, lanes: bool, *, read: bool) -> Any:
@@ -128,24 +162,40 @@ def _cg(
     apply: Product, b: Vector, v: Vector, r: Vector, stop: _Stop, algebra: Algebra, step: Callable[..., Any]
 ) -> LinearSolution:
     """The loop from v, whose residual is r; ``step`` makes what follows each product."""
-    dot, _, where = algebra
+    dot, add, where = algebra
     square = dot(b, b)
-    rr = largest = square
-    if r is not b:
-        rr = dot(r, r)
-        largest = where(rr > square, rr, square)
+    rr = square if r is b else dot(r, r)
     rounding, given = max(stop.tol, torch.finfo(b[0].dtype).eps) ** 2 * square, stop.atol**2
     floor, p = where(rounding > given, rounding, given), r
     active = rr > floor
-    iterations, indefinite = 0 * active, active & False
+    iterations, indefinite, diverged = 0 * active, active & False, active & False
+    best, best_rr, least = v, rr, rr
     for k in range(stop.steps):
         if _seen_done(active, k, stop.looked_at):
             break
-        v, r, p, rr, negative = step(v, r, p, apply(p), rr, active)
+        hp = apply(p)
+        if k == 0:
+            # Where no iterate of CG can be kept, v must neither stay at zero, for then the hypergradient has no cross
+            # term and x does not move, nor explode: ||r||^2 / |r'Hr| does where r'Hr is near zero. The step
+            # r ||r|| / ||Hr|| is along r, at most ||r|| over the smallest |eigenvalue| long, and its residual is at
+            # most 2 ||r||. If H is positive definite, CG's own first step may lift the residual and still be better.
+            length = rr**0.5 * _inverse_norm(hp, algebra)
+            best, rest = add(v, r, length), add(r, hp, -length)
+            best_rr = dot(rest, rest)
+        v, r, p, rr, negative = step(v, r, p, hp, rr, active)
         active = active ^ negative
         iterations, indefinite = iterations + active, indefinite | negative
-        active = active & (rr > floor)
-    diverged = rr > 100 * largest
+        better = active & (rr < (best_rr if k else GROWTH * square))
+        best, best_rr = _where(better, v, best), where(better, rr, best_rr)
+        # From the first iterate on, and above b: otherwise it also stops solves of ill-conditioned, positive definite
+        # systems, whose residuals grow on their way while the error falls. An infinite one is left for the caller.
+        least = where(rr < least, rr, least) if k else rr
+        growing = active & (rr > GROWTH * least) & (rr > square) & (rr < inf)
+        diverged, active = diverged | growing, active & (rr > floor) & (growing ^ True)
+    diverged = diverged | ((rr > GROWTH * square) & (rr < inf))
+    failed = diverged | indefinite
+    v, rr = _where(failed, best, v), where(failed, best_rr, rr)
+    iterations = iterations + (indefinite & (iterations == 0))
     if not isinstance(rr, Tensor):
         rr, square = (torch.tensor(number, dtype=torch.float64, device="cpu") for number in (rr, square))
         iterations, indefinite, diverged = (
@@ -174,6 +224,14 @@ def _fused(apply: Product, b: Vector, v: Vector, r: Vector, stop: _Stop, lanes: 
     found = _cg(lambda p: flat(apply(whole(p))), rows, flat(v), rows if r is b else flat(r), stop, _LANES, step)
     figures: Any = found[1:] if lanes else [figure.squeeze(0) for figure in found[1:] if figure is not None]
     return LinearSolution(whole(found.solution), *figures)
+
+
+def _inverse_norm(vector: Vector, algebra: Algebra) -> Any:
+    """1 / norm, and zero of zero; a number, a tensor, or one for each lane."""
+    if algebra is _NUMBERS:
+        norm = float(vector.norm())
+        return 1 / norm if norm else 0.0
+    return _inverse(vector.lane_norm() if algebra is _LANES else vector.norm())
 
 
 def _number(a: Vector, b: Vector) -> float:
@@ -213,7 +271,7 @@ def minres(
     Args:
         product: v -> H v.
         b: right-hand side.
-        start: where to start. Default: zero, which saves one product.
+        start: where to start; zero is taken instead if its residual is smaller. Default: zero, which saves one product.
         steps: largest number of iterations; one product each.
         tol: relative tolerance of the residual. Default: 0.
         atol: absolute tolerance of the residual. Default: 0.
@@ -233,7 +291,7 @@ def minres(
     eps = torch.finfo(b[0].dtype).eps
     b_norm = norm(b)
     floor = (max(tol, eps) * b_norm).clamp_min(atol)
-    v, r = (b.zeros_like(), b) if start is None else (Vector(start), b - _damped(product, Vector(start), damping))
+    v, r = _begun(partial(_damped, product, damping=damping), b, start, lanes)
     residual = beta = norm(r)
     # Lanczos makes H tridiagonal in the basis q; Givens rotations (c, s) make that triangular, row by row, and w are
     # the columns of Q R^-1. Names as in the source: the last rows' entries are dbar (not yet rotated) and epsilon.

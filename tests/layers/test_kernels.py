@@ -157,8 +157,8 @@ def test_conjugate_gradients_made_of_the_step():
         v, r, p, rr, negative = cg.cg_step(v, r, p, torch.einsum("nij,nj->ni", H, p), rr, active)
         active = active & ~negative
         expected = linear.cg(lambda q: Vector([torch.einsum("nij,nj->ni", H, q[0])]), [b], steps=steps, lanes=True)
-        close(v, expected.solution[0], 1e-11)
-        close(rr.sqrt(), expected.residual, 1e-11)
+        close(v[active], expected.solution[0][active], 1e-11)  # of the third lane another iterate is kept
+        close(rr[active].sqrt(), expected.residual[active], 1e-11)
         assert torch.equal(~active, expected.indefinite)
     assert not active.all()
 
@@ -174,7 +174,7 @@ def test_solver_on_flat_vectors_is_the_solver(lanes):
 
     b = Vector(b)
     for start in (None, Vector([torch.randn(3, 4), torch.randn(3, 5)])):
-        v, r = (b.zeros_like(), b) if start is None else (start, b - product(start))
+        v, r = linear._begun(product, b, start, lanes)
         for steps, tol in ((3, 0.0), (30, 1e-6)):
             found = linear._fused(product, b, v, r, linear._Stop(steps, tol, 0.0, tol), lanes)
             expected = linear.cg(product, b, start, steps=steps, tol=tol, lanes=lanes)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import warnings
 from functools import partial
 
 import pytest
@@ -267,6 +268,45 @@ def test_indefinite_lower_hessian_is_reported_once():
         optimizer.step(lambda: ((y - 1) ** 2).sum(), lower)
     optimizer.step(lambda: ((y - 1) ** 2).sum(), lower)
     assert x.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [(bo.AID, {}), (bo.BA, {}), (bo.AID, {"compiled": True, "lower_steps": 3, "linear_steps": 4})],
+    ids=["AID", "BA", "compiled"],
+)
+def test_weights_of_wrong_labels_below_a_network_stay_finite_and_move(cls, options):
+    """The lower Hessian is indefinite at almost every step."""
+    X, Xv, teacher = torch.randn(40, 6), torch.randn(40, 6), torch.randn(6, 3)
+    t, tv = (X @ teacher).argmax(1), (Xv @ teacher).argmax(1)
+    t[:16] = (t[:16] + 1) % 3
+    net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    x = torch.zeros(40, requires_grad=True)
+    options = {"lower_steps": 10, "linear_steps": 10, **options}
+    compiled = options.pop("compiled", False)
+    optimizer = cls([x], net.parameters(), lr=100.0, lower_lr=0.5, **options)
+    if compiled:
+        optimizer.compile(backend="eager")
+
+    def step():
+        return float(
+            optimizer.step(
+                lambda: F.cross_entropy(net(Xv), tv),
+                lambda: (x.sigmoid() * F.cross_entropy(net(X), t, reduction="none")).mean(),
+            )
+        )
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        losses = [step() for _ in range(150)]
+    told = [str(w.message) for w in warned if "not positive definite" in str(w.message)]
+    assert len(told) == 1
+    assert "damping" in told[0]
+    assert bool(optimizer.captured_graphs) == compiled
+    assert all(map(math.isfinite, losses))
+    assert x.isfinite().all()
+    assert losses[-1] < 0.95 * losses[0]
+    assert x[:16].mean() < x[16:].mean() - 1
 
 
 class Indefinite(Quadratic):
