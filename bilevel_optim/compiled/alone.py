@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _pop_mode
 
-__all__ = ["TRACING", "alone"]
+__all__ = ["TRACING", "alone", "gradients_aside"]
 
 TRACING = (
     threading.RLock()
@@ -54,3 +55,20 @@ def _waiting() -> Generator[None]:
         signal.signal(signal.SIGINT, handler)
     if len(met) == 1:
         handler(signal.SIGINT, met[0])
+
+
+@contextmanager
+def gradients_aside(tensors: Sequence[Tensor]) -> Generator[None]:
+    """A block in which these tensors have no ``.grad``.
+
+    Dynamo gives the fake tensor of a tensor a fake ``.grad`` too. Python's garbage collector does not look into a
+    ``.grad``, and a fake one leads back to all fake tensors of its trace, so that the trace would never be freed.
+    """
+    gradients = [t.grad for t in tensors]
+    try:
+        for t in tensors:
+            t.grad = None
+        yield
+    finally:
+        for t, gradient in zip(tensors, gradients, strict=True):
+            t.grad = gradient

@@ -34,7 +34,7 @@ from ..problem.random import draw_random_inputs, kept
 from ..problem.vector import Vector
 from ..solvers.agd import AGD
 from ..solvers.lower import is_known
-from .alone import alone
+from .alone import alone, gradients_aside
 from .backend import Call, Program, WantsConstants, backend_of, watched
 from .chain import Chain, Unchained, leaves_of, set_apart
 from .compare import Accepted, difference, shaken
@@ -603,6 +603,7 @@ class CompiledSteps:
         try:
             with (
                 alone(),
+                gradients_aside([*pure.live_x, *pure.live_y]),
                 dynamo.config.patch(**settings),
                 warnings.catch_warnings(),
                 kept(pure.live_y[0].device),
@@ -638,7 +639,8 @@ class CompiledSteps:
         if plain and values == self._rates[0]:
             return self._rates[1]
         kind = torch.float64 if device.type != "mps" else torch.float32
-        made = [torch.as_tensor(value, dtype=kind, device=device).reshape(()) for value in values]
+        # Detached, none is a view: a fake view keeps its base where the garbage collector does not look.
+        made = [torch.as_tensor(value, dtype=kind, device=device).reshape(()).detach() for value in values]
         if plain:
             self._rates = values, made
         return made
