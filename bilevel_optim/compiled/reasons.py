@@ -65,7 +65,7 @@ def require_no_effects(message: Any, *others: Any, **more: Any) -> None:
 
     The stack of torch's modes, which a step leaves as it was, is among the effects, and has no name.
     """
-    text = str(message)
+    text = "\n".join(line for line in str(message).splitlines() if 'File "' not in line)  # nothing of a trace
     if "side effects" in text and any(name != "<unknown source>" for _, name in _SOURCE.findall(text)):
         raise Refused(f"{CHANGES}{_changed(text)}")
 

@@ -113,16 +113,18 @@ def _begun(
 ) -> tuple[Vector, Vector]:
     """Return the first iterate and its residual: the start, or zero where that has a smaller residual.
 
-    The residuals are compared on the host if they may be ``read``.
+    One that is not finite is kept: whoever asked for the solution has to see it. The residuals are compared on the
+    host if they may be ``read``.
     """
     if start is None:
         return b.zeros_like(), b
     v = Vector(start)
     r = b - apply(v)
     if read:
-        return (v, r) if float(r.norm()) <= float(b.norm()) else (b.zeros_like(), b)
-    useful = r.lane_norm() <= b.lane_norm() if lanes else r.norm() <= b.norm()
-    return _where(useful, v, b.zeros_like()), _where(useful, r, b)
+        return (b.zeros_like(), b) if float(b.norm()) < float(r.norm()) < inf else (v, r)
+    ours, theirs = (r.lane_norm(), b.lane_norm()) if lanes else (r.norm(), b.norm())
+    useless = (ours > theirs) & (ours < inf)
+    return _where(useless, b.zeros_like(), v), _where(useless, b, r)
 
 
 def _where(condition: bool | Tensor, a: Vector, b: Vector) -> Vector:

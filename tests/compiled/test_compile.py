@@ -668,7 +668,7 @@ def test_what_vmap_cannot_do_is_captured_as_a_loop():
     assert close(*ends, 1e-10)
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_shapes_are_captured_a_bounded_number_of_times(strict):
     x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
     optimizer = bo.SOBA([x], [y], lr=0.01, lower_lr=0.1)
@@ -766,6 +766,7 @@ def test_a_known_alert_makes_no_step_eager(monkeypatch):
     assert len(made) == 5  # the first, the one that is traced (use 1), and those that are compared: uses 2, 4, 8
 
 
+@pytest.mark.slow
 def test_batches_with_other_strides_get_a_graph_of_their_own():
     """A graph addresses the memory of its arguments by the strides that it was made for."""
     generator = torch.Generator().manual_seed(0)

@@ -187,6 +187,9 @@ def attention(x, y):
     return loss
 
 
+LIKE_OTHERS = (mlp, embedding, lstm, without_gradient, numbers_of_tensors, slope_of_a_tensor)  # for copies of y
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "make",
@@ -195,8 +198,10 @@ def attention(x, y):
         slope_of_a_tensor, attention,
     ],
 )  # fmt: skip
-def test_what_losses_do(make, method):
+def test_what_losses_do(make, method, request):
     """With first and second derivatives, for y and for several copies of y at once."""
+    if method == "F2SA" and make in LIKE_OTHERS and not request.config.getoption("--slow"):
+        pytest.skip("like others: run with --slow")
     captured(make, method=method)
 
 
@@ -396,9 +401,19 @@ def numbers():
     }
 
 
+# The attack changes each of the others too.
+SHOWN = (
+    "schedule", "default argument", "partial", "global", "list of objects", "length of a list", "entry", "context",
+    "float of an object", "class", "attribute of its own", "slot", "property", "branch", "list of tensors",
+    "value of a tensor",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("name", numbers())
-def test_a_number_that_changes(name):
+def test_a_number_that_changes(name, request):
     """It is seen at the next step, wherever it is kept: in a new graph, or as a value."""
+    if name not in SHOWN and not request.config.getoption("--slow"):
+        pytest.skip("like others: run with --slow")
 
     def make(x, y):
         read, change, *_ = numbers()[name]
