@@ -65,8 +65,8 @@ def require_no_effects(message: Any, *others: Any, **more: Any) -> None:
 
     The stack of torch's modes, which a step leaves as it was, is among the effects, and has no name.
     """
-    text = "\n".join(line for line in str(message).splitlines() if 'File "' not in line)  # nothing of a trace
-    if "side effects" in text and any(name != "<unknown source>" for _, name in _SOURCE.findall(text)):
+    text = str(message)
+    if "side effects" in text and any("[" in name for _, name in _SOURCE.findall(text)):  # a name of Dynamo's: L['...']
         raise Refused(f"{CHANGES}{_changed(text)}")
 
 
@@ -77,7 +77,7 @@ def _changed(text: str) -> str:
     """Of which loss they are, and where in its modules, from Dynamo's names for them."""
     found = re.search(r"L\['losses'\]\['(\w+)'\]([^\"]*)", text)
     if found is None:
-        others = [name for _, name in _SOURCE.findall(text) if name != "<unknown source>"]
+        others = [name for _, name in _SOURCE.findall(text) if "[" in name]
         return f" ({others[0]})" if others else ""
     inside = re.sub(r"\.__closure__\[\d+\]\.cell_contents", "", found[2])
     inside = re.sub(r"\._modules\['(.*?)'\]", r".\1", inside).lstrip(".")
