@@ -14,9 +14,7 @@ from torch.utils._python_dispatch import _pop_mode
 
 __all__ = ["TRACING", "alone", "gradients_aside"]
 
-TRACING = (
-    threading.RLock()
-)  # settings and flags of torch's tracers, is_dynamo_compiling among them, are those of all threads
+TRACING = threading.RLock()  # settings of torch's tracers are those of all threads
 
 
 @contextmanager
