@@ -559,6 +559,8 @@ class CompiledSteps:
             except _Unread:
                 if len(entry.compiled) == 1:
                     raise
+            except Exception as error:  # a graph for losses that have changed, which guards of torch do not see
+                raise _Unread from error
             form = _form(given)
             for i, (own, compiled) in enumerate(entry.compiled):
                 if i and own == form:

@@ -621,7 +621,10 @@ def test_lambdas_made_anew_are_the_same_losses():
     assert graphs(optimizer) == 1
 
 
-@pytest.mark.parametrize("method", [bo.ITD, pytest.param(bo.AID, marks=pytest.mark.slow)])
+OLD = pytest.mark.xfail(torch.__version__.startswith("2.11."), reason="torch 2.11 keeps fake tensors of a trace")
+
+
+@pytest.mark.parametrize("method", [pytest.param(bo.ITD, marks=OLD), pytest.param(bo.AID, marks=pytest.mark.slow)])
 def test_a_trace_leaves_nothing_behind(method):
     """The graphs of a traced step, with operations that save their own results, are freed with the optimizer."""
 
@@ -669,22 +672,23 @@ def test_what_vmap_cannot_do_is_captured_as_a_loop():
 
 
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_shapes_are_captured_a_bounded_number_of_times(strict):
+def test_shapes_are_captured_a_bounded_number_of_times(strict, monkeypatch):
+    monkeypatch.setattr("bilevel_optim.compiled.steps.MOST", 4)
     x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
     optimizer = bo.SOBA([x], [y], lr=0.01, lower_lr=0.1)
     optimizer.compile(backend="eager", fullgraph=strict)
-    data = [torch.ones(n) for n in range(1, 20)]
+    data = [torch.ones(n) for n in range(1, 8)]
     lower = bo.Objective(lambda batch: (y - x - batch).square().mean(), data)
     upper = bo.Objective(lambda batch: (y - batch).square().mean(), data)
     eager = []
-    with pytest.raises(RuntimeError, match="16 graphs") if strict else pytest.warns(bo.BilevelWarning) as found:
-        for k in range(40):
+    with pytest.raises(RuntimeError, match="graphs, and none") if strict else pytest.warns(bo.BilevelWarning) as found:
+        for k in range(16):
             optimizer.step(upper, lower)
             eager += [k] if "compile_fallback" in optimizer.diagnostics else []
-    assert graphs(optimizer) == 16
+    assert graphs(optimizer) == 4
     if not strict:
         assert [str(w.message).endswith("shapes and constants") for w in found] == [True]  # once
-        assert eager == [17, 18, 19, 36, 37, 38]  # all of the three that came last
+        assert eager == [5, 6, 7, 12, 13, 14]  # all of the three that came last
 
 
 @pytest.mark.parametrize("at", [7, 8, 11])
