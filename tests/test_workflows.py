@@ -1,0 +1,37 @@
+"""What others may change does not decide what is run or published; type checkers see an installation."""
+
+import re
+import site
+from pathlib import Path
+
+import pytest
+
+WORKFLOWS = sorted((Path(__file__).parents[1] / ".github" / "workflows").glob("*.yml"))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_actions_are_those_of_one_commit(path):
+    used = re.findall(r"uses: (\S+)(.*)", path.read_text())
+    assert used
+    for action, comment in used:
+        assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action), action
+        assert re.fullmatch(r" # v\d+\.\d+\.\d+", comment), action
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_only_jobs_that_install_nothing_may_write(path):
+    head, *jobs = re.split(r"^  (?=\w+:\n)", path.read_text().partition("\njobs:\n")[2], flags=re.MULTILINE)
+    assert not head
+    assert re.search(r"^permissions:\n  contents: read\n(?! )", path.read_text(), re.MULTILINE)
+    for job in jobs:
+        may_write = re.search(r"^ +[\w-]+: write", job, re.MULTILINE)
+        assert not (may_write and "pip install" in job)
+
+
+def test_an_editable_installation_is_a_path():
+    """Type checkers do not run import hooks."""
+    found = [path for place in site.getsitepackages() for path in Path(place).glob("__editable__*bilevel_optim*")]
+    if not found:
+        pytest.skip("the installation is not editable")
+    assert [path.suffix for path in found] == [".pth"]
+    assert (Path(found[0].read_text().strip()) / "bilevel_optim").is_dir()
