@@ -3,15 +3,19 @@
 import contextlib
 import inspect
 import os
+import threading
 import warnings
+from collections.abc import Generator
 
 import torch
 from torch.autograd.gradcheck import GradcheckError as _TorchGradcheckError
 
-__all__ = ["BilevelWarning", "GradcheckError", "NonFiniteError", "RankError", "warn"]
+__all__ = ["FILTERS", "BilevelWarning", "GradcheckError", "NonFiniteError", "RankError", "filters_kept", "warn"]
 
 # Where no line of a user is: this package, torch (its hooks and decorators), and what stands around their blocks.
 INSIDE = (*(os.path.dirname(file) + os.sep for file in (__file__, torch.__file__)), contextlib.__file__)
+
+FILTERS = threading.RLock()  # held where filters of warnings are changed: all threads have the same ones
 
 REMEDY = (
     "Look at the data first (the mean over an empty batch is NaN, as is what is made of a NaN in them); if they are "
@@ -61,3 +65,10 @@ def warn(text: str) -> None:
     while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(INSIDE):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, BilevelWarning, stacklevel=level)
+
+
+@contextlib.contextmanager
+def filters_kept() -> Generator[None]:
+    """A block that may change the filters of warnings, for one thread at a time."""
+    with FILTERS, warnings.catch_warnings():
+        yield

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import filters_kept
 from ..optimizer.base import BilevelOptimizer
 from ..optimizer.declaration import methods as known_methods
 from ..oracle.buffers import Buffers
@@ -105,7 +106,7 @@ class Suggestion:
         settings = {**self.rows[name].settings, **overrides}
         if "upper_optimizer" in overrides and "lr" not in overrides:
             del settings["lr"]  # it is a step of plain descent
-        with warnings.catch_warnings():
+        with filters_kept():
             warnings.filterwarnings("ignore", "nu=")  # it is in proportion to the size of g
             made: BilevelOptimizer = known_methods()[name](upper, lower, **settings)
         return made

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _pop_mode
 
+from ..errors import FILTERS
+
 __all__ = ["TRACING", "alone", "gradients_aside"]
 
-TRACING = threading.RLock()  # settings of torch's tracers are those of all threads
+TRACING = FILTERS  # settings of torch's tracers are those of all threads, as filters of warnings are
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import Split
+from ..errors import filters_kept
 from ..problem.parameters import LEVELS
 from ..problem.tasks import TensorTasks
 from .state import TABLE
@@ -52,7 +53,7 @@ def initial_state(optimizer: Any, ranks: Ranks) -> dict[Tensor, dict[str, Any]]:
     for group in twin.param_groups:
         group["lr"] = 0.1
     try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        with torch.random.fork_rng(devices=[]), filters_kept():
             warnings.simplefilter("ignore")
             _step(twin, None if not rows else TensorTasks(torch.zeros(1, 1)))
     except Exception:

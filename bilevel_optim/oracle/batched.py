@@ -10,6 +10,7 @@ from typing import TypeVar
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from ..errors import filters_kept
 from .differentiable import has_large_convolutions
 from .session import Session
 
@@ -98,6 +99,6 @@ def no_slow_batching(look: bool) -> Generator[None]:
     if not look:
         yield
         return
-    with warnings.catch_warnings():
+    with filters_kept():
         warnings.filterwarnings("error", message="There is a performance drop")
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
 import weakref
@@ -115,13 +116,12 @@ class Buffers:
                     self._none = False
                     self._changing.setdefault(part, {*_buffers(part)})
 
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
-            self._hooks.append((note, register_module_forward_pre_hook(note)))
-            try:
-                yield before
-            finally:
-                self._hooks.pop()[1].remove()
+        _expect_hooks()
+        self._hooks.append((note, register_module_forward_pre_hook(note)))
+        try:
+            yield before
+        finally:
+            self._hooks.pop()[1].remove()
 
     def _moves(self, module: nn.Module) -> bool:
         """Whether an evaluation may change a module: it trains, or losses switch it to and fro."""
@@ -157,6 +157,13 @@ class Kept:
             (buffer := getattr(module, name)) is not None and not torch.equal(buffer, value)
             for (module, name), value in self._before.items()
         )
+
+
+def _expect_hooks() -> None:
+    """Have no warning of compiled modules that they see our hook; for good, as other threads have it too."""
+    text = "Using `torch.compile(module)` when there are global hooks"
+    if not any(own[0] == "ignore" and own[1] is not None and own[1].match(text) for own in warnings.filters):
+        warnings.filterwarnings("ignore", message=re.escape(text))
 
 
 def _normalises(module: nn.Module) -> bool:

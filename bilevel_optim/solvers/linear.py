@@ -36,9 +36,9 @@ class LinearSolution(NamedTuple):
         iterations: iterations that changed v, a scalar integer tensor.
         indefinite: whether a direction p with p'Hp <= 0 was met (CG only), a scalar boolean tensor.
         relative: the residual relative to the norm of b, a scalar tensor. None: not known.
-        diverged: whether the residual is larger than b and than it was at the start, a scalar boolean tensor. For CG,
-            whose residual may grow on its way: whether it had grown tenfold, to more than b, so that v is an earlier
-            iterate. None: not known.
+        diverged: whether the residual has grown by half, to more than b, or at all and to ten times b, a scalar
+            boolean tensor. For CG, whose residual may grow on its way: whether it had grown tenfold, to more than b,
+            so that v is an earlier iterate. None: not known.
     """
 
     solution: Vector
@@ -501,5 +501,7 @@ def _unfinished(
 
 
 def _finished(v: Vector, residual: Tensor, iterations: Tensor, b_norm: Tensor, first: Tensor) -> LinearSolution:
-    diverged = residual > (1 + 1e-3) * (b_norm if first is b_norm else torch.maximum(b_norm, first))
+    # Directions of small negative curvature grow a little in each solve: only what adds up over steps is told.
+    start = b_norm if first is b_norm else torch.maximum(b_norm, first)
+    diverged = (residual > 1.5 * start) | ((residual > first) & (residual > 10 * b_norm))
     return LinearSolution(v, residual, iterations, torch.zeros_like(diverged), _relative(residual, b_norm), diverged)

@@ -91,6 +91,19 @@ def test_negative_curvature_makes_a_series_grow_and_minres_does_not():
     assert not minres(quadratic(H), b, steps=20).diverged
 
 
+def test_a_residual_that_grows_a_little_is_told_once_it_has_added_up():
+    """Solves of two steps, each from the last solution, at a direction of small negative curvature."""
+    apply, b, v = quadratic(torch.diag(torch.tensor([1.0, -0.1]))), bo.Vector([torch.ones(2)]), None
+    told = []
+    for _ in range(200):
+        result = fixed_point(apply, b, v, steps=2, lr=0.1)
+        v = result.solution
+        told.append(bool(result.diverged))
+    assert not any(told[:100])
+    assert told[-1]
+    assert float(result.relative) == pytest.approx(1.02**200 / 2**0.5, rel=3e-2)
+
+
 def test_solvers_at_a_vanishing_right_hand_side_do_not_diverge():
     H = torch.diag(torch.tensor([1.0, 2.0]))
     for solve in (cg, minres):
