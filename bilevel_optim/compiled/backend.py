@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -33,14 +34,20 @@ class Program:
     Args:
         call: the function.
         written: what Inductor has written of it for a CPU, which its first arguments make a list of calls of.
+        graph: what it was made of, if other programs are to be made of it.
+        compiled: makes a program of such a graph and of examples of its arguments.
     """
 
     _boxed_call = True  # it takes its arguments as one list, which AOTAutograd asks for
 
     def __init__(
-        self, call: Callable[[list[Any]], Sequence[Any]], written: Callable[[list[Any]], Sequence[Any]] | None = None
+        self,
+        call: Callable[[list[Any]], Sequence[Any]],
+        written: Callable[[list[Any]], Sequence[Any]] | None = None,
+        graph: GraphModule | None = None,
+        compiled: Callable[[GraphModule, list[Tensor]], Callable[[list[Any]], Sequence[Any]]] | None = None,
     ) -> None:
-        self.call, self._written = call, written
+        self.call, self._written, self.graph, self.compiled = call, written, graph, compiled
 
     def __call__(self, arguments: list[Any]) -> Sequence[Any]:
         if self._written is not None:
@@ -74,11 +81,17 @@ def watched() -> Generator[list[Call]]:
 
 
 def backend_of(
-    backend: str | Backend, mode: str | None, options: dict[str, Any] | None, *, plain: bool = False
+    backend: str | Backend,
+    mode: str | None,
+    options: dict[str, Any] | None,
+    *,
+    plain: bool = False,
+    repeated: bool = False,
 ) -> Backend:
     """What ``torch.compile`` takes as its backend, with programs that can be watched.
 
     ``plain``: a step with second derivatives, so that operations that have none are written as others.
+    ``repeated``: programs keep their graphs, of which programs of several steps can be made.
     """
     settings = {**(inductor.list_mode_options(mode) if mode and mode != "default" else {}), **(options or {})}
 
@@ -89,22 +102,42 @@ def backend_of(
         require_unwritten(module)
         redirected(module)
         differentiable_twice(module, plain=plain)
-        if backend == "inductor":
+        if backend != "inductor":
+            return _called(_program(module, examples, _plainly(backend)))
 
-            def inner(part: GraphModule, own: Sequence[Any], **further: Any) -> Any:
-                found = compile_fx_inner(part, own, **further)
-                small = is_understood() and all(isinstance(t, Tensor) and t.is_cpu for t in own)
-                return Program(found, getattr(found, "current_callable", None) if small else None)
+        def inner(part: GraphModule, own: Sequence[Any], **further: Any) -> Any:
+            graph = copy.deepcopy(part) if repeated and all(isinstance(t, Tensor) for t in own) else None
+            found = compile_fx_inner(part, own, **further)
+            small = is_understood() and all(isinstance(t, Tensor) and t.is_cpu for t in own)
+            return Program(found, getattr(found, "current_callable", None) if small else None, graph, several)
 
-            made: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
-                module, examples, inner_compile=inner, config_patches=settings or None
+        def several(graph: GraphModule, own: list[Tensor]) -> Callable[[list[Any]], Sequence[Any]]:
+            found: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
+                graph, own, inner_compile=inner, config_patches=settings or None
             )
-            return made
-        if backend == "eager":
-            made = module.forward
-        else:
-            made = (lookup_backend(backend) if isinstance(backend, str) else backend)(module, examples)
-        program = Program(lambda arguments: made(*arguments))
-        return lambda *arguments: program([*arguments])
+            return lambda arguments: found(*arguments)
+
+        made: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
+            module, examples, inner_compile=inner, config_patches=settings or None
+        )
+        return made
 
     return compiled
+
+
+def _plainly(backend: str | Backend) -> Backend:
+    """A backend, or one of that name; what it makes takes its arguments one by one."""
+    if backend == "eager":
+        return lambda module, examples: module.forward
+    return lookup_backend(backend) if isinstance(backend, str) else backend
+
+
+def _program(module: GraphModule, examples: list[Tensor], backend: Backend) -> Program:
+    made = backend(module, examples)
+    return Program(
+        lambda arguments: made(*arguments), graph=module, compiled=lambda graph, own: _program(graph, own, backend)
+    )
+
+
+def _called(program: Program) -> Callable[..., Any]:
+    return lambda *arguments: program([*arguments])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Graph, GraphModule
 
 from ..pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from .backend import Call
+from .backend import Call, Program
 from .pure import State, following
 
 __all__ = ["Chain", "Unchained", "leaves_of", "set_apart"]
@@ -74,6 +76,7 @@ class Chain:
         state: what the step read.
         drawn: what it drew, as `leaves_of` gives it.
         results: what it gave.
+        times: how many steps are to be made by one program, where there are so many.
 
     Raises:
         Unchained: if a step cannot follow this one before it is written.
@@ -81,12 +84,22 @@ class Chain:
     Attributes:
         program: what is called.
         data: forms of the tensors that every step draws, and all else that it draws.
+        seconds: that the compilation of several steps took.
     """
 
     def __init__(
-        self, call: Call, live: Sequence[Tensor], state: State, drawn: Sequence[Any], results: dict[str, Any]
+        self,
+        call: Call,
+        live: Sequence[Tensor],
+        state: State,
+        drawn: Sequence[Any],
+        results: dict[str, Any],
+        times: int = 1,
     ) -> None:
         self.program = call.program.call
+        self._times = times if call.program.graph is not None else 1
+        self._several: Several | None = None
+        self.seconds = 0.0
         before, after = tree_flatten(state), tree_flatten(following(state, results))
         if before[1] != after[1] or results["writes"] or (results["moved"] or {}).get("writes"):
             raise Unchained
@@ -126,26 +139,51 @@ class Chain:
             raise Unchained
         self.data = [*map(_form, drawn)]
 
-    def fits(self, drawn: Sequence[Any]) -> bool:
-        """Whether what a step draws has the form that the program was made for."""
-        return len(drawn) == len(self.data) and all(map(_has_form, drawn, self.data))
+    def fits(self, drawn: Sequence[Any], place: int | None = None) -> bool:
+        """Whether what a step draws has the form that the program was made for; or a part of it, at its place."""
+        if place is None:
+            return len(drawn) == len(self.data) and all(map(_has_form, drawn, self.data))
+        wanted = self.data[place : place + len(drawn)]
+        return len(drawn) == len(wanted) and all(map(_has_form, drawn, wanted))
 
     def follow(self, first: Call, data: Sequence[Sequence[Any]]) -> tuple[list[Tensor], list[Tensor], Call]:
         """Losses and flags of a call and of those that follow it, with these data, and the last call."""
         call, arguments, results = self.program, [*first.arguments], first.results
-        losses, flags = [results[self._loss]], [results[self._flags]]
+        losses, flags, k = [results[self._loss]], [results[self._flags]], 0
         with torch.no_grad():
-            for drawn in data:
-                for j, t in [(j, arguments[k]) for j, k in self._from_arguments]:
-                    arguments[j] = t
-                for j, k in self._from_results:
-                    arguments[j] = results[k]
-                for j, k in self._from_data:
-                    arguments[j] = apart(drawn[k])
-                results = call([*arguments])
-                losses.append(results[self._loss])
-                flags.append(results[self._flags])
+            while k < len(data):
+                self._continue(arguments, results, data[k])
+                if self._times > 1 and k + self._times <= len(data):
+                    several = self._repeated(first.program, arguments, data[k + 1 : k + self._times])
+                    own, found, arguments, results = several(arguments, data[k + 1 : k + self._times])
+                    losses += own
+                    flags += found
+                    k += self._times
+                else:
+                    results = call([*arguments])
+                    losses.append(results[self._loss])
+                    flags.append(results[self._flags])
+                    k += 1
         return losses, flags, Call(first.program, arguments, results)
+
+    def _continue(self, arguments: list[Any], results: Sequence[Any], drawn: Sequence[Any]) -> None:
+        """Make the arguments of a call those of the next one."""
+        for j, t in [(j, arguments[k]) for j, k in self._from_arguments]:
+            arguments[j] = t
+        for j, k in self._from_results:
+            arguments[j] = results[k]
+        for j, k in self._from_data:
+            arguments[j] = drawn[k]
+
+    def _repeated(self, program: Program, arguments: list[Any], data: Sequence[Sequence[Any]]) -> Several:
+        """The program of several steps, made when it is first called."""
+        if self._several is None:
+            began = time.monotonic()
+            self._several = Several(
+                program, arguments, data, self._continue, (self._loss, self._flags), self._from_data
+            )
+            self.seconds = time.monotonic() - began
+        return self._several
 
     def results(self, call: Call) -> dict[str, Any]:
         """The results of a step from its call."""
@@ -153,6 +191,64 @@ class Chain:
         leaves = [at if kind == "constant" else kinds[kind][at] for kind, at in self._leaves]
         found: dict[str, Any] = tree_unflatten(leaves, self._structure)
         return found
+
+
+class Several:
+    """A program of several steps: copies of the graph of one, each with results of the one before as arguments.
+
+    Args:
+        program: of one step.
+        arguments: of the first of the steps.
+        data: what the others draw.
+        following: makes the arguments of a step those of the next one.
+        told: places of the loss and of the flags among the results.
+        from_data: which arguments are which of what a step draws.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        arguments: list[Any],
+        data: Sequence[Sequence[Any]],
+        following: Callable[[list[Any], Sequence[Any], Sequence[Any]], None],
+        told: tuple[int, int],
+        from_data: Sequence[tuple[int, int]],
+    ) -> None:
+        assert program.graph is not None
+        assert program.compiled is not None
+        graph, self._places = Graph(), [k for _, k in from_data]
+        nodes: list[Any] = [graph.placeholder(f"a{j}") for j in range(len(arguments))]
+        given = {node: j for j, node in enumerate(nodes)}
+        losses, flags, results = [], [], list[Any]()
+        for n, drawn in enumerate([None, *data]):
+            if drawn is not None:
+                own: list[Any] = [None] * len(drawn)
+                for _, k in from_data:
+                    own[k] = graph.placeholder(f"b{n}_{k}")
+                following(nodes, results, own)
+            inner = dict(zip((one for one in program.graph.graph.nodes if one.op == "placeholder"), nodes, strict=True))
+            results = [*graph.graph_copy(program.graph.graph, inner)]  # type: ignore[misc]
+            losses.append(results[told[0]])
+            flags.append(results[told[1]])
+        # Of the last step: which arguments are results of the one before, and which were given.
+        self._count, self._kept = len(losses), len(results)
+        self._last = [given.get(node) for node in nodes]
+        graph.output([*losses, *flags, *results, *[node for node in nodes if node not in given]])
+        graph.lint()
+        module = GraphModule(program.graph, graph)
+        self._call = program.compiled(module, self._given(arguments, data))
+
+    def _given(self, arguments: list[Any], data: Sequence[Sequence[Any]]) -> list[Any]:
+        return [*arguments, *(drawn[k] for drawn in data for k in self._places)]
+
+    def __call__(
+        self, arguments: list[Any], data: Sequence[Sequence[Any]]
+    ) -> tuple[list[Tensor], list[Tensor], list[Any], Sequence[Any]]:
+        """Losses and flags of the steps; arguments and results of the last one."""
+        found, n = [*self._call(self._given(arguments, data))], self._count
+        rest = iter(found[2 * n + self._kept :])
+        last = [next(rest) if j is None else arguments[j] for j in self._last]
+        return found[:n], found[n : 2 * n], last, found[2 * n : 2 * n + self._kept]
 
 
 def _memory(t: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:

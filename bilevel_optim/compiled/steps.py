@@ -29,6 +29,7 @@ from ..optimizer.state import TABLE
 from ..optimizer.step import StepInputs, StepResults, changed
 from ..optimizer.transaction import Write, make, writes_of
 from ..oracle.oracle import Oracle
+from ..problem.objective import Objective
 from ..problem.parameters import LEVELS, by_level
 from ..problem.random import draw_random_inputs, kept
 from ..problem.vector import Vector
@@ -110,6 +111,7 @@ class Compiled:
         known: calls what was compiled, where its guards hold; raises `_Unread` elsewhere.
         read: the same, and compiles where they do not.
         made: compilations.
+        chains: for each program, how its calls follow each other; None if they cannot.
     """
 
     def __init__(self, pure: PureStep, settings: Settings, constant: bool) -> None:
@@ -122,28 +124,32 @@ class Compiled:
         own = types.FunctionType(code, step.__globals__, code.co_name, None, step.__closure__)
         weakref.finalize(own, remove_from_cache, code).atexit = False
         options: dict[str, Any] = {"guard_filter_fn": _about_the_user}
-        backend = backend_of(settings.backend, settings.mode, settings.options, plain=pure.differentiates_twice)
+        backend = backend_of(
+            settings.backend, settings.mode, settings.options,
+            plain=pure.differentiates_twice, repeated=settings.unroll > 1,
+        )  # fmt: skip
         self.known: Callable[..., Any] = dynamo.run(own)
         self.read: Callable[..., Any] = torch.compile(
             own, fullgraph=True, dynamic=False if constant else None, backend=backend, options=options
         )
         self.made = 0
-        self.constant, self._live = constant, [*pure.live_x, *pure.live_y, *pure.buffers]
-        self._chains: list[tuple[Program, Chain | None]] = []
+        self.constant, self._live, self._times = constant, [*pure.live_x, *pure.live_y, *pure.buffers], settings.unroll
+        self.chains: list[tuple[Program, Chain | None]] = []
 
     def chain(self, calls: Sequence[Call], given: Given, results: dict[str, Any]) -> Chain | None:
         """How calls like this one follow each other; None if they cannot."""
         if len(calls) != 1:
             return None
         program = calls[0].program
-        for own, chain in self._chains:
+        for own, chain in self.chains:
             if own is program:
                 return chain
         try:
-            found = Chain(calls[0], self._live, given.state, leaves_of(given.drawn, given.random), results)
+            drawn = leaves_of(given.drawn, given.random)
+            found = Chain(calls[0], self._live, given.state, drawn, results, self._times)
         except Unchained:
             found = None
-        self._chains.append((program, found))
+        self.chains.append((program, found))
         return found
 
 
@@ -180,6 +186,29 @@ class Entry:
         self.compiled: list[tuple[Any, Compiled]] = []
         self.reasons: dict[Any, str] = {}
         self.uses = self.count = 0
+
+    def columns(self, sources: Sources, count: int) -> list[tuple[Sequence[Any], int]] | None:
+        """All batches of so many steps, and how many of them each step draws, source by source.
+
+        None if what a step draws is not the next batches of lists.
+        """
+        times: dict[str, int] = {}
+        for own in self.draws or ():
+            level = own.level if own.level in sources.objectives else "upper"
+            if own.whole or own.only is not None or type(sources.objectives[level]) is not Objective:
+                return None
+            times[level] = times.get(level, 0) + 1
+        if self.whole is not None or not times:
+            return None
+        return [
+            ([()] * (n * count) if (own := sources.objectives[level]).data is None else own.take(n * count), n)
+            for level, n in times.items()
+        ]
+
+    @property
+    def seconds(self) -> float:
+        """What compilations of several steps at once took."""
+        return sum(chain.seconds for _, own in self.compiled for _, chain in own.chains if chain is not None)
 
     @property
     def is_due(self) -> bool:
@@ -699,7 +728,7 @@ class CompiledSteps:
         now, numbers = optimizer._run_state.steps, optimizer.numbers | sources.terms
         if any(optimizer._graph_key(now + k, numbers) != entry.key[2] for k in range(1, most)):
             return None
-        began, place = time.monotonic(), self._place(sources)
+        began, place = time.monotonic() + entry.seconds, self._place(sources)
         try:
             found = self._followed(entry, sources, most)
         except BaseException:
@@ -708,7 +737,7 @@ class CompiledSteps:
         if found is None:
             self._return_to(sources, place)
             return None
-        each = max(time.monotonic() - began, 1e-9) / len(found)
+        each = max(time.monotonic() - entry.seconds - began, 1e-9) / len(found)
         self._most = min(max(int(AT_RISK / each), 1), CHECKED_EVERY)
         return found
 
@@ -728,14 +757,7 @@ class CompiledSteps:
         chain = entry.compiled[0][1].chain(calls, given, results)
         if chain is None:
             return None
-        data: list[Sequence[Any]] = []
-        complete = True
-        while complete and len(data) < most - 1:
-            more = self._drawn(entry, sources)
-            assert more is not None
-            own = leaves_of(more.drawn, more.random)
-            if complete := chain.fits(own):
-                data.append(own)
+        data, complete = self._ahead(entry, sources, chain, most - 1)
         losses, flags, last = chain.follow(calls[0], data)
         sound = len(losses)
         if optimizer.check_finite:
@@ -755,6 +777,34 @@ class CompiledSteps:
         entry.uses += sound
         self._write(entry, chain.results(last), True, sound)
         return torch.stack(losses)
+
+    def _ahead(self, entry: Entry, sources: Sources, chain: Chain, count: int) -> tuple[list[Sequence[Any]], bool]:
+        """What so many steps draw, up to the first that has another form; whether there is none."""
+        data: list[Sequence[Any]] = []
+        columns = None if self.optimizer._random_inputs() else entry.columns(sources, count)
+        if columns is None:
+            while len(data) < count:
+                more = self._drawn(entry, sources)
+                assert more is not None
+                own = leaves_of(more.drawn, more.random)
+                if not chain.fits(own):
+                    return data, False
+                data.append(own)
+            return data, True
+        known: dict[tuple[int, int], Sequence[Any]] = {}  # what a batch gives at a place; batches come again and again
+        for k in range(count):
+            own = []
+            for batches, times in columns:
+                for batch in batches[k * times : (k + 1) * times]:
+                    here = id(batch), len(own)
+                    part = known.get(here)
+                    if part is None:
+                        part = known[here] = (*leaves_of({"": [batch]}, {}), None, None)
+                        if not chain.fits(part, len(own)):
+                            return data, False
+                    own += part
+            data.append(own)
+        return data, True
 
     def _place(self, sources: Sources) -> Place:
         own = None if self.optimizer.generator is None else self.optimizer.generator.get_state()

@@ -493,7 +493,7 @@ class BilevelOptimizer(Optimizer, ABC):
                 Default: ``"inductor"``.
             mode: as ``torch.compile`` takes it, such as ``"reduce-overhead"`` (CUDA graphs). Default: None.
             options: of the backend. Default: None.
-            unroll: accepted, and ignored at present. Default: 1.
+            unroll: steps in one graph of :meth:`run`, compiled with its first so many steps. Default: 1.
             rtol: the relative difference from an eager step that is accepted where the two are compared: of the loss,
                 of the hypergradient, and of each vector that the step leaves, by its norm. Default: None, what
                 rounding explains.
