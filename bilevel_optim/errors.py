@@ -29,10 +29,11 @@ class NonFiniteError(ArithmeticError):
     Attributes:
         oracle: name of the oracle, as in ``BilevelOptimizer.oracle_counts``.
         step: index of the outer step, from 0.
+        hint: what the method itself advises; empty if nothing.
     """
 
     def __init__(self, oracle: str, step: int, hint: str = "") -> None:
-        self.oracle, self.step = oracle, step
+        self.oracle, self.step, self.hint = oracle, step, hint
         super().__init__(
             f"Non-finite values in {oracle} at outer step {step}; the parameters and the optimizer's state "
             f"are unchanged. {hint or REMEDY}. "

@@ -74,8 +74,8 @@ NAMES = [
     ),
     Name(
         "._version",
-        "oracle/point.py",
-        "whether an evaluation writes into a parameter (an embedding with max_norm)",
+        "oracle/point.py problem/objective.py",
+        "whether an evaluation writes into a parameter (an embedding with max_norm), or a loss into its batch",
         "a public count of the writes into a tensor",
     ),
     Name(

@@ -120,6 +120,9 @@ def test_docstrings_have_every_argument(name):
     refused = {"upper_optimizer"} if declared.upper_update else set()
     if declared.lower_optimizer == "none":
         refused |= {"lower_optimizer", "lower_clip", "lower_projection"}
+    learned_start = method._learned_start is not bo.BilevelOptimizer._learned_start
+    if learned_start or declared.tasks in ("none", "rows", "required"):
+        refused |= {"task_memory"}
     if declared.tasks == "none":
         refused |= {"tasks_per_step", "lower_batch", "upper_batch", "lower_init"}
     arguments = text[text.index("Args:") :]

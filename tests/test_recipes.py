@@ -190,7 +190,7 @@ RUNS = {
         exchanged,
     ),
     "benchmarks.overhead": ("--n 40 --steps 2 --repeats 1", None, None),
-    "benchmarks.suggest": ("--kappa 3 --scales 1 --noise 0 --methods ITD", None, None),
+    "benchmarks.suggest": ("--cases quartic --methods SOBA --steps 3 --max-seconds 1", None, None),
     "benchmarks.paths": ("--directions 2 --chunk 2 --repeats 1", None, None),
 }
 PLAIN = ("black_box", "contextual", "conditioning", "many_tasks", "ranks")  # without a figure

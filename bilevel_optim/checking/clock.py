@@ -1,4 +1,4 @@
-"""How long a check may take, and what it does meanwhile."""
+"""How long a tool may take, and what it does meanwhile."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ class Clock:
 
     Args:
         seconds: after which nothing new is begun.
+        name: of what takes so long.
     """
 
-    def __init__(self, seconds: float = math.inf) -> None:
+    def __init__(self, seconds: float = math.inf, name: str = "check_hypergradient") -> None:
+        self._name = name
         self._start, self._seconds, self._last, self._shown = time.monotonic(), seconds, 0.0, 0
         self._from, self._to = 0.0, 1.0
 
@@ -31,6 +33,11 @@ class Clock:
     def spent(self) -> float:
         """Seconds so far."""
         return time.monotonic() - self._start
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left."""
+        return self._seconds - self.spent
 
     @property
     def over(self) -> bool:
@@ -54,7 +61,7 @@ class Clock:
         limit = "" if math.isinf(self._seconds) else f" of {self._seconds:.0f}"
         whole = self._from + (self._to - self._from) * min(part, 1.0)
         bar = ("#" * int(WIDTH * whole)).ljust(WIDTH, ".")
-        line = f"check_hypergradient [{bar}] {whole:.0%}, {spent:.0f}{limit} s: {text}"
+        line = f"{self._name} [{bar}] {whole:.0%}, {spent:.0f}{limit} s: {text}"
         print(f"\r{line.ljust(self._shown)}", end="", file=sys.stderr, flush=True)
         self._last, self._shown = spent, len(line)
 

@@ -1,4 +1,4 @@
-"""A symmetric operator that is known by its products: extreme eigenvalues, and functions of it applied to vectors."""
+"""A symmetric operator that is known by its products: its extreme eigenvalues."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def lanczos(product: Product, start: Tensor, steps: int, goes_on: Callable[[], b
 
 
 class Spectrum:
-    r"""Eigenvalues of a symmetric operator H, and :math:`\varphi(H) b`.
+    """Eigenvalues of a symmetric operator H.
 
     Args:
         product: H, on vectors of one dimension.
@@ -63,32 +63,16 @@ class Spectrum:
     """
 
     def __init__(self, product: Product, like: Tensor, goes_on: Callable[[], bool]) -> None:
-        self._product, self._like, self._goes_on = product, like, goes_on
-        self._run: tuple[Tensor, Tensor, Tensor] | None = None
-        self._last: tuple[Tensor, tuple[Tensor, Tensor, Tensor]] | None = None
         size = like.numel()
         self.exact = size <= DENSE
         if self.exact:
             columns = [product(one) for one in torch.eye(size, dtype=like.dtype, device=like.device)]
             matrix = torch.stack(columns).double().cpu()
-            values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
-            self._run = values, vectors.to(like), torch.zeros_like(values)
-            self.values, error = values, self._run[2]
+            self.values = torch.linalg.eigvalsh((matrix + matrix.mT) / 2)
+            error = torch.zeros_like(self.values)
         else:
             generator = torch.Generator().manual_seed(0)
             start = torch.randn(size, generator=generator, device="cpu").to(like)
             self.values, _, error = lanczos(product, start, STEPS, goes_on)
         self.smallest, self.largest = float(self.values[0]), float(self.values[-1])
         self.uncertainty = float(max(error[0], error[-1]))
-
-    def applied(self, function: Callable[[Tensor], Tensor], vector: Tensor) -> Tensor:
-        r""":math:`\varphi(H) b`, for a function of the eigenvalues; exact, or in the Krylov space of b."""
-        if float(vector.norm()) == 0:
-            return vector
-        run = self._run
-        if run is None:
-            if self._last is None or self._last[0] is not vector:
-                self._last = vector, lanczos(self._product, vector, STEPS, self._goes_on)
-            run = self._last[1]
-        values, vectors, _ = run
-        return vectors @ (function(values).to(vector) * (vectors.mT @ vector))

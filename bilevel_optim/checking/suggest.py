@@ -1,70 +1,87 @@
-"""`suggest`: settings of methods for a problem, from what is measured at the point where it is."""
+"""`suggest`: settings of methods for a problem, from short trials at the point where it is."""
 
 from __future__ import annotations
 
 import math
-import time
-import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import filters_kept
+from ..errors import GradcheckError
 from ..optimizer.base import BilevelOptimizer
 from ..optimizer.declaration import methods as known_methods
 from ..oracle.buffers import Buffers
-from ..oracle.copies import evaluate_copies
 from ..oracle.oracle import Oracle
 from ..oracle.session import Options, Session
 from ..problem.objective import Loss, Objective, as_objective
 from ..problem.parameters import Params, as_groups, is_number, require, require_choice, unnamed
 from ..problem.tasks import draw, sample, select
-from ..problem.vector import Vector, stack
+from ..problem.vector import Vector
 from ..solvers.agd import AGD
+from .check import check_hypergradient
+from .clock import Clock
+from .graphs import largest_graph
 from .numbers import numbers_kept
-from .spectrum import STEPS as MOST_PRODUCTS
-from .spectrum import Spectrum, lanczos
+from .spectrum import Spectrum
+from .trials import Outcome, Trials
 
 __all__ = ["Suggestion", "suggest"]
 
-METHODS = ("AID", "ITD", "F2SA", "SOBA")
-BATCHES = 8  # of each loss that are looked at
-MOST_STEPS = 1000  # lower steps that are suggested; a problem that needs more is too badly conditioned
-STEPS = (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100, 150, 200, 300, 500, 700, MOST_STEPS)
-PRODUCTS = (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100, 150, 200)
+METHODS = ("AID", "ITD", "F2SA", "SOBA", "FirstOrder")
+BATCHES = 16  # of each loss that stand for the data
+BUDGETS = (200, 600, 2000)  # gradients of a trial, from round to round
+LAST = 6000  # of the best methods
+FINALISTS = 2  # methods that go that far, beside the control
+RATIO = math.sqrt(10.0)  # of neighbouring upper rates; the margin of the one that is suggested
+PART = 0.01  # part of f that the smallest step of plain descent changes it by
+RATES = {"SGD": 9, "Adam": 7}  # upper rates that are tried
+SMALLEST = 1e-3  # of Adam
+KEPT = 2  # rates of a kind that go on after the first round
+STEPS = (3, 10, 30)  # lower steps
+COUNTS = ("lower_steps", "linear_steps")
+MOST_STEPS = 300  # to which they are raised for a smaller bias
 ACCELERATED = 30.0  # condition number from which momentum pays in the lower solve
-PART = 0.01  # part of f that a first step of x would change it by
-
-Polynomial = Callable[[Tensor], Tensor]
+LARGEST_BIAS = 0.5  # with which a method is still suggested
+WORSE = 2.0  # by how much of the start's loss f may have grown before a trial counts as diverged
+NOT_TRIED = "not tried: max_seconds was over"
+SHIFT = 0.03  # of y, by which nu moves the copies of F2SA, about
 
 
 @dataclass(frozen=True)
 class Row:
-    """What is suggested for a method.
+    """What is suggested for a method, and what came of it.
 
     Attributes:
         settings: its arguments.
+        loss: the mean upper loss over the last quarter of the trial.
+        steps: steps of the trial.
+        gradients: what they cost; a product with second derivatives counts as two.
+        residual: norm of the gradient of g at the end, over that at the start. NaN with tasks.
         seconds: of a step.
-        mebibytes: of the graphs that a step keeps at once, beside parameters.
-        bias: norm of the hypergradient's error over its norm, expected of the first step from here; of a single loop of
-            so many steps at one x as ``settled``. None: not known.
-        noise: standard deviation of an estimate from single batches, over the norm.
-        settled: steps after which a single loop has settled.
-        why: what decided.
+        mebibytes: of the graphs that a step keeps at once, beside parameters. None: not measured.
+        bias: norm of the hypergradient's error over its norm (or over 1 % of its norm at the start, if that is more),
+            at the end of the trial. None: not measured.
+        noise: standard deviation of an estimate, over the norm. None: not measured.
+        told: warnings of the trial.
+        rates: the best upper rate of each kind of update, ``"SGD"`` and ``"Adam"``.
     """
 
     settings: dict[str, Any]
+    loss: float
+    steps: int
+    gradients: int
+    residual: float
     seconds: float
-    mebibytes: float
+    mebibytes: float | None
     bias: float | None
-    noise: float
-    why: str
-    settled: int = 1
+    noise: float | None
+    told: list[str]
+    rates: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -72,64 +89,73 @@ class Suggestion:
     """What `suggest` has measured, and settings for each method; ``print`` shows both.
 
     Attributes:
-        rows: for each method, by name: ``settings``, ``seconds`` and ``mebibytes`` of a step, ``bias`` and ``noise`` of
-            the estimate, ``settled`` (steps after which a single loop has settled), and ``why``.
+        rows: for each method that is suggested, by name, the one with the smallest upper loss first: ``settings``, the
+            ``loss`` that was reached in so many ``steps`` and ``gradients``, the ``residual`` of the lower problem,
+            ``seconds`` and ``mebibytes`` of a step, ``bias`` and ``noise`` of the hypergradient, the warnings that were
+            ``told``, and the best ``rates`` of each kind of update.
+        rejected: for each method that is not suggested, why.
+        start: the upper loss with the lower problem solved at the present x.
         largest, smallest: curvature of g in y at the point, with their ``uncertainty``.
-        lower_noise, upper_noise: standard deviation of a gradient over batches, over the norm of the mean (at the
-            solution of the lower problem for f); 0 without data.
+        lower_noise, upper_noise: standard deviation of a gradient over batches, over the norm of the mean; 0 without
+            data.
         second_derivatives: empty if they work; else why not.
-        vectorized: empty if ``vmap`` works; else why not.
-        seconds: of a gradient of f (``"upper"``), of g (``"lower"``), and of a product with second derivatives.
-        mebibytes: of their graphs.
         notes: what stands in the way, and what helps.
-        took: seconds that it took to measure.
+        gradients: what all trials have cost.
+        took: seconds in all.
     """
 
     rows: dict[str, Row]
+    rejected: dict[str, str]
+    start: float
     largest: float
     smallest: float
     uncertainty: float
     lower_noise: float
     upper_noise: float
     second_derivatives: str
-    vectorized: str
-    seconds: dict[str, float]
-    mebibytes: dict[str, float]
     notes: list[str]
+    gradients: int
     took: float
     _parameters: tuple[list[dict[str, Any]], list[dict[str, Any]]] = field(repr=False, default=([], []))
 
     def make(self, name: str, **overrides: Any) -> BilevelOptimizer:
-        """The optimizer of this name with its settings, of which some may be overridden."""
+        """The optimizer of this name as it was tried, with some settings overridden.
+
+        With ``upper_optimizer=torch.optim.Adam`` (or ``SGD``) and no ``lr`` it takes the best rate that was found for
+        that.
+        """
         require_choice("name", name, self.rows)
         upper, lower = ([dict(group) for group in groups] for groups in self._parameters)
-        settings = {**self.rows[name].settings, **overrides}
+        row = self.rows[name]
+        settings = {**row.settings, **overrides}
         if "upper_optimizer" in overrides and "lr" not in overrides:
-            del settings["lr"]  # it is a step of plain descent
-        with filters_kept():
-            warnings.filterwarnings("ignore", "nu=")  # it is in proportion to the size of g
-            made: BilevelOptimizer = known_methods()[name](upper, lower, **settings)
+            kind = getattr(overrides["upper_optimizer"], "__name__", "")
+            settings["lr"] = row.rates.get(kind)
+        made: BilevelOptimizer = known_methods()[name](upper, lower, **settings)
         return made
 
     def __str__(self) -> str:
         convex = f", condition number {self.largest / self.smallest:.3g}" if self.smallest > 0 else ""
         lines = [
+            f"upper loss {self.start:.4g} with the lower problem solved at the present x",
             f"curvature of g in y: {self.smallest:.3g} to {self.largest:.3g} (within {self.uncertainty:.1g}){convex}",
             f"noise of a batch's gradient: {self.lower_noise:.2g} of g, {self.upper_noise:.2g} of f",
-            f"second derivatives: {self.second_derivatives or 'work'}; vmap: {self.vectorized or 'works'}",
-            "seconds: " + ", ".join(f"{name} {value:.2g}" for name, value in self.seconds.items())
-            + "; MiB of the graph: " + ", ".join(f"{name} {value:.2g}" for name, value in self.mebibytes.items()),
+            f"second derivatives: {self.second_derivatives or 'work'}",
             "",
-        ]  # fmt: skip
+        ]
         for name, row in self.rows.items():
             settings = ", ".join(f"{option}={_short(value)}" for option, value in row.settings.items())
-            bias = "unknown" if row.bias is None else f"{row.bias:.1%}"
-            when = f" after {row.settled} steps at one x" if row.settled > 1 else ""
-            lines.append(
-                f"{name}({settings})\n    {row.seconds:.2g} s and {row.mebibytes:.2g} MiB a step; bias {bias}{when}, "
-                f"noise {row.noise:.1%}; {row.why}"
-            )
-        return "\n".join([*lines, *("note: " + note for note in self.notes), f"measured in {self.took:.1f} s"])
+            bias = "not measured" if row.bias is None else f"{row.bias:.1%}"
+            noise = "" if not row.noise else f", noise {row.noise:.1%}"
+            graph = "" if row.mebibytes is None else f", {row.mebibytes:.2g} MiB"
+            lines.append(f"{name}({settings})")
+            lines.append(f"    upper loss {row.loss:.4g} after {row.steps} steps ({row.gradients} gradients)")
+            lines.append(f"    gradient of g {row.residual:.2g} of the start's; bias {bias}{noise}")
+            lines.append(f"    {row.seconds:.2g} s{graph} a step")
+            lines += ["    warned: " + text for text in row.told]
+        lines += [f"not suggested: {name}: {reason}" for name, reason in self.rejected.items()]
+        lines += ["note: " + note for note in self.notes]
+        return "\n".join([*lines, f"{self.gradients} gradients in {self.took:.1f} s"])
 
 
 def suggest(
@@ -140,35 +166,35 @@ def suggest(
     *,
     methods: Sequence[str] = METHODS,
     tasks: Any = None,
-    bias: float = 1e-2,
-    max_seconds: float = 10.0,
+    max_seconds: float = 60.0,
 ) -> Suggestion:
-    r"""Measure a problem where it stands, and say what to set.
+    """Try methods for some steps from the present point, and say what to set.
 
-    The curvature of g comes from products with its Hessian (all of them for few lower parameters, Lanczos's method for
-    many; differences of gradients where second derivatives do not work). ``lower_lr`` is the inverse of the largest
-    curvature. The lower steps, products and ``nu`` are the least with which the error of the first hypergradient from
-    here stays below ``bias``: with the solution of the lower problem from Newton steps, the error of y after T steps is
-    :math:`\varphi_T(H)(y - y^*)`, and the losses are evaluated there. ``lr`` is the step along the hypergradient that
-    changes f by one per cent, to first order; or leave it out with ``make(..., upper_optimizer=torch.optim.Adam)``.
+    Every trial starts at the present x and y, with the same batches and random numbers. Plain descent and Adam move x,
+    each with several rates: all of them for a few steps, the best for more, the best of each method for 2,000
+    gradients (a product with second derivatives counts as two), and of the two best methods for 6,000. The rate that is
+    suggested was stable in its trial and stays so with three times the rate. Then 3, 10 and 30 lower steps are compared
+    at equal cost. The lower rate follows the curvature (``lower_lr="auto"``). The order is that of the upper losses
+    that were reached, whatever the load of the machine, of those that went further first; ``FirstOrder``, which leaves
+    the indirect term out, is the control.
 
-    *When.* Before the first run, and again where it has led to: the figures hold at one point. Nothing is changed:
-    parameters, ``.grad``, random state, module buffers and the position in the data are as they were. Up to 8 batches
-    of each loss stand for the data.
+    *When.* Before the first run. Nothing is changed: parameters, ``.grad``, random state, module buffers and the
+    position in the data are as they were. Up to 16 batches of each loss stand for the data. Above five seconds a bar on
+    the terminal says what is done.
+
+    *Cost*: about 20,000 gradients for each method and 40,000 for the two best, unless ``max_seconds`` ends the trials.
 
     Args:
         upper_params: upper parameters, as a method takes them.
         lower_params: lower parameters, likewise.
         upper: f, as for ``step``.
         lower: g, likewise.
-        methods: some of ``"AID"``, ``"ITD"``, ``"F2SA"``, ``"SOBA"``. Default: all four.
-        tasks: a sampler of tasks, as for ``step``: the first task that it draws is measured. Default: None.
-        bias: relative error of the hypergradient to aim at. Default: 1e-2.
-        max_seconds: budget of the measurements, which end a little later; curvatures are then less certain.
-            Default: 10.
+        methods: some of ``"AID"``, ``"ITD"``, ``"F2SA"``, ``"SOBA"``, ``"FirstOrder"``. Default: all.
+        tasks: a sampler of tasks, as for ``step``; curvatures are those of the first task that it draws. Default: None.
+        max_seconds: after which no further step is made; what was not tried by then is said. Default: 60.
 
     Returns:
-        The measurements, and a row for each method.
+        A row for each method, the best first, and what was measured.
 
     Raises:
         ValueError: for an argument out of its range, and as the first step of a method would.
@@ -178,41 +204,53 @@ def suggest(
         >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(3, requires_grad=True)
         >>> curvature = torch.tensor([1.0, 2.0, 10.0])
         >>> f, g = lambda: (y - 1).square().sum() / 2, lambda: (curvature * (y - x).square()).sum() / 2
-        >>> suggestion = bo.suggest([x], [y], f, g)
-        >>> round(suggestion.smallest, 3), round(suggestion.largest, 3), suggestion.rows["AID"].settings["lower_lr"]
-        (1.0, 10.0, 0.1)
-        >>> optimizer = suggestion.make("AID", lr=0.1)
+        >>> suggestion = bo.suggest([x], [y], f, g, methods=["AID", "FirstOrder"], max_seconds=3)
+        >>> list(suggestion.rows), round(suggestion.smallest, 3), round(suggestion.largest, 3)
+        (['AID'], 1.0, 10.0)
+        >>> optimizer = suggestion.make("AID")
         >>> loss = optimizer.step(f, g)
 
-    Source: Lanczos (1950), doi:10.6028/jres.045.026.
+    Source: Jamieson, Talwalkar (2016), arXiv:1502.07943 (successive halving).
     """
     for name in methods:
         require_choice("methods", name, METHODS)
-    require("bias", bias, is_number(bias) and 0 < bias < 1)
     require("max_seconds", max_seconds, is_number(max_seconds) and max_seconds > 0)
-    began = time.perf_counter()
+    clock = Clock(max_seconds, "suggest")
     groups = as_groups(upper_params, "upper"), as_groups(lower_params, "lower")
     x, y = ([t for g in level for t in map(unnamed, g["params"]) if t.requires_grad] for level in groups)
     f, g = as_objective(upper, "upper"), as_objective(lower, "lower")
-    # Times and figures must not draw from what the run draws from.
-    with numbers_kept(y[0].device), Buffers().kept():
-        if tasks is not None:
-            f, g = _of_one_task(f, g, tasks)
-        problem = _Measured(x, y, f, g, began + max_seconds, bias)
-        rows = {name: problem.row(name) for name in methods}
+    try:
+        # Trials must not draw from what the run draws from.
+        with numbers_kept(y[0].device), Buffers().kept():
+            few = _few(f), _few(g)
+            one = few if tasks is None else _of_one_task(f, g, tasks)
+            measured = _Measured(x, y, *one, lambda: not clock.over)
+            search = _Search(Trials([*x, *y], *few, tasks, lambda: not clock.over), measured, groups, clock)
+            search.find(methods)
+    finally:
+        clock.clear()
+    rows, rejected = search.results(methods)
+    notes = measured.notes()
+    if search.trials.ended:
+        notes.append(
+            f"max_seconds={max_seconds:g} ended the trials early: the order is that of shorter ones, and rates may not "
+            "have been tried with a margin"
+        )
+    if rows and next(iter(rows)) == "FirstOrder":
+        notes.append("nothing was better than leaving the indirect term out (FirstOrder)")
     return Suggestion(
         rows=rows,
-        largest=problem.spectrum.largest,
-        smallest=problem.spectrum.smallest,
-        uncertainty=problem.spectrum.uncertainty,
-        lower_noise=problem.lower_noise,
-        upper_noise=problem.upper_noise,
-        second_derivatives=problem.why_differences,
-        vectorized=problem.why_looped,
-        seconds=problem.seconds,
-        mebibytes=problem.mebibytes,
-        notes=problem.notes(),
-        took=time.perf_counter() - began,
+        rejected=rejected,
+        start=search.start,
+        largest=measured.spectrum.largest,
+        smallest=measured.spectrum.smallest,
+        uncertainty=measured.spectrum.uncertainty,
+        lower_noise=measured.lower_noise,
+        upper_noise=measured.upper_noise,
+        second_derivatives=measured.why_differences,
+        notes=notes,
+        gradients=search.trials.gradients,
+        took=clock.spent,
         _parameters=groups,
     )
 
@@ -221,7 +259,17 @@ def _short(value: Any) -> str:
     if isinstance(value, partial):
         options = ", ".join(f"{name}={_short(option)}" for name, option in value.keywords.items())
         return f"partial({value.func.__name__}, {options})"
+    if isinstance(value, type):
+        return value.__name__
     return f"{value:.3g}" if isinstance(value, float) else repr(value)
+
+
+def _few(objective: Objective) -> Objective:
+    """The loss on some batches, which are drawn without moving the position in the data."""
+    if objective.data is None:
+        return Objective(objective.loss, features=objective.features)
+    batches = [one.arguments[0] for one in objective.samples(BATCHES)]
+    return Objective(objective.loss, batches, features=objective.features)
 
 
 def _of_one_task(f: Objective, g: Objective, sampler: Any) -> tuple[Objective, Objective]:
@@ -233,52 +281,39 @@ def _of_one_task(f: Objective, g: Objective, sampler: Any) -> tuple[Objective, O
     )
 
 
-def _descent(rate: float, momentum: float, steps: int) -> Polynomial:
-    """What is left of an error after lower steps, as a function of the curvature."""
-
-    def left(curvature: Tensor) -> Tensor:
-        last = now = torch.ones_like(curvature)
-        for k in range(steps):
-            ahead = now + momentum * (now - last) if k else now
-            last, now = now, ahead * (1 - rate * curvature)
-        return now
-
-    return left
-
-
-def _inverse(curvature: Tensor) -> Tensor:
-    return torch.where(curvature == 0, 0.0, 1 / curvature)
+# ---------------------------------------------------------------------------------------------------- the point
 
 
 class _Measured:
-    """The losses around a point, and what was measured there.
+    """Curvature and noise at the point.
 
     Args:
         x, y: the live tensors.
         f, g: the losses.
-        until: when there is no time for more.
-        bias: the relative error to aim at.
+        goes_on: whether there is time for more.
     """
 
-    def __init__(self, x: list[Tensor], y: list[Tensor], f: Objective, g: Objective, until: float, bias: float) -> None:
-        self.oracle, self.until, self.bias = Oracle(x, y, f, g, session=Session(Options())), until, bias
-        self.f, self.g = f.samples(BATCHES), g.samples(BATCHES)
-        self.seconds: dict[str, float] = {}
-        self.mebibytes: dict[str, float] = {}
-        self.y = self._flat(self.oracle.y)
-        each, self.seconds["lower"], self.mebibytes["lower"] = _timed(lambda: self._lower_each(self.y))
+    def __init__(
+        self, x: list[Tensor], y: list[Tensor], f: Objective, g: Objective, goes_on: Callable[[], bool]
+    ) -> None:
+        self.oracle = Oracle(x, y, f, g, session=Session(Options()))
+        self.f, self.g = f.samples(), g.samples()
+        self.y = _flat(self.oracle.y)
+        each = self._lower_each(self.y)
         self.slope = torch.stack(each).mean(0)
-        self.lower_noise = _spread(each, self.slope)
-        _, self.seconds["upper"], self.mebibytes["upper"] = _timed(lambda: self.oracle.upper(self.f[0]))
-        for name in self.seconds:
-            self.seconds[name] /= len(self.g) if name == "lower" else 1
+        self.lower_noise = _spread(each)
+        at = [self.oracle.upper(one) for one in self.f]
+        self.loss, pulls = sum(float(loss) for loss, *_ in at) / len(at), [own[1:] for own in at]
+        self.upper_noise = _spread([torch.cat([_flat(in_x), _flat(in_y)]) for in_x, in_y in pulls])
+        self.pull = float(torch.stack([_flat(in_y) for _, in_y in pulls]).mean(0).norm())
         self.why_differences = self._try_second_derivatives()
-        self.why_looped = self._try_vmap()
-        _, _, kept = _timed(self._one_product)
-        with self._products(self.y) as product:
-            _, seconds, more = _timed(lambda: product(self.slope)[1])
-            self.seconds["product"], self.mebibytes["product"] = seconds / len(self.g), kept + more
-            self.spectrum = Spectrum(lambda v: product(v)[1], self.y, self._goes_on)
+        with self._products() as product:
+            self.spectrum = Spectrum(product, self.y, goes_on)
+
+    @property
+    def sharpest(self) -> float:
+        """The largest curvature, of either sign."""
+        return max(abs(self.spectrum.largest), abs(self.spectrum.smallest), torch.finfo(self.y.dtype).tiny)
 
     @property
     def convex(self) -> bool:
@@ -286,64 +321,45 @@ class _Measured:
         spectrum = self.spectrum
         return spectrum.smallest > 100 * torch.finfo(self.y.dtype).eps * spectrum.largest
 
-    # ------------------------------------------------------------------------------------------------ evaluations
+    @property
+    def momentum(self) -> float:
+        """That of accelerated descent where g has no noise and is badly conditioned; else none."""
+        if not self.convex or len(self.g) > 1:
+            return 0.0
+        root = math.sqrt(self.spectrum.largest / self.spectrum.smallest)
+        return (root - 1) / (root + 1) if root**2 > ACCELERATED else 0.0
 
-    def _goes_on(self) -> bool:
-        return time.perf_counter() < self.until
+    @property
+    def nu(self) -> float:
+        """That of F2SA: copies of y are moved by a small part of its size, by its sharpest curvature."""
+        size = float(self.y.norm()) + float(self.slope.norm()) / self.sharpest
+        return SHIFT * self.sharpest * max(size, 1e-3) / max(self.pull, 1e-12)
 
-    def _flat(self, vector: Sequence[Tensor]) -> Tensor:
-        return torch.cat([t.detach().reshape(-1) for t in vector])
-
-    def _like(self, flat: Tensor, like: Sequence[Tensor]) -> Vector:
+    def _like(self, flat: Tensor) -> Vector:
+        like = self.oracle.y
         parts = torch.split(flat, [t.numel() for t in like])
         return Vector(part.reshape(t.shape).to(t) for part, t in zip(parts, like, strict=True))
 
-    def _at(self, y: Tensor) -> Oracle:
-        return self.oracle.at(lower=self._like(y, self.oracle.y))
-
     def _lower_each(self, y: Tensor) -> list[Tensor]:
-        return [self._flat(self._at(y).lower(sample)[1]) for sample in self.g]
-
-    def _lower(self, y: Tensor) -> Tensor:
-        return torch.stack(self._lower_each(y)).mean(0)
-
-    def _upper_each(self, y: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Gradients of f in x and in y, on each batch."""
-        found = (self._at(y).upper(sample) for sample in self.f)
-        return [(self._flat(in_x), self._flat(in_y)) for _, in_x, in_y in found]
-
-    def _upper(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        in_x, in_y = zip(*self._upper_each(y), strict=True)
-        return torch.stack(in_x).mean(0), torch.stack(in_y).mean(0)
-
-    def _lower_in_x(self, y: Tensor) -> Tensor:
-        return torch.stack([self._flat(self._at(y).lower_jointly(sample)[1]) for sample in self.g]).mean(0)
+        at = self.oracle.at(lower=self._like(y))
+        return [_flat(at.lower(one)[1]) for one in self.g]
 
     @contextmanager
-    def _products(self, y: Tensor) -> Generator[Callable[[Tensor], tuple[Tensor, Tensor]]]:
-        """Products with the cross derivative and with the Hessian of g, on the mean of the batches."""
+    def _products(self) -> Generator[Callable[[Tensor], Tensor]]:
+        """Products with the Hessian of g, on the mean of the batches."""
         with ExitStack() as stack:
-            systems = [stack.enter_context(self._at(y).lower_system(sample)) for sample in self.g]
-
-            def product(v: Tensor) -> tuple[Tensor, Tensor]:
-                both = [system.both(self._like(v, self.oracle.y)) for system in systems]
-                cross, hvp = zip(*both, strict=True)
-                return torch.stack([*map(self._flat, cross)]).mean(0), torch.stack([*map(self._flat, hvp)]).mean(0)
-
-            yield product
-
-    def _one_product(self) -> None:
-        with self._products(self.y) as product:
-            product(self.slope)
+            systems = [stack.enter_context(self.oracle.lower_system(one)) for one in self.g]
+            yield lambda v: torch.stack([_flat(system.hvp(self._like(v))) for system in systems]).mean(0)
 
     def _try_second_derivatives(self) -> str:
         """Why differences of gradients are used instead, if they are: a product fails, or is not what they are."""
         v = torch.randn(self.y.numel(), generator=torch.Generator().manual_seed(1), device="cpu").to(self.y)
         step = torch.finfo(self.y.dtype).eps ** (1 / 3) * (1 + float(self.y.norm())) / float(v.norm())
-        along = (self._lower(self.y + step * v) - self._lower(self.y - step * v)) / (2 * step)
+        ends = [torch.stack(self._lower_each(self.y + sign * step * v)).mean(0) for sign in (1, -1)]
+        along = (ends[0] - ends[1]) / (2 * step)
         try:
-            with self._products(self.y) as product:
-                found = product(v)[1]
+            with self._products() as product:
+                found = product(v)
             if float((found - along).norm()) <= 0.5 * float(along.norm()):
                 return ""
             why = "products with the Hessian differ from differences of gradients"
@@ -352,403 +368,290 @@ class _Measured:
         self.oracle.session = Session(Options(hvp="finite-difference"))
         return f"{why} (hvp='finite-difference' is used)"
 
-    def _try_vmap(self) -> str:
-        copies, (xi, zeta) = stack([self.oracle.y] * 2), (self.f[0], self.g[0])
-        evaluate_copies(self.oracle, copies, [0.01, 0.02], [1.0, 1.0], xi, zeta, wrt="lower")
-        return self.oracle.session.found.fallback or ""
-
-    # ------------------------------------------------------------------------------------------------ the problem
-
-    @cached_property
-    def solution(self) -> Tensor:
-        """Y*, by Newton steps from y."""
-        y, slope = self.y, self.slope
-        for _ in range(6):
-            y = y - self.spectrum.applied(_inverse, slope)
-            slope = self._lower(y)
-            if float(slope.norm()) <= 1e-6 * float(self.slope.norm()):
-                break
-        return y
-
-    @cached_property
-    def truth(self) -> Tensor:
-        """The hypergradient at the solution."""
-        return self._implicit(self.solution, lambda slope: self.spectrum.applied(_inverse, slope))
-
-    @cached_property
-    def adjoint(self) -> Tensor:
-        """What f pulls y along at the solution: the inverse Hessian of g times the gradient of f."""
-        return self.spectrum.applied(_inverse, self._upper(self.solution)[1])
-
-    @cached_property
-    def upper_noise(self) -> float:
-        """Standard deviation of f's gradients over batches, at the solution."""
-        each = [torch.cat(pair) for pair in self._upper_each(self.solution if self.convex else self.y)]
-        return _spread(each, torch.stack(each).mean(0))
-
-    @cached_property
-    def noise(self) -> float:
-        """Standard deviation of the hypergradient over batches of both losses at the solution, over its norm."""
-        if not self.convex or len(self.f) == len(self.g) == 1:
-            return 0.0
-        direct = [in_x for in_x, _ in self._upper_each(self.solution)]
-        cross = []
-        for batch in self.g:
-            with self._at(self.solution).lower_system(batch) as system:
-                cross.append(self._flat(system.cross(self._like(self.adjoint, self.oracle.y))))
-        parts = [_spread(each, self.truth) for each in (direct, cross)]
-        return math.hypot(*parts)
-
-    def _implicit(self, y: Tensor, solve: Callable[[Tensor], Tensor]) -> Tensor:
-        in_x, in_y = self._upper(y)
-        v = solve(in_y)
-        with self._products(y) as product:
-            return in_x - product(v)[0]
-
-    def _error(self, found: Tensor) -> float:
-        norm = float(self.truth.norm())
-        return float((found - self.truth).norm()) / norm if norm > 0 else 0.0
-
-    def _after(self, left: Polynomial) -> Tensor:
-        """Y after the lower steps of which so much of the error is left."""
-        return self.solution + self.spectrum.applied(left, self.y - self.solution)
-
-    def _unrolled(self, left: Polynomial) -> Tensor:
-        """The derivative through the steps."""
-        solve = partial(self.spectrum.applied, lambda c: (1 - left(c)) * _inverse(c))
-        return self._implicit(self._after(left), solve)
-
-    def _noisy(self, rate: float, momentum: float) -> float:
-        """What the noise of the lower steps adds to the hypergradient, over its norm; after many steps."""
-        if len(self.g) == 1:
-            return 0.0
-        each = self._lower_each(self.solution)
-        mean = torch.stack(each).mean(0)
-
-        def settled(c: Tensor) -> Tensor:  # standard deviation for noise of one, of descent; more with momentum
-            return (rate / (c * (2 - rate * c).clamp_min(1e-3) * (1 - momentum))).sqrt()
-
-        found = [
-            self._error(
-                self._implicit(
-                    self.solution + self.spectrum.applied(settled, one - mean), partial(self.spectrum.applied, _inverse)
-                )
-            )
-            for one in each[:3]
-        ]
-        return math.sqrt(sum(e * e for e in found) / len(found)) * math.sqrt(len(each) / (len(each) - 1))
-
-    # ------------------------------------------------------------------------------------------------ settings
-
-    @cached_property
-    def lower(self) -> tuple[float, float]:
-        """Learning rate and momentum of the lower steps."""
-        rate = 1 / max(abs(self.spectrum.largest), abs(self.spectrum.smallest), torch.finfo(self.y.dtype).tiny)
-        if not self.convex:
-            return rate, 0.0
-        condition = self.spectrum.largest / self.spectrum.smallest
-        if len(self.g) == 1:
-            root = math.sqrt(condition)
-            return rate, (root - 1) / (root + 1) if condition > ACCELERATED else 0.0
-        allowed = max(self.bias, self.noise / 2)
-        for part in (1.0, 0.3, 0.1, 0.03):
-            if self._noisy(part * rate, 0.0) <= allowed or not self._goes_on():
-                break
-        return part * rate, 0.0
-
-    def _fewest(
-        self, choices: Sequence[int], error: Callable[[int], float], allowed: float, enough: Callable[[int], bool]
-    ) -> tuple[int, float]:
-        """The least of these numbers whose error is allowed, or the last; and its error.
-
-        Without any time left it is the least that is ``enough`` by the spectrum alone.
-        """
-        if not self._goes_on():
-            choice = next(filter(enough, choices), choices[-1])
-            return choice, error(choice)
-        low, high, found = 0, len(choices) - 1, dict[int, float]()
-        while low < high and self._goes_on():
-            middle = (low + high) // 2
-            found[middle] = error(choices[middle])
-            low, high = (low, middle) if found[middle] <= allowed else (middle + 1, high)
-        return choices[high], found[high] if high in found else error(choices[high])
-
-    def _learning_rate(self, normalized: bool) -> float:
-        """The step along the hypergradient that changes f by `PART` of it, to first order."""
-        y = self.solution if self.convex else self.y
-        loss = abs(sum(float(self._at(y).upper(one)[0]) for one in self.f) / len(self.f))
-        norm = float((self.truth if self.convex else self._upper(y)[0]).norm())
-        return PART * loss / max(norm if normalized else norm**2, 1e-30) or PART
-
-    def row(self, name: str) -> Row:
-        """The settings of a method."""
-        momentum = self.lower[1] if name in ("AID", "F2SA") else 0.0
-        rate = self.lower[0]
-        settings: dict[str, Any] = {"lr": self._learning_rate(name == "F2SA"), "lower_lr": rate}
-        if momentum:
-            settings["lower_optimizer"] = partial(AGD, momentum=momentum)
-        if self.why_differences and name != "F2SA":
-            settings["hvp"] = "finite-difference"
-        if not self.convex:
-            return self._not_convex(name, settings)
-
-        def after(steps: int) -> float:
-            return self._error(self._unrolled(_descent(rate, momentum, steps)))
-
-        if name == "AID":
-            return self._implicit_row(settings, momentum)
-        if name == "F2SA":
-            return self._penalty_row(settings, momentum)
-        if name == "SOBA":
-            return self._single_loop_row(settings)
-        steps, error = self._fewest(STEPS, after, self.bias, partial(self._converges, rate, momentum))
-        slow = ", all that are suggested" if error > self.bias else f" for a bias of {self.bias:.1%}"
-        settings["lower_steps"] = steps
-        why = f"{steps} lower steps{slow}"
-        seconds, graph = self._seconds(upper=1, product=2 * steps), self.mebibytes["product"] * steps
-        return Row(settings, seconds, graph, error, self._total_noise(), why)
-
-    def _single_loop_row(self, settings: dict[str, Any]) -> Row:
-        """The steps at one x, taken on all batches: v follows an y that moves, which no polynomial of H tells."""
-        rate, steps, error = settings["lower_lr"], 0, math.inf
-        y, v = self.y, rate * self._upper(self.y)[1]
-        while error > self.bias and steps < MOST_STEPS and self._goes_on():
-            in_x, in_y = self._upper(y)
-            with self._products(y) as product:
-                cross, image = product(v)
-            error, steps = self._error(in_x - cross), steps + 1
-            y, v = y - rate * self._lower(y), v - rate * (image - in_y)
-        late = ", all that were tried" if error > self.bias else f" for a bias of {self.bias:.1%}"
-        graph = self.mebibytes["product"] + self.mebibytes["upper"]
-        seconds, why = self._seconds(upper=1, product=1), f"settles in {steps} steps{late}"
-        known = error if math.isfinite(error) else None
-        return Row(settings, seconds, graph, known, self._total_noise(), why, max(steps, 1))
-
-    def _penalty_row(self, settings: dict[str, Any], momentum: float) -> Row:
-        rate = settings["lower_lr"]
-        nu, truncated = self._penalty()
-        after = self._copies_after(nu)
-        converges = partial(self._converges, rate, momentum)
-        steps, error = self._fewest(STEPS, lambda n: after(_descent(rate, momentum, n)), self.bias, converges)
-        ended = not self._goes_on()  # a part of the Krylov spaces, whose errors are divided by nu
-        settings |= {"lower_steps": steps, "order": 2, "nu": nu}
-        why = f"{steps} lower steps" + (
-            ", all that are suggested" if error > self.bias else f" for a bias of {self.bias:.1%}"
-        )
-        why += f", nu for an error of {truncated:.1%} of the difference"
-        seconds = self._seconds(upper=2 * (steps + 1), lower=2 * (steps + 1))
-        graph = 2 * (self.mebibytes["upper"] + self.mebibytes["lower"])
-        return Row(settings, seconds, graph, None if ended else error, self._total_noise(), why)
-
-    def _implicit_row(self, settings: dict[str, Any], momentum: float) -> Row:
-        rate = settings["lower_lr"]
-
-        def solved(steps: int, products: int) -> float:
-            y = self._after(_descent(rate, momentum, steps))
-
-            def solve(b: Tensor) -> Tensor:
-                return self._conjugate(y, b, products)
-
-            exact = partial(self.spectrum.applied, _inverse)
-            return self._error(self._implicit(y, solve if products else exact))
-
-        converges = partial(self._converges, rate, momentum)
-        steps, error = self._fewest(STEPS, lambda n: solved(n, 0), self.bias / 2, converges)
-        products, error = self._fewest(
-            PRODUCTS, lambda n: solved(steps, n), max(self.bias, 1.1 * error), self._conjugate_converges
-        )
-        settings |= {"lower_steps": steps, "linear_steps": products}
-        why = f"{steps} lower steps and {products} products" + (
-            ", all that are suggested" if error > self.bias else f" for a bias of {self.bias:.1%}"
-        )
-        seconds = self._seconds(upper=1, lower=steps + 1, product=products + 1)
-        return Row(settings, seconds, self.mebibytes["product"], error, self._total_noise(), why)
-
-    def _converges(self, rate: float, momentum: float, steps: int) -> bool:
-        """Whether so many lower steps leave less than the bias of any error."""
-        return float(_descent(rate, momentum, steps)(self.spectrum.values).abs().max()) <= self.bias / 2
-
-    def _conjugate_converges(self, products: int) -> bool:
-        root = math.sqrt(self.spectrum.largest / self.spectrum.smallest)
-        return 2 * ((root - 1) / (root + 1)) ** products <= self.bias / 2
-
-    def _conjugate(self, y: Tensor, b: Tensor, steps: int) -> Tensor:
-        """Conjugate gradients from zero."""
-        v, r = torch.zeros_like(b), b
-        p, square = r, r.dot(r)
-        with self._products(y) as product:
-            for _ in range(steps):
-                image = product(p)[1]
-                along = p.dot(image)
-                if float(along) <= 0 or float(square) == 0:
-                    break
-                v, r = v + square / along * p, r - square / along * image
-                square, before = r.dot(r), square
-                p = r + square / before * p
-        return v
-
-    def _penalty(self) -> tuple[float, float]:
-        """Nu of the central difference, and its error: measured with copies that are solved."""
-        v = self.adjoint
-        if float(v.norm()) == 0:
-            return 1e-2, 0.0
-        size = float(self.solution.norm()) + float((self.solution - self.y).norm())
-        nu = 0.3 * max(size, 1e-6) / max(float(v.norm()), 1e-30)  # copies that are so far apart, to begin with
-        rounding = torch.finfo(self.y.dtype).eps ** 0.5
-        best = nu, math.inf
-        for _ in range(12):
-            error = self._error(self._difference(nu, self._ends(nu)))
-            best = min(best, (nu, error), key=lambda one: one[1])
-            if error <= self.bias / 20 or nu * float(v.norm()) < rounding * size or not self._goes_on():
-                break
-            nu /= 3 if not error < 10 * self.bias else max(math.sqrt(25 * error / self.bias), 1.3)
-        return best
-
-    def _ends(self, nu: float) -> list[Tensor]:
-        """Solutions of the copies' problems, g + nu f and g - nu f."""
-        ends = []
-        for sign in (1.0, -1.0):
-            y = self.solution - sign * nu * self.adjoint
-            for _ in range(4):  # Newton steps with the Hessian of g alone
-                y = y - self.spectrum.applied(_inverse, self._lower(y) + sign * nu * self._upper(y)[1])
-            ends.append(y)
-        return ends
-
-    def _difference(self, nu: float, copies: Sequence[Tensor]) -> Tensor:
-        """The estimate from two copies."""
-        plus, minus = (
-            self._lower_in_x(y) + sign * nu * self._upper(y)[0] for sign, y in zip((1.0, -1.0), copies, strict=True)
-        )
-        estimate: Tensor = (plus - minus) / (2 * nu)
-        return estimate
-
-    def _copies_after(self, nu: float) -> Callable[[Polynomial], float]:
-        r"""The error of the estimate from copies of which lower steps have left so much.
-
-        With H and F the Hessians of g and f, the copy of node j gets to
-        :math:`y_j + \varphi_T(H + j \nu F)(y - y_j)`, where :math:`y_j` solves its problem. What is left of the two
-        differs by as much as their solutions do, in proportion to nu, so H alone would not do.
-        """
-        step = torch.finfo(self.y.dtype).eps ** (1 / 3) * (1 + float(self.y.norm()))
-        ends, runs = self._ends(nu), []
-        with self._products(self.y) as product:
-            for sign, end in zip((1.0, -1.0), ends, strict=True):
-
-                def perturbed(v: Tensor, sign: float = sign) -> Tensor:  # v has the norm 1
-                    along = self._upper(self.y + step * v)[1] - self._upper(self.y - step * v)[1]
-                    change: Tensor = sign * nu * along / (2 * step)
-                    return product(v)[1] + change
-
-                far = self.y - end
-                runs.append(lanczos(perturbed, far, MOST_PRODUCTS, self._goes_on) if float(far.norm()) > 0 else None)
-
-        def error(left: Polynomial) -> float:
-            copies = []
-            for end, run in zip(ends, runs, strict=True):
-                values, vectors = run[:2] if run else (torch.ones(1), torch.zeros_like(end)[:, None])
-                copies.append(end + vectors @ (left(values).to(end) * (vectors.mT @ (self.y - end))))
-            return self._error(self._difference(nu, copies))
-
-        return error
-
-    def _not_convex(self, name: str, settings: dict[str, Any]) -> Row:
-        """Settings that make sense without a solution of the lower problem; what they lead to is not known."""
-        shift, steps = 2 * abs(self.spectrum.smallest), 20
-        own: dict[str, dict[str, Any]] = {
-            "AID": {"lower_steps": steps, "linear_steps": 10, "damping": shift},
-            "ITD": {"lower_steps": steps},
-            "F2SA": {"lower_steps": steps, "order": 1, "nu": 1e-2},
-            "SOBA": {},
-        }
-        counts: dict[str, Mapping[str, int]] = {
-            "AID": {"upper": 1, "lower": steps + 1, "product": 11},
-            "ITD": {"upper": 1, "product": 2 * steps},
-            "F2SA": {"upper": steps + 1, "lower": 2 * (steps + 1)},
-            "SOBA": {"upper": 1, "product": 1},
-        }
-        graph = self.mebibytes["product"] * (steps if name == "ITD" else 1)
-        why = "g is not convex here, so that only the step size is measured"
-        return Row(settings | own[name], self._seconds(**counts[name]), graph, None, 0.0, why)
-
-    def _seconds(self, **counts: int) -> float:
-        return sum(count * self.seconds[name] for name, count in counts.items())
-
-    def _total_noise(self) -> float:
-        return math.hypot(self.noise, self._noise_of_steps)
-
-    @cached_property
-    def _noise_of_steps(self) -> float:
-        return self._noisy(*self.lower)
-
-    def _bends(self) -> bool:
-        """Whether the Hessian at the solution is another one, for what f asks of it."""
-        with self._products(self.solution) as product:
-            slope = product(self.adjoint)[1] - self._upper(self.solution)[1]
-        return float(slope.norm()) > self.bias * float(self._upper(self.solution)[1].norm())
-
     def notes(self) -> list[str]:
         """What stands in the way, and what helps."""
-        found, spectrum = list[str](), self.spectrum
+        spectrum = self.spectrum
         if not self.convex:
             ridge = 2 * abs(spectrum.smallest) + 1e-3 * spectrum.largest
-            found.append(
-                f"g is not convex in y at this point (smallest curvature {spectrum.smallest:.3g}): first train y for "
-                f"some steps and measure again; a ridge, {ridge:.2g} / 2 times the square of y in g, makes it convex "
-                "here; AID solves with damping or MINRES, F2SA stays with order=1, and lower_optimizer=Adam "
-                "trains what plain descent does not"
-            )
-        elif (condition := spectrum.largest / spectrum.smallest) > 1e4:
-            found.append(
-                f"g is badly conditioned ({condition:.1g}): plain lower steps need about as many; a ridge in g, "
-                "lower_optimizer=AGD (momentum) or Adam, and normalised inputs help; without them the hypergradient is "
-                "that of a lower solve which stops early"
-            )
-        if self.convex and float(self._lower(self.solution).norm()) > 1e-3 * float(self.slope.norm()):
-            found.append("Newton steps did not find the solution of the lower problem: the biases are rough")
-        elif self.convex and self._bends():
-            found.append(
-                "the curvature of g changes between y and the solution of the lower problem: the biases are rough; "
-                "train y for some steps and measure again"
-            )
-        if self.noise > 1:
-            found.append(
-                f"the noise of a batch is {self.noise:.1f} times the hypergradient: larger batches, or "
-                f"Objective(..., accumulate={math.ceil(self.noise**2)})"
-            )
-        if not self._goes_on():
-            found.append("max_seconds ended some measurements early")
-        return found
+            return [
+                f"g is not convex in y at this point (smallest curvature {spectrum.smallest:.3g}): AID solves with "
+                f"MINRES; a ridge, {ridge:.2g} / 2 times the square of y in g, makes it convex here"
+            ]
+        if (condition := spectrum.largest / spectrum.smallest) > 1e4:
+            return [
+                f"g is badly conditioned ({condition:.1g}): a ridge in g, normalised inputs, or momentum or Adam below "
+                "help; without them the hypergradient is that of a lower solve which stops early"
+            ]
+        return []
 
 
-def _spread(each: Sequence[Tensor], mean: Tensor) -> float:
-    """Standard deviation of vectors, over the norm of a mean."""
+def _flat(vector: Sequence[Tensor]) -> Tensor:
+    return torch.cat([t.detach().reshape(-1) for t in vector])
+
+
+def _spread(each: Sequence[Tensor]) -> float:
+    """Standard deviation of vectors, over the norm of their mean."""
     if len(each) < 2:
         return 0.0
-    size = float(mean.norm())
-    deviation = float(torch.stack(list(each)).var(0).sum().sqrt())
+    stacked = torch.stack(list(each))
+    size, deviation = float(stacked.mean(0).norm()), float(stacked.var(0).sum().sqrt())
     return deviation / size if size > 0 else math.inf
 
 
-def _timed(function: Callable[[], Any]) -> tuple[Any, float, float]:
-    """What a function returns, the seconds of the faster of two calls, and MiB that its graphs keep."""
-    kept: dict[int, int] = {}
-
-    def note(t: Tensor) -> Tensor:
-        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        function()
-    seconds = []
-    for _ in range(2):
-        _finished()
-        began = time.perf_counter()
-        result = function()
-        _finished()
-        seconds.append(time.perf_counter() - began)
-    return result, min(seconds), sum(kept.values()) / 2**20
+# ---------------------------------------------------------------------------------------------------- the search
 
 
-def _finished() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+@dataclass
+class _Try:
+    """Settings of a method, and what has come of them so far."""
+
+    kind: str
+    rate: float
+    settings: dict[str, Any]
+    outcome: Outcome = field(default_factory=Outcome)
+
+    @property
+    def loss(self) -> float:
+        return self.outcome.reached
+
+
+class _Search:
+    """Successive halving over upper rates, for each method, at equal numbers of gradients.
+
+    Args:
+        trials: what runs them.
+        measured: what is known of the point.
+        groups: the parameters.
+        clock: of all.
+
+    Attributes:
+        start: the upper loss with the lower problem solved at the present x.
+    """
+
+    def __init__(
+        self,
+        trials: Trials,
+        measured: _Measured,
+        groups: tuple[list[dict[str, Any]], list[dict[str, Any]]],
+        clock: Clock,
+    ) -> None:
+        self.trials, self.measured, self._groups, self._clock = trials, measured, groups, clock
+        self.start, self._most, self._scale = math.nan, math.inf, math.inf
+        self._found: dict[str, Row] = {}
+        self._reasons: dict[str, str] = {}
+        self._norms: dict[str, float] = {}  # of the first hypergradients
+        self._finalists: list[str] = []
+
+    def find(self, methods: Sequence[str]) -> None:
+        """Try all methods, round after round, so that each gets as far as the others when the time ends."""
+        fixed = self._tried(_Try("SGD", 0.0, {**self._common("FirstOrder"), "lr": 0.0}), "FirstOrder", BUDGETS[1])
+        first = self.measured.loss
+        self.start = fixed.loss if math.isfinite(fixed.loss) else first
+        self._scale = max(abs(self.start), abs(first - self.start), 1e-12)
+        self._most = max(self.start, first)
+        left = {name: self._rates(name) for name in methods}
+        for k, budget in enumerate(BUDGETS):
+            for j, (name, tries) in enumerate(left.items()):
+                self._clock.stage((k + j / len(left)) / 5, (k + (j + 1) / len(left)) / 5)
+                left[name] = self._best(name, tries, budget)
+        found = sorted(left, key=lambda name: min((one.loss for one in left[name]), default=math.inf))
+        self._finalists = [*[name for name in found if name != "FirstOrder"][:FINALISTS], "FirstOrder"]
+        for j, name in enumerate(found):
+            self._clock.stage((3 + 2 * j / len(left)) / 5, (3 + 2 * (j + 1) / len(left)) / 5)
+            tries = left[name]
+            self._conclude(name, tries)
+            if name not in self._found:
+                ended = self.trials.ended and not tries
+                self._reasons.setdefault(name, NOT_TRIED if ended else "diverged with every rate that was tried")
+
+    def results(self, methods: Sequence[str]) -> tuple[dict[str, Row], dict[str, str]]:
+        """What is suggested, the best first, and why not for all else."""
+        rejected = {name: self._reasons[name] for name in methods if name not in self._found}
+        for name, row in self._found.items():
+            if row.bias is not None and row.bias > LARGEST_BIAS and name != "FirstOrder":
+                rejected[name] = f"its hypergradient is off by {row.bias:.0%} at the end of the trial"
+            elif row.loss >= self.start and self.start > -math.inf:
+                rejected[name] = f"no rate made the upper loss smaller ({row.loss:.4g} at best)"
+        rows = {name: row for name, row in self._found.items() if name not in rejected}
+        return dict(sorted(rows.items(), key=lambda pair: (pair[0] not in self._finalists, pair[1].loss))), rejected
+
+    # ------------------------------------------------------------------------------------------------ one method
+
+    def _best(self, name: str, tries: Sequence[_Try], budget: int) -> list[_Try]:
+        """The best of each kind, after a round at such a cost."""
+        for i, one in enumerate(tries):
+            self._clock.show(f"{name}, {one.kind} {one.rate:.2g}", i / len(tries))
+            self._tried(one, name, budget)
+        sound = sorted((one for one in tries if math.isfinite(one.loss)), key=lambda one: one.loss)
+        kept = KEPT if budget == BUDGETS[0] else 1
+        return [one for kind in RATES for one in [t for t in sound if t.kind == kind][:kept]]
+
+    def _common(self, name: str) -> dict[str, Any]:
+        """The settings of a method but for the update of x; the lower rate follows the curvature."""
+        measured, settings = self.measured, dict[str, Any]()
+        if name != "SOBA":
+            settings["lower_steps"] = STEPS[1]
+        if name == "AID":
+            settings["linear_steps"] = 10
+        if measured.momentum and name in ("AID", "F2SA", "FirstOrder"):
+            settings["lower_optimizer"] = partial(AGD, momentum=measured.momentum)
+        if name == "AID" and not measured.convex:
+            settings["linear_solver"] = "minres"
+        if name == "F2SA":
+            settings |= {"order": 2, "nu": measured.nu, "normalize": False}
+        elif measured.why_differences and name != "FirstOrder":
+            settings["hvp"] = "finite-difference"
+        return settings
+
+    def _rates(self, name: str) -> list[_Try]:
+        """All that is tried of a method."""
+        settings = self._common(name)
+
+        def measure(optimizer: BilevelOptimizer) -> None:
+            self._norms[name] = float(optimizer.diagnostics["hypergradient_norm"])
+
+        first = _Try("SGD", 0.0, {**settings, "lr": 0.0})
+        self._tried(first, name, BUDGETS[0], measure)
+        if name not in self._norms:
+            self._reasons[name] = f"{first.outcome.reason}, x at rest" if first.outcome.reason else NOT_TRIED
+            return []
+        if (norm := self._norms[name]) == 0:
+            self._reasons[name] = "its hypergradient is zero"
+            return []
+        smallest = {"SGD": PART * self._scale / norm**2, "Adam": SMALLEST}
+        update: dict[str, dict[str, Any]] = {"SGD": {}, "Adam": {"upper_optimizer": torch.optim.Adam}}
+        return [
+            _Try(kind, rate, {**settings, "lr": rate, **update[kind]})
+            for kind, number in RATES.items()
+            for rate in (smallest[kind] * RATIO**k for k in range(number))
+        ]
+
+    def _tried(
+        self, one: _Try, name: str, budget: int, after: Callable[[BilevelOptimizer], None] | None = None
+    ) -> _Try:
+        """The same, tried."""
+
+        def make() -> BilevelOptimizer:
+            upper, lower = ([dict(group) for group in groups] for groups in self._groups)
+            made: BilevelOptimizer = known_methods()[name](upper, lower, **one.settings)
+            return made
+
+        def diverged(outcome: Outcome) -> bool:
+            return outcome.losses[-1] > self._most + 10 * WORSE * self._scale
+
+        if self._clock.over:
+            self.trials.ended = True
+            return one
+        outcome = self.trials.made(make, budget, after=after, stop=diverged)
+        if outcome.reason or not self.trials.ended or outcome.steps >= one.outcome.steps:
+            one.outcome = outcome
+        if not one.outcome.reason and one.loss > self._most + WORSE * self._scale:
+            one.outcome.reason = "diverged"
+        return one
+
+    def _with_rate(self, one: _Try, rate: float) -> _Try:
+        return _Try(one.kind, rate, {**one.settings, "lr": rate})
+
+    def _with(self, one: _Try, options: dict[str, Any]) -> _Try:
+        return _Try(one.kind, one.rate, {**one.settings, **options})
+
+    def _last(self, name: str) -> int:
+        """Gradients of the last trials of a method."""
+        return LAST if name in self._finalists else BUDGETS[-1]
+
+    def _conclude(self, name: str, tries: Sequence[_Try]) -> None:
+        """The row of a method: its best update of x, with the lower steps that did best, a small bias, and a margin."""
+        for i, one in enumerate(tries):
+            self._clock.show(f"{name}, {one.kind} {one.rate:.2g}", i / 8)
+            self._tried(one, name, self._last(name))
+        sound = [one for one in tries if math.isfinite(one.loss)]
+        if not sound:
+            return
+        best = min(sound, key=lambda one: one.loss)
+        for steps in STEPS if "lower_steps" in best.settings else ():
+            if steps != STEPS[1]:
+                self._clock.show(f"{name}, {steps} lower steps", 0.3)
+                other = self._tried(self._with(best, {"lower_steps": steps}), name, self._last(name))
+                if other.loss < best.loss - 0.02 * abs(best.loss):
+                    best = other
+        best, row = self._less_biased(name, best)
+        rates = {}
+        for one in sound:
+            options = {option: best.settings[option] for option in COUNTS if option in best.settings}
+            kind, settled = one.kind, best if one.kind == best.kind else self._with(one, options)
+            self._clock.show(f"{name}, {kind} with a larger rate", 0.8)
+            margin = self._with_margin(name, settled)
+            if margin is not None:
+                rates[kind] = margin.rate
+            if kind == best.kind and margin is not best:
+                row = None if margin is None else self._measured_row(name, margin)
+        if row is not None:
+            self._found[name] = replace(row, rates=rates)
+
+    def _less_biased(self, name: str, best: _Try) -> tuple[_Try, Row | None]:
+        """Settings with more steps where the bias is large, and their row."""
+        row = self._measured_row(name, best)
+        counts = [option for option in COUNTS if option in best.settings]
+        while counts and name != "FirstOrder" and (row.bias or 0.0) > LARGEST_BIAS:
+            more: dict[str, Any] = {option: 3 * best.settings[option] for option in counts}
+            if max(more.values()) > MOST_STEPS:
+                break
+            self._clock.show(f"{name}, more steps for a smaller bias", 0.5)
+            other = self._tried(self._with(best, more), name, self._last(name))
+            if not math.isfinite(other.loss):
+                break
+            best, row = other, self._measured_row(name, other)
+        return best, row
+
+    def _with_margin(self, name: str, one: _Try) -> _Try | None:
+        """The same settings, or with a smaller rate, that are stable with a rate three times as large."""
+        for part in (1.0, 1 / RATIO, 1 / RATIO**2):
+            faster = self._tried(self._with_rate(one, one.rate * part * RATIO), name, self._last(name))
+            if not faster.outcome.reason:
+                return one if part == 1.0 else self._with_rate(one, one.rate * part)
+        return None
+
+    def _measured_row(self, name: str, one: _Try) -> Row:
+        """What is to be told of settings, with bias and memory from where they lead to."""
+        bias: list[float | None] = [None, None]
+        graph: list[float | None] = [None]
+
+        def measure(optimizer: BilevelOptimizer) -> None:
+            self._clock.show(f"{name}: bias", 0.8)
+            bias[:] = self._bias(optimizer, self._norms[name])
+            graph[0] = largest_graph(lambda: optimizer.step(self.trials.f, self.trials.g, tasks=self.trials.tasks))
+
+        last = self._tried(self._with(one, {}), name, self._last(name), measure)
+        outcome = last.outcome if math.isfinite(last.loss) else one.outcome
+        return Row(
+            settings=one.settings,
+            loss=outcome.reached,
+            steps=outcome.steps,
+            gradients=outcome.gradients,
+            residual=outcome.residual,
+            seconds=outcome.seconds_each,
+            mebibytes=graph[0],
+            bias=bias[0],
+            noise=bias[1],
+            told=outcome.told,
+            rates={},
+        )
+
+    def _bias(self, optimizer: BilevelOptimizer, first: float) -> tuple[float | None, float | None]:
+        """Bias and noise of the hypergradient where a trial has led to; None where they are not known.
+
+        They are over its norm, or over one per cent of that at the start where it is smaller: close to a solution.
+        """
+        seconds = self._clock.left / 4
+        if seconds <= 0:
+            return None, None
+        f, g, tasks = self.trials.f, self.trials.g, self.trials.tasks
+        try:
+            report = check_hypergradient(optimizer, f, g, tasks=tasks, rtol=1e6, repeats=8, max_seconds=seconds)
+        except (GradcheckError, ValueError, RuntimeError, NotImplementedError):
+            return None, None
+        known = report.uncertainty + 2 * report.standard_error
+        if not math.isfinite(report.relative_error) or not known <= max(0.5 * report.bias, 0.05 * report.norm):
+            return None, None
+        norm = max(report.norm, 0.01 * first)
+        return report.bias / norm, report.std / norm

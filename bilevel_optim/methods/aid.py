@@ -61,9 +61,14 @@ class AID(BilevelOptimizer):
         linear_lr: :math:`\eta` of ``"neumann"`` and ``"fixed_point"``, below :math:`2/\lambda_{\max}(H)`. Default: the
             learning rate of the lower groups.
         damping: solve with :math:`H + \delta I`; biases the hypergradient. Default: 0.
+        lower_solver: a function without arguments that writes a solution of the lower problem at the present x into the
+            live y, by any means (Newton's method, a simulator). It is called before each step, and ``lower_steps`` (0
+            will do) go on from there. It warns where y is no solution. Without tasks; such steps are not compiled.
+            Default: None.
         warm_start: start y and v at their last values. Default: True.
         upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
-            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
+            lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
+            `BilevelOptimizer`.
 
     State: ``linear_solution`` (v), the lower optimizer's state, and ``initial`` y without warm starts.
 
@@ -96,13 +101,14 @@ class AID(BilevelOptimizer):
         lower: Params,
         *,
         lr: float | None = None,
-        lower_lr: float | None = None,
+        lower_lr: float | str = "auto",
         lower_steps: int,
         linear_solver: str = "cg",
         linear_steps: int = 10,
         linear_tol: float = 0.0,
         linear_lr: float | None = None,
         damping: float = 0.0,
+        lower_solver: Callable[[], Any] | None = None,
         **common: Unpack[CommonOptions],
     ) -> None:
         require_choice("linear_solver", linear_solver, _SOLVE)
@@ -112,6 +118,8 @@ class AID(BilevelOptimizer):
         require("damping", damping, is_number(damping) and 0 <= damping < math.inf)
         self.linear_solver, self.linear_steps, self.linear_tol = linear_solver, linear_steps, linear_tol
         self.linear_lr, self.damping = linear_lr, damping
+        require("lower_solver", lower_solver, lower_solver is None or callable(lower_solver))
+        self._lower_solver = lower_solver
         super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
 
     def _draws(self, given: DrawInputs) -> list[Draw]:

@@ -35,7 +35,8 @@ class BA(AID):
         linear_tol, damping: as in `AID`.
         warm_start: start y and v at their last values instead. Default: False.
         upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
-            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
+            lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
+            `BilevelOptimizer`.
 
     State: ``initial`` y (``linear_solution`` with warm starts), the lower optimizer's state.
 
@@ -67,7 +68,7 @@ class BA(AID):
         lower: Params,
         *,
         lr: float | None = None,
-        lower_lr: float | None = None,
+        lower_lr: float | str = "auto",
         lower_steps: float,
         growth: float = 0.25,
         linear_steps: int = 10,

@@ -60,8 +60,8 @@ class BOME(BilevelOptimizer):
         barrier: ``"grad_norm"``, :math:`\phi = \eta \|\nabla q\|^2`, or ``"value"``, :math:`\phi = \eta\, q`. Default:
             ``"grad_norm"``.
         warm_start, upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group,
-            tasks_per_step, lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
-            The lower optimizer makes the steps to :math:`y_T`; each outer step begins it anew.
+            tasks_per_step, lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
+            `BilevelOptimizer`. The lower optimizer makes the steps to :math:`y_T`; each outer step begins it anew.
 
     State: ``initial`` y without warm starts.
 
@@ -96,7 +96,7 @@ class BOME(BilevelOptimizer):
         lower: Params,
         *,
         lr: float | None = None,
-        lower_lr: float | None = None,
+        lower_lr: float | str = "auto",
         lower_steps: int = 10,
         joint_lr: float | None = None,
         joint_steps: int = 1,

@@ -92,10 +92,12 @@ class F2SA(BilevelOptimizer):
             p, and a change to forward, with a warning, when copies at negative nodes diverge. Default: ``"auto"``.
         samples: ``"shared"`` or ``"independent"`` batches for the copies in the lower steps. Default: ``"shared"``.
         normalize: divide the step by the norm of the estimate over all of x, as in the paper. ``.grad`` is never
-            normalised. Default: True.
+            normalised. Default: None, which is True without an ``upper_optimizer``, and False with one, so that a step
+            is `backward` and a step of that optimizer.
         warm_start, upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group,
-            tasks_per_step, lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
-            The lower optimizer acts on stacked copies, so it must treat every entry alone (SGD, Adam; not LBFGS).
+            tasks_per_step, lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
+            `BilevelOptimizer`. The lower optimizer acts on stacked copies, so it must treat every entry alone (SGD,
+            Adam; not LBFGS).
 
     *Departures from the paper.* Its weights are printed as alike for j and -j; a derivative needs opposite signs, as
     here. Its algorithm draws one pair of samples per outer step and keeps it for all lower steps; here each lower step
@@ -133,13 +135,13 @@ class F2SA(BilevelOptimizer):
         lower: Params,
         *,
         lr: float | None = None,
-        lower_lr: float | None = None,
+        lower_lr: float | str = "auto",
         lower_steps: int,
         order: int = 2,
         nu: float = 1e-2,
         stencil: str = "auto",
         samples: str = "shared",
-        normalize: bool = True,
+        normalize: bool | None = None,
         **common: Unpack[CommonOptions],
     ) -> None:
         require("nu", nu, is_number(nu) and 0 < nu < math.inf)
@@ -150,8 +152,9 @@ class F2SA(BilevelOptimizer):
             )
         require_choice("stencil", stencil, (*KINDS, "auto"))
         require_choice("samples", samples, SAMPLES)
-        require("normalize", normalize, isinstance(normalize, bool))
-        self.order, self.nu, self.samples, self.normalize = order, nu, samples, normalize
+        require("normalize", normalize, normalize is None or isinstance(normalize, bool))
+        self.order, self.nu, self.samples = order, nu, samples
+        self.normalize = common.get("upper_optimizer") is None if normalize is None else normalize
         self.theory: dict[str, int] = {}  # of `from_theory`
         self._given_stencil = stencil
         self._variant_of_state = {"order": order, "stencil": stencil_of(order, stencil).kind}

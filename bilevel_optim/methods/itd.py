@@ -50,8 +50,8 @@ class ITD(BilevelOptimizer):
         lower_optimizer: as in `BilevelOptimizer`; one of torch's optimizers that know ``differentiable=True`` (SGD with
             momentum or Nesterov, Adam, AdamW, RMSprop, Adagrad, Adamax, NAdam, RAdam, Adadelta, ASGD). Default: SGD.
         upper_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch,
-            upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`. ``hvp="finite-difference"``
-            implies ``checkpoint=True``.
+            upper_batch, lower_init, task_memory, lower_clip, lower_projection: see `BilevelOptimizer`.
+            ``hvp="finite-difference"`` implies ``checkpoint=True``.
 
     State: the lower optimizer's state, and ``initial`` y without warm starts.
 
@@ -84,7 +84,7 @@ class ITD(BilevelOptimizer):
         lower: Params,
         *,
         lr: float | None = None,
-        lower_lr: float | None = None,
+        lower_lr: float | str = "auto",
         lower_steps: int,
         truncate: int | None = None,
         checkpoint: bool = False,

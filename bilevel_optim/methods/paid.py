@@ -79,7 +79,7 @@ class PAID(AID):
         lower: Params,
         *,
         lr: float,
-        lower_lr: float | None = None,
+        lower_lr: float | str = "auto",
         lower_steps: int,
         gradient_threshold: float = 1e-3,
         perturbation: float = 1e-3,

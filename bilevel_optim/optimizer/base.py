@@ -16,14 +16,14 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim import SGD, Optimizer
 
 from ..distributed.ranks import Ranks, text_of
-from ..errors import warn
+from ..errors import NonFiniteError, warn
 from ..hypergradient import Estimate
 from ..hypergradient.estimate import measured
 from ..oracle.advance import advance_buffers
 from ..oracle.checks import Checks
 from ..oracle.oracle import Oracle
 from ..oracle.session import LossFacts, Options
-from ..problem.objective import Loss, Objective, as_objective
+from ..problem.objective import Loss, Objective, as_objective, version_of
 from ..problem.parameters import (
     LEVELS,
     Params,
@@ -42,22 +42,31 @@ from ..problem.parameters import (
     tensors_of,
 )
 from ..problem.random import draw_random_inputs
-from ..problem.tasks import LowerInit, task_count
+from ..problem.tasks import LowerInit, length_of, task_count
 from ..problem.vector import Vector
 from ..solvers.limits import Clip, Projection, limits_of
-from ..solvers.lower import LowerRules
+from ..solvers.lower import GROWS, LED_AWAY, LowerRule, LowerRules
 from . import adapt, checkpoint
+from .auto_rate import AUTO, SMALLER, led_away, require_own_scale, rule_at, stiffened, with_measured_rates
 from .checkpoint import OWN, REMADE
 from .declaration import UNDECLARED, MethodInfo, methods, register
 from .diagnostics import described, floats
 from .draws import Draw, DrawInputs, TaskDraw, of_tasks
 from .hooks import has_hooks, no_dynamo, with_hooks
-from .lower_checks import LowerChecks, place_of_counts, probe, rate_of, require_unlimited, require_update_alone
+from .lower_checks import (
+    LowerChecks,
+    own_rate,
+    place_of_counts,
+    probe,
+    rate_of,
+    require_unlimited,
+    require_update_alone,
+)
 from .options import ColdOptions, CommonOptions, require_common, require_sizes
 from .placeholders import initial_state, initialises
 from .signatures import called_rightly, signature_of, wrong_arguments
 from .state import RunState, recalled, remembered, solver_memory
-from .step import Groups, Start, StepInputs, StepResults, Update, changed
+from .step import CURVATURE, FACTOR, Groups, Start, StepInputs, StepResults, Update, changed
 from .task_mean import task_mean
 from .transaction import Transaction, Write, undo_of, writes_of, writes_of_update
 
@@ -84,6 +93,17 @@ UNSET_GRADIENT = (
 )
 
 
+DIVERGES = "Take a smaller lr (a tenth of it to begin with), or ask bo.suggest which rates are stable"
+MOVED = (
+    "x has changed between backward() and step(): if another optimizer has made its step along .grad, leave out "
+    "optimizer.step(), which moves x along it once more"
+)
+
+UNSOLVED = (
+    "y as lower_solver leaves it is no solution of the lower problem: a gradient step would still move it by more than "
+    "one per cent of its size (see diagnostics['lower_residual']), so the hypergradient is not reliable"
+)
+
 __all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "Loss", "as_objective"]
 
 
@@ -102,7 +122,11 @@ class BilevelOptimizer(Optimizer, ABC):
         upper: upper parameters: tensors, ``(name, tensor)`` pairs or group dicts, as ``torch.optim`` takes.
         lower: lower parameters, likewise.
         lr: learning rate of the upper update. It may be left out with an ``upper_optimizer``, which then has its own.
-        lower_lr: learning rate of the lower steps. It may be left out with a ``lower_optimizer``, likewise.
+        lower_lr: learning rate of the lower steps. ``"auto"``: 1 / (1.1 L), where L is the largest curvature of g at
+            the present (x, y), from one Hessian-vector product before each step, on its first lower batch (or one
+            difference of gradients, for methods without second derivatives). A group's ``"lr"`` is then a factor of
+            that rate, 1.0 to begin with, which schedulers may change; one that is given with the group stays what it
+            is. A ``lower_optimizer`` that sets a rate itself keeps it. Default: ``"auto"``.
         lower_steps: lower steps per outer step.
         warm_start: start each lower solve where the last one ended; otherwise each starts from the value that the lower
             parameters had at the first step. Default: True.
@@ -130,6 +154,9 @@ class BilevelOptimizer(Optimizer, ABC):
             Default: all of them.
         lower_init: with tasks, a function of the drawn tasks that returns where their lower solves start: the tensors
             of y, each with a leading dimension for the tasks. Default: the live y.
+        task_memory: with tasks, start the lower solve of each where it ended when the task was last drawn, and at the
+            live y the first time. The sampler has a length and draws ids; a row of the size of y is kept for each.
+            Default: False.
         process_group: average all oracles over the ranks of this ``torch.distributed`` group, each of which has its own
             part of the data, the same parameters (compared in the first step) and the same options (compared at the
             beginning of each step). Default: None.
@@ -151,6 +178,8 @@ class BilevelOptimizer(Optimizer, ABC):
     _responds = True  # whether the estimate lives on y's response to x in the lower loss
     _joined: ClassVar[Mapping[str, Callable[[Tensor], Tensor]]] = {}  # how diagnostics of parts of the tasks become one
     _estimate_reads: tuple[str, ...] | None = None  # names of what it reads of what is remembered of x; None: of all
+    _lower_solver: Callable[[], Any] | None = None  # the function of the user that writes y
+    _fixed_rate: str = ""  # why lower_lr cannot be "auto"
     _difference_step: str | None = None  # the hyper-parameter that differences in the hypergradient are divided by
     _arguments: Mapping[str, str] = MappingProxyType({})  # texts of those that decide about steps over ranks
 
@@ -180,7 +209,7 @@ class BilevelOptimizer(Optimizer, ABC):
         lower: Params,
         *,
         lr: float | None = None,
-        lower_lr: float | None = None,
+        lower_lr: float | str | None = AUTO,
         lower_steps: int,
         warm_start: bool = True,
         upper_optimizer: Callable[[Any], Optimizer] | None = None,
@@ -194,12 +223,13 @@ class BilevelOptimizer(Optimizer, ABC):
         lower_batch: int | None = None,
         upper_batch: int | None = None,
         lower_init: LowerInit | None = None,
+        task_memory: bool = False,
         lower_clip: Clip | None = None,
         lower_projection: Projection | None = None,
     ) -> None:
         require_common(
             upper_optimizer=upper_optimizer, lower_optimizer=lower_optimizer, generator=generator, vectorize=vectorize,
-            hvp=hvp, lower_init=lower_init,
+            hvp=hvp, lower_init=lower_init, task_memory=task_memory,
         )  # fmt: skip
         method = type(self).__name__
         if upper_optimizer is not None and self.declared.upper_update:
@@ -207,8 +237,13 @@ class BilevelOptimizer(Optimizer, ABC):
                 f"Invalid upper_optimizer value: {upper_optimizer} ({method} takes none, because how x moves is "
                 f"part of the method: {self.declared.upper_update})"
             )
+        self._upper_factory, self._lower_factory = upper_optimizer, lower_optimizer or SGD
         lr = rate_of("upper", lr, upper_optimizer, method)
-        lower_lr = rate_of("lower", lower_lr, lower_optimizer, method)
+        auto = False
+        if isinstance(lower_lr, str):
+            lower_lr = self._unmeasured_rate(lower_lr)
+            auto = lower_lr is None
+        lower_lr = 1.0 if auto else rate_of("lower", lower_lr, lower_optimizer, method)
         require("learning rate", lr, is_number(lr) and 0 <= lr < math.inf, wording="Invalid learning rate: {value}")
         require("lower_lr", lower_lr, is_number(lower_lr) and 0 <= lower_lr < math.inf)
         require("lower_steps", lower_steps, is_count(lower_steps))
@@ -217,19 +252,25 @@ class BilevelOptimizer(Optimizer, ABC):
         require_sizes(tasks_per_step=tasks_per_step, lower_batch=lower_batch, upper_batch=upper_batch)
         self.tasks_per_step, self.lower_batch, self.upper_batch = tasks_per_step, lower_batch, upper_batch
         self.lower_steps, self.warm_start, self.check_finite = lower_steps, warm_start, check_finite
-        self.lower_init, self.generator = lower_init, generator
+        self.lower_init, self.generator, self.task_memory = lower_init, generator, task_memory
+        if task_memory:
+            self._require_task_memory(process_group)
         self.numbers: dict[str, Any] = {}
-        self._upper_factory, self._lower_factory = upper_optimizer, lower_optimizer or SGD
         self._untraced_update = ""  # why a graph does not move x, where its optimizer alone is in the way
         if upper_optimizer is not None:
             require_update_alone(upper_optimizer, lr)
         self._limits = limits_of(lower_clip, lower_projection, interior=self._stationary)
         self._lower_checks = LowerChecks(self._lower_factory, lower_lr)
         self._oracle_options = Options(
-            vectorize, hvp, Ranks(process_group), one_loss=self._one_loss, responds=self._responds
+            vectorize,
+            hvp,
+            Ranks(process_group),
+            one_loss=self._one_loss,
+            responds=self._responds,
+            follows_curvature=auto,
         )
         self._run_state = RunState()
-        self._default_lr = {"upper": lr, "lower": lower_lr}
+        self._default_lr, self._auto = {"upper": lr, "lower": lower_lr}, auto
         self._rules, self._upper_rules = self._new_rules()
         self._diagnostics: dict[str, Any] = {}
         self._placeholders = False  # the state holds zeros that only show what a step would remember
@@ -318,7 +359,9 @@ class BilevelOptimizer(Optimizer, ABC):
         if wrapped is not None:  # Lightning's wrapper inherits from this class, and would keep the results to itself
             return wrapped.backward(upper, lower, tasks=tasks)  # type: ignore[no-any-return]
         self._opt_called = True  # schedulers may go on: it is another optimizer's step that follows
-        return self._make_step(upper, lower, tasks, update=False)
+        loss = self._make_step(upper, lower, tasks, update=False)
+        self._run_state.written = [*map(version_of, self.parameters("upper"))]
+        return loss
 
     @called_rightly("the number of steps goes by its name, run(upper, lower, steps=10)")
     def run(self, upper: Loss, lower: Loss | None = None, *, steps: int, tasks: Any = None) -> Tensor:
@@ -355,6 +398,7 @@ class BilevelOptimizer(Optimizer, ABC):
         require("steps", steps, is_count(steps) and steps > 0)
         if self._captured is not None:
             losses: Tensor = self._captured.run(upper, lower, tasks, steps)
+            self._look_at(losses)
             return losses
         return torch.cat([self.step(upper, lower, tasks=tasks).reshape(1) for _ in range(steps)])
 
@@ -437,12 +481,18 @@ class BilevelOptimizer(Optimizer, ABC):
         task = adapt.objective_of(lower, batch)
         oracle = self._oracle(task) if self._one_loss else self._oracle(adapt.no_upper_loss, task)
         oracle.shared = False
-        rule_for = partial(self._rules, level_groups(self.param_groups, "lower"))
+        groups = level_groups(self.param_groups, "lower")
+        rule_for: Callable[[Vector], LowerRule] = partial(self._rules, groups)
         buffers = self._run_state.buffers
         with Transaction(self.generator, oracle, buffers, alone=True), nullcontext() if write else buffers.kept():
             begin = Vector(self._learned_start(oracle) if start is None else start)
             if tasks is not None:
                 oracle, begin = adapt.many(oracle, begin, tasks)
+            if any([group.get(FACTOR, False) for group in groups]):
+                last = remembered(self.state, self.parameters("lower"))["memory"]
+                oracle, rule_for = rule_at(
+                    oracle.at(lower=begin), groups, rule_for, last.get(CURVATURE), exact=self.declared.second_order
+                )
             found = adapt.lower_solution(
                 oracle,
                 begin,
@@ -553,6 +603,33 @@ class BilevelOptimizer(Optimizer, ABC):
     # ------------------------------------------------------------------------------------------------ one step
 
     def _make_step(self, upper: Loss | None, lower: Loss | None, tasks: Any, *, update: bool) -> Tensor:
+        """A step, or all of it but the update of x; with a word if the upper loss has grown."""
+        trend = self._run_state.upper_trend
+        if tasks is not None and self._lower_solver is not None:
+            raise ValueError("lower_solver= solves one lower problem, and a step with tasks has many")
+        before = self._solve_below()
+        try:
+            loss = self._made_step(upper, lower, tasks, update=update)
+        except BaseException as error:
+            _put_back(before)
+            if not isinstance(error, NonFiniteError):
+                raise
+            if not trend.above or error.hint:
+                raise
+            raise NonFiniteError(error.oracle, error.step, f"The run has diverged: {trend.text}. {DIVERGES}") from None
+        self._run_state.written = None
+        self._look_at(loss)
+        return loss
+
+    def _look_at(self, losses: Tensor) -> None:
+        """Warn once if upper losses have grown, but not where y ascends them; reads them, so with ``check_finite``."""
+        state = self._run_state
+        for loss in losses.detach().reshape(-1).tolist() if self.check_finite and not self._one_loss else ():
+            if state.upper_trend.seen(loss) and "growing upper loss" not in state.warned:
+                state.warned.add("growing upper loss")
+                warn(f"{state.upper_trend.text}: the run diverges. {DIVERGES}")
+
+    def _made_step(self, upper: Loss | None, lower: Loss | None, tasks: Any, *, update: bool) -> Tensor:
         """A step, or all of it but the update of x."""
         if self._captured is not None:
             loss: Tensor = self._captured.step(upper, lower, tasks, update)
@@ -660,25 +737,70 @@ class BilevelOptimizer(Optimizer, ABC):
         try:
             if tasks is not None:
                 return self._estimate_tasks(here, inputs, tasks)
-            estimate = self._checked(here, inputs, self.estimate)
+            estimate = self._checked(here, inputs, self._estimated)
         finally:
             oracle.session.gathered.release()
         if self.warm_start or initial is not None:
             return estimate
         return changed(estimate, memory={**estimate.memory, "initial": here.y})
 
+    def _estimated(self, oracle: Oracle, given: StepInputs) -> Estimate:
+        """The estimate, with lower rates that follow the curvature where they are to."""
+        if not given.follows_curvature:
+            return self._watched(oracle, given, self.estimate(oracle, given))
+        draws = self._draws(given)
+        oracle, given, curvature, told = with_measured_rates(oracle, given, draws, exact=self.declared.second_order)
+        estimate = self._watched(oracle, given, self.estimate(oracle, given))
+        memory = {**estimate.memory, CURVATURE: curvature}
+        return changed(estimate, memory=memory, diagnostics={**estimate.diagnostics, **told})
+
+    def _watched(self, oracle: Oracle, given: StepInputs, estimate: Estimate) -> Estimate:
+        """The estimate, with a warning if the user's solver has left y where it is no solution."""
+        residual = estimate.diagnostics.get("lower_residual")
+        if self._lower_solver is not None and residual is not None:
+            rate = max(given.lower_rates, default=0.0)
+            length, y = residual.norm() * rate, oracle.y if estimate.lower is None else estimate.lower
+            oracle.checks.alert_if("unsolved", UNSOLVED, _is_far, length, y.norm())
+        return estimate
+
+    def _unmeasured_rate(self, lower_lr: str) -> Any:
+        """What the rate is to be that was asked for by a word: None, the measured one, or that of the optimizer."""
+        method = type(self).__name__
+        if lower_lr != AUTO:
+            raise ValueError(f"Invalid lower_lr value: {lower_lr} (a number, or 'auto')")
+        if self._fixed_rate:
+            raise ValueError(f"Invalid lower_lr value: auto ({method} takes a number: {self._fixed_rate})")
+        own, sets = (None, False) if self._lower_factory is SGD else own_rate(self._lower_factory)
+        if sets:
+            return own
+        require_own_scale(probe(self._lower_factory, 1.0), method)
+        return None
+
     def _checked(self, oracle: Oracle, given: StepInputs, make: Callable[[Oracle, StepInputs], Estimate]) -> Estimate:
         """An estimate whose flags have been read; made again where the method reacts to them."""
         if is_dynamo_compiling():
             return make(oracle, given)
+        smaller = SMALLER if given.follows_curvature else 0  # how often the lower rate may still be made smaller
         while True:
             estimate, session = make(oracle, given), oracle.session
             session.conclude()
             session.warn_of_unreached(oracle.lower_names)
-            alerts = session.checks.verify(given.steps, session.warned, estimate.shown) if self.check_finite else set()
-            if not alerts or self._reacts_to(given.numbers) not in alerts:
+            if not self.check_finite:
                 return estimate
-            oracle, given = self._react(oracle, given, estimate)
+            try:
+                quiet = {GROWS, LED_AWAY} if smaller else {LED_AWAY}
+                alerts = session.checks.verify(given.steps, session.warned, estimate.shown, quiet)
+                stiffer = smaller > 0 and (GROWS in alerts or (LED_AWAY in alerts and led_away(estimate)))
+            except NonFiniteError:
+                if not smaller:
+                    raise
+                stiffer = True
+            if stiffer:
+                given, smaller = stiffened(given, estimate), smaller - 1
+            elif not alerts or self._reacts_to(given.numbers) not in alerts:
+                return estimate
+            else:
+                oracle, given = self._react(oracle, given, estimate)
             session.checks, session.unreached = Checks(), None
 
     def _inputs(
@@ -730,6 +852,11 @@ class BilevelOptimizer(Optimizer, ABC):
         if not self._run_state.steps and "unset gradient" not in self._run_state.warned:
             self._run_state.warned.add("unset gradient")
             warn(UNSET_GRADIENT)
+        written = self._run_state.written
+        changed_since = written is not None and written != [*map(version_of, self.parameters("upper"))]
+        if changed_since and "moved twice" not in self._run_state.warned:
+            self._run_state.warned.add("moved twice")
+            warn(MOVED)
         inputs = self._inputs(groups, moved, tensors_of(groups["lower"], "lower"))
         with Transaction(self.generator, device=moved[0].device) as transaction:
             update = self.update(Vector(p.detach() for p in moved), Vector(p.grad for p in moved), inputs)
@@ -818,6 +945,8 @@ class BilevelOptimizer(Optimizer, ABC):
         level = param_group.get("level") if isinstance(param_group, dict) else None
         if isinstance(param_group, dict) and level not in LEVELS:
             raise ValueError(f"Invalid level value: {level} (a group of a BilevelOptimizer is 'upper' or 'lower')")
+        if level == "lower" and self._auto and "lr" not in param_group:
+            param_group[FACTOR] = True
         param_group.setdefault("lr", self._default_lr.get(str(level)))
         if isinstance(param_group.get("params"), Iterator):
             param_group["params"] = [*param_group["params"]]
@@ -918,14 +1047,47 @@ class BilevelOptimizer(Optimizer, ABC):
             oracle,
             given,
             sampler,
-            lambda here, own: self._checked(here, own, self.estimate),
+            lambda here, own: self._checked(here, own, self._estimated),
             count=task_count(sampler, self.tasks_per_step),
             sizes=self._rows_per_batch,
             together=self._together,
             random_inputs=self._random_inputs(),
             joined=self._joined,
+            remembered=self._remembered_tasks(sampler) if self.task_memory else None,
         )
         return estimate if self.warm_start else changed(estimate, lower=None)
+
+    @torch.no_grad()
+    def _solve_below(self) -> list[tuple[Tensor, Tensor]]:
+        """Let the user's function write y; gives what y held before."""
+        if self._lower_solver is None:
+            return []
+        before = [(t, t.detach().clone()) for t in self.parameters("lower")]
+        try:
+            self._lower_solver()
+        except BaseException:
+            _put_back(before)
+            raise
+        return before
+
+    def _require_task_memory(self, process_group: Any) -> None:
+        """Raise where lower solves of tasks do not start where others ended."""
+        method = type(self)
+        if self.lower_init is not None or not self.warm_start:
+            other = "lower_init" if self.warm_start else "warm_start=False"
+            raise ValueError(f"Invalid task_memory value: True ({other} says where lower solves start)")
+        learned = method._learned_start is not BilevelOptimizer._learned_start
+        if learned or self._one_loss or self.declared.tasks in ("rows", "required"):
+            raise ValueError(f"Invalid task_memory value: True (the tasks of {method.__name__} start elsewhere)")
+        if process_group is not None:
+            raise ValueError("Invalid task_memory value: True (each process would remember other tasks)")
+
+    def _remembered_tasks(self, sampler: Any) -> int:
+        """For how many tasks a row is kept."""
+        number = length_of(sampler)
+        if number is None:
+            raise ValueError("task_memory=True takes a sampler of a finite number of tasks, which has a length")
+        return number
 
     def _objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
         """The two objectives of a step."""
@@ -993,7 +1155,7 @@ class BilevelOptimizer(Optimizer, ABC):
 
     def _why_eager(self, tasks: Any = None) -> str:
         """Why steps (with these tasks) are not to be compiled; empty if they can be."""
-        return self.declared.uncaptured
+        return "lower_solver is a function of yours" if self._lower_solver is not None else self.declared.uncaptured
 
     def _lower_step_count(self, steps: int) -> int:
         """Lower steps of the next outer step, after so many."""
@@ -1026,6 +1188,17 @@ class BilevelOptimizer(Optimizer, ABC):
         group = next(group for group in self.param_groups if any([p is parameter for p in group["params"]]))
         factory = self._upper_factory if group["level"] == "upper" else self._lower_factory
         return None if factory is None else place_of_counts(factory, group, parameter)
+
+
+def _put_back(before: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Let tensors hold what they held."""
+    with torch.no_grad():
+        for t, value in before:
+            t.copy_(value)
+
+
+def _is_far(length: Any, size: Any) -> Any:
+    return length > 0.01 * size + 1e-6
 
 
 BilevelOptimizer.__signature__ = signature_of(BilevelOptimizer)  # type: ignore[attr-defined]

@@ -17,7 +17,15 @@ from ..solvers.lower import NOT_ELEMENTWISE, is_known, needs_closure
 from ..solvers.trust import acts_elementwise, can_be_differentiated, rests_without_gradient
 from ..solvers.unrolling import can_be_unrolled
 
-__all__ = ["LowerChecks", "place_of_counts", "probe", "rate_of", "require_unlimited", "require_update_alone"]
+__all__ = [
+    "LowerChecks",
+    "own_rate",
+    "place_of_counts",
+    "probe",
+    "rate_of",
+    "require_unlimited",
+    "require_update_alone",
+]
 
 Factory = Callable[[Any], Optimizer]
 
@@ -113,7 +121,7 @@ def rate_of(level: str, rate: Any, factory: Factory | None, method: str) -> Any:
     Raises ValueError if the two differ, and TypeError if there is neither.
     """
     name = "lr" if level == "upper" else "lower_lr"
-    own, sets = (None, False) if factory is None else _own_rate(factory)
+    own, sets = (None, False) if factory is None else own_rate(factory)
     if rate is None:
         if own is None:
             option = f", or an {level}_optimizer that has a rate" if level == "upper" else ""
@@ -135,7 +143,7 @@ def place_of_counts(factory: Factory, group: Mapping[str, Any], parameter: torch
     return parameter.device if options.get("capturable") or options.get("fused") else torch.device("cpu")
 
 
-def _own_rate(factory: Factory) -> tuple[Any, bool]:
+def own_rate(factory: Factory) -> tuple[Any, bool]:
     """The learning rate of an optimizer made from groups without one, if any, and whether its maker has set it."""
     try:
         made = probe(factory)

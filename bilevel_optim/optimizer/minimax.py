@@ -22,6 +22,7 @@ class MinimaxOptimizer(BilevelOptimizer):
     """
 
     _one_loss = True
+    _fixed_rate = "the rates of x and y belong together"
 
     def _objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
         """The loss, and its negative on the same draws."""

@@ -31,6 +31,7 @@ class ColdOptions(TypedDict, total=False):
     lower_batch: int | None
     upper_batch: int | None
     lower_init: LowerInit | None
+    task_memory: bool
     lower_clip: Clip | None
     lower_projection: Projection | None
 
@@ -42,7 +43,14 @@ class CommonOptions(ColdOptions, total=False):
 
 
 def require_common(
-    *, upper_optimizer: Any, lower_optimizer: Any, generator: Any, vectorize: Any, hvp: Any, lower_init: Any
+    *,
+    upper_optimizer: Any,
+    lower_optimizer: Any,
+    generator: Any,
+    vectorize: Any,
+    hvp: Any,
+    lower_init: Any,
+    task_memory: Any,
 ) -> None:
     """Raise unless these arguments of every method are what they should be."""
     require("vectorize", vectorize, isinstance(vectorize, bool) or (is_count(vectorize) and vectorize > 0))
@@ -51,6 +59,7 @@ def require_common(
         require(name, factory, factory is None or callable(factory), f"Invalid {{name}} value: {{value}}{HINT}")
     require("generator", generator, generator is None or isinstance(generator, torch.Generator))
     require("lower_init", lower_init, lower_init is None or callable(lower_init))
+    require("task_memory", task_memory, isinstance(task_memory, bool))
 
 
 def require_sizes(**sizes: Any) -> None:

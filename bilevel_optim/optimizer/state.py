@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..hypergradient.estimate import Write
 from ..oracle.buffers import Buffers
-from ..oracle.session import COUNTERS, LossFacts, LowerTrend, Options, Session
+from ..oracle.session import COUNTERS, LossFacts, LowerTrend, Options, Session, UpperTrend
 from ..problem.vector import Vector, is_sharded
 from ..solvers.lower import Memory
 
@@ -162,6 +162,8 @@ class RunState:
         steps: outer steps made.
         last_loss: what the last step returned.
         trend: how lower solves have gone.
+        upper_trend: how the upper loss has gone.
+        written: how often each upper tensor had been written into at the end of `backward`; None: it was not called.
         kinds: types of all parameters, of which what is remembered has been made.
     """
 
@@ -172,6 +174,8 @@ class RunState:
     steps: int = 0
     last_loss: Tensor | None = None
     trend: LowerTrend = field(default_factory=LowerTrend)
+    upper_trend: UpperTrend = field(default_factory=UpperTrend)
+    written: list[int] | None = None
     kinds: tuple[torch.dtype, ...] | None = None
 
     def follow(self, state: State, parameters: Sequence[Tensor]) -> None:

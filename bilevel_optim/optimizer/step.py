@@ -19,9 +19,22 @@ from ..problem.vector import Vector
 from ..solvers.lower import LowerRule, Memory, Rate, Solved, rates_of
 from .draws import DrawInputs
 
-__all__ = ["Groups", "LowerResult", "Start", "StepInputs", "StepResults", "Update", "changed", "require_interior"]
+__all__ = [
+    "CURVATURE",
+    "FACTOR",
+    "Groups",
+    "LowerResult",
+    "Start",
+    "StepInputs",
+    "StepResults",
+    "Update",
+    "changed",
+    "require_interior",
+]
 
 
+CURVATURE = "curvature"  # what is remembered of y that tasks share
+FACTOR = "auto_lr"  # of a group: whether its rate is a factor of the one that follows the curvature
 Groups = dict[str, list[dict[str, Any]]]  # the parameter groups of each level
 Start = Sequence[Tensor] | LowerInit | None  # where lower solves begin, if not where they would
 
@@ -65,13 +78,19 @@ class StepInputs(DrawInputs):
         """Learning rate of each lower tensor."""
         return rates_of(self.lower_groups)
 
+    @property
+    def follows_curvature(self) -> bool:
+        """Whether learning rates of the lower groups follow the curvature of g."""
+        return any([group.get(FACTOR, False) for group in self.lower_groups])
+
     def linear_rates(self, linear_lr: float | None) -> list[Rate]:
         """Step size of a linear solver for each lower tensor: this one, or the learning rate of its group."""
         return self.lower_rates if linear_lr is None else [linear_lr] * len(self.lower_rates)
 
     def anew(self) -> StepInputs:
         """The same without what was remembered of y: for the lower problems of tasks."""
-        return changed(self, memory={}, tables={}, solver=None)
+        kept = {name: vector for name, vector in self.memory.items() if name == CURVATURE}
+        return changed(self, memory=kept, tables={}, solver=None)
 
     def after(self, estimate: Estimate) -> StepInputs:
         """The same with what an estimate will have left, for the update of x."""

@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 
 from ..hypergradient import Estimate
-from ..hypergradient.estimate import measured
+from ..hypergradient.estimate import Write, measured
 from ..oracle.lanes import stacked
 from ..oracle.oracle import Oracle
 from ..problem.random import draw_random_inputs
 from ..problem.tasks import TaskDraws, sample, select, starting_points
 from ..problem.vector import Vector
-from .step import StepInputs, changed
+from .step import CURVATURE, StepInputs, changed
 
 __all__ = ["task_mean"]
+
+STARTS = "task_memory"  # the table of where lower solves last ended
 
 
 def task_mean(
@@ -31,6 +33,7 @@ def task_mean(
     together: Callable[[int], list[slice]],
     random_inputs: Mapping[str, int],
     joined: Mapping[str, Callable[[Tensor], Tensor]],
+    remembered: int | None = None,
 ) -> Estimate:
     """The mean of the estimates for the tasks of one draw, and of the lower values that they end at.
 
@@ -44,8 +47,10 @@ def task_mean(
         together: which of so many tasks make one stacked problem.
         random_inputs: what an estimate needs beside its samples: by name, of how many numbers one.
         joined: how diagnostics of parts of the tasks become one, by name. Others are stacked.
+        remembered: of how many tasks it is remembered where they ended; None: of none.
     """
     drawn = sample(sampler, count, inputs.generator)
+    rows = None if remembered is None else _Rows(inputs.tables.get(STARTS), oracle.y, drawn, remembered)
     tasks, share = inputs.ranks.share(drawn, count)
     generator = inputs.ranks.own(inputs.generator, inputs.steps)
     whole = together(count)  # every part has random inputs of its own
@@ -57,11 +62,16 @@ def task_mean(
         some, n = select(tasks, part), len(range(share)[part])
         apart = len(whole) == count > 1
         own = changed(inputs.anew(), random_inputs=own_inputs[inputs.ranks.place(part.start) if apart else 0])
-        start = starting_points(oracle.y, oracle.lower_names(), some, n, inputs.lower_init)
+        if rows is None:
+            start = starting_points(oracle.y, oracle.lower_names(), some, n, inputs.lower_init)
+        else:
+            start = rows.starts(some)
         found = estimate(stacked(oracle, start, draws.of(part)), own)
         loss, gradient = loss + (found.loss / count).to(loss), gradient + found.gradient * (1 / count)
         y = start if found.lower is None else found.lower
         mean = mean + Vector(t.sum(0) / count for t in y)
+        if rows is not None:
+            rows.ended(some, y)
         estimates.insert(0, changed(found, start=None, lower=None, solver=None))  # graphs and copies of y go
     loss, gradient, mean = inputs.ranks.total(loss, gradient, mean)
     # What belongs to x stays; what belongs to the tasks' y goes with them.
@@ -71,10 +81,50 @@ def task_mean(
         loss,
         gradient,
         {**diagnostics, "task_count": torch.tensor(count, device="cpu")},
+        memory={name: vector for name, vector in last.memory.items() if name == CURVATURE},
         upper_memory=last.upper_memory,
         numbers=last.numbers,
         lower=mean,
+        **({} if rows is None else rows.left()),
     )
+
+
+class _Rows:
+    """Where the lower solve of each task last ended, as rows of one table.
+
+    Args:
+        table: as the last step left it; None: there was none, and all tasks start at y.
+        y: the live values.
+        ids: of the tasks that were drawn.
+        number: of all tasks.
+    """
+
+    def __init__(self, table: Tensor | None, y: Vector, ids: Any, number: int) -> None:
+        if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.is_floating_point():
+            raise ValueError("task_memory=True takes a sampler that draws ids of tasks, a tensor of integers")
+        self.y, self.is_new = y, table is None
+        if table is None:
+            flat = torch.cat([t.reshape(-1) for t in y])
+            table = flat.expand(number, flat.numel()).clone()
+        self.table = table
+        self._ended: list[tuple[Tensor, Tensor]] = []
+
+    def starts(self, ids: Tensor) -> Vector:
+        """The rows of some tasks, as stacked values of y."""
+        rows = torch.split(self.table[ids.to(self.table.device)], [t.numel() for t in self.y], dim=1)
+        return Vector([row.reshape(len(row), *t.shape).to(t.dtype) for row, t in zip(rows, self.y, strict=True)])
+
+    def ended(self, ids: Tensor, y: Vector) -> None:
+        """Note where they have ended."""
+        rows = torch.cat([t.detach().reshape(len(t), -1).to(self.table.dtype) for t in y], 1)
+        self._ended.append((ids.to(self.table.device), rows))
+
+    def left(self) -> dict[str, Any]:
+        """What an estimate says of it."""
+        ids, rows = (torch.cat(parts) for parts in zip(*self._ended, strict=True))
+        if self.is_new:
+            return {"tables": {STARTS: self.table.index_copy(0, ids, rows)}}
+        return {"writes": (Write(self.table, ids, rows),)}
 
 
 def _over_parts(parts: Sequence[dict[str, Any]], joined: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:

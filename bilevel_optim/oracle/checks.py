@@ -73,11 +73,13 @@ class Checks:
             total = total + t
         return [key for key, *_ in self._alerts], torch.stack([(total * 0).isnan(), *alerts])
 
-    def verify(self, step: int, warned: set[str], shown: Sequence[Tensor] | None = None) -> set[str]:
+    def verify(
+        self, step: int, warned: set[str], shown: Sequence[Tensor] | None = None, quiet: Iterable[str] = ()
+    ) -> set[str]:
         """Raise `NonFiniteError` for the first oracle that failed; warn; return the keys of the alerts that were on.
 
         A key is added to ``warned`` with its warning. ``shown`` are tensors in which it shows whether a vector was not
-        finite, if not all vectors are to be looked at for that.
+        finite, if not all vectors are to be looked at for that. ``quiet`` are keys of which nothing is said.
         """
         # A norm is cheap, and not finite if an entry is not; that one of finite entries overflows is seen afterwards.
         signs = _norms([t for *_, vector in self._finite for t in vector] if shown is None else shown)
@@ -96,7 +98,7 @@ class Checks:
                 if key == REFUSAL:
                     raise ValueError(_text(message))
                 on.add(key)
-                if key not in warned:
+                if key not in warned and key not in quiet:
                     warned.add(key)
                     warn(_text(message))
         return on

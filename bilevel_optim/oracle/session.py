@@ -19,7 +19,7 @@ from .buffers import Buffers, Kept
 from .checks import Checks
 from .evaluation import Evaluation, in_place
 
-__all__ = ["COUNTERS", "LossFacts", "LowerTrend", "Options", "Session", "as_scalar", "forget_casts"]
+__all__ = ["COUNTERS", "LossFacts", "LowerTrend", "Options", "Session", "UpperTrend", "as_scalar", "forget_casts"]
 
 _NONE = Kept({}, Buffers(complete=True))
 COUNTERS = ("upper_grad", "lower_grad", "hvp", "jvp", "loss")
@@ -35,6 +35,7 @@ class Options:
         ranks: over which results are averaged.
         evaluation: how a loss is evaluated at given values: `in_place`, or another way.
         one_loss: whether the user gave one loss for both levels, so that messages say "the loss".
+        follows_curvature: whether learning rates of y follow the curvature of g.
         responds: whether the estimate lives on y's response to x in the lower loss.
     """
 
@@ -43,6 +44,7 @@ class Options:
     ranks: Ranks = field(default_factory=Ranks)
     evaluation: Evaluation = in_place
     one_loss: bool = False
+    follows_curvature: bool = False
     responds: bool = True
 
     def at_once(self, n: int) -> int:
@@ -74,6 +76,7 @@ class LossFacts:
         return {} if self.fallback is None else {"vectorize_fallback": self.fallback}
 
 
+RISE = 300.0  # times the size of the first upper loss, above which a run diverges
 STREAK = 10  # lower solves in a row that have to say the same before there is a warning
 
 
@@ -132,6 +135,41 @@ class LowerTrend:
             "the hypergradient is not reliable. Use a smaller lower_lr (half of it to begin with), "
             "another lower_optimizer, or lower_clip"
         )
+
+
+@dataclass
+class UpperTrend:
+    """How the upper loss has gone over the steps of a run.
+
+    Attributes:
+        first: the first one; None before.
+        spread: how far the first ten that were not far above it lay apart.
+        above: how many of the last ones in a row were far above it, each higher than the one before.
+        count: how many there were.
+        last: the last one.
+    """
+
+    first: float | None = None
+    spread: float = 0.0
+    above: int = 0
+    count: int = 0
+    last: float = 0.0
+
+    def seen(self, loss: float) -> bool:
+        """Note a loss; whether it is the second in a row that is far above the first."""
+        if self.first is None:
+            self.first = self.last = loss
+        scale = max(abs(self.first), self.spread)
+        self.above = self.above + 1 if loss > max(self.first + RISE * scale, self.last) else 0
+        if self.count < STREAK and not self.above:
+            self.spread = max(self.spread, abs(loss - self.first))
+        self.count, self.last = self.count + 1, loss
+        return self.above == 2
+
+    @property
+    def text(self) -> str:
+        """What there is to say of it."""
+        return f"the upper loss has grown from {self.first:.3g} to {self.last:.3g} in {self.count} steps"
 
 
 @dataclass

@@ -26,6 +26,7 @@ from .random import (
 )
 
 __all__ = [
+    "Ahead",
     "Loss",
     "Objective",
     "Sample",
@@ -34,6 +35,7 @@ __all__ = [
     "require_fit",
     "require_placed",
     "require_state",
+    "version_of",
 ]
 
 
@@ -399,10 +401,11 @@ def _makes_new(data: Any) -> bool:
 
 def _mark(arguments: tuple[Any, ...]) -> list[tuple[Any, int]]:
     """The parts of a batch, each with how often it was written into; -1 where that is not known."""
-    return [*((part, 0) for part in arguments), *((leaf, _version(leaf)) for leaf in tree_leaves(arguments))]
+    return [*((part, 0) for part in arguments), *((leaf, version_of(leaf)) for leaf in tree_leaves(arguments))]
 
 
-def _version(leaf: Any) -> int:
+def version_of(leaf: Any) -> int:
+    """How often a tensor was written into; -1 where that is not known, 0 for what is never written into."""
     if isinstance(leaf, Tensor):
         return -1 if leaf.is_inference() else leaf._version
     return -1 if type(leaf).__module__ == "numpy" else 0
@@ -434,6 +437,45 @@ class _Wrapped(Objective):
 
     def samples(self, most: int | None = None) -> list[Sample]:
         return [sample.wrapped(self._wrap) for sample in self._source.samples(most)]
+
+    def begin(self) -> None:
+        self._source.begin()
+
+    def mark(self) -> tuple[Any, ...]:
+        return self._source.mark()
+
+    def rewind(self, mark: tuple[Any, ...]) -> None:
+        self._source.rewind(mark)
+
+
+class Ahead(Objective):
+    """An objective of which some samples have been drawn already, which it gives first."""
+
+    def __init__(self, source: Objective, held: Sequence[Sample], *, whole: bool = False) -> None:
+        self.loss, self.data, self.features = source.loss, source.data, source.features
+        self.accumulate, self.device = source.accumulate, source.device
+        self._source, self._held, self._whole = source, [*held], whole
+
+    def draw(self, *, once: bool = False) -> Sample:
+        return self._held.pop(0) if self._held and not self._whole else self._source.draw(once=once)
+
+    def draw_some(self, name: str, count: Tensor, most: int) -> list[Sample]:
+        if not self._held or self._whole:
+            return self._source.draw_some(name, count, most)
+        return [self._held.pop(0), *self._source.draw_some(name, count - 1, most - 1)]
+
+    def sample(self, *arguments: Any, once: bool = False) -> Sample:
+        return self._source.sample(*arguments, once=once)
+
+    def samples(self, most: int | None = None) -> list[Sample]:
+        return self._held[:most] if self._held and self._whole else self._source.samples(most)
+
+    @property
+    def terms(self) -> int | None:
+        return self._source.terms
+
+    def term(self, index: int, *, once: bool = False) -> Sample:
+        return self._source.term(index, once=once)
 
     def begin(self) -> None:
         self._source.begin()

@@ -20,6 +20,8 @@ from .functional import Memory, Rate, descended, rates_of, sgd, updated
 from .limits import Limits, changes
 
 __all__ = [
+    "GROWS",
+    "LED_AWAY",
     "NOT_ELEMENTWISE",
     "LowerRule",
     "LowerRules",
@@ -43,9 +45,11 @@ NOT_ELEMENTWISE = tuple(
     getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon") if hasattr(torch.optim, name)
 )
 # Entries of our groups that are not options of the optimizer.
-_OURS = frozenset(("params", "level", "param_names", "initial_lr"))
+_OURS = frozenset(("params", "level", "param_names", "initial_lr", "auto_lr"))
 
 
+GROWS = "growing lower gradient"  # the key of the alert
+LED_AWAY = "lower steps led away"  # of that of steps that may be made again, of which nothing is said
 GROWTH = 4.0  # of the norm of the gradient, in each half of the lower steps
 GROWING = (
     "the gradient of the lower loss grows over the lower steps (see diagnostics['lower_growth']), so y goes away "
@@ -335,7 +339,9 @@ def watched_growth(
     if early is None:
         return {}
     (first, middle), trend = early, session.trend
-    session.checks.alert_if("growing lower gradient", GROWING, _grows, first, middle, last)
+    session.checks.alert_if(GROWS, GROWING, _grows, first, middle, last)
+    if session.options.follows_curvature:
+        session.checks.alert_if(LED_AWAY, "", _led_away, first, last)
     if not is_dynamo_compiling():
         turn = first.new_zeros(()) if turn is None else turn
         session.checks.alert_if("lower solve without an end", trend.message, trend.seen, first, last, turn)
@@ -344,6 +350,10 @@ def watched_growth(
 
 def _grows(first: Any, middle: Any, last: Any) -> Any:
     return (middle > GROWTH * first) & (last > GROWTH * middle)
+
+
+def _led_away(first: Any, last: Any) -> Any:
+    return last > GROWTH**3 * first
 
 
 class _Groups:

@@ -130,7 +130,7 @@ def test_loaders_with_persistent_workers_stay_where_they_are(tool, drawn):
         optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.3, lower_steps=30)
         bo.check_hypergradient(optimizer, lambda: y.square().sum(), lower, rtol=1e3, repeats=2)
     else:
-        bo.suggest([x], [y], lambda: y.square().sum(), lower)
+        bo.suggest([x], [y], lambda: y.square().sum(), lower, methods=["SOBA"], max_seconds=1)
     ahead, expected = ([float(o.draw().batch) for _ in range(8)] for o in (lower, twin))
     assert ahead == expected
 
@@ -139,7 +139,7 @@ def test_suggest_moves_no_random_numbers():
     x, y = torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True)
     lower = bo.Objective(lambda c: (y - x).square().sum() + (c * y).sum(), Drawing())
     before, arrays, torchs = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()  # noqa: NPY002
-    bo.suggest([x], [y], lambda: y.square().sum(), lower)
+    bo.suggest([x], [y], lambda: y.square().sum(), lower, methods=["SOBA"], max_seconds=1)
     assert random.getstate() == before
     assert (np.random.get_state()[1] == arrays).all()  # noqa: NPY002
     assert torch.equal(torch.get_rng_state(), torchs)

@@ -142,6 +142,7 @@ class RTMLMC(BilevelOptimizer):
         lower_optimizer="none",
     )
 
+    _fixed_rate = "it halves the rate from epoch to epoch"
     _one_level = False  # whether all contexts go to the last level, and none is drawn
 
     def __init__(

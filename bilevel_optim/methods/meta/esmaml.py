@@ -99,7 +99,7 @@ class ESMAML(Initialised, ZerothOrder):
         lower: Params,
         *,
         lr: float | None = None,
-        lower_lr: float | None = None,
+        lower_lr: float | str = "auto",
         lower_steps: int,
         directions: int = 8,
         smoothing: float = 1e-2,

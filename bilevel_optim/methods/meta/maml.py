@@ -307,7 +307,7 @@ class iMAML(Initialised, AID):
         lower: Params,
         *,
         lr: float | None = None,
-        lower_lr: float | None = None,
+        lower_lr: float | str = "auto",
         lower_steps: int,
         proximal: float = 0.0,
         linear_solver: str = "cg",

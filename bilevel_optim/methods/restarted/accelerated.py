@@ -42,6 +42,7 @@ class Accelerated(Restarted, BilevelOptimizer):
     _theorem: ClassVar[Callable[..., dict[str, Any]]] = Constants.first_order
     _hypergradient_draws: ClassVar[list[Draw]] = [UPPER, LOWER]
     _estimate_reads = ("previous", "sum", "perturbation")
+    _fixed_rate = "its analysis ties the rates of x and y and the momentum together"
 
     def __init__(
         self,

@@ -81,7 +81,7 @@ class RAHGD(Accelerated):
         warm_start: start y and v at their last values. Default: True.
         lower_optimizer: another optimizer for the lower steps, which keeps its own state. Default: `AGD`.
         check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch, upper_batch, lower_init,
-            lower_clip, lower_projection: see `BilevelOptimizer`.
+            task_memory, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: of x ``previous``, ``sum``, ``candidate``, ``average``; of y ``linear_solution`` (v), the state of a
     ``lower_optimizer``, and ``initial`` y without warm starts. Attributes ``converged``, ``restarts``, ``epoch_step``.

@@ -42,7 +42,8 @@ class BSA(NeumannMethod):
         linear_lr: :math:`\eta`, in the original 1/L. Default: the learning rate of the lower groups.
         warm_start: start y at its last value. Default: True.
         upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
-            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
+            lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
+            `BilevelOptimizer`.
 
     State: the lower optimizer's state, and ``initial`` y without warm starts.
 
@@ -80,7 +81,7 @@ class BSA(NeumannMethod):
         lower: Params,
         *,
         lr: float | None = None,
-        lower_lr: float | None = None,
+        lower_lr: float | str = "auto",
         lower_steps: float,
         growth: float = 0.5,
         linear_steps: int = 10,
@@ -137,7 +138,8 @@ class TTSA(NeumannMethod):
         linear_lr: :math:`\eta`, in the original c/L with c in (0, 1]. Default: the learning rate of the lower groups.
         warm_start: start y at its last value. Default: True.
         upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
-            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
+            lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
+            `BilevelOptimizer`.
 
     State: the lower optimizer's state, and ``initial`` y without warm starts.
 
@@ -173,7 +175,7 @@ class TTSA(NeumannMethod):
         lower: Params,
         *,
         lr: float | None = None,
-        lower_lr: float | None = None,
+        lower_lr: float | str = "auto",
         lower_steps: int = 1,
         linear_steps: int = 10,
         linear_lr: float | None = None,

@@ -79,7 +79,7 @@ class MRBO(NeumannMethod):
         lower_optimizer: takes u for the gradient, so it cannot be one that evaluates gradients itself (``LBFGS``); see
             `BilevelOptimizer`.
         check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch, upper_batch, lower_init,
-            lower_clip, lower_projection: see `BilevelOptimizer`.
+            task_memory, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: ``previous`` and ``direction`` of the upper and of the lower parameters, the lower optimizer's state, and
     ``initial`` y without warm starts. Tasks start without memory at every step.
@@ -117,7 +117,7 @@ class MRBO(NeumannMethod):
         lower: Params,
         *,
         lr: float,
-        lower_lr: float | None = None,
+        lower_lr: float | str = "auto",
         linear_steps: int = 10,
         linear_lr: float | None = None,
         beta: float = 0.1,
@@ -184,7 +184,7 @@ class SUSTAIN(MRBO):
         warm_start: start y at its last value. Default: True.
         lower_optimizer: takes u for the gradient; see `BilevelOptimizer`.
         check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch, upper_batch, lower_init,
-            lower_clip, lower_projection: see `BilevelOptimizer`.
+            task_memory, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: as `MRBO`.
 

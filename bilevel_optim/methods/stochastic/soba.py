@@ -37,7 +37,7 @@ class SingleLoop(BilevelOptimizer):
         lower: Params,
         *,
         lr: float | None = None,
-        lower_lr: float | None = None,
+        lower_lr: float | str = "auto",
         linear_lr: float | None = None,
         **common: Unpack[CommonOptions],
     ) -> None:
@@ -76,7 +76,7 @@ class SOBA(SingleLoop):
         warm_start: start y and v at their last values. Default: True. (v begins with the first step from zero,
             :math:`\eta \nabla_y f`.)
         upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
-            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
+            lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: ``linear_solution`` (v), the lower optimizer's state, and ``initial`` y without warm starts.
 
@@ -152,7 +152,7 @@ class FSLA(SingleLoop):
             (the analysis lets it decrease with ``lr``). Default: 0.1.
         warm_start: start y and v at their last values. Default: True. (The first v is :math:`\eta \nabla_y f`.)
         upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
-            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
+            lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: ``linear_solution`` (v) and ``previous`` of the lower parameters, ``previous`` and ``direction`` of the upper
     ones, the lower optimizer's state, and ``initial`` y without warm starts. Tasks start without memory at every step.
@@ -189,7 +189,7 @@ class FSLA(SingleLoop):
         lower: Params,
         *,
         lr: float | None = None,
-        lower_lr: float | None = None,
+        lower_lr: float | str = "auto",
         linear_lr: float | None = None,
         beta: float = 0.1,
         **common: Unpack[CommonOptions],

@@ -97,7 +97,7 @@ class SRBA(SingleLoop):
         lower: Params,
         *,
         lr: float,
-        lower_lr: float | None = None,
+        lower_lr: float | str = "auto",
         linear_lr: float | None = None,
         period: int | None = None,
         radius: float = math.inf,

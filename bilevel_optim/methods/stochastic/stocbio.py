@@ -37,7 +37,7 @@ class NeumannMethod(BilevelOptimizer):
         lower: Params,
         *,
         lr: float | None = None,
-        lower_lr: float | None = None,
+        lower_lr: float | str = "auto",
         lower_steps: int,
         linear_steps: int = 10,
         linear_lr: float | None = None,
@@ -111,7 +111,8 @@ class StocBiO(NeumannMethod):
         linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
         warm_start: start y at its last value. Default: True.
         upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
-            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
+            lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
+            `BilevelOptimizer`.
 
     State: the lower optimizer's state, and ``initial`` y without warm starts.
 
@@ -165,7 +166,8 @@ class AmIGO(BilevelOptimizer):
         linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
         warm_start: start y and v at their last values. Default: True.
         upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
-            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`.
+            lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
+            `BilevelOptimizer`.
 
     State: ``linear_solution`` (v), the lower optimizer's state, and ``initial`` y without warm starts.
 
@@ -197,7 +199,7 @@ class AmIGO(BilevelOptimizer):
         lower: Params,
         *,
         lr: float | None = None,
-        lower_lr: float | None = None,
+        lower_lr: float | str = "auto",
         lower_steps: int,
         linear_steps: int = 10,
         linear_lr: float | None = None,

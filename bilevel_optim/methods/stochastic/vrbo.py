@@ -59,7 +59,7 @@ class VRBO(NeumannMethod):
         warm_start: start y at its last value; otherwise every step is an anchor. Default: True.
         lower_optimizer: takes u for the gradient; see `BilevelOptimizer`.
         check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch, upper_batch, lower_init,
-            lower_clip, lower_projection: see `BilevelOptimizer`.
+            task_memory, lower_clip, lower_projection: see `BilevelOptimizer`.
 
     State: ``previous`` and ``direction`` of the upper and of the lower parameters, the lower optimizer's state, and
     ``initial`` y without warm starts. With tasks every step is an anchor.
@@ -94,7 +94,7 @@ class VRBO(NeumannMethod):
         lower: Params,
         *,
         lr: float,
-        lower_lr: float | None = None,
+        lower_lr: float | str = "auto",
         lower_steps: int,
         linear_steps: int = 10,
         linear_lr: float | None = None,

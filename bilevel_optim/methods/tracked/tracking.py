@@ -54,6 +54,8 @@ class RecursiveOptimizer(BilevelOptimizer):
     ``numbers["clock"]``: the time, and sums over the steps by which rows catch up: a tensor, or with a radius a tuple.
     """
 
+    _fixed_rate = "its averaging weights belong to the rate"
+
     def __init__(
         self,
         upper: Params,

@@ -35,7 +35,7 @@ class ZerothOrder(BilevelOptimizer):
         lower: Params,
         *,
         lr: float | None = None,
-        lower_lr: float | None = None,
+        lower_lr: float | str = "auto",
         lower_steps: int,
         directions: int = 8,
         smoothing: float = 1e-2,

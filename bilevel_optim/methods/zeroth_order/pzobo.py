@@ -74,10 +74,10 @@ class PZOBO(ZerothOrder):
         share_directions_across_tasks: with tasks, one set of directions for all of them, as in the paper; otherwise
             each task has its own, which has less variance. Default: True.
         upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
-            lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`. Each path has
-            its own optimizer state, which starts anew in every step; the optimizer must treat every entry alone (SGD,
-            Adam; not LBFGS). ``vectorize`` is about the paths: True, all stacked, but no more at a time than have
-            :math:`2^{22}` entries of x and y; chunks of that many; or one after another.
+            lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see `BilevelOptimizer`.
+            Each path has its own optimizer state, which starts anew in every step; the optimizer must treat every entry
+            alone (SGD, Adam; not LBFGS). ``vectorize`` is about the paths: True, all stacked, but no more at a time
+            than have :math:`2^{22}` entries of x and y; chunks of that many; or one after another.
 
     State: ``initial`` y without warm starts.
 
@@ -112,7 +112,7 @@ class PZOBO(ZerothOrder):
         lower: Params,
         *,
         lr: float | None = None,
-        lower_lr: float | None = None,
+        lower_lr: float | str = "auto",
         lower_steps: int,
         directions: int = 8,
         smoothing: float = 1e-2,

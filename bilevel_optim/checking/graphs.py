@@ -1,0 +1,41 @@
+"""The memory of autograd's graphs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["largest_graph"]
+
+
+def largest_graph(function: Callable[[], Any]) -> float | None:
+    """MiB that graphs keep at once while a function runs, at most; None where they cannot be looked at."""
+    held: Counter[int] = Counter()
+    now = most = 0
+
+    class Kept:
+        """A tensor that a graph has saved."""
+
+        def __init__(self, t: Tensor) -> None:
+            nonlocal now, most
+            self.tensor, storage = t, t.untyped_storage()
+            self.place, self.size = storage.data_ptr(), storage.nbytes()
+            now += self.size if not held[self.place] else 0
+            held[self.place] += 1
+            most = max(most, now)
+
+        def __del__(self) -> None:
+            nonlocal now
+            held[self.place] -= 1
+            now -= self.size if not held[self.place] else 0
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
+            function()
+    except (RuntimeError, NotImplementedError):
+        return None
+    return most / 2**20

@@ -1,0 +1,181 @@
+"""Short runs of a method from a point, after which everything is as it was."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import FILTERS, NonFiniteError
+from ..optimizer.base import BilevelOptimizer
+from ..oracle.buffers import Buffers
+from ..problem.objective import Objective
+from ..problem.vector import Vector
+
+__all__ = ["Outcome", "Trials", "gradients_of"]
+
+COSTS = {"upper_grad": 1, "lower_grad": 1, "hvp": 2, "jvp": 2, "loss": 1}  # in gradients
+
+
+def gradients_of(optimizer: BilevelOptimizer) -> int:
+    """How many gradients a run has cost: a product with second derivatives counts as two."""
+    return sum(COSTS[name] * count for name, count in optimizer.oracle_counts.items())
+
+
+@dataclass
+class Outcome:
+    """What became of a trial.
+
+    Attributes:
+        losses: upper losses of the steps, as far as it went.
+        gradients: what it cost.
+        seconds: what it took.
+        reason: why it ended early; empty if it did not.
+        told: texts of the warnings that were given.
+        residual: norm of the gradient of g at its end, over that with the first y; NaN with tasks.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    gradients: int = 0
+    seconds: float = 0.0
+    reason: str = ""
+    told: list[str] = field(default_factory=list)
+    residual: float = math.nan
+
+    @property
+    def steps(self) -> int:
+        """Steps that were made."""
+        return len(self.losses)
+
+    @property
+    def reached(self) -> float:
+        """The mean upper loss over the last quarter of the steps; infinite where the trial did not get there."""
+        if self.reason or not self.losses:
+            return math.inf
+        last = self.losses[-max(len(self.losses) // 4, 1) :]
+        mean = sum(last) / len(last)
+        return mean if math.isfinite(mean) else math.inf
+
+    @property
+    def seconds_each(self) -> float:
+        """Seconds of a step."""
+        return self.seconds / max(self.steps, 1)
+
+
+class Trials:
+    """Trials of optimizers over the same tensors, each from the same point, with the same data and random numbers.
+
+    Args:
+        tensors: x and y, live.
+        f: the upper loss, with data that begin anew in each trial.
+        g: the lower loss, likewise.
+        tasks: a sampler of tasks.
+        until: whether there is time for more.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], f: Objective, g: Objective, tasks: Any, until: Callable[[], bool]
+    ) -> None:
+        self.tensors, self.f, self.g, self.tasks, self.until = tensors, f, g, tasks, until
+        self.gradients = 0  # of all trials
+        self.ended = False  # whether the time has ended one
+        self._start = [t.detach().clone() for t in tensors]
+        self._random = torch.get_rng_state()
+
+    @contextmanager
+    def _from_the_start(self) -> Generator[list[str]]:
+        """A block that begins where all trials do, and whose warnings are noted in place of being shown."""
+        told: list[str] = []
+        slopes = [t.grad for t in self.tensors]
+        try:
+            with torch.no_grad():
+                Vector(self.tensors).detach().copy_(self._start)
+            torch.set_rng_state(self._random)
+            with FILTERS, warnings.catch_warnings(record=True) as caught, Buffers().kept():
+                warnings.simplefilter("always")
+                yield told
+            told += dict.fromkeys(str(one.message) for one in caught)
+        finally:
+            with torch.no_grad():
+                Vector(self.tensors).detach().copy_(self._start)
+            for t, slope in zip(self.tensors, slopes, strict=True):
+                t.grad = slope
+
+    def made(
+        self,
+        make: Callable[[], BilevelOptimizer],
+        gradients: int,
+        *,
+        after: Callable[[BilevelOptimizer], None] | None = None,
+        stop: Callable[[Outcome], bool] | None = None,
+    ) -> Outcome:
+        """The outcome of steps that cost so many gradients, at least of one.
+
+        Args:
+            make: makes the optimizer.
+            gradients: what the trial may cost.
+            after: what is done at its end, where it has led to.
+            stop: whether to end it early.
+        """
+        outcome = Outcome()
+        f, g = _again(self.f), _again(self.g)
+        with self._from_the_start() as outcome.told:
+            optimizer = make()
+            y = [t for t in optimizer.parameters("lower") if t.requires_grad]
+            before = [t.detach().clone() for t in y]
+            began = time.perf_counter()
+            try:
+                while not outcome.losses or outcome.gradients < gradients:
+                    if outcome.losses and not self.until():
+                        self.ended = True
+                        break
+                    loss = float(optimizer.step(f, g, tasks=self.tasks))
+                    outcome.losses.append(loss)
+                    outcome.gradients = gradients_of(optimizer)
+                    if not math.isfinite(loss) or (stop is not None and stop(outcome)):
+                        outcome.reason = f"diverged at step {outcome.steps}"
+                        break
+            except NonFiniteError:
+                outcome.reason = f"not finite at step {outcome.steps + 1}"
+            outcome.seconds = time.perf_counter() - began
+            self.gradients += outcome.gradients
+            if not outcome.reason:
+                outcome.residual = self._residual(y, before, g)
+                if after is not None:
+                    after(optimizer)
+        return outcome
+
+    def _residual(self, y: Sequence[Tensor], before: Sequence[Tensor], g: Objective) -> float:
+        """Norm of the gradient of g in y, over that at a y from before; NaN with tasks."""
+        if self.tasks is not None:
+            return math.nan
+        now = [t.detach().clone() for t in y]
+        here = _slope(y, g)
+        with torch.no_grad():
+            Vector(y).detach().copy_(before)
+            there = _slope(y, g)
+            Vector(y).detach().copy_(now)
+        return here / there if there > 0 else math.nan
+
+
+def _slope(y: Sequence[Tensor], g: Objective) -> float:
+    """Norm of the gradient of g in y, over the batches that stand for the data."""
+    total = [torch.zeros_like(t) for t in y]
+    for sample in g.samples():
+        with torch.enable_grad(), sample.replayed(y[0].device):
+            slopes = torch.autograd.grad(sample(), y, allow_unused=True)
+        for t, slope in zip(total, slopes, strict=True):
+            t += 0 if slope is None else slope.detach()
+    return float(torch.stack([t.norm() for t in total]).norm())
+
+
+def _again(objective: Objective) -> Objective:
+    """The same loss and data, from their beginning."""
+    return Objective(objective.loss, objective.data, features=objective.features)

@@ -1,0 +1,124 @@
+"""`task_memory=True`: the lower solve of each task starts where it ended when the task was last drawn."""
+
+import pytest
+import torch
+
+import bilevel_optim as bo
+
+from ..problems import same, seeded, values
+
+METHODS = {"AID": {"linear_steps": 5}, "ITD": {}, "F2SA": {"normalize": False}, "SOBA": {}, "StocBiO": {},
+           "FirstOrder": {}, "PZOBO": {"warm_start": True}}  # fmt: skip
+TARGETS = torch.tensor([[-4.0, 1.0], [2.0, 3.0], [8.0, -5.0], [0.5, 0.5], [3.0, 3.0]], dtype=torch.float64)
+
+
+def made(name, **options):
+    x = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    y = [torch.zeros(2, dtype=torch.float64, requires_grad=True), torch.zeros((), dtype=torch.float64).requires_grad_()]
+    upper = lambda batch: (y[0] - 1).square().sum() + y[1].square()  # noqa: E731
+    lower = lambda batch: (y[0] - x - batch[0]).square().sum() / 2 + (y[1] - batch[0, 0]).square() / 2  # noqa: E731
+    steps = {"lower_steps": 1} if getattr(bo, name).declared.lower_steps else {}
+    options = {"lr": 0.0, "lower_lr": 0.5, "tasks_per_step": 2, "generator": seeded(0), **options}
+    optimizer = getattr(bo, name)([x], y, **steps, **METHODS[name], **options)
+    return optimizer, x, y, upper, lower, bo.TensorTasks(TARGETS.unsqueeze(1))
+
+
+def table(optimizer, y):
+    return optimizer.state[y[0]]["rows.task_memory"]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_each_task_goes_on_where_it_ended(name):
+    """Half of the way in each step that draws it; the solution of each after many steps, of which none has a mean."""
+    optimizer, _, y, upper, lower, tasks = made(name, task_memory=True)
+    solutions = torch.cat([TARGETS, TARGETS[:, :1]], 1)
+    drawn = torch.zeros(5)
+    for _ in range(30):
+        before = table(optimizer, y).clone() if y[0] in optimizer.state else torch.zeros_like(solutions)
+        optimizer.step(upper, lower, tasks=tasks)
+        after = table(optimizer, y)
+        moved = (after - before).abs().sum(1) > 1e-12
+        assert moved.sum() <= 2
+        drawn += moved
+        torch.testing.assert_close((after - solutions)[moved], 0.5 * (before - solutions)[moved])
+    assert (table(optimizer, y) - solutions).abs().max() < 0.5 ** min(drawn.tolist()) * 9
+    forgetting, _, z, *rest = made(name)
+    for _ in range(30):
+        forgetting.step(*rest[:2], tasks=rest[2])
+    assert "rows.task_memory" not in forgetting.state.get(z[0], {})
+
+
+@pytest.mark.parametrize("name", ["AID", "F2SA", "SOBA", "ITD"])
+def test_it_is_the_same_compiled_and_resumed(name):
+    def run(compiled=False, resumed=False):
+        optimizer, x, y, upper, lower, tasks = made(name, lr=0.05, task_memory=True)
+        if compiled:
+            optimizer.compile(backend="eager", fullgraph=True)
+        for k in range(6):
+            if resumed and k == 3:
+                state, generator = optimizer.state_dict(), optimizer.generator
+                steps = {"lower_steps": 1} if optimizer.declared.lower_steps else {}
+                optimizer = getattr(bo, name)(
+                    [x], y, lr=0.05, lower_lr=0.5, tasks_per_step=2, generator=generator, task_memory=True, **steps,
+                    **METHODS[name],
+                )  # fmt: skip
+                optimizer.load_state_dict(state)
+            optimizer.step(upper, lower, tasks=tasks)
+        return values([x], [table(optimizer, y)]), optimizer
+
+    (eager, _), (graph, two), (again, _) = run(), run(compiled=True), run(resumed=True)
+    assert "compile_fallback" not in two.diagnostics
+    torch.testing.assert_close(graph, eager, rtol=1e-12, atol=1e-12)
+    assert same(eager, again)
+
+
+def test_what_it_does_not_go_with():
+    x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+    for options, text in (
+        ({"warm_start": False}, r"warm_start=False says where"),
+        ({"lower_init": lambda tasks: [torch.zeros(1)]}, r"lower_init says where"),
+    ):
+        with pytest.raises(ValueError, match=r"Invalid task_memory value: True \(" + text):
+            bo.AID([x], [y], lr=0.1, lower_steps=1, task_memory=True, **options)
+    with pytest.raises(ValueError, match=r"Invalid task_memory value: True \(the tasks of MAML start elsewhere\)"):
+        bo.MAML([x], [y], lr=0.1, lower_steps=1, task_memory=True)
+    with pytest.raises(ValueError, match="Invalid task_memory value: 3"):
+        bo.AID([x], [y], lr=0.1, lower_steps=1, task_memory=3)
+
+    class Endless:
+        def sample(self, n, generator):
+            return torch.rand(n, 1)
+
+        def lower(self, tasks, n, generator):
+            return tasks
+
+        upper = lower
+
+    optimizer = bo.AID([x], [y], lr=0.1, lower_steps=1, task_memory=True, tasks_per_step=2)
+    loss = lambda row: (y - x - row).square().sum()  # noqa: E731
+    with pytest.raises(ValueError, match="takes a sampler of a finite number of tasks"):
+        optimizer.step(loss, loss, tasks=Endless())
+    Endless.__len__ = lambda self: 5
+    with pytest.raises(ValueError, match="takes a sampler that draws ids of tasks"):
+        optimizer.step(loss, loss, tasks=Endless())
+    assert not optimizer.state
+
+
+def test_f2sa_with_an_optimizer_above_is_backward_and_that_optimizer():
+    ends = []
+    for split in (False, True):
+        x, y = torch.ones(3, requires_grad=True), torch.zeros(3, requires_grad=True)
+        f, g = lambda: (y - 2).square().sum(), lambda: (y - x).square().sum() / 2  # noqa: B023
+        optimizer = bo.F2SA([x], [y], lr=0.3, lower_steps=5, upper_optimizer=torch.optim.SGD)
+        assert not optimizer.normalize
+        sgd = torch.optim.SGD([x], lr=0.3)
+        for _ in range(4):
+            if split:
+                optimizer.backward(f, g)
+                sgd.step()
+            else:
+                optimizer.step(f, g)
+        ends.append(x.detach().clone())
+    assert torch.equal(*ends)
+    assert bo.F2SA([x], [y], lr=0.3, lower_steps=5).normalize
+    assert bo.F2SA([x], [y], lr=0.3, lower_steps=5, upper_optimizer=torch.optim.SGD, normalize=True).normalize
