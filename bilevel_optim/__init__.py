@@ -6,6 +6,8 @@
 import types as _types
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
+from torch import optim as _optim
+
 from . import hypergradient as hypergradient
 from ._version import __version__ as __version__
 from .checking.check import HypergradientReport as HypergradientReport
@@ -51,4 +53,6 @@ if not _TYPE_CHECKING:  # to a type checker it would say that there is any name
         """Say which name was meant: those of methods are easily written with other letters."""
         meant = [known for known in __dir__() if known.lower() == name.lower()]
         hint = f"; did you mean {meant[0]!r}?" if meant else ""
+        if hasattr(_optim, name):
+            hint = f": take upper_optimizer=torch.optim.{name} for x, or lower_optimizer=torch.optim.{name} for y"
         raise AttributeError(f"module 'bilevel_optim' has no attribute {name!r}{hint}")

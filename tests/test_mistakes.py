@@ -373,3 +373,17 @@ def test_warnings_point_at_the_line_of_the_user():
         bo.AID([x], [y], lower_optimizer=lambda g: torch.optim.SGD(g, weight_decay=0.1), **ARGUMENTS)
     assert [w.lineno for w in caught] == [first, first - 4, first + 3]  # the second is about a loss, and points at it
     assert {w.filename for w in caught} == {__file__}
+
+
+def test_small_mistakes_have_their_own_sentences():
+    x, y = torch.zeros(2, requires_grad=True), torch.zeros(3, requires_grad=True)
+    with pytest.raises(AttributeError, match=r"no attribute 'Adam': take upper_optimizer=torch\.optim\.Adam for x"):
+        bo.Adam  # noqa: B018
+    with pytest.raises(TypeError, match=r"AID: missing a required argument: 'lower_steps' \(10 is usual; bo\.suggest"):
+        bo.AID([x], [y], lr=0.1)
+    with pytest.raises(ValueError, match=r"upper parameter 0 of shape \(2,\) is the result of an operation"):
+        bo.AID([x * 2], [y], lr=0.1, lower_steps=1)
+    with pytest.raises(TypeError, match=r"AID takes both losses, upper and lower: step\(upper_loss, lower_loss\)$"):
+        bo.AID([x], [y], lr=0.1, lower_steps=1).step(lambda: y.sum())
+    with pytest.raises(ValueError, match=r"^Invalid upper_optimizer value: Adam \(pass the class, or a function"):
+        bo.AID([x], [y], lr=0.1, lower_steps=1, upper_optimizer=torch.optim.Adam([x]))

@@ -360,7 +360,7 @@ class BilevelOptimizer(Optimizer, ABC):
             return wrapped.backward(upper, lower, tasks=tasks)  # type: ignore[no-any-return]
         self._opt_called = True  # schedulers may go on: it is another optimizer's step that follows
         loss = self._make_step(upper, lower, tasks, update=False)
-        self._run_state.written = [*map(version_of, self.parameters("upper"))]
+        self._run_state.written = {id(t): version_of(t) for t in self.parameters("upper")}
         return loss
 
     @called_rightly("the number of steps goes by its name, run(upper, lower, steps=10)")
@@ -617,7 +617,7 @@ class BilevelOptimizer(Optimizer, ABC):
             if not trend.above or error.hint:
                 raise
             raise NonFiniteError(error.oracle, error.step, f"The run has diverged: {trend.text}. {DIVERGES}") from None
-        self._run_state.written = None
+        self._run_state.written = {}
         self._look_at(loss)
         return loss
 
@@ -853,7 +853,7 @@ class BilevelOptimizer(Optimizer, ABC):
             self._run_state.warned.add("unset gradient")
             warn(UNSET_GRADIENT)
         written = self._run_state.written
-        changed_since = written is not None and written != [*map(version_of, self.parameters("upper"))]
+        changed_since = any(version_of(t) != written.get(id(t), version_of(t)) for t in moved)
         if changed_since and "moved twice" not in self._run_state.warned:
             self._run_state.warned.add("moved twice")
             warn(MOVED)
@@ -861,6 +861,7 @@ class BilevelOptimizer(Optimizer, ABC):
         with Transaction(self.generator, device=moved[0].device) as transaction:
             update = self.update(Vector(p.detach() for p in moved), Vector(p.grad for p in moved), inputs)
             transaction.commit(self._update_writes(moved, update, {}), self._undo(moved, inputs.lower))
+        self._run_state.written = {}  # this was our own
 
     @torch.no_grad()
     def _update_writes_after(self, estimate: Estimate, x: Sequence[Tensor], y: Sequence[Tensor]) -> list[Write]:
@@ -1092,9 +1093,7 @@ class BilevelOptimizer(Optimizer, ABC):
     def _objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
         """The two objectives of a step."""
         if upper is None or lower is None:
-            raise TypeError(
-                f"{type(self).__name__} takes both losses, upper and lower (and step none of them, after backward)"
-            )
+            raise TypeError(f"{type(self).__name__} takes both losses, upper and lower: step(upper_loss, lower_loss)")
         return as_objective(upper, "upper"), as_objective(lower, "lower")
 
     def _draws(self, given: DrawInputs) -> list[Draw] | None:

@@ -14,7 +14,7 @@ from ..solvers.limits import Clip, Projection
 
 __all__ = ["ColdOptions", "CommonOptions", "require_common", "require_sizes"]
 
-HINT = " (pass the class, or a function that makes one: lambda groups: torch.optim.SGD(groups, momentum=0.9))"
+HINT = " (pass the class, or a function that makes one: functools.partial(torch.optim.SGD, momentum=0.9))"
 
 
 class ColdOptions(TypedDict, total=False):
@@ -56,7 +56,9 @@ def require_common(
     require("vectorize", vectorize, isinstance(vectorize, bool) or (is_count(vectorize) and vectorize > 0))
     require_choice("hvp", hvp, ("exact", "finite-difference"))
     for name, factory in (("upper_optimizer", upper_optimizer), ("lower_optimizer", lower_optimizer)):
-        require(name, factory, factory is None or callable(factory), f"Invalid {{name}} value: {{value}}{HINT}")
+        if not (factory is None or callable(factory)):
+            shown = type(factory).__name__ if isinstance(factory, Optimizer) else factory
+            raise ValueError(f"Invalid {name} value: {shown}{HINT}")
     require("generator", generator, generator is None or isinstance(generator, torch.Generator))
     require("lower_init", lower_init, lower_init is None or callable(lower_init))
     require("task_memory", task_memory, isinstance(task_memory, bool))

@@ -59,7 +59,8 @@ def wrong_arguments(
     if len(arguments) > 2:
         return TypeError(f"{name} takes the upper and the lower parameters, and everything else by name: lr=..., ...")
     if not unknown:
-        return TypeError(f"{name}: {error}")
+        usual = " (10 is usual; bo.suggest tries some)" if "'lower_steps'" in str(error) else ""
+        return TypeError(f"{name}: {error}{usual}")
     texts = [f"{name} has no option {option!r}{_hint(cls, option, [*known], methods)}" for option in unknown]
     return TypeError("\n".join(texts))
 

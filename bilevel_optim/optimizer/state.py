@@ -163,7 +163,7 @@ class RunState:
         last_loss: what the last step returned.
         trend: how lower solves have gone.
         upper_trend: how the upper loss has gone.
-        written: how often each upper tensor had been written into at the end of `backward`; None: it was not called.
+        written: how often each upper tensor had been written into at the end of `backward`, by id.
         kinds: types of all parameters, of which what is remembered has been made.
     """
 
@@ -175,7 +175,7 @@ class RunState:
     last_loss: Tensor | None = None
     trend: LowerTrend = field(default_factory=LowerTrend)
     upper_trend: UpperTrend = field(default_factory=UpperTrend)
-    written: list[int] | None = None
+    written: dict[int, int] = field(default_factory=dict)
     kinds: tuple[torch.dtype, ...] | None = None
 
     def follow(self, state: State, parameters: Sequence[Tensor]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ..problem.objective import Objective, Sample, batch_kept, require_placed
+from ..problem.objective import Objective, Sample, batch_kept, note_batch, require_placed
 from ..problem.vector import Vector, any_sharded
 from ..pytree import tree_leaves
 from .checks import Checks
@@ -165,8 +165,10 @@ class Point:
             watched = self.session.gathered.watching() if self.sharded else nullcontext()
             with watched, torch.set_grad_enabled(graph), nullcontext() if sample.once else sample.replayed(self.device):
                 return sample(*arguments)
-        except RuntimeError as error:
-            require_placed(sample, self.device, error)
+        except Exception as error:
+            if isinstance(error, RuntimeError):
+                require_placed(sample, self.device, error)
+            note_batch(sample, error)
             raise
 
     def differentiate(self, loss: Tensor, inputs: Sequence[Tensor], *, graph: bool = False) -> Sequence[Tensor | None]:

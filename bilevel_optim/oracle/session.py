@@ -76,6 +76,7 @@ class LossFacts:
         return {} if self.fallback is None else {"vectorize_fallback": self.fallback}
 
 
+CALIBRATION = 2  # losses after the first that show how large losses are
 RISE = 300.0  # times the size of the first upper loss, above which a run diverges
 STREAK = 10  # lower solves in a row that have to say the same before there is a warning
 
@@ -161,7 +162,9 @@ class UpperTrend:
             self.first = self.last = loss
         scale = max(abs(self.first), self.spread)
         self.above = self.above + 1 if loss > max(self.first + RISE * scale, self.last) else 0
-        if self.count < STREAK and not self.above:
+        if self.count <= CALIBRATION:
+            self.above, self.spread = 0, max(self.spread, abs(loss - self.first))
+        elif self.count < STREAK and not self.above:
             self.spread = max(self.spread, abs(loss - self.first))
         self.count, self.last = self.count + 1, loss
         return self.above == 2

@@ -32,6 +32,7 @@ __all__ = [
     "Sample",
     "as_objective",
     "batch_kept",
+    "note_batch",
     "require_fit",
     "require_placed",
     "require_state",
@@ -586,15 +587,34 @@ def require_fit(loss: Callable[..., Any], arguments: Sequence[Any], error: TypeE
     except TypeError:
         name = getattr(loss, "__name__", type(loss).__name__)
         if arguments:
+            several = ""
+            if len([p for p in inspect.signature(loss).parameters.values() if p.default is p.empty]) > 1:
+                several = f". Take the batch apart in the loss: def {name}(batch): inputs, labels = batch"
             raise TypeError(
                 f"the loss {name} is called with one batch, but does not take one argument; without data and tasks it "
-                f"is called with none ({error})"
+                f"is called with none ({error}){several}"
             ) from error
         raise TypeError(
             f"the loss {name} takes a batch, but has no data: pass bo.Objective({name}, data), or tasks= ({error})"
         ) from error
     except ValueError:  # nothing is known of what it takes
         return
+
+
+def note_batch(sample: Sample, error: Exception) -> None:
+    """Add to an error of a loss which loss it was, and what its batch was made of."""
+    if not sample.arguments or getattr(error, "__notes__", None):
+        return
+    leaves = [*map(_kind_of, tree_leaves(sample.arguments[0]))]
+    parts = f"{len(leaves)} parts: " if len(leaves) > 1 else ""
+    more = ", ..." if len(leaves) > 5 else ""
+    error.add_note(f"This was in the loss {_name_of(sample)}, on a batch of {parts}{', '.join(leaves[:5])}{more}.")
+
+
+def _kind_of(leaf: Any) -> str:
+    if not isinstance(leaf, Tensor):
+        return type(leaf).__name__
+    return f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
 
 
 def require_placed(sample: Sample, device: torch.device, error: RuntimeError) -> None:

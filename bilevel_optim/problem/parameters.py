@@ -141,6 +141,11 @@ def require_usable(group: Mapping[str, Any]) -> None:
         if not isinstance(p, Tensor):
             continue  # torch says so
         called = f"{group['level']} parameter {name!r} of shape {tuple(p.shape)}"
+        if not p.is_leaf and not p.retains_grad:
+            raise ValueError(
+                f"{called} is the result of an operation (such as .to(device), or a sum) and cannot be optimised; pass "
+                "the tensor that it was made of, or make it one of its own: t.detach().requires_grad_()"
+            )
         if p.is_complex():
             raise ValueError(f"{called} is complex; pass what torch.view_as_real gives of it")
         if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):

@@ -117,6 +117,22 @@ def test_a_loss_with_other_arguments_is_told_what_to_do(cls):
     with pytest.raises(TypeError, match="does not take one argument"):
         optimizer.step(upper, of_a_batch, tasks=bo.TensorTasks(torch.ones(2, 1)))
 
+    def of_two(inputs, labels):
+        return lower() * inputs
+
+    with pytest.raises(TypeError, match=r"apart in the loss: def of_two\(batch\): inputs, labels = batch"):
+        optimizer.step(upper, bo.Objective(of_two, [(1.0, 2.0)]))
+
+    def of_three(batch):
+        inputs, _labels, _index = batch
+        return lower() * inputs.sum()
+
+    data = [(torch.ones(4, 3, dtype=torch.float32), torch.ones(4, dtype=torch.int64))]
+    with pytest.raises(ValueError, match="not enough values to unpack") as caught:
+        optimizer.step(upper, bo.Objective(of_three, data))
+    note = "This was in the loss of_three, on a batch of 2 parts: float32 (4, 3), int64 (4,)."
+    assert caught.value.__notes__ == [note]
+
     def wrong_within():
         return lower() + len(3)
 

@@ -78,6 +78,7 @@ def test_an_update_that_is_made_twice_is_told():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.step()
+        optimizer.step()  # along the same .grad once more
         optimizer.backward(f, g)
         adam.step()
         optimizer.backward(f, g)

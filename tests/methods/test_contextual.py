@@ -314,6 +314,7 @@ def test_diagnostics_measure_the_corrections():
     assert 1.19 * 4.4 < float(optimizer.diagnostics["smoothness"]) <= 1.2 * 4.4 + 1e-12
 
 
+@pytest.mark.filterwarnings("ignore:the upper loss has grown")
 def test_warns_if_the_path_explodes_or_the_series_grows():
     stiff, tasks = torch.tensor([1.0, 40.0]), bo.TensorTasks(torch.randn(50, 1, 2))
     x, y = torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True)
