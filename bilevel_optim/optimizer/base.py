@@ -93,6 +93,7 @@ UNSET_GRADIENT = (
 )
 
 
+LOOKS = 100  # steps between looks at the upper loss of a run on an accelerator
 DIVERGES = "Take a smaller lr (a tenth of it to begin with), or ask bo.suggest which rates are stable"
 MOVED = (
     "x has changed between backward() and step(): if another optimizer has made its step along .grad, leave out "
@@ -624,7 +625,11 @@ class BilevelOptimizer(Optimizer, ABC):
     def _look_at(self, losses: Tensor) -> None:
         """Warn once if upper losses have grown, but not where y ascends them; reads them, so with ``check_finite``."""
         state = self._run_state
-        for loss in losses.detach().reshape(-1).tolist() if self.check_finite and not self._one_loss else ():
+        if self._one_loss or not self.check_finite:
+            return
+        # Elsewhere than on the host a look is a wait for the device.
+        looks = losses.is_cpu or state.steps % LOOKS < losses.numel()
+        for loss in losses.detach().reshape(-1).tolist() if looks else ():
             if state.upper_trend.seen(loss) and "growing upper loss" not in state.warned:
                 state.warned.add("growing upper loss")
                 warn(f"{state.upper_trend.text}: the run diverges. {DIVERGES}")

@@ -172,7 +172,7 @@ class UpperTrend:
     @property
     def text(self) -> str:
         """What there is to say of it."""
-        return f"the upper loss has grown from {self.first:.3g} to {self.last:.3g} in {self.count} steps"
+        return f"the upper loss has grown from {self.first:.3g} to {self.last:.3g}"
 
 
 @dataclass

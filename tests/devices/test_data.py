@@ -59,8 +59,9 @@ def test_other_errors_of_a_loss_are_its_own():
     def broken(batch):
         raise RuntimeError("sizes do not match")
 
-    with pytest.raises(RuntimeError, match=r"^sizes do not match$"):
+    with pytest.raises(RuntimeError, match=r"^sizes do not match") as raised:
         problem.optimizer().step(bo.Objective(broken, batches()), bo.Objective(broken, batches()))
+    assert str(raised.value) == "sizes do not match"
 
 
 @pytest.mark.filterwarnings("ignore:steps run eagerly")  # the one whose batch is made of parts
