@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from ..problem.vector import Vector, any_sharded, is_sharded
 from .ranks import Ranks
 
-__all__ = ["Gathered", "Split"]
+__all__ = ["Gathered", "Split", "sharded_like"]
 
 
 class Split:
@@ -159,3 +159,12 @@ class Gathered:
             else t
             for t, p in zip(results, like, strict=True)
         ]
+
+
+def sharded_like(whole: Tensor, like: Tensor) -> Tensor:
+    """A tensor that every rank has, as shards like another one's; nothing is sent."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = like.device_mesh  # type: ignore[attr-defined]
+    copies = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return copies.redistribute(mesh, like.placements)  # type: ignore[attr-defined]

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
+from ..distributed.sharding import sharded_like
 from ..hypergradient import Estimate
 from ..hypergradient.estimate import measured
 from ..oracle.differentiable import working_unit
@@ -183,6 +184,5 @@ def _iterated(oracle: Oracle, gradient: Vector, product: Callable[[Vector], Vect
 
 def _spread(like: Tensor) -> Tensor:
     """A vector without any symmetry, the same each time."""
-    if is_sharded(like):
-        return torch.ones_like(like)
-    return torch.arange(1, like.numel() + 1, device=like.device).mul(1.7).sin().reshape(like.shape).to(like.dtype)
+    found = torch.arange(1, like.numel() + 1, device=like.device).mul(1.7).sin().reshape(like.shape).to(like.dtype)
+    return sharded_like(found, like) if is_sharded(like) else found

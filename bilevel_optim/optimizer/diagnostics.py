@@ -38,7 +38,10 @@ def described(name: str, arguments: str, groups: Sequence[Mapping[str, Any]], op
     lines = [arguments]
     for i, group in enumerate(groups):
         numbers, tensors = sum(p.numel() for p in group["params"]), len(group["params"])
-        options = [f"{option}={value!r}" for option, value in group.items() if option not in NOT_SHOWN]
+        shown = {option: repr(value) for option, value in group.items() if option not in NOT_SHOWN}
+        if shown.pop("auto_lr", None):
+            shown["lr"] = "auto" if group["lr"] == 1 else f"{group['lr']!r} * auto"
+        options = [f"{option}={value}" for option, value in shown.items()]
         size = f"{numbers:,} numbers in {tensors} tensor{'s' if tensors > 1 else ''}"
         optimizer = filter(None, [optimizers[group["level"]]])
         lines.append(", ".join((f"({i}) {group['level']}: {size}", *optimizer, *options)))

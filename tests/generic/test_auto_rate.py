@@ -92,6 +92,7 @@ def test_the_default_of_every_method_that_can(name):
     problem = Quadratic(6, 3, 5.0)
     torch.manual_seed(0)
     auto = made(name, problem)
+    assert "lr=auto\n" in repr(auto)
     assert auto.param_groups[-1]["lr"] == 1.0
     for _ in range(3):
         auto.step(problem.upper, problem.lower)

@@ -29,6 +29,8 @@ SHARDED = {
     "AID, differences": (bo.AID, {"hvp": "finite-difference", "linear_solver": "fixed_point"}),
     "F2SA, Adam, from the start": (bo.F2SA, {"lower_optimizer": torch.optim.Adam, "warm_start": False}),
     "FirstOrder": (bo.FirstOrder, {}),
+    "F2SA-2, measured rate": (bo.F2SA, {"order": 2, "lower_lr": "auto"}),
+    "AID, measured rate": (bo.AID, {"damping": 1.0, "lower_lr": "auto"}, True),
     # Second derivatives: the module keeps its full parameters after a backward pass.
     "AID": (bo.AID, {"damping": 1.0}, True),
     "AID, Adam, from the start": (
@@ -40,7 +42,15 @@ SHARDED = {
     "StocBiO": (bo.StocBiO, {}, True),
     "SOBA": (bo.SOBA, {}, True),
 }
-FEW = ("F2SA-2", "AID, differences", "AID", "AID, Adam, from the start", "ITD")
+FEW = (
+    "F2SA-2",
+    "F2SA-2, measured rate",
+    "AID, measured rate",
+    "AID, differences",
+    "AID",
+    "AID, Adam, from the start",
+    "ITD",
+)
 
 
 def ended(row, problem, steps, seed=2, **options):
@@ -97,6 +107,7 @@ def cases(dtype, every):
                 few = {"task_batch": 2} if row.declared.random else {}
                 yield f"{row.name}, rows", partial(on_rows, row, dtype, **few)
             if row.name == "AID":
+                yield "AID, data, measured rate", partial(on_data, row, dtype, lower_lr="auto")
                 yield "AID, data, Adam on x", partial(on_data, row, dtype, upper_optimizer=torch.optim.Adam)
             if row.name == "PZOBO":
                 yield "PZOBO, own directions", partial(on_tasks, row, dtype, share_directions_across_tasks=False)
@@ -129,7 +140,7 @@ def sharded(cls, options, kept=False, rank=None, world=1, recomputed=False, **po
         return F.cross_entropy(net(Xv[part]).double(), t[part])
 
     options = options if cls is bo.SOBA else {"lower_steps": 3, **options}
-    optimizer = cls([x], net.parameters(), lr=0.5, lower_lr=0.1, **options)
+    optimizer = cls([x], net.parameters(), **{"lr": 0.5, "lower_lr": 0.1, **options})
     for _ in range(2):
         optimizer.step(upper, lower)
     with torch.no_grad():
