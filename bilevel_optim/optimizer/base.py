@@ -608,11 +608,12 @@ class BilevelOptimizer(Optimizer, ABC):
         trend = self._run_state.upper_trend
         if tasks is not None and self._lower_solver is not None:
             raise ValueError("lower_solver= solves one lower problem, and a step with tasks has many")
-        before = self._solve_below()
+        before = [] if self._lower_solver is None else self._solve_below(self._lower_solver)
         try:
             loss = self._made_step(upper, lower, tasks, update=update)
         except BaseException as error:
-            _put_back(before)
+            if before:
+                _put_back(before)
             if not isinstance(error, NonFiniteError):
                 raise
             if not trend.above or error.hint:
@@ -629,7 +630,8 @@ class BilevelOptimizer(Optimizer, ABC):
             return
         # Elsewhere than on the host a look is a wait for the device.
         looks = losses.is_cpu or state.steps % LOOKS < losses.numel()
-        for loss in losses.detach().reshape(-1).tolist() if looks else ():
+        values = [] if not looks else losses.tolist() if losses.dim() else [losses.item()]
+        for loss in values:
             if state.upper_trend.seen(loss) and "growing upper loss" not in state.warned:
                 state.warned.add("growing upper loss")
                 warn(f"{state.upper_trend.text}: the run diverges. {DIVERGES}")
@@ -1064,13 +1066,11 @@ class BilevelOptimizer(Optimizer, ABC):
         return estimate if self.warm_start else changed(estimate, lower=None)
 
     @torch.no_grad()
-    def _solve_below(self) -> list[tuple[Tensor, Tensor]]:
+    def _solve_below(self, solve: Callable[[], Any]) -> list[tuple[Tensor, Tensor]]:
         """Let the user's function write y; gives what y held before."""
-        if self._lower_solver is None:
-            return []
         before = [(t, t.detach().clone()) for t in self.parameters("lower")]
         try:
-            self._lower_solver()
+            solve()
         except BaseException:
             _put_back(before)
             raise
