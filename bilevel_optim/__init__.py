@@ -13,6 +13,7 @@ from ._version import __version__ as __version__
 from .checking.check import HypergradientReport as HypergradientReport
 from .checking.check import check_hypergradient as check_hypergradient
 from .checking.suggest import Suggestion as Suggestion
+from .checking.suggest import SuggestionRow as SuggestionRow
 from .checking.suggest import suggest as suggest
 from .errors import BilevelWarning as BilevelWarning
 from .errors import GradcheckError as GradcheckError

@@ -53,6 +53,45 @@ def test_options_by_another_name(method, options, answer):
         method([x], [y], **options)
 
 
+def called(verb, *arguments, **named):
+    """A verb with the losses, or a function with what it is called with."""
+    return lambda optimizer, losses: getattr(optimizer, verb)(*losses, *arguments, **named)
+
+
+MISCALLED = [
+    (called("step", task=1), "'task': did you mean 'tasks'?"),
+    (lambda o, ls: o.step(upper=ls[0], lower_loss=ls[1]), "'lower_loss': did you mean 'lower'?"),
+    (lambda o, ls: o.backward(outer_loss=ls[0], inner_loss=ls[1]), "'outer_loss': did you mean 'upper'?"),
+    (called("backward", frobnicate=1), "'frobnicate': it has upper, lower, tasks"),
+    (called("run", 3), "the number of steps goes by its name, run(upper, lower, steps=10)"),
+    (called("step", None), "by name alone: tasks, closure"),
+    (lambda o, ls: o.adapt(ls[1], writes=True), "'writes': did you mean 'write'?"),
+    (lambda o, ls: o.compile(backends="eager"), "'backends': did you mean 'backend'?"),
+    (lambda o, ls: o.propose(*ls, task=1), "'task': did you mean 'tasks'?"),
+    (lambda o, ls: bo.check_hypergradient(o, ls[0], lower_loss=ls[1]), "'lower_loss': did you mean 'lower'?"),
+    (lambda o, ls: bo.suggest([], [], *ls, max_second=1), "'max_second': did you mean 'max_seconds'?"),
+]
+
+
+@pytest.mark.parametrize(("call", "answer"), MISCALLED)
+def test_verbs_by_other_words(call, answer):
+    optimizer, *_, losses = made()
+    with pytest.raises(TypeError, match=re.escape(answer)):
+        call(optimizer, losses)
+
+
+def test_an_error_of_a_loss_is_not_one_of_the_call():
+    optimizer, _, _, (upper, _) = made()
+
+    def lower():
+        return torch.dot(wrong=1)
+
+    with pytest.raises(TypeError) as caught:
+        optimizer.step(upper, lower)
+    assert "did you mean" not in str(caught.value)
+    assert "it has" not in str(caught.value)
+
+
 @pytest.mark.parametrize(("name", "meant"), [("aid", "AID"), ("f2sa", "F2SA"), ("Imaml", "iMAML"), ("Soba", "SOBA")])
 def test_methods_in_other_letters(name, meant):
     with pytest.raises(AttributeError, match=rf"no attribute '{name}'; did you mean '{meant}'\?"):

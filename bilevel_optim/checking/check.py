@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import GradcheckError
 from ..hypergradient import Estimate
 from ..optimizer.base import BilevelOptimizer
+from ..optimizer.signatures import called_rightly
 from ..oracle.buffers import Buffers
 from ..oracle.oracle import Oracle
 from ..problem.finite_sum import FiniteSum
@@ -94,6 +95,7 @@ class HypergradientReport:
         )
 
 
+@called_rightly()
 def check_hypergradient(
     optimizer: BilevelOptimizer,
     upper: Loss,

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import GradcheckError
 from ..optimizer.base import BilevelOptimizer
 from ..optimizer.declaration import methods as known_methods
+from ..optimizer.signatures import called_rightly
 from ..oracle.buffers import Buffers
 from ..oracle.oracle import Oracle
 from ..oracle.session import Options, Session
@@ -53,7 +54,7 @@ SHIFT = 0.03  # of y, by which nu moves the copies of F2SA, about
 
 
 @dataclass(frozen=True)
-class Row:
+class SuggestionRow:
     """What is suggested for a method, and what came of it.
 
     Attributes:
@@ -104,7 +105,7 @@ class Suggestion:
         took: seconds in all.
     """
 
-    rows: dict[str, Row]
+    rows: dict[str, SuggestionRow]
     rejected: dict[str, str]
     start: float
     largest: float
@@ -158,6 +159,7 @@ class Suggestion:
         return "\n".join([*lines, f"{self.gradients} gradients in {self.took:.1f} s"])
 
 
+@called_rightly()
 def suggest(
     upper_params: Params,
     lower_params: Params,
@@ -437,7 +439,7 @@ class _Search:
     ) -> None:
         self.trials, self.measured, self._groups, self._clock = trials, measured, groups, clock
         self.start, self._most, self._scale = math.nan, math.inf, math.inf
-        self._found: dict[str, Row] = {}
+        self._found: dict[str, SuggestionRow] = {}
         self._reasons: dict[str, str] = {}
         self._norms: dict[str, float] = {}  # of the first hypergradients
         self._finalists: list[str] = []
@@ -464,7 +466,7 @@ class _Search:
                 ended = self.trials.ended and not tries
                 self._reasons.setdefault(name, NOT_TRIED if ended else "diverged with every rate that was tried")
 
-    def results(self, methods: Sequence[str]) -> tuple[dict[str, Row], dict[str, str]]:
+    def results(self, methods: Sequence[str]) -> tuple[dict[str, SuggestionRow], dict[str, str]]:
         """What is suggested, the best first, and why not for all else."""
         rejected = {name: self._reasons[name] for name in methods if name not in self._found}
         for name, row in self._found.items():
@@ -588,7 +590,7 @@ class _Search:
         if row is not None:
             self._found[name] = replace(row, rates=rates)
 
-    def _less_biased(self, name: str, best: _Try) -> tuple[_Try, Row | None]:
+    def _less_biased(self, name: str, best: _Try) -> tuple[_Try, SuggestionRow | None]:
         """Settings with more steps where the bias is large, and their row."""
         row = self._measured_row(name, best)
         counts = [option for option in COUNTS if option in best.settings]
@@ -611,7 +613,7 @@ class _Search:
                 return one if part == 1.0 else self._with_rate(one, one.rate * part)
         return None
 
-    def _measured_row(self, name: str, one: _Try) -> Row:
+    def _measured_row(self, name: str, one: _Try) -> SuggestionRow:
         """What is to be told of settings, with bias and memory from where they lead to."""
         bias: list[float | None] = [None, None]
         graph: list[float | None] = [None]
@@ -623,7 +625,7 @@ class _Search:
 
         last = self._tried(self._with(one, {}), name, self._last(name), measure)
         outcome = last.outcome if math.isfinite(last.loss) else one.outcome
-        return Row(
+        return SuggestionRow(
             settings=one.settings,
             loss=outcome.reached,
             steps=outcome.steps,

@@ -403,6 +403,7 @@ class BilevelOptimizer(Optimizer, ABC):
             return losses
         return torch.cat([self.step(upper, lower, tasks=tasks).reshape(1) for _ in range(steps)])
 
+    @called_rightly()
     def propose(
         self,
         upper: Loss,
@@ -430,6 +431,7 @@ class BilevelOptimizer(Optimizer, ABC):
             oracle.session.lower_sample = None  # a cycle, as after a step
             return changed(estimate, diagnostics=measured(estimate.diagnostics))
 
+    @called_rightly()
     def adapt(
         self,
         lower: Loss,
@@ -507,6 +509,7 @@ class BilevelOptimizer(Optimizer, ABC):
                 oracle.live_y.copy_(found)
         return found
 
+    @called_rightly()
     def compile(
         self,
         *,

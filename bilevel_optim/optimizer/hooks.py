@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..problem.profiling import is_profiled
+from .signatures import wrong_call
 
 __all__ = ["has_hooks", "no_dynamo", "with_hooks"]
 
@@ -24,7 +25,14 @@ def no_dynamo(verb: Verb) -> Verb:
 
     @functools.wraps(verb)
     def called(*arguments: Any, **named: Any) -> Any:
-        return (wall if torch.compiler.is_dynamo_compiling() else verb)(*arguments, **named)
+        if torch.compiler.is_dynamo_compiling():
+            return wall(*arguments, **named)
+        try:
+            return verb(*arguments, **named)
+        except TypeError as error:
+            if (told := wrong_call(verb, error, named)) is None:
+                raise
+            raise told from None
 
     return cast(Verb, called)
 
@@ -50,7 +58,12 @@ def with_hooks(step: Verb) -> Verb:
     def called(self: Any, *arguments: Any, **named: Any) -> Any:
         if has_hooks(self) or is_profiled() or torch.compiler.is_dynamo_compiling():
             return in_full(self, *arguments, **named)
-        return step(self, *arguments, **named)
+        try:
+            return step(self, *arguments, **named)
+        except TypeError as error:
+            if (told := wrong_call(step, error, named)) is None:
+                raise
+            raise told from None
 
     called.hooked = True  # type: ignore[attr-defined]
     return cast(Verb, called)

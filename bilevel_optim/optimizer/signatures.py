@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
-__all__ = ["called_rightly", "signature_of", "wrong_arguments"]
+__all__ = ["called_rightly", "signature_of", "wrong_arguments", "wrong_call"]
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
@@ -20,6 +20,7 @@ WORDS = {
     "optim": "optimizer", "lr": "lr", "rate": "lr", "learning": "", "num": "", "n": "", "number": "", "of": "",
     "max": "",
 }  # fmt: skip
+PARTS = {"inner": "lower", "outer": "upper", "loss": "", "fn": "", "objective": "", "sampler": "tasks"}  # of a verb
 WHOLE = {"upper_lr": "lr", "lambda": "nu", "lam": "nu", "penalty": "nu", "upper_steps": "step"}
 
 
@@ -81,7 +82,7 @@ def _hint(cls: type[Any], option: str, known: list[str], methods: Iterable[type[
     return f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(known)}"
 
 
-def called_rightly(sentence: str) -> Callable[[Verb], Verb]:
+def called_rightly(sentence: str = "") -> Callable[[Verb], Verb]:
     """For a function: say how it is called, if it is called with other arguments than it has."""
 
     def decorated(verb: Verb) -> Verb:
@@ -90,10 +91,32 @@ def called_rightly(sentence: str) -> Callable[[Verb], Verb]:
             try:
                 return verb(*arguments, **named)
             except TypeError as error:
-                if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # not from within
-                    raise TypeError(f"{error}: {sentence}") from None
-                raise
+                if (told := wrong_call(verb, error, named, sentence)) is None:
+                    raise
+                raise told from None
 
         return cast(Verb, called)
 
     return decorated
+
+
+def wrong_call(
+    verb: Callable[..., Any], error: TypeError, named: Mapping[str, Any], sentence: str = ""
+) -> TypeError | None:
+    """What to raise if a function was called with arguments that it does not have; None: the error is from within."""
+    if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+        return None
+    parameters = inspect.signature(verb).parameters
+    known = [name for name in parameters if name != "self"]
+    hints = [_near(name, known) for name in named if name not in known]
+    if "were given" in str(error):
+        named_only = [name for name in known if parameters[name].kind is inspect.Parameter.KEYWORD_ONLY]
+        hints = [f"by name alone: {', '.join(named_only)}"]
+    hints = [sentence] if sentence else hints
+    return TypeError(": ".join([str(error), *hints]))
+
+
+def _near(name: str, known: list[str]) -> str:
+    plain = "_".join(word for word in (PARTS.get(word, word) for word in name.lower().split("_")) if word)
+    close = [plain] if plain in known else difflib.get_close_matches(name, known, 1, 0.7)
+    return f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}"

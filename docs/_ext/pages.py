@@ -49,7 +49,7 @@ REFERENCE = {
     "checking": (
         "Checking and suggesting",
         "Compare an estimate with an independent reference ([how to](../checking.md)).",
-        ("check_hypergradient", "HypergradientReport", "GradcheckError", "suggest", "Suggestion", "Suggestions"),
+        ("check_hypergradient", "HypergradientReport", "GradcheckError", "suggest", "Suggestion", "SuggestionRow"),
     ),
     "hypergradient": (
         "Estimators as functions",
