@@ -712,7 +712,7 @@ class CompiledSteps:
         optimizer, losses = self.optimizer, list[Tensor]()
         while (done := sum(map(len, losses))) < steps:
             found = None
-            if not (optimizer._finished() or optimizer._has_step_hooks):
+            if not (optimizer._finished() or optimizer._has_step_hooks or optimizer._sets_below(tasks)):
                 found = self._chained(_sources(upper, lower, tasks), min(steps - done, self._most))
             losses.append(optimizer.step(upper, lower, tasks=tasks).reshape(1) if found is None else found)
         return torch.cat(losses)

@@ -42,7 +42,7 @@ from ..problem.parameters import (
     tensors_of,
 )
 from ..problem.random import draw_random_inputs
-from ..problem.tasks import LowerInit, length_of, task_count
+from ..problem.tasks import LowerInit, fresh_start, length_of, task_count
 from ..problem.vector import Vector
 from ..solvers.limits import Clip, Projection, limits_of
 from ..solvers.lower import GROWS, LED_AWAY, LowerRule, LowerRules
@@ -153,8 +153,9 @@ class BilevelOptimizer(Optimizer, ABC):
             else 1.
         lower_batch, upper_batch: with tasks, how many rows of each task's data an evaluation of g, or of f, draws.
             Default: all of them.
-        lower_init: with tasks, a function of the drawn tasks that returns where their lower solves start: the tensors
-            of y, each with a leading dimension for the tasks. Default: the live y.
+        lower_init: a function without arguments that returns where each lower solve starts: the tensors of y, such as
+            weights drawn anew for each step; the optimizer of the lower steps then starts anew too. With tasks, a
+            function of the drawn tasks, whose tensors have a leading dimension for them. Default: the live y.
         task_memory: with tasks, start the lower solve of each where it ended when the task was last drawn, and at the
             live y the first time. The sampler has a length and draws ids; a row of the size of y is kept for each.
             Default: False.
@@ -426,6 +427,8 @@ class BilevelOptimizer(Optimizer, ABC):
                 inputs = self._without_lookahead(inputs)
             if callable(start):
                 inputs, start = changed(inputs, lower_init=start), None
+            elif start is None and tasks is None and self.lower_init is not None:
+                start = fresh_start(oracle.y, oracle.lower_names(), self.lower_init)
             estimate = self._estimate(oracle, inputs, tasks, start)
             transaction.conclude()
             oracle.session.lower_sample = None  # a cycle, as after a step
@@ -611,7 +614,7 @@ class BilevelOptimizer(Optimizer, ABC):
         trend = self._run_state.upper_trend
         if tasks is not None and self._lower_solver is not None:
             raise ValueError("lower_solver= solves one lower problem, and a step with tasks has many")
-        before = [] if self._lower_solver is None else self._solve_below(self._lower_solver)
+        before = self._set_below() if self._sets_below(tasks) else []
         try:
             loss = self._made_step(upper, lower, tasks, update=update)
         except BaseException as error:
@@ -740,8 +743,9 @@ class BilevelOptimizer(Optimizer, ABC):
         self, oracle: Oracle, inputs: StepInputs, tasks: Any, start: Sequence[Tensor] | None = None
     ) -> Estimate:
         """The estimate, checked; ``start``: where lower solves begin, if not where they would."""
-        initial = None if self.warm_start else inputs.memory.get("initial")
-        if start is None and not self.warm_start:
+        warm = self.warm_start or (tasks is None and self.lower_init is not None)  # which has written y already
+        initial = None if warm else inputs.memory.get("initial")
+        if start is None and not warm:
             start = oracle.y.clone() if initial is None else initial
         here = oracle if start is None else oracle.at(lower=start)
         try:
@@ -750,7 +754,7 @@ class BilevelOptimizer(Optimizer, ABC):
             estimate = self._checked(here, inputs, self._estimated)
         finally:
             oracle.session.gathered.release()
-        if self.warm_start or initial is not None:
+        if warm or initial is not None:
             return estimate
         return changed(estimate, memory={**estimate.memory, "initial": here.y})
 
@@ -827,7 +831,7 @@ class BilevelOptimizer(Optimizer, ABC):
             self._placeholders = False
         self._run_state.follow(self.state, [p for group in self.param_groups for p in group["params"]])
         known = remembered(self.state, y)
-        if not self.warm_start:
+        if not self.warm_start or self.lower_init is not None:
             known["solver"] = None
         return StepInputs(
             upper_groups=groups["upper"],
@@ -1068,12 +1072,21 @@ class BilevelOptimizer(Optimizer, ABC):
         )
         return estimate if self.warm_start else changed(estimate, lower=None)
 
+    def _sets_below(self, tasks: Any) -> bool:
+        """Whether a function of the user writes y before a step."""
+        return self._lower_solver is not None or (tasks is None and self.lower_init is not None)
+
     @torch.no_grad()
-    def _solve_below(self, solve: Callable[[], Any]) -> list[tuple[Tensor, Tensor]]:
-        """Let the user's function write y; gives what y held before."""
+    def _set_below(self) -> list[tuple[Tensor, Tensor]]:
+        """Let a function of the user write y; gives what y held before."""
         before = [(t, t.detach().clone()) for t in self.parameters("lower")]
         try:
-            solve()
+            if self.lower_init is not None:
+                names = names_of([group for group in self.param_groups if group["level"] == "lower"])
+                start = fresh_start(Vector(t for t, _ in before), names, self.lower_init)
+                _put_back([(t, value) for (t, _), value in zip(before, start, strict=True)])
+            if self._lower_solver is not None:
+                self._lower_solver()
         except BaseException:
             _put_back(before)
             raise

@@ -23,6 +23,7 @@ __all__ = [
     "draw",
     "draw_apart",
     "draw_whole",
+    "fresh_start",
     "length_of",
     "sample",
     "select",
@@ -30,7 +31,7 @@ __all__ = [
     "task_count",
 ]
 
-LowerInit = Callable[[Any], Tensor | Sequence[Tensor]]
+LowerInit = Callable[..., Tensor | Sequence[Tensor]]  # of the drawn tasks; without tasks, of nothing
 Whole = Callable[[Any, Mapping[str, Any]], Any]  # draws all that a step needs, from a sampler and random inputs
 
 
@@ -342,16 +343,24 @@ def starting_points(y: Vector, names: Sequence[str], tasks: Any, count: int, low
     """Where the tasks' lower solves start: at ``y``, all of them, or where the user says."""
     if lower_init is None:
         return Vector(t.detach().expand(count, *t.shape) for t in y)
-    given = lower_init(tasks)
+    return _as_start(lower_init(tasks), y, names, (count,))
+
+
+def fresh_start(y: Vector, names: Sequence[str], lower_init: LowerInit) -> Vector:
+    """Where the user says that a lower solve without tasks starts."""
+    return _as_start(lower_init(), y, names, ())
+
+
+def _as_start(given: Any, y: Vector, names: Sequence[str], leading: tuple[int, ...]) -> Vector:
     values = [given] if isinstance(given, Tensor) else list(given)
     if len(values) != len(y):
         raise ValueError(
             f"lower_init must return {len(y)} tensors, one per lower parameter, but returned {len(values)}"
         )
     for value, t, name in zip(values, y, names, strict=True):
-        if value.shape != (count, *t.shape):
+        if value.shape != (*leading, *t.shape):
             raise ValueError(
-                f"lower_init must return a tensor of shape {(count, *t.shape)} for lower parameter {name}, but "
+                f"lower_init must return a tensor of shape {(*leading, *t.shape)} for lower parameter {name}, but "
                 f"returned one of shape {tuple(value.shape)}"
             )
     return Vector(value.detach().to(t) for value, t in zip(values, y, strict=True))

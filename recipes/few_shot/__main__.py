@@ -23,9 +23,11 @@ if __name__ == "__main__" and not {"-h", "--help"} & {*sys.argv}:
 import torch
 
 from ..common import plot, save, show
-from .experiment import arguments, episodes_of, learner_of, one
+from .episodes import Episodes
+from .experiment import TEST_SEED, arguments, episodes_of, learner_of, one
 from .learners import LEARNERS
 from .picture import features, picture
+from .training import interval
 
 
 def _logged(path: Path) -> Any:
@@ -37,6 +39,16 @@ def _logged(path: Path) -> Any:
             file.write(json.dumps({"step": step, **figures}) + "\n")
 
     return log
+
+
+@torch.no_grad()
+def nearest(episodes: Episodes, count: int) -> dict[str, float]:
+    """What the label of the nearest support image gives, by distances of pixels: the control that learns nothing."""
+    found = []
+    for support, query in episodes.fixed(count, TEST_SEED):
+        near = torch.cdist(query.images.flatten(2), support.images.flatten(2)).argmin(-1)
+        found.append((support.labels.gather(1, near) == query.labels).float().mean(1).cpu())
+    return interval(torch.cat(found))
 
 
 def main(given: list[str] | None = None) -> dict[str, Any]:
@@ -86,11 +98,13 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
         ]
         for name, r in results.items()
     ]
+    pixels = nearest(episodes["test"], args.test_episodes)
+    table.append(["nearest image", pixels["accuracy"], pixels["interval"], "-", "-", 0, 0])
     columns = ("", "test accuracy", "95 % +-", "validation: before", "best", "meta-steps", "seconds")
     show(f"{title}; chance is {1 / args.way:.2f}", columns, table)
     axis = {"xlabel": "seconds", "ylabel": "validation accuracy"}
     plot(stem, title, {name: r["curve"] for name, r in results.items()}, [("seconds", "accuracy", axis)])
-    return save(args, stem, {"results": results})
+    return save(args, stem, {"results": results, "nearest": pixels})
 
 
 if __name__ == "__main__":
