@@ -119,7 +119,7 @@ class PureStep:
 
     def _session(self, evaluation: _Evaluation) -> Session:
         return Session(
-            options=changed(self._options, evaluation=evaluation),
+            options=changed(self._options, evaluation=evaluation, graphs_outlast=True),
             found=changed(self._found),
             buffers=_COMPLETE,
             counts=dict.fromkeys(COUNTERS, 0),

@@ -76,6 +76,10 @@ def lower_system(oracle: Point, sample: Sample, *, gradient: bool = True) -> Gen
         yield _by_differences(oracle, sample, gradient)
     elif sample.parts is not None:
         yield _by_parts(oracle, sample.parts, gradient)
+    elif oracle.session.options.graphs_outlast:  # Dynamo is slow to read a solver within the block
+        with oracle.session.buffers_kept(), oracle.placed() as (x, y):
+            gradients, loss, y = _lower_gradient(oracle, sample, x, y)
+        yield _by_graph(oracle, gradients, loss, x, y, gradient)
     else:
         with oracle.session.buffers_kept(), oracle.placed() as (x, y):
             gradients, loss, y = _lower_gradient(oracle, sample, x, y)

@@ -34,6 +34,7 @@ class Options:
         hvp: ``"exact"`` or ``"finite-difference"`` second derivatives.
         ranks: over which results are averaged.
         evaluation: how a loss is evaluated at given values: `in_place`, or another way.
+        graphs_outlast: whether its graphs are right after the block that they were made in as well.
         one_loss: whether the user gave one loss for both levels, so that messages say "the loss".
         follows_curvature: whether learning rates of y follow the curvature of g.
         responds: whether the estimate lives on y's response to x in the lower loss.
@@ -43,6 +44,7 @@ class Options:
     hvp: str = "exact"
     ranks: Ranks = field(default_factory=Ranks)
     evaluation: Evaluation = in_place
+    graphs_outlast: bool = False
     one_loss: bool = False
     follows_curvature: bool = False
     responds: bool = True
