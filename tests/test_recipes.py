@@ -86,6 +86,23 @@ def tolled(r):
         assert all(24 <= solves <= 30 for solves in result["solves"])
 
 
+def tolled_by_half(r):
+    gains = {name: result["gain"][0] for name, result in r["results"]["tiny"].items()}
+    assert gains["no toll"] == pytest.approx(0, abs=1e-6)
+    assert gains["marginal cost"] < 0 < gains["marginal cost, best factor"]
+    assert gains["AID, Newton, L-BFGS"] > gains["marginal cost, best factor"] + 20
+    assert gains["AID, Newton, L-BFGS"] == pytest.approx(gains["adjoint by hand, L-BFGS"], abs=1)
+
+
+def hung(r):
+    errors = {name: result["error"][0] for name, result in r["results"].items()}
+    start = r["start"]["measured on the target"][0]
+    assert errors["AID, Newton, L-BFGS"] < 0.5 * start < 0.5 * r["start"]["all threads 1.1 long"][0]
+    assert errors["ITD, 20 lower steps, Adam"] < 0.9 * start
+    curve = r["results"]["AID, Newton, L-BFGS"]["curve"][0]
+    assert errors["AID, Newton, L-BFGS"] == pytest.approx(curve[-1]["error"], rel=1e-3)
+
+
 def escaped(r):
     names = ["pragda", "gda, lr 1"]
     assert [(e["start"], e["method"]) for e in r["results"]] == [(s, n) for s in saddle_escape.STARTS for n in names]
@@ -137,6 +154,7 @@ RUNS = {
         "compare_quadratic",
         compared,
     ),
+    "hanging_net": ("--side 6 --seconds 0.4 --seeds 1", "hanging_net", hung),
     "hyper_cleaning": ("--steps 8 --optimizer aid itd f2sa", "hyper_cleaning_digits", cleaned),
     "hyper_regularization": (
         "--samples 6000 --lr 10 --lower-lr 0.5 --evaluations 3 --seeds 2 --optimizer f2sa-2 first-order",
@@ -164,6 +182,7 @@ RUNS = {
         sold,
     ),
     "saddle_escape": ("--seeds 2 --steps 100 --optimizer pragda gda,_lr_1", "saddle_escape", escaped),
+    "tolls": ("--sizes tiny --seconds 0.5 --seeds 1", "tolls", tolled_by_half),
     "benchmarks.bilevel_suite": (
         "--seconds 0.05 --evaluations 2 --seeds 1 --methods aid --ratios 0.001 --steps 0.1",
         "bilevel_suite_digits_corruption0.5",
