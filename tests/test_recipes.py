@@ -19,6 +19,7 @@ import recipes.benchmarks
 from recipes import hyper_cleaning, hyper_representation, learn_to_regularize, meta_classification, saddle_escape
 from recipes.benchmarks import conditioning, contextual, many_tasks, overhead
 from recipes.common import Parser, progress, rows, spend, summary, table, train, tuned
+from recipes.problems import few_images
 from recipes.problems.newsgroups import SparseFeatures, load_newsgroups
 from recipes.problems.tasks import SUPERCLASSES, load_tasks
 
@@ -86,6 +87,12 @@ def tolled(r):
         assert all(24 <= solves <= 30 for solves in result["solves"])
 
 
+def distilled(r):
+    means, learned = r["results"]["centres"], r["results"]["itd"]  # where the images start, and end
+    assert learned["MLP"][0] > means["MLP"][0] + 0.02
+    assert learned["softmax"][0] > means["softmax"][0] + 0.02
+
+
 def escaped(r):
     names = ["pragda", "gda, lr 1"]
     assert [(e["start"], e["method"]) for e in r["results"]] == [(s, n) for s in saddle_escape.STARTS for n in names]
@@ -136,6 +143,11 @@ RUNS = {
         "--problem quadratic --budget 300 --methods aid first-order itd --grid 0.1 0.5 1e9 --seeds 2",
         "compare_quadratic",
         compared,
+    ),
+    "distil": (
+        "--steps 60 --lower-steps 10 --lower-lr 0.1 --lr 0.05 --seeds 1 --methods centres itd",
+        "distil_digits_1",
+        distilled,
     ),
     "hyper_cleaning": ("--steps 8 --optimizer aid itd f2sa", "hyper_cleaning_digits", cleaned),
     "hyper_regularization": (
@@ -209,6 +221,7 @@ def run(tmp_path, monkeypatch, capsys):
     small = {method: {key: values[:1] for key, values in grid.items()} for method, grid in conditioning.GRID.items()}
     monkeypatch.setattr(conditioning, "GRID", small)
     monkeypatch.setattr(many_tasks, "BETA", 0.5)
+    monkeypatch.setattr(few_images, "MARKS", (20, 60))
 
     def call(name, arguments, out=tmp_path, pictures=False):
         module = importlib.import_module(f"recipes.{name}")
