@@ -97,13 +97,15 @@ def kernel(data: Part, start: Tensor, labels: Tensor, generator: torch.Generator
         sizes = a.norm(dim=1).unsqueeze(1) * b.norm(dim=1) / a.shape[1]
         cosine = F.normalize(a) @ F.normalize(b).T * (1 - 1e-6)
         angle = math.pi - cosine.acos()
-        return sizes * ((1 - cosine.square()).sqrt() + 2 * angle * cosine) / (2 * math.pi)
+        kernel: Tensor = sizes * ((1 - cosine.square()).sqrt() + 2 * angle * cosine) / (2 * math.pi)
+        return kernel
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
         inner = tangent(images, images)
         inner = inner + 1e-3 * inner.diagonal().mean() * torch.eye(len(images))
         found = tangent(x, images) @ torch.linalg.solve(inner, targets)
-        return (found - F.one_hot(y, 10) + 0.1).square().sum(1).mean()
+        error: Tensor = (found - F.one_hot(y, 10) + 0.1).square().sum(1).mean()
+        return error
 
     return _descend(images, loss, data, generator, lr, steps)
 
@@ -144,7 +146,7 @@ def trained(
         sgd = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
         for k in range(1, marks[-1] + 1):
             sgd.zero_grad()
-            F.cross_entropy(model(known[0]), known[1]).backward()
+            F.cross_entropy(model(known[0]), known[1]).backward()  # type: ignore[no-untyped-call]
             sgd.step()
             if k in marks:
                 with torch.no_grad():
