@@ -19,6 +19,7 @@ import recipes.benchmarks
 from recipes import hyper_cleaning, hyper_representation, learn_to_regularize, meta_classification, saddle_escape
 from recipes.benchmarks import conditioning, contextual, many_tasks, overhead
 from recipes.common import Parser, progress, rows, spend, summary, table, train, tuned
+from recipes.problems import few_images
 from recipes.problems.newsgroups import SparseFeatures, load_newsgroups
 from recipes.problems.tasks import SUPERCLASSES, load_tasks
 
@@ -103,6 +104,12 @@ def hung(r):
     assert errors["AID, Newton, L-BFGS"] == pytest.approx(curve[-1]["error"], rel=1e-3)
 
 
+def distilled(r):
+    means, learned = r["results"]["centres"], r["results"]["itd"]  # where the images start, and end
+    assert learned["MLP"][0] > means["MLP"][0] + 0.02
+    assert learned["softmax"][0] > means["softmax"][0] + 0.02
+
+
 def escaped(r):
     names = ["pragda", "gda, lr 1"]
     assert [(e["start"], e["method"]) for e in r["results"]] == [(s, n) for s in saddle_escape.STARTS for n in names]
@@ -155,6 +162,11 @@ RUNS = {
         compared,
     ),
     "hanging_net": ("--side 6 --seconds 0.4 --seeds 1", "hanging_net", hung),
+    "distil": (
+        "--steps 60 --lower-steps 10 --lower-lr 0.1 --lr 0.05 --seeds 1 --methods centres itd",
+        "distil_digits_1",
+        distilled,
+    ),
     "hyper_cleaning": ("--steps 8 --optimizer aid itd f2sa", "hyper_cleaning_digits", cleaned),
     "hyper_regularization": (
         "--samples 6000 --lr 10 --lower-lr 0.5 --evaluations 3 --seeds 2 --optimizer f2sa-2 first-order",
@@ -228,6 +240,7 @@ def run(tmp_path, monkeypatch, capsys):
     small = {method: {key: values[:1] for key, values in grid.items()} for method, grid in conditioning.GRID.items()}
     monkeypatch.setattr(conditioning, "GRID", small)
     monkeypatch.setattr(many_tasks, "BETA", 0.5)
+    monkeypatch.setattr(few_images, "MARKS", (20, 60))
 
     def call(name, arguments, out=tmp_path, pictures=False):
         module = importlib.import_module(f"recipes.{name}")

@@ -221,4 +221,5 @@ class RunState:
         self.steps, self.last_loss = saved["steps_done"], saved["last_loss"]
         self.counts.update(saved["oracle_counts"])
         self.warned = self.warned | {*saved.get("warned", ())}  # older states have none
+        self.written = {}  # parameters are loaded too, before this or after it
         self.found = LossFacts(fallback=saved["fallback"])  # first looks are made where a new optimizer makes them

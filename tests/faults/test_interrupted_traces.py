@@ -87,3 +87,43 @@ def test_threads_that_compile_at_once_end_where_eager_ones_do():
     assert not errors
     for k in range(4):
         torch.testing.assert_close(ends[k, True], ends[k, False], rtol=1e-12, atol=1e-12)
+
+
+def test_first_steps_of_another_thread_do_not_make_steps_eager():
+    """They come with a hook for all modules, which Dynamo finds, and does not find again where it makes its guards."""
+    data, end, met = torch.randn(8, 3), threading.Event(), []
+
+    def other():
+        x, net = torch.ones(3, requires_grad=True), torch.nn.Linear(3, 1)
+
+        def loss(factor):
+            return (net(data * factor) - 1).square().mean()
+
+        optimizer = bo.SOBA([x], net.parameters(), lr=0.01, lower_lr=0.01)
+        return optimizer, (lambda: loss(1.0), lambda: loss(x))
+
+    def first_steps():
+        torch.set_default_dtype(torch.float64)
+        try:
+            while not end.is_set():
+                optimizer, losses = other()
+                optimizer.step(*losses)
+                met.append(1)
+        except Exception as error:
+            met.append(error)
+
+    thread = threading.Thread(target=first_steps)
+    thread.start()
+    try:
+        for _ in range(3):
+            optimizer, losses = other()
+            optimizer.compile(backend="eager")
+            for _ in range(3):
+                optimizer.step(*losses)
+            assert optimizer.diagnostics.get("compile_fallback") is None
+            assert optimizer.captured_graphs == 1
+    finally:
+        end.set()
+        thread.join()
+    assert len(met) > 10
+    assert {*met} == {1}

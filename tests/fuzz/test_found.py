@@ -1,6 +1,7 @@
 """What the fuzz has found, small."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -125,3 +126,13 @@ def test_an_optimizer_that_goes_back_looks_where_a_new_one_does():
         run.step()
         left.append(run.problem.fails[0][1])  # evaluations that do not fail
     assert left[0] == left[1] < 1000
+
+
+def test_parameters_that_are_loaded_have_not_moved_twice():
+    """After `backward`, going back to a checkpoint and then `step` warned that another optimizer had made the step."""
+    run = Run(Case("AID", Kind(), options=(("lower_lr", 0.02), ("lower_steps", 2), ("lr", 0.1))))
+    run.step("backward")
+    run.load(run.saved())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", bo.BilevelWarning)
+        run.optimizer.step()
