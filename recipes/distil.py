@@ -10,7 +10,7 @@ r"""Distil a data set into one image of each class, or a few: what a network has
 
 Each set of images trains three kinds of networks, from three new starts; learning rate and steps (200 at most) of that
 are chosen for each on validation images of the first seed. Controls: images that are chosen, class means or k-means,
-whitened means, the weights of a softmax classifier, features matched in random networks, and kernel ridge regression, of
+the weights of a softmax classifier as images, features matched in random networks, and kernel ridge regression, of
 which the derivative needs no library. With ten images a class expect a tie with k-means: compare before you use it.
 """
 
