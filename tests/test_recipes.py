@@ -161,7 +161,7 @@ RUNS = {
         "compare_quadratic",
         compared,
     ),
-    "hanging_net": ("--side 6 --seconds 0.4 --seeds 1", "hanging_net", hung),
+    "hanging_net": ("--side 6 --seconds 1 --seeds 1", "hanging_net", hung),
     "distil": (
         "--steps 60 --lower-steps 10 --lower-lr 0.1 --lr 0.05 --seeds 1 --methods centres itd",
         "distil_digits_1",

@@ -41,9 +41,9 @@ from ..problem.parameters import (
     require_usable,
     tensors_of,
 )
-from ..problem.random import draw_random_inputs
+from ..problem.random import default_state, draw_random_inputs, set_default_state
 from ..problem.tasks import LowerInit, fresh_start, length_of, task_count
-from ..problem.vector import Vector
+from ..problem.vector import Vector, any_sharded
 from ..solvers.limits import Clip, Projection, limits_of
 from ..solvers.lower import GROWS, LED_AWAY, LowerRule, LowerRules
 from . import adapt, checkpoint
@@ -100,6 +100,10 @@ MOVED = (
     "optimizer.step(), which moves x along it once more"
 )
 
+APART = (
+    "lower_init= without tasks is not for several processes or sharded parameters, because each process would start "
+    "elsewhere: write the start into y before the step, the same on all of them"
+)
 UNSOLVED = (
     "y as lower_solver leaves it is no solution of the lower problem: a gradient step would still move it by more than "
     "one per cent of its size (see diagnostics['lower_residual']), so the hypergradient is not reliable"
@@ -614,12 +618,12 @@ class BilevelOptimizer(Optimizer, ABC):
         trend = self._run_state.upper_trend
         if tasks is not None and self._lower_solver is not None:
             raise ValueError("lower_solver= solves one lower problem, and a step with tasks has many")
-        before = self._set_below() if self._sets_below(tasks) else []
+        put_back = self._set_below() if self._sets_below(tasks) else None
         try:
             loss = self._made_step(upper, lower, tasks, update=update)
         except BaseException as error:
-            if before:
-                _put_back(before)
+            if put_back is not None:
+                put_back()
             if not isinstance(error, NonFiniteError):
                 raise
             if not trend.above or error.hint:
@@ -1077,20 +1081,30 @@ class BilevelOptimizer(Optimizer, ABC):
         return self._lower_solver is not None or (tasks is None and self.lower_init is not None)
 
     @torch.no_grad()
-    def _set_below(self) -> list[tuple[Tensor, Tensor]]:
-        """Let a function of the user write y; gives what y held before."""
-        before = [(t, t.detach().clone()) for t in self.parameters("lower")]
+    def _set_below(self) -> Callable[[], None]:
+        """Let a function of the user write y; gives what puts back y and the random numbers as they were."""
+        y = self.parameters("lower")
+        before = [(t, t.detach().clone()) for t in y]
+        drawn, own = default_state(y[0].device), None if self.generator is None else self.generator.get_state()
+
+        def put_back() -> None:
+            _write(before)
+            set_default_state(y[0].device, drawn)
+            if self.generator is not None and own is not None:
+                self.generator.set_state(own)
+
         try:
             if self.lower_init is not None:
+                if self._oracle_options.ranks.group is not None or any_sharded(y):
+                    raise ValueError(APART)
                 names = names_of([group for group in self.param_groups if group["level"] == "lower"])
-                start = fresh_start(Vector(t for t, _ in before), names, self.lower_init)
-                _put_back([(t, value) for (t, _), value in zip(before, start, strict=True)])
+                _write([*zip(y, fresh_start(Vector(y), names, self.lower_init), strict=True)])
             if self._lower_solver is not None:
                 self._lower_solver()
         except BaseException:
-            _put_back(before)
+            put_back()
             raise
-        return before
+        return put_back
 
     def _require_task_memory(self, process_group: Any) -> None:
         """Raise where lower solves of tasks do not start where others ended."""
@@ -1210,10 +1224,10 @@ class BilevelOptimizer(Optimizer, ABC):
         return None if factory is None else place_of_counts(factory, group, parameter)
 
 
-def _put_back(before: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Let tensors hold what they held."""
+def _write(values: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Let tensors hold these values."""
     with torch.no_grad():
-        for t, value in before:
+        for t, value in values:
             t.copy_(value)
 
 

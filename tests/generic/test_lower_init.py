@@ -81,11 +81,24 @@ def test_compiled_solves_start_there(advance):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_a_step_that_fails_leaves_y():
-    optimizer, x, y, (upper, _) = problem(bo.AID, lower_steps=3, lower_init=lambda: torch.ones(2))
+def test_a_step_that_fails_leaves_y_and_what_was_drawn():
+    optimizer, x, y, (upper, _) = problem(bo.AID, lower_steps=3, lower_init=lambda: torch.randn(2))
+    before = torch.get_rng_state()
     with pytest.raises(bo.NonFiniteError):
         optimizer.step(upper, lambda: (y * x * torch.nan).sum())
     assert y.tolist() == [0, 0]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_it_is_refused_over_ranks(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1)
+    try:
+        group = torch.distributed.group.WORLD
+        optimizer, _, _, losses = problem(bo.AID, lower_steps=3, lower_init=drawn(), process_group=group)
+        with pytest.raises(ValueError, match="lower_init= without tasks is not for several processes"):
+            optimizer.step(*losses)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_proposal_starts_there_too_and_leaves_y():
