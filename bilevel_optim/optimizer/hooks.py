@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..problem.profiling import is_profiled
-from .signatures import called_rightly
+from .signatures import wrong_call
 
 __all__ = ["has_hooks", "no_dynamo", "with_hooks"]
 
@@ -21,11 +21,18 @@ Verb = TypeVar("Verb", bound=Callable[..., Any])
 
 def no_dynamo(verb: Verb) -> Verb:
     """A method that ``torch.compile`` calls, but does not look into; at no cost where nothing is compiled."""
-    wall, told = _disable_dynamo(verb), called_rightly()(verb)
+    wall = _disable_dynamo(verb)
 
     @functools.wraps(verb)
     def called(*arguments: Any, **named: Any) -> Any:
-        return (wall if torch.compiler.is_dynamo_compiling() else told)(*arguments, **named)
+        if torch.compiler.is_dynamo_compiling():
+            return wall(*arguments, **named)
+        try:
+            return verb(*arguments, **named)
+        except TypeError as error:
+            if (told := wrong_call(verb, error, named)) is None:
+                raise
+            raise told from None
 
     return cast(Verb, called)
 
@@ -45,13 +52,18 @@ def with_hooks(step: Verb) -> Verb:
 
     torch wraps every ``step`` in the same, hooks or not; it leaves alone what says that it is ``hooked``.
     """
-    in_full, told = Optimizer.profile_hook_step(no_dynamo(step)), called_rightly()(step)
+    in_full = Optimizer.profile_hook_step(no_dynamo(step))
 
     @functools.wraps(step)
     def called(self: Any, *arguments: Any, **named: Any) -> Any:
         if has_hooks(self) or is_profiled() or torch.compiler.is_dynamo_compiling():
             return in_full(self, *arguments, **named)
-        return told(self, *arguments, **named)
+        try:
+            return step(self, *arguments, **named)
+        except TypeError as error:
+            if (told := wrong_call(step, error, named)) is None:
+                raise
+            raise told from None
 
     called.hooked = True  # type: ignore[attr-defined]
     return cast(Verb, called)

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
-__all__ = ["called_rightly", "signature_of", "wrong_arguments"]
+__all__ = ["called_rightly", "signature_of", "wrong_arguments", "wrong_call"]
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
@@ -91,7 +91,7 @@ def called_rightly(sentence: str = "") -> Callable[[Verb], Verb]:
             try:
                 return verb(*arguments, **named)
             except TypeError as error:
-                if (told := _wrong_call(verb, error, named, sentence)) is None:
+                if (told := wrong_call(verb, error, named, sentence)) is None:
                     raise
                 raise told from None
 
@@ -100,8 +100,8 @@ def called_rightly(sentence: str = "") -> Callable[[Verb], Verb]:
     return decorated
 
 
-def _wrong_call(
-    verb: Callable[..., Any], error: TypeError, named: Mapping[str, Any], sentence: str
+def wrong_call(
+    verb: Callable[..., Any], error: TypeError, named: Mapping[str, Any], sentence: str = ""
 ) -> TypeError | None:
     """What to raise if a function was called with arguments that it does not have; None: the error is from within."""
     if error.__traceback__ is None or error.__traceback__.tb_next is not None:
