@@ -9,7 +9,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -28,7 +28,6 @@ from ..optimizer.lower_checks import probe
 from ..optimizer.state import TABLE
 from ..optimizer.step import StepInputs, StepResults, changed
 from ..optimizer.transaction import Write, make, writes_of
-from ..oracle.buffers import CHANGES
 from ..oracle.oracle import Oracle
 from ..problem.objective import Objective
 from ..problem.parameters import LEVELS, by_level
@@ -629,26 +628,12 @@ class CompiledSteps:
         return results
 
     def _made(self, pure: PureStep, compiled: Compiled, given: Given) -> dict[str, Any]:
-        """What a step gives that is compiled now; again if Dynamo may have met another thread's hook."""
-        for block in (nullcontext, CHANGES.held_back):
-            count = CHANGES.count
-            try:
-                return self._traced(pure, compiled, given, block())
-            except Exception:
-                if CHANGES.count == count:  # with new ones held back, one may have been there before
-                    raise
-        return self._traced(pure, compiled, given, CHANGES.held_back())
-
-    def _traced(
-        self, pure: PureStep, compiled: Compiled, given: Given, block: AbstractContextManager[None]
-    ) -> dict[str, Any]:
-        """The same, once."""
+        """What a step gives that is compiled now."""
         before, constant = python_random.getstate(), compiled.constant
         settings = {**SETTINGS, "automatic_dynamic_shapes": not constant, "specialize_float": constant}
         try:
             with (
                 alone(),
-                block,
                 gradients_aside([*pure.live_x, *pure.live_y]),
                 dynamo.config.patch(**settings),
                 warnings.catch_warnings(),

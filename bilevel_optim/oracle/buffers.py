@@ -15,44 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["CHANGES", "Buffers", "Kept"]
-
-
-class HookChanges:
-    """Comings and goings of hooks of first steps, which are those of all threads; a block can hold new ones back.
-
-    Attributes:
-        count: of them, so far.
-    """
-
-    def __init__(self) -> None:
-        self.count, self._holder = 0, 0
-        self._free = threading.Event()
-        self._free.set()
-
-    @contextmanager
-    def held_back(self) -> Generator[None]:
-        """Let no other thread begin with a hook in this block, for at most `LONGEST` seconds; one block at a time."""
-        self._holder = threading.get_ident()
-        self._free.clear()
-        try:
-            yield
-        finally:
-            self._free.set()
-
-    def comes(self) -> None:
-        """A hook is about to come, as soon as it may."""
-        if not self._free.is_set() and self._holder != threading.get_ident():
-            self._free.wait(LONGEST)
-        self.count += 1
-
-    def goes(self) -> None:
-        """A hook has gone."""
-        self.count += 1
-
-
-LONGEST = 30.0  # a bound, so that whatever one thread waits for in another, both go on
-CHANGES = HookChanges()
+__all__ = ["Buffers", "Kept"]
 
 
 class Buffers:
@@ -154,13 +117,11 @@ class Buffers:
                     self._changing.setdefault(part, {*_buffers(part)})
 
         _expect_hooks()
-        CHANGES.comes()
         self._hooks.append((note, register_module_forward_pre_hook(note)))
         try:
             yield before
         finally:
             self._hooks.pop()[1].remove()
-            CHANGES.goes()
 
     def _moves(self, module: nn.Module) -> bool:
         """Whether an evaluation may change a module: it trains, or losses switch it to and fro."""
