@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Buffers", "Kept"]
+__all__ = ["Buffers", "Kept", "unnoted"]
+
+Note = Callable[[nn.Module, Any], None]
+
+PATIENCE = 60.0  # seconds that threads wait for each other
 
 
 class Buffers:
@@ -32,7 +37,6 @@ class Buffers:
         self.complete = complete  # a whole step has been seen
         self._none = True  # as long as nothing is known to change
         self._called: dict[bool, weakref.WeakSet[nn.Module]] = {mode: weakref.WeakSet() for mode in (True, False)}
-        self._hooks: list[tuple[Callable[..., None], RemovableHandle]] = []
 
     def __reduce__(self) -> tuple[type[Buffers], tuple[()]]:
         return Buffers, ()  # a copy of an optimizer finds out about its modules anew
@@ -75,19 +79,6 @@ class Buffers:
                 self._restored(before)
                 raise
 
-    def unnoted(self) -> AbstractContextManager[None]:
-        """Without the hooks of blocks that this one is in: what it calls is none of their business."""
-        return self._unnoted() if self._hooks else nullcontext()
-
-    @contextmanager
-    def _unnoted(self) -> Generator[None]:
-        for _, handle in self._hooks:
-            handle.remove()
-        try:
-            yield
-        finally:
-            self._hooks = [(note, register_module_forward_pre_hook(note)) for note, _ in self._hooks]
-
     @contextmanager
     def _noted(self) -> Generator[dict[tuple[nn.Module, str], Tensor]]:
         """What the buffers hold before the block changes them."""
@@ -117,11 +108,8 @@ class Buffers:
                     self._changing.setdefault(part, {*_buffers(part)})
 
         _expect_hooks()
-        self._hooks.append((note, register_module_forward_pre_hook(note)))
-        try:
+        with _NOTES.on(note):
             yield before
-        finally:
-            self._hooks.pop()[1].remove()
 
     def _moves(self, module: nn.Module) -> bool:
         """Whether an evaluation may change a module: it trains, or losses switch it to and fro."""
@@ -157,6 +145,69 @@ class Kept:
             (buffer := getattr(module, name)) is not None and not torch.equal(buffer, value)
             for (module, name), value in self._before.items()
         )
+
+
+class _Notes:
+    """Hooks for the modules of the whole process, by the threads that need them; none while torch traces.
+
+    What torch traces would look at them, and they are gone before it is used. So a thread that traces waits until
+    others need none, and they wait until it has traced; neither for ever, as a loss may wait for another thread.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._on: dict[int, list[tuple[Note, RemovableHandle]]] = {}
+        self._tracing: list[int] = []
+
+    @contextmanager
+    def on(self, note: Note) -> Generator[None]:
+        """A block in which the modules that this thread calls are noted."""
+        own = threading.get_ident()
+        with self._changed:
+            self._changed.wait_for(partial(self._may_note, own), PATIENCE)
+            self._on.setdefault(own, []).append((note, register_module_forward_pre_hook(note)))
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._on[own].pop()[1].remove()
+                if not self._on[own]:
+                    del self._on[own]
+                self._changed.notify_all()
+
+    @contextmanager
+    def off(self) -> Generator[None]:
+        """A block in which none is noted."""
+        own = threading.get_ident()
+        with self._changed:
+            mine = self._on.pop(own, [])
+            for _, handle in mine:
+                handle.remove()
+            self._changed.notify_all()
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._on and self._may_note(own), PATIENCE)
+                self._tracing.append(own)
+            try:
+                yield
+            finally:
+                with self._changed:
+                    self._tracing.remove(own)
+                    self._changed.notify_all()
+        finally:
+            with self._changed:
+                if mine:
+                    try:
+                        self._changed.wait_for(partial(self._may_note, own), PATIENCE)
+                    finally:
+                        self._on[own] = [(note, register_module_forward_pre_hook(note)) for note, _ in mine]
+
+    def _may_note(self, own: int) -> bool:
+        return all(thread == own for thread in self._tracing)
+
+
+_NOTES = _Notes()
+unnoted = _NOTES.off
 
 
 def _expect_hooks() -> None:

@@ -38,3 +38,60 @@ def test_warnings_are_filtered_as_before(method):
     assert warnings.filters == before
     with pytest.warns(UserWarning, match="heard"):
         warnings.warn("heard", stacklevel=1)
+
+
+def compiled_in_first_step_of_another(before, after):
+    """Compiled steps beside a first step of another thread, which is in its lower loss meanwhile."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def other():
+        net, x = nn.Linear(2, 1), torch.zeros(1, requires_grad=True)
+
+        def lower():
+            inside.set()
+            leave.wait(3)
+            return net(torch.ones(3, 2)).square().mean() + x.exp().sum() * net.weight.square().sum()
+
+        optimizer = bo.SOBA([x], list(net.parameters()), lr=0.1, lower_lr=0.1)
+        optimizer.step(lambda: net(torch.ones(1, 2)).sum(), lower)
+
+    thread = threading.Thread(target=other)
+
+    def leaves_before_guards(graph, examples):
+        leave.set()
+        thread.join(3)
+        return graph.forward
+
+    net, x = nn.Linear(2, 1), torch.zeros(1, requires_grad=True)
+    optimizer = bo.SOBA([x], list(net.parameters()), lr=0.1, lower_lr=0.1)
+    optimizer.compile(backend=leaves_before_guards if after == 2 else "eager")
+
+    def step():
+        optimizer.step(
+            lambda: net(torch.ones(1, 2)).square().sum(),
+            lambda: net(torch.ones(3, 2)).square().mean() + x.exp().sum() * net.weight.square().sum(),
+        )
+
+    for _ in range(before):
+        step()
+    thread.start()
+    inside.wait()
+    for _ in range(after):
+        step()
+    leave.set()
+    thread.join()
+    return optimizer
+
+
+def test_nothing_is_traced_beside_the_hooks_of_another_thread():
+    """The first steps of another thread have hooks for all modules, which a trace would miss later."""
+    optimizer = compiled_in_first_step_of_another(before=1, after=2)
+    assert "compile_fallback" not in optimizer.diagnostics
+    assert optimizer.captured_graphs == 1
+
+
+def test_the_hooks_of_another_thread_make_no_new_graphs():
+    """What was compiled is used on while another thread makes its first step."""
+    optimizer = compiled_in_first_step_of_another(before=3, after=12)
+    assert "compile_fallback" not in optimizer.diagnostics
+    assert optimizer.captured_graphs == 1
