@@ -379,9 +379,7 @@ def test_a_score_at_a_rate_that_was_given_is_not_judged():
     assert words(searched, search=False) == {"UNDECIDED"}
     assert words(given, claim="old is above new, both not tuned") == {"HOLDS"}
     assert words({"theta": axis(0.1)}) == words({}) == {"HOLDS"}  # no learning rate
-    row = EXPERIMENTS["003-law-kappa"]
-    assert row.untuned("cpu") == {"RAHGD": ["lr"], "AID": ["lr"]}
-    assert json.loads((RESULTS / row.id / "verdict.json").read_text())["verdict"] == "UNDECIDED"
+    assert not any(row.untuned("cpu") for row in EXPERIMENTS.values())
 
 
 # -------------------------------------------------------------------------------------------------------------- runner
@@ -592,7 +590,7 @@ def test_sabotage_turns_the_verdict_on_the_order_of_the_error():
     assert found == ["HOLDS", "FAILS", "FAILS", "FAILS"]
 
 
-@pytest.mark.parametrize("name", ["000-linear", "001-news", "002-libsvm-a1a", "004-p1", "004-newsvendor-10"])
+@pytest.mark.parametrize("name", ["000-linear", "001-news", "002-libsvm-a1a", "004-p1", "004-newsvendor-30"])
 def test_experiments_run_and_the_same_seed_gives_the_same_numbers(name):
     numbers = {"seeds": 1, "budget": EXPERIMENTS[name].scales["smoke"]["budget"] / 10, "evaluations": 1}
     experiment = small(EXPERIMENTS[name], **numbers)
