@@ -15,6 +15,7 @@ from recipes.common.records import Missing, Records
 from recipes.common.search import Axis, axis, search
 from recipes.papers import __main__ as program
 from recipes.papers import bound, kappa, reweighting, saddle
+from recipes.papers import headlines as summaries
 from recipes.papers.catalogue import EXPERIMENTS
 from recipes.papers.experiment import SEARCH_SEEDS, Arm, Better, Experiment, Within
 from recipes.papers.judge import Evidence, judge
@@ -643,6 +644,36 @@ def test_the_page_says_what_the_records_say():
         assert json.loads(path.read_text()) == json.loads(json.dumps(found))
         config = json.loads((RESULTS / experiment.source / "config.json").read_text())
         assert config["config"] == json.loads(json.dumps(experiment.config("cpu")))
+
+
+def test_a_headline_is_about_the_verdicts_that_there_are():
+    """A sentence that was written for other verdicts, at equal seconds too, is left out, not repeated."""
+    first = summaries.HEADLINES[0]
+    arms = {name: f"{k / 10} [0, 1]" for k, name in enumerate(("SVRB", "SVRB, average", "stable"), 3)}
+    row = {"verdict": "NOT DUE TO METHOD", "at equal seconds": "FAILS: why", "scores": arms}
+    missing = dict.fromkeys(first.missing, "not run")
+    table = summaries.headlines({"002-libsvm-a1a": row}, missing)
+    assert len(table) == 3
+    assert "0.300 and 0.400 of the loss" in table[2]
+    assert "[`002-libsvm-a1a`](#002-libsvm-a1a), `002-libsvm-w1a` not run" in table[2]
+    for change in ({"verdict": "HOLDS"}, {"at equal seconds": "TIE: why"}):
+        assert summaries.STALE in summaries.headlines({"002-libsvm-a1a": {**row, **change}}, missing)[2]
+    assert summaries.STALE in summaries.headlines({}, {"002-libsvm-a1a": "not run", **missing})[2]
+    known = summaries.headlines({"002-libsvm-a1a": row, "002-libsvm-w1a": row}, {})[2]
+    assert summaries.STALE in known  # what was not run has been run
+
+
+def test_the_page_begins_with_the_five_headlines_and_ends_with_what_was_not_run():
+    text = (RESULTS.parent / "RESULTS.md").read_text()
+    assert text.count("| arXiv:") == len({e.paper for e in EXPERIMENTS.values()}) == len(summaries.HEADLINES) == 5
+    assert summaries.STALE not in text
+    named = {row.split(" @ ")[0] for h in summaries.HEADLINES for row in (*h.rows, *h.missing)}
+    assert (named | summaries.COSTS.keys()) <= EXPERIMENTS.keys()
+    missing = text.split("## Not run")[1].split("## Row by row")[0]
+    for name in EXPERIMENTS:
+        (line,) = [s for s in text.splitlines() if s.startswith((f"* `{name}`: ", f"| [`{name}`]("))]
+        assert (line in missing) == (" Cost: " in line)
+        assert (f"run {name}" in line) == (line in missing)
 
 
 def test_the_program(tmp_path, capsys, monkeypatch):
