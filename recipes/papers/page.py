@@ -201,8 +201,9 @@ def page(experiments: Iterable[Experiment], results: Path = RESULTS, scale: str 
     return re.sub(r"\n{3,}", "\n\n", "\n".join(text)).rstrip() + "\n"
 
 
-NOT_RUN = """Hours of one core are estimates. The records of a row that was "not run again under the present rules" belong to
-earlier rules, which an audit of these experiments found wanting: remove its folder in `results/` before you run it."""
+NOT_RUN = """Hours of one core are estimates. The records of a row that was "not run again under the present rules" are
+of earlier rules, which an audit of these experiments found wanting: remove its folder in `results/` before you run it.
+"""
 HEADER = "| row | claim | paper | ours | control | untrained | verdict | part of the paper's budget | minutes |"
 
 
