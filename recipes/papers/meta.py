@@ -64,9 +64,15 @@ def run(trial: Trial, adapted: bool = False) -> list[Point]:
     return follow(step, measure, lambda: float(made), trial.budget, scale["evaluations"])
 
 
+def levels_of(trial: Trial) -> int:
+    """Those of the arm; half of them at the scale smoke."""
+    levels: int = trial.setting["levels"]
+    return levels // 2 if trial.scale.get("half") else levels
+
+
 def timed(trial: Trial) -> list[Point]:
     """log10 of the time of an estimate of DL-SGD over that of RT-MLMC."""
-    problem, levels, count = classifiers(), trial.setting["levels"], trial.scale["count"]
+    problem, levels, count = classifiers(), levels_of(trial), trial.scale["count"]
     spent = []
     for kind in (bo.DLSGD, bo.RTMLMC):
         optimizer = method(problem, kind, levels, count)
@@ -173,7 +179,7 @@ def growth(
         score="log10 of the time of DL-SGD over that of RT-MLMC",
         unit="estimates",
         scales={
-            "smoke": {"budget": 1, "seeds": 3, "count": min(count, 2), "deep": 1, "shallow": 1},
+            "smoke": {"budget": 1, "seeds": 3, "count": min(count, 2), "deep": 1, "shallow": 1, "half": True},
             "cpu": {"budget": 1, "seeds": 5, "count": count, "deep": 2, "shallow": 12 * repeats},
             "full": {"budget": 1, "seeds": 20, "count": count, "deep": 10, "shallow": 50 * repeats},
         },
@@ -189,7 +195,7 @@ EXPERIMENTS = [
     EVOLUTION,
     META,
     growth(
-        "004-time",
+        "004-time-tasks",
         "table 2",
         "20 tasks at once",
         20,

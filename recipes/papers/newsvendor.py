@@ -15,7 +15,7 @@ from ..common.search import axis
 from ..common.seeds import begin, stream
 from ..newsvendor import SIDE, Newsvendor, Rule, constant, learn, losses
 from .experiment import Arm, Better, Experiment, Point, Trial
-from .meta import growth
+from .meta import growth, levels_of
 
 __all__ = ["EXPERIMENTS"]
 
@@ -53,7 +53,7 @@ def ratio(trial: Trial) -> list[Point]:
     means, spent = [], 0.0
     for kind, repeats in ((bo.DLSGD, scale["deep"]), (bo.RTMLMC, scale["shallow"])):
         optimizer = kind(
-            rule.parameters(), [y], lr=0.0, lower_lr=1 / (2 * price), levels=trial.setting["levels"], neumann_steps=8,
+            rule.parameters(), [y], lr=0.0, lower_lr=1 / (2 * price), levels=levels_of(trial), neumann_steps=8,
             tasks_per_step=1, lower_batch=4, upper_batch=4, lower_init=lambda ids: problem.xi[ids],
             generator=stream(trial.seed, "method"),
         )  # fmt: skip
