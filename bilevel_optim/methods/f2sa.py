@@ -99,9 +99,17 @@ class F2SA(BilevelOptimizer):
             `BilevelOptimizer`. The lower optimizer acts on stacked copies, so it must treat every entry alone (SGD,
             Adam; not LBFGS).
 
-    *Departures from the paper.* Its weights are printed as alike for j and -j; a derivative needs opposite signs, as
-    here. Its algorithm draws one pair of samples per outer step and keeps it for all lower steps; here each lower step
-    has fresh ones, which the proof needs.
+    *Departures from the paper*, the largest first. The copies share their samples, where the paper draws for each copy
+    (``samples="independent"``). Its algorithm draws one pair of samples per outer step and keeps it for all lower
+    steps; here each lower step has fresh ones, which the proof needs. nu is a number that is chosen once; the theorem
+    ties it, and all rates, to the accuracy (`from_theory`, too careful to be worked with). The result is the last x,
+    not one drawn from all. Its weights are printed as equal for j and -j; a derivative needs opposite signs, as here.
+    The algorithm of the paper, with rates of your own:
+
+        >>> PAPER = {"order": 2, "samples": "independent", "normalize": True, "warm_start": True}
+        >>> import torch
+        >>> x, y = torch.ones(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> optimizer = F2SA([x], [y], lr=0.1, lower_lr=0.5, lower_steps=10, nu=1e-2, **PAPER)
 
     State: ``copies`` (a leading dimension of n), the lower optimizer's state, and ``initial`` y without warm starts.
 

@@ -18,6 +18,7 @@ from . import (
     saddle,
     solver,
     texts,
+    theorem,
 )
 from .experiment import Experiment
 
@@ -27,6 +28,7 @@ MODULES = (
     representation,
     mnist,
     order,
+    theorem,
     bound,
     news,
     reweighting,

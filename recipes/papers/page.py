@@ -14,12 +14,19 @@ from typing import Any
 from ..common import environment, interval, plot, save_json
 from ..common.records import Missing, Records
 from .experiment import RULES, Better, Experiment
+from .headlines import COSTS, headlines
 from .runner import Outcome, execute
 
 __all__ = ["RESULTS", "config_of", "current", "keep", "page", "summary", "write_page"]
 
 RESULTS = Path(__file__).parent / "results"
 INTRODUCTION = """# The papers' experiments
+
+What became of the headline of each of the five papers:
+
+{headlines}
+
+## How to read the verdicts
 
 Made by `python -m recipes.papers report` from the records in `results/`, at the scale `cpu`, whose sizes and budgets
 suit a small machine (below, with all departures from the papers). Verdicts are computed, by the rules of `judge.py`:
@@ -154,17 +161,18 @@ def page(experiments: Iterable[Experiment], results: Path = RESULTS, scale: str 
     """The page of all experiments, judged anew from their records: sorted by paper, one line a row."""
     known = sorted(experiments, key=lambda e: e.paper)
     counts, tables, details = Counter[str](), dict[str, list[str]](), list[str]()
+    judged, missing = dict[str, Mapping[str, Any]](), dict[str, str]()
     for experiment in known:
-        rows = tables.setdefault(experiment.paper, [])
         said = f"{experiment.claim} | {experiment.value.removeprefix('no figure in the text: ')} |"
         try:
             records = Records(current(experiment, results), frozen=True)
             found = summary(experiment, execute(experiment, scale, records), scale)
-        except Missing as missing:
-            why = str(missing.args[0]) if str(missing.args[0]).startswith("not run") else "begun, not finished"
+        except Missing as error:
+            why = str(error.args[0]) if str(error.args[0]).startswith("not run") else "begun, not finished"
             counts[why] += 1
-            rows.append(f"| `{experiment.id}` | {said} | | | {why} | | |")
+            missing[experiment.id] = f"* {_missing(experiment, why, scale)}"
             continue
+        judged[experiment.id] = found
         counts[found["verdict"]] += 1
         part = found["part of the budget"]
         budget = (
@@ -178,15 +186,24 @@ def page(experiments: Iterable[Experiment], results: Path = RESULTS, scale: str 
         control = found["scores"][rule.control] if isinstance(rule, Better) and rule.control else "-"
         cells = [_ours(experiment, found), control, found["untrained"] or "-", f"**{found['verdict']}**", budget]
         anchor = experiment.id.replace(".", "")
+        rows = tables.setdefault(experiment.paper, [])
         rows.append(f"| [`{experiment.id}`](#{anchor}) | {said} {' | '.join(cells)} | {found['minutes']:g} |")
         details.append(_details(experiment, found, scale))
     listed = [f"| {word} | {number} |" for word, number in sorted(counts.items())]
-    text = [INTRODUCTION, f"{len(known)} rows:", "", "| verdict | rows |", "|---|---|", *listed, ""]
+    first = INTRODUCTION.replace("{headlines}", "\n".join(headlines(judged, missing)))
+    text = [first, f"{len(known)} rows:", "", "| verdict | rows |", "|---|---|", *listed, ""]
     for paper, rows in tables.items():
         text += [f"## {paper}", "", HEADER, "|---|---|---|---|---|---|---|---|---|", *rows, ""]
-    return re.sub(r"\n{3,}", "\n\n", "\n".join([*text, "## Row by row", "", *details])).rstrip() + "\n"
+    if missing:
+        text += ["## Not run", "", NOT_RUN, "", *missing.values(), ""]
+    if details:
+        text += ["## Row by row", "", *details]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(text)).rstrip() + "\n"
 
 
+NOT_RUN = """Hours of one core are estimates. The records of a row that was "not run again under the present rules" are
+of earlier rules, which an audit of these experiments found wanting: remove its folder in `results/` before you run it.
+"""
 HEADER = "| row | claim | paper | ours | control | untrained | verdict | part of the paper's budget | minutes |"
 
 
@@ -200,13 +217,28 @@ def _ours(experiment: Experiment, found: Mapping[str, Any]) -> str:
     return f"{scores[rule.method]}, {best} {scores[best]}"
 
 
+def _command(experiment: Experiment) -> str:
+    return f"python -m recipes.papers run {experiment.id}" + (" --data-root DIR" if experiment.data else "")
+
+
+def _missing(experiment: Experiment, why: str, scale: str) -> str:
+    """Of a row that there is no verdict of: the claim, why, what it costs, and the command."""
+    line, cost = f"`{experiment.id}`: {experiment.claim}; {why}.", COSTS.get(experiment.id)
+    if cost is not None:
+        budget = experiment.scales[scale]["budget"]
+        hours = f"{cost.hours:g} {'hour' if cost.hours == 1 else 'hours'}"
+        if cost.budget not in (None, budget):
+            hours += f" with {cost.budget:,.0f} {experiment.unit.split(' (')[0]} (the command makes {budget:,.0f})"
+        line += f" Cost: {cost.note or 'about ' + hours}."
+    return f"{line} `{_command(experiment)}`"
+
+
 def _details(experiment: Experiment, found: Mapping[str, Any], scale: str) -> str:
     numbers = experiment.scales[scale]
-    command = f"python -m recipes.papers run {experiment.id}" + (" --data-root DIR" if experiment.data else "")
     lines = [
         f"### {experiment.id}",
         "",
-        f"{experiment.paper}, {experiment.figure}. `{command}`. Score: {experiment.score}; "
+        f"{experiment.paper}, {experiment.figure}. `{_command(experiment)}`. Score: {experiment.score}; "
         f"budget {numbers['budget']:g} {experiment.unit}, {numbers['seeds']} seeds.",
         "",
         f"**{found['verdict']}**: {found['reason']}. At equal seconds: {found['at equal seconds']}.",

@@ -96,8 +96,16 @@ class RTMLMC(BilevelOptimizer):
         upper_optimizer, check_finite, generator, vectorize, hvp, process_group, lower_init: see `BilevelOptimizer`.
             Processes share the contexts of a step, deep ones first.
 
-    *Departures from the paper*, all of which are arguments: it has ``neumann="product"``, ``neumann_rate=0.5``,
-    ``level_sampling="independent"`` and ``cap=False``.
+    *Departures from the paper*, the largest first, all of which are arguments. It has one random term of the Neumann
+    series, N times as large, where all are summed here; series steps of half the length; independent levels; no limit
+    to the lower steps, whose first it prints four to eight times shorter than the rate allows (:math:`1/(4\mu)`: then
+    the variance grows geometrically with K). The step of x is lr, with a scheduler of torch if you want one; the
+    paper's experiments let it fall. Slips of the printed formulas in indices are corrected. As in the text:
+
+        >>> PAPER = {"neumann": "product", "neumann_rate": 0.5, "level_sampling": "independent", "cap": False}
+        >>> import torch, bilevel_optim as bo
+        >>> x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> optimizer = bo.RTMLMC([x], [y], lr=0.1, lower_lr=0.25, levels=6, smoothness=1.0, **PAPER)  # mu = 1
 
     State: L as estimated, and the running mean squares of the corrections :math:`V_k = E\|u_k - u_{k-1}\|^2`, measured
     at one context per step. ``diagnostics`` has ``level_variance``, :math:`2^k V_k` by k, which should not grow;
@@ -273,8 +281,11 @@ class DLSGD(RTMLMC):
     .. math:: v = u_K, \qquad x \leftarrow x - \text{lr}\, \bar v
 
     in the notation of `RTMLMC`, which has the same mean. *When.* As the control for `RTMLMC`: it has less variance per
-    step and costs :math:`2^{K+1} - 2 - K` lower gradients per context, so it pays only where a batch of contexts keeps
-    an accelerator busy anyway. *Needs* what `RTMLMC` needs; :math:`\beta_0` is less critical.
+    step and costs :math:`2^{K+1} - 2 - K` lower gradients per context. Seconds are another matter than lower gradients:
+    with up to 4 levels an estimate took about as long as one of `RTMLMC`, with 8 ten times as long
+    (``004-time-newsvendor`` of ``recipes.papers``), and on a problem of three variables (``004-p1``), or where a batch
+    of contexts keeps an accelerator busy anyway, DL-SGD can be ahead. *Needs* what `RTMLMC` needs; :math:`\beta_0` is
+    less critical.
 
     *Cost per step* and context: :math:`2^{K+1} - 2 - K` + N lower gradients, N - 1 Hessian-vector products, one upper
     gradient, one cross product. *Draws*: as `RTMLMC`; with the same generator the same contexts and the same paths.
@@ -285,6 +296,13 @@ class DLSGD(RTMLMC):
         level_sampling, base_level: the defaults; others, which would have no effect, are refused.
         tasks_per_step, lower_batch, upper_batch, warm_start, lower_init: see `RTMLMC`.
         upper_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
+
+    *Departures from the paper*: those of `RTMLMC` that it has, so that the text's setting is
+
+        >>> PAPER = {"neumann": "product", "neumann_rate": 0.5, "cap": False}
+        >>> import torch, bilevel_optim as bo
+        >>> x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> optimizer = bo.DLSGD([x], [y], lr=0.1, lower_lr=0.25, levels=6, smoothness=1.0, **PAPER)  # mu = 1
 
     State: L as estimated.
 

@@ -28,7 +28,8 @@ class RAGDA(Accelerated, MinimaxOptimizer):
         y &\leftarrow \text{Nesterov ascent on } f(w, \cdot) \text{ from the last } y \quad (\text{lower\_steps}),\\
         x_{\text{prev}},\, x &\leftarrow x,\ w - \text{lr}\, \nabla_x f(w, y),
 
-    with the restarts, the end and the averaged output of `RAHGD`.
+    with the restarts, the end and the averaged output of `RAHGD`; as there, Nesterov's momentum on y is off
+    (``lower_momentum=0``) until you set it.
 
     *When.* Full-batch problems, smooth, strongly concave in y, perhaps nonconvex in x. No second derivatives: the error
     of the gradient is linear in that of y. With ``newton_correction`` the adjoint term
@@ -130,6 +131,18 @@ class PRAGDA(Perturbed, RAGDA):
         perturbation: r >= 0, in units of x; small against B. Default: 1e-3.
         perturb_initial: perturb the initial point too, see `PRAHGD`. Default: True.
         options: as for `RAGDA`.
+
+    *Departures from the paper*, the largest first. ``lower_momentum`` is 0, so that the ascent is *not* accelerated
+    unless you set it, to :math:`(\sqrt\kappa - 1)/(\sqrt\kappa + 1)`. When an epoch begins y is kept; the paper sets
+    it to zero and solves twice. The initial point is perturbed too, without which a run that starts at a saddle point
+    ends there. r and B are numbers of yours, not the theorem's (:meth:`from_theory`). Its algorithm as printed:
+
+        >>> def printed(kappa):  # kappa: the condition number of f in y
+        ...     momentum = (kappa**0.5 - 1) / (kappa**0.5 + 1)
+        ...     return {"lower_momentum": momentum, "lower_restart": "zero", "perturb_initial": False}
+        >>> import torch
+        >>> x, y = torch.ones(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> optimizer = PRAGDA([x], [y], lr=0.5, lower_lr=0.5, lower_steps=5, restart_radius=1.0, **printed(kappa=4.0))
 
     State: as `RAGDA`, and ``perturbation`` until the first update.
 

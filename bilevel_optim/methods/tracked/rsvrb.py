@@ -80,8 +80,16 @@ class RSVRB(RecursiveOptimizer):
             `BilevelOptimizer`. Processes share the tasks of a step; each has all rows, or, of lower parameters split
             along their first dimension (``DTensor``), its own.
 
-    *Departures from the paper.* Those of `SVRB`; four probes for each task of a step, where the text has one in
-    all; and beta in units of q, so that one value does for any number of tasks.
+    *Departures from the paper*, the largest first. The default variant is not the paper's, which is ``"faithful"``.
+    Steps are constant and beta is 0.1, as with `SVRB`, of which the other departures hold too. 10 tasks in a step, as
+    in its experiments, where its algorithm has one; four probes for each of them, where the text has one in all; and
+    beta in units of q, so that one value does for any number of tasks. The paper's algorithm, and its restarts:
+
+        >>> PAPER = {"variant": "faithful", "task_batch": 1, "probes": 1, "schedule": "cube_root", "beta": 1.0}
+        >>> RESTARTED = {"variant": "faithful", "task_batch": 10, "restarts": 100}
+        >>> import torch, bilevel_optim as bo
+        >>> x, y = torch.ones(1, requires_grad=True), torch.zeros(50, 1, requires_grad=True)
+        >>> optimizers = [bo.RSVRB([x], [y], lr=0.01, lower_lr=0.01, **setting) for setting in (PAPER, RESTARTED)]
 
     State: as with `SVRB`; ``rows.scale``, :math:`s_i`, by which ``rows.u``,
     ``v``, ``V`` and ``H`` are divided (``"self_normalised"``); for adaptive probabilities ``rows.size``,

@@ -32,7 +32,8 @@ class SVRB(RecursiveOptimizer):
     ``variant="matrix_free"`` for a large one. The noise of the direction is that of a batch :math:`1/\beta` times as
     large, so constant learning rates go further than with fresh estimates. *Needs* second derivatives, a lower loss
     that is strongly convex in y on average, and losses whose noise is smooth in (x, y): the same sample at two near
-    points must give nearly the same.
+    points must give nearly the same. Where examples of a1a are reweighted, moving averages in place of STORM did as
+    well (``002-libsvm-a1a`` of ``recipes.papers``).
 
     *With tasks* (``tasks=``) the lower tensors have a leading dimension m, one row per task, the loss of a task sees
     its own row, and every step looks at all of them: m such recursions, and the mean of their hypergradients. `RSVRB`
@@ -73,9 +74,16 @@ class SVRB(RecursiveOptimizer):
         lower_batch, upper_batch: rows per batch of a task. Default: all.
         check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_init: see `BilevelOptimizer`.
 
-    *Departures from the paper.* No ceilings unless they are given. The matrices are explicit, and the system is solved
-    by them; the paper uses conjugate gradients, which is far cheaper per step where p is large: compare seconds with
-    that in mind.
+    *Departures from the paper*, the largest first. Step sizes are constant and beta is 0.1; in the paper's theorem both
+    shrink with the step (``schedule="cube_root"``, with a constant of beta that it tunes). The result is the last x,
+    not one drawn from all. No ceilings unless they are given. The matrices are explicit, and the system is solved by
+    them; the paper uses conjugate gradients, which is far cheaper per step where p is large: compare seconds with that
+    in mind. The schedule of the paper, with bounds of your own:
+
+        >>> PAPER = {"schedule": "cube_root", "schedule_offset": 8, "beta": 1.0, "variant": "faithful"}
+        >>> import torch, bilevel_optim as bo
+        >>> x, y = torch.ones(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+        >>> optimizer = bo.SVRB([x], [y], lr=0.1, lower_lr=0.3, floor=0.3, ceilings={"u": 10.0, "v": 10.0}, **PAPER)
 
     State: of the first lower parameter ``rows.NAME``, with a row for each problem that mixes all lower parameters, for
     each tracker, for ``y_last`` (y at the last step; likewise r), and for ``log``, ``drift`` and ``age``, which say at

@@ -79,6 +79,18 @@ class PZOBO(ZerothOrder):
             alone (SGD, Adam; not LBFGS). ``vectorize`` is about the paths: True, all stacked, but no more at a time
             than have :math:`2^{22}` entries of x and y; chunks of that many; or one after another.
 
+    *Departures from the paper*, the largest first. The default is 8 directions; the paper has one in all its
+    experiments, whose indirect term has a relative variance of p + 1. Its experiments move x by Adam
+    (``upper_optimizer``); its theory has plain steps, as here. Its public code computes another estimate than its text
+    (``scale``), warm-starts some runs, and makes the lower steps with momentum or Adam. Two settings, in the text's
+    notation and in the code's:
+
+        >>> TEXT = {"directions": 1, "direction": "gaussian", "smoothing": 1e-2, "warm_start": False}
+        >>> CODE = {"directions": 1, "direction": "block_sphere", "scale": "none", "smoothing": 1e-2}
+        >>> import torch
+        >>> x, y = torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+        >>> optimizer = PZOBO([x], [y], lr=0.1, lower_lr=0.5, lower_steps=20, **TEXT)
+
     State: ``initial`` y without warm starts.
 
     Raises:

@@ -1,0 +1,179 @@
+"""The headline of each paper and what became of it, in a sentence for a reader who has to choose a method.
+
+A sentence is written for the verdicts of some rows. Where these change, the page leaves the sentence out until it has
+been written anew: it never claims what the records do not show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+__all__ = ["COSTS", "HEADLINES", "Cost", "Headline", "headlines"]
+
+STALE = "The verdicts have changed since this was summarised: see the rows."
+
+
+class Headline(NamedTuple):
+    """What a paper is known for.
+
+    Attributes:
+        paper: such as ``"arXiv:2307.00126"``.
+        name: of its methods.
+        claim: the headline.
+        outcome: what came out; ``{mean[row][arm]}`` is the mean score of an arm, ``{power[row][arm]}`` ten to that
+            power.
+        rows: the verdict of each row for which the outcome was written; that at equal seconds after ``" @ seconds"``.
+        missing: rows that the headline needs, and which were not run then.
+    """
+
+    paper: str
+    name: str
+    claim: str
+    outcome: str
+    rows: Mapping[str, str]
+    missing: tuple[str, ...] = ()
+
+
+class Cost(NamedTuple):
+    """Of a row: hours of one core, with this budget if it is another than that of the scale cpu, and what else to know.
+
+    Attributes:
+        hours: of one core, estimated.
+        budget: for which this is the cost. Default: None, that of the scale cpu.
+        note: what belongs to it.
+    """
+
+    hours: float
+    budget: float | None = None
+    note: str = ""
+
+
+COSTS = {
+    "000-mnist": Cost(3, 1000),
+    "000-mnist-code": Cost(0, 1000, "the runs of `000-mnist`, judged by another rule"),
+    "001-news": Cost(2.5, 44_000),
+    **{f"001-theorem-{p}": Cost(0.35) for p in (1, 2, 4)},
+    "002-libsvm-w1a": Cost(0.7),
+    "002-tasks-a1a-200": Cost(3, 2_000_000),
+    "003-cleaning-0.2": Cost(1),
+    "003-cleaning-0.4": Cost(1),
+    "003-news": Cost(1),
+    "004-meta": Cost(1.7, 1500),
+    "004-newsvendor-30": Cost(1, 1500),
+    "004-newsvendor-shift": Cost(1, 1500),
+    "004-time-tasks": Cost(0.1),
+}
+
+HEADLINES = (
+    Headline(
+        "arXiv:2105.02266",
+        "SVRB, RSVRB",
+        "Variance reduction (STORM) in every estimate makes stochastic bilevel training the fastest per sample, with "
+        "one lower problem or many.",
+        "**Not shown.** With one lower problem (a1a, 20,000 samples) SVRB is ahead of STABLE, TTSA, StocBiO and BSA, "
+        "but the same method with plain moving averages is as good ({mean[002-libsvm-a1a][SVRB]:.3f} and "
+        "{mean[002-libsvm-a1a][SVRB, average]:.3f} of the loss at the start; STABLE "
+        "{mean[002-libsvm-a1a][stable]:.3f}), and at equal seconds StocBiO is ahead. Many lower problems: not run.",
+        {"002-libsvm-a1a": "NOT DUE TO METHOD", "002-libsvm-a1a @ seconds": "FAILS"},
+        ("002-libsvm-w1a", "002-tasks-a1a-200"),
+    ),
+    Headline(
+        "arXiv:2110.07004",
+        "PZOBO",
+        "One random direction and no second derivatives are enough to be faster than AID and HOZOG, up to deep "
+        "networks.",
+        "**Fails on its two small problems.** The method as written ends at a loss of "
+        "{power[000-linear][PZOBO]:.2g} where AID has {power[000-linear][AID-CG]:.2g} (linear), and at "
+        "{power[000-twolayer][PZOBO]:.2g} where AID has {power[000-twolayer][AID-FP]:.1g} (two "
+        "layers, 71 % of the paper's budget, its learning rates). What the authors' code computes does beat AID at "
+        "equally many gradients, but leaving the indirect term out altogether is better still, and at equal seconds "
+        "AID is ahead. Deep networks (LeNet on MNIST): not run.",
+        {
+            "000-linear": "FAILS",
+            "000-twolayer": "FAILS AT 71 % OF THE BUDGET",
+            "000-linear-code": "NOT DUE TO METHOD",
+            "000-linear-code @ seconds": "FAILS",
+            "000-twolayer-code @ seconds": "FAILS AT 71 % OF THE BUDGET",
+            "000-twolayer-code": "NOT DUE TO METHOD AT 71 % OF THE BUDGET",
+        },
+        ("000-mnist", "000-mnist-code"),
+    ),
+    Headline(
+        "arXiv:2307.00126",
+        "RAHGD, PRAHGD, PRAGDA",
+        "Restarted momentum on x finds stationary points of badly conditioned problems, and leaves saddle points, with "
+        "fewer calls.",
+        "**Not shown.** At condition number 100 RAHGD needs about "
+        "{power[003-kappa-quartic][RAHGD]:.0f} calls on one problem where AID needs "
+        "{power[003-kappa-quartic][AID]:.0f}; without momentum on x it needs "
+        "{power[003-kappa-quartic][RAHGD, outer GD]:.0f}. On the other problem it cannot be told from ITD. PRAGDA "
+        "leaves a saddle in {power[003-saddle-near][PRAGDA]:.0f} calls (iMCN "
+        "{power[003-saddle-near][iMCN]:.0f}), without momentum in {power[003-saddle-near][no momentum]:.0f}. Data "
+        "cleaning and news: not run.",
+        {
+            "003-kappa-quartic": "NOT DUE TO METHOD",
+            "003-kappa-quadratic": "UNDECIDED",
+            "003-saddle-near": "NOT DUE TO METHOD",
+        },
+        ("003-cleaning-0.2", "003-cleaning-0.4", "003-news"),
+    ),
+    Headline(
+        "arXiv:2310.18535",
+        "RT-MLMC, DL-SGD",
+        "Random levels reach a stationary point with eps^-4 samples instead of eps^-6, and make an estimate about ten "
+        "times cheaper.",
+        "**Holds in lower steps on one small problem; the rates were not measured.** After equally many lower steps "
+        "the norm of the gradient is {mean[004-p1][RT-MLMC]:.2g} with RT-MLMC and {mean[004-p1][DL-SGD]:.2g} with "
+        "DL-SGD; at equal seconds DL-SGD is ahead there. An estimate of DL-SGD takes "
+        "{power[004-time-newsvendor][2 levels]:.1f} times as long with 2 levels (paper: 2.5) and "
+        "{power[004-time-newsvendor][8 levels]:.0f} times with 8 (13.6). Meta-learning and the "
+        "newsvendor's costs: not run.",
+        {
+            "004-p1": "HOLDS",
+            "004-p1 @ seconds": "FAILS",
+            "004-time-newsvendor": "HOLDS",
+            "004-law-levels": "HOLDS",
+        },
+        ("004-time-tasks", "004-meta", "004-newsvendor-30", "004-newsvendor-shift"),
+    ),
+    Headline(
+        "arXiv:2509.02937",
+        "F2SA-p",
+        "Differences of order p bring the gradient calls down from eps^-6 to eps^-(4 + 2/p), so that F2SA-2 beats F2SA "
+        "at the same cost.",
+        "**The headline was not run.** What it rests on holds: the error of the hypergradient falls like nu^p, "
+        "measured {mean[001-order-1][F2SA]:.2f}, {mean[001-order-2][F2SA]:.2f}, {mean[001-order-3][F2SA]:.2f}, "
+        "{mean[001-order-4][F2SA]:.2f} for p = 1 to 4. Whether calls fall with it, and whether F2SA-2 is better on "
+        "20 Newsgroups, no row here shows yet.",
+        {f"001-order-{p}": "HOLDS" for p in (1, 2, 3, 4)},
+        ("001-theorem-1", "001-theorem-2", "001-theorem-4", "001-news"),
+    ),
+)
+
+
+def headlines(judged: Mapping[str, Mapping[str, Any]], missing: Mapping[str, str]) -> list[str]:
+    """A table with a row for each paper: its headline, what came out, and the rows that show it or were not run."""
+    lines = ["| paper | its headline | what came out | shown by |", "|---|---|---|---|"]
+    for headline in HEADLINES:
+        ids = [row for row in headline.rows if " @ " not in row]
+        if not {*ids, *headline.missing} & (judged.keys() | missing.keys()):
+            continue
+        shown = [f"[`{row}`](#{row.replace('.', '')})" for row in (*ids, *headline.missing) if row in judged]
+        shown += [f"`{row}` not run" for row in (*ids, *headline.missing) if row in missing]
+        text = _outcome(headline, judged)
+        lines.append(f"| {headline.paper}, {headline.name} | {headline.claim} | {text} | {', '.join(shown)} |")
+    return lines
+
+
+def _outcome(headline: Headline, judged: Mapping[str, Mapping[str, Any]]) -> str:
+    """The sentence with its figures, if it is about the verdicts that there are."""
+    words = {row: found["verdict"] for row, found in judged.items()}
+    words |= {f"{row} @ seconds": found["at equal seconds"].split(":")[0] for row, found in judged.items()}
+    if any(words.get(row) != word for row, word in headline.rows.items()) or {*headline.missing} & judged.keys():
+        return STALE
+    mean = {
+        row: {arm: float(score.split()[0]) for arm, score in found["scores"].items()} for row, found in judged.items()
+    }
+    power = {row: {arm: 10 ** min(m, 300.0) for arm, m in arms.items()} for row, arms in mean.items()}
+    return headline.outcome.format(mean=mean, power=power)
