@@ -23,6 +23,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "AID": {
         "": {"linear_steps": 30},
         "minres": {"linear_solver": "minres", "linear_steps": 30},
+        "direct": {"linear_solver": "direct"},
         "neumann": {"linear_solver": "neumann", "linear_steps": 200},
         "fixed-point": {"linear_solver": "fixed_point", "linear_steps": 200},
         "differences": {"hvp": "finite-difference", "linear_steps": 30},

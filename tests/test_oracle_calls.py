@@ -22,7 +22,8 @@ def counts(*, upper=0, lower=0, hvp=0, cross=0, loss=0):
 
 def implicit(o, k):
     beginning = {"neumann": 0, "fixed_point": o.warm_start - 1}.get(o.linear_solver, o.warm_start)
-    return counts(upper=1, lower=o.lower_steps + 1, hvp=o.linear_steps + beginning, cross=1)
+    products = 12 if o.linear_solver == "direct" else o.linear_steps + beginning
+    return counts(upper=1, lower=o.lower_steps + 1, hvp=products, cross=1)
 
 
 def unrolled(o, k):

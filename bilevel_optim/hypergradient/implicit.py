@@ -23,6 +23,8 @@ INDEFINITE = (
     "(damping=, a little above the most negative eigenvalue's size), regularise the lower loss, solve the system by "
     "MINRES (linear_solver='minres' of AID; 'auto' changes to it), or use a first-order method"
 )
+SINGULAR = "The lower Hessian is singular, or not finite itself. Add damping (damping=), or regularise the lower loss"
+MOST = 4096  # lower parameters whose Hessian is made as a matrix
 DIVERGING = (
     "the linear system of the implicit hypergradient is not solved but diverges: its residual is larger than the "
     "right-hand side (see diagnostics['linear_relative_residual']), or conjugate gradients stopped because it grew "
@@ -39,6 +41,7 @@ def implicit(
     *,
     upper_sample: Sample | None = None,
     lower_sample: Sample | None = None,
+    dense: bool = False,
 ) -> Estimate:
     r"""Estimate :math:`\nabla_x f - \nabla^2_{xy} g\, v` with :math:`\nabla^2_{yy} g\, v \approx \nabla_y f` at (x, y).
 
@@ -52,18 +55,34 @@ def implicit(
         start: initial v. Default: None (zero).
         upper_sample: sample of f. Default: the next one.
         lower_sample: sample of g, shared by all products. Default: the next one.
+        dense: make the Hessian as a matrix, with a product for each of its rows; ``solve(matrix, b)`` as
+            `bo.linear.direct`. Default: False.
 
     Returns:
         Estimate whose memory holds v as ``"linear_solution"``.
     """
     loss, grad_x, grad_y = oracle.upper(upper_sample or oracle.f.draw(once=True))
     with oracle.lower_system(lower_sample or system_sample(oracle)) as system:
+        lanes = {} if oracle.lanes is None else {"lanes": True}
         with span("linear solve"):
-            result = solve(system.hvp, grad_y, start, **({} if oracle.lanes is None else {"lanes": True}))
-        oracle.checks.finite("hvp", [*result.solution, result.residual])
+            if dense:
+                _require_few(oracle)
+                result = solve(system.hessian(), grad_y, **lanes)
+            else:
+                result = solve(system.hvp, grad_y, start, **lanes)
+        oracle.checks.finite("hvp", [*result.solution, result.residual], SINGULAR if dense else "")
         gradient = grad_x - system.cross(result.solution)
     diagnostics = {"lower_residual": system.gradient, **watched(oracle, result)}
     return Estimate(loss, gradient, diagnostics, {"linear_solution": result.solution})
+
+
+def _require_few(oracle: Oracle) -> None:
+    n = sum(t.numel() for t in oracle.y) // (oracle.lanes or 1)
+    if n > MOST:
+        raise ValueError(
+            f"linear_solver='direct' makes the lower Hessian as a matrix, for at most {MOST} lower parameters, and "
+            f"there are {n}. Take 'cg' or 'minres', which need products with it alone"
+        )
 
 
 def watched(oracle: Oracle, result: LinearSolution) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ __all__ = ["AID"]
 _SOLVE: dict[str, Callable[..., LinearSolution]] = {
     "cg": linear.cg,
     "minres": linear.minres,
+    "direct": linear.direct,
     "auto": linear.cg,  # until it does not suit
     "neumann": linear.neumann,
     "fixed_point": linear.fixed_point,
@@ -41,8 +42,8 @@ class AID(BilevelOptimizer):
     ``damping``) and twice differentiable. The error is :math:`O(\|y - y^*\|) + O(\|v - v^*\|)`: linear in both.
 
     *Cost per step*: ``lower_steps`` + 1 lower gradients, 1 upper gradient, about ``linear_steps`` (+ 1 for a warm
-    start) Hessian-vector products, 1 cross product. *Draws*: one lower batch for each lower step, then one upper batch,
-    then one lower batch shared by all products.
+    start) Hessian-vector products (``"direct"``: one for each lower parameter), 1 cross product. *Draws*: one lower
+    batch for each lower step, then one upper batch, then one lower batch shared by all products.
 
     Args:
         upper: upper parameters x.
@@ -53,8 +54,10 @@ class AID(BilevelOptimizer):
         linear_solver: ``"cg"``, conjugate gradients (fastest; H must be positive definite); ``"minres"``, minimal
             residuals (H may have negative eigenvalues, as that of a deep network away from its minima has);
             ``"auto"``, CG until it meets non-positive curvature, from then on MINRES, with a warning (not seen with
-            ``check_finite=False``); ``"neumann"``, the series :math:`\eta \sum_{i \le Q} (I - \eta H)^i`, always from
-            zero; ``"fixed_point"``, the same iteration from a warm start. Default: ``"cg"``.
+            ``check_finite=False``); ``"direct"``, the Hessian as a matrix, and its LU factorisation: exact however
+            ill-conditioned H is, for at most 4,096 lower parameters (of each task); ``"neumann"``, the series
+            :math:`\eta \sum_{i \le Q} (I - \eta H)^i`, always from zero; ``"fixed_point"``, the same iteration from a
+            warm start. Default: ``"cg"``.
         linear_steps: most iterations of the linear solver; about one Hessian-vector product each. Default: 10.
         linear_tol: stop when the residual is below this part of the right-hand side. Default: 0, use all steps (CG
             and MINRES stop by themselves at the rounding level).
@@ -135,13 +138,17 @@ class AID(BilevelOptimizer):
 
     def _implicit_estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """The hypergradient at the oracle's point, from the last solution of the linear system if it is to be kept."""
-        warm = self.warm_start and self.linear_solver != "neumann"
-        estimate = implicit(oracle, self._linear_solve(given), given.memory.get("linear_solution") if warm else None)
+        dense = self.linear_solver == "direct"
+        warm = self.warm_start and self.linear_solver != "neumann" and not dense
+        start = given.memory.get("linear_solution") if warm else None
+        estimate = implicit(oracle, self._linear_solve(given), start, dense=dense)
         return estimate if warm else changed(estimate, memory={})
 
     def _linear_solve(self, given: StepInputs) -> Callable[..., LinearSolution]:
         """The linear solver with its arguments."""
         name = given.numbers.get("linear_solver", self.linear_solver)
+        if name == "direct":
+            return partial(linear.direct, damping=self.damping)
         stop = partial(_SOLVE[name], steps=self.linear_steps, tol=self.linear_tol, damping=self.damping)
         if name in ("neumann", "fixed_point"):
             return partial(stop, lr=given.linear_rates(self.linear_lr))

@@ -25,13 +25,15 @@ class LowerSystem(NamedTuple):
     r"""First and second derivatives of g at one point.
 
     ``hvp(v)`` is :math:`\nabla^2_{yy} g\, v`; ``cross(v)`` is :math:`\nabla^2_{xy} g\, v`, shaped like x; ``both(v)``
-    is ``(cross(v), hvp(v))`` from one pass.
+    is ``(cross(v), hvp(v))`` from one pass; ``hessian()`` is :math:`\nabla^2_{yy} g` as a matrix for each lane, with
+    one lane if y is not stacked.
     """
 
     gradient: Vector
     hvp: Callable[[Vector], Vector]
     cross: Callable[[Vector], Vector]
     both: Callable[[Vector], tuple[Vector, Vector]]
+    hessian: Callable[[], Tensor]
 
 
 class UpperSystem(NamedTuple):
@@ -45,6 +47,7 @@ class UpperSystem(NamedTuple):
     product: Callable[[Vector], Vector]
 
 
+ROWS = 128  # of a Hessian that are made by one pass: what it needs of memory is so many times that of a product
 Product = Callable[[Vector, str], Vector]  # a vector, and in what to differentiate: "lower", "upper" or "both"
 
 
@@ -115,7 +118,11 @@ def kept_system(oracle: Point, sample: Sample) -> LowerSystem:
         with oracle.placed():
             return system.both(v)
 
-    return LowerSystem(system.gradient, back(system.hvp), back(system.cross), both)
+    def hessian() -> Tensor:
+        with oracle.placed():
+            return system.hessian()
+
+    return LowerSystem(system.gradient, back(system.hvp), back(system.cross), both, hessian)
 
 
 def _lower_gradient(
@@ -184,13 +191,17 @@ def _by_graph(
             session.note_reached(products[: len(x)])
         return Vector(oracle.averaged(filled(products, like))[0])
 
+    def rows(basis: Vector) -> Vector:
+        plain = bool(session.found.fused)
+        return _stacked(pulled(gradients, y, basis, plain=plain, batched=True), oracle.y, len(basis[0]))
+
     if not gradient:
-        return _counted(oracle, Vector(()), product)  # a compiled step leaves out a loss that nobody looks at
+        return _counted(oracle, Vector(()), product, rows)  # a compiled step leaves out a loss that nobody looks at
     own = filled(_own(oracle, gradients, oracle.y), oracle.y).detach()
     loss, own = oracle.averaged(loss, own)
     oracle.checks.scalar("loss", loss)
     oracle.count("lower_grad")
-    return _counted(oracle, own, product)
+    return _counted(oracle, own, product, rows)
 
 
 def _of_levels(wrt: str, x: Vector, y: Vector) -> Vector:
@@ -298,8 +309,10 @@ def _by_differences(oracle: Point, sample: Sample, gradient: bool) -> LowerSyste
     return system
 
 
-def _counted(oracle: Point, gradient: Vector, product: Product) -> LowerSystem:
-    """The system whose products are counted and checked."""
+def _counted(
+    oracle: Point, gradient: Vector, product: Product, rows: Callable[[Vector], Vector] | None = None
+) -> LowerSystem:
+    """The system whose products are counted and checked; ``rows``: products with stacked vectors at once."""
     split = len(oracle.x)
 
     def hvp(v: Vector) -> Vector:
@@ -321,7 +334,39 @@ def _counted(oracle: Point, gradient: Vector, product: Product) -> LowerSystem:
         oracle.checks.finite("jvp", result)
         return Vector(result[:split]), Vector(result[split:])
 
-    return LowerSystem(gradient, hvp, cross, both)
+    def hessian() -> Tensor:
+        lanes = oracle.lanes or 1
+        sizes = [t.numel() // lanes for t in oracle.y]
+        n = sum(sizes)
+        if oracle.sharded:
+            raise ValueError("matrices of second derivatives need lower parameters that are not sharded (DTensor)")
+
+        def together(part: slice) -> list[Vector]:
+            assert rows is not None
+            steps = range(part.start, part.stop, ROWS)
+            return [rows(_basis(oracle, sizes, slice(i, min(i + ROWS, part.stop)))) for i in steps]
+
+        def alone(i: int) -> list[Vector]:
+            return [stack([product(_basis(oracle, sizes, slice(i, i + 1)).lane(0), "lower")])]
+
+        parts = [
+            own for part in batched.run(oracle.session, n, together, alone, possible=rows is not None) for own in part
+        ]
+        oracle.count("hvp", n)
+        matrix: Tensor = oracle.averaged(_matrix(parts, n, lanes).transpose(0, 1))[0]
+        return matrix
+
+    return LowerSystem(gradient, hvp, cross, both, hessian)
+
+
+def _stacked(products: Sequence[Tensor | None], like: Sequence[Tensor], n: int) -> Vector:
+    """Products with n stacked vectors, zero where there are none."""
+    return Vector(t.new_zeros(n, *t.shape) if p is None else p for p, t in zip(products, like, strict=True))
+
+
+def _matrix(parts: Sequence[Vector], n: int, lanes: int) -> Tensor:
+    """Rows of a matrix for each lane, of shape (n, lanes, columns)."""
+    return _joined([_joined([part[i] for part in parts]).reshape(n, lanes, -1) for i in range(len(parts[0]))], -1)
 
 
 def lower_matrices(oracle: Point, sample: Sample) -> tuple[Vector, Tensor, Tensor]:
@@ -347,8 +392,7 @@ def lower_matrices(oracle: Point, sample: Sample) -> tuple[Vector, Tensor, Tenso
                 basis = _basis(oracle, sizes, part)
                 found = pulled(gradients, variables, basis, batched=True)
                 oracle.session.note_reached(found[:split])
-                n = len(basis[0])
-                return Vector(t.new_zeros(n, *t.shape) if p is None else p for p, t in zip(found, like, strict=True))
+                return _stacked(found, like, len(basis[0]))
 
             def alone(i: int) -> Vector:
                 found = pulled(gradients, variables, _basis(oracle, sizes, slice(i, i + 1)).lane(0))
@@ -359,8 +403,8 @@ def lower_matrices(oracle: Point, sample: Sample) -> tuple[Vector, Tensor, Tenso
         oracle.count("lower_grad")
         oracle.count("hvp", sum(sizes))
         oracle.count("jvp", sum(sizes))
-    flat = [_joined([part[i] for part in products]).reshape(sum(sizes), lanes, -1) for i in range(len(like))]
-    cross, hessian = _joined(flat[:split], -1).permute(1, 2, 0), _joined(flat[split:], -1).transpose(0, 1)
+    cross = _matrix([Vector(part[:split]) for part in products], sum(sizes), lanes).permute(1, 2, 0)
+    hessian = _matrix([Vector(part[split:]) for part in products], sum(sizes), lanes).transpose(0, 1)
     cross, hessian = oracle.averaged(cross, hessian)
     oracle.checks.finite("hvp", [hessian])
     oracle.checks.finite("jvp", [cross])

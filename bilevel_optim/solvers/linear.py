@@ -1,8 +1,9 @@
 r"""Linear solvers for :math:`H v = b` with H known only through products, as in the implicit hypergradient.
 
-H is symmetric (a Hessian). All of them return a `LinearSolution` with the residual and the iterations made; none
-prints, raises or divides zero by zero, however many iterations it is given. With ``lanes=True`` the tensors are stacked
-and H is block diagonal, one block for each lane: each is solved as if it were alone, with figures of its own.
+H is symmetric (a Hessian); `direct` needs it as a matrix. All of them return a `LinearSolution` with the residual and
+the iterations made; none prints, raises or divides zero by zero, however many iterations it is given. With
+``lanes=True`` the tensors are stacked and H is block diagonal, one block for each lane: each is solved as if it were
+alone, with figures of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.compiler import is_dynamo_compiling
 from ..kernels.cg import Algebra, cg_step, iteration
 from ..problem.vector import Vector, any_sharded
 
-__all__ = ["LinearSolution", "cg", "fixed_point", "minres", "neumann", "neumann_term"]
+__all__ = ["LinearSolution", "cg", "direct", "fixed_point", "minres", "neumann", "neumann_term"]
 
 Product = Callable[[Vector], Vector]
 ORDINARY = (1e-4, 1e4)  # norms whose squares are numbers of float32, also when the solve has made them small
@@ -325,6 +326,41 @@ def minres(
         q_old, q = q, hq.times(_inverse(beta))
         iterations = iterations + active
     return _finished(v, residual, iterations, b_norm, residual)  # which never grows
+
+
+def direct(matrix: Tensor, b: Sequence[Tensor], *, damping: float = 0.0, lanes: bool = False) -> LinearSolution:
+    r"""Solve :math:`(H + \delta I) v = b` by LU factorisation, H a matrix, definite or not.
+
+    For up to some thousand unknowns: n of them take :math:`2 n^3 / 3` operations and :math:`n^2` numbers. No condition
+    is too large but that of a singular matrix, whose solution is not finite.
+
+    Args:
+        matrix: H, of shape (n, n); with ``lanes`` (lanes, n, n).
+        b: right-hand side, of n entries in all (in each lane).
+        damping: :math:`\delta`. Default: 0.
+        lanes: solve each lane of stacked tensors by itself. Default: False.
+
+    Example:
+        >>> H = torch.tensor([[2.0, 1.0], [1.0, -1.0]])
+        >>> direct(H, [torch.tensor([3.0]), torch.tensor([0.0])]).solution
+        (tensor([1.]), tensor([1.]))
+    """
+    b = Vector(b)
+    count = len(b[0]) if lanes else 1
+    sizes = [t.numel() // count for t in b]
+    right = torch.cat([t.reshape(count, -1) for t in b], 1)
+    right = right.to(torch.promote_types(right.dtype, torch.float32))
+    rows = matrix.reshape(count, sum(sizes), sum(sizes)).to(right.dtype)
+    if damping:
+        rows = rows + damping * torch.eye(sum(sizes), dtype=rows.dtype, device=rows.device)
+    flat = torch.linalg.solve_ex(rows, right)[0]
+    r = right - (rows @ flat.unsqueeze(-1)).squeeze(-1)
+    residual, norm = (torch.linalg.vector_norm(t, dim=1) for t in (r, right))
+    if not lanes:
+        residual, norm = residual.squeeze(0), norm.squeeze(0)
+    v = Vector(p.reshape(t.shape).to(t.dtype) for p, t in zip(torch.split(flat, sizes, 1), b, strict=True))
+    once, no = torch.ones_like(residual, dtype=torch.int64), torch.zeros_like(residual, dtype=torch.bool)
+    return LinearSolution(v, residual, once, no, _relative(residual, norm))
 
 
 def fixed_point(

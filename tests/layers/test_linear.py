@@ -7,7 +7,7 @@ import torch
 
 from bilevel_optim import Vector
 from bilevel_optim.solvers import linear
-from bilevel_optim.solvers.linear import cg, fixed_point, minres, neumann, neumann_term
+from bilevel_optim.solvers.linear import cg, direct, fixed_point, minres, neumann, neumann_term
 
 from ..problems import close
 
@@ -336,6 +336,23 @@ def test_each_lane_stops_at_its_own_tolerance(solve, spectra, iterations):
             assert result.indefinite[i] == one.indefinite == (i == 2)
     assert len(set(result.iterations.tolist())) == (2 if iterations else 3)
     assert iterations is None or result.iterations.tolist() == iterations
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_lanes_of_matrices_are_solved_directly(dtype):
+    """Definite and indefinite ones, each as by itself, with the damping on its diagonal."""
+    H = torch.stack([spd(torch.logspace(0, 2, 6)), spd(torch.tensor([-1.0, 2.0] * 3), seed=1)])
+    b = torch.randn(2, 6).to(dtype)
+    result = direct(H, [b[:, :2], b[:, 2:].reshape(2, 2, 2)], damping=0.5, lanes=True)
+    found = torch.cat([result.solution[0], result.solution[1].reshape(2, 4)], 1)
+    exact = torch.linalg.solve(H + 0.5 * torch.eye(6), b.double())
+    assert found.dtype == dtype
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    close(found.double(), exact, tolerance, tolerance)
+    assert result.iterations.tolist() == [1, 1]
+    one = direct(H[1], split(b[1]), damping=0.5)
+    close(torch.cat(one.solution).double(), exact[1], tolerance, tolerance)
+    assert one.relative.shape == ()
 
 
 SYSTEMS = {

@@ -241,6 +241,7 @@ def test_warm_start_of_the_linear_solver_pays():
     [
         (bo.AID, {"linear_steps": 5}, (1, 8, 5, 1, 0)),
         (bo.AID, {"linear_steps": 5, "linear_solver": "minres"}, (1, 8, 5, 1, 0)),
+        (bo.AID, {"linear_solver": "direct"}, (1, 8, 24, 1, 0)),
         (bo.AID, {"linear_steps": 5, "linear_solver": "neumann"}, (1, 8, 5, 1, 0)),
         (bo.AID, {"linear_steps": 5, "linear_solver": "fixed_point"}, (1, 8, 4, 1, 0)),
         (bo.ITD, {}, (1, 7, 7, 7, 0)),
@@ -328,6 +329,50 @@ def test_minres_gives_the_implicit_gradient_of_an_indefinite_problem():
     error, optimizer = hypergradient(bo.AID, problem, 0, linear_steps=60, linear_solver="minres")
     assert error < 1e-10
     assert optimizer.diagnostics["linear_residual"] < 1e-10
+    error, optimizer = hypergradient(bo.AID, problem, 0, linear_solver="direct")
+    assert error < 1e-10
+    assert "linear_solution" not in optimizer.state[problem.y[0]]
+
+
+@pytest.mark.parametrize("options", [{}, {"vectorize": False}, {"hvp": "finite-difference"}], ids=str)
+def test_a_direct_solve_is_exact_where_cg_is_not(options):
+    """Condition 1e6: with 10 products CG is far off; differences of gradients have errors of their own."""
+    problem = Quadratic(kappa=1e6)
+    problem.solve()
+    error, _ = hypergradient(bo.AID, problem, 0, linear_steps=10)
+    assert error > 1e-2
+    error, optimizer = hypergradient(bo.AID, problem, 0, linear_solver="direct", **options)
+    assert error < (1e-3 if "hvp" in options else 1e-9)
+    assert optimizer.diagnostics["linear_iterations"] == 1
+
+
+def test_a_direct_solve_of_many_rows_is_made_in_parts(monkeypatch):
+    """The Hessian of a lower loss over two tensors, some of whose rows are zero, by 7 rows at a time."""
+    monkeypatch.setattr("bilevel_optim.oracle.second_order.ROWS", 7)
+    x, a, b = (torch.randn(n).requires_grad_() for n in (3, 5, 4))
+    direct = bo.AID([x], [a, b], lr=0.1, lower_lr=0.1, lower_steps=0, linear_solver="direct", damping=0.7)
+    direct.backward(
+        lambda: (a.sum() * b.square().sum() + x.sum()).square(),
+        lambda: (a.square().sum() * x.square().sum() + a.sum() * x.sum() + b[:2].sum() * x[0]) / 2,
+    )
+    with torch.no_grad():
+        c, s = a.sum() * b.square().sum() + x.sum(), x.square().sum() + 0.7
+        va, vb = 2 * c * b.square().sum() / s, 4 * c * a.sum() * b / 0.7
+        crosses = 2 * a.sum() * va * x + 5 * va / 2
+        crosses[0] += vb[:2].sum() / 2
+    close(x.grad, 2 * c - crosses, 1e-12, 1e-12)
+
+
+def test_direct_solves_say_what_they_cannot_do():
+    x, y = torch.ones(1, requires_grad=True), torch.zeros(5000, requires_grad=True)
+    optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.1, lower_steps=1, linear_solver="direct")
+    with pytest.raises(ValueError, match=r"at most 4096 lower parameters, and there are 5000.*'cg'"):
+        optimizer.step(lambda: y.sum(), lambda: (y - x).square().sum())
+    z = torch.zeros(2, requires_grad=True)
+    optimizer = bo.AID([x], [z], lr=0.1, lower_lr=0.1, lower_steps=1, linear_solver="direct")
+    with pytest.raises(bo.NonFiniteError, match=r"Hessian is singular.*damping"):
+        optimizer.step(lambda: z.sum(), lambda: (z[0] - x).square().sum() + 0 * z[1])
+    assert not z.any()
 
 
 def test_auto_changes_to_minres_and_stays_there():
