@@ -99,7 +99,7 @@ FILTERS = {"derivatives": "Second derivatives", "tasks": "Tasks", "noise": "Grad
 # What people type into the search, where a page says it in other words. The page comes first among what is found.
 WORDS = {
     "auto_gallery/plot_01_data_cleaning": "noisy labels, label noise, wrong labels, clean labels, reweight examples",
-    "auto_gallery/plot_02_cnn_hyperparameters": "weight decay per layer, hyperparameter tuning, tune weight decay",
+    "auto_gallery/plot_02_cnn_hyperparameters": "tune a network, hyper-parameters of a cnn",
     "auto_gallery/plot_05_class_weights": "imbalanced classes, class imbalance, rare classes, long tail",
     "auto_gallery/plot_06_few_shot": "few-shot learning, meta-learning, maml example",
     "auto_gallery/plot_10_data_mixing": "data mixing, domain weights, mixture of data",
@@ -109,11 +109,15 @@ WORDS = {
     "glossary": "inner, outer, inner loop, outer loop, inner problem, outer problem, meta-gradient",
     "howto/batchnorm": "batch normalization, batchnorm, dropout",
     "howto/checkpoints": "resume, resume training, save and load, checkpoint",
+    "howto/compile": "compile fallback, why does compile fall back, graph break, fullgraph, eager steps",
     "howto/ddp": "multiple gpus, 2 gpus, several gpus, multi-gpu, torchrun, distributed training, ddp, fsdp",
+    "howto/hyperparameters": "weight decay per layer, hyperparameter tuning, tune weight decay, retrain",
+    "howto/lightning": "lightning, two loaders, combinedloader",
     "howto/memory": "out of memory, cuda out of memory, how much memory, gradient checkpointing",
     "howto/mixed_precision": "amp, autocast, bfloat16",
     "howto/other_optimizers": "adam for both levels, adam, momentum, learning rate schedule, gradient clipping",
-    "speed": "torch.compile, compile, compile fallback, cuda graphs, faster steps",
+    "howto/wrong_labels": "my own data, imagefolder, dataset with an index, find mislabeled examples, clean my labels",
+    "speed": "torch.compile, compile, cuda graphs, faster steps",
     "suggest": "learning rate, choose nu, default settings",
 }
 
