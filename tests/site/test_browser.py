@@ -214,7 +214,10 @@ def test_a_newcomer_finds_it_in_three_clicks(open_page, task):
 QUESTIONS = {
     "which method": (["Choose"], ["Are there one to three upper parameters?", "RSVRB", "suggest"]),
     "weight decay per layer": (["How to", "Weight decay for each layer"], ["log_decay", "train anew", "weight_decay"]),
-    "labels of my own data": (["How to", "Find wrong labels in your own data"], ["ImageFolder", "threshold", "How many"]),
+    "labels of my own data": (
+        ["How to", "Find wrong labels in your own data"],
+        ["ImageFolder", "threshold", "How many"],
+    ),
     "Lightning": (["How to", "Lightning"], ["CombinedLoader", "validation_step", "optimizer.compile("]),
     "Adam for both levels": (
         ["How to", "Adam for both levels"],
