@@ -8,6 +8,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent)]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # examples are small: more threads make them slower
 
+import docstrings  # noqa: E402
 import pages  # noqa: E402
 
 import bilevel_optim  # noqa: E402
@@ -23,6 +24,7 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
     "mathml",
     "entries",
     "sphinx_copybutton",
@@ -59,7 +61,7 @@ html_theme_options = {
     "navbar_align": "left",
     "footer_start": ["copyright"],
     "footer_end": [],
-    "secondary_sidebar_items": {"**": ["page-toc"], "choosing": []},  # its table needs the room
+    "secondary_sidebar_items": {"**": ["page-toc"], **{name: [] for name in pages.wide()}},
 }
 if "DOCS_VERSIONS" in os.environ:  # the address of the list of versions, where several are published side by side
     html_theme_options["switcher"] = {
@@ -86,5 +88,7 @@ sphinx_gallery_conf = {
 def setup(app):
     """Follow links that lead out of this folder."""
     app.connect("source-read", pages.on_source_read)
+    app.connect("autodoc-process-docstring", pages.arrange, priority=300)
     app.connect("autodoc-process-docstring", pages.join_names, priority=400)  # before napoleon
+    app.connect("autodoc-process-signature", docstrings.signature)
     app.connect("missing-reference", pages.public_name)

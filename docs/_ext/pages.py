@@ -9,6 +9,7 @@ import warnings
 from os.path import relpath
 from pathlib import Path
 
+import docstrings
 import torch
 
 import bilevel_optim as bo
@@ -212,22 +213,41 @@ def verdicts(name: str) -> str:
     return "## Its paper's claims, tested\n\n" + head + "\n".join(found) + "\n\n[All experiments](../papers/index.md)\n"
 
 
-def method_page(name: str) -> str:
-    """The reference page of a method."""
+def facts_of(name: str) -> list[str]:
+    """The table of facts on the page of a method, in reStructuredText: its cost in symbols, and what it needs."""
     declared = methods()[name].declared
-    rows = [("family", declared.family)]
-    rows += [(title, column(declared)) for title, column in COLUMNS.items() if title != "when"]
+    rows = [(title, column(declared)) for title, column in COLUMNS.items() if title != "when"]
+    rows[0] = ("in symbols", rows[0][1])
     rows += [
         (FILTERS[key].lower(), value) for key, value in facts(name, declared).items() if key in ("noise", "memory")
     ]
     if declared.lower_optimizer != "any":
         rows.append(("lower_optimizer", declared.lower_optimizer))
-    rows.append(("compiled by `compile`", declared.uncaptured or ("the estimate" if declared.host_update else "yes")))
-    lines = "\n".join(f"| {title} | {value} |" for title, value in rows)
+    rows.append(("compiled by ``compile``", declared.uncaptured or ("the estimate" if declared.host_update else "yes")))
+    rows.append(("family", declared.family))
+    lines = [".. list-table::", "    :widths: 30 70", ""]
+    for title, value in rows:
+        value = re.sub(r"\[([^\]]+)\]\(([^)]+)\)", r"`\1 <\2>`__", value)
+        lines += [f"    * - {title}", f"      - {value}"]
+    return [
+        *lines,
+        "",
+        "T is ``lower_steps``; an hvp and a jvp are products of second derivatives with a vector (:doc:`/glossary`). "
+        "All methods: :doc:`/methods`.",
+    ]
+
+
+def arrange(_app, what, _name, value, _options, lines: list[str]) -> None:
+    """Put the docstring of a method into the order of its page, before napoleon reads it."""
+    if what == "class" and value in methods().values():
+        lines[:] = docstrings.arranged(value.__name__, facts_of(value.__name__))
+
+
+def method_page(name: str) -> str:
+    """The reference page of a method."""
+    declared = methods()[name].declared
     return (
-        f"# {name}\n\n**When:** {declared.when}.\n\n| | |\n|---|---|\n{lines}\n\n"
-        "[T](../glossary.md#t) is `lower_steps`; an [hvp](../glossary.md#hvp) and a [jvp](../glossary.md#jvp) are "
-        "products. [Every method and its cost](../methods.md) has them all.\n\n"
+        f"# {name}\n\n**When:** {declared.when}.\n\n"
         f"```{{eval-rst}}\n.. autoclass:: bilevel_optim.{name}\n   :members:\n   :inherited-members: BilevelOptimizer\n"
         f"   :exclude-members: {', '.join(SHARED)}\n```\n\n"
         "What it shares with every method, such as `step` and `state_dict`, is on the page of "
@@ -383,6 +403,11 @@ def alone() -> list[str]:
     """Pages of the main bar that have no list of contents: a side bar beside them would be empty."""
     pages = [name for name in lists_of(DOCS / "index.md") if (DOCS / f"{name}.md").exists()]
     return [name for name in pages if not lists_of(DOCS / f"{name}.md")]
+
+
+def wide() -> list[str]:
+    """Pages whose tables and programs need the room of the list of their parts."""
+    return ["choosing", "auto_gallery/index", *(f"auto_gallery/{stem}" for stem in examples())]
 
 
 def on_source_read(_app, name: str, source: list[str]) -> None:

@@ -1,10 +1,12 @@
 """The reference has a place for every public name, and the site's tables say of every method what is true."""
 
+import inspect
 import re
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import bilevel_optim as bo
 from bilevel_optim.optimizer.declaration import methods
@@ -22,6 +24,49 @@ def pages():
     return pages
 
 
+@pytest.fixture(scope="module")
+def docstrings(pages):
+    return pages.docstrings
+
+
+@pytest.mark.parametrize("name", methods())
+def test_the_example_on_a_page_runs_and_prints_what_it_says(docstrings, name, capsys):
+    code = docstrings.example(name)
+    torch.set_default_dtype(torch.float32)
+    exec(compile(code, name, "exec"), {})
+    printed = capsys.readouterr().out.strip()
+    assert printed.replace(" ", "") in re.sub(r"[(), ]", "", code) or f"# {printed}" in code
+    assert f"bo.{name}(" in code
+    assert len([line for line in code.splitlines() if line.strip()]) <= 20
+    assert max(map(len, code.splitlines())) <= 88
+
+
+@pytest.mark.parametrize("name", methods())
+def test_a_page_has_formula_example_cost_and_arguments_in_this_order(docstrings, name):
+    lines = docstrings.arranged(name, ["FACTS"])
+    text = "\n".join(lines)
+    heads = [line.removeprefix(".. rubric:: ") for line in lines if line.startswith(".. rubric::")]
+    assert heads[:3] == ["Example", "When, and what it needs", "Cost"]
+    assert text.index("*Cost per step*") < text.index("FACTS") < text.index(".. rubric:: Arguments")
+    assert "Args:" not in text
+    assert ">>>" not in text
+    said = {word for line in lines for word in re.findall(r"``(\w+)``", line) if re.match(r" *``\w+``", line)}
+    entries = docstrings.parts_of(inspect.getdoc(methods()[name]) + "\n")[1]
+    known = {word for names, _ in entries for word in names.split(", ")}
+    assert {"upper", "lower"} <= known <= said
+
+
+def test_arguments_have_types_and_those_of_all_methods_are_folded(docstrings):
+    lines = docstrings.arguments(bo.AID)
+    fold = lines.index(".. dropdown:: Arguments that methods share")
+    assert "``damping`` : float" in lines[:fold]
+    assert "    ``check_finite`` : bool" in lines[fold:]
+    assert docstrings.type_of("Callable[[Any], Optimizer] | None") == "function or None"
+    assert docstrings.signature(None, "class", "", bo.AID, None, "(everything)", None)[0] == (
+        "(upper, lower, *, lr, lower_lr, lower_steps, **options)"
+    )
+
+
 def test_every_public_name_is_in_the_reference(pages):
     missing = set(bo.__all__) - pages.documented() - {"__version__"}
     assert not missing, f"add {sorted(missing)} to REFERENCE in docs/_ext/pages.py"
@@ -33,7 +78,7 @@ def test_what_is_said_of_methods_is_said_of_methods(pages):
     for cls in methods().values():
         page = pages.method_page(cls.__name__)
         assert cls.declared.when in page
-        assert cls.declared.cost in page
+        assert f"      - {cls.declared.cost}" in pages.facts_of(cls.__name__)
         assert f'href="reference/{cls.__name__}.html"' in pages.table_with_filters()
 
 
@@ -176,7 +221,7 @@ def test_the_glossary_has_the_words_and_is_linked(pages):
     assert "glossary" in pages.lists_of(ROOT / "docs/explain/index.md")
     for name in ("start", "methods", "diagnostics", "explain/penalty"):
         assert "glossary.md" in (ROOT / f"docs/{name}.md").read_text(encoding="utf-8"), name
-    assert "(../glossary.md#t)" in pages.method_page("AID")
+    assert "(:doc:`/glossary`)" in pages.facts_of("AID")[-1]
 
 
 def test_choosing_agrees_with_the_readme(pages):
