@@ -31,7 +31,7 @@ extensions = [
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
 ]
-exclude_patterns = ["_build", "_ext", "gallery", "pictures", "records"]
+exclude_patterns = ["_build", "_ext", "_templates", "gallery", "pictures", "records"]
 suppress_warnings = ["config.cache"]  # sphinx-gallery is configured with functions
 nitpicky = True
 default_role = "py:obj"
@@ -49,6 +49,7 @@ html_theme = "pydata_sphinx_theme"
 html_title = "bilevel_optim"
 html_favicon = "_static/favicon.svg"
 html_sidebars = {name: [] for name in pages.alone()}
+templates_path = ["_templates"]
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_js_files = ["methods.js"]
@@ -59,6 +60,8 @@ html_theme_options = {
     "navigation_with_keys": False,
     "show_toc_level": 2,
     "navbar_align": "left",
+    "logo": {"image_light": "_static/logo.svg", "image_dark": "_static/logo.svg", "text": "bilevel_optim"},
+    "navbar_start": ["navbar-logo", "site-version"],
     "footer_start": ["copyright"],
     "footer_end": [],
     "secondary_sidebar_items": {"**": ["page-toc"], **{name: [] for name in pages.wide()}},
@@ -80,13 +83,16 @@ sphinx_gallery_conf = {
     "remove_config_comments": True,
     "abort_on_example_error": False,  # all pages are written, that of the example with its error; then the build fails
     "write_computation_times": False,  # a page that loads its table from elsewhere
-    "image_scrapers": ("matplotlib",),
+    "image_scrapers": (pages.pictures,),
+    "thumbnail_size": (520, 360),
+    "first_notebook_cell": "# %pip install bilevel-optim scikit-learn matplotlib\n%matplotlib inline",
     "reset_modules": ("pages.quiet",),
 }
 
 
 def setup(app):
     """Follow links that lead out of this folder."""
+    app.connect("builder-inited", pages.cards, priority=900)  # after sphinx-gallery
     app.connect("source-read", pages.on_source_read)
     app.connect("autodoc-process-docstring", pages.arrange, priority=300)
     app.connect("autodoc-process-docstring", pages.join_names, priority=400)  # before napoleon

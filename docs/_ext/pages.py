@@ -83,6 +83,18 @@ GROUPS = {
 # The methods that the table shows first: those of the README. The others are behind a button.
 FIRST = ("AID", "ITD", "F2SA", "SOBA", "PZOBO", "RSVRB", "MAML", "RAGDA")
 
+# The gallery in sections: title, what it is about, examples by number.
+SECTIONS = (
+    ("Data", "Which examples to trust, how much of each kind, and which few would do.", (1, 5, 10, 4)),
+    ("Hyper-parameters", "Many at once, by gradient instead of by search.", (2, 13, 3)),
+    ("Many lower problems", "Tasks and users that share what is learned.", (6, 9)),
+    ("Minimax and saddle points", "One loss for two players, and points where hypergradients vanish.", (7, 8)),
+    ("Right and fast", "Is the hypergradient right, and how steps are compiled.", (11, 12)),
+)
+
+# Which panels of its figure are the picture on the card of an example. The first, if it is not named.
+PANEL = {1: (1,), 2: (1,), 3: (0, 1, 2, 3), 4: range(20), 6: (1,), 9: (1,), 13: (2,)}
+
 # What the table of all methods says beside what they declare. Noise: what the gradients may be.
 NOISE = {
     "full batches": ("BOME", "RAHGD", "PRAHGD", "PAID", "BA", "iMCN", "RAGDA", "PRAGDA"),
@@ -405,6 +417,72 @@ def alone() -> list[str]:
     return [name for name in pages if not lists_of(DOCS / f"{name}.md")]
 
 
+def in_sections(text: str) -> str:
+    """The index of the gallery with a heading above the cards of each section, and titles for its pictures."""
+    card = re.compile(r'\n\.\. raw:: html\n\n    <div class="sphx-glr-thumbcontainer".*?    </div>\n', re.S)
+    cards = {int(re.search(r"/plot_(\d+)_", found)[1]): found for found in card.findall(text)}
+    for stem, (title, _) in examples().items():
+        number = int(stem.split("_")[1])
+        cards[number] = re.sub(r"(_thumb\.png\n\s+:alt:) *$", rf"\1 {title}", cards[number], flags=re.M)
+    opening, closing = text.index('\n.. raw:: html\n\n    <div class="sphx-glr-thumbnails"'), text.index(".. toctree::")
+    parts = [text[:opening].replace(TAGS, "")]
+    for title, about, numbers in SECTIONS:
+        div = '.. raw:: html\n\n    <div class="sphx-glr-thumbnails">\n'
+        parts.append(f"{title}\n{'-' * len(title)}\n\n{about}\n\n{div}")
+        parts += [cards.pop(number) for number in numbers]
+        parts.append(".. raw:: html\n\n    </div>\n")
+    if cards:
+        raise ValueError(f"examples {sorted(cards)} are in no section: add them to SECTIONS in docs/_ext/pages.py")
+    return "\n".join([*parts, text[closing:]])
+
+
+TAGS = """.. raw:: html
+
+  <div id='sg-tag-list' class='sphx-glr-tag-list'></div>
+"""
+
+
+def with_button(text: str, stem: str) -> str:
+    """The page of an example with buttons that download it, above its program instead of a note."""
+    text = re.sub(
+        r"\.\. only:: html\n\n    \.\. note::\n.*?full example code\.?[^\n]*\n", "", text, count=1, flags=re.S
+    )
+    buttons = (
+        ".. container:: example-downloads\n\n"
+        f"    :download:`Download as a notebook <{stem}.ipynb>` :download:`as a program <{stem}.py>`\n\n"
+    )
+    return text.replace(".. GENERATED FROM PYTHON SOURCE LINES", buttons + ".. GENERATED FROM PYTHON SOURCE LINES", 1)
+
+
+PANELS = DOCS / "auto_gallery/images/panels"
+
+
+def pictures(block, variables, conf):
+    """Keep one panel of the figure as the picture of its card; then do as sphinx-gallery does."""
+    import matplotlib.pyplot as plt
+    from matplotlib.transforms import Bbox
+    from sphinx_gallery.scrapers import matplotlib_scraper
+
+    for number in plt.get_fignums():
+        figure = plt.figure(number)
+        figure.canvas.draw()
+        stem = Path(variables["src_file"]).stem
+        chosen = [figure.axes[k] for k in PANEL.get(int(stem.split("_")[1]), (0,))]
+        box = Bbox.union([axis.get_tightbbox() for axis in chosen])
+        PANELS.mkdir(parents=True, exist_ok=True)
+        inches = box.transformed(figure.dpi_scale_trans.inverted()).padded(0.08)
+        figure.savefig(PANELS / f"{stem}.png", bbox_inches=inches, dpi=200)
+    return matplotlib_scraper(block, variables, conf, dpi=200)
+
+
+def cards(_app) -> None:
+    """Put the kept panels in the place of the thumbnails, once the gallery is made."""
+    from sphinx_gallery.utils import scale_image
+
+    for panel in PANELS.glob("*.png"):
+        scale_image(panel, PANELS.parent / f"thumb/sphx_glr_{panel.stem}_thumb.png", 520, 360)
+
+
 def wide() -> list[str]:
     """Pages whose tables and programs need the room of the list of their parts."""
     return ["choosing", "auto_gallery/index", *(f"auto_gallery/{stem}" for stem in examples())]
@@ -426,6 +504,7 @@ def on_source_read(_app, name: str, source: list[str]) -> None:
             flags=re.M,
         )
     if name == "auto_gallery/index":
-        for stem, (title, _) in examples().items():
-            text = re.sub(rf"(sphx_glr_{stem}_thumb\.png\n\s+:alt:) *$", rf"\1 {title}", text, flags=re.M)
+        text = in_sections(text)
+    elif name.startswith("auto_gallery/"):
+        text = with_button(text, name.removeprefix("auto_gallery/"))
     source[0] = text

@@ -82,6 +82,17 @@ def test_the_other_library_gives_the_same(name):
     torch.testing.assert_close(*found)
 
 
+def assert_readable_on_a_phone(figure):
+    """A page of 390 pixels leaves 358 to a picture: no letter may be smaller than 9 there, and no panel narrow."""
+    from matplotlib.text import Text
+
+    scale = 358 / (figure.get_figwidth() * 72)  # pixels for a point
+    small = {t.get_text(): t.get_fontsize() * scale for t in figure.findobj(Text) if t.get_text().strip()}
+    assert min(small.values()) >= 9, {text: size for text, size in small.items() if size < 9}
+    plots = [axis for axis in figure.axes if axis.lines or axis.patches or axis.containers]
+    assert all(axis.get_window_extent().width > 0.3 * figure.bbox.width for axis in plots)
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
 def test_an_example_runs_and_draws(path, monkeypatch):
     matplotlib.use("Agg")
@@ -94,7 +105,9 @@ def test_an_example_runs_and_draws(path, monkeypatch):
     try:
         runpy.run_path(str(path), run_name=path.stem)
         (number,) = plt.get_fignums()
-        assert all(axis.has_data() or axis.images or axis.child_axes for axis in plt.figure(number).axes if axis.axison)
+        figure = plt.figure(number)
+        assert all(axis.has_data() or axis.images or axis.child_axes for axis in figure.axes if axis.axison)
+        assert_readable_on_a_phone(figure)
     finally:
         plt.close("all")
 
@@ -106,6 +119,11 @@ def test_an_example_is_short_and_says_what_it_is(path):
     assert line == "=" * len(title)
     code = [row for row in text.split('"""', 2)[2].splitlines() if row.strip() and not row.startswith("#")]
     assert len(code) <= 80
+    assert max(map(len, text.splitlines())) <= 88
+
+
+def test_the_examples_have_the_width_of_a_page():
+    assert "line-length = 88" in (ROOT / "docs/gallery/ruff.toml").read_text()
 
 
 def test_there_are_enough_examples():

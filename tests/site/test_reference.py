@@ -224,6 +224,52 @@ def test_the_glossary_has_the_words_and_is_linked(pages):
     assert "(:doc:`/glossary`)" in pages.facts_of("AID")[-1]
 
 
+CARD = """
+.. raw:: html
+
+    <div class="sphx-glr-thumbcontainer" tooltip="x">
+
+.. only:: html
+
+  .. image:: /auto_gallery/images/thumb/sphx_glr_{stem}_thumb.png
+    :alt:
+
+  :doc:`/auto_gallery/{stem}`
+
+.. raw:: html
+
+      <div class="sphx-glr-thumbnail-title">A title</div>
+    </div>
+
+"""
+
+
+def test_the_gallery_has_sections(pages):
+    cards = "".join(CARD.replace("{stem}", stem) for stem in pages.examples())
+    opening = '\n.. raw:: html\n\n    <div class="sphx-glr-thumbnails">\n'
+    page = f"Gallery\n=======\n{opening}{cards}\n.. raw:: html\n\n    </div>\n\n.. toctree::\n   :hidden:\n"
+    found = pages.in_sections(page)
+    numbers = [int(number) for number in re.findall(r":doc:`/auto_gallery/plot_(\d+)_", found)]
+    assert numbers == [number for _, _, section in pages.SECTIONS for number in section]
+    assert found.count('class="sphx-glr-thumbnails"') == len(pages.SECTIONS)
+    assert ":alt: Find wrong labels" in found
+    assert not re.search(r":alt: *$", found, re.M)
+    assert found.endswith(".. toctree::\n   :hidden:\n")
+    another = cards + CARD.replace("{stem}", "plot_99_another")
+    with pytest.raises(ValueError, match=r"\[99\] are in no section"):
+        pages.in_sections(page.replace(cards, another))
+
+
+def test_a_button_downloads_an_example_as_a_notebook(pages):
+    link = ":ref:`Go to the end <x>`\n        to download the full example code.\n"
+    note = f".. only:: html\n\n    .. note::\n\n        {link}"
+    line = ".. GENERATED FROM PYTHON SOURCE LINES 9-29\n"
+    found = pages.with_button(f"{note}\nTitle\n=====\n\n{line}\ncode\n\n{line}", "plot_01_data_cleaning")
+    assert "Go to the end" not in found
+    assert found.count(":download:`Download as a notebook <plot_01_data_cleaning.ipynb>`") == 1
+    assert found.index("=====") < found.index(":download:") < found.index("GENERATED")
+
+
 def test_choosing_agrees_with_the_readme(pages):
     """The methods of the README's table, one for each row, come first in the table here, and are links in the text."""
     rows = re.findall(r"^\| [^|]+ \| (`.+`) \|$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
