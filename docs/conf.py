@@ -60,7 +60,8 @@ html_theme_options = {
     "navigation_with_keys": False,
     "show_toc_level": 2,
     "navbar_align": "left",
-    "logo": {"image_light": "_static/logo.svg", "image_dark": "_static/logo.svg", "text": "bilevel_optim"},
+    "logo": {f"image_{mode}": "_static/logo.svg" for mode in ("light", "dark")}
+    | {"text": "bilevel_optim", "alt_text": "Two valleys, one above the other"},
     "navbar_start": ["navbar-logo", "site-version"],
     "footer_start": ["copyright"],
     "footer_end": [],

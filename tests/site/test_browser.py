@@ -22,6 +22,9 @@ SHOWN = {
     "start": "start.html",
     "choose": "choosing.html",
     "gallery": "auto_gallery/index.html",
+    "example": "auto_gallery/plot_03_learned_filters.html",
+    "how-to": "howto/index.html",
+    "question": "howto/hyperparameters.html",
     "method": "reference/F2SA.html",
     "errors": "errors.html",
     "unrolled": "explain/unrolled.html",
@@ -163,6 +166,30 @@ def test_a_page_fits_and_says_nothing_wrong(open_page, name, view):
     if folder := os.environ.get("SCREENSHOTS"):
         Path(folder).mkdir(parents=True, exist_ok=True)
         page.screenshot(path=f"{folder}/{name}-{view}.png")
+
+
+def test_each_page_has_the_logo_and_says_its_version(open_page):
+    import bilevel_optim
+
+    page = open_page("howto/ddp.html", viewport={"width": 1280, "height": 900})
+    assert page.inner_text(".site-version") == bilevel_optim.__version__
+    assert page.eval_on_selector(".navbar-brand img", "image => image.naturalWidth") > 0
+
+
+def test_an_example_is_downloaded_as_a_notebook(open_page):
+    page = open_page("auto_gallery/plot_01_data_cleaning.html", viewport={"width": 1280, "height": 900})
+    with page.expect_download() as download:
+        page.get_by_role("link", name="Download as a notebook").first.click()
+    assert download.value.suggested_filename == "plot_01_data_cleaning.ipynb"
+
+
+def test_arguments_that_methods_share_are_folded(open_page):
+    page = open_page("reference/AID.html", viewport={"width": 1280, "height": 900})
+    shared = page.get_by_text("average all oracles over the ranks")
+    assert not shared.is_visible()
+    page.get_by_text("Arguments that methods share").click()
+    shared.wait_for(state="visible")
+    assert page.get_by_role("link", name="[source]").first.is_visible()
 
 
 def test_the_table_of_methods_is_filtered(open_page):
