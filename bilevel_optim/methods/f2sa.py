@@ -93,7 +93,7 @@ class F2SA(BilevelOptimizer):
         samples: ``"shared"`` or ``"independent"`` batches for the copies in the lower steps. Default: ``"shared"``.
         normalize: divide the step by the norm of the estimate over all of x, as in the paper. ``.grad`` is never
             normalised. Default: None, which is True without an ``upper_optimizer``, and False with one, so that a step
-            is `backward` and a step of that optimizer.
+            is ``backward`` and a step of that optimizer.
         warm_start, upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group,
             tasks_per_step, lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
             `BilevelOptimizer`. The lower optimizer acts on stacked copies, so it must treat every entry alone (SGD,

@@ -9,6 +9,7 @@ import warnings
 from os.path import relpath
 from pathlib import Path
 
+import docstrings
 import torch
 
 import bilevel_optim as bo
@@ -82,6 +83,18 @@ GROUPS = {
 # The methods that the table shows first: those of the README. The others are behind a button.
 FIRST = ("AID", "ITD", "F2SA", "SOBA", "PZOBO", "RSVRB", "MAML", "RAGDA")
 
+# The gallery in sections: title, what it is about, examples by number.
+SECTIONS = (
+    ("Data", "Which examples to trust, how much of each kind, and which few would do.", (1, 5, 10, 4)),
+    ("Hyper-parameters", "Many at once, by gradient instead of by search.", (2, 13, 3)),
+    ("Many lower problems", "Tasks and users that share what is learned.", (6, 9)),
+    ("Minimax and saddle points", "One loss for two players, and points where hypergradients vanish.", (7, 8)),
+    ("Right and fast", "Is the hypergradient right, and how steps are compiled.", (11, 12)),
+)
+
+# Which panels of its figure are the picture on the card of an example. The first, if it is not named.
+PANEL = {1: (1,), 2: (1,), 3: (0, 1, 2, 3), 4: range(20), 6: (1,), 9: (1,), 13: (2,)}
+
 # What the table of all methods says beside what they declare. Noise: what the gradients may be.
 NOISE = {
     "full batches": ("BOME", "RAHGD", "PRAHGD", "PAID", "BA", "iMCN", "RAGDA", "PRAGDA"),
@@ -99,7 +112,7 @@ FILTERS = {"derivatives": "Second derivatives", "tasks": "Tasks", "noise": "Grad
 # What people type into the search, where a page says it in other words. The page comes first among what is found.
 WORDS = {
     "auto_gallery/plot_01_data_cleaning": "noisy labels, label noise, wrong labels, clean labels, reweight examples",
-    "auto_gallery/plot_02_cnn_hyperparameters": "weight decay per layer, hyperparameter tuning, tune weight decay",
+    "auto_gallery/plot_02_cnn_hyperparameters": "tune a network, hyper-parameters of a cnn",
     "auto_gallery/plot_05_class_weights": "imbalanced classes, class imbalance, rare classes, long tail",
     "auto_gallery/plot_06_few_shot": "few-shot learning, meta-learning, maml example",
     "auto_gallery/plot_10_data_mixing": "data mixing, domain weights, mixture of data",
@@ -109,11 +122,15 @@ WORDS = {
     "glossary": "inner, outer, inner loop, outer loop, inner problem, outer problem, meta-gradient",
     "howto/batchnorm": "batch normalization, batchnorm, dropout",
     "howto/checkpoints": "resume, resume training, save and load, checkpoint",
+    "howto/compile": "compile fallback, why does compile fall back, graph break, fullgraph, eager steps",
     "howto/ddp": "multiple gpus, 2 gpus, several gpus, multi-gpu, torchrun, distributed training, ddp, fsdp",
+    "howto/hyperparameters": "weight decay per layer, hyperparameter tuning, tune weight decay, retrain",
+    "howto/lightning": "lightning, two loaders, combinedloader",
     "howto/memory": "out of memory, cuda out of memory, how much memory, gradient checkpointing",
     "howto/mixed_precision": "amp, autocast, bfloat16",
     "howto/other_optimizers": "adam for both levels, adam, momentum, learning rate schedule, gradient clipping",
-    "speed": "torch.compile, compile, compile fallback, cuda graphs, faster steps",
+    "howto/wrong_labels": "my own data, imagefolder, dataset with an index, find mislabeled examples, clean my labels",
+    "speed": "torch.compile, compile, cuda graphs, faster steps",
     "suggest": "learning rate, choose nu, default settings",
 }
 
@@ -208,22 +225,41 @@ def verdicts(name: str) -> str:
     return "## Its paper's claims, tested\n\n" + head + "\n".join(found) + "\n\n[All experiments](../papers/index.md)\n"
 
 
-def method_page(name: str) -> str:
-    """The reference page of a method."""
+def facts_of(name: str) -> list[str]:
+    """The table of facts on the page of a method, in reStructuredText: its cost in symbols, and what it needs."""
     declared = methods()[name].declared
-    rows = [("family", declared.family)]
-    rows += [(title, column(declared)) for title, column in COLUMNS.items() if title != "when"]
+    rows = [(title, column(declared)) for title, column in COLUMNS.items() if title != "when"]
+    rows[0] = ("in symbols", rows[0][1])
     rows += [
         (FILTERS[key].lower(), value) for key, value in facts(name, declared).items() if key in ("noise", "memory")
     ]
     if declared.lower_optimizer != "any":
         rows.append(("lower_optimizer", declared.lower_optimizer))
-    rows.append(("compiled by `compile`", declared.uncaptured or ("the estimate" if declared.host_update else "yes")))
-    lines = "\n".join(f"| {title} | {value} |" for title, value in rows)
+    rows.append(("compiled by ``compile``", declared.uncaptured or ("the estimate" if declared.host_update else "yes")))
+    rows.append(("family", declared.family))
+    lines = [".. list-table::", "    :widths: 30 70", ""]
+    for title, value in rows:
+        value = re.sub(r"\[([^\]]+)\]\(([^)]+)\)", r"`\1 <\2>`__", value)
+        lines += [f"    * - {title}", f"      - {value}"]
+    return [
+        *lines,
+        "",
+        "T is ``lower_steps``; an hvp and a jvp are products of second derivatives with a vector (:doc:`/glossary`). "
+        "All methods: :doc:`/methods`.",
+    ]
+
+
+def arrange(_app, what, _name, value, _options, lines: list[str]) -> None:
+    """Put the docstring of a method into the order of its page, before napoleon reads it."""
+    if what == "class" and value in methods().values():
+        lines[:] = docstrings.arranged(value.__name__, facts_of(value.__name__))
+
+
+def method_page(name: str) -> str:
+    """The reference page of a method."""
+    declared = methods()[name].declared
     return (
-        f"# {name}\n\n**When:** {declared.when}.\n\n| | |\n|---|---|\n{lines}\n\n"
-        "[T](../glossary.md#t) is `lower_steps`; an [hvp](../glossary.md#hvp) and a [jvp](../glossary.md#jvp) are "
-        "products. [Every method and its cost](../methods.md) has them all.\n\n"
+        f"# {name}\n\n**When:** {declared.when}.\n\n"
         f"```{{eval-rst}}\n.. autoclass:: bilevel_optim.{name}\n   :members:\n   :inherited-members: BilevelOptimizer\n"
         f"   :exclude-members: {', '.join(SHARED)}\n```\n\n"
         "What it shares with every method, such as `step` and `state_dict`, is on the page of "
@@ -381,6 +417,77 @@ def alone() -> list[str]:
     return [name for name in pages if not lists_of(DOCS / f"{name}.md")]
 
 
+def in_sections(text: str) -> str:
+    """The index of the gallery with a heading above the cards of each section, and titles for its pictures."""
+    card = re.compile(r'\n\.\. raw:: html\n\n    <div class="sphx-glr-thumbcontainer".*?    </div>\n', re.S)
+    cards = {int(re.search(r"/plot_(\d+)_", found)[1]): found for found in card.findall(text)}
+    for stem, (title, _) in examples().items():
+        number = int(stem.split("_")[1])
+        cards[number] = re.sub(r"(_thumb\.png\n\s+:alt:) *$", rf"\1 {title}", cards[number], flags=re.M)
+    opening, closing = text.index('\n.. raw:: html\n\n    <div class="sphx-glr-thumbnails"'), text.index(".. toctree::")
+    parts = [text[:opening].replace(TAGS, "")]
+    for title, about, numbers in SECTIONS:
+        div = '.. raw:: html\n\n    <div class="sphx-glr-thumbnails">\n'
+        parts.append(f"{title}\n{'-' * len(title)}\n\n{about}\n\n{div}")
+        parts += [cards.pop(number) for number in numbers]
+        parts.append(".. raw:: html\n\n    </div>\n")
+    if cards:
+        raise ValueError(f"examples {sorted(cards)} are in no section: add them to SECTIONS in docs/_ext/pages.py")
+    return "\n".join([*parts, text[closing:]])
+
+
+TAGS = """.. raw:: html
+
+  <div id='sg-tag-list' class='sphx-glr-tag-list'></div>
+"""
+
+
+def with_button(text: str, stem: str) -> str:
+    """The page of an example with buttons that download it, above its program instead of a note."""
+    text = re.sub(
+        r"\.\. only:: html\n\n    \.\. note::\n.*?full example code\.?[^\n]*\n", "", text, count=1, flags=re.S
+    )
+    buttons = (
+        ".. container:: example-downloads\n\n"
+        f"    :download:`Download as a notebook <{stem}.ipynb>` :download:`as a program <{stem}.py>`\n\n"
+    )
+    return text.replace(".. GENERATED FROM PYTHON SOURCE LINES", buttons + ".. GENERATED FROM PYTHON SOURCE LINES", 1)
+
+
+PANELS = DOCS / "auto_gallery/images/panels"
+
+
+def pictures(block, variables, conf):
+    """Keep one panel of the figure as the picture of its card; then do as sphinx-gallery does."""
+    import matplotlib.pyplot as plt
+    from matplotlib.transforms import Bbox
+    from sphinx_gallery.scrapers import matplotlib_scraper
+
+    for number in plt.get_fignums():
+        figure = plt.figure(number)
+        figure.canvas.draw()
+        stem = Path(variables["src_file"]).stem
+        chosen = [figure.axes[k] for k in PANEL.get(int(stem.split("_")[1]), (0,))]
+        box = Bbox.union([axis.get_tightbbox() for axis in chosen])
+        PANELS.mkdir(parents=True, exist_ok=True)
+        inches = box.transformed(figure.dpi_scale_trans.inverted()).padded(0.08)
+        figure.savefig(PANELS / f"{stem}.png", bbox_inches=inches, dpi=200)
+    return matplotlib_scraper(block, variables, conf, dpi=200)
+
+
+def cards(_app) -> None:
+    """Put the kept panels in the place of the thumbnails, once the gallery is made."""
+    from sphinx_gallery.utils import scale_image
+
+    for panel in PANELS.glob("*.png"):
+        scale_image(panel, PANELS.parent / f"thumb/sphx_glr_{panel.stem}_thumb.png", 520, 360)
+
+
+def wide() -> list[str]:
+    """Pages whose tables and programs need the room of the list of their parts."""
+    return ["choosing", "auto_gallery/index", *(f"auto_gallery/{stem}" for stem in examples())]
+
+
 def on_source_read(_app, name: str, source: list[str]) -> None:
     """Put in what is made, and follow links."""
     text = source[0]
@@ -397,6 +504,7 @@ def on_source_read(_app, name: str, source: list[str]) -> None:
             flags=re.M,
         )
     if name == "auto_gallery/index":
-        for stem, (title, _) in examples().items():
-            text = re.sub(rf"(sphx_glr_{stem}_thumb\.png\n\s+:alt:) *$", rf"\1 {title}", text, flags=re.M)
+        text = in_sections(text)
+    elif name.startswith("auto_gallery/"):
+        text = with_button(text, name.removeprefix("auto_gallery/"))
     source[0] = text

@@ -2,8 +2,9 @@
 Classes of very different sizes
 ===============================
 
-Digit 0 has 120 training examples, digit 9 has four. The upper parameters are one weight for each class and one shift of
-each logit. They minimise the loss on a small balanced set. The picture shows which digits gain.
+Digit 0 has 120 training examples, digit 9 has four. The upper parameters are one weight
+for each class and one shift of each logit. They minimise the loss on a small balanced
+set. The picture shows which digits gain.
 """
 
 import os
@@ -19,7 +20,8 @@ import bilevel_optim as bo
 torch.manual_seed(0)
 steps = 3 if "SMOKE" in os.environ else 60
 digits = load_digits()
-images, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+images = torch.tensor(digits.data, dtype=torch.float32) / 16
+labels = torch.tensor(digits.target)
 sizes = [round(120 * (4 / 120) ** (digit / 9)) for digit in range(10)]
 rows = [torch.nonzero(labels == digit).flatten() for digit in range(10)]
 rows = [row[torch.randperm(len(row))] for row in rows]
@@ -29,7 +31,8 @@ test = torch.cat([row[130:] for row in rows])
 momentum = partial(torch.optim.SGD, momentum=0.9)
 
 # %%
-# The lower loss reads the upper parameters; the upper loss is balanced, and reads the model alone.
+# The lower loss reads the upper parameters; the upper loss is balanced, and reads the
+# model alone.
 
 weight, shift = torch.zeros(10, requires_grad=True), torch.zeros(10, requires_grad=True)
 model = torch.nn.Linear(64, 10)
@@ -50,11 +53,12 @@ def recalls():
     return [float(right[labels[test] == digit].double().mean()) for digit in range(10)]
 
 
-optimizer = bo.AID(
-    [weight, shift], model.parameters(), lr=1, lower_lr=0.3, lower_steps=20, lower_optimizer=momentum, linear_steps=10
-)
+below = {"lower_lr": 0.3, "lower_steps": 20, "lower_optimizer": momentum}
+optimizer = bo.AID([weight, shift], model.parameters(), lr=1, linear_steps=10, **below)
 for _ in range(steps):
-    optimizer.backward(upper_loss, lower_loss)  # without a step of x: trained with equal weights
+    optimizer.backward(
+        upper_loss, lower_loss
+    )  # without a step of x: trained with equal weights
 before = recalls()
 
 # %%
@@ -66,12 +70,17 @@ for _ in range(steps):
     adam.step()
 after = recalls()
 
-figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
+figure, (left, right) = plt.subplots(2, 1, figsize=(5.4, 6.4), layout="constrained")
 places = torch.arange(10).numpy()
-for k, (name, values) in enumerate((("equal weights", before), ("learned weights", after))):
-    left.bar(places + 0.4 * k, values, 0.4, label=f"{name}: mean {sum(values) / 10:.3f}")
-left.set(xticks=places + 0.2, xticklabels=[f"{d}\n{n}" for d, n in enumerate(sizes)], ylim=(0, 1.35))
-left.set(xlabel="digit, and the number of its training examples", ylabel="recall on test images")
+for k, (name, values) in enumerate({"equal": before, "learned": after}.items()):
+    name = f"{name} weights: mean {sum(values) / 10:.3f}"
+    left.bar(places + 0.4 * k, values, 0.4, label=name)
+left.set_xticks(places + 0.2, [f"{d}\n{n}" for d, n in enumerate(sizes)])
+left.set_ylim(0, 1.35)
+left.set(
+    xlabel="digit, and the number of its training examples",
+    ylabel="recall on test images",
+)
 left.legend(loc="upper right")
 right.plot(10 * weight.detach().softmax(0).numpy(), "o-", label="weight, 1 on average")
 right.plot(shift.detach().numpy(), "s-", label="shift of the logit")

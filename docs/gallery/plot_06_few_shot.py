@@ -2,9 +2,10 @@
 Learn to adapt: few-shot regression
 ===================================
 
-Each task is a sine wave of its own amplitude and phase, seen at ten points. :class:`~bilevel_optim.MAML` learns the
-initial weights from which a gradient step or a few fit a new wave. A network trained on all waves at once learns
-their mean, which fits none of them.
+Each task is a sine wave of its own amplitude and phase, seen at ten points.
+:class:`~bilevel_optim.MAML` learns the initial weights from which a gradient step or a
+few fit a new wave. A network trained on all waves at once learns their mean, which fits
+none of them.
 """
 
 import os
@@ -19,8 +20,8 @@ torch.manual_seed(0)
 steps = 3 if "SMOKE" in os.environ else 1500
 
 # %%
-# A sampler draws tasks, and their lower and upper data. Here the tasks are infinitely many: a task *is* its amplitude
-# and phase.
+# A sampler draws tasks, and their lower and upper data. Here the tasks are infinitely
+# many: a task *is* its amplitude and phase.
 
 
 class Waves:
@@ -35,7 +36,9 @@ class Waves:
 
 
 def network():
-    return nn.Sequential(nn.Linear(1, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 1))
+    return nn.Sequential(
+        nn.Linear(1, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 1)
+    )
 
 
 def loss(batch):
@@ -64,12 +67,12 @@ for _ in range(steps):
     joint_adam.step()
 
 # %%
-# A new wave, seen at ten points. ``adapt`` makes the gradient steps from the learned start, and leaves the model alone
-# unless ``write=True``.
+# A new wave, seen at ten points. ``adapt`` makes the gradient steps from the learned
+# start, and leaves the model alone unless ``write=True``.
 
 task, line = torch.tensor([[3.0, 1.0]]), torch.linspace(-5, 5, 200)[:, None]
 points = tuple(part[0] for part in Waves().lower(task, 10, None))
-figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
+figure, (left, right) = plt.subplots(2, 1, figsize=(5.4, 7.4), layout="constrained")
 left.plot(torch.tensor(curve).unfold(0, min(50, steps), 1).mean(1).numpy())
 left.set(xlabel="outer steps", ylabel="loss after one step, mean of 50", yscale="log")
 grid = line.numpy()
@@ -79,5 +82,6 @@ right.plot(grid, joint(line).detach().numpy(), ":", label="trained on all waves"
 for count in (0, 1, 5):
     maml.adapt(loss, points, steps=count, write=True)
     right.plot(grid, model(line).detach().numpy(), label=f"MAML, {count} steps")
-right.legend(fontsize="small", loc="lower left")
+right.set_ylim(-9, 4)
+right.legend(loc="lower left")
 plt.show()

@@ -2,9 +2,10 @@
 How much of each source of data
 ===============================
 
-A classifier of digits is trained on four sources: clean images, noisy images, images with wrong labels, and noise. The
-upper parameters are the shares of the sources in the training loss. They minimise the loss on 100 clean images.
-:class:`~bilevel_optim.SOBA` takes one small batch for each gradient and each product.
+A classifier of digits is trained on four sources: clean images, noisy images, images
+with wrong labels, and noise. The upper parameters are the shares of the sources in the
+training loss. They minimise the loss on 100 clean images. :class:`~bilevel_optim.SOBA`
+takes one small batch for each gradient and each product.
 """
 
 import os
@@ -21,7 +22,8 @@ torch.manual_seed(0)
 steps = 5 if "SMOKE" in os.environ else 1500
 digits = load_digits()
 order = torch.randperm(len(digits.target))
-images, labels = torch.tensor(digits.data, dtype=torch.float32)[order] / 16, torch.tensor(digits.target)[order]
+images = torch.tensor(digits.data, dtype=torch.float32)[order] / 16
+labels = torch.tensor(digits.target)[order]
 names = ("clean", "noisy", "wrong labels", "noise")
 sources = torch.arange(400) % 4
 train, given = images[:400].clone(), labels[:400].clone()
@@ -61,7 +63,10 @@ def trained(learn):
     model.reset_parameters()
     shares.data.zero_()
     optimizer = bo.SOBA([shares], model.parameters(), lr=0.2 * learn, lower_lr=0.1)
-    upper, lower = bo.Objective(upper_loss, held_loader), bo.Objective(lower_loss, train_loader)
+    upper, lower = (
+        bo.Objective(upper_loss, held_loader),
+        bo.Objective(lower_loss, train_loader),
+    )
     found = []
     for k in range(steps):
         optimizer.step(upper, lower)
@@ -71,8 +76,9 @@ def trained(learn):
 
 
 equal, learned = trained(False), trained(True)
-figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
-left.stackplot([k for k, *_ in learned], torch.tensor([s for *_, s in learned]).T.numpy(), labels=names)
+figure, (left, right) = plt.subplots(2, 1, figsize=(5.4, 6.4), layout="constrained")
+moved = torch.tensor([s for *_, s in learned]).T.numpy()
+left.stackplot([k for k, *_ in learned], moved, labels=names)
 left.set(xlabel="steps", ylabel="share of the training loss", ylim=(0, 1))
 left.legend(loc="center right")
 for name, found in (("equal shares", equal), ("learned shares", learned)):

@@ -2,15 +2,18 @@
 Fast steps: compile and run
 ===========================
 
-For small models Python overhead dominates. ``compile()`` compiles a step, ``run()`` makes many compiled steps in one
-call. The losses stay as they are, and the numbers are the same up to rounding.
+For small models Python overhead dominates. ``compile()`` compiles a step, ``run()``
+makes many compiled steps in one call. The losses stay as they are, and the numbers are
+the same up to rounding.
 """
 
 import os
 import time
+from functools import partial
 
 import matplotlib.pyplot as plt
 import torch
+from torch.nn.functional import softplus
 
 import bilevel_optim as bo
 
@@ -21,20 +24,22 @@ inputs, targets = torch.randn(64, 22), torch.randn(64).sign()
 held, held_targets = torch.randn(64, 22), torch.randn(64).sign()
 
 # %%
-# Logistic regression with a penalty for each of 22 weights: one step is a few kilobytes of arithmetic.
+# Logistic regression with a penalty for each of 22 weights: one step is a few kilobytes
+# of arithmetic.
 
 
 def problem(method, **options):
-    penalty, weight = torch.zeros(22, requires_grad=True), torch.zeros(22, requires_grad=True)
+    penalty, weight = (torch.zeros(22, requires_grad=True) for _ in range(2))
 
     def lower_loss():
         margins = targets * (inputs @ weight)
-        return torch.nn.functional.softplus(-margins).mean() + (penalty.exp() * weight.square()).mean() / 2
+        return softplus(-margins).mean() + (penalty.exp() * weight.square()).mean() / 2
 
     def upper_loss():
-        return torch.nn.functional.softplus(-held_targets * (held @ weight)).mean()
+        return softplus(-held_targets * (held @ weight)).mean()
 
-    return method([penalty], [weight], lr=0.1, lower_lr=0.1, **options), upper_loss, lower_loss, penalty
+    optimizer = method([penalty], [weight], lr=0.1, lower_lr=0.1, **options)
+    return optimizer, upper_loss, lower_loss, penalty
 
 
 def per_step(action, steps):
@@ -47,7 +52,8 @@ def per_step(action, steps):
 
 
 # %%
-# Three optimizers of each kind start at the same point. The first calls compile, and are not timed.
+# Three optimizers of each kind start at the same point. The first calls compile, and
+# are not timed.
 
 methods = {"SOBA": (bo.SOBA, {}), "ITD": (bo.ITD, {"lower_steps": 5})}
 found, apart = {}, {}
@@ -61,24 +67,24 @@ for name, (method, options) in methods.items():
         eager.step(*losses)
         stepped.step(*stepped_losses)
     many.run(*many_losses, steps=several)
-    apart[name] = max(float((first - other).detach().abs().max()) for other in (second, third))
+    apart[name] = max(float((first - x).detach().abs().max()) for x in (second, third))
     found[name] = [
-        per_step(lambda: eager.step(*losses), 1),  # noqa: B023
-        per_step(lambda: stepped.step(*stepped_losses), 1),  # noqa: B023
-        per_step(lambda: many.run(*many_losses, steps=several), several),  # noqa: B023
+        per_step(partial(eager.step, *losses), 1),
+        per_step(partial(stepped.step, *stepped_losses), 1),
+        per_step(partial(many.run, *many_losses, steps=several), several),
     ]
 
 # %%
 # Medians. Figures of more methods, and beside other libraries: see Benchmarks.
 
 print(f"largest difference of x after {several} steps:", apart)
-figure, axis = plt.subplots(figsize=(8, 3.2), layout="constrained")
-for k, (kind, colour) in enumerate(
-    (("step", "tab:grey"), ("compile, step", "tab:blue"), ("compile, run", "tab:green"))
-):
-    bars = axis.barh([i - 0.25 * k for i in range(2)], [f[k] for f in found.values()], 0.24, label=kind, color=colour)
+figure, axis = plt.subplots(figsize=(5.4, 3.4), layout="constrained")
+for k, kind in enumerate(("step", "compile, step", "compile, run")):
+    places, times = [i - 0.25 * k for i in range(2)], [f[k] for f in found.values()]
+    bars = axis.barh(places, times, 0.24, label=kind, color=("grey", "C0", "C2")[k])
     axis.bar_label(bars, fmt="%.0f us", padding=3)
-axis.set(yticks=[-0.25, 0.75], yticklabels=list(found), xscale="log", xlabel="microseconds for one step")
-axis.margins(x=0.2)
-axis.legend(loc="lower right")
+axis.set(xscale="log", xlabel="microseconds for one step")
+axis.set_yticks([-0.25, 0.75], found)
+axis.margins(x=0.3)
+axis.legend(loc="upper center", bbox_to_anchor=(0.5, 1.2), ncols=3, frameon=False)
 plt.show()

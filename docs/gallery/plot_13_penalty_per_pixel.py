@@ -2,12 +2,14 @@
 A penalty for each pixel
 ========================
 
-Ridge regression of digits with 64 penalties, one for each pixel, instead of one for all. The hypergradient tunes them
-together. :class:`~bilevel_optim.FirstOrder` ignores how the weights depend on the penalties. The upper loss does not
-read the penalties, so the control does not move at all: everything is gained by the indirect part.
+Ridge regression of digits with 64 penalties, one for each pixel, instead of one for
+all. The hypergradient tunes them together. :class:`~bilevel_optim.FirstOrder` ignores
+how the weights depend on the penalties. The upper loss does not read the penalties, so
+the control does not move at all: everything is gained by the indirect part.
 """
 
 import os
+from functools import partial
 
 import matplotlib.pyplot as plt
 import torch
@@ -21,25 +23,30 @@ steps = 3 if "SMOKE" in os.environ else 80
 digits = load_digits()
 order = torch.randperm(len(digits.target))
 images = torch.tensor(digits.data, dtype=torch.float32)[order] / 16
-images += 0.5 * torch.rand(64)[None] * torch.randn_like(images)  # some pixels are noisier than others
+images += (
+    0.5 * torch.rand(64)[None] * torch.randn_like(images)
+)  # some pixels are noisier than others
 labels = torch.tensor(digits.target)[order]
 train, held, test = slice(0, 150), slice(150, 500), slice(500, None)
 goal = F.one_hot(labels[train], 10).float()
 
 
 # %%
-# One outer step: twenty lower steps with momentum, ten products for the linear system, one step of Adam.
+# One outer step: twenty lower steps with momentum, ten products for the linear system,
+# one step of Adam.
 
 
 def tuned(method, count):
     log_penalty = torch.full((count,), -4.0, requires_grad=True)
     model = torch.nn.Linear(64, 10)
-    options = {"lower_steps": 20, "lower_optimizer": lambda groups: torch.optim.SGD(groups, momentum=0.9)}
+    momentum = partial(torch.optim.SGD, momentum=0.9)
+    options = {"lower_steps": 20, "lower_optimizer": momentum}
     optimizer = method([log_penalty], model.parameters(), lr=1, lower_lr=0.1, **options)
     adam = torch.optim.Adam([log_penalty], lr=0.1)
 
     def lower_loss():
-        return (model(images[train]) - goal).square().mean() * 10 + (log_penalty.exp() * model.weight.square()).sum()
+        penalty = (log_penalty.exp() * model.weight.square()).sum()
+        return (model(images[train]) - goal).square().mean() * 10 + penalty
 
     def upper_loss():
         return F.cross_entropy(5 * model(images[held]), labels[held])
@@ -47,7 +54,8 @@ def tuned(method, count):
     curve, accuracies = [], []
     for _ in range(steps):
         curve.append(float(optimizer.backward(upper_loss, lower_loss)))
-        accuracies.append(float((model(images[test]).argmax(1) == labels[test]).double().mean()))
+        right = model(images[test]).argmax(1) == labels[test]
+        accuracies.append(float(right.double().mean()))
         adam.step()
     return log_penalty.detach(), curve, accuracies
 
@@ -57,7 +65,9 @@ runs = {
     "64 penalties, AID": tuned(bo.AID, 64),
     "64, control": tuned(bo.FirstOrder, 64),
 }
-figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
+figure, (left, middle, right) = plt.subplots(
+    3, 1, figsize=(5.4, 9), layout="constrained"
+)
 for name, (_, curve, accuracies) in runs.items():
     left.plot(curve, label=name)
     middle.plot(accuracies, label=f"{name}: {accuracies[-1]:.3f}")
@@ -67,5 +77,5 @@ left.legend()
 middle.legend()
 shown = right.imshow(runs["64 penalties, AID"][0].reshape(8, 8).numpy())
 right.set(xticks=[], yticks=[], title="learned log penalty of each pixel")
-figure.colorbar(shown)
+figure.colorbar(shown, ax=right)
 plt.show()

@@ -230,8 +230,8 @@ def multilevel() -> dict[str, Any]:
     return found
 
 
-def _axes(columns: int) -> Any:
-    return plt.subplots(1, columns, figsize=(5.2 * columns, 3.8), layout="constrained")
+def _axes(rows: int) -> Any:
+    return plt.subplots(rows, 1, figsize=(5.4, 3.6 * rows), layout="constrained")  # one below the other, for phones
 
 
 def draw_implicit(found: Any) -> None:
@@ -263,7 +263,7 @@ def draw_unrolled(found: Any) -> None:
         title="a short horizon prefers a weaker penalty",
     )
     right.set_yscale("log")
-    right.legend(fontsize="small")
+    right.legend()
 
 
 def draw_penalty(found: Any) -> None:
@@ -341,6 +341,6 @@ if __name__ == "__main__":
         found = json.loads(record.read_text()) if again else measure()
         record.write_text(json.dumps(found, indent=1) + "\n")
         draw(found)
-        plt.savefig(DOCS / "explain" / f"{name}.png", dpi=110)
+        plt.savefig(DOCS / "explain" / f"{name}.png", dpi=200)
         plt.close("all")
         print(name)

@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 y = np.linspace(-1.2, 2.6, 300)
-figure, (lower, upper) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+figure, (upper, lower) = plt.subplots(2, 1, figsize=(5.4, 6.8), layout="constrained")
 
 for x, colour, name in ((0.3, "tab:blue", "x"), (1.3, "tab:orange", "x + dx")):
     solution = np.tanh(1.2 * x)
@@ -19,7 +19,7 @@ lower.annotate(
     xytext=(np.tanh(0.36), 0.09),
     arrowprops={"arrowstyle": "->", "color": "k", "linewidth": 2, "shrinkA": 6, "shrinkB": 6},
 )
-lower.set(xlabel="y", title="Lower level: y minimises g. Moving x moves the solution", ylim=(-0.7, 3.2))
+lower.set(xlabel="y", title="Lower level: y minimises g.\nMoving x moves the solution", ylim=(-0.7, 3.2))
 lower.legend()
 
 xs, ys = np.meshgrid(np.linspace(-0.4, 2.2, 120), np.linspace(-0.8, 1.6, 120))
@@ -35,6 +35,6 @@ for here, there, colour, text, place in (
     upper.text(*place, text, color=colour, fontsize=11, backgroundcolor="white")
 upper.plot(*start, "o", color="tab:blue")
 upper.plot(*end, "o", color="tab:orange")
-upper.set(xlabel="x", ylabel="y", title="Upper level: walk down f along the curve y*(x)")
+upper.set(xlabel="x", ylabel="y", title="Upper level: walk down f\nalong the curve y*(x)")
 upper.legend(loc="lower right")
-figure.savefig(Path(__file__).parents[1] / "idea.png", dpi=110)
+figure.savefig(Path(__file__).parents[1] / "idea.png", dpi=200)

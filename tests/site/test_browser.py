@@ -22,6 +22,9 @@ SHOWN = {
     "start": "start.html",
     "choose": "choosing.html",
     "gallery": "auto_gallery/index.html",
+    "example": "auto_gallery/plot_03_learned_filters.html",
+    "how-to": "howto/index.html",
+    "question": "howto/hyperparameters.html",
     "method": "reference/F2SA.html",
     "errors": "errors.html",
     "unrolled": "explain/unrolled.html",
@@ -105,10 +108,11 @@ def open_page(browser, address):
         ("writes into its batch", "errors.html#the-loss-writes-into-its-batch"),
         ("checkpoint", "howto/checkpoints"),
         ("noisy labels", "auto_gallery/plot_01_data_cleaning.html"),
-        ("weight decay per layer", "auto_gallery/plot_02_cnn_hyperparameters.html"),
+        ("weight decay per layer", "howto/hyperparameters.html"),
         ("multiple GPUs", "howto/ddp.html"),
         ("torch.compile", "speed.html"),
-        ("compile fallback", "speed.html"),
+        ("compile fallback", "howto/compile.html"),
+        ("my own data", "howto/wrong_labels.html"),
         ("out of memory", "howto/memory.html"),
         ("inner", "glossary.html"),
         ("lambda", "glossary.html#lambda"),
@@ -164,6 +168,30 @@ def test_a_page_fits_and_says_nothing_wrong(open_page, name, view):
         page.screenshot(path=f"{folder}/{name}-{view}.png")
 
 
+def test_each_page_has_the_logo_and_says_its_version(open_page):
+    import bilevel_optim
+
+    page = open_page("howto/ddp.html", viewport={"width": 1280, "height": 900})
+    assert page.inner_text(".site-version") == bilevel_optim.__version__
+    assert page.eval_on_selector(".navbar-brand img", "image => image.naturalWidth") > 0
+
+
+def test_an_example_is_downloaded_as_a_notebook(open_page):
+    page = open_page("auto_gallery/plot_01_data_cleaning.html", viewport={"width": 1280, "height": 900})
+    with page.expect_download() as download:
+        page.get_by_role("link", name="Download as a notebook").first.click()
+    assert download.value.suggested_filename == "plot_01_data_cleaning.ipynb"
+
+
+def test_arguments_that_methods_share_are_folded(open_page):
+    page = open_page("reference/AID.html", viewport={"width": 1280, "height": 900})
+    shared = page.get_by_text("average all oracles over the ranks")
+    assert not shared.is_visible()
+    page.get_by_text("Arguments that methods share").click()
+    shared.wait_for(state="visible")
+    assert page.get_by_role("link", name="[source]").first.is_visible()
+
+
 def test_the_table_of_methods_is_filtered(open_page):
     page = open_page("choosing.html")
     rows = ".method-table tr[data-tasks]:not([hidden])"
@@ -193,7 +221,7 @@ TASKS = {
     "train with Lightning": (["How to", "Lightning"], "automatic_optimization = False"),
     "come from higher": (["How to", "Coming from higher"], "innerloop_ctx"),
     "make steps faster": (["How to", "Fast steps"], "optimizer.compile()"),
-    "need less memory": (["How to", "Use less memory"], "checkpoint=True"),
+    "need less memory": (["How to", "How much memory"], "checkpoint=True"),
     "see a few-shot example": (["Gallery", "Learn to adapt: few-shot regression"], "bo.MAML"),
 }
 
@@ -207,6 +235,39 @@ def test_a_newcomer_finds_it_in_three_clicks(open_page, task):
         page.get_by_role("link", name=text, exact=True).filter(visible=True).first.click(timeout=20_000)
         page.wait_for_load_state("load")
     assert answer in page.inner_text("article")
+
+
+# What people come with, and what a full answer has. Two clicks from the first page.
+QUESTIONS = {
+    "which method": (["Choose"], ["Are there one to three upper parameters?", "RSVRB", "suggest"]),
+    "weight decay per layer": (["How to", "Weight decay for each layer"], ["log_decay", "train anew", "weight_decay"]),
+    "labels of my own data": (
+        ["How to", "Find wrong labels in your own data"],
+        ["ImageFolder", "threshold", "How many"],
+    ),
+    "Lightning": (["How to", "Lightning"], ["CombinedLoader", "validation_step", "optimizer.compile("]),
+    "Adam for both levels": (
+        ["How to", "Adam for both levels"],
+        ['{"upper_optimizer": torch.optim.Adam, "lower_optimizer": torch.optim.Adam}'],
+    ),
+    "is the gradient right": (["How to", "Checking a hypergradient"], ["check_hypergradient", "print(report)"]),
+    "how much memory": (["How to", "How much memory"], ["How much will it take?", "suggest", "max_memory_allocated"]),
+    "why compile falls back": (["How to", "torch.compile"], ['diagnostics.get("compile_fallback"', "fullgraph=True"]),
+    "resume": (["How to", "Save a run, and resume it"], ["optimizer.load_state_dict", "set_rng_state"]),
+    "two GPUs": (["How to", "Two GPUs and more"], ["torchrun", "DistributedSampler", "set_epoch"]),
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_question_is_answered_in_two_clicks(open_page, question):
+    clicks, answers = QUESTIONS[question]
+    assert len(clicks) <= 2
+    page = open_page("index.html", viewport={"width": 1280, "height": 900})
+    for text in clicks:
+        page.get_by_role("link", name=text, exact=True).filter(visible=True).first.click(timeout=20_000)
+        page.wait_for_load_state("load")
+    said = page.inner_text("article")
+    assert all(answer in said for answer in answers)
 
 
 def test_every_internal_link_answers(address):

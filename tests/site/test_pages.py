@@ -1,8 +1,11 @@
 """The code on the pages runs, and so do the examples of the gallery, at smoke size."""
 
 import ast
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import matplotlib
@@ -13,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [p for folder in ("howto", "explain") for p in sorted((ROOT / "docs" / folder).glob("*.md"))]
 EXAMPLES = sorted((ROOT / "docs/gallery").glob("plot_*.py"))
 NEEDED = {"lightning": "lightning", "accelerate": "accelerate"}
-ELSEWHERE = ("checkpoints",)  # its code goes on from the README's: tests/test_docs.py
+# Its code goes on from the README's (tests/test_docs.py); is a program for several processes, below.
+ELSEWHERE = ("checkpoints", "ddp")
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.stem not in ELSEWHERE], ids=lambda p: p.stem)
@@ -28,7 +32,38 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     torch.set_default_dtype(torch.float32)
     namespace = {"__name__": page.stem}
     for block in blocks:  # later ones go on from earlier ones
-        exec(compile(block, page.name, "exec"), namespace)
+        short = re.sub(r"range\((1[1-9]\d|\d{4,})\)", "range(20)", block)  # what takes longer
+        exec(compile(short, page.name, "exec"), namespace)
+
+
+def test_the_program_for_several_gpus_runs_on_two_processes(tmp_path):
+    text = (ROOT / "docs/howto/ddp.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    (command,) = re.findall(r"```sh\n(.*?)\n```", text, re.S)
+    assert command == "torchrun --standalone --nproc-per-node 2 train.py"
+    (tmp_path / "train.py").write_text(program)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *command.split()[1:]]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run(torchrun, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    first, *_, last = [float(line.split()[1]) for line in ran.stdout.splitlines() if re.fullmatch(r"\d+ \S+", line)]
+    assert last < first
+    assert set(torch.load(tmp_path / "found.pt")) == {"log_decay", "model"}
+
+
+def test_a_folder_of_images_gives_an_index(tmp_path):
+    datasets = pytest.importorskip("torchvision.datasets")
+    from PIL import Image
+
+    text = (ROOT / "docs/howto/wrong_labels.md").read_text()
+    first = re.search(r"```python\n(.*?)\n\n\nfrom sklearn", text, re.S)[1]
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        Image.new("L", (4, 4)).save(tmp_path / name / "one.png")
+    namespace = {}
+    exec(first, namespace)
+    data = namespace["Indexed"](datasets.ImageFolder(tmp_path))
+    assert [data[i][1:] for i in range(len(data))] == [(0, 0), (1, 1)]
 
 
 @pytest.mark.parametrize("name", ["higher", "torchopt"])
@@ -47,6 +82,17 @@ def test_the_other_library_gives_the_same(name):
     torch.testing.assert_close(*found)
 
 
+def assert_readable_on_a_phone(figure):
+    """A page of 390 pixels leaves 358 to a picture: no letter may be smaller than 9 there, and no panel narrow."""
+    from matplotlib.text import Text
+
+    scale = 358 / (figure.get_figwidth() * 72)  # pixels for a point
+    small = {t.get_text(): t.get_fontsize() * scale for t in figure.findobj(Text) if t.get_text().strip()}
+    assert min(small.values()) >= 9, {text: size for text, size in small.items() if size < 9}
+    plots = [axis for axis in figure.axes if axis.lines or axis.patches or axis.containers]
+    assert all(axis.get_window_extent().width > 0.3 * figure.bbox.width for axis in plots)
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
 def test_an_example_runs_and_draws(path, monkeypatch):
     matplotlib.use("Agg")
@@ -59,7 +105,9 @@ def test_an_example_runs_and_draws(path, monkeypatch):
     try:
         runpy.run_path(str(path), run_name=path.stem)
         (number,) = plt.get_fignums()
-        assert all(axis.has_data() or axis.images or axis.child_axes for axis in plt.figure(number).axes if axis.axison)
+        figure = plt.figure(number)
+        assert all(axis.has_data() or axis.images or axis.child_axes for axis in figure.axes if axis.axison)
+        assert_readable_on_a_phone(figure)
     finally:
         plt.close("all")
 
@@ -71,6 +119,11 @@ def test_an_example_is_short_and_says_what_it_is(path):
     assert line == "=" * len(title)
     code = [row for row in text.split('"""', 2)[2].splitlines() if row.strip() and not row.startswith("#")]
     assert len(code) <= 80
+    assert max(map(len, text.splitlines())) <= 88
+
+
+def test_the_examples_have_the_width_of_a_page():
+    assert "line-length = 88" in (ROOT / "docs/gallery/ruff.toml").read_text()
 
 
 def test_there_are_enough_examples():

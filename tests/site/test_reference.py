@@ -1,10 +1,12 @@
 """The reference has a place for every public name, and the site's tables say of every method what is true."""
 
+import inspect
 import re
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import bilevel_optim as bo
 from bilevel_optim.optimizer.declaration import methods
@@ -22,6 +24,49 @@ def pages():
     return pages
 
 
+@pytest.fixture(scope="module")
+def docstrings(pages):
+    return pages.docstrings
+
+
+@pytest.mark.parametrize("name", methods())
+def test_the_example_on_a_page_runs_and_prints_what_it_says(docstrings, name, capsys):
+    code = docstrings.example(name)
+    torch.set_default_dtype(torch.float32)
+    exec(compile(code, name, "exec"), {})
+    printed = capsys.readouterr().out.strip()
+    assert printed.replace(" ", "") in re.sub(r"[(), ]", "", code) or f"# {printed}" in code
+    assert f"bo.{name}(" in code
+    assert len([line for line in code.splitlines() if line.strip()]) <= 20
+    assert max(map(len, code.splitlines())) <= 88
+
+
+@pytest.mark.parametrize("name", methods())
+def test_a_page_has_formula_example_cost_and_arguments_in_this_order(docstrings, name):
+    lines = docstrings.arranged(name, ["FACTS"])
+    text = "\n".join(lines)
+    heads = [line.removeprefix(".. rubric:: ") for line in lines if line.startswith(".. rubric::")]
+    assert heads[:3] == ["Example", "When, and what it needs", "Cost"]
+    assert text.index("*Cost per step*") < text.index("FACTS") < text.index(".. rubric:: Arguments")
+    assert "Args:" not in text
+    assert ">>>" not in text
+    said = {word for line in lines for word in re.findall(r"``(\w+)``", line) if re.match(r" *``\w+``", line)}
+    entries = docstrings.parts_of(inspect.getdoc(methods()[name]) + "\n")[1]
+    known = {word for names, _ in entries for word in names.split(", ")}
+    assert {"upper", "lower"} <= known <= said
+
+
+def test_arguments_have_types_and_those_of_all_methods_are_folded(docstrings):
+    lines = docstrings.arguments(bo.AID)
+    fold = lines.index(".. dropdown:: Arguments that methods share")
+    assert "``damping`` : float" in lines[:fold]
+    assert "    ``check_finite`` : bool" in lines[fold:]
+    assert docstrings.type_of("Callable[[Any], Optimizer] | None") == "function or None"
+    assert docstrings.signature(None, "class", "", bo.AID, None, "(everything)", None)[0] == (
+        "(upper, lower, *, lr, lower_lr, lower_steps, **options)"
+    )
+
+
 def test_every_public_name_is_in_the_reference(pages):
     missing = set(bo.__all__) - pages.documented() - {"__version__"}
     assert not missing, f"add {sorted(missing)} to REFERENCE in docs/_ext/pages.py"
@@ -33,7 +78,7 @@ def test_what_is_said_of_methods_is_said_of_methods(pages):
     for cls in methods().values():
         page = pages.method_page(cls.__name__)
         assert cls.declared.when in page
-        assert cls.declared.cost in page
+        assert f"      - {cls.declared.cost}" in pages.facts_of(cls.__name__)
         assert f'href="reference/{cls.__name__}.html"' in pages.table_with_filters()
 
 
@@ -176,7 +221,53 @@ def test_the_glossary_has_the_words_and_is_linked(pages):
     assert "glossary" in pages.lists_of(ROOT / "docs/explain/index.md")
     for name in ("start", "methods", "diagnostics", "explain/penalty"):
         assert "glossary.md" in (ROOT / f"docs/{name}.md").read_text(encoding="utf-8"), name
-    assert "(../glossary.md#t)" in pages.method_page("AID")
+    assert "(:doc:`/glossary`)" in pages.facts_of("AID")[-1]
+
+
+CARD = """
+.. raw:: html
+
+    <div class="sphx-glr-thumbcontainer" tooltip="x">
+
+.. only:: html
+
+  .. image:: /auto_gallery/images/thumb/sphx_glr_{stem}_thumb.png
+    :alt:
+
+  :doc:`/auto_gallery/{stem}`
+
+.. raw:: html
+
+      <div class="sphx-glr-thumbnail-title">A title</div>
+    </div>
+
+"""
+
+
+def test_the_gallery_has_sections(pages):
+    cards = "".join(CARD.replace("{stem}", stem) for stem in pages.examples())
+    opening = '\n.. raw:: html\n\n    <div class="sphx-glr-thumbnails">\n'
+    page = f"Gallery\n=======\n{opening}{cards}\n.. raw:: html\n\n    </div>\n\n.. toctree::\n   :hidden:\n"
+    found = pages.in_sections(page)
+    numbers = [int(number) for number in re.findall(r":doc:`/auto_gallery/plot_(\d+)_", found)]
+    assert numbers == [number for _, _, section in pages.SECTIONS for number in section]
+    assert found.count('class="sphx-glr-thumbnails"') == len(pages.SECTIONS)
+    assert ":alt: Find wrong labels" in found
+    assert not re.search(r":alt: *$", found, re.M)
+    assert found.endswith(".. toctree::\n   :hidden:\n")
+    another = cards + CARD.replace("{stem}", "plot_99_another")
+    with pytest.raises(ValueError, match=r"\[99\] are in no section"):
+        pages.in_sections(page.replace(cards, another))
+
+
+def test_a_button_downloads_an_example_as_a_notebook(pages):
+    link = ":ref:`Go to the end <x>`\n        to download the full example code.\n"
+    note = f".. only:: html\n\n    .. note::\n\n        {link}"
+    line = ".. GENERATED FROM PYTHON SOURCE LINES 9-29\n"
+    found = pages.with_button(f"{note}\nTitle\n=====\n\n{line}\ncode\n\n{line}", "plot_01_data_cleaning")
+    assert "Go to the end" not in found
+    assert found.count(":download:`Download as a notebook <plot_01_data_cleaning.ipynb>`") == 1
+    assert found.index("=====") < found.index(":download:") < found.index("GENERATED")
 
 
 def test_choosing_agrees_with_the_readme(pages):
