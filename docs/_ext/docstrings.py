@@ -89,6 +89,19 @@ def example(name: str) -> str:
     return "\n".join(_narrow(line) for line in _functions(code).splitlines())
 
 
+def _plain_code(text: str, name: str) -> str:
+    """Text whose indented examples have no prompts, and the package's name."""
+
+    def block(found: re.Match[str]) -> str:
+        code = re.sub(r"^ +(?:>>>|\.\.\.) ?", "", found[0], flags=re.M)
+        code = re.sub(rf"(?<![\w.]){name}\(", f"bo.{name}(", code)
+        code = re.sub(r"^import torch$", "import torch, bilevel_optim as bo", code, flags=re.M)
+        lines = "\n".join(_narrow(line) for line in code.splitlines())
+        return f".. code-block:: python\n\n{textwrap.indent(lines, '    ')}\n"
+
+    return re.sub(r"^ +>>> .*\n(?: +(?:>>>|\.\.\.).*\n)*", block, text + "\n", flags=re.M)
+
+
 def type_of(annotation: object) -> str:
     """An annotation in words."""
     words = []
@@ -159,6 +172,6 @@ def arranged(name: str, facts: list[str]) -> list[str]:
     lines = "\n\n".join(paragraphs[:formula]).splitlines()
     lines += ["", ".. rubric:: Example", "", ".. code-block:: python", ""]
     lines += ["    " + line for line in example(name).splitlines()]
-    lines += ["", ".. rubric:: When, and what it needs", "", *"\n\n".join(rest).splitlines()]
+    lines += ["", ".. rubric:: When, and what it needs", "", *_plain_code("\n\n".join(rest), name).splitlines()]
     lines += ["", ".. rubric:: Cost", "", *"\n\n".join(costs).splitlines(), "", *facts, ""]
-    return [*lines, *arguments(cls), *after.splitlines(), ""]
+    return [*lines, *arguments(cls), *_plain_code(after, name).splitlines(), ""]
