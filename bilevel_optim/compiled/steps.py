@@ -22,7 +22,7 @@ from torch.nn.modules import module
 
 from ..errors import warn
 from ..hypergradient.estimate import Write as RowWrite
-from ..optimizer.base import BilevelOptimizer, Loss, as_objective
+from ..optimizer.base import STILL, BilevelOptimizer, Loss, as_objective
 from ..optimizer.checkpoint import OWN
 from ..optimizer.lower_checks import probe
 from ..optimizer.state import TABLE
@@ -724,10 +724,10 @@ class CompiledSteps:
         optimizer, entry = self.optimizer, self._entry(sources, True)
         if entry is None or entry.pure is None or not entry.compiled or self._why_eager(entry, sources):
             return None
-        most = min(most, entry.unwatched)
+        now, numbers = optimizer._run_state.steps, optimizer.numbers | sources.terms
+        most = min(most, entry.unwatched, STILL - 1 - now if now < STILL else most)
         if most < 2 or optimizer._host_update or not sources.are_lists:
             return None
-        now, numbers = optimizer._run_state.steps, optimizer.numbers | sources.terms
         if any(optimizer._graph_key(now + k, numbers) != entry.key[2] for k in range(1, most)):
             return None
         began, place = time.monotonic() + entry.seconds, self._place(sources)

@@ -93,6 +93,8 @@ UNSET_GRADIENT = (
 )
 
 
+STILL = 20  # the step at which it is looked at whether x and y move
+LITTLE, MUCH = 1e-9, 1e-3  # changes of the upper loss, in its own size: by a step, and by one as long as x or 1
 LOOKS = 100  # steps between looks at the upper loss of a run on an accelerator
 DIVERGES = "Take a smaller lr (a tenth of it to begin with), or ask bo.suggest which rates are stable"
 MOVED = (
@@ -618,6 +620,8 @@ class BilevelOptimizer(Optimizer, ABC):
         trend = self._run_state.upper_trend
         if tasks is not None and self._lower_solver is not None:
             raise ValueError("lower_solver= solves one lower problem, and a step with tasks has many")
+        look = update and self._run_state.steps == STILL - 1 and self.check_finite and not self._one_loss
+        before = [Vector(self.parameters(level)).detach().clone() for level in LEVELS] if look else []
         put_back = self._set_below() if self._sets_below(tasks) else None
         try:
             loss = self._made_step(upper, lower, tasks, update=update)
@@ -631,7 +635,36 @@ class BilevelOptimizer(Optimizer, ABC):
             raise NonFiniteError(error.oracle, error.step, f"The run has diverged: {trend.text}. {DIVERGES}") from None
         self._run_state.written = {}
         self._look_at(loss)
+        if look:
+            self._look_at_moves(float(loss), *before)
         return loss
+
+    def _look_at_moves(self, loss: float, x: Vector, y: Vector) -> None:
+        """Warn if a step has left x, or y below LBFGS, where it was, and should not have; before it they were these."""
+        if any_sharded(x):
+            return
+        groups = by_level(self.param_groups)
+        size = float(Vector(p.new_zeros(1) if p.grad is None else p.grad for p in self.parameters("upper")).norm())
+        lr = max(float(group["lr"]) for group in groups["upper"])
+        moved = float((Vector(self.parameters("upper")).detach() - x).norm())
+        expected = moved or lr * (size if self._upper_factory is None else sum(t.numel() for t in x) ** 0.5)
+        change, possible = expected * size, max(float(x.norm()), 1.0) * size
+        if 0 < change < LITTLE * abs(loss) and possible > MUCH * abs(loss):
+            warn(
+                f"x hardly moves: step {STILL} changed the upper loss by about {change / abs(loss):.0e} of its size, "
+                f"although the hypergradient is not small (norm {size:.2g}). lr={lr:g} is too small; bo.suggest finds "
+                "a rate"
+            )
+        if not issubclass(self._rules.described(groups["lower"])[0], torch.optim.LBFGS):
+            return
+        residual = float(torch.as_tensor(self.diagnostics.get("lower_residual", 0.0)).norm())
+        still = all(torch.equal(before, now) for before, now in zip(y, self.parameters("lower"), strict=True))
+        if still and residual > 0 and moved > LITTLE * float(x.norm()):
+            warn(
+                f"LBFGS did not move y in step {STILL}: it takes y for a solution, but x has moved, and the gradient "
+                f"of the lower loss has norm {residual:.2g}. Give it smaller tolerances (lower_optimizer="
+                "functools.partial(torch.optim.LBFGS, tolerance_grad=0, tolerance_change=0)), or a larger lower loss"
+            )
 
     def _look_at(self, losses: Tensor) -> None:
         """Warn once if upper losses have grown, but not where y ascends them; reads them, so with ``check_finite``."""

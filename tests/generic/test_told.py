@@ -1,6 +1,7 @@
 """What goes wrong with x is told once: a loss that grows, a run that has diverged, an update made twice."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -85,3 +86,51 @@ def test_an_update_that_is_made_twice_is_told():
         adam.step()
     with pytest.warns(bo.BilevelWarning, match=r"x has changed between backward\(\) and step\(\)"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("upper_optimizer", [None, torch.optim.Adam])
+@pytest.mark.parametrize("way", ["steps", "compiled", "run"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_rate_that_moves_nothing_is_told_once(way, upper_optimizer, dtype):
+    """In single precision x stays where it is bit for bit."""
+    problem = Quadratic(6, 3, 5.0, dtype=dtype)
+    y = problem.y[0]
+    options = {"lower_steps": 5} | ({} if upper_optimizer is None else {"upper_optimizer": upper_optimizer})
+    optimizer = bo.AID(problem.x, problem.y, lr=1e-11, **options)
+    f = lambda: (y - 1).square().sum() + (problem.x[0] - 2).square().sum()  # noqa: E731
+    if way != "steps":
+        optimizer.compile(backend="eager")
+    advance = (
+        partial(optimizer.run, f, problem.lower) if way == "run" else partial(repeated, optimizer, f, problem.lower)
+    )
+    with pytest.warns(bo.BilevelWarning, match=r"x hardly moves: step 20 .* lr=1e-11 is too small") as told:
+        advance(steps=50)
+    assert len(told) == 1
+    assert told[0].filename == __file__
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("case", ["lr of zero", "solved", "small", "does not depend on x"])
+def test_nothing_is_told_of_what_is_to_stay(case):
+    problem = Quadratic(6, 3, 5.0)
+    y = problem.y[0]
+    target = problem.solution()[0].clone() if case == "solved" else torch.ones(())
+    optimizer = bo.AID(problem.x, problem.y, lr={"lr of zero": 0.0, "small": 1e-6}.get(case, 1e-11), lower_steps=50)
+    nothing = 0.0 if case == "does not depend on x" else 1.0
+    repeated(optimizer, lambda: (nothing * (y - target)).square().sum() + 1, problem.lower, 25)
+
+
+@pytest.mark.parametrize("tolerances", [{}, {"tolerance_grad": 0, "tolerance_change": 0}])
+def test_lbfgs_below_that_does_nothing_is_told(tolerances):
+    """Its tolerances are absolute, and the lower loss is small."""
+    x, y = torch.ones(5, requires_grad=True), torch.zeros(5, requires_grad=True)
+    below = partial(torch.optim.LBFGS, max_iter=1, line_search_fn="strong_wolfe", **tolerances)
+    optimizer = bo.AID([x], [y], lr=0.1, lower_lr=1.0, lower_steps=1, lower_optimizer=below)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        repeated(
+            optimizer, lambda: (y - 2).square().sum() + x.square().sum(), lambda: 1e-6 * (y - x).square().sum(), 22
+        )
+    found = [str(one.message) for one in told if "LBFGS did not move y in step 20" in str(one.message)]
+    assert len(found) == (not tolerances)
+    assert bool(y.any()) == bool(tolerances)
