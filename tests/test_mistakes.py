@@ -182,7 +182,7 @@ def test_the_text_of_an_optimizer_names_what_it_is_made_of():
 
 
 CHOICES = [
-    (bo.AID, "linear_solver", "conjugate_gradient", "'cg', 'minres', 'auto', 'neumann', 'fixed_point'"),
+    (bo.AID, "linear_solver", "conjugate_gradient", "'cg', 'minres', 'direct', 'auto', 'neumann', 'fixed_point'"),
     (bo.AID, "hvp", "fd", "'exact', 'finite-difference'"),
     (bo.F2SA, "samples", "same", "'shared', 'independent'"),
     (bo.PZOBO, "scale", "none at all", "'unbiased', 'none', or a positive number"),
