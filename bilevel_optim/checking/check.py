@@ -156,11 +156,11 @@ def check_hypergradient(
         >>> x = torch.tensor([3.0], dtype=torch.float64, requires_grad=True)
         >>> y = torch.zeros(1, dtype=torch.float64, requires_grad=True)
         >>> f, g = lambda: (y - 1).square().sum(), lambda: (y - x).square().sum() + y.square().sum()
-        >>> optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.1, lower_steps=50)
+        >>> optimizer = bo.AID([x], [y], lr=0.1, lower_steps=50)
         >>> report = bo.check_hypergradient(optimizer, f, g)
         >>> report.relative_error < 1e-8, report.verdict
         (True, 'right')
-        >>> hasty = bo.AID([x], [y], lr=0.1, lower_lr=0.1, lower_steps=1)
+        >>> hasty = bo.AID([x], [y], lr=0.1, lower_steps=1)
         >>> bo.check_hypergradient(hasty, f, g)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...

@@ -71,7 +71,7 @@ class BOME(BilevelOptimizer):
     Example:
         >>> import torch
         >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
-        >>> optimizer = BOME([x], [y], lr=0.1, lower_lr=0.1)
+        >>> optimizer = BOME([x], [y], lr=0.1)
         >>> for _ in range(500):  # y*(x) = x, so the minimiser of f(x, y*(x)) is 1
         ...     loss = optimizer.step(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
         >>> round(x.item(), 3)

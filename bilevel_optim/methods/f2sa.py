@@ -109,7 +109,7 @@ class F2SA(BilevelOptimizer):
         >>> PAPER = {"order": 2, "samples": "independent", "normalize": True, "warm_start": True}
         >>> import torch
         >>> x, y = torch.ones(1, requires_grad=True), torch.zeros(1, requires_grad=True)
-        >>> optimizer = F2SA([x], [y], lr=0.1, lower_lr=0.5, lower_steps=10, nu=1e-2, **PAPER)
+        >>> optimizer = F2SA([x], [y], lr=0.1, lower_steps=10, nu=1e-2, **PAPER)
 
     State: ``copies`` (a leading dimension of n), the lower optimizer's state, and ``initial`` y without warm starts.
 
@@ -119,7 +119,7 @@ class F2SA(BilevelOptimizer):
     Example:
         >>> import torch
         >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
-        >>> optimizer = F2SA([x], [y], lr=0.1, lower_lr=0.5, lower_steps=60, order=2, nu=1e-2)
+        >>> optimizer = F2SA([x], [y], lr=0.1, lower_steps=60, order=2, nu=1e-2)
         >>> loss = optimizer.backward(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
         >>> x.grad.round(decimals=3)  # exact hypergradient: 1; relative error nu^2
         tensor([1.])

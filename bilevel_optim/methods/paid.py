@@ -54,7 +54,7 @@ class PAID(AID):
         >>> import torch
         >>> x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
         >>> generator = torch.Generator().manual_seed(0)
-        >>> optimizer = PAID([x], [y], lr=0.5, lower_lr=1.0, lower_steps=1, generator=generator)
+        >>> optimizer = PAID([x], [y], lr=0.5, lower_steps=1, generator=generator)
         >>> for _ in range(100):  # f(x, y*(x)) = x^4/4 - x^2/2 has a maximum at 0
         ...     loss = optimizer.step(lambda: (y**4 / 4 - y**2 / 2).sum(), lambda: (y - x).square().sum() / 2)
         >>> round(abs(x.item()), 2)

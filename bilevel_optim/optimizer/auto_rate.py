@@ -7,7 +7,8 @@ With :math:`H = \nabla^2_{yy} g(x_k, y_k)` on the step's first lower batch, and 
     L_k &= \max(L \min(\max(L / L_{k-1}, 1), 2),\; 0.95\, L_{k-1}), \qquad w \leftarrow L_k\, H u / \|H u\|,
 
 and the rate is :math:`1 / (1.1 L_k)`: a step of power iteration, which the gradient of g turns to directions that x has
-made stiff, held back where the curvature grows. The first step makes ten of them. A step whose lower
+made stiff, held back where the curvature grows. The first step makes ten of them. Methods that renew one term of a sum
+in each step take :math:`1 / (3 L_k)`. A step whose lower
 steps lead to where g is stiffer, so that its gradient grows or is not finite, is made again with L four times as large.
 """
 
@@ -34,7 +35,7 @@ from ..solvers.lower import LowerRule, is_known
 from .draws import Draw
 from .step import CURVATURE, FACTOR, StepInputs
 
-__all__ = ["AUTO", "SMALLER", "led_away", "require_own_scale", "rule_at", "stiffened", "with_measured_rates"]
+__all__ = ["AUTO", "MARGIN", "SMALLER", "led_away", "require_own_scale", "rule_at", "stiffened", "with_measured_rates"]
 
 AUTO = "auto"  # in the place of a learning rate
 Rule = Callable[[Vector], LowerRule]
@@ -58,7 +59,7 @@ def require_own_scale(made: torch.optim.Optimizer, method: str) -> None:
 
 
 def with_measured_rates(
-    oracle: Oracle, given: StepInputs, draws: Sequence[Draw] | None, *, exact: bool
+    oracle: Oracle, given: StepInputs, draws: Sequence[Draw] | None, *, exact: bool, margin: float
 ) -> tuple[Oracle, StepInputs, Vector, dict[str, Tensor]]:
     """An oracle and the inputs for a step whose rates follow the curvature; what is remembered, and diagnostics.
 
@@ -67,10 +68,11 @@ def with_measured_rates(
         given: inputs of the step.
         draws: what the step draws, if it is known.
         exact: whether second derivatives may be used; otherwise differences of gradients.
+        margin: the rate is one over so many times the curvature.
     """
     oracle, sample = _with_first_sample(oracle, draws)
     w = _followed(oracle, sample, given.memory.get(CURVATURE), exact)
-    curvature, rate = _curvature(w)
+    curvature, rate = _curvature(w, margin)
     groups, rule = _scaled(rate, given.lower_groups, given.rule)
     given = changed(given, lower_groups=groups, rule=rule)
     return oracle, given, w, {"lower_curvature": curvature, "lower_lr": rate}
@@ -103,14 +105,14 @@ def rule_at(
         exact: as for `with_measured_rates`.
     """
     oracle, sample = _with_first_sample(oracle, None)
-    _, rate = _curvature(_followed(oracle, sample, last, exact))
+    _, rate = _curvature(_followed(oracle, sample, last, exact), MARGIN)
     return oracle, _scaled(rate, groups, rule)[1]
 
 
-def _curvature(w: Vector) -> tuple[Tensor, Tensor]:
+def _curvature(w: Vector, margin: float) -> tuple[Tensor, Tensor]:
     """A curvature, and the rate that it allows."""
     curvature = w.norm().clamp_min(torch.finfo(w[0].dtype).tiny)
-    return curvature, 1 / (MARGIN * curvature)
+    return curvature, 1 / (margin * curvature)
 
 
 def _scaled(rate: Tensor, groups: Sequence[dict[str, Any]], rule: Rule) -> tuple[list[dict[str, Any]], Rule]:

@@ -47,7 +47,7 @@ from ..problem.vector import Vector, any_sharded
 from ..solvers.limits import Clip, Projection, limits_of
 from ..solvers.lower import GROWS, LED_AWAY, LowerRule, LowerRules
 from . import adapt, checkpoint
-from .auto_rate import AUTO, SMALLER, led_away, require_own_scale, rule_at, stiffened, with_measured_rates
+from .auto_rate import AUTO, MARGIN, SMALLER, led_away, require_own_scale, rule_at, stiffened, with_measured_rates
 from .checkpoint import OWN, REMADE
 from .declaration import UNDECLARED, MethodInfo, methods, register
 from .diagnostics import described, floats
@@ -184,6 +184,7 @@ class BilevelOptimizer(Optimizer, ABC):
     )  # what decides what is remembered: others are not loaded
     _one_loss = False  # whether step takes one loss, from which `_objectives` makes the two
     _responds = True  # whether the estimate lives on y's response to x in the lower loss
+    _curvature_margin: ClassVar[float] = MARGIN  # with "auto", the lower rate is one over so many times the curvature
     _joined: ClassVar[Mapping[str, Callable[[Tensor], Tensor]]] = {}  # how diagnostics of parts of the tasks become one
     _estimate_reads: tuple[str, ...] | None = None  # names of what it reads of what is remembered of x; None: of all
     _lower_solver: Callable[[], Any] | None = None  # the function of the user that writes y
@@ -799,8 +800,11 @@ class BilevelOptimizer(Optimizer, ABC):
         """The estimate, with lower rates that follow the curvature where they are to."""
         if not given.follows_curvature:
             return self._watched(oracle, given, self.estimate(oracle, given))
-        draws = self._draws(given)
-        oracle, given, curvature, told = with_measured_rates(oracle, given, draws, exact=self.declared.second_order)
+        terms = {f"{level}_terms": own.terms for level, own in (("upper", oracle.f), ("lower", oracle.g)) if own.terms}
+        draws = self._draws(changed(given, numbers=given.numbers | terms))
+        oracle, given, curvature, told = with_measured_rates(
+            oracle, given, draws, exact=self.declared.second_order, margin=self._curvature_margin
+        )
         estimate = self._watched(oracle, given, self.estimate(oracle, given))
         memory = {**estimate.memory, CURVATURE: curvature}
         return changed(estimate, memory=memory, diagnostics={**estimate.diagnostics, **told})

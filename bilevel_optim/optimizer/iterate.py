@@ -28,7 +28,7 @@ class UniformIterate:
     Example:
         >>> from bilevel_optim import FirstOrder
         >>> x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
-        >>> optimizer = FirstOrder([x], [y], lr=0.1, lower_lr=1.0, lower_steps=1)
+        >>> optimizer = FirstOrder([x], [y], lr=0.1, lower_steps=1)
         >>> output = UniformIterate(optimizer, torch.Generator().manual_seed(0))
         >>> for _ in range(9):
         ...     loss = optimizer.step(lambda: -x.sum() + y.sum(), lambda: (y - x).square().sum() / 2)

@@ -246,3 +246,32 @@ def test_modules_and_dropout():
     losses = [float(optimizer.step(lambda: (net(data) - data[:, :1]).square().mean(), g)) for _ in range(30)]
     assert losses[-1] < losses[0]
     assert int(net[1].num_batches_tracked) == 30
+
+
+@pytest.mark.parametrize("name", ["SABA", "SRBA"])
+def test_of_a_finite_sum_the_curvature_of_the_term_that_is_drawn_is_measured(name):
+    """Not always of the first; with one over it alone both diverge here. Compiled steps measure the same."""
+
+    def run(compiled):
+        torch.manual_seed(0)
+        x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+        data = torch.tensor([0.0, 3.0])
+        upper = bo.FiniteSum(lambda t: (y - t).square().mean() / 2, data)
+        lower = bo.FiniteSum(lambda t: (1 + t) * (y - x).square().sum() / 2, data)
+        optimizer = getattr(bo, name)([x], [y], lr=0.03)
+        if compiled:
+            optimizer.compile(backend="eager")
+        found = []
+        for _ in range(200):
+            optimizer.step(upper, lower)
+            found.append(float(optimizer.diagnostics["lower_curvature"]))
+        assert bool(optimizer.captured_graphs) == compiled
+        return found, x.item()
+
+    found, x = run(compiled=False)
+    assert found[0] == 1.0
+    assert max(found) >= 4.0
+    assert abs(x - 1.5) < 0.1
+    again, other = run(compiled=True)
+    assert again == pytest.approx(found, rel=1e-4)
+    assert other == pytest.approx(x, rel=1e-4)

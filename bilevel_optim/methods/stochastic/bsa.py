@@ -55,7 +55,7 @@ class BSA(NeumannMethod):
         >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
         >>> generator = torch.Generator().manual_seed(0)
         >>> optimizer = BSA(
-        ...     [x], [y], lr=0.1, lower_lr=0.5, lower_steps=2, linear_steps=3, linear_lr=0.9, generator=generator
+        ...     [x], [y], lr=0.1, lower_steps=2, linear_steps=3, linear_lr=0.9, generator=generator
         ... )
         >>> for _ in range(100):  # y*(x) = x, so the minimiser of f(x, y*(x)) is 1
         ...     loss = optimizer.step(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
@@ -150,7 +150,7 @@ class TTSA(NeumannMethod):
         >>> import torch
         >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
         >>> generator = torch.Generator().manual_seed(0)
-        >>> optimizer = TTSA([x], [y], lr=0.05, lower_lr=0.5, linear_steps=3, linear_lr=0.9, generator=generator)
+        >>> optimizer = TTSA([x], [y], lr=0.05, linear_steps=3, linear_lr=0.9, generator=generator)
         >>> for _ in range(200):
         ...     loss = optimizer.step(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
         >>> round(x.item(), 2)

@@ -90,7 +90,7 @@ class MRBO(NeumannMethod):
     Example:
         >>> import torch
         >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
-        >>> optimizer = MRBO([x], [y], lr=0.2, lower_lr=0.8)
+        >>> optimizer = MRBO([x], [y], lr=0.2)
         >>> for _ in range(60):  # y*(x) = x, so the minimiser of f(x, y*(x)) is 1
         ...     loss = optimizer.step(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
         >>> round(x.item(), 4)
@@ -195,7 +195,7 @@ class SUSTAIN(MRBO):
         >>> import torch
         >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
         >>> generator = torch.Generator().manual_seed(0)
-        >>> optimizer = SUSTAIN([x], [y], lr=0.1, lower_lr=0.8, linear_steps=3, generator=generator)
+        >>> optimizer = SUSTAIN([x], [y], lr=0.1, linear_steps=3, generator=generator)
         >>> for _ in range(200):
         ...     loss = optimizer.step(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
         >>> round(x.item(), 2)

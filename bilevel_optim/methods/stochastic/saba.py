@@ -88,7 +88,7 @@ class SABA(SingleLoop):
         >>> data = torch.tensor([0.0, 3.0])
         >>> upper = bo.FiniteSum(lambda t: (y - t).square().mean() / 2, data)  # the mean of f asks for y = 1.5
         >>> lower = bo.FiniteSum(lambda t: (1 + t) * (y - x).square().sum() / 2, data)
-        >>> optimizer = SABA([x], [y], lr=0.03, lower_lr=0.2)
+        >>> optimizer = SABA([x], [y], lr=0.03)
         >>> for _ in range(1000):
         ...     loss = optimizer.step(upper, lower)
         >>> round(x.item(), 4)
@@ -98,6 +98,7 @@ class SABA(SingleLoop):
     arXiv:1407.0202 (SAGA).
     """
 
+    _curvature_margin = 3.0  # of the terms drawn so far; the largest of all is what counts
     declared = MethodInfo(
         paper="arXiv:2201.13409",
         family="stochastic",

@@ -86,7 +86,7 @@ class SOBA(SingleLoop):
     Example:
         >>> import torch
         >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
-        >>> optimizer = SOBA([x], [y], lr=0.1, lower_lr=0.5)
+        >>> optimizer = SOBA([x], [y], lr=0.1)
         >>> for _ in range(150):  # y*(x) = x, so the minimiser of f(x, y*(x)) is 1
         ...     loss = optimizer.step(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
         >>> round(x.item(), 4)
@@ -163,7 +163,7 @@ class FSLA(SingleLoop):
     Example:
         >>> import torch
         >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
-        >>> optimizer = FSLA([x], [y], lr=0.1, lower_lr=0.5)
+        >>> optimizer = FSLA([x], [y], lr=0.1)
         >>> for _ in range(150):
         ...     loss = optimizer.step(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
         >>> round(x.item(), 4)

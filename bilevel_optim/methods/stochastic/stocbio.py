@@ -122,7 +122,7 @@ class StocBiO(NeumannMethod):
     Example:
         >>> import torch
         >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
-        >>> optimizer = StocBiO([x], [y], lr=0.5, lower_lr=0.5, lower_steps=5)
+        >>> optimizer = StocBiO([x], [y], lr=0.5, lower_steps=5)
         >>> for _ in range(30):  # y*(x) = x, so the minimiser of f(x, y*(x)) is 1
         ...     loss = optimizer.step(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
         >>> round(x.item(), 4)
@@ -177,7 +177,7 @@ class AmIGO(BilevelOptimizer):
     Example:
         >>> import torch
         >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
-        >>> optimizer = AmIGO([x], [y], lr=0.5, lower_lr=0.5, lower_steps=2, linear_steps=2)
+        >>> optimizer = AmIGO([x], [y], lr=0.5, lower_steps=2, linear_steps=2)
         >>> for _ in range(50):
         ...     loss = optimizer.step(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
         >>> round(x.item(), 4)

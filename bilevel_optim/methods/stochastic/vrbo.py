@@ -70,7 +70,7 @@ class VRBO(NeumannMethod):
     Example:
         >>> import torch
         >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
-        >>> optimizer = VRBO([x], [y], lr=0.5, lower_lr=0.5, lower_steps=3, anchor_batches=1)
+        >>> optimizer = VRBO([x], [y], lr=0.5, lower_steps=3, anchor_batches=1)
         >>> for _ in range(30):  # y*(x) = x, so the minimiser of f(x, y*(x)) is 1
         ...     loss = optimizer.step(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
         >>> round(x.item(), 4)

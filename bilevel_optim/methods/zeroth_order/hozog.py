@@ -48,7 +48,7 @@ class HOZOG(ZerothOrder):
     Example:
         >>> import torch
         >>> x, y = torch.tensor([1.0, 2.0], requires_grad=True), torch.zeros(2, requires_grad=True)
-        >>> optimizer = HOZOG([x], [y], lr=0.1, lower_lr=0.5, lower_steps=20, directions=2, direction="orthogonal",
+        >>> optimizer = HOZOG([x], [y], lr=0.1, lower_steps=20, directions=2, direction="orthogonal",
         ...                   difference="central")
         >>> loss = optimizer.backward(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
         >>> x.grad.round(decimals=3) + 0.0  # y*(x) = x, so the hypergradient is x - 1

@@ -89,7 +89,7 @@ class PZOBO(ZerothOrder):
         >>> CODE = {"directions": 1, "direction": "block_sphere", "scale": "none", "smoothing": 1e-2}
         >>> import torch
         >>> x, y = torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True)
-        >>> optimizer = PZOBO([x], [y], lr=0.1, lower_lr=0.5, lower_steps=20, **TEXT)
+        >>> optimizer = PZOBO([x], [y], lr=0.1, lower_steps=20, **TEXT)
 
     State: ``initial`` y without warm starts.
 
@@ -99,7 +99,7 @@ class PZOBO(ZerothOrder):
     Example:
         >>> import torch
         >>> x, y = torch.tensor([1.0, 2.0], requires_grad=True), torch.zeros(2, requires_grad=True)
-        >>> optimizer = PZOBO([x], [y], lr=0.1, lower_lr=0.5, lower_steps=20, directions=2, direction="orthogonal")
+        >>> optimizer = PZOBO([x], [y], lr=0.1, lower_steps=20, directions=2, direction="orthogonal")
         >>> loss = optimizer.backward(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
         >>> x.grad.round(decimals=3) + 0.0  # y*(x) = x, so the hypergradient is x - 1
         tensor([0., 1.])
