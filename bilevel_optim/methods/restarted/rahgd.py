@@ -109,7 +109,7 @@ class RAHGD(Accelerated):
     Example:
         >>> import torch
         >>> x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
-        >>> optimizer = RAHGD([x], [y], lr=0.5, lower_steps=1)
+        >>> optimizer = RAHGD([x], [y], lr=0.5, lower_lr=1.0, lower_steps=1)
         >>> while not optimizer.converged:  # y*(x) = x, so the minimiser of f(x, y*(x)) is 1
         ...     loss = optimizer.step(lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2)
         >>> round(x.item(), 2)
