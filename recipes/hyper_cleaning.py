@@ -139,21 +139,25 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     )
     stem = args.out / f"hyper_cleaning_{args.data}"
     curves = {name: r["curve"] for name, r in results.items()}
-    with figure(stem, title, (max(11, 1.7 * len(results)), 7.5)) as canvas:
-        upper, lower = canvas.subfigures(2, 1)
-        losses, accuracies = upper.subplots(1, 2)
-        draw(losses, curves, "seconds", "loss", ylabel="validation loss", yscale="log")
+    heading = title.replace(", ", "\n", 1)
+    size = (5.4, 5.2 + 0.75 * len(results))  # panels below each other, as narrow as a phone
+    with figure(stem, heading, size, dpi=200) as canvas:
+        upper, lower = canvas.subfigures(2, 1, height_ratios=[4.6, 0.6 + 0.75 * len(results)])
+        losses, accuracies = upper.subplots(2, 1, sharex=True, height_ratios=[2, 3])
+        draw(losses, curves, "step", "loss", xlabel="", ylabel="validation loss")
         draw(accuracies, curves, "step", "accuracy", xlabel="outer steps", ylabel="test accuracy")
         for (name, value), style in zip(baselines.items(), (":", "-.", "--"), strict=True):
             accuracies.axhline(value, color="grey", linestyle=style, label=name)
-        accuracies.legend(fontsize="small")
-        axes = lower.subplots(1, len(results), squeeze=False, sharey=True)[0]
+        accuracies.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.45, -0.25), frameon=False)
+        axes = lower.subplots(len(results), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
         for axis, (name, r) in zip(axes, results.items(), strict=True):
             weights = torch.tensor(r.pop("weights"))
-            for label, part in (("clean", ~wrong), ("corrupted", wrong)):
+            for label, part in (("true label", ~wrong), ("wrong label", wrong)):
                 axis.hist(weights[part.cpu()].numpy(), bins=40, range=(0, 1), alpha=0.6, label=label)
-            axis.set(title=name, xlabel="learned weight")
-        axes[0].legend(fontsize="small")
+            axis.set_ylabel(name, rotation=0, ha="right", va="center")
+            axis.set_yticks([])
+        axes[0].legend(loc="upper center", frameon=False)
+        axes[-1].set_xlabel("learned weight of an example")
     return save(args, stem, {"baselines": baselines, "results": results})
 
 

@@ -38,7 +38,13 @@ class Entries(SphinxTransform):
             term += nodes.reference("", "#", refid=place, classes=["headerlink"], reftitle="Link to this entry")
 
 
+def again(_app, env, _added, _changed, _removed):
+    """Read these pages in every build: the search index forgets the entries of pages that are not read."""
+    return [name for name in (*WORDS, "errors") if name in env.found_docs]
+
+
 def setup(app):
     """Add the transform."""
     app.add_transform(Entries)
+    app.connect("env-get-outdated", again)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -389,7 +389,8 @@ def join_names(_app, _what, _name, _object, _options, lines: list[str]) -> None:
 def public_name(app, env, node, content):
     """Follow a name in a docstring of a module to the public name of the package."""
     domain = env.get_domain("py")
-    for target in (f"bilevel_optim.{node.get('reftarget')}", f"{node.get('py:module')}.{node.get('reftarget')}"):
+    name = node.get("reftarget", "").removeprefix("bo.")  # as it is imported in examples
+    for target in (f"bilevel_optim.{name}", f"{node.get('py:module')}.{name}"):
         if node.get("refdomain") == "py" and target in domain.objects:
             return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", target, node, content)
     return None

@@ -76,7 +76,7 @@ def save(args: argparse.Namespace, stem: Path, numbers: Mapping[str, Any]) -> di
 
 
 @contextmanager
-def figure(stem: Path, title: str, size: tuple[float, float]) -> Iterator[Any]:
+def figure(stem: Path, title: str, size: tuple[float, float], dpi: int = 110) -> Iterator[Any]:
     """A new figure, which is written to ``stem``.png in the end."""
     import matplotlib
 
@@ -87,7 +87,7 @@ def figure(stem: Path, title: str, size: tuple[float, float]) -> Iterator[Any]:
     yield canvas
     canvas.suptitle(title)
     stem.parent.mkdir(parents=True, exist_ok=True)
-    canvas.savefig(f"{stem}.png", dpi=110)
+    canvas.savefig(f"{stem}.png", dpi=dpi)
     plt.close(canvas)
 
 

@@ -26,11 +26,13 @@ SHOWN = {
     "how-to": "howto/index.html",
     "question": "howto/hyperparameters.html",
     "method": "reference/F2SA.html",
+    "AID": "reference/AID.html",
     "errors": "errors.html",
     "unrolled": "explain/unrolled.html",
     "hypergradient": "explain/hypergradient.html",
 }
 PHONE = {"width": 390, "height": 812}
+DESK = {"width": 1280, "height": 900}
 
 pytestmark = pytest.mark.filterwarnings("default")  # of playwright's own
 
@@ -141,12 +143,15 @@ def test_the_copy_buttons_copy_the_two_commands(open_page):
     assert all(f"```sh\n{command}\n```" in readme for command in copied)
 
 
+RAW_TEX = r"\\[(\[]|\\(nabla|frac|text|arg)\b"
+
+
 @pytest.mark.parametrize("name", SHOWN)
-@pytest.mark.parametrize("view", ["desk", "dark", "phone"])
+@pytest.mark.parametrize("view", ["desk", "desk-dark", "phone", "phone-dark"])
 def test_a_page_fits_and_says_nothing_wrong(open_page, name, view):
-    options = {"viewport": PHONE} if view == "phone" else {"viewport": {"width": 1280, "height": 900}}
-    page = open_page(SHOWN[name], color_scheme="dark" if view == "dark" else "light", **options)
-    if view == "dark":
+    dark = view.endswith("dark")
+    page = open_page(SHOWN[name], color_scheme="dark" if dark else "light", viewport=PHONE if "phone" in view else DESK)
+    if dark:
         assert page.evaluate("document.documentElement.dataset.theme") == "dark"
     over = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
     assert over <= 0, f"{over} px wider than the window"
@@ -156,7 +161,7 @@ def test_a_page_fits_and_says_nothing_wrong(open_page, name, view):
         assert (
             page.query_selector(".method-table thead th:nth-child(2)").bounding_box()["width"] > 0.45 * table["width"]
         )
-    assert not re.search(r"\\[(\[]|\\(nabla|frac|text|arg)\b", page.inner_text("article")), "raw TeX"
+    assert not re.search(RAW_TEX, page.inner_text("article")), "raw TeX"
     without = page.eval_on_selector_all("img", "images => images.filter(i => !i.alt).map(i => i.src)")
     assert not without
     broken = page.eval_on_selector_all(
@@ -168,23 +173,41 @@ def test_a_page_fits_and_says_nothing_wrong(open_page, name, view):
         page.screenshot(path=f"{folder}/{name}-{view}.png")
 
 
+@pytest.mark.parametrize(("viewport", "theme"), [(PHONE, "light"), (DESK, "dark")], ids=["phone", "desk"])
+def test_every_page_fits(open_page, address, viewport, theme):
+    paths = [path for path in sorted(SITE.rglob("*.html")) if not {"_static", "_modules"} & set(path.parts)]
+    names = [path.relative_to(SITE).as_posix() for path in paths]
+    page = open_page("index.html", viewport=viewport, color_scheme=theme)
+    wide, raw = {}, []
+    for name in names:
+        page.goto(address + name, wait_until="load")
+        over = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        if over > 0:
+            wide[name] = over
+        if re.search(RAW_TEX, page.evaluate("document.querySelector('article')?.innerText ?? ''")):
+            raw.append(name)
+    assert not wide
+    assert not raw
+    assert len(names) > 100
+
+
 def test_each_page_has_the_logo_and_says_its_version(open_page):
     import bilevel_optim
 
-    page = open_page("howto/ddp.html", viewport={"width": 1280, "height": 900})
+    page = open_page("howto/ddp.html", viewport=DESK)
     assert page.inner_text(".site-version") == bilevel_optim.__version__
     assert page.eval_on_selector(".navbar-brand img", "image => image.naturalWidth") > 0
 
 
 def test_an_example_is_downloaded_as_a_notebook(open_page):
-    page = open_page("auto_gallery/plot_01_data_cleaning.html", viewport={"width": 1280, "height": 900})
+    page = open_page("auto_gallery/plot_01_data_cleaning.html", viewport=DESK)
     with page.expect_download() as download:
         page.get_by_role("link", name="Download as a notebook").first.click()
     assert download.value.suggested_filename == "plot_01_data_cleaning.ipynb"
 
 
 def test_arguments_that_methods_share_are_folded(open_page):
-    page = open_page("reference/AID.html", viewport={"width": 1280, "height": 900})
+    page = open_page("reference/AID.html", viewport=DESK)
     shared = page.get_by_text("average all oracles over the ranks")
     assert not shared.is_visible()
     page.get_by_text("Arguments that methods share").click()
@@ -230,7 +253,7 @@ TASKS = {
 def test_a_newcomer_finds_it_in_three_clicks(open_page, task):
     clicks, answer = TASKS[task]
     assert len(clicks) <= 3
-    page = open_page("index.html", viewport={"width": 1280, "height": 900})
+    page = open_page("index.html", viewport=DESK)
     for text in clicks:
         page.get_by_role("link", name=text, exact=True).filter(visible=True).first.click(timeout=20_000)
         page.wait_for_load_state("load")
@@ -262,7 +285,7 @@ QUESTIONS = {
 def test_a_question_is_answered_in_two_clicks(open_page, question):
     clicks, answers = QUESTIONS[question]
     assert len(clicks) <= 2
-    page = open_page("index.html", viewport={"width": 1280, "height": 900})
+    page = open_page("index.html", viewport=DESK)
     for text in clicks:
         page.get_by_role("link", name=text, exact=True).filter(visible=True).first.click(timeout=20_000)
         page.wait_for_load_state("load")
