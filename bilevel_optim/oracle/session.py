@@ -80,7 +80,7 @@ class LossFacts:
 
 CALIBRATION = 2  # losses after the first that show how large losses are
 RISE = 300.0  # times the size of the first upper loss, above which a run diverges
-WORSE, LONG = 10.0, 50  # the same, above which no loss of so many in a row may lie
+WORSE, LONG = 10.0, 50  # the same, above which not all of so many losses may lie, from one of the first ten on
 STREAK = 10  # lower solves in a row that have to say the same before there is a warning
 
 
@@ -149,7 +149,7 @@ class UpperTrend:
         first: the first one; None before.
         spread: how far the first ten that were not far above it lay apart.
         above: how many of the last ones in a row were far above it, each higher than the one before.
-        worse: how many of the last ones in a row were above ten times the first.
+        worse: how many of the last ones in a row were above eleven times the first.
         count: how many there were.
         last: the last one.
     """
@@ -173,7 +173,7 @@ class UpperTrend:
             self.spread = max(self.spread, abs(loss - self.first))
         self.worse = self.worse + 1 if loss > self.first + WORSE * abs(self.first) and self.first else 0
         self.count, self.last = self.count + 1, loss
-        return self.above == 2 or self.worse == LONG
+        return self.above == 2 or (self.worse == LONG and self.count <= LONG + STREAK)
 
     @property
     def text(self) -> str:
