@@ -110,7 +110,7 @@ def plot(stem: Path, title: str, curves: Mapping[str, Points], panels: Panels, r
         axes = canvas.subplots(rows, columns, squeeze=False)
         for axis, (x, y, options) in zip(axes.flat, panels, strict=True):
             draw(axis, curves, x, y, **options)
-        axes[0, -1].legend(fontsize="small", ncols=1 + (len(curves) > 9))
+        axes[0, -1].legend(fontsize="small" if columns > 1 else "medium", ncols=1 + (len(curves) > 9))
 
 
 def _text(cell: object) -> str:

@@ -151,9 +151,12 @@ def keep(experiment: Experiment, outcome: Outcome, folder: Path, scale: str = "c
         return dict(found)
     curves = {name: runs[0]["curve"] for name, runs in outcome.runs.items()}
     positive = all(p["score"] > 0 for curve in curves.values() for p in curve)
-    axis = {"ylabel": experiment.score, **({"yscale": "log"} if positive else {})}
+    aim = re.search(
+        r"calls (?:of f )?to an? (.+?) of ", experiment.score
+    )  # the score is when, the curve what comes down to it
+    axis = {"ylabel": aim[1] if aim else experiment.score, **({"yscale": "log"} if positive else {})}
     panels = [("spent", "score", {**axis, "xlabel": experiment.unit}), ("seconds", "score", axis)]
-    plot(folder / "curves", f"{experiment.id} (seed 0)", curves, panels)
+    plot(folder / "curves", f"{experiment.id} (seed 0)", curves, panels, rows=2)
     return dict(found)
 
 
