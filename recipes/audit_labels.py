@@ -73,9 +73,9 @@ METHODS: dict[str, tuple[Any, tuple[float, ...]]] = {  # and settings to choose 
     "confident": (suspects.oneself, (1e-2, 1.0)),
     "trusted-only": (suspects.alone, (1e-2, 1.0)),
     "trusted-too": (beside, (0.1, 0.3, 0.6)),  # their share of the loss
-    "glc": (suspects.corrected, (100, 300, 1000)),  # steps of the first model
-    "joint": (suspects.joint, (0.01, 0.03)),  # learning rate of the matrix
-    "weights": (learned, (0.1, 0.3)),  # that of x
+    "glc": (suspects.corrected, (50, 150, 500)),  # steps of the first model
+    "joint": (suspects.joint, (0.1, 0.3, 0.6)),  # share of the trusted rows
+    "weights": (learned, (0.1, 0.3)),  # learning rate of x
     "matrix": (partial(learned, matrix=True), (0.01, 0.03)),
 }
 
@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--noise", nargs="+", choices=[*NOISE], help="labels made wrong; default: none of yours")
     parser.option("share", 0.3, "of the labels that are made wrong", type=share)
     parser.methods(METHODS, [*METHODS], "--methods")
-    parser.option("steps", 500, "of SOBA")
+    parser.option("steps", 300, "of SOBA")
     parser.option("seeds", 3, "of splits, noise and methods")
     args = parser.parse(arguments)
     own, (module, function) = args.images or args.table, args.model.split(":")
@@ -122,7 +122,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
                     found[name].setdefault(key, []).append(value)
         bars[noise] = {n: {k: interval(r[k]).mean for k in KEYS if k in r} for n, r in found.items()}
         keys, best = [*bars[noise][args.methods[0]]], max(args.methods, key=lambda name: lists[name][2])
-        cells = {n: [str(interval(r[k])) if len(r[k]) > 1 else r[k][0] for k in keys] for n, r in found.items()}
+        cells = {n: [str(interval(r[k])) if len({*r[k]}) > 1 else r[k][0] for k in keys] for n, r in found.items()}
         title = f"{stem.stem}: {len(labels):,} rows, {len(data.trusted.labels)} trusted"
         show(
             f"{title}, noise: {noise}",

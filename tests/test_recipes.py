@@ -262,7 +262,7 @@ def run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(conditioning, "GRID", small)
     monkeypatch.setattr(many_tasks, "BETA", 0.5)
     monkeypatch.setattr(few_images, "MARKS", (20, 60))
-    monkeypatch.setattr(suspects, "MARKS", (250,))
+    monkeypatch.setattr(suspects, "MARKS", (150,))
     few = {name: (method, grid[-1:]) for name, (method, grid) in audit_labels.METHODS.items()}
     monkeypatch.setattr(audit_labels, "METHODS", few)
 

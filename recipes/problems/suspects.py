@@ -22,7 +22,7 @@ __all__ = [
     *("oneself", "picture", "tuned", "write"),
 ]
 
-BATCH, MARKS, WORDS = 64, (100, 300, 1000), 50
+BATCH, MARKS, WORDS = 64, (50, 150, 500), 50
 
 
 class Data(NamedTuple):
@@ -261,18 +261,17 @@ def corrected(seen: Rows, first: float, marks: Sequence[int]) -> Iterator[Fit]:
     return beside(seen, len(true) / (len(true) + len(seen.rows.labels)), marks, called=called)
 
 
-def joint(seen: Rows, lr: float, marks: Sequence[int]) -> Iterator[Fit]:
+def joint(seen: Rows, share: float, marks: Sequence[int]) -> Iterator[Fit]:
     """The model and what each class is called, learned together on all rows: one level, both fit the labels."""
     (features, labels), (known, right) = seen.rows, seen.trusted
     held = iter(Batches(len(right), stream(seen.seed, "held")))
     x = (4 * torch.eye(seen.classes)).requires_grad_()
-    share = len(right) / (len(right) + len(labels))
 
     def loss(model: nn.Module, i: Tensor) -> Tensor:
         k, found = next(held), (model(features[i]).softmax(1) @ x.softmax(1)).clamp_min(1e-6).log()
         return (1 - share) * F.nll_loss(found, labels[i]) + share * F.cross_entropy(model(known[k]), right[k])
 
-    for fit in train(seen, loss, 1e-2, marks, {"params": [x], "lr": lr, "weight_decay": 0.0}):
+    for fit in train(seen, loss, 1e-2, marks, {"params": [x], "lr": 0.03, "weight_decay": 0.0}):
         yield Fit(fit.model, x.detach().softmax(1))
 
 
@@ -282,7 +281,7 @@ def train(
     """A new model trained by AdamW, at each of these steps; the loss is of a model and the numbers of some rows."""
     begin(seen.seed, "model")
     model = seen.make()
-    adam = torch.optim.AdamW([{"params": model.parameters()}, *more], 1e-3, weight_decay=decay)
+    adam = torch.optim.AdamW([{"params": model.parameters()}, *more], 3e-3, weight_decay=decay, fused=True)
     batches = iter(Batches(len(seen.rows.labels), stream(seen.seed, "batches")))
     for k in range(1, max(marks) + 1):
         adam.zero_grad()
