@@ -379,7 +379,7 @@ def picture(
                 axis.barh(places, [bar[key] for bar in found.values()], 0.75 / len(keys), label=key)
             axis.set(yticks=range(len(found)), yticklabels=[*found], xlim=(0, 1), title=f"noise: {noise}")
             axis.invert_yaxis()
-        axis.legend(loc="lower left", fontsize="small")
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2)
         for part in right:
             axes = [*part.subplots(6, 5).flat]
             for axis, (i, _, label, _, guess) in zip(axes, rows, strict=False):
