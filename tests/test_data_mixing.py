@@ -223,6 +223,54 @@ def test_the_program(tmp_path, capsys):
     assert again["mixtures"]["f2sa"]["losses"] == mixtures["f2sa"]["losses"]
 
 
+def written(root):
+    """Two sources, and a target that is like one of them."""
+    lines = {"wanted": "the cat sat on the mat. ", "like": "the mat on the cat sat. ", "other": "0123456789 "}
+    for name, line in lines.items():
+        (root / name / "more").mkdir(parents=True)
+        for i in range(4):
+            (root / name / ("more" if i % 2 else "") / f"{i}.txt").write_text(line * 200, encoding="utf-8")
+        (root / name / ".hidden").write_text("none")
+
+
+def test_a_folder_of_your_own(tmp_path):
+    written(tmp_path / "books")
+    given = [*RUN.split(), "--text", str(tmp_path / "books"), "--target", "wanted", "--optimizer", "f2sa"]
+    given += ["--steps", "20", "--lr", "0.2", "--out", str(tmp_path), "--batch", "12"]
+    numbers = program.main(given)
+    assert numbers["sources"] == ["like", "other"]
+    found = numbers["mixtures"]["f2sa"]["weights"]
+    assert found["like"].mean > 0.55
+    assert (tmp_path / "data_mixing_books_small.png").exists()
+    assert program.main([*given, "--resume"])["runs made"] == 0
+    with (tmp_path / "books" / "like" / "0.txt").open("a") as file:
+        file.write("something else")
+    assert program.main([*given, "--resume"])["runs made"] > 0
+
+
+def test_a_folder_that_lacks_something(tmp_path):
+    for given, message in ((tmp_path / "none", "is no folder"), (tmp_path, "found no source")):
+        with pytest.raises(SystemExit, match=message):
+            texts.folders(given, "wanted")
+    written(tmp_path)
+    with pytest.raises(SystemExit, match=r"one named goal .* 0 of the target"):
+        texts.folders(tmp_path, "goal")
+    assert [*texts.folders(tmp_path, "wanted").target] == ["train", "validation", "test"]
+    for path in (tmp_path / "other").rglob("*.txt"):
+        path.write_text("short")
+    with pytest.raises(SystemExit, match="too short: other"):
+        texts.folders(tmp_path, "wanted")
+
+
+def test_a_target_in_one_file_is_cut_at_empty_lines(tmp_path):
+    written(tmp_path)
+    for path in (tmp_path / "wanted").rglob("*.txt"):
+        path.unlink()
+    (tmp_path / "wanted" / "all.txt").write_text("\n\n".join(f"Part {i}. " + "words " * 500 for i in range(8)))
+    found = texts.folders(tmp_path, "wanted").target
+    assert len(found["train"]) > 1.5 * len(found["test"]) > 3_000
+
+
 def test_what_is_counted():
     known = torch.zeros(10, dtype=torch.float64)
     with Ledger([known]) as ledger:

@@ -1,5 +1,6 @@
 """Every program runs, on bundled data and on files in the format of the public downloads, and finds what it should."""
 
+import csv
 import importlib
 import json
 import lzma
@@ -16,10 +17,17 @@ import torch
 import bilevel_optim as bo
 import recipes
 import recipes.benchmarks
-from recipes import hyper_cleaning, hyper_representation, learn_to_regularize, meta_classification, saddle_escape
+from recipes import (
+    audit_labels,
+    hyper_cleaning,
+    hyper_representation,
+    learn_to_regularize,
+    meta_classification,
+    saddle_escape,
+)
 from recipes.benchmarks import conditioning, contextual, many_tasks, overhead
 from recipes.common import Parser, progress, rows, spend, summary, table, train, tuned
-from recipes.problems import few_images
+from recipes.problems import few_images, suspects
 from recipes.problems.newsgroups import SparseFeatures, load_newsgroups
 from recipes.problems.tasks import SUPERCLASSES, load_tasks
 
@@ -104,6 +112,13 @@ def hung(r):
     assert errors["AID, Newton, L-BFGS"] == pytest.approx(curve[-1]["error"], rel=1e-3)
 
 
+def audited(r):
+    found = {name: result["average precision"][0] for name, result in r["results"]["structured"].items()}
+    assert found["matrix"] > found["small-loss"] + 0.3
+    assert min(found["glc"], found["joint"], found["trusted-only"]) > found["small-loss"] + 0.1
+    assert r["results"]["structured"]["matrix"]["accuracy after removal"][0] > 0.75
+
+
 def distilled(r):
     means, learned = r["results"]["centres"], r["results"]["itd"]  # where the images start, and end
     assert learned["MLP"][0] > means["MLP"][0] + 0.02
@@ -155,6 +170,11 @@ def exchanged(r):
 
 # Arguments with which each program is run, what it writes, and what is true of the numbers.
 RUNS = {
+    "audit_labels": (
+        "--noise structured --seeds 1 --steps 150 --methods small-loss trusted-only glc joint matrix",
+        "audit_labels_digits",
+        audited,
+    ),
     "black_box": ("--tolls 3 --budget 30 --seeds 2 --methods PZOBO Nelder-Mead", "black_box", tolled),
     "compare": (
         "--problem quadratic --budget 300 --methods aid first-order itd --grid 0.1 0.5 1e9 --seeds 2",
@@ -241,6 +261,9 @@ def run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(conditioning, "GRID", small)
     monkeypatch.setattr(many_tasks, "BETA", 0.5)
     monkeypatch.setattr(few_images, "MARKS", (20, 60))
+    monkeypatch.setattr(suspects, "MARKS", (150,))
+    few = {name: (method, grid[-1:]) for name, (method, grid) in audit_labels.METHODS.items()}
+    monkeypatch.setattr(audit_labels, "METHODS", few)
 
     def call(name, arguments, out=tmp_path, pictures=False):
         module = importlib.import_module(f"recipes.{name}")
@@ -520,6 +543,64 @@ def test_folders_of_images_are_read(tmp_path):
         load_tasks("omniglot", tmp_path, 3, shares, generator)
     with pytest.raises(SystemExit, match="no folder of PNG files for 100 classes"):
         load_tasks("cifar_fs", tmp_path / "omniglot-py", 3, shares, generator)
+
+
+def scalar(shape, classes):
+    """A model of one's own, for ``--model``."""
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(math.prod(shape), classes))
+
+
+def test_an_audit_of_images_of_your_own(tmp_path, run):
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    for folder, count in (("photos", 40), ("checked", 8)):
+        for name, light in (("day", 150), ("night", 0)):
+            (tmp_path / folder / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = rng.integers(light, light + 100, (9, 12, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / folder / name / f"{i}.png")
+    wrong = tmp_path / "photos" / "day" / "wrong.png"
+    Image.fromarray(np.zeros((9, 12, 3), dtype=np.uint8)).save(wrong)
+    own = f"--images {tmp_path / 'photos'} --trusted {tmp_path / 'checked'} --size 8 --steps 60"
+    for method in ("glc", "weights"):
+        numbers, printed = run("audit_labels", f"{own} --methods {method} --model tests.test_recipes:scalar")
+        assert numbers["results"]["none"][method]["trusted accuracy"] == [1]
+        assert f"audit_labels_photos_none_{method}.csv" in printed.out
+        with (tmp_path / f"audit_labels_photos_none_{method}.csv").open() as file:
+            first, *others = csv.DictReader(file)
+        assert (first["where"], first["label"], first["guess"]) == (str(wrong), "day", "night")
+        assert len(others) == 80
+    assert (tmp_path / "audit_labels_photos.png").exists()
+    (tmp_path / "checked" / "dusk").mkdir()
+    (tmp_path / "checked" / "dusk" / "0.png").write_bytes(wrong.read_bytes())
+    with pytest.raises(SystemExit, match="classes that the untrusted rows lack: dusk"):
+        run("audit_labels", own)
+    with pytest.raises(SystemExit, match="need --trusted"):
+        run("audit_labels", f"--images {tmp_path / 'photos'}")
+
+
+def test_an_audit_of_a_table_of_your_own(tmp_path, run):
+    rng = np.random.default_rng(0)
+    for name, count in (("all", 60), ("checked", 12), ("later", 12)):
+        lines = ["height,colour,id,kind"]
+        for i in range(count):
+            kind = ("cat", "dog")[i % 2]
+            shown = "dog" if (name, i) == ("all", 4) else kind
+            lines.append(f"{rng.normal(i % 2):.3f},{('black', 'brown')[i % 2]},no {i},{shown}")
+        (tmp_path / f"{name}.csv").write_text("\n".join(lines) + "\n")
+    own = f"--table {tmp_path}/all.csv --trusted {tmp_path}/checked.csv --test {tmp_path}/later.csv"
+    numbers, printed = run("audit_labels", f"{own} --label kind --steps 60 --methods small-loss weights")
+    assert "Column id is left out" in printed.out
+    assert numbers["results"]["none"]["weights"]["own accuracy"] == [1]
+    with (tmp_path / "audit_labels_all_none_weights.csv").open() as file:
+        first = next(csv.DictReader(file))
+    assert (first["where"], first["label"], first["guess"]) == (f"{tmp_path}/all.csv:6", "dog", "cat")
+    numbers, _ = run("audit_labels", f"{own} --label kind --methods glc confident --noise random --seeds 1 --share 0.2")
+    for method in ("glc", "confident"):
+        assert numbers["results"]["random"][method]["average precision"][0] > 0.9
+    with pytest.raises(SystemExit, match="no column label: height, colour, id, kind"):
+        run("audit_labels", own)
 
 
 @pytest.mark.parametrize(

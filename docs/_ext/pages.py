@@ -123,13 +123,15 @@ WORDS = {
     "howto/batchnorm": "batch normalization, batchnorm, dropout",
     "howto/checkpoints": "resume, resume training, save and load, checkpoint",
     "howto/compile": "compile fallback, why does compile fall back, graph break, fullgraph, eager steps",
+    "howto/data_mixing": "data mixture, language model, pretraining, doremi, my own text files",
     "howto/ddp": "multiple gpus, 2 gpus, several gpus, multi-gpu, torchrun, distributed training, ddp, fsdp",
     "howto/hyperparameters": "weight decay per layer, hyperparameter tuning, tune weight decay, retrain",
     "howto/lightning": "lightning, two loaders, combinedloader",
     "howto/memory": "out of memory, cuda out of memory, how much memory, gradient checkpointing",
     "howto/mixed_precision": "amp, autocast, bfloat16",
     "howto/other_optimizers": "adam for both levels, adam, momentum, learning rate schedule, gradient clipping",
-    "howto/wrong_labels": "my own data, imagefolder, dataset with an index, find mislabeled examples, clean my labels",
+    "howto/wrong_labels": "my own data, imagefolder, dataset with an index, find mislabeled examples, clean my labels, "
+    "label errors, confident learning, cleanlab, loss correction, audit labels",
     "speed": "torch.compile, compile, cuda graphs, faster steps",
     "suggest": "learning rate, choose nu, default settings",
 }

@@ -12,6 +12,7 @@ trained, so that intervals say how learning varies too.
 
     python -m recipes.data_mixing --seed 1                                           # a quarter of an hour of a core
     python -m recipes.data_mixing --data 20newsgroups --data-root DIR
+    python -m recipes.data_mixing --text DIR --target NAME      # a folder of your own text files for each source
     torchrun --nproc-per-node 2 -m recipes.data_mixing --parallel fsdp --scale 1m    # sharded over two processes
 
 Controls: equal shares; training on (another part of) the target itself; DoReMi (arXiv:2305.10429), which does not know
@@ -37,7 +38,7 @@ from ..common import Interval, Parser, draw, figure, interval, progress, save, s
 from ..common.records import Records
 from .learning import METHODS, doremi, learned
 from .network import SIZES, Ranks, ranks_of
-from .texts import LOADERS, Texts
+from .texts import LOADERS, Texts, folders
 from .training import excess, mean_curve, trained, valleys
 
 # The arguments that runs depend on.
@@ -66,7 +67,8 @@ class Runs:
         self.processor: dict[str, float] = {}
 
     def _setting(self, names: Sequence[str]) -> dict[str, Any]:
-        return {name: getattr(self.args, name) for name in names} | {"ranks": self.ranks.world}
+        own = {"texts": self.texts.digest()} if self.args.text else {}  # which may have changed since
+        return {name: getattr(self.args, name) for name in names} | {"ranks": self.ranks.world} | own
 
     def _made(self, unit: Mapping[str, Any], run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The result of a unit, with the processor's seconds that it took."""
@@ -157,6 +159,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Run the recipe; returns the numbers that it writes."""
     parser = Parser(__doc__, seed=True, device=True)
     parser.data(LOADERS)
+    parser.add_argument("--text", type=Path, help="your own folder, a subfolder of text files for each source")
+    parser.option("target", "target", "the subfolder of --text that the model is to be good at")
     parser.methods(METHODS, list(METHODS))
     parser.add_argument("--scale", choices=[*SIZES], default="tiny", help="parameters of the model; default: tiny")
     parser.add_argument("--parallel", choices=["ddp", "fsdp"], default="ddp",
@@ -174,8 +178,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.option("grid", [0.2, 0.35, 0.5, 0.65, 0.8], "shares of the first of two sources", type=share)
     args = parser.parse(arguments)
     ranks, start = ranks_of(args.device), time.perf_counter()
+    if args.text:
+        args.data, texts = args.text.resolve().name, folders(args.text, args.target)
+    else:
+        texts = LOADERS[args.data](args.data_root, args.download)
     stem = args.out / f"data_mixing_{args.data}_{args.scale}"
-    runs = Runs(args, LOADERS[args.data](args.data_root, args.download), records_of(stem, args, ranks), ranks)
+    runs = Runs(args, texts, records_of(stem, args, ranks), ranks)
     numbers = {
         "sources": [*runs.texts.sources],
         "mixtures": several(runs, args.optimizer),

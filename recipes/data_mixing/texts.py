@@ -1,10 +1,11 @@
-"""Sources and a target as characters: texts that come with Python and torch, or the 20 Newsgroups."""
+"""Sources and a target as characters: texts that come with Python and torch, the 20 Newsgroups, or your own files."""
 
 from __future__ import annotations
 
 import ast
 import random
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -16,13 +17,14 @@ from torch import Tensor
 from ..problems.newsgroups import stripped, texts_of
 from ..problems.problem import folder
 
-__all__ = ["LOADERS", "VOCABULARY", "Texts", "encoded", "python", "windows"]
+__all__ = ["LOADERS", "VOCABULARY", "Texts", "encoded", "folders", "python", "windows"]
 
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
 VOCABULARY = len(CHARACTERS) + 1  # the last stands for all others
 CODES = bytes(CHARACTERS.find(chr(i)) % VOCABULARY for i in range(256))
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 LIMIT = 400_000  # characters of each source
+SHORTEST = 2_000  # of them, and of a part of the target
 
 
 class Texts(NamedTuple):
@@ -37,6 +39,10 @@ class Texts(NamedTuple):
     sources: dict[str, Tensor]
     target: dict[str, Tensor]
     pair: tuple[str, str]
+
+    def digest(self) -> int:
+        """A number that is another one, if a text is."""
+        return zlib.crc32(b"".join(t.numpy().tobytes() for t in (*self.sources.values(), *self.target.values())))
 
 
 def encoded(text: str) -> Tensor:
@@ -94,10 +100,40 @@ def newsgroups(root: Path | None, download: bool) -> Texts:
     )
 
 
+def folders(root: Path, target: str) -> Texts:
+    """Text files of your own: a subfolder for each source, and one for the target, of which some are held out."""
+    if not root.is_dir():
+        raise SystemExit(f"--text {root} is no folder")
+    own = {folder.name: _files(folder) for folder in sorted(root.iterdir()) if folder.is_dir()}
+    goal = own.pop(target, [])
+    if len(goal) == 1:  # a file alone is cut, at empty lines
+        goal = [part for part in goal[0].split("\n\n") if part.strip()]
+    sources = {name: encoded("\n\n".join(_shuffled(texts))[:LIMIT]) for name, texts in own.items()}
+    short = [name for name, text in sources.items() if len(text) < SHORTEST]
+    if len(goal) < 3 or len(sources) < 2 or short:
+        raise SystemExit(
+            f"{root} needs a subfolder of text files for each of two sources or more, each of {SHORTEST} characters, "
+            f"and one named {target} (--target) with the target, in three files or paragraphs; "
+            f"found {', '.join(own) or 'no source'}; too short: {', '.join(short) or 'none'}; {len(goal)} of the target"
+        )
+    found = _parts(goal, (0.5, 0.25, 0.25))
+    if short := [name for name, text in found.items() if len(text) < SHORTEST]:
+        raise SystemExit(f"{root / target} is too short: no {SHORTEST} characters for {', '.join(short)}")
+    first, second, *_ = sources
+    return Texts(sources, found, (first, second))
+
+
 LOADERS: dict[str, Callable[[Path | None, bool], Texts]] = {
     "python": lambda root, download: python(),
     "20newsgroups": newsgroups,
 }
+
+
+def _files(folder: Path) -> list[str]:
+    """The texts of a folder and of the folders in it."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    shown = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    return [path.read_text(encoding="utf-8", errors="replace") for path in shown]
 
 
 def _shuffled(items: Iterable[str] | Iterable[Path]) -> list[Any]:
