@@ -229,6 +229,7 @@ RUNS = {
     "benchmarks.many_tasks": ("--part both --tasks 20 40 --steps 3 --held 5", "many_tasks", rows_grow),
     "benchmarks.linear_systems": ("--n 10 --products 1 3 --ridges 1e-2 --after 1", None, None),
     "benchmarks.copies": ("--batches 2 --orders 2 --repeats 1", None, None),
+    "benchmarks.divergence": ("--cases quartic --methods SOBA AID --rates 1e-12 1 --steps 21", None, None),
     "benchmarks.directions": ("--directions 2 --width 20", None, None),
     "benchmarks.speed": (
         "--problems logistic --methods soba f2sa --entries eager --inner 1 --rounds 1",

@@ -22,7 +22,7 @@ from ..hypergradient.estimate import measured
 from ..oracle.advance import advance_buffers
 from ..oracle.checks import Checks
 from ..oracle.oracle import Oracle
-from ..oracle.session import LONG, LossFacts, Options
+from ..oracle.session import LossFacts, Options
 from ..problem.objective import Loss, Objective, as_objective, version_of
 from ..problem.parameters import (
     LEVELS,
@@ -631,7 +631,7 @@ class BilevelOptimizer(Optimizer, ABC):
                 put_back()
             if not isinstance(error, NonFiniteError):
                 raise
-            if error.hint or not (trend.above or trend.worse >= LONG):
+            if not trend.above or error.hint:
                 raise
             raise NonFiniteError(error.oracle, error.step, f"The run has diverged: {trend.text}. {DIVERGES}") from None
         self._run_state.written = {}

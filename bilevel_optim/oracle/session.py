@@ -80,7 +80,6 @@ class LossFacts:
 
 CALIBRATION = 2  # losses after the first that show how large losses are
 RISE = 300.0  # times the size of the first upper loss, above which a run diverges
-WORSE, LONG = 10.0, 50  # the same, above which not all of so many losses may lie, from one of the first ten on
 STREAK = 10  # lower solves in a row that have to say the same before there is a warning
 
 
@@ -149,7 +148,6 @@ class UpperTrend:
         first: the first one; None before.
         spread: how far the first ten that were not far above it lay apart.
         above: how many of the last ones in a row were far above it, each higher than the one before.
-        worse: how many of the last ones in a row were above eleven times the first.
         count: how many there were.
         last: the last one.
     """
@@ -157,12 +155,11 @@ class UpperTrend:
     first: float | None = None
     spread: float = 0.0
     above: int = 0
-    worse: int = 0
     count: int = 0
     last: float = 0.0
 
     def seen(self, loss: float) -> bool:
-        """Note a loss; whether it is the second in a row that is far above the first, or one of many above it."""
+        """Note a loss; whether it is the second in a row that is far above the first."""
         if self.first is None:
             self.first = self.last = loss
         scale = max(abs(self.first), self.spread)
@@ -171,9 +168,8 @@ class UpperTrend:
             self.above, self.spread = 0, max(self.spread, abs(loss - self.first))
         elif self.count < STREAK and not self.above:
             self.spread = max(self.spread, abs(loss - self.first))
-        self.worse = self.worse + 1 if loss > self.first + WORSE * abs(self.first) and self.first else 0
         self.count, self.last = self.count + 1, loss
-        return self.above == 2 or (self.worse == LONG and self.count <= LONG + STREAK)
+        return self.above == 2
 
     @property
     def text(self) -> str:

@@ -64,17 +64,6 @@ def test_nothing_is_told_of_a_run_that_goes_well(name):
             optimizer.step(lambda factor=factor, shift=shift: f() * factor + shift, g)
 
 
-def test_a_jump_of_the_first_step_is_told_when_nothing_comes_back():
-    """It is taken for noise at first; steps of a given length swing about a solution ever after."""
-    problem = Quadratic(6, 3, 5.0)
-    y = problem.y[0]
-    optimizer = bo.F2SA(problem.x, problem.y, lr=1e3, lower_steps=3)
-    f = lambda: (y - 1).square().sum() + problem.x[0].square().sum()  # noqa: E731
-    with pytest.warns(bo.BilevelWarning, match="the upper loss has grown from") as told:
-        repeated(optimizer, f, problem.lower, 120)
-    assert len([one for one in told if "has grown from" in str(one.message)]) == 1
-
-
 def test_in_a_run_of_many_steps_too():
     optimizer, f, g = made("SOBA", 30.0)
     optimizer.compile(backend="eager")
