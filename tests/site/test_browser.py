@@ -249,14 +249,20 @@ TASKS = {
 }
 
 
+def clicked(open_page, links):
+    """The page that these links lead to, one after another, from the first page."""
+    page = open_page("index.html", viewport=DESK)
+    for text in links:
+        page.get_by_role("link", name=text, exact=True).filter(visible=True).first.click(timeout=20_000)
+        page.wait_for_load_state("load")
+    return page
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_a_newcomer_finds_it_in_three_clicks(open_page, task):
     clicks, answer = TASKS[task]
     assert len(clicks) <= 3
-    page = open_page("index.html", viewport=DESK)
-    for text in clicks:
-        page.get_by_role("link", name=text, exact=True).filter(visible=True).first.click(timeout=20_000)
-        page.wait_for_load_state("load")
+    page = clicked(open_page, clicks)
     assert answer in page.inner_text("article")
 
 
@@ -285,10 +291,7 @@ QUESTIONS = {
 def test_a_question_is_answered_in_two_clicks(open_page, question):
     clicks, answers = QUESTIONS[question]
     assert len(clicks) <= 2
-    page = open_page("index.html", viewport=DESK)
-    for text in clicks:
-        page.get_by_role("link", name=text, exact=True).filter(visible=True).first.click(timeout=20_000)
-        page.wait_for_load_state("load")
+    page = clicked(open_page, clicks)
     said = page.inner_text("article")
     assert all(answer in said for answer in answers)
 
