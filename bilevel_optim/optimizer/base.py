@@ -656,6 +656,14 @@ class BilevelOptimizer(Optimizer, ABC):
                 f"although the hypergradient is not small (norm {size:.2g}). lr={lr:g} is too small; bo.suggest finds "
                 "a rate"
             )
+        first = self._run_state.upper_trend.first or 0.0
+        told = "growing upper loss" in self._run_state.warned
+        if not told and moved * size > abs(loss) and loss > 3 * abs(first):
+            warn(
+                f"x goes past a minimum and back: step {STILL} moved it by {moved:.2g} along a slope of {size:.2g}, "
+                f"although the upper loss was only {loss:.2g}, and {first:.2g} in the first step. lr={lr:g} is too "
+                f"large. {DIVERGES}"
+            )
         if not issubclass(self._rules.described(groups["lower"])[0], torch.optim.LBFGS):
             return
         residual = float(torch.as_tensor(self.diagnostics.get("lower_residual", 0.0)).norm())

@@ -52,6 +52,23 @@ def test_every_method_tells_of_a_rate_that_is_too_large(name):
         repeated(optimizer, f, g, 20)
 
 
+@pytest.mark.parametrize("lr", [10.0, 1e4])
+def test_steps_of_a_given_length_that_go_back_and_forth_are_told(lr):
+    """Normalised steps that are too long: the upper loss is large, and grows no more."""
+    optimizer, f, g = made("F2SA", lr)
+    optimizer.normalize = True
+    with pytest.warns(bo.BilevelWarning, match=r"x goes past a minimum and back: step 20 .* is too large") as told:
+        repeated(optimizer, f, g, 40)
+    assert len([one for one in told if "past a minimum" in str(one.message)]) == 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_nothing_is_told_of_short_steps_about_a_minimum():
+    optimizer, f, g = made("F2SA", 0.1)
+    optimizer.normalize = True
+    repeated(optimizer, f, g, 60)
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", STEPS)
 def test_nothing_is_told_of_a_run_that_goes_well(name):
