@@ -259,12 +259,20 @@ class _Truth:
     def solve(self, start: Vector, x: Vector | None = None) -> tuple[Vector, float]:
         """About the minimiser of the averaged lower loss over y, and the norm of its gradient there."""
         variables = Vector(t.clone().requires_grad_() for t in start)
+        known: list[tuple[float, Vector]] = []  # the last value that was finite, and where
 
         def closure() -> float:
-            value, gradient = self.lower(variables.detach(), x)
+            y = variables.detach().clone()
+            loss, gradient = self.lower(y, x)
+            value = float(loss)
+            if math.isfinite(value) and math.isfinite(float(gradient.norm())):
+                known[:] = [(value, y)]
+            elif known:  # outside of where the loss is defined: a wall, because the line search takes NaN for a way on
+                height, away = 1 + abs(known[0][0]), y - known[0][1]
+                value, gradient = known[0][0] + height, away * (height / float(away.dot(away)))
             for tensor, grad in zip(variables, gradient, strict=True):
                 tensor.grad = grad
-            return float(value)
+            return value
 
         solver = LBFGS(
             list(variables),
@@ -299,6 +307,8 @@ class _Truth:
             if not curvature > 0:
                 break
             move = gradient * (-float(move.dot(move)) / curvature)
+        if not math.isfinite(residual):
+            self._require_solved(best, residual)
         return best, residual
 
     def polished(self, start: Vector, x: Vector | None = None, product: Product | None = None) -> _Solved:

@@ -78,6 +78,7 @@ def test_kinks_near_the_point_are_no_faults(place, distance):
         assert "kink" in report.advice
 
 
+@pytest.mark.filterwarnings("ignore:the lower Hessian is not positive definite")
 @pytest.mark.parametrize("seed", range(4))
 def test_rectifiers_are_no_faults(seed):
     """A network has kinks wherever one looks."""
@@ -94,6 +95,17 @@ def test_rectifiers_are_no_faults(seed):
         bo.check_hypergradient(optimizer, lambda: (net(rows)[:, 0] - 1).square().mean(), lower, rtol=1e3, repeats=2)
     except bo.GradcheckError as error:
         assert "no reference" in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("start", [5.0, 1000.0])
+def test_the_lower_loss_may_be_undefined_at_some_y(start, dtype):
+    """g = x y - log y: a line search that steps to y < 0 must come back from there, to y = 1 / x."""
+    x = torch.ones(1, dtype=dtype, requires_grad=True)
+    y = torch.full((3,), start, dtype=dtype, requires_grad=True)
+    optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.1, lower_steps=3, linear_steps=10)
+    with pytest.raises(bo.GradcheckError, match=r"\(0 from the exact lower solution(.|\n)*norm 6,"):
+        bo.check_hypergradient(optimizer, lambda: (y - 2).square().sum(), lambda: (x * y - y.log()).sum())
 
 
 class Drawing:
