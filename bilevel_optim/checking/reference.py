@@ -340,7 +340,7 @@ class _Truth:
         return _Solved(y, float(slope_.norm()), step)
 
     def _require_solved(self, y: Vector, error: float) -> None:
-        if not error <= max(1e-4, self._unit**0.5) * (1 + float(y.norm())):
+        if not error <= max(1e-4, self._unit**0.5) * (1 + float(y.norm())) < math.inf:
             raise GradcheckError(
                 f"there is no reference: the lower problem could not be solved (its solution is known within about "
                 f"{error:.3g}, at a norm of {float(y.norm()):.3g}). {UNSOLVED}"
@@ -378,12 +378,14 @@ class _Truth:
                 f"eigenvalue of its Hessian {float(eigenvalues[0]):.3g}, largest {float(eigenvalues[-1]):.3g}). "
                 f"{UNSOLVED}"
             )
+        slope_ = flat(self.lower(y)[1])
         for _ in range(5):
-            slope_ = flat(self.lower(y)[1])
             step = torch.linalg.solve(hessian, slope_)
-            if not step.norm() > self._unit * flat(y).norm():
+            after = y - unflat(step, y)
+            slope_after = flat(self.lower(after)[1])
+            if not (step.norm() > self._unit * flat(y).norm() and slope_after.norm() < slope_.norm()):
                 break
-            y = y - unflat(step, y)
+            y, slope_ = after, slope_after
         self._require_solved(y, float(step.norm()))
         self._factor = torch.linalg.inv(hessian)
         v = unflat(torch.linalg.solve(hessian, flat(self._slopes(y)[1])), y)
