@@ -353,7 +353,11 @@ class BilevelOptimizer(Optimizer, ABC):
         with torch.enable_grad():
             result = closure()
         if required and self._run_state.steps == before:
-            self._objectives(closure, None)  # one loss is not enough
+            try:
+                self._objectives(closure, None)  # one loss is not enough
+            except TypeError as error:
+                self._oracle_options.ranks.failed(error)  # others may have been given two
+                raise
         self._update()
         return result
 

@@ -112,6 +112,22 @@ def test_a_failing_rank_ends_the_step_on_all(world, tmp_path):
                 torch.testing.assert_close(torch.tensor(got), expected, rtol=1e-9, atol=1e-9)
 
 
+def after_one_loss(rank):
+    """The second rank gives the upper loss alone."""
+    problem, optimizer = made("SOBA", process_group=dist.group.WORLD)
+    problem.run(optimizer)
+    try:
+        optimizer.step(problem.upper) if rank == 1 else optimizer.step(problem.upper, problem.lower)
+    except (TypeError, bo.RankError) as error:
+        return type(error).__name__, str(error), problem.run(optimizer)
+
+
+def test_a_loss_that_is_missing_on_one_rank_ends_the_step_on_all(tmp_path):
+    results = together(2, tmp_path, after_one_loss)
+    assert [results[rank][0] for rank in (0, 1)] == ["RankError", "TypeError"]
+    assert "rank 1 failed: TypeError" in results[0][1]
+
+
 def after_a_kill(rank):
     problem, optimizer = made("AID", process_group=dist.group.WORLD)
     problem.run(optimizer)
