@@ -415,7 +415,7 @@ class RecursiveOptimizer(BilevelOptimizer):
     def _table(self, given: StepInputs, y: Vector) -> Table:
         """The rows of all problems; y has one for each."""
         group = [i for i, group in enumerate(given.lower_groups) for _ in group["params"]]
-        each = [[i] * t[0].numel() for i, t in zip(group, y, strict=True)]
+        each = [[i] * t.shape[1:].numel() for i, t in zip(group, y, strict=True)]  # t[0] would gather rows of all ranks
         groups = torch.tensor([i for own in each for i in own], device="cpu")
         tables = {name: Split.local(t) for name, t in given.tables.items() if name not in CHANCES}
         least = self.floor if self._rule.floored else None
