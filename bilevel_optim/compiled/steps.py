@@ -716,6 +716,8 @@ class CompiledSteps:
             found = None
             if not (optimizer._finished() or optimizer._has_step_hooks or optimizer._sets_below(tasks)):
                 found = self._chained(_sources(upper, lower, tasks), min(steps - done, self._most))
+            if found is not None:
+                optimizer._look_at(found, moves=True)
             losses.append(optimizer.step(upper, lower, tasks=tasks).reshape(1) if found is None else found)
         return torch.cat(losses)
 

@@ -22,7 +22,7 @@ from ..hypergradient.estimate import measured
 from ..oracle.advance import advance_buffers
 from ..oracle.checks import Checks
 from ..oracle.oracle import Oracle
-from ..oracle.session import LossFacts, Options
+from ..oracle.session import WINDOW, LossFacts, Options
 from ..problem.objective import Loss, Objective, as_objective, version_of
 from ..problem.parameters import (
     LEVELS,
@@ -411,7 +411,6 @@ class BilevelOptimizer(Optimizer, ABC):
         require("steps", steps, is_count(steps) and steps > 0)
         if self._captured is not None:
             losses: Tensor = self._captured.run(upper, lower, tasks, steps)
-            self._look_at(losses)
             return losses
         return torch.cat([self.step(upper, lower, tasks=tasks).reshape(1) for _ in range(steps)])
 
@@ -639,7 +638,7 @@ class BilevelOptimizer(Optimizer, ABC):
                 raise
             raise NonFiniteError(error.oracle, error.step, f"The run has diverged: {trend.text}. {DIVERGES}") from None
         self._run_state.written = {}
-        self._look_at(loss)
+        self._look_at(loss, moves=update)
         if look:
             self._look_at_moves(float(loss), *before)
         return loss
@@ -648,11 +647,9 @@ class BilevelOptimizer(Optimizer, ABC):
         """Warn if a step has left x, or y below LBFGS, where it was, and should not have; before it they were these."""
         if any_sharded(x):
             return
-        groups = by_level(self.param_groups)
-        size = float(Vector(p.new_zeros(1) if p.grad is None else p.grad for p in self.parameters("upper")).norm())
-        lr = max(float(group["lr"]) for group in groups["upper"])
+        size, lr, length = self._slope()
         moved = float((Vector(self.parameters("upper")).detach() - x).norm())
-        expected = moved or lr * (size if self._upper_factory is None else sum(t.numel() for t in x) ** 0.5)
+        expected = moved or length
         change, possible = expected * size, max(float(x.norm()), 1.0) * size
         if 0 < change < LITTLE * abs(loss) and possible > MUCH * abs(loss):
             warn(
@@ -661,6 +658,11 @@ class BilevelOptimizer(Optimizer, ABC):
                 "a rate"
             )
         first = self._run_state.upper_trend.first or 0.0
+        if not size and lr and self.declared.family == "control":
+            warn(
+                f"x does not move: the upper loss depends on x through y alone, of which {type(self).__name__} takes "
+                "nothing. It is a control; take another method"
+            )
         told = "growing upper loss" in self._run_state.warned
         if not told and moved * size > abs(loss) and loss > 3 * abs(first):
             warn(
@@ -668,7 +670,7 @@ class BilevelOptimizer(Optimizer, ABC):
                 f"although the upper loss was only {loss:.2g}, and {first:.2g} in the first step. lr={lr:g} is too "
                 f"large. {DIVERGES}"
             )
-        if not issubclass(self._rules.described(groups["lower"])[0], torch.optim.LBFGS):
+        if not issubclass(self._rules.described(by_level(self.param_groups)["lower"])[0], torch.optim.LBFGS):
             return
         residual = float(torch.as_tensor(self.diagnostics.get("lower_residual", 0.0)).norm())
         still = all(torch.equal(before, now) for before, now in zip(y, self.parameters("lower"), strict=True))
@@ -679,18 +681,34 @@ class BilevelOptimizer(Optimizer, ABC):
                 "functools.partial(torch.optim.LBFGS, tolerance_grad=0, tolerance_change=0)), or a larger lower loss"
             )
 
-    def _look_at(self, losses: Tensor) -> None:
+    def _slope(self) -> tuple[float, float, float]:
+        """Norm of ``.grad`` of x, the largest learning rate, and about the length of a step with them."""
+        tensors = self.parameters("upper")
+        size = float(Vector(p.new_zeros(1) if p.grad is None else p.grad for p in tensors).norm())
+        lr = max(float(group["lr"]) for group in by_level(self.param_groups)["upper"])
+        if self._upper_factory is not None:
+            return size, lr, lr * sum(t.numel() for t in tensors) ** 0.5
+        return size, lr, lr if getattr(self, "normalize", False) else lr * size
+
+    def _look_at(self, losses: Tensor, *, moves: bool) -> None:
         """Warn once if upper losses have grown, but not where y ascends them; reads them, so with ``check_finite``."""
-        state = self._run_state
+        state, trend = self._run_state, self._run_state.upper_trend
         if self._one_loss or not self.check_finite:
             return
         # Elsewhere than on the host a look is a wait for the device.
         looks = losses.is_cpu or state.steps % LOOKS < losses.numel()
         values = [] if not looks else losses.tolist() if losses.dim() else [losses.item()]
+        if moves and values and trend.asks(len(values)) and not any_sharded(self.parameters("upper")):
+            size, _, length = self._slope()
+            trend.promised += size * length * (len(values) if trend.count < WINDOW else max(len(values), WINDOW))
         for loss in values:
-            if state.upper_trend.seen(loss) and "growing upper loss" not in state.warned:
+            if trend.seen(loss) and "growing upper loss" not in state.warned:
                 state.warned.add("growing upper loss")
-                warn(f"{state.upper_trend.text}: the run diverges. {DIVERGES}")
+                warn(f"{trend.text}: the run diverges. {DIVERGES}")
+            said = trend.worsened(loss)
+            if said and not state.warned & {"growing upper loss", "worse upper loss"}:
+                state.warned.add("worse upper loss")
+                warn(f"{said}: the run makes it worse, unless y began where f is less than at y*(x). {DIVERGES}")
 
     def _made_step(self, upper: Loss | None, lower: Loss | None, tasks: Any, *, update: bool) -> Tensor:
         """A step, or all of it but the update of x."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -19,7 +20,9 @@ from .buffers import Buffers, Kept
 from .checks import Checks
 from .evaluation import Evaluation, in_place
 
-__all__ = ["COUNTERS", "LossFacts", "LowerTrend", "Options", "Session", "UpperTrend", "as_scalar", "forget_casts"]
+__all__ = [
+    "COUNTERS", "WINDOW", "LossFacts", "LowerTrend", "Options", "Session", "UpperTrend", "as_scalar", "forget_casts",
+]  # fmt: skip
 
 _NONE = Kept({}, Buffers(complete=True))
 COUNTERS = ("upper_grad", "lower_grad", "hvp", "jvp", "loss")
@@ -81,6 +84,7 @@ class LossFacts:
 CALIBRATION = 2  # losses after the first that show how large losses are
 RISE = 300.0  # times the size of the first upper loss, above which a run diverges
 STREAK = 10  # lower solves in a row that have to say the same before there is a warning
+WINDOW = 20  # upper losses that are looked at together
 
 
 @dataclass
@@ -150,6 +154,13 @@ class UpperTrend:
         above: how many of the last ones in a row were far above it, each higher than the one before.
         count: how many there were.
         last: the last one.
+        window: those since the last full window.
+        least: the smallest loss of that window.
+        most: the largest one.
+        rise: how far the smallest one was above that of the window before.
+        faster: how many windows in a row lay above the one before, each by more than the last one.
+        far: how many in a row were far above the first loss.
+        promised: about how much less it should be by the moves of x so far, to first order.
     """
 
     first: float | None = None
@@ -157,6 +168,17 @@ class UpperTrend:
     above: int = 0
     count: int = 0
     last: float = 0.0
+    window: list[float] = field(default_factory=list)
+    least: float = math.inf
+    most: float = math.inf
+    rise: float = 0.0
+    faster: int = 0
+    far: int = 0
+    promised: float = 0.0
+
+    def asks(self, number: int) -> bool:
+        """Whether it has to be known, with so many more losses, what the last move of x promised: now and then."""
+        return self.count < WINDOW or len(self.window) + number >= WINDOW
 
     def seen(self, loss: float) -> bool:
         """Note a loss; whether it is the second in a row that is far above the first."""
@@ -170,6 +192,29 @@ class UpperTrend:
             self.spread = max(self.spread, abs(loss - self.first))
         self.count, self.last = self.count + 1, loss
         return self.above == 2
+
+    def worsened(self, loss: float) -> str:
+        """Note a loss; what there is to say if windows of them rise faster and faster, or stay far above the first.
+
+        Faster: three in a row lie above all of the one before, each by more than the last one, and in the end a tenth
+        above the first loss. What slows down, or moves of x did not promise to lower by a third of the rise, is f that
+        rises while y goes to its solution.
+        """
+        self.window.append(loss)
+        if len(self.window) < WINDOW or self.first is None:
+            return ""
+        least, most = min(self.window), max(self.window)
+        rise, before, self.window = least - self.least, self.rise, []
+        self.faster = self.faster + 1 if least > self.most and rise > before else 0
+        self.far = self.far + 1 if least - self.first > RISE * abs(self.first) > 0 else 0
+        self.least, self.most, self.rise = least, most, rise
+        above = least - self.first
+        worse = self.far >= 2 or (self.faster >= 3 and above > 0.1 * abs(self.first) and 3 * self.promised > above)
+        return (
+            f"the upper loss was {self.first:.3g} in the first step, and {least:.3g} to {most:.3g} in the last {WINDOW}"
+            if worse
+            else ""
+        )
 
     @property
     def text(self) -> str:

@@ -81,6 +81,48 @@ def test_nothing_is_told_of_a_run_that_goes_well(name):
             optimizer.step(lambda factor=factor, shift=shift: f() * factor + shift, g)
 
 
+def worse(losses, lr=1.0, slope=30.0):
+    """Optimizer steps after which it was said that the run makes the upper loss worse."""
+    optimizer, _, g = made("SOBA", lr)
+    (x,), (y,), said = optimizer.parameters("upper"), optimizer.parameters("lower"), []
+    for i, loss in enumerate(losses):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            optimizer.step(lambda loss=loss: slope * (x - x.detach()).sum() + 0 * y.sum() + loss, g)
+        said += [i + 1 for one in told if "makes it worse" in str(one.message)]
+    return said
+
+
+def test_a_run_that_makes_the_loss_worse_is_told_once():
+    noise = torch.rand(120, generator=torch.Generator().manual_seed(0)).tolist()
+    slow = [10.0 + n + 1.05**i for i, n in enumerate(noise)]
+    assert len(worse(slow)) == 1
+    assert not worse(slow, lr=1e-6)  # x has not done that
+    swings = [1.0, 5.0, 1e6, *(1e4 * (1 + n) * 0.97**i for i, n in enumerate(noise[:60]))]
+    assert worse(swings) == [60]
+
+
+def test_a_loss_that_rises_while_y_is_solved_is_not_told():
+    assert not worse([1 - 5 * 0.98**i for i in range(120)])
+    assert not worse([1.0] + 119 * [9.0])
+
+
+def test_noise_is_not_said_to_make_the_loss_worse():
+    generator = torch.Generator().manual_seed(0)
+    for kind in range(3):
+        draws = torch.randn(100, generator=generator)
+        losses = (1 + draws.abs(), draws, (2 * draws).exp())[kind].tolist()
+        assert not worse([min(losses), *losses])  # the first one is the best of all
+
+
+def test_a_control_that_does_not_move_x_is_told():
+    """f depends on x through y alone, of which FirstOrder takes nothing."""
+    optimizer, _, g = made("FirstOrder", 0.1)
+    y = optimizer.parameters("lower")[0]
+    with pytest.warns(bo.BilevelWarning, match=r"x does not move: the upper loss depends on x through y alone"):
+        repeated(optimizer, lambda: (y - 1).square().sum(), g, 21)
+
+
 def test_in_a_run_of_many_steps_too():
     optimizer, f, g = made("SOBA", 30.0)
     optimizer.compile(backend="eager")
