@@ -10,8 +10,8 @@ r"""Distil a data set into one image of each class, or a few: what a network has
 
 Each set of images trains three kinds of networks, from three new starts; learning rate and steps (200 at most) of that
 are chosen for each on validation images of the first seed. Controls: images that are chosen, class means or k-means,
-the weights of a softmax classifier as images, features matched in random networks, and kernel ridge regression, of
-which the derivative needs no library. With ten images a class expect a tie with k-means: compare before you use it.
+the weights of a softmax classifier as images, whitened means, features matched in random networks, and kernel ridge
+regression, whose derivative needs no library. With ten images a class expect a tie with k-means: compare first.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mnist": {"sizes": (20000, 2000), "steps": 500, "lr": 0.01, "lower_lr": 0.02},
 }
 NAMES = {
-    **{"random": "random images", "herding": "herding", "centres": "k-means", "weights": "classifier's weights"},
-    **{"matched": "matched features", "kernel": "kernel regression", "itd": "ITD", "itd-labels": "ITD, labels too"},
-}
+    "random": "random images", "herding": "herding", "centres": "k-means", "weights": "classifier's weights",
+    "whitened": "whitened means", "matched": "matched features", "kernel": "kernel regression",
+    "itd": "ITD", "itd-labels": "ITD, labels too",
+}  # fmt: skip
 
 
 def distil(data: Part, start: Tensor, labels: Tensor, args: Any, seed: int, *, soft: bool = False) -> Images:
@@ -105,7 +106,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.option("seeds", 3, "of the splits, the methods and the tests")
     args = parser.parse(arguments)
     one = args.per_class == 1
-    names = {**NAMES, "centres": "class means"} if one else {k: v for k, v in NAMES.items() if k != "weights"}
+    names = {k: v for k, v in NAMES.items() if one or k not in ("weights", "whitened")}
+    names["centres"] = "class means" if one else "k-means"
     labels = torch.arange(10).repeat_interleave(args.per_class)
     results, shown = dict[str, Any](), dict[str, Tensor]()
     for seed in range(args.seed, args.seed + args.seeds):

@@ -10,7 +10,7 @@ import torch
 import bilevel_optim as bo
 from bilevel_optim.optimizer.declaration import methods
 
-from .site import readme_example
+from .site import start_example
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("*.md", "docs/*.md", "docs/howto/*.md", "docs/explain/*.md", "recipes/*.md")
@@ -23,15 +23,25 @@ BLOCKS = {
 
 @pytest.fixture
 def namespace():
-    """The data that the README's example assumes."""
+    """The data that the example of Start assumes."""
     torch.set_default_dtype(torch.float32)
-    return readme_example.data()
+    return start_example.data()
 
 
-def test_readme_example_runs_and_cleans(namespace):
-    (shown,), (example, adam, check) = BLOCKS["README.md"], BLOCKS["docs/start.md"]
-    assert shown == example
-    weights, wrong = readme_example.run(README, namespace)
+def test_start_example_runs_and_prints_what_it_says(capsys):
+    pytest.importorskip("sklearn")
+    torch.set_default_dtype(torch.float32)
+    (example,) = BLOCKS["README.md"]
+    exec(example, {})
+    share, accuracy = re.fullmatch(r"(\d+)% of the wrong .* accuracy (0\.\d+)\n", capsys.readouterr().out).groups()
+    (said,) = re.findall(r"It prints (\d+) % and (0\.\d+)\.", README)
+    assert abs(int(share) - int(said[0])) <= 1
+    assert float(accuracy) == pytest.approx(float(said[1]), abs=0.01)
+
+
+def test_example_of_start_runs_and_cleans(namespace):
+    _, adam, check = BLOCKS["docs/start.md"]
+    weights, wrong = start_example.run(PAGES[ROOT / "docs/start.md"], namespace)
     assert weights[~wrong].mean() > weights[wrong].mean() + 1
     exec(adam.replace("range(1000)", "range(3)"), namespace)
     assert not torch.equal(weights, namespace["weights"])

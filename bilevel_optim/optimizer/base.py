@@ -657,14 +657,14 @@ class BilevelOptimizer(Optimizer, ABC):
                 f"although the hypergradient is not small (norm {size:.2g}). lr={lr:g} is too small; bo.suggest finds "
                 "a rate"
             )
-        first = self._run_state.upper_trend.first or 0.0
         if not size and lr and self.declared.family == "control":
             warn(
                 f"x does not move: the upper loss depends on x through y alone, of which {type(self).__name__} takes "
                 "nothing. It is a control; take another method"
             )
-        told = "growing upper loss" in self._run_state.warned
-        if not told and moved * size > abs(loss) and loss > 3 * abs(first):
+        first, told = self._run_state.upper_trend.first or 0.0, "growing upper loss" in self._run_state.warned
+        given_length = getattr(self, "normalize", False)
+        if given_length and not told and moved * size > abs(loss) and loss > 3 * abs(first):
             warn(
                 f"x goes past a minimum and back: step {STILL} moved it by {moved:.2g} along a slope of {size:.2g}, "
                 f"although the upper loss was only {loss:.2g}, and {first:.2g} in the first step. lr={lr:g} is too "

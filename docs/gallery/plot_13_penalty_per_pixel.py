@@ -8,9 +8,9 @@ how the weights depend on the penalties. The upper loss does not read the penalt
 the control does not move at all: everything is gained by the indirect part.
 
 Beside a strong control it does not win: trained anew on all 500 rows with these
-penalties, test accuracy is .816, .859 and .846 (seeds 0, 1 and 2); logistic regression on
-the same rows, with one penalty chosen by cross-validation, has .837, .867 and .875. The
-held-out rows are worth more as training data.
+penalties, test accuracy is .816, .859 and .846 (seeds 0, 1 and 2); logistic regression
+on the same rows, with one penalty chosen by cross-validation, has .837, .867 and .875.
+The held-out rows are worth more as training data.
 """
 
 import os

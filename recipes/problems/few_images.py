@@ -72,6 +72,15 @@ def weights(data: Part, start: Tensor, labels: Tensor, generator: torch.Generato
     return (weight.detach() / weight.detach().std())[labels]
 
 
+def whitened(data: Part, start: Tensor, labels: Tensor, generator: torch.Generator, *, shrinkage: float) -> Tensor:
+    """Linear discriminants as images: class means times the inverse of the covariance within classes."""
+    means = torch.stack([data.features[data.labels == c].mean(0) for c in range(10)])
+    within = torch.cov((data.features - means[data.labels]).T)
+    within += shrinkage * within.diagonal().mean() * torch.eye(len(within))
+    images: Tensor = torch.linalg.solve(within, (means - means.mean(0)).T).T
+    return (images / images.std())[labels]
+
+
 def matched(data: Part, start: Tensor, labels: Tensor, generator: torch.Generator, *, lr: float, steps: int) -> Tensor:
     """Each class with the mean features of the real one, in CNNs of random weights (arXiv:2110.04181)."""
     make, images = networks(start.shape[1])["CNN"], start.clone().requires_grad_()
@@ -130,6 +139,7 @@ CHOSEN: dict[str, Callable[[Tensor, int, torch.Generator], Tensor]] = {
 }
 FITTED: dict[str, partial[Tensor]] = {
     "weights": partial(weights, lr=0.01, steps=500),
+    "whitened": partial(whitened, shrinkage=0.1),
     "matched": partial(matched, lr=0.1, steps=300),
     "kernel": partial(kernel, lr=0.02, steps=2000),
 }

@@ -143,16 +143,16 @@ class Net:
 
     def picture(self, stem: Path, title: str, x: list[float], name: str, curves: dict[str, Any]) -> None:
         """The net before, with the rest lengths x of a method, and the target, beside the errors of all methods."""
-        with figure(stem, title, (20, 5)) as canvas:
+        with figure(stem, title, (10, 8)) as canvas:
             search = Search(self, math.inf)
             before = self.positions(search.y)
             search(torch.tensor(x, dtype=torch.float64))
             views = {"measured on the target": before, name: self.positions(search.y), "target": self.goal}
             for i, (label, positions) in enumerate(views.items()):
-                axis = canvas.add_subplot(1, 4, 1 + i, projection="3d")
+                axis = canvas.add_subplot(2, 2, 1 + i, projection="3d")
                 self.draw(axis, positions)
                 axis.set_title(label)
-            axis = canvas.add_subplot(1, 4, 4)
+            axis = canvas.add_subplot(2, 2, 4)
             draw(axis, curves, "seconds", "error", yscale="log")
             axis.legend(fontsize="small")
 

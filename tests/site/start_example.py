@@ -1,4 +1,4 @@
-"""Runs the README's example on small made-up data, with nothing but the package: python readme_example.py README.md."""
+"""Runs the example of Start on small made-up data, with nothing but the package: python start_example.py start.md."""
 
 import re
 import sys
@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def data():
-    """Images of 784 pixels, half of the training labels wrong: what the README's example assumes."""
+    """Images of 784 pixels, half of the training labels wrong: what the example assumes."""
     means = torch.randn(10, 784)
     labels, val_labels = torch.randint(0, 10, (200,)), torch.randint(0, 10, (100,))
     images, val_images = (0.5 * torch.randn(len(t), 784) + means[t] for t in (labels, val_labels))
