@@ -159,7 +159,8 @@ class UpperTrend:
         most: the largest one.
         rise: how far the smallest one was above that of the window before.
         faster: how many windows in a row lay above the one before, each by more than the last one.
-        far: how many in a row were far above the first loss.
+        far: how many in a row were far above the first losses.
+        early: how far the first three lay apart.
         promised: about how much less it should be by the moves of x so far, to first order.
     """
 
@@ -174,6 +175,7 @@ class UpperTrend:
     rise: float = 0.0
     faster: int = 0
     far: int = 0
+    early: float = 0.0
     promised: float = 0.0
 
     def asks(self, number: int) -> bool:
@@ -187,7 +189,8 @@ class UpperTrend:
         scale = max(abs(self.first), self.spread)
         self.above = self.above + 1 if loss > max(self.first + RISE * scale, self.last) else 0
         if self.count <= CALIBRATION:
-            self.above, self.spread = 0, max(self.spread, abs(loss - self.first))
+            self.above = 0
+            self.spread = self.early = max(self.spread, abs(loss - self.first))
         elif self.count < STREAK and not self.above:
             self.spread = max(self.spread, abs(loss - self.first))
         self.count, self.last = self.count + 1, loss
@@ -206,7 +209,7 @@ class UpperTrend:
         least, most = min(self.window), max(self.window)
         rise, before, self.window = least - self.least, self.rise, []
         self.faster = self.faster + 1 if least > self.most and rise > before else 0
-        self.far = self.far + 1 if least - self.first > RISE * abs(self.first) > 0 else 0
+        self.far = self.far + 1 if least - self.first > RISE * max(abs(self.first), self.early) else 0
         self.least, self.most, self.rise = least, most, rise
         above = least - self.first
         worse = self.far >= 2 or (self.faster >= 3 and above > 0.1 * abs(self.first) and 3 * self.promised > above)

@@ -98,13 +98,14 @@ def test_a_run_that_makes_the_loss_worse_is_told_once():
     slow = [10.0 + n + 1.05**i for i, n in enumerate(noise)]
     assert len(worse(slow)) == 1
     assert not worse(slow, lr=1e-6)  # x has not done that
-    swings = [1.0, 5.0, 1e6, *(1e4 * (1 + n) * 0.97**i for i, n in enumerate(noise[:60]))]
+    swings = [1.0, 2.0, 3.0, 1e6, *(1e4 * (1 + n) * 0.97**i for i, n in enumerate(noise[:60]))]
     assert worse(swings) == [60]
 
 
 def test_a_loss_that_rises_while_y_is_solved_is_not_told():
     assert not worse([1 - 5 * 0.98**i for i in range(120)])
     assert not worse([1.0] + 119 * [9.0])
+    assert not worse([1e-9, 1e-6, 1e-5] + 117 * [1e-3])
 
 
 def test_noise_is_not_said_to_make_the_loss_worse():
