@@ -91,7 +91,7 @@ def draw(stem: Path, title: str, images: dict[str, Tensor], results: dict[str, d
             axis.barh(places, [m.mean for m in means], 0.25, xerr=half, label=net)
         axis.set(yticks=range(len(results)), yticklabels=[*results], xlim=(0, 1))
         axis.invert_yaxis()
-        axis.legend(loc="lower left")
+        axis.legend(loc="upper right")
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
