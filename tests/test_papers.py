@@ -329,7 +329,7 @@ def test_a_control_that_is_the_method_decides_nothing():
     experiment = toy(falling)
     experiment = dataclasses.replace(experiment, arms={**experiment.arms, "part": experiment.arms["new"]})
     outcome = execute(experiment, "smoke", Records())
-    assert outcome.verdict.word == outcome.timed.word == "UNDECIDED"
+    assert outcome.verdict.word == "UNDECIDED"
     declared = dataclasses.replace(experiment, equal=(("part", "new"), ("old", "part")))
     assert execute(declared, "smoke", Records()).verdict.word == "NOT DUE TO METHOD"
     with pytest.raises(ValueError, match="no arm typo"):
@@ -372,7 +372,7 @@ def test_a_score_at_a_rate_that_was_given_is_not_judged():
         experiment = dataclasses.replace(toy(run), rule=rule, arms=arms, claim=claim, equal=())
         scales = {"smoke": {**experiment.scales["smoke"], **numbers}}
         outcome = execute(dataclasses.replace(experiment, scales=scales), "smoke", Records())
-        return {outcome.verdict.word, outcome.timed.word}
+        return {outcome.verdict.word}
 
     given, searched = {"lr": axis(1.0)}, {"lr": axis(1.0, 2.0, least=1.0)}
     assert words(given) == {"UNDECIDED"}
@@ -381,6 +381,87 @@ def test_a_score_at_a_rate_that_was_given_is_not_judged():
     assert words(given, claim="old is above new, both not tuned") == {"HOLDS"}
     assert words({"theta": axis(0.1)}) == words({}) == {"HOLDS"}  # no learning rate
     assert not any(row.untuned("cpu") for row in EXPERIMENTS.values())
+
+
+def test_what_stands_still_shows_nothing():
+    """Rule 11. A control that stays at its start, or rivals that end above it: the claim was said to hold."""
+    rivals = dataclasses.replace(RULE, rivals=("old", "older"))
+
+    def word(start, old=2.0, older=2.1, part=1.9, control="part"):
+        levels = {"new": 1.0, "old": old, "older": older, control: part}
+        rule = dataclasses.replace(rivals, control=control)
+        scores = {name: at(level, 0.01 * k) for k, (name, level) in enumerate(levels.items())}
+        return judge(rule, Evidence(scores, dict.fromkeys(levels, 0.0), {}, at(start)))
+
+    assert word(5.0).word == "HOLDS"
+    cases = {"part": {"part": 5.0}, "older": {"older": 6.0}, "old": {"old": 6.0, "older": 7.0}}
+    for who, levels in cases.items():
+        found = word(5.0, **levels)
+        assert (found.word, found.reason.split(" from")[0]) == ("UNDECIDED", f"training did not move {who}")
+    assert word(5.0, part=5.0, control="direct only").word == "HOLDS"  # it has nothing to move x by
+    assert word(5.0, older=6.0, part=1.1).word == "NOT DUE TO METHOD"  # whatever becomes of the rival further behind
+    assert word(5.0, old=6.0, older=7.0, part=1.1).word == "UNDECIDED"
+    tie = dataclasses.replace(RULE, least=0.1)
+    assert judged(tie, (1.0, 1.0, 1.9), start=at(3.0)).word == "TIE"
+    assert judged(tie, (1.0, 1.0, 1.9), start=at(1.0)).word == "UNDECIDED"
+
+
+def test_what_never_comes_to_a_target_may_have_moved():
+    """Rule 11 by the curves: the score of such an arm is the whole budget, as that of the start is."""
+    experiment = toy(falling, target=59.9)
+    arms = {name: Arm(speed, {"lr": axis(1.0)}) for name, speed in (("new", 5.0), ("old", 2.0), ("part", 1.0))}
+    outcome = execute(dataclasses.replace(experiment, arms=arms), "smoke", Records())
+    assert outcome.scores["old"] == outcome.start == [1.0] * 4
+    assert outcome.verdict.word == "HOLDS"
+    stuck = {**arms, "old": Arm(0.0, {"lr": axis(1.0)})}
+    found = execute(dataclasses.replace(experiment, arms=stuck), "smoke", Records()).verdict
+    assert (found.word, "did not move old" in found.reason) == ("UNDECIDED", True)
+
+
+def test_one_trajectory_is_not_several_seeds():
+    """Rule 12. No seed changes anything, so that the interval has no width: it was said to hold, to fail or to tie."""
+
+    def word(rule, new, old, part=(1.9, 1.8, 2.0)):
+        return judge(rule, Evidence({"new": new, "old": old, "part": part}, FLAT, {})).word
+
+    one, two, spread = (1.0,) * 3, (2.0,) * 3, (1.9, 2.1, 2.0)
+    assert word(RULE, one, two) == word(RULE, two, one) == word(dataclasses.replace(RULE, least=3), one, two)
+    assert word(RULE, one, two) == word(Within(arm="new", low=0, high=3), one, two) == "UNDECIDED"
+    assert word(Within(arm="new", minus="old", low=-3, high=0), one, two) == "UNDECIDED"
+    assert word(Within(arm="new", low=2, high=3), one, two) == "FAILS"  # nothing at all, such as the slope of no term
+    assert word(RULE, one, spread) == word(RULE, (1.0, 1.1, 0.9), two) == "HOLDS"  # one that never comes to a target
+    assert word(RULE, two, (1.0, 1.1, 0.9)) == "FAILS"
+
+
+def test_seconds_are_judged_where_the_paper_counts_them():
+    """Rule 13. A control that takes no time ended every arm at its start: whatever was tried, there was a tie."""
+
+    def run(trial):
+        quick = 0.0 if trial.make == 0.5 else 1.0
+        return [{**p, "seconds": quick * p["seconds"]} for p in falling(trial)]
+
+    experiment = dataclasses.replace(toy(run), rule=dataclasses.replace(RULE, least=0.1))
+    arms = {**experiment.arms, "old": Arm(0.25, experiment.arms["old"].grid)}
+    experiment = dataclasses.replace(experiment, arms=arms, equal=())
+    assert execute(experiment, "smoke", Records()).timed is None
+    outcome = execute(dataclasses.replace(experiment, seconds=True), "smoke", Records())
+    assert outcome.verdict.word == "HOLDS"
+    assert (outcome.timed.word, "did not move new and old" in outcome.timed.reason) == ("UNDECIDED", True)
+    of_time = {name.rsplit("-", 1)[0] for name, e in EXPERIMENTS.items() if e.seconds}
+    assert of_time == {"000", "000-linear", "000-mnist", "000-twolayer", "002-libsvm", "002-tasks-a1a", "003", "004"}
+
+
+def test_early_rounds_go_by_the_median_too():
+    """Rule 2, in the rounds with a part of the budget: the first seed likes slow settings, the other two the fast."""
+
+    def lucky(trial):
+        early, first = trial.budget < 10, trial.seed == SEARCH_SEEDS[0]
+        rate = 1 / trial.setting["lr"] if early and first else trial.setting["lr"]
+        return falling(trial._replace(setting={"lr": rate}))
+
+    wide = {n: Arm(a.make, {"lr": axis(1.0, 2.0, 4.0, 8.0, extends=False)}) for n, a in toy(None).arms.items()}
+    found = execute(dataclasses.replace(toy(lucky), arms=wide, moves=0), "smoke", Records()).found
+    assert found["new"].setting == {"lr": 8.0}
 
 
 # -------------------------------------------------------------------------------------------------------------- runner

@@ -54,7 +54,10 @@ def main(arguments: list[str] | None = None) -> None:
                 continue
             outcome = execute(experiment, args.scale, records, args.data_root, say)
             keep(experiment, outcome, out / experiment.id, args.scale)
-            print(f"{experiment.id} {outcome.verdict}\n  at equal seconds {outcome.timed}\n  {records.made} new runs")
+            print(f"{experiment.id} {outcome.verdict}")
+            if outcome.timed is not None:
+                print(f"  at equal seconds {outcome.timed}")
+            print(f"  {records.made} new runs")
 
 
 if __name__ == "__main__":

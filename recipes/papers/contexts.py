@@ -67,6 +67,7 @@ EXPERIMENTS = [
             "full": {"levels": 8, "budget": 600_000, "seeds": 10},
         },
         late=0.2,
+        seconds=True,
         shares=(),
         moves=6,
         departures=(

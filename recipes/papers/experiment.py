@@ -14,6 +14,7 @@ __all__ = ["RULES", "SEARCH_SEEDS", "Arm", "Better", "Experiment", "Point", "Tri
 Point = dict[str, Any]
 SEARCH_SEEDS = (1000, 1001, 1002)  # settings are chosen with these seeds, and judged with others
 RATES = ("lr", "lower_lr")
+STILL = "direct only"  # the control without the indirect term, which may have nothing to move x by
 NOT_TUNED = "not tuned"  # what a claim about one arm says if its learning rate is given
 RULES = 2  # of runs and verdicts; records that were made under others are not judged
 
@@ -131,6 +132,8 @@ class Experiment:
         data: name of the folder of the data below ``--data-root``. Default: None, nothing is read.
         like: name of the experiment whose runs these are, judged by another rule. Default: its own.
         equal: pairs of arms that are the same by construction. All others have to differ.
+        seconds: whether the paper counts seconds, in this figure or in its headline: then the row is judged at equal
+            seconds too.
     """
 
     id: str
@@ -154,6 +157,7 @@ class Experiment:
     data: str | None = None
     like: str = ""
     equal: tuple[tuple[str, str], ...] = ()
+    seconds: bool = False
 
     def __post_init__(self) -> None:
         """Refuse a rule about arms that there are not, and a control that is not tried at its own best setting."""

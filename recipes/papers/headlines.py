@@ -178,7 +178,7 @@ def headlines(judged: Mapping[str, Mapping[str, Any]], missing: Mapping[str, str
 def _outcome(headline: Headline, judged: Mapping[str, Mapping[str, Any]]) -> str:
     """The sentence with its figures, if it is about the verdicts that there are."""
     words = {row: found["verdict"] for row, found in judged.items()}
-    words |= {f"{row} @ seconds": found["at equal seconds"].split(":")[0] for row, found in judged.items()}
+    words |= {f"{row} @ seconds": (found["at equal seconds"] or "").split(":")[0] for row, found in judged.items()}
     if any(words.get(row) != word for row, word in headline.rows.items()) or {*headline.missing} & judged.keys():
         return STALE
     mean = {

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ..common import Interval, interval
-from .experiment import Better, Within
+from .experiment import STILL, Better, Within
 
 __all__ = ["Evidence", "Verdict", "judge"]
 
@@ -42,6 +42,7 @@ class Evidence(NamedTuple):
         part: the budget as a part of the paper's, if its text has one.
         alike: pairs of arms with the same numbers, which the experiment does not declare to be equal.
         untuned: of arms that are judged by themselves, learning rates that are given and not searched.
+        falls: of arms whose score is when they come to a target, how much their curves fell, one for each seed.
     """
 
     scores: Mapping[str, Sequence[float]]
@@ -52,10 +53,21 @@ class Evidence(NamedTuple):
     part: float | None = None
     alike: Sequence[tuple[str, str]] = ()
     untuned: Mapping[str, Sequence[str]] = MappingProxyType({})
+    falls: Mapping[str, Sequence[float]] = MappingProxyType({})
 
     def moved(self, arm: str) -> bool:
         """Whether training moved it from its start, by more than the interval."""
+        if arm in self.falls:
+            return interval(self.falls[arm]).low > 0
         return self.start is None or interval(_less(self.start, self.scores[arm])).low > 0
+
+    def nothing(self, moved: Sequence[str], varied: Sequence[str]) -> str:
+        """Why arms say nothing: training did not move one of the first, or no seed differs in all of the others."""
+        if still := [arm for arm in moved if not self.moved(arm)]:
+            return f"training did not move {' and '.join(still)} from the start"
+        if varied and all(len({*self.scores[arm]}) == 1 for arm in varied):
+            return f"one trajectory, since all seeds of {' and '.join(varied)} give the same"
+        return ""
 
 
 def judge(rule: Better | Within, evidence: Evidence) -> Verdict:
@@ -91,6 +103,8 @@ def _better(rule: Better, evidence: Evidence) -> Verdict:
         text = figures(tied[0], careful[tied[0]])
         if at_edge := [f"{axis} of {r}" for r in (rule.method, tied[0]) for axis in edges.get(r, ())]:
             return Verdict(UNDECIDED, f"{', '.join(at_edge)} at an edge ({text})")
+        if why := evidence.nothing([rule.method, tied[0]], [rule.method, tied[0]]):
+            return Verdict(UNDECIDED, f"{why} ({text})")
         return Verdict(TIE, f"{text} within {rule.least:g}")
     if not all(d.low > rule.least for d in differences.values()):
         return Verdict(UNDECIDED, f"interval contains {rule.least:g} ({text})")
@@ -98,8 +112,10 @@ def _better(rule: Better, evidence: Evidence) -> Verdict:
         return Verdict(UNDECIDED, f"{', '.join(at_edge)} at an edge ({text})")
     if not rule.speed and (late := [r for r in rule.rivals if evidence.gains[r] > differences[r].mean / 2]):
         return Verdict(UNDECIDED, f"budget too small for {', '.join(late)} ({text})")
-    if not evidence.moved(rule.method):
-        return Verdict(UNDECIDED, f"training did not move {rule.method} from its start ({text})")
+    # What is beaten because it stands still, and a control that does, show nothing: they may be broken.
+    near = [rule.method, best, *([rule.control] if rule.control not in (None, STILL) else [])]
+    if why := evidence.nothing(near, [rule.method, best]):
+        return Verdict(UNDECIDED, f"{why} ({text})")
     if rule.control is None:
         return Verdict(UNDECIDED, f"no control ({text})")
     control = scores[rule.control]
@@ -112,6 +128,9 @@ def _better(rule: Better, evidence: Evidence) -> Verdict:
         return Verdict(UNDECIDED, f"the control's part in the gain is about half ({text})")
     if open_axes := edges.get(rule.control):
         return Verdict(UNDECIDED, f"{', '.join(open_axes)} of the control at an edge ({text})")
+    # Those further behind count for a claim that holds; that the gain is another's does not hang on them.
+    if why := next(filter(None, (evidence.nothing([rival], [rule.method, rival]) for rival in rule.rivals)), ""):
+        return Verdict(UNDECIDED, f"{why} ({text})")
     return Verdict(HOLDS, text)
 
 
@@ -122,8 +141,8 @@ def _worse(rule: Better, evidence: Evidence, rival: str, careful: Mapping[str, I
         return Verdict(UNDECIDED, f"{', '.join(open_axes)} of {rule.method} at an edge ({text})")
     if not rule.speed and evidence.gains[rule.method] > -found.mean / 2:
         return Verdict(UNDECIDED, f"budget too small for {rule.method} ({text})")
-    if not evidence.moved(rival):
-        return Verdict(UNDECIDED, f"training did not move {rival} from its start ({text})")
+    if why := evidence.nothing([rival], [rule.method, rival]):
+        return Verdict(UNDECIDED, f"{why} ({text})")
     return Verdict(FAILS, text)
 
 
@@ -136,9 +155,10 @@ def _within(rule: Within, evidence: Evidence) -> Verdict:
         return Verdict(UNDECIDED, f"{', '.join(at_edge)} at an edge ({text})")
     if fixed := [f"{axis} of {name}" for name in rule.arms for axis in evidence.untuned.get(name, ())]:
         return Verdict(UNDECIDED, f"{', '.join(fixed)} not tuned ({text})")
-    if not any(evidence.moved(name) for name in rule.arms):
-        return Verdict(UNDECIDED, f"training moved nothing ({text})")
+    moved = [name for name in rule.arms if evidence.moved(name)]
     inside = rule.low <= found.low and found.high <= rule.high
+    if why := evidence.nothing([] if moved else rule.arms, rule.arms if inside else []):
+        return Verdict(UNDECIDED, f"{why} ({text})")
     if not inside and not (found.high < rule.low or found.low > rule.high):
         return Verdict(UNDECIDED, text)
     # To the bound that the score is on its way to.

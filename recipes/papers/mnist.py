@@ -112,6 +112,7 @@ def experiment(name: str, method: str, what: str, like: str = "") -> Experiment:
             "a difference of less than 0.3 percent does not count",
         ),
         data="mnist",
+        seconds=True,
         like=like,
     )  # fmt: skip
 

@@ -32,21 +32,23 @@ Made by `python -m recipes.papers report` from the records in `results/`, at the
 suit a small machine (below, with all departures from the papers). Verdicts are computed, by the rules of `judge.py`:
 
 * **HOLDS**: the 95 % interval of the paired differences lies above the smallest one that counts, for every rival;
-  training moved the method from its start by more than the interval; and more than half of the gain is lost by a
-  control, which has all but what the claim is about, at its own best setting.
+  training moved the method, every rival and the control from their start by more than the interval (the control
+  `direct only` excepted); and more than half of the gain is lost by a control, which has all but what the claim is
+  about, at its own best setting.
 * **FAILS**: it lies below minus that for some rival, with an interval corrected for the number of rivals.
 * **TIE**: the corrected interval lies within the smallest difference that counts, on both sides of zero.
-* **NOT DUE TO METHOD**: it would hold, but the control has at least half of the gain.
+* **NOT DUE TO METHOD**: it would hold, but the control has at least half of the gain over the best rival; the other
+  rivals do not matter then.
 * **UNDECIDED**: none of these, or a best setting is at an edge, a score has not settled, a start knows the answer,
-  there are fewer than three seeds or no control, or the budget is too small; or two arms give the same numbers that
-  are not to be the same, or the score of an arm by itself is at a learning rate that was given and not searched,
-  of which the claim says nothing.
+  there are fewer than three seeds or no control, no seed differs from another, or the budget is too small; or two arms
+  give the same numbers that are not to be the same, or the score of an arm by itself is at a learning rate that was
+  given and not searched, of which the claim says nothing.
 * **... AT n % OF THE BUDGET**: with so much of what the paper has.
 
 Scores: less is better, and what a step gains beyond the budget does not count; in brackets 95 % intervals over seeds.
 Every method has the best setting of a grid, which goes on until no neighbour is better, by the median of three other
-seeds than those it is judged with. *Untrained* is the score of the start. Seconds, and the verdicts at equal seconds,
-are those of a machine that had other work at the time.
+seeds than those it is judged with. *Untrained* is the score of the start. Where the paper counts seconds there is a
+verdict at equal seconds too. They are those of a machine that had other work at the time.
 """
 NOT_AGAIN = "not run again under the present rules"
 
@@ -81,7 +83,7 @@ def summary(experiment: Experiment, outcome: Outcome, scale: str = "cpu") -> dic
     return {
         "verdict": outcome.verdict.word,
         "reason": outcome.verdict.reason,
-        "at equal seconds": str(outcome.timed),
+        "at equal seconds": None if outcome.timed is None else str(outcome.timed),
         "untrained": None if outcome.start is None else str(interval(outcome.start)),
         "part of the budget": None if part is None else float(f"{part:.3g}"),
         "would change": turning(experiment, outcome),
@@ -105,8 +107,10 @@ def turning(experiment: Experiment, outcome: Outcome) -> str:
         return "a search that goes on beyond the edge"
     if word == "UNDECIDED" and ("budget too small" in reason or "not settled" in reason):
         return "a larger budget"
-    if word == "UNDECIDED" and ("did not move" in reason or "moved nothing" in reason):
+    if word == "UNDECIDED" and "did not move" in reason:
         return "a budget or a problem with which training moves the start"
+    if word == "UNDECIDED" and "one trajectory" in reason:
+        return "data or starts that differ from seed to seed"
     if word == "UNDECIDED" and "same numbers" in reason:
         return "arms that are not the same"
     if word == "UNDECIDED" and "not tuned" in reason:
@@ -244,7 +248,8 @@ def _details(experiment: Experiment, found: Mapping[str, Any], scale: str) -> st
         f"{experiment.paper}, {experiment.figure}. `{_command(experiment)}`. Score: {experiment.score}; "
         f"budget {numbers['budget']:g} {experiment.unit}, {numbers['seeds']} seeds.",
         "",
-        f"**{found['verdict']}**: {found['reason']}. At equal seconds: {found['at equal seconds']}.",
+        f"**{found['verdict']}**: {found['reason']}."
+        + (f" At equal seconds: {found['at equal seconds']}." if found["at equal seconds"] else ""),
         "",
         f"What would change it: {found['would change']}.",
         "",

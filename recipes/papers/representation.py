@@ -77,6 +77,7 @@ COMMON: dict[str, Any] = {
     "run": run,
     "score": "log10 of the upper loss after N lower steps",
     "unit": "gradients (a product is 2)",
+    "seconds": True,
 }
 CLAIM = "PZOBO converges faster than AID-FP, AID-CG and HOZOG"
 VALUE = "fastest; 0.0185 (step 99) in the authors' notebook, AID-FP 0.077, AID-CG 0.067, HOZOG 16.9"

@@ -149,6 +149,7 @@ def one(data: str) -> Experiment:
             "which decides about equal seconds",
         ),
         data="libsvm",
+        seconds=True,
     )  # fmt: skip
 
 
@@ -192,6 +193,7 @@ def many(data: str, tasks: int) -> Experiment:
             "1,000 samples for each task at the scale cpu",
         ),
         data="libsvm",
+        seconds=True,
     )  # fmt: skip
 
 

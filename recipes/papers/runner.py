@@ -34,7 +34,7 @@ class Outcome(NamedTuple):
         scores: of each arm, with equal budgets.
         start: scores of the untrained learner; None where nothing is trained.
         verdict: with equal budgets.
-        timed: with equal seconds.
+        timed: with equal seconds; None where the paper does not count them.
         seconds: of all runs, those of the search too.
     """
 
@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
     scores: dict[str, list[float]]
     start: list[float] | None
     verdict: Verdict
-    timed: Verdict
+    timed: Verdict | None
     seconds: float
 
 
@@ -181,7 +181,10 @@ def judged(
     start = [scored(experiment, curve[:1], "spent", budget) for curve in first] if trained else None
     ignorant = [curve[0]["ignorant"] for curve in first] if "ignorant" in first[0][0] else None
     same, untuned = alike(experiment, runs), experiment.untuned(scale)
-    evidence = Evidence(scores, gains, edges, start, ignorant, experiment.part(scale), same, untuned)
+    falls = {}
+    if trained and experiment.target is not None:
+        falls = {name: [_fall(r["curve"]) for r in results] for name, results in runs.items()}
+    evidence = Evidence(scores, gains, edges, start, ignorant, experiment.part(scale), same, untuned, falls)
     # The same for all arms: when the first of those that are compared has spent its budget. Of a time to a target, all.
     shortest = min(statistics.fmean(r["seconds"] for r in runs[name]) for name in rule.arms)
     timed = {
@@ -193,8 +196,9 @@ def judged(
         ]
         for name, results in runs.items()
     }
-    at_equal_seconds = evidence._replace(scores=timed, gains=dict.fromkeys(gains, 0.0), start=None)
-    return Outcome(found, runs, scores, start, judge(rule, evidence), judge(rule, at_equal_seconds), spent)
+    at_equal_seconds = evidence._replace(scores=timed, gains=dict.fromkeys(gains, 0.0))
+    second = judge(rule, at_equal_seconds) if experiment.seconds else None
+    return Outcome(found, runs, scores, start, judge(rule, evidence), second, spent)
 
 
 def alike(experiment: Experiment, runs: Mapping[str, Sequence[Point]]) -> list[tuple[str, str]]:
@@ -211,6 +215,11 @@ def alike(experiment: Experiment, runs: Mapping[str, Sequence[Point]]) -> list[t
     moved = [name for name, seeds in ways.items() if all(len(way) == 1 or len({*way}) > 1 for way in seeds)]
     declared = [{*pair} for pair in experiment.equal]
     return [(a, b) for a, b in combinations(moved, 2) if ways[a] == ways[b] and {a, b} not in declared]
+
+
+def _fall(curve: Sequence[Point]) -> float:
+    """How much the curve fell; nothing, if the run diverged."""
+    return float(curve[0]["score"] - _finite(curve[-1]["score"], {"curve": curve}))
 
 
 def _finite(score: float, run: Point) -> float:

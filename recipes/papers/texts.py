@@ -42,6 +42,7 @@ SCALES = {
 COMMON: dict[str, Any] = {
     "score": "test loss at y*(x)",
     "unit": "gradients (a product is 2)",
+    "seconds": True,
     "scales": SCALES,
     "moves": 6,
     "data": "20newsgroups",
