@@ -20,7 +20,7 @@ from recipes.papers.catalogue import EXPERIMENTS
 from recipes.papers.experiment import SEARCH_SEEDS, Arm, Better, Experiment, Trial, Within
 from recipes.papers.judge import Evidence, judge
 from recipes.papers.page import RESULTS, current, page, summary
-from recipes.papers.runner import alike, execute, scored, summarised
+from recipes.papers.runner import _Median, alike, execute, scored, summarised
 
 RULE = Better(method="new", rivals=("old",), control="part")
 FAST = dataclasses.replace(RULE, speed=True)
@@ -228,18 +228,47 @@ def test_rounds_of_a_few_steps_are_blind():
     assert outcome.found["new"].setting == {"lr": 8.0}
 
 
-def test_a_search_moves_two_settings_together():
+def test_the_best_setting_keeps_its_score():
+    """Rule 2. Asked again with two seeds, none of them better than the median, it fell behind a worse setting."""
+    scores = {1.0: (5.0, 4.0, 1.0), 2.0: (4.5, 4.5, 4.5)}
+
+    def run(setting, seed, share):
+        return {"score": scores[setting["lr"]][SEARCH_SEEDS.index(seed)]}
+
+    grid = {"lr": axis(1.0, 2.0, extends=False)}
+    assert search(grid, _Median(run).median, shares=()).setting == {"lr": 2.0}
+    assert search(grid, _Median(run), shares=()) == ({"lr": 1.0}, 4.0, ("lr",))
+
+
+def test_of_settings_that_miss_a_target_the_nearest_is_chosen():
+    """Rule 3. All have the score of the whole budget: the first was chosen, though others came nearer."""
+
+    def run(trial):
+        return [{**p, "score": p["score"] + trial.seed / 7} for p in falling(trial)]
+
+    experiment = toy(run, target=1.0)
+    slow = {name: dataclasses.replace(arm, make=arm.make / 10) for name, arm in experiment.arms.items()}
+    outcome = execute(dataclasses.replace(experiment, arms=slow), "smoke", Records())
+    assert outcome.scores["new"] == [1.0] * 4
+    assert outcome.found["new"].setting == {"lr": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("lr", "rate"), ("lr", "theta"), ("lr", "lower_steps"), ("theta", "radius"), ("theta", "restart_radius")],
+)
+def test_a_search_moves_two_settings_together(one, other):
     """Rule 3. A valley across the axes: each step along one of them alone is uphill."""
 
     def score(setting, share):
-        u, v = math.log2(setting["lr"]), math.log2(setting["rate"])
+        u, v = math.log2(setting[one]), math.log2(setting[other])
         return 10 * (u - v) ** 2 + (u + v - 8) ** 2
 
-    grid = {"lr": axis(1.0, 2.0), "rate": axis(1.0, 2.0)}
-    assert search(grid, score, shares=()).setting != {"lr": 16.0, "rate": 16.0}
-    assert search(grid, score, shares=(), joint=(("lr", "rate"),)).setting == {"lr": 16.0, "rate": 16.0}
-    stuck = search(grid, score, shares=(), joint=(("lr", "rate"),), moves=4)
-    assert {*stuck.edges} == {"lr", "rate"}
+    grid, joint = {one: axis(1.0, 2.0), other: axis(1.0, 2.0)}, toy(falling).joint
+    assert search(grid, score, shares=()).setting != {one: 16.0, other: 16.0}
+    assert search(grid, score, shares=(), joint=joint).setting == {one: 16.0, other: 16.0}
+    stuck = search(grid, score, shares=(), joint=joint, moves=4)
+    assert {*stuck.edges} == {one, other}
 
 
 def test_a_tie_is_not_a_failure():
@@ -380,6 +409,13 @@ def test_a_score_at_a_rate_that_was_given_is_not_judged():
     assert words(searched, search=False) == {"UNDECIDED"}
     assert words(given, claim="old is above new, both not tuned") == {"HOLDS"}
     assert words({"theta": axis(0.1)}) == words({}) == {"HOLDS"}  # no learning rate
+    hidden = dataclasses.replace(toy(run, target=1.5), rule=rule, equal=())
+    bare = {name: Arm(speed, {"theta": axis(0.1)}) for name, speed in (("new", 1.0), ("old", 2.0))}
+    hidden = dataclasses.replace(hidden, arms=bare)  # comes down to a target at a rate that stands in the code
+    assert hidden.untuned("smoke") == {"new": ["learning rate"], "old": ["learning rate"]}
+    assert dataclasses.replace(hidden, claim="not tuned").untuned("smoke") == {}
+    theorem_2 = EXPERIMENTS["001-theorem-2"]
+    assert dataclasses.replace(theorem_2, claim="").untuned("cpu").keys() == {"eps", "eps / 10"}
     assert not any(row.untuned("cpu") for row in EXPERIMENTS.values())
 
 

@@ -93,7 +93,7 @@ def experiment(share: float) -> Experiment:
                      "evaluations": 10},
         },
         shares=(0.3,),
-        moves=10,
+        moves=40,
         equal=(("AID", "PAID"),),  # until it perturbs, near a stationary point
         departures=(
             "1,000 training and 300 validation images at the scale cpu (20,000 and 5,000 in the paper)",

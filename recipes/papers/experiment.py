@@ -15,6 +15,13 @@ Point = dict[str, Any]
 SEARCH_SEEDS = (1000, 1001, 1002)  # settings are chosen with these seeds, and judged with others
 RATES = ("lr", "lower_lr")
 STILL = "direct only"  # the control without the indirect term, which may have nothing to move x by
+JOINT = (
+    *(("lr", other) for other in ("rate", "nu", "lower_lr", "lower_steps", "theta")),
+    ("adam", "rate"),
+    ("lower_steps", "linear_steps"),
+    ("theta", "radius"),
+    ("theta", "restart_radius"),
+)
 NOT_TUNED = "not tuned"  # what a claim about one arm says if its learning rate is given
 RULES = 2  # of runs and verdicts; records that were made under others are not judged
 
@@ -150,7 +157,7 @@ class Experiment:
     target: float | None = None
     late: float = 0.0
     whole: float | None = None
-    joint: tuple[tuple[str, str], ...] = (("lr", "rate"), ("lr", "nu"), ("lr", "lower_lr"), ("adam", "rate"))
+    joint: tuple[tuple[str, str], ...] = JOINT
     shares: tuple[float, ...] = (0.1, 0.3)
     moves: int = 20
     departures: tuple[str, ...] = ()
@@ -171,13 +178,17 @@ class Experiment:
                 raise ValueError(f"{self.id}: {min(fixed)} is searched for {rule.method}, but not for {rule.control}")
 
     def untuned(self, scale: str) -> dict[str, list[str]]:
-        """Of each arm that is judged by itself, the learning rates that are given and not searched."""
+        """Of each arm that is judged by itself, the learning rates that are given and not searched.
+
+        What comes down to a target has one, if only in the code.
+        """
         if isinstance(self.rule, Better) or NOT_TUNED in self.claim:
             return {}
         searched = self.scales[scale].get("search", True)
         grids = {name: self.arms[name].grid for name in self.rule.arms}
         fixed = {
             name: [key for key in RATES if key in grid and not (searched and len(grid[key].values) > 1)]
+            or ["learning rate"] * (self.target is not None and not {*RATES} & grid.keys())
             for name, grid in grids.items()
         }
         return {name: keys for name, keys in fixed.items() if keys}

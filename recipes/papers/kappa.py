@@ -52,7 +52,7 @@ def run(trial: Trial, make: Callable[[float, int], Problem]) -> list[Point]:
 
 
 LR, STEPS = axis(1.0, 1.5, most=1.9), axis(3, 10, 30, least=1)
-OUTER = {"lr": LR, "lower_steps": STEPS, "linear_steps": axis(5, 12, least=1)}
+OUTER = {"lr": LR, "lower_steps": STEPS, "linear_steps": axis(1, 5, 12, least=1)}
 ARMS = {
     "RAHGD": Arm(rahgd, {**OUTER, "theta": axis(0.1, 0.3, most=1.0)}, "B is 5 times the length of the first step"),
     "RAHGD, outer GD": Arm(partial(rahgd, theta=1.0), OUTER),
@@ -85,7 +85,7 @@ def experiment(name: str, make: Callable[[float, int], Problem], what: str) -> E
         },
         target=TARGET,
         shares=(),
-        moves=10,
+        moves=40,
         departures=("two problems of 10 variables at each level; the theorems are about all of a class",),
     )
 

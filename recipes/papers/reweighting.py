@@ -138,7 +138,7 @@ def one(data: str) -> Experiment:
             "full": {**problem, "val": 50_000, "budget": 500_000, "seeds": 5, "evaluations": 12},
         },
         shares=(0.2,),
-        moves=14,
+        moves=30,
         departures=(
             f"random splits of the larger set ({SPLITS[data][0]}), another for each seed; 5,000 validation examples "
             "and 20,000 samples at the scale cpu",

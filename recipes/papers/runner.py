@@ -123,19 +123,28 @@ class _Median:
     """The score of a setting: its median over the seeds of the search, infinite if it diverged with one of them.
 
     With the whole budget the third seed is left out where two are no better than the best setting so far: the median
-    is not either.
+    is not either. A setting that is asked for again has the score that it had. Of two that do not come to a target the
+    nearer is better.
     """
 
     def __init__(self, run: Callable[[dict[str, Any], int, float], Point]) -> None:
         self.run, self.least = run, math.inf
+        self.known: dict[tuple[Any, ...], float] = {}
 
     def __call__(self, setting: dict[str, Any], share: float) -> float:
+        key = (share, *sorted(setting.items()))
+        if key not in self.known:
+            self.known[key] = self.median(setting, share)
+        return self.known[key]
+
+    def median(self, setting: dict[str, Any], share: float) -> float:
+        """With as few runs as tell whether it is the best so far."""
         found: list[float] = []
         for seed in SEARCH_SEEDS:
             result = self.run(setting, seed, share)
             if "diverged" in result or not math.isfinite(result["score"]):
                 return math.inf
-            found.append(float(result["score"]))
+            found.append(float(result["score"]) + float(result.get("short", 0.0)))
             if share == 1 and sum(s >= self.least for s in found) > len(SEARCH_SEEDS) / 2:
                 return statistics.median_high(found)
         median = statistics.median(found)
@@ -249,6 +258,7 @@ def summarised(experiment: Experiment, curve: list[Point], budget: float, keep: 
     }
     if experiment.target is not None and not last["score"] <= experiment.target:
         result["reached"] = False
+        result["short"] = max(math.log10(last["score"] / experiment.target), 0.0) if experiment.target > 0 else 0.0
     if not math.isfinite(last["score"]):
         result["diverged"] = True
         if experiment.target is not None:

@@ -98,6 +98,7 @@ EXPERIMENTS = [
         },
         target=TOLERANCE,
         shares=(),
+        moves=40,
         departures=(
             "the text says nothing of GDA, which is shown beside them",
             "the printed grid of step sizes diverges (10 to 5,000); here steps of 1/20 for y, all others searched",
