@@ -89,6 +89,10 @@ EXPERIMENTS = [
             "the tolls are at zero in the beginning, where the direct gradient is zero: the control stays there",
             "scipy's searches and CMA-ES count with the best point so far, the others with the present one",
             "a difference of 0.1, a fifth of what is left, does not count",
+            "the best known tolls are the better end of two long searches from one start: on two of the eight networks "
+            "CMA-ES came below them, so that a score of others there is that of a local minimum",
+            "with as many orthogonal directions as tolls PZOBO, HOZOG and finite differences are the same but for "
+            "errors of second order, by construction: their tie says nothing of the method",
         ),
     )
 ]
