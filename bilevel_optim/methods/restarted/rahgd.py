@@ -33,9 +33,9 @@ class RAHGD(Accelerated):
     *When.* Deterministic (full-batch) problems that are badly conditioned. With ``lower_momentum``, both tuned and
     restarts off, it came to a small gradient on two problems with 0.57 and 0.14 of the calls of `AID` at condition
     number 1000, 0.77 and 0.41 at 100, and no fewer at 10 (``recipes.benchmarks.conditioning``): the gain grows with the
-    condition number, and is not the square root of the steps. Try ``momentum=0`` too, which keeps that on y: on
-    both it needed as few calls at 100 (``003-kappa-quartic``, ``-quadratic`` of ``recipes.papers``). *Needs* what `AID` needs, and
-    smooth losses. With noisy hypergradients the restart test fires on noise: use `AID`, or a large B.
+    condition number, and is not the square root of the steps. Try ``momentum=0`` too, which keeps that on y: on both
+    it needed as few calls at 100 (``003-kappa-quartic``, ``003-kappa-quadratic`` of ``recipes.papers``). *Needs* what
+    `AID` needs, and smooth losses. With noisy hypergradients the restart test fires on noise: use `AID`, or a large B.
 
     *Choosing B* (``restart_radius``). ``B / lr`` is the hypergradient norm above which every step restarts, so that the
     method is gradient descent; with an infinite B it never restarts. Sweep it by decades. *Choosing the rest*: ``lr``
