@@ -28,7 +28,7 @@ def namespace():
     return start_example.data()
 
 
-def test_start_example_runs_and_prints_what_it_says(capsys):
+def test_readme_example_runs_and_prints_what_it_says(capsys):
     pytest.importorskip("sklearn")
     torch.set_default_dtype(torch.float32)
     (example,) = BLOCKS["README.md"]

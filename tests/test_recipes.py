@@ -29,6 +29,7 @@ from recipes.benchmarks import conditioning, contextual, many_tasks, overhead
 from recipes.common import Parser, progress, rows, spend, summary, table, train, tuned
 from recipes.problems import few_images, suspects
 from recipes.problems.newsgroups import SparseFeatures, load_newsgroups
+from recipes.problems.problem import Part
 from recipes.problems.tasks import SUPERCLASSES, load_tasks
 
 
@@ -300,6 +301,19 @@ def test_program(name, run, tmp_path):
     if name.removeprefix("benchmarks.") not in PLAIN:
         assert (tmp_path / f"{stem}.png").read_bytes().startswith(b"\x89PNG")
     check(numbers)
+
+
+def test_whitened_means_are_linear_discriminants():
+    """Times the covariance within classes they are the centred means, but for one factor."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(10).repeat_interleave(30)
+    features = torch.randn(300, 4, generator=generator) @ torch.randn(4, 4, generator=generator) + labels.unsqueeze(1)
+    data = Part(features, labels)
+    images = few_images.whitened(data, features[:10], torch.arange(10), generator, shrinkage=0.0)
+    means = torch.stack([features[labels == c].mean(0) for c in range(10)])
+    within = torch.cov((features - means[labels]).T)
+    ratio = images @ within / (means - means.mean(0))
+    torch.testing.assert_close(ratio, ratio.mean().expand_as(ratio), rtol=1e-3, atol=0)
 
 
 def test_hyper_cleaning_with_momentum_and_perturbations(run):

@@ -269,7 +269,7 @@ class _Truth:
                 known[:] = [(value, y)]
             elif known:  # outside of where the loss is defined: a wall, because the line search takes NaN for a way on
                 height, away = 1 + abs(known[0][0]), y - known[0][1]
-                value, gradient = known[0][0] + height, away * (height / float(away.dot(away)))
+                value, gradient = known[0][0] + height, away * (height / (float(away.dot(away)) or 1.0))
             for tensor, grad in zip(variables, gradient, strict=True):
                 tensor.grad = grad
             return value

@@ -250,6 +250,10 @@ class F2SA(BilevelOptimizer):
         changed: str = self.numbers.get("stencil", self._given_stencil)
         return stencil_of(self.order, changed).kind
 
+    @property
+    def _given_length(self) -> bool:
+        return self.normalize
+
     def _draws(self, given: DrawInputs) -> list[Draw]:
         """A pair for each lower step, or one for each copy; then a pair for the difference."""
         n = 1 if self.samples == "shared" else len(self._formula(given).nodes)

@@ -663,8 +663,7 @@ class BilevelOptimizer(Optimizer, ABC):
                 "nothing. It is a control; take another method"
             )
         first, told = self._run_state.upper_trend.first or 0.0, "growing upper loss" in self._run_state.warned
-        given_length = getattr(self, "normalize", False)
-        if given_length and not told and moved * size > abs(loss) and loss > 3 * abs(first):
+        if self._given_length and not told and moved * size > abs(loss) and loss > 3 * abs(first):
             warn(
                 f"x goes past a minimum and back: step {STILL} moved it by {moved:.2g} along a slope of {size:.2g}, "
                 f"although the upper loss was only {loss:.2g}, and {first:.2g} in the first step. lr={lr:g} is too "
@@ -681,6 +680,11 @@ class BilevelOptimizer(Optimizer, ABC):
                 "functools.partial(torch.optim.LBFGS, tolerance_grad=0, tolerance_change=0)), or a larger lower loss"
             )
 
+    @property
+    def _given_length(self) -> bool:
+        """Whether a step of x has the length lr, whatever that of the gradient is."""
+        return False
+
     def _slope(self) -> tuple[float, float, float]:
         """Norm of ``.grad`` of x, the largest learning rate, and about the length of a step with them."""
         tensors = self.parameters("upper")
@@ -688,7 +692,7 @@ class BilevelOptimizer(Optimizer, ABC):
         lr = max(float(group["lr"]) for group in by_level(self.param_groups)["upper"])
         if self._upper_factory is not None:
             return size, lr, lr * sum(t.numel() for t in tensors) ** 0.5
-        return size, lr, lr if getattr(self, "normalize", False) else lr * size
+        return size, lr, lr if self._given_length else lr * size
 
     def _look_at(self, losses: Tensor, *, moves: bool) -> None:
         """Warn once if upper losses have grown, but not where y ascends them; reads them, so with ``check_finite``."""
