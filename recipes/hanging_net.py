@@ -118,7 +118,7 @@ def shape(net: Net, name: str, seconds: float, rate: float) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Run the recipe; returns the numbers that it writes."""
     cma = importlib.util.find_spec("cma") and importlib.import_module("cma")
-    parser = Parser(__doc__, seed=True)
+    parser = Parser(__doc__, seed=True, threads=1)
     parser.methods(METHODS, [name for name in METHODS if name != "CMA-ES" or cma], "--methods")
     parser.option("side", 15, "nodes on a side")
     parser.option("seconds", 4.0, "of the processor, for each method")

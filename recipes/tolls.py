@@ -125,7 +125,7 @@ def compare(size: str, seed: int, args: Any, bar: Any) -> dict[str, dict[str, An
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Run the recipe; returns the numbers that it writes."""
     absent = [] if importlib.util.find_spec("cma") and importlib.import_module("cma") else ["CMA-ES"]
-    parser = Parser(__doc__, seed=True)
+    parser = Parser(__doc__, seed=True, threads=1)
     parser.methods(METHODS, [name for name in METHODS if name not in absent], "--methods")
     parser.option("sizes", ["small", "large"], f"of {', '.join(SIZES)}", choices=[*SIZES])
     parser.option("seconds", 8.0, "of the processor, for each search")

@@ -49,10 +49,18 @@ class Parser(argparse.ArgumentParser):
         device: offer ``--device``.
         out: offer ``--out``, the folder of what is written.
         compiled: offer ``--compile``.
+        threads: the default of ``--threads``; one where seconds of the processor are counted, which are those of all.
     """
 
     def __init__(
-        self, doc: str | None, *, seed: bool = False, device: bool = False, out: bool = True, compiled: bool = False
+        self,
+        doc: str | None,
+        *,
+        seed: bool = False,
+        device: bool = False,
+        out: bool = True,
+        compiled: bool = False,
+        threads: int | None = None,
     ) -> None:
         super().__init__(description=(doc or "").split("\n")[0])
         self.tables: dict[str, tuple[str, Mapping[str, Mapping[str, Any]]]] = {}
@@ -64,7 +72,8 @@ class Parser(argparse.ArgumentParser):
             self.option("out", Path("results"), "folder of what is written")
         if compiled:
             self.add_argument("--compile", action="store_true", help="steps run compiled, where they can be")
-        self.add_argument("--threads", type=count, help="of torch; default: those that it takes")
+        shown = "those that it takes" if threads is None else threads
+        self.add_argument("--threads", type=count, default=threads, help=f"of torch; default: {shown}")
 
     def option(self, name: str, default: Any, text: str, *, shown: str | None = None, **options: Any) -> None:
         """``--name``, of the type of its default (several, if that is a list); numbers must be positive."""
