@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -114,4 +115,6 @@ class Parser(argparse.ArgumentParser):
                 setattr(args, name, table[getattr(args, key)][name])
         if args.threads is not None:
             torch.set_num_threads(args.threads)
+            if importlib.util.find_spec("threadpoolctl"):  # threads of scipy's that wait count as seconds too
+                importlib.import_module("threadpoolctl").threadpool_limits(args.threads)
         return args
