@@ -796,8 +796,13 @@ class BilevelOptimizer(Optimizer, ABC):
 
     def _undo(self, x: Sequence[Tensor], y: Sequence[Tensor]) -> Callable[[], None]:
         """What makes a write that fails, and those before it, undone."""
-        numbers = partial(vars(self).update, numbers=self.numbers, _diagnostics=self._diagnostics)
-        return undo_of(self.state, x, y, numbers, partial(vars(self._run_state).update, vars(self._run_state).copy()))
+        numbers, diagnostics, run = self.numbers, self._diagnostics, vars(self._run_state).copy()
+
+        def others() -> None:
+            self.numbers, self._diagnostics = numbers, diagnostics
+            vars(self._run_state).update(run)
+
+        return undo_of(self.state, x, y, others)
 
     def _result_writes(
         self, figures: Mapping[str, Any], numbers: Mapping[str, Any], found: LossFacts, after: dict[str, Any]
@@ -833,20 +838,23 @@ class BilevelOptimizer(Optimizer, ABC):
     def _estimated(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """The estimate, with lower rates that follow the curvature where they are to."""
         if not given.follows_curvature:
-            return self._watched(oracle, given, self.estimate(oracle, given))
+            estimate = self.estimate(oracle, given)
+            return estimate if self._lower_solver is None else self._watched(oracle, given, estimate)
         terms = {f"{level}_terms": own.terms for level, own in (("upper", oracle.f), ("lower", oracle.g)) if own.terms}
         draws = self._draws(changed(given, numbers=given.numbers | terms))
         oracle, given, curvature, told = with_measured_rates(
             oracle, given, draws, exact=self.declared.second_order, margin=self._curvature_margin
         )
-        estimate = self._watched(oracle, given, self.estimate(oracle, given))
+        estimate = self.estimate(oracle, given)
+        if self._lower_solver is not None:
+            estimate = self._watched(oracle, given, estimate)
         memory = {**estimate.memory, CURVATURE: curvature}
         return changed(estimate, memory=memory, diagnostics={**estimate.diagnostics, **told})
 
     def _watched(self, oracle: Oracle, given: StepInputs, estimate: Estimate) -> Estimate:
         """The estimate, with a warning if the user's solver has left y where it is no solution."""
         residual = estimate.diagnostics.get("lower_residual")
-        if self._lower_solver is not None and residual is not None:
+        if residual is not None:
             rate = max(given.lower_rates, default=0.0)
             length, y = residual.norm() * rate, oracle.y if estimate.lower is None else estimate.lower
             oracle.checks.alert_if("unsolved", UNSOLVED, _is_far, length, y.norm())

@@ -201,12 +201,12 @@ def _writes_of_values(
     return writes
 
 
-def undo_of(state: State, x: Sequence[Tensor], y: Sequence[Tensor], *others: Write) -> Callable[[], None]:
-    """What puts back the state of parameters and ``.grad`` of x, and makes these writes; made before a step is written.
+def undo_of(state: State, x: Sequence[Tensor], y: Sequence[Tensor], others: Callable[[], None]) -> Callable[[], None]:
+    """What puts back the state of parameters and ``.grad`` of x, and then ``others``; made before a step is written.
 
     Values of tensors are not among it: they are written last, and rows of tables first, after a look at their form.
     """
-    entries = [(p, dict(state[p]) if p in state else None) for p in (*x, *y)]
+    entries = [(p, None if (own := state.get(p)) is None else own.copy()) for p in (*x, *y)]
     gradients = [p.grad for p in x]
 
     def undo() -> None:
@@ -216,7 +216,7 @@ def undo_of(state: State, x: Sequence[Tensor], y: Sequence[Tensor], *others: Wri
             else:
                 state[p] = own
         _set_gradients(x, gradients)
-        make(others)
+        others()
 
     return undo
 

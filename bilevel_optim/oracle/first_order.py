@@ -89,4 +89,4 @@ def upper_slope(oracle: Point, level: str, sample: Sample) -> tuple[Tensor, Vect
 
 def filled(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Vector:
     """Gradients with zeros for the tensors that were not reached."""
-    return Vector(torch.zeros_like(t) if g is None else g for g, t in zip(gradients, like, strict=True))
+    return Vector([torch.zeros_like(t) if g is None else g for g, t in zip(gradients, like, strict=True)])

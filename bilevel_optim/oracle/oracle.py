@@ -63,7 +63,7 @@ class Oracle(Point):
     def _jointly(self, level: str, sample: Sample) -> tuple[Tensor, Vector, Vector]:
         with self.session.buffers_kept(), self.placed() as (x, y):
             loss, gradients = slopes(self, level, sample, x, y, (*x, *y))
-        if all(gradient is None for gradient in gradients):
+        if gradients[0] is None and all(gradient is None for gradient in gradients):
             raise ValueError(self.session.independent(level))
         split = len(x)
         if level == "lower" or self.session.options.one_loss:

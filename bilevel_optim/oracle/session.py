@@ -184,6 +184,9 @@ class UpperTrend:
 
     def seen(self, loss: float) -> bool:
         """Note a loss; whether it is the second in a row that is far above the first."""
+        if loss <= self.last and self.count >= STREAK:  # as most are: the rest comes to the same
+            self.above, self.count, self.last = 0, self.count + 1, loss
+            return False
         if self.first is None:
             self.first = self.last = loss
         scale = max(abs(self.first), self.spread)
@@ -313,7 +316,7 @@ class Session:
 
     def note_unreached(self, gradients: Sequence[Tensor | None]) -> None:
         """Note which lower tensors an evaluation leaves out; before all are known to be reached, none."""
-        if self.found.reaches_lower:
+        if self.found.reaches_lower and (self.unreached or self.unreached is None):
             left_out = {i for i, gradient in enumerate(gradients) if gradient is None}
             self.unreached = left_out if self.unreached is None else self.unreached & left_out
 
