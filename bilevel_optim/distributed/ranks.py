@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,7 +30,18 @@ class Ranks:
     def __init__(self, group: Any = None) -> None:
         if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
             raise ValueError(f"Invalid process_group value: {group}")
-        self.group = group
+        # Not held: `destroy_process_group` ends its threads only when nobody holds it any more, and one that still runs
+        # as Python ends, ends the process by "terminate called".
+        self._group = None if group is None else weakref.ref(group)
+
+    @property
+    def group(self) -> Any:
+        """The process group; None without one."""
+        if self._group is None:
+            return None
+        if (group := self._group()) is None:
+            raise RuntimeError("the process_group of this optimizer has been destroyed (destroy_process_group)")
+        return group
 
     @property
     def rank(self) -> int:

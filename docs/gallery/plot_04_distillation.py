@@ -45,7 +45,7 @@ def accuracy(model):
 
 learned, model = first.clone().requires_grad_(), classifier()
 optimizer = bo.ITD(
-    [learned], model.parameters(), lr=1, lower_lr=0.5, lower_steps=20, warm_start=False
+    [learned], model.parameters(), lr=1, lower_steps=20, warm_start=False
 )
 adam = torch.optim.Adam([learned], lr=0.02)
 

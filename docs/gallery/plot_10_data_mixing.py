@@ -62,6 +62,7 @@ def trained(learn):
     torch.manual_seed(1)
     model.reset_parameters()
     shares.data.zero_()
+    # A smaller rate below than the curvature allows: it averages the noise of batches.
     optimizer = bo.SOBA([shares], model.parameters(), lr=0.2 * learn, lower_lr=0.1)
     upper, lower = (
         bo.Objective(upper_loss, held_loader),

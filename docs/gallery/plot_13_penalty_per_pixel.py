@@ -46,7 +46,7 @@ def tuned(method, count):
     model = torch.nn.Linear(64, 10)
     momentum = partial(torch.optim.SGD, momentum=0.9)
     options = {"lower_steps": 20, "lower_optimizer": momentum}
-    optimizer = method([log_penalty], model.parameters(), lr=1, lower_lr=0.1, **options)
+    optimizer = method([log_penalty], model.parameters(), lr=1, **options)
     adam = torch.optim.Adam([log_penalty], lr=0.1)
 
     def lower_loss():

@@ -1,7 +1,9 @@
 """A rank that fails ends the step on all of them, with its reason and nothing changed; so does one that is killed."""
 
+import gc
 import os
 import signal
+import weakref
 
 import pytest
 import torch
@@ -170,3 +172,21 @@ def test_an_operation_that_is_late_is_no_failure(monkeypatch):
     assert failures._ended(None, Late(fails=False))
     with pytest.raises(bo.RankError, match="Connection closed"):
         failures._ended(None, Late(fails=True))
+
+
+def after_destroying(rank):
+    group = dist.new_group()
+    problem, optimizer = made("AID", process_group=group)
+    optimizer.step(problem.upper, problem.lower)
+    held = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    with pytest.raises(RuntimeError, match="has been destroyed"):
+        optimizer.step(problem.upper, problem.lower)
+    return held() is None, optimizer.oracle_counts["lower_grad"], len(optimizer.state_dict()["param_groups"])
+
+
+def test_a_group_is_not_held_when_it_is_destroyed(tmp_path):
+    """Its threads would go on until Python ends, where one that runs ends the process by "terminate called"."""
+    assert [*together(2, tmp_path, after_destroying).values()] == [(True, 4, 2)] * 2
