@@ -22,12 +22,13 @@ from recipes import (
     hyper_cleaning,
     hyper_representation,
     learn_to_regularize,
+    length_scales,
     meta_classification,
     saddle_escape,
 )
 from recipes.benchmarks import conditioning, contextual, many_tasks, overhead
 from recipes.common import Parser, progress, rows, spend, summary, table, train, tuned
-from recipes.problems import few_images, suspects
+from recipes.problems import few_images, kernel_machine, suspects
 from recipes.problems.newsgroups import SparseFeatures, load_newsgroups
 from recipes.problems.problem import Part
 from recipes.problems.tasks import SUPERCLASSES, load_tasks
@@ -120,6 +121,11 @@ def audited(r):
     assert r["results"]["structured"]["matrix"]["accuracy after removal"][0] > 0.75
 
 
+def scaled(r):
+    accuracy = {name: runs[0][1] for name, runs in r["results"]["40"].items()}
+    assert accuracy["AID"] > max(accuracy["direct"], accuracy["SVM"]) + 0.02
+
+
 def distilled(r):
     means, learned = r["results"]["centres"], r["results"]["itd"]  # where the images start, and end
     assert learned["MLP"][0] > means["MLP"][0] + 0.02
@@ -183,6 +189,7 @@ RUNS = {
         compared,
     ),
     "hanging_net": ("--side 6 --seconds 1 --seeds 1", "hanging_net", hung),
+    "length_scales": ("--rows 300 --extra 40 --steps 50 --methods AID direct SVM", "length_scales_digits", scaled),
     "distil": (
         "--steps 60 --lower-steps 10 --lower-lr 0.1 --lr 0.05 --seeds 1 --methods centres itd",
         "distil_digits_1",
@@ -759,3 +766,34 @@ def test_a_process_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert alone("measured", "--n", 3) == ["--n", "3"]
     assert alone("measured", "fail") == "no luck"
+
+
+def test_scales_of_kernels_have_the_right_hypergradient():
+    """At Newton's solutions, beside finite differences of the upper loss."""
+    generator = torch.Generator().manual_seed(0)
+    X = torch.randn(40, 3, generator=generator, dtype=torch.float64)
+    machine = kernel_machine.Machine(X, X[:, 0].sign(), kernel_machine.start(X))
+    x = [machine.scales, machine.rho]
+    options = {"lower_steps": 0, "lower_lr": 1.0, "lower_solver": machine.solve}
+    optimizer = bo.AID(x, machine.alpha, lr=1.0, linear_solver="direct", **options)
+    optimizer.backward(machine.upper, machine.lower)
+    for p in x:
+        found = torch.zeros_like(p)
+        for i in range(p.numel()):
+            ends = []
+            for step in (1e-5, -1e-5):
+                with torch.no_grad():
+                    p.view(-1)[i] += step
+                    machine.solve()
+                    ends.append(float(machine.upper()))
+                    p.view(-1)[i] -= step
+            found.view(-1)[i] = (ends[0] - ends[1]) / 2e-5
+        torch.testing.assert_close(p.grad, found, rtol=1e-4, atol=1e-7)
+
+
+def test_length_scales_is_an_estimator_of_scikit_learn():
+    from sklearn.utils.estimator_checks import check_estimator
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of data with columns that are constant, and the like
+        check_estimator(length_scales.LengthScales(steps=1))

@@ -126,7 +126,7 @@ def experiment(order: int) -> Experiment:
         unit="gradients of single samples",
         scales={
             "smoke": {"eps": [0.5, 0.25], "lower_steps": 3, "steps": 16, "budget": 1e15, "seeds": 3, "search": False},
-            "cpu": {"eps": [0.25, 0.025], "lower_steps": 3, "steps": 16, "budget": 1e15, "seeds": 12},
+            "cpu": {"eps": [0.5, 0.05], "lower_steps": 3, "steps": 16, "budget": 1e15, "seeds": 12},
             "full": {"eps": [0.3, 0.03], "lower_steps": 3, "steps": 16, "budget": 1e15, "seeds": 12},
         },
         target=1.0,
