@@ -21,8 +21,7 @@ from sklearn.datasets import load_digits
 
 import bilevel_optim as bo
 
-smoke = "SMOKE" in os.environ
-steps, seeds = (3, 1) if smoke else (60, 3)
+steps, seeds = (3, 1) if "SMOKE" in os.environ else (60, 3)
 digits = load_digits()
 images = torch.tensor(digits.data, dtype=torch.float32) / 16
 labels = torch.tensor(digits.target)
@@ -101,25 +100,16 @@ for name, means in table.items():
 # %%
 # The picture is that of the last seed.
 
-figure, (left, right) = plt.subplots(2, 1, figsize=(5.4, 6.4), layout="constrained")
+figure, (top, bottom) = plt.subplots(2, 1, figsize=(5.4, 6.4), layout="constrained")
 places = torch.arange(10).numpy()
 for k, name in enumerate(["equal weights", "learned", "logit adjustment"]):
-    left.bar(
-        places + 0.27 * k,
-        arms[name][0],
-        0.27,
-        label=f"{name}: mean {table[name][-1]:.3f}",
-    )
-left.set_xticks(places + 0.27, [f"{d}\n{n}" for d, n in enumerate(sizes)])
-left.set_ylim(0, 1.4)
-left.set(
-    xlabel="digit, and the number of its training examples",
-    ylabel="recall on test images",
-)
-left.legend(loc="upper right")
+    top.bar(places + 0.27 * k, arms[name][0], 0.27, label=name)
+top.set_xticks(places + 0.27, [f"{d}\n{n}" for d, n in enumerate(sizes)])
+top.set(xlabel="digit, and the number of its examples", ylabel="recall", ylim=(0, 1.4))
+top.legend(loc="upper right")
 _, weight, shift = arms["learned"]
-right.plot(10 * weight.softmax(0).numpy(), "o-", label="weight, 1 on average")
-right.plot(shift.numpy(), "s-", label="shift of the logit")
-right.set(xticks=places, xlabel="digit")
-right.legend()
+bottom.plot(10 * weight.softmax(0).numpy(), "o-", label="weight, 1 on average")
+bottom.plot(shift.numpy(), "s-", label="shift of the logit")
+bottom.set(xticks=places, xlabel="digit")
+bottom.legend()
 plt.show()
