@@ -16,8 +16,8 @@ Irrelevant columns are real ones with their rows shuffled; scores are those of b
 takes the solutions for constants; an SVM, L1 logistic regression, extra trees, boosting, an SVM on the trees'
 importances, five networks with gates: all tuned by cross-validation but the trees.
 
-Where it does not win: without irrelevant columns it ties with the SVM; and with the squared loss the lower solution has
-a closed form, through which 15 lines of autograd find scales that are as good (``ridge``). Take those where they fit.
+Where it does not win: without irrelevant columns trees are better, and an SVM on their importances is best; and with
+the squared loss the lower solution has a closed form, through which autograd finds scales that are as good (``ridge``).
 """
 
 from __future__ import annotations
