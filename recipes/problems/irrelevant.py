@@ -18,7 +18,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.svm import SVC
 from torch import Tensor, nn
 
-from ..common.seeds import stream
+from ..common.seeds import begin, stream
 from .kernel_machine import kernel, start
 from .libsvm import load_libsvm
 
@@ -110,7 +110,7 @@ class Gated(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         rows, targets, self.nets_ = torch.tensor(X).float(), torch.tensor(codes).float(), []
         for k in range(self.networks):
             with torch.random.fork_rng():
-                torch.manual_seed(1000 * self.seed + k)
+                begin(1000 * self.seed + k, "weights")
                 gate = nn.Parameter(torch.ones(rows.shape[1]))
                 net = nn.Sequential(
                     nn.Linear(rows.shape[1], 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 1)
