@@ -724,7 +724,7 @@ class BilevelOptimizer(Optimizer, ABC):
             inputs = self._step_inputs(oracle, groups)
             results = self._compute(oracle, inputs, tasks, update=update)
             transaction.conclude()
-            transaction.commit(self._step_writes(oracle, results), self._undo(oracle.live_x, oracle.live_y))
+            transaction.commit(self._step_writes(oracle, results), undo_of(self.state, oracle.live_x, oracle.live_y))
         return results.loss
 
     def _open_step(self, upper: Loss | None, lower: Loss | None) -> tuple[Transaction, Oracle, Groups]:
@@ -793,16 +793,6 @@ class BilevelOptimizer(Optimizer, ABC):
                 self._run_state.after(session, estimate.loss),
             ),
         ]
-
-    def _undo(self, x: Sequence[Tensor], y: Sequence[Tensor]) -> Callable[[], None]:
-        """What makes a write that fails, and those before it, undone."""
-        numbers, diagnostics, run = self.numbers, self._diagnostics, vars(self._run_state).copy()
-
-        def others() -> None:
-            self.numbers, self._diagnostics = numbers, diagnostics
-            vars(self._run_state).update(run)
-
-        return undo_of(self.state, x, y, others)
 
     def _result_writes(
         self, figures: Mapping[str, Any], numbers: Mapping[str, Any], found: LossFacts, after: dict[str, Any]
@@ -957,7 +947,7 @@ class BilevelOptimizer(Optimizer, ABC):
         inputs = self._inputs(groups, moved, tensors_of(groups["lower"], "lower"))
         with Transaction(self.generator, device=moved[0].device) as transaction:
             update = self.update(Vector(p.detach() for p in moved), Vector(p.grad for p in moved), inputs)
-            transaction.commit(self._update_writes(moved, update, {}), self._undo(moved, inputs.lower))
+            transaction.commit(self._update_writes(moved, update, {}), undo_of(self.state, moved, inputs.lower))
         self._run_state.written = {}  # this was our own
 
     @torch.no_grad()

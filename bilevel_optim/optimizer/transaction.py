@@ -201,10 +201,11 @@ def _writes_of_values(
     return writes
 
 
-def undo_of(state: State, x: Sequence[Tensor], y: Sequence[Tensor], others: Callable[[], None]) -> Callable[[], None]:
-    """What puts back the state of parameters and ``.grad`` of x, and then ``others``; made before a step is written.
+def undo_of(state: State, x: Sequence[Tensor], y: Sequence[Tensor]) -> Callable[[], None]:
+    """What puts back the state of parameters and ``.grad`` of x; made before a step is written.
 
-    Values of tensors are not among it: they are written last, and rows of tables first, after a look at their form.
+    Nothing else can be left behind by a write that raises: values come after these, with a look at their form, then
+    plain numbers, which cannot fail; rows of tables come first.
     """
     entries = [(p, None if (own := state.get(p)) is None else own.copy()) for p in (*x, *y)]
     gradients = [p.grad for p in x]
@@ -216,7 +217,6 @@ def undo_of(state: State, x: Sequence[Tensor], y: Sequence[Tensor], others: Call
             else:
                 state[p] = own
         _set_gradients(x, gradients)
-        others()
 
     return undo
 

@@ -312,7 +312,7 @@ class Session:
                         "lower parameters, or check that the loss reads the live tensor and not a detached or old one "
                         "(checkpointing with use_reentrant=True loses those of a first block)"
                     )
-            self.found.reaches_lower = True
+            self.found.reaches_lower, self.unreached = True, set()
 
     def note_unreached(self, gradients: Sequence[Tensor | None]) -> None:
         """Note which lower tensors an evaluation leaves out; before all are known to be reached, none."""

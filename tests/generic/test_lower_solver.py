@@ -47,9 +47,11 @@ def test_backward_with_an_optimizer_above_is_the_same():
     assert same(values(problem.x), values(other.x))
 
 
-def test_a_y_that_is_no_solution_is_told_once():
+@pytest.mark.parametrize("rate", [1.0, "auto"])
+def test_a_y_that_is_no_solution_is_told_once(rate):
     problem = Quadratic(6, 3, 5.0)
-    optimizer = bo.AID(problem.x, problem.y, lr=0.01, lower_steps=0, lower_solver=solved(problem, 0.5))
+    options = {"lower_lr": rate, "lower_steps": 0, "lower_solver": solved(problem, 0.5)}
+    optimizer = bo.AID(problem.x, problem.y, lr=0.01, **options)
     with pytest.warns(bo.BilevelWarning, match="y as lower_solver leaves it is no solution"):
         optimizer.step(problem.upper, problem.lower)
     with warnings.catch_warnings():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import bilevel_optim as bo
+from bilevel_optim.oracle.session import UpperTrend
 
 from ..problems import Quadratic
 
@@ -194,3 +195,49 @@ def test_lbfgs_below_that_does_nothing_is_told(tolerances):
     found = [str(one.message) for one in told if "LBFGS did not move y in step 20" in str(one.message)]
     assert len(found) == (not tolerances)
     assert bool(y.any()) == bool(tolerances)
+
+
+def test_a_loss_that_comes_down_ends_a_row_of_growing_ones():
+    """Two in a row, each above the one before: 400 and 500 with a smaller one between them are none."""
+    early, trend = [1.0, 1.1, 0.9] * 4, UpperTrend()
+    assert not any(trend.seen(loss) for loss in (*early, 400.0, 350.0, 500.0, 450.0))
+    trend = UpperTrend()
+    assert [trend.seen(loss) for loss in (*early, 400.0, 500.0)][-2:] == [False, True]
+
+
+@pytest.mark.parametrize("method", ["SOBA", "FirstOrder"])
+def test_a_lower_parameter_that_is_no_longer_reached_is_told_once(method):
+    x, y = torch.ones(2, requires_grad=True), [torch.zeros(2, requires_grad=True) for _ in range(2)]
+    reached = [0, 1]
+
+    def lower():
+        return torch.stack([(y[i] - x).square().sum() for i in reached]).sum()
+
+    options = {"lower_lr": 0.1, **STEPS[method]}
+    optimizer = getattr(bo, method)([x], y, lr=0.01, **options)
+    upper = lambda: (y[0] - 1).square().sum() + x.square().sum() + y[1].sum()  # noqa: E731
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step(upper, lower)
+    reached.pop()
+    with pytest.warns(bo.BilevelWarning, match="no evaluation of the .* depended on lower parameter 1"):
+        optimizer.step(upper, lower)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step(upper, lower)
+
+
+def test_a_lower_parameter_that_one_evaluation_of_a_step_reaches_is_not_told_of():
+    x, y = torch.ones(2, requires_grad=True), [torch.zeros(2, requires_grad=True) for _ in range(2)]
+    batches = [torch.tensor([1.0, 1.0]), torch.tensor([1.0, 0.0])] * 2
+
+    def lower(batch):
+        parts = [weight * (t - x).square().sum() for weight, t in zip(batch, y, strict=True) if weight]
+        return torch.stack(parts).sum()
+
+    optimizer = bo.FirstOrder([x], y, lr=0.01, lower_lr=0.1, lower_steps=2)
+    objective = bo.Objective(lower, batches)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            optimizer.step(lambda: (y[0] - 1).square().sum() + x.square().sum() + y[1].sum(), objective)
