@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 import bilevel_optim as bo
 from bilevel_optim.optimizer.declaration import methods
+from bilevel_optim.optimizer.options import Options
 
 from .private_names import NAMES, entry_of, of_torch, private_names
 
@@ -296,7 +297,7 @@ def generations(cls):
 @pytest.mark.parametrize("name", sorted(methods()))
 def test_few_classes_stand_between_a_method_and_torch(name):
     assert generations(methods()[name]) <= 3
-    assert bo.BilevelOptimizer.__bases__ == (Optimizer, ABC)
+    assert bo.BilevelOptimizer.__bases__ == (Options, Optimizer, ABC)
 
 
 def test_the_import_brings_in_nothing_heavy():

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Unpack
+from typing import Any
 
 from ..hypergradient import Estimate, implicit
-from ..optimizer.base import BilevelOptimizer, CommonOptions
+from ..optimizer.base import BilevelOptimizer
 from ..optimizer.declaration import MethodInfo
 from ..optimizer.draws import LOWER, UPPER, Draw, DrawInputs
+from ..optimizer.options import InitVar, choice, count, function, number
 from ..optimizer.step import StepInputs, changed
 from ..oracle.oracle import Oracle
-from ..problem.parameters import Params, is_count, is_number, require, require_choice
 from ..solvers import linear
 from ..solvers.linear import LinearSolution
 
@@ -98,32 +97,16 @@ class AID(BilevelOptimizer):
         cost="T + 1 lower, 1 upper, Q hvp (+ 1 for a warm start), 1 jvp; Q = linear_steps",
     )
 
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float | None = None,
-        lower_lr: float | str = "auto",
-        lower_steps: int,
-        linear_solver: str = "cg",
-        linear_steps: int = 10,
-        linear_tol: float = 0.0,
-        linear_lr: float | None = None,
-        damping: float = 0.0,
-        lower_solver: Callable[[], Any] | None = None,
-        **common: Unpack[CommonOptions],
-    ) -> None:
-        require_choice("linear_solver", linear_solver, _SOLVE)
-        require("linear_steps", linear_steps, is_count(linear_steps))
-        require("linear_tol", linear_tol, is_number(linear_tol) and linear_tol >= 0)
-        require("linear_lr", linear_lr, linear_lr is None or (is_number(linear_lr) and 0 < linear_lr < math.inf))
-        require("damping", damping, is_number(damping) and 0 <= damping < math.inf)
-        self.linear_solver, self.linear_steps, self.linear_tol = linear_solver, linear_steps, linear_tol
-        self.linear_lr, self.damping = linear_lr, damping
-        require("lower_solver", lower_solver, lower_solver is None or callable(lower_solver))
-        self._lower_solver = lower_solver
-        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
+    linear_solver: str = choice(*_SOLVE, default="cg")
+    linear_steps: int = count(default=10)
+    linear_tol: float = number(default=0.0, least=0, finite=False)
+    linear_lr: float | None = number(default=None, above=0, optional=True)
+    damping: float = number(default=0.0, least=0)
+    lower_solver: InitVar[Callable[[], Any] | None] = function(default=None)
+
+    def _arrange(self, options: dict[str, Any]) -> None:
+        super()._arrange(options)
+        self._lower_solver = options["lower_solver"]
 
     def _draws(self, given: DrawInputs) -> list[Draw]:
         """Those of the lower steps, then one of each for the linear system."""

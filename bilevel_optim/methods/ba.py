@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Unpack
+from collections.abc import Callable
+from typing import Any
 
-from ..optimizer.base import CommonOptions
 from ..optimizer.declaration import MethodInfo
-from ..problem.parameters import Params, is_number, require
+from ..optimizer.options import InitVar, fixed, flag, number
 from .aid import AID
 
 __all__ = ["BA"]
@@ -62,35 +62,17 @@ class BA(AID):
         cost="as AID, T growing like k^(1/4)",
     )
 
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float | None = None,
-        lower_lr: float | str = "auto",
-        lower_steps: float,
-        growth: float = 0.25,
-        linear_steps: int = 10,
-        linear_tol: float = 0.0,
-        damping: float = 0.0,
-        **common: Unpack[CommonOptions],
-    ) -> None:
-        require("lower_steps", lower_steps, is_number(lower_steps) and 0 < lower_steps < math.inf)
-        require("growth", growth, is_number(growth) and 0 <= growth < math.inf)
-        options: dict[str, Any] = {"warm_start": False, **common}
-        super().__init__(
-            upper,
-            lower,
-            lr=lr,
-            lower_lr=lower_lr,
-            lower_steps=math.ceil(lower_steps),
-            linear_steps=linear_steps,
-            linear_tol=linear_tol,
-            damping=damping,
-            **options,
-        )
-        self._scale, self.growth = lower_steps, growth
+    lower_steps: float = number(above=0)  # type: ignore[assignment]  # an attribute that is rounded up
+    growth: float = number(default=0.25, least=0)
+    warm_start: bool = flag(default=False)
+    linear_solver: str = fixed(default="cg")
+    linear_lr: float | None = fixed(default=None)
+    lower_solver: InitVar[Callable[[], Any] | None] = fixed(default=None)
+
+    def _arrange(self, options: dict[str, Any]) -> None:
+        super()._arrange(options)
+        self._scale: float = options["lower_steps"]
+        options["lower_steps"] = math.ceil(self._scale)
 
     def _lower_step_count(self, steps: int) -> int:
         """More and more."""

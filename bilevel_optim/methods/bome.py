@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import math
-from typing import Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..hypergradient import Estimate
-from ..optimizer.base import BilevelOptimizer, CommonOptions
+from ..optimizer.base import BilevelOptimizer
 from ..optimizer.declaration import MethodInfo
 from ..optimizer.draws import LOWER, UPPER, Draw, DrawInputs
+from ..optimizer.options import InitVar, choice, count, number, option
 from ..optimizer.step import StepInputs
 from ..oracle.first_order import lower_slope
 from ..oracle.oracle import Oracle
-from ..problem.parameters import Params, is_count, is_number, require, require_choice
+from ..problem.parameters import require
 from ..problem.vector import Vector
+from ..solvers.limits import Projection
 
 __all__ = ["BOME"]
+
+
+def _no_projection(name: str, value: Any) -> None:
+    wording = "Invalid {name} value: {value} (y moves along a direction in common with x)"
+    require(name, value, value is None, wording)
 
 
 class BOME(BilevelOptimizer):
@@ -90,29 +96,12 @@ class BOME(BilevelOptimizer):
         solves=False,
     )
 
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float | None = None,
-        lower_lr: float | str = "auto",
-        lower_steps: int = 10,
-        joint_lr: float | None = None,
-        joint_steps: int = 1,
-        eta: float = 0.5,
-        barrier: str = "grad_norm",
-        **common: Unpack[CommonOptions],
-    ) -> None:
-        require("joint_lr", joint_lr, joint_lr is None or (is_number(joint_lr) and 0 < joint_lr < math.inf))
-        require("joint_steps", joint_steps, is_count(joint_steps) and joint_steps > 0)
-        require("eta", eta, is_number(eta) and 0 < eta < math.inf)
-        require_choice("barrier", barrier, ("grad_norm", "value"))
-        projection = common.get("lower_projection")
-        wording = "Invalid lower_projection value: {value} (y moves along a direction in common with x)"
-        require("lower_projection", projection, projection is None, wording)
-        self.joint_lr, self.joint_steps, self.eta, self.barrier = joint_lr, joint_steps, eta, barrier
-        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
+    lower_steps: int = count(default=10)
+    joint_lr: float | None = number(default=None, above=0, optional=True)
+    joint_steps: int = count(default=1, least=1)
+    eta: float = number(default=0.5, above=0)
+    barrier: str = choice("grad_norm", "value", default="grad_norm")
+    lower_projection: InitVar[Projection | None] = option(default=None, check=_no_projection)
 
     _stationary = True  # the value function is that of the lower loss alone
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Self, Unpack
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -14,15 +14,16 @@ from ..errors import warn
 from ..hypergradient import Estimate, penalty
 from ..hypergradient.finite_difference import KINDS, Stencil
 from ..hypergradient.finite_difference import stencil as stencil_of
-from ..optimizer.base import BilevelOptimizer, CommonOptions
+from ..optimizer.base import BilevelOptimizer
 from ..optimizer.declaration import MethodInfo
 from ..optimizer.draws import LOWER, UPPER, Draw, DrawInputs
+from ..optimizer.options import choice, count, flag, number
 from ..optimizer.step import StepInputs, Update, changed
 from ..oracle.copies import evaluate_copies
 from ..oracle.differentiable import working_unit
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
-from ..problem.parameters import Params, is_number, require, require_choice
+from ..problem.parameters import Params, is_number, require
 from ..problem.placement import constant
 from ..problem.vector import Vector, stack
 from ..solvers.lower import Solved
@@ -137,40 +138,27 @@ class F2SA(BilevelOptimizer):
         lower_optimizer="elementwise",
     )
 
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float | None = None,
-        lower_lr: float | str = "auto",
-        lower_steps: int,
-        order: int = 2,
-        nu: float = 1e-2,
-        stencil: str = "auto",
-        samples: str = "shared",
-        normalize: bool | None = None,
-        **common: Unpack[CommonOptions],
-    ) -> None:
-        require("nu", nu, is_number(nu) and 0 < nu < math.inf)
+    order: int = count(default=2)
+    nu: float = number(default=1e-2, above=0, saved=True)
+    _given_stencil: str = choice(*KINDS, "auto", default="auto", alias="stencil")
+    samples: str = choice(*SAMPLES, default="shared")
+    normalize: bool | None = flag(default=None, optional=True)
+
+    def _arrange(self, options: dict[str, Any]) -> None:
+        super()._arrange(options)
+        order, nu, stencil = options["order"], options["nu"], options["stencil"]
         if nu > LARGEST_NU:
             warn(
                 f"nu={nu:g} is the step of a finite difference, whose error grows like nu^{order} (1e-3 to 1e-1 "
                 f"suits losses of similar size); if it was meant as a penalty's multiplier, that is nu={1 / nu:.3g}"
             )
-        require_choice("stencil", stencil, (*KINDS, "auto"))
-        require_choice("samples", samples, SAMPLES)
-        require("normalize", normalize, normalize is None or isinstance(normalize, bool))
-        self.order, self.nu, self.samples = order, nu, samples
-        self.normalize = common.get("upper_optimizer") is None if normalize is None else normalize
-        self.theory: dict[str, int] = {}  # of `from_theory`
-        self._given_stencil = stencil
+        if options["normalize"] is None:
+            options["normalize"] = options["upper_optimizer"] is None
         self._variant_of_state = {"order": order, "stencil": stencil_of(order, stencil).kind}
-        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
-        self._lower_checks.require_elementwise()
+        self.theory: dict[str, int] = {}  # of `from_theory`
         self._formulas: dict[tuple[int, str], Stencil] = {}  # that were needed; in a compiled step they are not made
 
-    _saved_options, _difference_step = ("nu",), "nu"
+    _difference_step = "nu"
 
     @classmethod
     def from_theory(
@@ -252,7 +240,7 @@ class F2SA(BilevelOptimizer):
 
     @property
     def _given_length(self) -> bool:
-        return self.normalize
+        return bool(self.normalize)
 
     def _draws(self, given: DrawInputs) -> list[Draw]:
         """A pair for each lower step, or one for each copy; then a pair for the difference."""

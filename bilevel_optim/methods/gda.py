@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Unpack
-
 from torch import Tensor
 
 from ..hypergradient import Estimate
-from ..optimizer.base import CommonOptions
 from ..optimizer.declaration import MethodInfo
 from ..optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ..optimizer.minimax import MinimaxOptimizer, danskin
+from ..optimizer.options import InitVar, count, flag, option
 from ..optimizer.step import LowerResult, StepInputs
 from ..oracle.oracle import Oracle
-from ..problem.parameters import Params, require
 from ..problem.vector import Vector
 
 __all__ = ["GDA"]
@@ -70,20 +67,9 @@ class GDA(MinimaxOptimizer):
         tasks="none",
     )
 
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float | None = None,
-        lower_lr: float | None = None,
-        lower_steps: int = 1,
-        simultaneous: bool = True,
-        **common: Unpack[CommonOptions],
-    ) -> None:
-        require("simultaneous", simultaneous, isinstance(simultaneous, bool))
-        self.simultaneous = simultaneous
-        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
+    lower_lr: InitVar[float | None] = option(default=None)
+    lower_steps: int = count(default=1)
+    simultaneous: bool = flag(default=True)
 
     def _draws(self, given: DrawInputs) -> list[Draw]:
         """Those of the ascent steps, then one for x; the last two are one if they are simultaneous."""

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..hypergradient import Estimate
-from ..optimizer.base import CommonOptions
 from ..optimizer.declaration import MethodInfo
 from ..optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ..optimizer.minimax import MinimaxOptimizer
+from ..optimizer.options import InitVar, count, number, option
 from ..optimizer.step import StepInputs, Update, changed
 from ..oracle.oracle import Oracle
 from ..oracle.second_order import UpperSystem
-from ..problem.parameters import Params, is_count, is_number, require
 from ..problem.random import uniform_ball
 from ..problem.vector import Vector
 from ..solvers import linear
@@ -104,34 +102,21 @@ class iMCN(MinimaxOptimizer):
         upper_update="the minimiser of a cubic model",
     )
 
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float,
-        lower_lr: float | None = None,
-        lower_steps: int,
-        lower_momentum: float = 0.0,
-        cubic: float = 1.0,
-        cubic_steps: int = 10,
-        linear_steps: int = 10,
-        perturbation: float = 1e-3,
-        tol: float = 0.0,
-        **common: Unpack[CommonOptions],
-    ) -> None:
-        require("cubic", cubic, is_number(cubic) and 0 < cubic < math.inf)
-        require("cubic_steps", cubic_steps, is_count(cubic_steps))
-        require("linear_steps", linear_steps, is_count(linear_steps))
-        require("perturbation", perturbation, is_number(perturbation) and 0 <= perturbation < math.inf)
-        require("tol", tol, is_number(tol) and tol >= 0)
-        if common.get("hvp", "exact") == "finite-difference":
+    lr: InitVar[float] = option()
+    lower_lr: InitVar[float | None] = option(default=None)
+    lower_momentum: InitVar[float] = option(default=0.0)
+    cubic: float = number(default=1.0, above=0)
+    cubic_steps: int = count(default=10)
+    linear_steps: int = count(default=10)
+    perturbation: float = number(default=1e-3, least=0)
+    tol: float = number(default=0.0, least=0, finite=False)
+
+    def _arrange(self, options: dict[str, Any]) -> None:
+        super()._arrange(options)
+        if options["hvp"] == "finite-difference":
             raise ValueError("Invalid hvp value: finite-difference (iMCN needs exact Hessian-vector products)")
-        self._own_solver = common.get("lower_optimizer") is None
-        common["lower_optimizer"] = agd_or(common.get("lower_optimizer"), lower_momentum)
-        self.cubic, self.cubic_steps, self.linear_steps = cubic, cubic_steps, linear_steps
-        self.perturbation, self.tol = perturbation, tol
-        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
+        self._own_solver = options["lower_optimizer"] is None
+        options["lower_optimizer"] = agd_or(options["lower_optimizer"], options["lower_momentum"])
 
     @property
     def converged(self) -> bool:

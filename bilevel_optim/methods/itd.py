@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Unpack
+from typing import ClassVar
 
 import torch
 
 from ..hypergradient import Estimate, unrolled
-from ..optimizer.base import BilevelOptimizer, CommonOptions
+from ..optimizer.base import BilevelOptimizer
 from ..optimizer.declaration import MethodInfo
 from ..optimizer.draws import LOWER, UPPER, Draw, DrawInputs
+from ..optimizer.options import count, flag
 from ..optimizer.step import StepInputs
 from ..oracle import batched
 from ..oracle.oracle import Oracle
-from ..problem.parameters import Params, is_count, require
 
 __all__ = ["ITD"]
 
@@ -78,23 +78,8 @@ class ITD(BilevelOptimizer):
         lower_optimizer="differentiable",
     )
 
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float | None = None,
-        lower_lr: float | str = "auto",
-        lower_steps: int,
-        truncate: int | None = None,
-        checkpoint: bool = False,
-        **common: Unpack[CommonOptions],
-    ) -> None:
-        require("truncate", truncate, truncate is None or is_count(truncate))
-        require("checkpoint", checkpoint, isinstance(checkpoint, bool))
-        self.truncate, self.checkpoint = truncate, checkpoint
-        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
-        self._lower_checks.require_differentiable()
+    truncate: int | None = count(default=None, optional=True)
+    checkpoint: bool = flag(default=False)
 
     _joined: ClassVar = {"lower_residual": torch.linalg.vector_norm, "lower_growth": torch.amax}
 

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import Any
 
-from ..optimizer.base import CommonOptions
 from ..optimizer.declaration import MethodInfo
+from ..optimizer.options import InitVar, count, number, option
 from ..optimizer.step import StepInputs, Update
-from ..problem.parameters import Params, is_count, is_number, require
 from ..problem.random import uniform_ball
 from ..problem.vector import Vector
 from .aid import AID
 
 __all__ = ["PAID"]
-
-
-class AIDOptions(CommonOptions, total=False):
-    """Optional keyword arguments of `AID`."""
-
-    linear_solver: str
-    linear_steps: int
-    linear_tol: float
-    linear_lr: float | None
-    damping: float
 
 
 class PAID(AID):
@@ -73,25 +61,10 @@ class PAID(AID):
         upper_update="gradient descent with perturbations where the gradient is small",
     )
 
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float,
-        lower_lr: float | str = "auto",
-        lower_steps: int,
-        gradient_threshold: float = 1e-3,
-        perturbation: float = 1e-3,
-        perturbation_period: int = 50,
-        **options: Unpack[AIDOptions],
-    ) -> None:
-        require("gradient_threshold", gradient_threshold, is_number(gradient_threshold) and gradient_threshold >= 0)
-        require("perturbation", perturbation, is_number(perturbation) and 0 <= perturbation < math.inf)
-        require("perturbation_period", perturbation_period, is_count(perturbation_period))
-        self.gradient_threshold, self.perturbation = gradient_threshold, perturbation
-        self.perturbation_period = perturbation_period
-        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **options)
+    lr: InitVar[float] = option()
+    gradient_threshold: float = number(default=1e-3, least=0, finite=False)
+    perturbation: float = number(default=1e-3, least=0)
+    perturbation_period: int = count(default=50)
 
     def _graph_key(self, steps: int, numbers: Mapping[str, Any]) -> Any:
         """The numbers are those of the update."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar, Self, TypeVar, overload
+from typing import Any, ClassVar, Self, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ from ..hypergradient.estimate import measured
 from ..oracle.advance import advance_buffers
 from ..oracle.checks import Checks
 from ..oracle.oracle import Oracle
-from ..oracle.session import WINDOW, LossFacts, Options
+from ..oracle.session import WINDOW, LossFacts
+from ..oracle.session import Options as EvaluationOptions
 from ..problem.objective import Loss, Objective, as_objective, version_of
 from ..problem.parameters import (
     LEVELS,
@@ -62,7 +63,7 @@ from .lower_checks import (
     require_unlimited,
     require_update_alone,
 )
-from .options import ColdOptions, CommonOptions, require_common, require_sizes
+from .options import InitVar, Options, choice, chunk, count, factory, flag, function, is_generator, option
 from .placeholders import initial_state, initialises
 from .signatures import called_rightly, signature_of, wrong_arguments
 from .state import RunState, recalled, remembered, solver_memory
@@ -111,10 +112,10 @@ UNSOLVED = (
     "one per cent of its size (see diagnostics['lower_residual']), so the hypergradient is not reliable"
 )
 
-__all__ = ["REMADE", "BilevelOptimizer", "ColdOptions", "CommonOptions", "Loss", "as_objective"]
+__all__ = ["REMADE", "BilevelOptimizer", "Loss", "as_objective"]
 
 
-class BilevelOptimizer(Optimizer, ABC):
+class BilevelOptimizer(Options, Optimizer, ABC):
     r"""Base class of the methods for :math:`\min_x f(x, y^*(x))`, :math:`y^*(x) = \arg\min_y g(x, y)`.
 
     A real ``torch.optim.Optimizer``: ``param_groups`` holds the groups of the upper parameters x, then those of the
@@ -177,23 +178,42 @@ class BilevelOptimizer(Optimizer, ABC):
         numbers: the plain numbers of the method that change from step to step (restart counters and the like).
     """
 
+    upper: InitVar[Params] = option(kw_only=False)
+    lower: InitVar[Params] = option(kw_only=False)
+    lr: InitVar[float | None] = option(default=None)
+    lower_lr: InitVar[float | str | None] = option(default=AUTO)
+    lower_steps: int = count()
+    warm_start: bool = flag(default=True)
+    upper_optimizer: InitVar[Callable[[Any], Optimizer] | None] = factory(default=None)
+    lower_optimizer: InitVar[Callable[[Any], Optimizer] | None] = factory(default=None)
+    check_finite: bool = flag(default=True)
+    generator: torch.Generator | None = option(default=None, check=is_generator)
+    vectorize: InitVar[bool | int] = chunk(default=True)
+    hvp: InitVar[str] = choice("exact", "finite-difference", default="exact")
+    process_group: InitVar[Any] = option(default=None)
+    tasks_per_step: int | None = count(default=None, least=1, optional=True)
+    lower_batch: int | None = count(default=None, least=1, optional=True)
+    upper_batch: int | None = count(default=None, least=1, optional=True)
+    lower_init: LowerInit | None = function(default=None)
+    task_memory: bool = flag(default=False)
+    lower_clip: InitVar[Clip | None] = option(default=None)
+    lower_projection: InitVar[Projection | None] = option(default=None)
+
     declared: ClassVar[MethodInfo] = UNDECLARED  # what tables, recipes and tests need to know of a method
-    _saved_options: tuple[str, ...] = ()  # names of hyper-parameters that a user may change during a run
-    _variant_of_state: Mapping[str, Any] = MappingProxyType(
-        {}
-    )  # what decides what is remembered: others are not loaded
+    _variant_of_state = cast("Mapping[str, Any]", MappingProxyType({}))  # a state of another variant is not loaded
+    _saved_options: ClassVar[tuple[str, ...]] = ()  # names of the options that a checkpoint holds
     _one_loss = False  # whether step takes one loss, from which `_objectives` makes the two
     _responds = True  # whether the estimate lives on y's response to x in the lower loss
     _curvature_margin: ClassVar[float] = MARGIN  # with "auto", the lower rate is one over so many times the curvature
     _joined: ClassVar[Mapping[str, Callable[[Tensor], Tensor]]] = {}  # how diagnostics of parts of the tasks become one
-    _estimate_reads: tuple[str, ...] | None = None  # names of what it reads of what is remembered of x; None: of all
-    _lower_solver: Callable[[], Any] | None = None  # the function of the user that writes y
-    _fixed_rate: str = ""  # why lower_lr cannot be "auto"
-    _difference_step: str | None = None  # the hyper-parameter that differences in the hypergradient are divided by
-    _arguments: Mapping[str, str] = MappingProxyType({})  # texts of those that decide about steps over ranks
+    _estimate_reads: ClassVar[tuple[str, ...] | None] = None  # entries of x's state that `estimate` reads; None: all
+    _fixed_rate: ClassVar[str] = ""  # why lower_lr cannot be "auto"
+    _difference_step: ClassVar[str | None] = None  # the option that differences are divided by
+    _arguments = cast("Mapping[str, str]", MappingProxyType({}))  # texts of those that decide about steps over ranks
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        cls._saved_options = tuple([one.attribute for one in cls._options.values() if one.saved and one.attribute])
         cls.__signature__ = signature_of(cls)  # type: ignore[attr-defined]
         if "declared" in vars(cls):
             register(cls)
@@ -212,34 +232,13 @@ class BilevelOptimizer(Optimizer, ABC):
                 return made
         return super().__new__(cls)
 
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float | None = None,
-        lower_lr: float | str | None = AUTO,
-        lower_steps: int,
-        warm_start: bool = True,
-        upper_optimizer: Callable[[Any], Optimizer] | None = None,
-        lower_optimizer: Callable[[Any], Optimizer] | None = None,
-        check_finite: bool = True,
-        generator: torch.Generator | None = None,
-        vectorize: bool | int = True,
-        hvp: str = "exact",
-        process_group: Any = None,
-        tasks_per_step: int | None = None,
-        lower_batch: int | None = None,
-        upper_batch: int | None = None,
-        lower_init: LowerInit | None = None,
-        task_memory: bool = False,
-        lower_clip: Clip | None = None,
-        lower_projection: Projection | None = None,
-    ) -> None:
-        require_common(
-            upper_optimizer=upper_optimizer, lower_optimizer=lower_optimizer, generator=generator, vectorize=vectorize,
-            hvp=hvp, lower_init=lower_init, task_memory=task_memory,
-        )  # fmt: skip
+    def __init__(self, upper: Params, lower: Params, **options: Any) -> None:
+        values = self._checked_options({"upper": upper, "lower": lower, **options})
+        self._arrange(values)
+        for name, one in self._options.items():
+            if one.attribute is not None:
+                setattr(self, one.attribute, values[name])
+        upper_optimizer, lower_optimizer = values["upper_optimizer"], values["lower_optimizer"]
         method = type(self).__name__
         if upper_optimizer is not None and self.declared.upper_update:
             raise ValueError(
@@ -247,33 +246,27 @@ class BilevelOptimizer(Optimizer, ABC):
                 f"part of the method: {self.declared.upper_update})"
             )
         self._upper_factory, self._lower_factory = upper_optimizer, lower_optimizer or SGD
-        lr = rate_of("upper", lr, upper_optimizer, method)
-        auto = False
+        lr = rate_of("upper", values["lr"], upper_optimizer, method)
+        lower_lr, auto = values["lower_lr"], False
         if isinstance(lower_lr, str):
             lower_lr = self._unmeasured_rate(lower_lr)
             auto = lower_lr is None
         lower_lr = 1.0 if auto else rate_of("lower", lower_lr, lower_optimizer, method)
         require("learning rate", lr, is_number(lr) and 0 <= lr < math.inf, wording="Invalid learning rate: {value}")
         require("lower_lr", lower_lr, is_number(lower_lr) and 0 <= lower_lr < math.inf)
-        require("lower_steps", lower_steps, is_count(lower_steps))
-        require("warm_start", warm_start, isinstance(warm_start, bool))
-        require("check_finite", check_finite, isinstance(check_finite, bool))
-        require_sizes(tasks_per_step=tasks_per_step, lower_batch=lower_batch, upper_batch=upper_batch)
-        self.tasks_per_step, self.lower_batch, self.upper_batch = tasks_per_step, lower_batch, upper_batch
-        self.lower_steps, self.warm_start, self.check_finite = lower_steps, warm_start, check_finite
-        self.lower_init, self.generator, self.task_memory = lower_init, generator, task_memory
-        if task_memory:
-            self._require_task_memory(process_group)
+        self._lower_solver: Callable[[], Any] | None = values.get("lower_solver")
+        if self.task_memory:
+            self._require_task_memory(values["process_group"])
         self.numbers: dict[str, Any] = {}
         self._untraced_update = ""  # why a graph does not move x, where its optimizer alone is in the way
         if upper_optimizer is not None:
             require_update_alone(upper_optimizer, lr)
-        self._limits = limits_of(lower_clip, lower_projection, interior=self._stationary)
+        self._limits = limits_of(values["lower_clip"], values["lower_projection"], interior=self._stationary)
         self._lower_checks = LowerChecks(self._lower_factory, lower_lr)
-        self._oracle_options = Options(
-            vectorize,
-            hvp,
-            Ranks(process_group),
+        self._oracle_options = EvaluationOptions(
+            values["vectorize"],
+            values["hvp"],
+            Ranks(values["process_group"]),
             one_loss=self._one_loss,
             responds=self._responds,
             follows_curvature=auto,
@@ -289,8 +282,12 @@ class BilevelOptimizer(Optimizer, ABC):
         self.param_groups[0][OWN] = b""
         if self.declared.lower_optimizer == "none":
             require_unlimited(self._limits, type(self).__name__)
+        self._lower_checks.require(self.declared.lower_optimizer)
         if self._stationary:
             self._lower_checks.require_at_rest()
+
+    def _arrange(self, options: dict[str, Any]) -> None:
+        """Check options that depend on each other, and replace those that others decide, before anything is made."""
 
     # ------------------------------------------------------------------------------------------------ verbs
 

@@ -46,6 +46,16 @@ class LowerChecks:
         """The lower optimizer made for a dummy parameter, to see what it is."""
         return probe(self.factory, self.lr)
 
+    def require(self, kind: str) -> None:
+        """Raise unless it is of a kind that `MethodInfo` names."""
+        checks = {
+            "elementwise": self.require_elementwise,
+            "differentiable": self._require_differentiable,
+            "given gradient": self._require_given_gradient,
+        }
+        if kind in checks:
+            checks[kind]()
+
     def require_at_rest(self) -> None:
         """Raise if it moves y where the gradient is zero."""
         probe = self.probe()
@@ -56,7 +66,7 @@ class LowerChecks:
                 "is right; use lower_clip= or lower_projection=, put the penalty into the lower loss, or use F2SA"
             )
 
-    def require_differentiable(self) -> None:
+    def _require_differentiable(self) -> None:
         """Raise unless its update can be differentiated."""
         probe = self.probe()
         name = f"Invalid lower_optimizer value: {type(probe).__name__}"
@@ -80,7 +90,7 @@ class LowerChecks:
                 f"would mix the {what}; use SGD, Adam or the like"
             )
 
-    def require_given_gradient(self) -> None:
+    def _require_given_gradient(self) -> None:
         """Raise if it asks for gradients at points of its own, where the method has one to give."""
         kind = type(self.probe())
         if issubclass(kind, AGD) or needs_closure(self.probe()):

@@ -1,70 +1,195 @@
-"""The arguments that every method takes."""
+"""Options as fields: a method declares each argument once, and `BilevelOptimizer` makes the rest of it.
+
+``linear_steps: int = count(default=10)`` in the body of a class is an argument of its constructor, with its check, its
+place in the signature, in the text of the optimizer and in messages about other words, and the attribute
+``self.linear_steps``. A type checker reads the same line (``typing.dataclass_transform``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypedDict
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import InitVar, dataclass, replace
+from typing import Any, ClassVar, Literal, dataclass_transform
 
 import torch
 from torch.optim import Optimizer
 
-from ..problem.parameters import is_count, require, require_choice
-from ..problem.tasks import LowerInit
-from ..solvers.limits import Clip, Projection
+from ..problem.parameters import is_count, is_number, require, require_choice
 
-__all__ = ["ColdOptions", "CommonOptions", "require_common", "require_sizes"]
+__all__ = [
+    "InitVar", "Options", "choice", "chunk", "count", "factory", "fixed", "flag", "function", "is_generator",
+    "number", "option", "owner_of_common_options", "parameters_of",
+]  # fmt: skip
 
+REQUIRED = inspect.Parameter.empty
 HINT = " (pass the class, or a function that makes one: functools.partial(torch.optim.SGD, momentum=0.9))"
 
 
-class ColdOptions(TypedDict, total=False):
-    """Keyword arguments that every method takes, but for ``warm_start``; see `BilevelOptimizer`."""
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """An argument of a method.
 
-    upper_optimizer: Callable[[Any], Optimizer] | None
-    lower_optimizer: Callable[[Any], Optimizer] | None
-    check_finite: bool
-    generator: torch.Generator | None
-    vectorize: bool | int
-    hvp: str
-    process_group: Any
-    tasks_per_step: int | None
-    lower_batch: int | None
-    upper_batch: int | None
-    lower_init: LowerInit | None
-    task_memory: bool
-    lower_clip: Clip | None
-    lower_projection: Projection | None
+    Attributes:
+        check: raises ValueError, given the argument's name and a value that is out of range.
+        default: its default value. Default: none, the argument is required.
+        saved: a user may change the attribute during a run, so that checkpoints hold it.
+        alias: its name as an argument, where the attribute has another one.
+        init: False for one that a subclass fixes: it is no argument then.
+        attribute: name of the attribute that holds it. None: none does, as the annotation is an ``InitVar``.
+    """
 
-
-class CommonOptions(ColdOptions, total=False):
-    """Keyword arguments that every method takes, see `BilevelOptimizer`."""
-
-    warm_start: bool
+    check: Callable[[str, Any], None] | None = None
+    default: Any = REQUIRED
+    saved: bool = False
+    init: bool = True
+    alias: str | None = None
+    attribute: str | None = None
 
 
-def require_common(
+def option(
     *,
-    upper_optimizer: Any,
-    lower_optimizer: Any,
-    generator: Any,
-    vectorize: Any,
-    hvp: Any,
-    lower_init: Any,
-    task_memory: Any,
-) -> None:
-    """Raise unless these arguments of every method are what they should be."""
-    require("vectorize", vectorize, isinstance(vectorize, bool) or (is_count(vectorize) and vectorize > 0))
-    require_choice("hvp", hvp, ("exact", "finite-difference"))
-    for name, factory in (("upper_optimizer", upper_optimizer), ("lower_optimizer", lower_optimizer)):
-        if not (factory is None or callable(factory)):
-            shown = type(factory).__name__ if isinstance(factory, Optimizer) else factory
+    default: Any = REQUIRED,
+    check: Callable[[str, Any], None] | None = None,
+    alias: str | None = None,
+    kw_only: bool = True,
+) -> Any:
+    """An argument with a check of its own, or with that of the base class."""
+    return Option(check=check, default=default, alias=alias)
+
+
+def fixed(*, default: Any, init: Literal[False] = False) -> Any:
+    """An argument of the base class that a method fixes, and does not take."""
+    return Option(default=default, init=init)
+
+
+def number(
+    *,
+    default: Any = REQUIRED,
+    above: float = -math.inf,
+    least: float = -math.inf,
+    most: float = math.inf,
+    finite: bool = True,
+    optional: bool = False,
+    saved: bool = False,
+) -> Any:
+    """A real number between bounds: larger than ``above``, at least ``least``, at most ``most``; or None."""
+
+    def valid(value: Any) -> bool:
+        if value is None or not is_number(value):
+            return optional and value is None
+        return bool(above < value) and bool(least <= value <= most) and (not finite or bool(value < math.inf))
+
+    return Option(check=lambda name, value: require(name, value, valid(value)), default=default, saved=saved)
+
+
+def count(*, default: Any = REQUIRED, least: int = 0, optional: bool = False, saved: bool = False) -> Any:
+    """An integer that is at least ``least``; or None."""
+
+    def valid(value: Any) -> bool:
+        return optional if value is None else is_count(value) and int(value) >= least
+
+    return Option(check=lambda name, value: require(name, value, valid(value)), default=default, saved=saved)
+
+
+def flag(*, default: Any = REQUIRED, optional: bool = False) -> Any:
+    """True or False; or None."""
+
+    def valid(value: Any) -> bool:
+        return isinstance(value, bool) or (optional and value is None)
+
+    return Option(check=lambda name, value: require(name, value, valid(value)), default=default)
+
+
+def choice(*values: str, default: Any = REQUIRED, or_positive: bool = False, alias: str | None = None) -> Any:
+    """One of these words; or a positive number."""
+
+    def check(name: str, value: Any) -> None:
+        require_choice(name, value, values, or_positive=or_positive)
+
+    return Option(check=check, default=default, alias=alias)
+
+
+def function(*, default: Any = REQUIRED) -> Any:
+    """A function, or None."""
+    return Option(check=lambda name, value: require(name, value, value is None or callable(value)), default=default)
+
+
+def factory(*, default: Any = REQUIRED) -> Any:
+    """A function that makes an optimizer from parameter groups, or None."""
+
+    def check(name: str, value: Any) -> None:
+        if not (value is None or callable(value)):
+            shown = type(value).__name__ if isinstance(value, Optimizer) else value
             raise ValueError(f"Invalid {name} value: {shown}{HINT}")
-    require("generator", generator, generator is None or isinstance(generator, torch.Generator))
-    require("lower_init", lower_init, lower_init is None or callable(lower_init))
-    require("task_memory", task_memory, isinstance(task_memory, bool))
+
+    return Option(check=check, default=default)
 
 
-def require_sizes(**sizes: Any) -> None:
-    """Raise unless these are positive counts, or None."""
-    for name, size in sizes.items():
-        require(name, size, size is None or (is_count(size) and size > 0))
+def chunk(*, default: Any = REQUIRED) -> Any:
+    """True, False, or how many at once."""
+
+    def check(name: str, value: Any) -> None:
+        require(name, value, isinstance(value, bool) or (is_count(value) and value > 0))
+
+    return Option(check=check, default=default)
+
+
+def is_generator(name: str, value: Any) -> None:
+    """Raise ValueError unless the value is a random generator or None."""
+    require(name, value, value is None or isinstance(value, torch.Generator))
+
+
+@dataclass_transform(
+    kw_only_default=True, field_specifiers=(option, fixed, number, count, flag, choice, function, factory, chunk)
+)
+class Options:
+    """Base of a class whose annotated fields are its options."""
+
+    _options: ClassVar[Mapping[str, Option]] = {}
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        known: dict[str, Option] = {}
+        for base in reversed(cls.__mro__[1:]):
+            known |= vars(base).get("_options", {})
+        annotations = inspect.get_annotations(cls)
+        for name, own in [(name, value) for name, value in vars(cls).items() if isinstance(value, Option)]:
+            argument = own.alias or name
+            last = known.get(argument, own)  # what is not said again stays
+            stored = "InitVar" not in str(annotations[name]) and (last is own or last.attribute is not None)
+            known[argument] = replace(
+                own, check=own.check or last.check, saved=own.saved or last.saved, attribute=name if stored else None
+            )
+            delattr(cls, name)
+        cls._options = known
+
+    def _checked_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the value of each option, checked.
+
+        Raises:
+            TypeError: if an option that is required is missing, or one is unknown.
+            ValueError: if a value is out of range.
+        """
+        known = type(self)._options
+        if unknown := [name for name in given if name not in known or not known[name].init]:
+            raise TypeError(f"{type(self).__name__} has no option {unknown[0]!r}")
+        values = {name: given.get(name, one.default) for name, one in known.items()}
+        for name, one in known.items():
+            if values[name] is REQUIRED:
+                raise TypeError(f"missing a required argument: {name!r}")
+            if one.check is not None:
+                one.check(name, values[name])
+        return values
+
+
+def parameters_of(cls: type[Options]) -> dict[str, inspect.Parameter]:
+    """Return a class's options as keyword arguments, in the order in which they were declared, base class first."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return {name: inspect.Parameter(name, kind, default=one.default) for name, one in cls._options.items() if one.init}
+
+
+def owner_of_common_options(cls: type[Options]) -> type[Options]:
+    """Return the base class that declares the options which all methods have."""
+    return next(owner for owner in reversed(cls.__mro__) if issubclass(owner, Options) and owner._options)

@@ -8,6 +8,8 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
+from .options import Options, owner_of_common_options, parameters_of
+
 __all__ = ["called_rightly", "signature_of", "wrong_arguments", "wrong_call"]
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
@@ -24,27 +26,23 @@ PARTS = {"inner": "lower", "outer": "upper", "loss": "", "fn": "", "objective": 
 WHOLE = {"upper_lr": "lr", "lambda": "nu", "lam": "nu", "penalty": "nu", "upper_steps": "step"}
 
 
-def signature_of(cls: type[Any]) -> inspect.Signature:
-    """How a method is made: with every option by name, also those that its ``__init__`` hands on."""
-    return inspect.Signature(list(_parameters(cls, cls.__mro__).values()))
+FIRST = ("upper", "lower", "lr", "lower_lr", "lower_steps")  # then what a method adds, then what all of them take
 
 
-def _parameters(cls: type[Any], line: tuple[type, ...]) -> dict[str, inspect.Parameter]:
-    """Arguments of the first ``__init__`` in a line of classes; those that it hands on are looked up behind it."""
-    place = next(i for i, owner in enumerate(line) if "__init__" in vars(owner))
-    init, behind = vars(line[place])["__init__"], line[place + 1 :]
-    own = dict([*inspect.signature(init).parameters.items()][1:])
-    rest = next((p for p in own.values() if p.kind is p.VAR_KEYWORD), None)
-    if rest is None or not any("__init__" in vars(owner) for owner in behind[:-1]):
-        return own
-    del own[rest.name]
-    others = {n: p for n, p in _parameters(cls, behind).items() if p.kind is p.KEYWORD_ONLY and n not in own}
-    text = str(rest.annotation)
-    if text.startswith("Unpack["):
-        named = init.__globals__[text.removeprefix("Unpack[").removesuffix("]")].__annotations__
-        names = {n for owner in init.__globals__[text[7:-1]].__mro__ for n in vars(owner).get("__annotations__", named)}
-        others = {n: p for n, p in others.items() if n in names}
-    return own | others
+def signature_of(cls: type[Options]) -> inspect.Signature:
+    """Return the signature of a method: its options by name, and the arguments of an ``__init__`` of its own."""
+    base = owner_of_common_options(cls)
+    options, common = parameters_of(cls), parameters_of(base)
+    found: dict[str, inspect.Parameter] = {}
+    for owner in cls.__mro__[: cls.__mro__.index(base) + 1]:
+        if "__init__" in vars(owner):
+            own = [*inspect.signature(vars(owner)["__init__"]).parameters.values()][1:]
+            found |= {p.name: p for p in own if p.name not in found and p.kind is not p.VAR_KEYWORD}
+            if not any(p.kind is p.VAR_KEYWORD for p in own):
+                return inspect.Signature([*found.values()])
+    order = [*FIRST, *(name for name in options if name not in common), *common]
+    found |= {name: options[name] for name in order if name in options and name not in found}
+    return inspect.Signature([*found.values()])
 
 
 def wrong_arguments(

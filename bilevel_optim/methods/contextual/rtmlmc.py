@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 
 from ...hypergradient import Estimate
 from ...hypergradient.multilevel import multilevel
 from ...hypergradient.multilevel import smoothness as largest_eigenvalue
-from ...optimizer.base import BilevelOptimizer, CommonOptions
+from ...optimizer.base import BilevelOptimizer
 from ...optimizer.declaration import MethodInfo
+from ...optimizer.options import InitVar, choice, count, fixed, flag, number, option
 from ...optimizer.step import StepInputs
 from ...oracle.oracle import Oracle
-from ...problem.parameters import Params, is_count, is_number, require, require_choice
+from ...problem.parameters import require
 from ...problem.random import SEEDS
 from ...problem.tasks import starting_points, task_count
 from ...problem.vector import Vector
@@ -153,41 +154,29 @@ class RTMLMC(BilevelOptimizer):
     _fixed_rate = "it halves the rate from epoch to epoch"
     _one_level = False  # whether all contexts go to the last level, and none is drawn
 
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float | None = None,
-        lower_lr: float,
-        levels: int = 6,
-        neumann_steps: int = 10,
-        neumann: str = "sum",
-        neumann_rate: float = 1.0,
-        level_sampling: str = "systematic",
-        base_level: int = 0,
-        implicit_term: bool = True,
-        smoothness: float | None = None,
-        cap: bool = True,
-        **common: Unpack[CommonOptions],
-    ) -> None:
-        require("levels", levels, is_count(levels) and levels >= 1)
-        require("neumann_steps", neumann_steps, is_count(neumann_steps) and neumann_steps >= 1)
-        require_choice("neumann", neumann, NEUMANN)
-        require("neumann_rate", neumann_rate, is_number(neumann_rate) and 0 < neumann_rate <= 1)
-        require_choice("level_sampling", level_sampling, SAMPLING[:1] if self._one_level else SAMPLING)
-        require("base_level", base_level, is_count(base_level) and base_level < (1 if self._one_level else levels))
-        require("implicit_term", implicit_term, isinstance(implicit_term, bool))
-        require("smoothness", smoothness, smoothness is None or (is_number(smoothness) and 0 < smoothness < math.inf))
-        require("cap", cap, isinstance(cap, bool))
-        factory = common.get("lower_optimizer")
+    lower_lr: InitVar[float] = option()
+    lower_steps: int = fixed(default=0)
+    levels: int = count(default=6, least=1)
+    neumann_steps: int = count(default=10, least=1)
+    neumann: str = choice(*NEUMANN, default="sum")
+    neumann_rate: float = number(default=1.0, above=0, most=1)
+    level_sampling: str = choice(*SAMPLING, default="systematic")
+    base_level: int = count(default=0)
+    implicit_term: bool = flag(default=True)
+    smoothness: float | None = number(default=None, above=0, optional=True)
+    cap: bool = flag(default=True)
+    tasks_per_step: int | None = count(default=1, least=1, optional=True)
+    lower_batch: int | None = count(default=1, least=1, optional=True)
+    upper_batch: int | None = count(default=1, least=1, optional=True)
+    warm_start: bool = flag(default=False)
+
+    def _arrange(self, options: dict[str, Any]) -> None:
+        super()._arrange(options)
+        base, most = options["base_level"], 1 if self._one_level else options["levels"]
+        require("base_level", base, base < most)
+        factory = options["lower_optimizer"]
         wording = "Invalid lower_optimizer value: {value} (the lower solver is EpochSGD)"
         require("lower_optimizer", factory, factory is None, wording)
-        common = {"tasks_per_step": 1, "lower_batch": 1, "upper_batch": 1, "warm_start": False, **common}
-        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=0, **common)
-        self.levels, self.neumann_steps, self.neumann = levels, neumann_steps, neumann
-        self.level_sampling, self.base_level, self.implicit_term = level_sampling, base_level, implicit_term
-        self.smoothness, self.cap, self.neumann_rate = smoothness, cap, neumann_rate
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """There is no single lower problem."""
@@ -260,8 +249,8 @@ class RTMLMC(BilevelOptimizer):
             diagnostics["level_variance"] = level_layer.watched(oracle.checks, moments, self.base_level)
         diagnostics["level_counts"] = torch.tensor(depths, device="cpu").bincount(minlength=self.levels + 1)
         steps = sum(2 ** (k + 1) - 2 - k for k in depths)
-        for name, number in (("lower_steps", steps), ("smoothness", bound), ("task_count", len(depths))):
-            diagnostics[name] = torch.tensor(number, device="cpu")
+        for name, value in (("lower_steps", steps), ("smoothness", bound), ("task_count", len(depths))):
+            diagnostics[name] = torch.tensor(value, device="cpu")
         return Estimate(loss, gradient, diagnostics, lower=mean if self.warm_start else None, numbers=numbers)
 
     def _curvature(self, oracle: Oracle, given: StepInputs, contexts: Contexts) -> float:
@@ -338,6 +327,8 @@ class DLSGD(RTMLMC):
         lower_steps=False,
         lower_optimizer="none",
     )
+
+    level_sampling: str = choice(*SAMPLING[:1], default="systematic")
 
     _one_level = True
 

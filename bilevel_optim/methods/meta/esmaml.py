@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from typing import Unpack
-
 from ...hypergradient import Estimate, full_zeroth_order
-from ...optimizer.base import ColdOptions, Loss
+from ...optimizer.base import Loss
 from ...optimizer.declaration import MethodInfo
+from ...optimizer.options import choice, count, fixed, number
 from ...optimizer.step import StepInputs
 from ...oracle.oracle import Oracle
 from ...oracle.smoothed import Smoothed
 from ...problem.objective import Objective
-from ...problem.parameters import Params, is_count, is_number, require
 from ..zeroth_order.base import ZerothOrder
 from .maml import Initialised
 
@@ -93,44 +90,10 @@ class ESMAML(Initialised, ZerothOrder):
         lower_optimizer="elementwise",
     )
 
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float | None = None,
-        lower_lr: float | str = "auto",
-        lower_steps: int,
-        directions: int = 8,
-        smoothing: float = 1e-2,
-        smoothing_mode: str = "absolute",
-        direction: str = "gaussian",
-        scale: str | float = "unbiased",
-        difference: str = "central",
-        over_ranks: str = "data",
-        lower_directions: int = 0,
-        lower_smoothing: float = 1e-2,
-        **common: Unpack[ColdOptions],
-    ) -> None:
-        require("lower_directions", lower_directions, is_count(lower_directions))
-        require("lower_smoothing", lower_smoothing, is_number(lower_smoothing) and 0 < lower_smoothing < math.inf)
-        self.lower_directions, self.lower_smoothing = lower_directions, lower_smoothing
-        super().__init__(
-            upper,
-            lower,
-            lr=lr,
-            lower_lr=lower_lr,
-            lower_steps=lower_steps,
-            directions=directions,
-            smoothing=smoothing,
-            smoothing_mode=smoothing_mode,
-            direction=direction,
-            scale=scale,
-            difference=difference,
-            over_ranks=over_ranks,
-            warm_start=False,
-            **common,
-        )
+    difference: str = choice("forward", "central", default="central")
+    warm_start: bool = fixed(default=False)
+    lower_directions: int = count(default=0)
+    lower_smoothing: float = number(default=1e-2, above=0)
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Differences of the loss after paths that start at the perturbed initial point."""

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from typing import Unpack
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
 from ...hypergradient import Estimate
-from ...optimizer.base import BilevelOptimizer, CommonOptions, Loss
+from ...optimizer.base import BilevelOptimizer, Loss
 from ...optimizer.declaration import MethodInfo
 from ...optimizer.draws import LOWER, UPPER, Draw, DrawInputs
+from ...optimizer.options import InitVar, fixed, number
 from ...optimizer.step import StepInputs, changed
 from ...oracle.oracle import Oracle
 from ...problem.objective import Objective
-from ...problem.parameters import Params, is_number, require
 from ...problem.vector import Vector, any_sharded
 from ..aid import AID
 from ..itd import ITD
@@ -301,27 +301,9 @@ class iMAML(Initialised, AID):
         initial=True,
     )
 
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float | None = None,
-        lower_lr: float | str = "auto",
-        lower_steps: int,
-        proximal: float = 0.0,
-        linear_solver: str = "cg",
-        linear_steps: int = 10,
-        linear_tol: float = 0.0,
-        damping: float = 0.0,
-        **common: Unpack[CommonOptions],
-    ) -> None:
-        require("proximal", proximal, is_number(proximal) and 0 <= proximal < math.inf)
-        self.proximal = proximal
-        super().__init__(
-            upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps,
-            linear_solver=linear_solver, linear_steps=linear_steps, linear_tol=linear_tol, damping=damping, **common,
-        )  # fmt: skip
+    proximal: float = number(default=0.0, least=0)
+    linear_lr: float | None = fixed(default=None)
+    lower_solver: InitVar[Callable[[], Any] | None] = fixed(default=None)
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Adaptation from the initial point, then the linear system."""

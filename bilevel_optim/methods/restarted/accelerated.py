@@ -4,35 +4,23 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self, Unpack
+from typing import Any, ClassVar, Self
 
 import torch
 
 from ...hypergradient import Estimate
-from ...optimizer.base import BilevelOptimizer, CommonOptions
+from ...optimizer.base import BilevelOptimizer
 from ...optimizer.draws import LOWER, UPPER, Draw, DrawInputs
+from ...optimizer.options import InitVar, choice, count, number, option
 from ...optimizer.step import LowerResult, StepInputs, Update, changed
 from ...oracle.oracle import Oracle
-from ...problem.parameters import Params, as_groups, is_count, is_number, require, require_choice, unnamed
+from ...problem.parameters import Params, as_groups, unnamed
 from ...problem.vector import Vector
 from ...solvers.agd import agd_or
 from .restart import Momentum, Point, Progress, Restarted, held
 from .theory import Constants
 
-__all__ = ["Accelerated", "AcceleratedOptions", "Perturbed"]
-
-
-class AcceleratedOptions(CommonOptions, total=False):
-    """Optional keyword arguments of every method of this family, see `RAHGD`."""
-
-    momentum: float
-    restart_radius: float | None
-    restart_period: int
-    lower_momentum: float
-    lower_restart: str
-    restart_steps: int | None
-    lower_tol: float
-    on_converged: str
+__all__ = ["Accelerated", "Perturbed"]
 
 
 class Accelerated(Restarted, BilevelOptimizer):
@@ -44,33 +32,23 @@ class Accelerated(Restarted, BilevelOptimizer):
     _estimate_reads = ("previous", "sum", "perturbation")
     _fixed_rate = "its analysis ties the rates of x and y and the momentum together"
 
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float,
-        lower_lr: float | None = None,
-        lower_steps: int,
-        momentum: float = 0.9,
-        restart_radius: float | None = None,
-        restart_period: int = 100,
-        lower_momentum: float = 0.0,
-        lower_restart: str = "keep",
-        restart_steps: int | None = None,
-        lower_tol: float = 0.0,
-        on_converged: str = "stop",
-        **common: Unpack[CommonOptions],
-    ) -> None:
-        iteration = Momentum(momentum, restart_radius, restart_period, on_converged)
-        require_choice("lower_restart", lower_restart, ("keep", "zero"))
-        require("restart_steps", restart_steps, restart_steps is None or is_count(restart_steps))
-        require("lower_tol", lower_tol, is_number(lower_tol) and lower_tol >= 0)
-        self._own_solver = common.get("lower_optimizer") is None
-        common["lower_optimizer"] = agd_or(common.get("lower_optimizer"), lower_momentum)
-        self.lower_momentum, self.lower_restart, self.lower_tol = lower_momentum, lower_restart, lower_tol
-        self.restart_steps = restart_steps
-        super().__init__(upper, lower, iteration=iteration, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
+    lr: InitVar[float] = option()
+    lower_lr: InitVar[float | None] = option(default=None)
+    momentum: InitVar[float] = option(default=0.9)
+    restart_radius: InitVar[float | None] = option(default=None)
+    restart_period: InitVar[int] = option(default=100)
+    lower_momentum: float = option(default=0.0)
+    lower_restart: str = choice("keep", "zero", default="keep")
+    restart_steps: int | None = count(default=None, optional=True)
+    lower_tol: float = number(default=0.0, least=0, finite=False)
+    on_converged: InitVar[str] = option(default="stop")
+
+    def _arrange(self, options: dict[str, Any]) -> None:
+        super()._arrange(options)
+        names = ("momentum", "restart_radius", "restart_period", "on_converged")
+        self._follow(Momentum(*(options[name] for name in names)))
+        self._own_solver = options["lower_optimizer"] is None
+        options["lower_optimizer"] = agd_or(options["lower_optimizer"], options["lower_momentum"])
 
     def _draws(self, given: DrawInputs) -> list[Draw] | None:
         """Those of the lower steps, which are more when an epoch begins; then those of the hypergradient."""
@@ -112,9 +90,9 @@ class Accelerated(Restarted, BilevelOptimizer):
         """Where the lower steps lead to; the momentum of `AGD` does not last from one solve to the next."""
         zero = fresh and self.lower_restart == "zero"
         here = LowerResult(oracle.at(lower=oracle.y.zeros_like()) if zero else oracle, [], {})
-        for count in self._solves(fresh):
+        for steps in self._solves(fresh):
             given = changed(given, solver=None) if self._own_solver else given
-            here = given.descended(here.oracle, count, tol=self.lower_tol)
+            here = given.descended(here.oracle, steps, tol=self.lower_tol)
             given = changed(given, solver=here.solver)
         return here
 
@@ -209,22 +187,14 @@ class Perturbed(Accelerated):
     """
 
     _theorem = Constants.second_order
+
+    _size: InitVar[float] = option(default=1e-3, alias="perturbation")
+    _at_first: InitVar[bool] = option(default=True, alias="perturb_initial")
     perturbation, perturb_initial = held("perturbation"), held("perturb_initial")
 
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float,
-        lower_lr: float | None = None,
-        lower_steps: int,
-        perturbation: float = 1e-3,
-        perturb_initial: bool = True,
-        **options: Any,
-    ) -> None:
-        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **options)
-        self.perturbation, self.perturb_initial = perturbation, perturb_initial
+    def _arrange(self, options: dict[str, Any]) -> None:
+        super()._arrange(options)
+        self.perturbation, self.perturb_initial = options["perturbation"], options["perturb_initial"]
 
 
 def _point(x: Vector, given: StepInputs) -> Point:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 from operator import neg
-from typing import ClassVar, Unpack
+from typing import ClassVar
 
 from ...hypergradient import Estimate, implicit
 from ...optimizer.declaration import MethodInfo
 from ...optimizer.draws import UPPER, Draw
 from ...optimizer.minimax import MinimaxOptimizer, danskin
+from ...optimizer.options import count, flag
 from ...optimizer.step import StepInputs, changed
 from ...oracle.oracle import Oracle
-from ...problem.parameters import Params, is_count, require
 from ...solvers import linear
-from .accelerated import Accelerated, AcceleratedOptions, Perturbed
+from .accelerated import Accelerated, Perturbed
 from .theory import Constants
 
 __all__ = ["PRAGDA", "RAGDA"]
@@ -85,22 +85,8 @@ class RAGDA(Accelerated, MinimaxOptimizer):
     _constants = Constants.minimax
     _hypergradient_draws: ClassVar[list[Draw]] = [UPPER]  # for the adjoint term too
 
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float,
-        lower_lr: float | None = None,
-        lower_steps: int,
-        newton_correction: bool = False,
-        linear_steps: int = 10,
-        **options: Unpack[AcceleratedOptions],
-    ) -> None:
-        require("newton_correction", newton_correction, isinstance(newton_correction, bool))
-        require("linear_steps", linear_steps, is_count(linear_steps))
-        self.newton_correction, self.linear_steps = newton_correction, linear_steps
-        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **options)
+    newton_correction: bool = flag(default=False)
+    linear_steps: int = count(default=10)
 
     @property
     def _stationary(self) -> bool:

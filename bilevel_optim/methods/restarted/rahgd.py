@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Unpack
 
 from ...hypergradient import Estimate, implicit
 from ...optimizer.declaration import MethodInfo
+from ...optimizer.options import choice, count, number
 from ...optimizer.step import StepInputs, changed
 from ...oracle.oracle import Oracle
-from ...problem.parameters import Params, is_count, is_number, require, require_choice
 from ...solvers import linear
-from .accelerated import Accelerated, AcceleratedOptions, Perturbed
+from .accelerated import Accelerated, Perturbed
 
 __all__ = ["PRAHGD", "RAHGD"]
 
@@ -127,28 +126,11 @@ class RAHGD(Accelerated):
         upper_update="Nesterov's momentum with restarts",
     )
 
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float,
-        lower_lr: float | None = None,
-        lower_steps: int,
-        linear_steps: int = 10,
-        linear_tol: float = 0.0,
-        linear_atol: float = 0.0,
-        linear_start: str = "zero",
-        damping: float = 0.0,
-        **options: Unpack[AcceleratedOptions],
-    ) -> None:
-        require("linear_steps", linear_steps, is_count(linear_steps))
-        require_choice("linear_start", linear_start, ("zero", "y"))
-        for name, value in (("linear_tol", linear_tol), ("linear_atol", linear_atol), ("damping", damping)):
-            require(name, value, is_number(value) and value >= 0)
-        self.linear_steps, self.linear_tol, self.linear_atol = linear_steps, linear_tol, linear_atol
-        self.linear_start, self.damping = linear_start, damping
-        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **options)
+    linear_steps: int = count(default=10)
+    linear_tol: float = number(default=0.0, least=0, finite=False)
+    linear_atol: float = number(default=0.0, least=0, finite=False)
+    linear_start: str = choice("zero", "y", default="zero")
+    damping: float = number(default=0.0, least=0, finite=False)
 
     def _hypergradient(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Implicit differentiation by conjugate gradients, from the last solution."""

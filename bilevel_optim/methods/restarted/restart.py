@@ -215,10 +215,10 @@ class Restarted(Optimizer):
         numbers: plain numbers that change from step to step, see `Progress`.
     """
 
-    def __init__(self, *arguments: Any, iteration: Momentum, **options: Any) -> None:
+    def _follow(self, iteration: Momentum) -> None:
+        """Set the iteration of x."""
         self._iteration = iteration
         self.numbers: dict[str, Any] = {}
-        super().__init__(*arguments, **options)
 
     momentum, restart_radius, restart_period = held("momentum"), held("restart_radius"), held("restart_period")
     on_converged = held("on_converged")

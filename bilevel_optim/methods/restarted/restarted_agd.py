@@ -89,10 +89,10 @@ class RestartedAGD(Restarted):
     ) -> None:
         require("learning rate", lr, is_number(lr) and 0 <= lr < math.inf, wording="Invalid learning rate: {value}")
         require("generator", generator, generator is None or isinstance(generator, torch.Generator))
-        iteration = Momentum(momentum, restart_radius, restart_period, on_converged, perturbation, perturb_initial)
+        self._follow(Momentum(momentum, restart_radius, restart_period, on_converged, perturbation, perturb_initial))
         self.generator = generator
         self._last_loss: Tensor | None = None
-        super().__init__(params, {"lr": lr}, iteration=iteration)
+        super().__init__(params, {"lr": lr})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; ``closure`` clears the gradients, computes them at the present values, and returns the loss.

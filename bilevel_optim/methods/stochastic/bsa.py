@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Unpack
+from typing import Any
 
-from ...optimizer.base import CommonOptions
 from ...optimizer.declaration import MethodInfo
-from ...problem.parameters import Params, is_number, require
+from ...optimizer.options import count, number
 from .stocbio import NeumannMethod
 
 __all__ = ["BSA", "TTSA"]
@@ -75,32 +74,14 @@ class BSA(NeumannMethod):
 
     _randomised = True
 
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float | None = None,
-        lower_lr: float | str = "auto",
-        lower_steps: float,
-        growth: float = 0.5,
-        linear_steps: int = 10,
-        linear_lr: float | None = None,
-        **common: Unpack[CommonOptions],
-    ) -> None:
-        require("lower_steps", lower_steps, is_number(lower_steps) and 0 < lower_steps < math.inf)
-        require("growth", growth, is_number(growth) and 0 <= growth < math.inf)
-        super().__init__(
-            upper,
-            lower,
-            lr=lr,
-            lower_lr=lower_lr,
-            lower_steps=math.ceil(lower_steps),
-            linear_steps=linear_steps,
-            linear_lr=linear_lr,
-            **common,
-        )
-        self._scale, self.growth = lower_steps, growth
+    lower_steps: float = number(above=0)  # type: ignore[assignment]  # an attribute that is rounded up
+    growth: float = number(default=0.5, least=0)
+    linear_steps: int = count(default=10, least=1)
+
+    def _arrange(self, options: dict[str, Any]) -> None:
+        super()._arrange(options)
+        self._scale: float = options["lower_steps"]
+        options["lower_steps"] = math.ceil(self._scale)
 
     def _lower_step_count(self, steps: int) -> int:
         """More and more."""
@@ -169,25 +150,5 @@ class TTSA(NeumannMethod):
 
     _randomised = True
 
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float | None = None,
-        lower_lr: float | str = "auto",
-        lower_steps: int = 1,
-        linear_steps: int = 10,
-        linear_lr: float | None = None,
-        **common: Unpack[CommonOptions],
-    ) -> None:
-        super().__init__(
-            upper,
-            lower,
-            lr=lr,
-            lower_lr=lower_lr,
-            lower_steps=lower_steps,
-            linear_steps=linear_steps,
-            linear_lr=linear_lr,
-            **common,
-        )
+    lower_steps: int = count(default=1)
+    linear_steps: int = count(default=10, least=1)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
 from ...hypergradient import Estimate
-from ...optimizer.base import CommonOptions
 from ...optimizer.declaration import MethodInfo
 from ...optimizer.draws import LOWER, Draw, DrawInputs
+from ...optimizer.options import InitVar, count, fixed, number, option
 from ...optimizer.step import StepInputs
 from ...oracle.oracle import Oracle
-from ...problem.parameters import Params, is_number, require
 from ...problem.vector import Vector
 from .stocbio import NeumannMethod
 
@@ -109,35 +108,15 @@ class MRBO(NeumannMethod):
         upper_update="steps of lr along a momentum, whose recursion (STORM) is made for them",
     )
 
-    _saved_options = ("beta", "lower_beta")
+    lr: InitVar[float] = option()
+    lower_steps: int = fixed(default=1)
+    beta: float = number(default=0.1, least=0, most=1, saved=True)
+    lower_beta: float | None = number(default=None, least=0, most=1, optional=True, saved=True)
 
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float,
-        lower_lr: float | str = "auto",
-        linear_steps: int = 10,
-        linear_lr: float | None = None,
-        beta: float = 0.1,
-        lower_beta: float | None = None,
-        **common: Unpack[CommonOptions],
-    ) -> None:
-        require("beta", beta, is_number(beta) and 0 <= beta <= 1)
-        require("lower_beta", lower_beta, lower_beta is None or (is_number(lower_beta) and 0 <= lower_beta <= 1))
-        self.beta, self.lower_beta = beta, beta if lower_beta is None else lower_beta
-        super().__init__(
-            upper,
-            lower,
-            lr=lr,
-            lower_lr=lower_lr,
-            lower_steps=1,
-            linear_steps=linear_steps,
-            linear_lr=linear_lr,
-            **common,
-        )
-        self._lower_checks.require_given_gradient()
+    def _arrange(self, options: dict[str, Any]) -> None:
+        super()._arrange(options)
+        if options["lower_beta"] is None:
+            options["lower_beta"] = options["beta"]
 
     def _draws(self, given: DrawInputs) -> list[Draw]:
         """One for u, then those of the series."""
@@ -153,7 +132,7 @@ class MRBO(NeumannMethod):
         if last is not None:
             before = oracle.at(last.x, last.y)
             _, before_u = before.lower(zeta)
-            u = u + (last.u - before_u) * (1 - self.lower_beta)
+            u = u + (last.u - before_u) * (1 - cast("float", self.lower_beta))
             h = h + (last.h - self._hypergradient(before, samples, given).gradient) * (1 - self.beta)
         here = given.stepped(oracle, u)
         return here.with_lower(Recursion(oracle.x, oracle.y, h, u).estimate(estimate.loss, estimate.diagnostics))
@@ -214,5 +193,7 @@ class SUSTAIN(MRBO):
         lower_optimizer="given gradient",
         upper_update="steps of lr along a momentum, whose recursion (STORM) is made for them",
     )
+
+    linear_steps: int = count(default=10, least=1)
 
     _randomised = True

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from typing import Unpack
-
 from torch import Tensor
 
 from ...hypergradient import Estimate
-from ...optimizer.base import BilevelOptimizer, CommonOptions
+from ...optimizer.base import BilevelOptimizer
 from ...optimizer.declaration import MethodInfo
 from ...optimizer.draws import LOWER, UPPER, Draw, DrawInputs
+from ...optimizer.options import fixed, number
 from ...optimizer.step import StepInputs
 from ...oracle.first_order import upper_slope
 from ...oracle.oracle import Oracle
 from ...oracle.second_order import system_sample
 from ...problem.objective import Sample
-from ...problem.parameters import Params, is_number, require
 from ...problem.vector import Vector
 
 __all__ = ["FSLA", "SOBA", "SingleLoop"]
@@ -31,20 +28,8 @@ class SingleLoop(BilevelOptimizer):
         common: see `BilevelOptimizer`.
     """
 
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float | None = None,
-        lower_lr: float | str = "auto",
-        linear_lr: float | None = None,
-        **common: Unpack[CommonOptions],
-    ) -> None:
-        require("linear_lr", linear_lr, linear_lr is None or (is_number(linear_lr) and 0 < linear_lr < math.inf))
-        self.linear_lr = linear_lr
-        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=1, **common)
-        self._lower_checks.require_given_gradient()
+    lower_steps: int = fixed(default=1)
+    linear_lr: float | None = number(default=None, above=0, optional=True)
 
     def _solution(self, given: StepInputs) -> Vector | None:
         """V as the last step left it; None to start."""
@@ -181,22 +166,7 @@ class FSLA(SingleLoop):
         lower_optimizer="given gradient",
     )
 
-    _saved_options = ("beta",)
-
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float | None = None,
-        lower_lr: float | str = "auto",
-        linear_lr: float | None = None,
-        beta: float = 0.1,
-        **common: Unpack[CommonOptions],
-    ) -> None:
-        require("beta", beta, is_number(beta) and 0 <= beta <= 1)
-        self.beta = beta
-        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, linear_lr=linear_lr, **common)
+    beta: float = number(default=0.1, least=0, most=1, saved=True)
 
     def _draws(self, given: DrawInputs) -> list[Draw]:
         """One for y, a pair for v, a pair for h."""

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...hypergradient import Estimate
-from ...optimizer.base import CommonOptions
 from ...optimizer.declaration import MethodInfo
 from ...optimizer.draws import Draw, DrawInputs
+from ...optimizer.options import InitVar, count, number, option
 from ...optimizer.step import StepInputs, changed
 from ...oracle.oracle import Oracle
 from ...problem.finite_sum import random_term, term_count
 from ...problem.objective import Sample
-from ...problem.parameters import Params, is_count, is_number, require
 from ...problem.vector import Vector
 from .soba import SingleLoop
 
@@ -92,22 +91,9 @@ class SRBA(SingleLoop):
         upper_update="steps of lr along an estimate, whose recursion (SARAH) is made for them",
     )
 
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float,
-        lower_lr: float | str = "auto",
-        linear_lr: float | None = None,
-        period: int | None = None,
-        radius: float = math.inf,
-        **common: Unpack[CommonOptions],
-    ) -> None:
-        require("period", period, period is None or (is_count(period) and period > 0))
-        require("radius", radius, is_number(radius) and radius > 0)
-        self.period, self.radius = period, float(radius)
-        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, linear_lr=linear_lr, **common)
+    lr: InitVar[float] = option()
+    period: int | None = count(default=None, least=1, optional=True)
+    radius: float = number(default=math.inf, above=0, finite=False)
 
     def _estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: object) -> Estimate:
         """There is no memory of tasks."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
-from typing import Unpack
 
 from ...hypergradient import Estimate, ImplicitSamples, stochastic_implicit
-from ...optimizer.base import BilevelOptimizer, CommonOptions
+from ...optimizer.base import BilevelOptimizer
 from ...optimizer.declaration import MethodInfo
 from ...optimizer.draws import LOWER, UPPER, Draw, DrawInputs
+from ...optimizer.options import count, number
 from ...optimizer.step import StepInputs, changed
 from ...oracle.oracle import Oracle
-from ...problem.parameters import Params, is_count, is_number, require
 from ...problem.vector import Vector
 from ...solvers import linear
 
@@ -31,22 +29,8 @@ class NeumannMethod(BilevelOptimizer):
 
     _randomised = False  # one term drawn at random, times their number, instead of the sum of all
 
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float | None = None,
-        lower_lr: float | str = "auto",
-        lower_steps: int,
-        linear_steps: int = 10,
-        linear_lr: float | None = None,
-        **common: Unpack[CommonOptions],
-    ) -> None:
-        require("linear_steps", linear_steps, is_count(linear_steps) and (linear_steps > 0 or not self._randomised))
-        require("linear_lr", linear_lr, linear_lr is None or (is_number(linear_lr) and 0 < linear_lr < math.inf))
-        self.linear_steps, self.linear_lr = linear_steps, linear_lr
-        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
+    linear_steps: int = count(default=10)
+    linear_lr: float | None = number(default=None, above=0, optional=True)
 
     def _random_inputs(self) -> dict[str, int]:
         """Which term of a randomised series it is."""
@@ -193,22 +177,8 @@ class AmIGO(BilevelOptimizer):
         cost="as StocBiO",
     )
 
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float | None = None,
-        lower_lr: float | str = "auto",
-        lower_steps: int,
-        linear_steps: int = 10,
-        linear_lr: float | None = None,
-        **common: Unpack[CommonOptions],
-    ) -> None:
-        require("linear_steps", linear_steps, is_count(linear_steps) and linear_steps > 0)
-        require("linear_lr", linear_lr, linear_lr is None or (is_number(linear_lr) and 0 < linear_lr < math.inf))
-        self.linear_steps, self.linear_lr = linear_steps, linear_lr
-        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, **common)
+    linear_steps: int = count(default=10, least=1)
+    linear_lr: float | None = number(default=None, above=0, optional=True)
 
     def _draws(self, given: DrawInputs) -> list[Draw]:
         """Those of the lower steps, an upper one, one for each product (the first from zero is none), one more."""

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Unpack
+from typing import Any
 
 from torch import Tensor
 
 from ...hypergradient import Estimate
-from ...optimizer.base import CommonOptions
 from ...optimizer.declaration import MethodInfo
 from ...optimizer.draws import LOWER, Draw, DrawInputs
+from ...optimizer.options import InitVar, count, option
 from ...optimizer.step import StepInputs, changed, require_interior
 from ...oracle.oracle import Oracle
-from ...problem.parameters import Params, is_count, require
 from ...problem.vector import Vector
 from .mrbo import Recursion
 from .stocbio import NeumannMethod
@@ -88,34 +87,9 @@ class VRBO(NeumannMethod):
         upper_update="steps of lr along an estimate, whose recursion (SPIDER) is made for them",
     )
 
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float,
-        lower_lr: float | str = "auto",
-        lower_steps: int,
-        linear_steps: int = 10,
-        linear_lr: float | None = None,
-        period: int = 5,
-        anchor_batches: int = 10,
-        **common: Unpack[CommonOptions],
-    ) -> None:
-        require("period", period, is_count(period) and period > 0)
-        require("anchor_batches", anchor_batches, is_count(anchor_batches) and anchor_batches > 0)
-        self.period, self.anchor_batches = period, anchor_batches
-        super().__init__(
-            upper,
-            lower,
-            lr=lr,
-            lower_lr=lower_lr,
-            lower_steps=lower_steps,
-            linear_steps=linear_steps,
-            linear_lr=linear_lr,
-            **common,
-        )
-        self._lower_checks.require_given_gradient()
+    lr: InitVar[float] = option()
+    period: int = count(default=5, least=1)
+    anchor_batches: int = count(default=10, least=1)
 
     def _graph_key(self, steps: int, numbers: Mapping[str, Any]) -> bool:
         """Whether it begins anew."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Unpack
+from typing import Any, ClassVar
 
 from ...optimizer.declaration import MethodInfo
-from ...problem.parameters import Params, is_count, require
+from ...optimizer.options import choice, count, option
+from ...problem.parameters import is_count, require
 from .drawing import Drawing
-from .options import RecursiveOptions
 from .trackers import Blocks, Products
 from .tracking import RecursiveOptimizer
 from .variants import Variant, blockwise, summed
 
 __all__ = ["BSVRB"]
+
+
+def _is_version(name: str, value: Any) -> None:
+    require(name, value, is_count(value) and value in (1, 2))
 
 
 class BSVRB(RecursiveOptimizer):
@@ -96,23 +100,14 @@ class BSVRB(RecursiveOptimizer):
 
     _VERSIONS: ClassVar = {1: Variant(Blocks, blockwise, rests=True), 2: Variant(Products, summed, rests=True)}
 
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float,
-        lower_lr: float,
-        version: int = 1,
-        beta: float | dict[str, float] = 0.1,
-        floor: float = 1e-3,
-        task_batch: int = 10,
-        **recursive: Unpack[RecursiveOptions],
-    ) -> None:
-        require("version", version, is_count(version) and version in self._VERSIONS)
-        require("task_batch", task_batch, is_count(task_batch) and task_batch > 0)
-        self.version, self.task_batch = version, task_batch
-        options: RecursiveOptions = {"beta_unit": "absolute", **recursive}
-        rule, drawing = self._VERSIONS[version], Drawing(task_batch)
-        super().__init__(upper, lower, rule, drawing, lr=lr, lower_lr=lower_lr, beta=beta, floor=floor, **options)
-        require("beta", beta, all(weight < 1 for weight in self.beta.values()))
+    version: int = option(default=1, check=_is_version)
+    beta_unit: str = choice("q", "absolute", default="absolute")
+    task_batch: int = count(default=10, least=1)
+
+    def _parts(self, options: dict[str, Any]) -> tuple[Variant, Drawing]:
+        return self._VERSIONS[options["version"]], Drawing(options["task_batch"])
+
+    def _arrange(self, options: dict[str, Any]) -> None:
+        super()._arrange(options)
+        beta = options["beta"]
+        require("beta", beta, all(weight < 1 for weight in beta.values()))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ...optimizer.declaration import MethodInfo
-from ...problem.parameters import Params, is_count, require, require_choice
+from ...optimizer.options import InitVar, choice, count, option
+from ...problem.parameters import require
 from .drawing import Drawing, Weighted, importance_probabilities
-from .options import RecursiveOptions
 from .trackers import Matrices, Normalised, Products
 from .tracking import RecursiveOptimizer
 from .variants import Variant, exact, probed, summed
@@ -138,36 +138,29 @@ class RSVRB(RecursiveOptimizer):
         "matrix_free": Variant(Products, summed),
     }
 
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float,
-        lower_lr: float,
-        beta: float | dict[str, float] = 0.1,
-        floor: float = 1e-3,
-        task_batch: int = 10,
-        probes: int | None = None,
-        probabilities: Tensor | Sequence[float] | str | None = None,
-        variant: str = "self_normalised",
-        **recursive: Unpack[RecursiveOptions],
-    ) -> None:
-        require_choice("variant", variant, self._VARIANTS)
-        require("task_batch", task_batch, is_count(task_batch) and task_batch > 0)
-        require("probes", probes, probes is None or (is_count(probes) and probes > 0))
-        self.variant, self.task_batch, self.probes = variant, task_batch, 4 * task_batch if probes is None else probes
+    task_batch: int = count(default=10, least=1)
+    probes: int | None = count(default=None, least=1, optional=True)
+    probabilities: InitVar[Tensor | Sequence[float] | str | None] = option(default=None)
+    variant: str = choice("self_normalised", "exact_mean", "faithful", "matrix_free", default="self_normalised")
+
+    def _parts(self, options: dict[str, Any]) -> tuple[Variant, Drawing]:
+        rule, batch, probabilities = self._VARIANTS[options["variant"]], options["task_batch"], options["probabilities"]
+        if options["probes"] is None:
+            options["probes"] = 4 * batch
+        probes = options["probes"]
         if probabilities is None:
-            drawing = Drawing(task_batch, self.probes)
-        else:
-            given = None if isinstance(probabilities, str) else _chances(probabilities)
-            require("probabilities", probabilities, given is not None or probabilities == "adaptive")
-            chances = None if given is None else (given / given.sum(), (given / given.sum()).cumsum(0))
-            drawing = Weighted(task_batch, self.probes, chances)
-        rule = self._VARIANTS[variant]
-        super().__init__(upper, lower, rule, drawing, lr=lr, lower_lr=lower_lr, beta=beta, floor=floor, **recursive)
+            return rule, Drawing(batch, probes)
+        given = None if isinstance(probabilities, str) else _chances(probabilities)
+        require("probabilities", probabilities, given is not None or probabilities == "adaptive")
+        chances = None if given is None else (given / given.sum(), (given / given.sum()).cumsum(0))
+        return rule, Weighted(batch, probes, chances)
+
+    def _arrange(self, options: dict[str, Any]) -> None:
+        given = options["beta"]
+        super()._arrange(options)
+        variant, beta = options["variant"], options["beta"]
         require(
-            "beta", beta, not rule.mean or len({self.beta[name] for name in ("u", "v", "V", "H", "d")}) == 1,
+            "beta", given, not self._rule.mean or len({beta[name] for name in ("u", "v", "V", "H", "d")}) == 1,
             f"Invalid beta value: {{value}} (variant {variant!r} needs equal weights of u, v, V, H, d)",
         )  # fmt: skip
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Unpack
+from typing import Any
 
 import torch
 
 from ...distributed.sharding import Split
 from ...hypergradient.recursive import flat, shaped
 from ...optimizer.declaration import MethodInfo
+from ...optimizer.options import number
 from ...optimizer.step import StepInputs, Update
-from ...problem.parameters import Params, require
 from ...problem.vector import Vector
 from .drawing import Drawing
-from .options import RecursiveOptions, is_weight
 from .rows import CHUNK
 from .trackers import Matrices
 from .tracking import RecursiveOptimizer
@@ -80,22 +79,14 @@ class STABLE(RecursiveOptimizer):
         upper_update="steps of lr along an average, which y follows",
     )
 
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float,
-        lower_lr: float,
-        beta: float = 0.1,
-        floor: float = 1e-3,
-        **recursive: Unpack[RecursiveOptions],
-    ) -> None:
-        require("beta", beta, is_weight(beta))
-        weights, rule = {**PLAIN, "V": beta, "H": beta}, Variant(Matrices, exact)
-        super().__init__(
-            upper, lower, rule, Drawing(), lr=lr, lower_lr=lower_lr, beta=weights, floor=floor, **recursive
-        )
+    beta: float = number(default=0.1, least=0)
+
+    def _parts(self, options: dict[str, Any]) -> tuple[Variant, Drawing]:
+        return Variant(Matrices, exact), Drawing()
+
+    def _arrange(self, options: dict[str, Any]) -> None:
+        options["beta"] = {**PLAIN, "V": options["beta"], "H": options["beta"]}
+        super()._arrange(options)
 
     def _betas(self, steps: int, m: int) -> dict[str, float]:
         return {**super()._betas(steps, m), **PLAIN}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Unpack
+from typing import Any, ClassVar
 
 from ...optimizer.declaration import MethodInfo
-from ...problem.parameters import Params, require_choice
+from ...optimizer.options import choice
 from .drawing import Drawing
-from .options import RecursiveOptions
 from .trackers import Matrices, Products
 from .tracking import RecursiveOptimizer
 from .variants import Variant, exact, summed
@@ -123,19 +122,7 @@ class SVRB(RecursiveOptimizer):
 
     _VARIANTS: ClassVar = {"faithful": Variant(Matrices, exact), "matrix_free": Variant(Products, summed)}
 
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float,
-        lower_lr: float,
-        beta: float | dict[str, float] = 0.1,
-        floor: float = 1e-3,
-        variant: str = "faithful",
-        **recursive: Unpack[RecursiveOptions],
-    ) -> None:
-        require_choice("variant", variant, self._VARIANTS)
-        self.variant = variant
-        rule = self._VARIANTS[variant]
-        super().__init__(upper, lower, rule, Drawing(), lr=lr, lower_lr=lower_lr, beta=beta, floor=floor, **recursive)
+    variant: str = choice("faithful", "matrix_free", default="faithful")
+
+    def _parts(self, options: dict[str, Any]) -> tuple[Variant, Drawing]:
+        return self._VARIANTS[options["variant"]], Drawing()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,18 +16,19 @@ from ...hypergradient import Estimate
 from ...hypergradient.estimate import Write
 from ...hypergradient.recursive import Points, flat, shaped
 from ...hypergradient.storm import ball
-from ...optimizer.base import BilevelOptimizer, CommonOptions
+from ...optimizer.base import BilevelOptimizer
 from ...optimizer.draws import LOWER, UPPER, Draw, DrawInputs, TaskDraw, of_tasks
+from ...optimizer.options import InitVar, choice, count, fixed, flag, number, option
 from ...optimizer.state import TABLE
 from ...optimizer.step import StepInputs, Update
 from ...oracle.oracle import Oracle
-from ...problem.parameters import Params, by_level, require
+from ...problem.parameters import by_level, require
 from ...problem.placement import uploaded
 from ...problem.tasks import TaskDraws, draw_whole, length_of, task_count
 from ...problem.vector import Vector
 from . import watching
 from .drawing import CHANCES, Drawing, Drawn, Source, others
-from .options import device_named, require_recursive
+from .options import are_ceilings, device_named, is_weight
 from .rows import CHUNK, STAMPS, Clock, GraphClock, Rows, Table, about_to_end, clock_of, kept, table_of
 from .trackers import Matrices, Measured
 from .variants import Look, Variant, probed, settled, shared, stays_current
@@ -56,49 +58,54 @@ class RecursiveOptimizer(BilevelOptimizer):
 
     _fixed_rate = "its averaging weights belong to the rate"
 
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        variant: Variant,
-        drawing: Drawing,
-        *,
-        lr: float,
-        lower_lr: float,
-        beta: float | dict[str, float],
-        floor: float,
-        beta_unit: str = "q",
-        averaging: float = 1.0,
-        ceilings: dict[str, float] | None = None,
-        radius: float = math.inf,
-        schedule: str = "constant",
-        schedule_offset: float = 8.0,
-        restarts: int | None = None,
-        initial_steps: int = 0,
-        state_device: torch.device | str | None = None,
-        lazy: bool | None = None,
-        **common: Unpack[CommonOptions],
-    ) -> None:
-        kind = variant.trackers
-        names = (*kind.weighted, "d")
-        given = beta if isinstance(beta, dict) else dict.fromkeys(names, beta)
-        require_recursive(
-            names, kind.limits, beta, given, floor=floor, beta_unit=beta_unit, averaging=averaging, ceilings=ceilings,
-            radius=radius, schedule=schedule, schedule_offset=schedule_offset, restarts=restarts,
-            initial_steps=initial_steps, lazy=lazy,
-        )  # fmt: skip
-        factory = common.get("lower_optimizer")
+    lr: InitVar[float] = option()
+    lower_lr: InitVar[float] = option()
+    lower_steps: int = fixed(default=0)
+    beta: float | dict[str, float] = option(default=0.1)
+    floor: float = number(default=1e-3, above=0)
+    beta_unit: str = choice("q", "absolute", default="q")
+    averaging: float = number(default=1.0, above=0, most=1)
+    ceilings: InitVar[dict[str, float] | None] = option(default=None)
+    radius: float = number(default=math.inf, above=0, finite=False)
+    schedule: str = choice("constant", "cube_root", default="constant")
+    schedule_offset: float = number(default=8.0, least=0)
+    restarts: int | None = count(default=None, least=1, optional=True)
+    initial_steps: int = count(default=0)
+    state_device: torch.device | str | None = option(default=None)
+    lazy: bool | None = flag(default=None, optional=True)
+
+    def _arrange(self, options: dict[str, Any]) -> None:
+        super()._arrange(options)
+        factory = options["lower_optimizer"]
         wording = "Invalid lower_optimizer value: {value} (the lower steps are part of the recursion)"
         require("lower_optimizer", factory, factory is None, wording)
-        super().__init__(upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=0, **common)
-        self._rule, self._drawing, self._trackers = variant, drawing, kind(float(floor), dict(ceilings or {}))
+        self._rule, self._drawing = self._parts(options)
+        kind, limits = self._rule.trackers, options["ceilings"]
+        names, beta = (*kind.weighted, "d"), options["beta"]
+        weights = beta if isinstance(beta, dict) else dict.fromkeys(names, beta)
+        require("beta", beta, set(weights) <= set(names) and all(is_weight(weight) for weight in weights.values()))
+        require("ceilings", limits, limits is None or are_ceilings(limits, kind.limits))
+        options["beta"] = {name: float(weights.get(name, DEFAULT_BETA)) for name in names}
+        for name in ("floor", "averaging", "radius", "schedule_offset"):
+            options[name] = float(options[name])
+        options["state_device"] = device_named(options["state_device"])
+        self._trackers = kind(options["floor"], dict(limits or {}))
         moving = {name for pair in kind.moving for name in pair}
-        self._variant_of_state = {"rows": sorted({*kind.names, *moving, *drawing.notes})}
-        self.beta, self.beta_unit = {name: float(given.get(name, DEFAULT_BETA)) for name in names}, beta_unit
-        self.floor, self.averaging, self.radius = float(floor), float(averaging), float(radius)
-        self.schedule, self.schedule_offset, self.restarts = schedule, float(schedule_offset), restarts
-        self.initial_steps, self.lazy = initial_steps, lazy
-        self.state_device = device_named(state_device)
+        self._variant_of_state = {"rows": sorted({*kind.names, *moving, *self._drawing.notes})}
+
+    @abstractmethod
+    def _parts(self, options: dict[str, Any]) -> tuple[Variant, Drawing]:
+        """Return what is tracked and how d follows from it, and what chooses the tasks of a step."""
+
+    @property
+    def _weights(self) -> dict[str, float]:
+        """Mixing weights by name."""
+        return cast("dict[str, float]", self.beta)
+
+    @property
+    def _device(self) -> torch.device | None:
+        """Where rows are kept; None: with y."""
+        return cast("torch.device | None", self.state_device)
 
     # ------------------------------------------------------------------------------------------------ draws
 
@@ -201,7 +208,7 @@ class RecursiveOptimizer(BilevelOptimizer):
                 value, total = value / m, trackers.hypergradients({**derivatives, **tracked}).sum(0) / m
             loss, direction = loss + value, direction + total
             rows, active = self._followed({**rows, **tracked}, tracked, active, given, rates)
-            found.append({name: t if name == "y" else t.to(self.state_device or t.device) for name, t in rows.items()})
+            found.append({name: t if name == "y" else t.to(self._device or t.device) for name, t in rows.items()})
             counts.append(active)
         whole = {name: torch.cat([part[name] for part in found]) for name in found[0]}
         active = {name: torch.stack([part[name] for part in counts]).sum() for name in counts[0]}
@@ -280,7 +287,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         """The estimate d, and what is to be kept: all rows, or writes into some."""
         lower, tables = None, tables or {}
         if rows is not None:
-            own = table_of(rows, clock, self.state_device or oracle.device)
+            own = table_of(rows, clock, self._device or oracle.device)
             tables = tables | {name: table.split.whole(t) for name, t in own.items()}
             one = Vector(t.reshape(len(rows["y"]), -1) for t in oracle.y).lane(0)
             parts = zip(shaped(rows["y"], one), oracle.y, strict=True)
@@ -330,7 +337,7 @@ class RecursiveOptimizer(BilevelOptimizer):
                 return None
         elif clock[1:].any():
             return None
-        return tuple(self.beta.items())
+        return tuple(self._weights.items())
 
     def _why_eager(self, tasks: Any = None) -> str:
         """What the host decides from values or from the number of the step."""
@@ -375,12 +382,12 @@ class RecursiveOptimizer(BilevelOptimizer):
     @property
     def _share_lost(self) -> float:
         """What rows that are not looked at lose of z in a step, in units of the part of the tasks in it."""
-        return self._trackers.resting(max(self.beta.values())) if self.beta_unit == "q" and self._steady else 0.0
+        return self._trackers.resting(max(self._weights.values())) if self.beta_unit == "q" and self._steady else 0.0
 
     def _betas(self, steps: int, m: int) -> dict[str, float]:
         """Mixing weights of the step after so many."""
         factor = (self._drawing.share(m) if self.beta_unit == "q" else 1.0) * self._pace(steps) ** 2
-        return self._trackers.weights({name: min(beta * factor, 1.0) for name, beta in self.beta.items()})
+        return self._trackers.weights({name: min(beta * factor, 1.0) for name, beta in self._weights.items()})
 
     # ------------------------------------------------------------------------------------------------ rows
 
@@ -410,7 +417,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         """Tables are where the user wants them, but probabilities, from which is drawn on the host."""
         if name in [TABLE + chance for chance in CHANCES]:
             return torch.device("cpu")
-        return (self.state_device if name.startswith(TABLE) else None) or super()._place_of(name, parameter)
+        return (self._device if name.startswith(TABLE) else None) or super()._place_of(name, parameter)
 
     def _table(self, given: StepInputs, y: Vector) -> Table:
         """The rows of all problems; y has one for each."""

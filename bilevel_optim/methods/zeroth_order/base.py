@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Unpack
 
 from ...distributed.ranks import Ranks
 from ...hypergradient import Estimate
 from ...hypergradient.directions import KINDS, Directions
-from ...optimizer.base import BilevelOptimizer, ColdOptions
+from ...optimizer.base import BilevelOptimizer
 from ...optimizer.draws import LOWER, UPPER, Draw, DrawInputs
+from ...optimizer.options import choice, count, flag, number
 from ...optimizer.step import StepInputs
 from ...oracle.lanes import one_of_many
 from ...oracle.oracle import Oracle
-from ...problem.parameters import Params, is_count, is_number, require, require_choice
 from ...problem.random import SEEDS
 from ...problem.vector import any_sharded
 from ...solvers.paths import Paths
@@ -29,40 +28,16 @@ class ZerothOrder(BilevelOptimizer):
         directions, smoothing, smoothing_mode, direction, scale, difference, over_ranks: see `PZOBO`.
     """
 
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float | None = None,
-        lower_lr: float | str = "auto",
-        lower_steps: int,
-        directions: int = 8,
-        smoothing: float = 1e-2,
-        smoothing_mode: str = "absolute",
-        direction: str = "gaussian",
-        scale: str | float = "unbiased",
-        difference: str = "forward",
-        over_ranks: str = "data",
-        warm_start: bool = False,
-        **common: Unpack[ColdOptions],
-    ) -> None:
-        require("directions", directions, is_count(directions) and directions > 0)
-        require("smoothing", smoothing, is_number(smoothing) and 0 < smoothing < float("inf"))
-        require_choice("smoothing_mode", smoothing_mode, ("absolute", "relative"))
-        require_choice("direction", direction, KINDS)
-        require_choice("scale", scale, ("unbiased", "none"), or_positive=True)
-        require_choice("difference", difference, ("forward", "central"))
-        require_choice("over_ranks", over_ranks, ("data", "directions"))
-        self.directions, self.smoothing, self.smoothing_mode = directions, smoothing, smoothing_mode
-        self.direction, self.scale, self.difference = direction, scale, difference
-        self.over_ranks = over_ranks
-        super().__init__(
-            upper, lower, lr=lr, lower_lr=lower_lr, lower_steps=lower_steps, warm_start=warm_start, **common
-        )
-        self._lower_checks.require_elementwise()
+    directions: int = count(default=8, least=1, saved=True)
+    smoothing: float = number(default=1e-2, above=0, saved=True)
+    smoothing_mode: str = choice("absolute", "relative", default="absolute")
+    direction: str = choice(*KINDS, default="gaussian")
+    scale: str | float = choice("unbiased", "none", default="unbiased", or_positive=True)
+    difference: str = choice("forward", "central", default="forward")
+    over_ranks: str = choice("data", "directions", default="data")
+    warm_start: bool = flag(default=False)
 
-    _saved_options, _difference_step = ("smoothing", "directions"), "smoothing"
+    _difference_step = "smoothing"
 
     def _random_inputs(self) -> dict[str, int]:
         """The seed of the directions."""

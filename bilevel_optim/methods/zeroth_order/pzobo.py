@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Unpack
-
 from ...hypergradient import Estimate, partial_zeroth_order
-from ...optimizer.base import ColdOptions
 from ...optimizer.declaration import MethodInfo
+from ...optimizer.options import flag
 from ...optimizer.step import StepInputs
 from ...oracle.oracle import Oracle
-from ...problem.parameters import Params, require
 from .base import ZerothOrder
 
 __all__ = ["PZOBO"]
@@ -118,44 +115,7 @@ class PZOBO(ZerothOrder):
         lower_optimizer="elementwise",
     )
 
-    def __init__(
-        self,
-        upper: Params,
-        lower: Params,
-        *,
-        lr: float | None = None,
-        lower_lr: float | str = "auto",
-        lower_steps: int,
-        directions: int = 8,
-        smoothing: float = 1e-2,
-        smoothing_mode: str = "absolute",
-        direction: str = "gaussian",
-        scale: str | float = "unbiased",
-        difference: str = "forward",
-        over_ranks: str = "data",
-        warm_start: bool = False,
-        share_directions_across_tasks: bool = True,
-        **common: Unpack[ColdOptions],
-    ) -> None:
-        shared = share_directions_across_tasks
-        require("share_directions_across_tasks", shared, isinstance(shared, bool))
-        self.share_directions_across_tasks = shared
-        super().__init__(
-            upper,
-            lower,
-            lr=lr,
-            lower_lr=lower_lr,
-            lower_steps=lower_steps,
-            directions=directions,
-            smoothing=smoothing,
-            smoothing_mode=smoothing_mode,
-            direction=direction,
-            scale=scale,
-            difference=difference,
-            over_ranks=over_ranks,
-            warm_start=warm_start,
-            **common,
-        )
+    share_directions_across_tasks: bool = flag(default=True)
 
     def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
         """Differences of the paths from perturbed x."""
