@@ -18,7 +18,7 @@ from ..errors import RankError
 __all__ = ["Exchange", "exchange", "report"]
 
 PATIENCE = timedelta(seconds=0.2)  # after it a waiting rank checks whether another has failed
-_epochs: Counter[str] = Counter()  # failures so far by group; equal on all ranks, because each ends a step on all
+_epochs: Counter[str] = Counter()  # failures so far by group; equal on all ranks, as each ends the step on all
 
 
 class Exchange(NamedTuple):

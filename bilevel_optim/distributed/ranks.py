@@ -61,7 +61,7 @@ class Ranks:
         flat = torch.cat([t.reshape(-1).to(torch.promote_types(t.dtype, torch.float32)) for t in tensors])
         exchange(self.group, "sum", flat)
         parts = (flat / self.world).split([t.numel() for t in tensors])  # type: ignore[no-untyped-call]
-        # A view of a number that outlives the step, as the loss does, would keep all of `parts` in memory.
+        # A view of one number that outlives the step, such as the loss, would keep the whole tensor in memory.
         own = (part.view_as(t) if t.dim() else part[0].clone() for part, t in zip(parts, tensors, strict=True))
         means = iter(part.to(t.dtype) for part, t in zip(own, tensors, strict=True))
         return tuple(
