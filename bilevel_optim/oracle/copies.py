@@ -29,7 +29,7 @@ Samples = Sample | Sequence[Sample]
 
 
 class Copies(NamedTuple):
-    """Values of f and g per copy (NaN where not needed), the requested gradient, and the function's value."""
+    """Values of f and g per copy (NaN where not needed), the gradient of a weighted sum, and that sum (``total``)."""
 
     upper: Tensor
     lower: Tensor
@@ -38,7 +38,7 @@ class Copies(NamedTuple):
 
 
 @dataclass
-class _Points:
+class _WeightedPoints:
     """The n points of an evaluation, with their weights and samples."""
 
     lower: Vector
@@ -49,11 +49,11 @@ class _Points:
     g_sample: Samples
     wrt: str
 
-    def __getitem__(self, part: slice) -> _Points:
+    def __getitem__(self, part: slice) -> _WeightedPoints:
         if part == slice(0, len(self)):
             return self
         f, g = self.f_sample, self.g_sample
-        return _Points(
+        return _WeightedPoints(
             Vector(t[part] for t in self.lower),
             None if self.upper is None else Vector(t[part] for t in self.upper),
             self.f_weights[part],
@@ -110,7 +110,7 @@ def evaluate_copies(
             oracle.count("loss", n - needed)
     if wrt != "nothing":
         oracle.session.lower_sample = lower_sample if isinstance(lower_sample, Sample) else lower_sample[-1]
-    points = _Points(copies, upper_copies, upper_weights, lower_weights, upper_sample, lower_sample, wrt)
+    points = _WeightedPoints(copies, upper_copies, upper_weights, lower_weights, upper_sample, lower_sample, wrt)
     pieces = [_evaluated(oracle, piece) for piece in _pieces(points)]
     return Copies(*oracle.averaged(*(pieces[0] if len(pieces) == 1 else _summed(pieces, points))))
 
@@ -119,7 +119,7 @@ def _parts(samples: Samples) -> Sequence[Samples]:
     return samples.parts if isinstance(samples, Sample) and samples.parts is not None else [samples]
 
 
-def _pieces(points: _Points) -> list[_Points]:
+def _pieces(points: _WeightedPoints) -> list[_WeightedPoints]:
     """Return the points once for each part of the samples, with weights that add up to those of the whole."""
     f, g = _parts(points.f_sample), _parts(points.g_sample)
     if len(f) == len(g) == 1:
@@ -136,7 +136,7 @@ def _pieces(points: _Points) -> list[_Points]:
     ]
 
 
-def _summed(pieces: list[Copies], points: _Points) -> Copies:
+def _summed(pieces: list[Copies], points: _WeightedPoints) -> Copies:
     """Combine the results for parts of the samples: means of the values, and sums of the gradients."""
     f, g = len(_parts(points.f_sample)), len(_parts(points.g_sample))
     gradient = pieces[0].gradient
@@ -150,7 +150,7 @@ def _summed(pieces: list[Copies], points: _Points) -> Copies:
     )
 
 
-def _evaluated(oracle: Oracle, points: _Points) -> Copies:
+def _evaluated(oracle: Oracle, points: _WeightedPoints) -> Copies:
     """Evaluate all points together, in chunks, or one by one."""
     found, n, wrt = oracle.session.found, len(points), points.wrt
     upper_sample, lower_sample = points.f_sample, points.g_sample
@@ -166,7 +166,7 @@ def _evaluated(oracle: Oracle, points: _Points) -> Copies:
     return _joined(parts, wrt)
 
 
-def _require_substitution(oracle: Oracle, points: _Points) -> None:
+def _require_substitution(oracle: Oracle, points: _WeightedPoints) -> None:
     """Raise if the result depends on the values of the live tensors: a loss then reads them where torch cannot see it.
 
     TorchScript modules do, for instance. Checked once in the life of an optimizer, and not counted.
@@ -174,7 +174,7 @@ def _require_substitution(oracle: Oracle, points: _Points) -> None:
     pair = points[slice(0, 2)]
     shared = isinstance(pair.f_sample, Sample)
     xi, zeta = (s if isinstance(s, Sample) else _again(s[0]) for s in (pair.f_sample, pair.g_sample))
-    pair = _Points(pair.lower, pair.upper, [1.0, 1.0], [1.0, 1.0], xi, zeta, "lower")
+    pair = _WeightedPoints(pair.lower, pair.upper, [1.0, 1.0], [1.0, 1.0], xi, zeta, "lower")
     session, results = oracle.session, []
     before = session.found.looked, session.found.idle, session.reached.copy()
     for factor, shift in ((1.0, 0.0), (1.1, 0.1)):
@@ -184,7 +184,7 @@ def _require_substitution(oracle: Oracle, points: _Points) -> None:
         with nullcontext() if shared else random.kept(oracle.device):
             values = _together(oracle.at(x, y), pair)
         results.append(Vector((values.upper, values.lower, *values.gradient)))
-    # Not facts about f: if f is not needed, its sample is one of g.
+    # Discard these findings: if f is not needed, its sample is one of g.
     session.found.looked, session.found.idle, session.reached = before
     # Non-finite values prove nothing here; the finite check reports them.
     if (results[0] - results[1]).norm() > 1e-5 * results[0].norm():
@@ -205,7 +205,7 @@ def _alike(*groups: Samples) -> bool:
     return True
 
 
-def _together(oracle: Oracle, points: _Points) -> Copies:
+def _together(oracle: Oracle, points: _WeightedPoints) -> Copies:
     """Evaluate all the points by one vmap of each loss and one backward pass."""
     wrt, session = points.wrt, oracle.session
     watched = wrt == "nothing" and "upper" not in session.found.looked
@@ -261,7 +261,7 @@ def _watched(oracle: Oracle, upper: Vector) -> Vector:
     return upper if found.reaches_upper and len(found.looked) == 2 else Vector(map(as_variable, upper))
 
 
-def _values(oracle: Oracle, level: str, samples: Samples, points: _Points, x: Vector, y: Vector) -> Tensor:
+def _values(oracle: Oracle, level: str, samples: Samples, points: _WeightedPoints, x: Vector, y: Vector) -> Tensor:
     """Return values of one loss at every point; x are the copies, or the variables of the one x."""
     live, values = [*oracle.live_y], [*y]
     if points.upper is not None:
@@ -294,7 +294,12 @@ def _values(oracle: Oracle, level: str, samples: Samples, points: _Points, x: Ve
 
 
 def _features(
-    oracle: Oracle, level: str, sample: Sample, points: _Points, live: Sequence[Tensor], values: Sequence[Tensor]
+    oracle: Oracle,
+    level: str,
+    sample: Sample,
+    points: _WeightedPoints,
+    live: Sequence[Tensor],
+    values: Sequence[Tensor],
 ) -> tuple[Any, Any]:
     """Return features of a shared sample, evaluated outside the vmap over y, and their vmap dimension."""
     if sample.features is None:
@@ -325,7 +330,7 @@ def _stacked_arguments(samples: Sequence[Sample]) -> tuple[Any, ...]:
     return stacked
 
 
-def _alone(oracle: Oracle, point: _Points) -> Copies:
+def _alone(oracle: Oracle, point: _WeightedPoints) -> Copies:
     """Evaluate a single point."""
     (a,), (b,), wrt, session = point.f_weights, point.g_weights, point.wrt, oracle.session
     xi = point.f_sample if isinstance(point.f_sample, Sample) else point.f_sample[0]
