@@ -20,7 +20,7 @@ from .registry import operator
 
 __all__ = ["BLOCK", "accumulated", "perturbed", "squares"]
 
-BLOCK = 1 << 16  # entries of directions made at a time on a CPU, so that they stay in its cache
+BLOCK = 1 << 16  # entries of directions made at a time on a CPU, to stay in its cache
 
 
 def perturbed(

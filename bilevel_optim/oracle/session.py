@@ -73,7 +73,7 @@ class LossFacts:
     reaches_lower: bool = False  # the lower loss is known to depend on every lower parameter
     reaches_upper: bool = False  # some loss is known to depend on some upper parameter
     features_checked: frozenset[str] = frozenset()  # levels whose features are known not to depend on y
-    looked: frozenset[str] = frozenset()  # levels whose loss has known dependencies
+    looked: frozenset[str] = frozenset()  # levels whose dependencies are known
     idle: frozenset[str] = frozenset()  # levels whose loss does not depend on the parameters of the other one
 
     def diagnostics(self) -> dict[str, str]:

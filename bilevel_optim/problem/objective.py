@@ -121,7 +121,7 @@ class Objective:
         return Sample(_Mean(parts), once=once, parts=parts)
 
     def draw_some(self, name: str, count: Tensor, most: int) -> list[Sample]:
-        """Return the next ``count`` + 1 samples; in a trace ``most`` + 1, the last of which are placeholders.
+        """Return the next ``count`` + 1 samples; in a trace ``most`` + 1, with placeholders for missing ones.
 
         ``count`` is the random input called ``name``.
         """

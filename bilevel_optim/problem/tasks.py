@@ -58,8 +58,8 @@ class TaskSampler(Protocol):
 class TensorTasks:
     r"""A finite set of m tasks whose data are stacked tensors.
 
-    ``sample`` draws *different* tasks, each equally likely. (If n > m, every task comes up
-    :math:`\lfloor n/m \rfloor` times and the rest are different.) So the mean over the draw is an unbiased
+    ``sample`` draws *different* tasks, each equally likely. If n > m, every task comes up
+    :math:`\lfloor n/m \rfloor` times and the rest are different. So the mean over the draw is an unbiased
     estimate of the mean over all tasks, and exact for n = m. ``lower`` and ``upper`` draw rows *with* replacement,
     independently for each task: independent samples of the task's own distribution.
 

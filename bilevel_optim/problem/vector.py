@@ -1,7 +1,7 @@
 """Algebra of the parameter space: one vector is a tuple of tensors, one tensor per parameter.
 
-Every operation is one ``torch._foreach_*`` call, so that an algorithm reads as in its paper and costs as many kernels
-as a hand-fused one. ``dot`` and ``norm`` are the only reductions over all the tensors.
+Most operations are one ``torch._foreach_*`` call, so that an algorithm reads as in its paper and costs as many kernels
+as a hand-fused one. ``dot``, ``norm``, ``max_abs`` and ``sum`` are the only reductions over all the tensors.
 """
 
 from __future__ import annotations
