@@ -1,4 +1,4 @@
-"""What the library raises or warns with, beyond Python's own exceptions."""
+"""Exceptions and warnings of the library, beyond Python's own."""
 
 import contextlib
 import inspect
@@ -12,10 +12,10 @@ from torch.autograd.gradcheck import GradcheckError as _TorchGradcheckError
 
 __all__ = ["FILTERS", "BilevelWarning", "GradcheckError", "NonFiniteError", "RankError", "filters_kept", "warn"]
 
-# Where no line of a user is: this package, torch (its hooks and decorators), and what stands around their blocks.
+# Paths without user code: this package, torch (its hooks and decorators), and contextlib, which runs their blocks.
 INSIDE = (*(os.path.dirname(file) + os.sep for file in (__file__, torch.__file__)), contextlib.__file__)
 
-FILTERS = threading.RLock()  # held where filters of warnings are changed: all threads have the same ones
+FILTERS = threading.RLock()  # held while warning filters change, because all threads share them
 
 REMEDY = (
     "Look at the data first (the mean over an empty batch is NaN, as is what is made of a NaN in them); if they are "
@@ -29,7 +29,7 @@ class NonFiniteError(ArithmeticError):
     Attributes:
         oracle: name of the oracle, as in ``BilevelOptimizer.oracle_counts``.
         step: index of the outer step, from 0.
-        hint: what the method itself advises; empty if nothing.
+        hint: advice of the method itself; empty if it has none.
     """
 
     def __init__(self, oracle: str, step: int, hint: str = "") -> None:
@@ -42,25 +42,25 @@ class NonFiniteError(ArithmeticError):
 
 
 class RankError(RuntimeError):
-    """A step has ended because another rank failed, or is gone; parameters and state are as they were before it."""
+    """Another rank failed or is gone, so the step has ended; parameters and state are as they were before it."""
 
 
 class GradcheckError(_TorchGradcheckError):
     """A hypergradient estimate is further from the reference than the tolerance of `check_hypergradient`.
 
     Attributes:
-        report: the `HypergradientReport`; None where there is no reference.
+        report: the `HypergradientReport`; None if there is no reference.
     """
 
     report: object = None
 
 
 class BilevelWarning(RuntimeWarning):
-    """The method still runs, but its hypergradient is not to be trusted."""
+    """The method still runs, but its hypergradient is unreliable."""
 
 
 def warn(text: str) -> None:
-    """Give a `BilevelWarning` at the line that called the library."""
+    """Issue a `BilevelWarning` at the line that called the library."""
     level, frame = 2, inspect.currentframe()
     frame = frame and frame.f_back
     while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(INSIDE):
@@ -70,6 +70,6 @@ def warn(text: str) -> None:
 
 @contextlib.contextmanager
 def filters_kept() -> Generator[None]:
-    """A block that may change the filters of warnings, for one thread at a time."""
+    """Restore the warning filters after the block, which may change them; for one thread at a time."""
     with FILTERS, warnings.catch_warnings():
         yield

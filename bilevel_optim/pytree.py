@@ -1,4 +1,4 @@
-"""Nested tuples, lists and dicts of tensors, by torch's own functions, which have no public name yet."""
+"""torch's functions for nested tuples, lists and dicts of tensors, which have no public name yet."""
 
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 

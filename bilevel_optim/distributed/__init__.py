@@ -1,1 +1,1 @@
-"""Several processes: the only code that names ``torch.distributed``."""
+"""Several processes: the only code that uses ``torch.distributed``."""

@@ -1,4 +1,4 @@
-"""A rank that fails ends the step on all ranks: how they hear of it, without a message more while all goes well."""
+"""A rank that fails ends the step on all ranks; they learn of it without extra messages on the success path."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ..errors import RankError
 
 __all__ = ["Exchange", "exchange", "report"]
 
-PATIENCE = timedelta(seconds=0.2)  # after which a waiting rank looks whether another has failed
-_epochs: Counter[str] = Counter()  # failures so far in each group: all ranks count alike, as each ends a step on all
+PATIENCE = timedelta(seconds=0.2)  # after it a waiting rank checks whether another has failed
+_epochs: Counter[str] = Counter()  # failures so far by group; equal on all ranks, as each ends the step on all
 
 
 class Exchange(NamedTuple):
-    """A collective operation, described so that a rank can take part in it that has nothing to say."""
+    """A collective operation, described such that a rank without data can take part in it."""
 
     kind: str  # "sum", or "first" for the values of the first rank
     size: int
@@ -34,7 +34,7 @@ class Exchange(NamedTuple):
         return cls(kind, flat.numel(), str(flat.dtype).removeprefix("torch."), flat.device.type)
 
     def begun(self, group: Any, flat: Tensor | None = None) -> Any:
-        """The operation on a tensor; on zeros by default."""
+        """Start the operation on a tensor, by default on zeros."""
         if flat is None:
             flat = torch.zeros(self.size, dtype=getattr(torch, self.dtype), device=self.device)
         if self.kind == "sum":
@@ -43,7 +43,7 @@ class Exchange(NamedTuple):
 
 
 def exchange(group: Any, kind: str, flat: Tensor) -> Tensor:
-    """The sum over the ranks (``"sum"``), or the values of the first (``"first"``), written into a flat tensor.
+    """Write the sum over the ranks (``"sum"``), or the first rank's values (``"first"``), into a flat tensor.
 
     Raises:
         RankError: if another rank has failed, or is gone.
@@ -51,7 +51,7 @@ def exchange(group: Any, kind: str, flat: Tensor) -> Tensor:
     operation = Exchange.of(kind, flat)
     work = operation.begun(group, flat)
     if "gloo" not in str(dist.get_backend(group)) or flat.device.type != "cpu":
-        work.wait()  # on the device's stream: the host goes on
+        work.wait()  # on the device's stream: the host does not wait
         return flat
     while True:
         if _ended(group, work):
@@ -63,24 +63,24 @@ def exchange(group: Any, kind: str, flat: Tensor) -> Tensor:
 
 
 def _ended(group: Any, work: Any) -> bool:
-    """Wait a little for the operation: whether it has been completed."""
+    """Wait a little for the operation; return True if it is complete."""
     try:
         work.wait(PATIENCE)
     except RuntimeError:
         if not work.is_completed():
             return False
         try:
-            work.wait()  # it may have been completed just after the patience ended: only now its own error is told
+            work.wait()  # it may have completed just after the timeout: only now does it raise its own error
         except RuntimeError as error:
             raise _gone(group, error) from error
     return True
 
 
 def _look(group: Any, pending: Exchange, work: Any) -> None:
-    """Raise if a rank has failed, but first let it complete the exchange that waits for it."""
+    """Raise if a rank has failed, but first let that rank complete the pending exchange."""
     board = _Board(group)
     gone = board.found("gone")
-    if gone:  # nobody can complete anything
+    if gone:  # no exchange can be completed
         raise RankError("; ".join(gone.values()))
     failed = board.found("failed")
     if not failed:
@@ -93,9 +93,9 @@ def _look(group: Any, pending: Exchange, work: Any) -> None:
 
 
 def _gone(group: Any, error: Exception) -> RankError:
-    """The error of a rank that finds another one missing; the rest, who may not notice, are told."""
+    """Return the error for a missing rank, and report it to the other ranks, which may not notice."""
     reason = f"a rank is gone: {error}"
-    with suppress(RuntimeError):  # it may have held the store
+    with suppress(RuntimeError):  # the missing rank may have held the store
         _Board(group).post("gone", reason)
     return RankError(reason)
 
@@ -109,16 +109,16 @@ def report(group: Any, error: BaseException) -> None:
         board.post("failed", f"{type(error).__name__}: {error}")
         others = [rank for rank in range(dist.get_world_size(group)) if rank != dist.get_rank(group)]
         waiting = board.until(lambda: board.stopped(others))
-        if waiting:  # they all wait in the same exchange, as all ranks make the same ones
+        if waiting:  # all wait in the same exchange, because all ranks make the same ones
             kind, size, dtype, device = waiting[0].split("|")
             Exchange(kind, int(size), dtype, device).begun(group).wait(board.limit)
         board.close()
-    except (RuntimeError, TimeoutError) as lost:  # the store or a rank is gone: nobody is left to be told
+    except (RuntimeError, TimeoutError) as lost:  # the store or a rank is gone
         error.add_note(f"The other ranks could not be told: {lost}")
 
 
 class _Board:
-    """What the ranks of a group write for each other to read, when a step fails."""
+    """Notes that the ranks of a group write for each other when a step fails."""
 
     def __init__(self, group: Any) -> None:
         self.group, self.name = group, str(group.group_name)
@@ -137,12 +137,12 @@ class _Board:
         return self.store.get(key).decode() if self.store.check([key]) else None
 
     def found(self, what: str) -> dict[int, str]:
-        """What the ranks have written under this heading."""
+        """Return the notes of the ranks under this heading."""
         found = {rank: self._read(what, rank) for rank in range(dist.get_world_size(self.group))}
         return {rank: reason for rank, reason in found.items() if reason is not None}
 
     def stopped(self, ranks: list[int]) -> list[str] | None:
-        """What those of the ranks wait in that have not failed themselves; None while one of them goes on."""
+        """Return the exchanges in which the ranks that have not failed wait; None while one of them still runs."""
         waits = []
         for rank in ranks:
             waiting = self._read("waits", rank)
@@ -153,7 +153,7 @@ class _Board:
         return waits
 
     def until(self, found: Callable[[], list[str] | None]) -> list[str]:
-        """What is found in the end."""
+        """Call ``found`` until it returns a result; raise TimeoutError if that takes too long."""
         end = time.monotonic() + self.limit.total_seconds()
         while (result := found()) is None:
             if time.monotonic() > end:
@@ -162,5 +162,5 @@ class _Board:
         return result
 
     def close(self) -> None:
-        """The next failure is another one."""
+        """End this failure, so that the next one has notes of its own."""
         _epochs[self.name] += 1

@@ -1,4 +1,4 @@
-"""The ranks of a process group: means, sums, and what all of them must agree on."""
+"""The ranks of a process group: means, sums, and values on which all ranks must agree."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Ranks", "text_of"]
 
 
 class Ranks:
-    """The processes that share a run; without a group there is one of them, and nothing is exchanged.
+    """The processes that share a run; without a group there is one process, and nothing is exchanged.
 
     Args:
         group: a ``torch.distributed`` process group. Default: None, this process alone.
@@ -30,8 +30,8 @@ class Ranks:
     def __init__(self, group: Any = None) -> None:
         if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
             raise ValueError(f"Invalid process_group value: {group}")
-        # Not held: `destroy_process_group` ends its threads only when nobody holds it any more, and one that still runs
-        # as Python ends, ends the process by "terminate called".
+        # A weak reference: `destroy_process_group` ends the group's threads only if nothing else refers to it, and a
+        # thread that still runs when Python exits aborts the process with "terminate called".
         self._group = None if group is None else weakref.ref(group)
 
     @property
@@ -52,7 +52,7 @@ class Ranks:
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     def mean(self, *results: Any) -> tuple[Any, ...]:
-        """Mean over the ranks, of tensors and vectors (sharded tensors have theirs already)."""
+        """Return the mean over the ranks of tensors and vectors (sharded tensors are means already)."""
         if self.group is None:
             return results
         tensors = [t for r in results for t in (r if isinstance(r, Vector) else (r,)) if not is_sharded(t)]
@@ -61,7 +61,7 @@ class Ranks:
         flat = torch.cat([t.reshape(-1).to(torch.promote_types(t.dtype, torch.float32)) for t in tensors])
         exchange(self.group, "sum", flat)
         parts = (flat / self.world).split([t.numel() for t in tensors])  # type: ignore[no-untyped-call]
-        # A number that is kept, as the loss is, must not keep all the rest with it.
+        # A view of one number that outlives the step, such as the loss, would keep the whole tensor in memory.
         own = (part.view_as(t) if t.dim() else part[0].clone() for part, t in zip(parts, tensors, strict=True))
         means = iter(part.to(t.dtype) for part, t in zip(own, tensors, strict=True))
         return tuple(
@@ -70,17 +70,17 @@ class Ranks:
         )
 
     def total(self, *results: Any) -> tuple[Any, ...]:
-        """Sum over the ranks, of tensors and vectors."""
+        """Return the sum over the ranks of tensors and vectors."""
         return results if self.group is None else self.mean(*(r * self.world for r in results))
 
     def agreed(self, number: int, device: torch.device | str = "cpu") -> int:
-        """The number that the first rank has."""
+        """Return the first rank's number."""
         if self.group is None:
             return number
         return int(exchange(self.group, "first", torch.tensor([number], device=device)))
 
     def differing(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Which of these tensors do not hold the same bits on all ranks (shards are not looked at)."""
+        """Return the indices of tensors whose bits differ between ranks (shards are not compared)."""
         if self.group is None:
             return []
         marks = [torch.zeros((), dtype=torch.int64, device="cpu") if is_sharded(t) else _mark(t) for t in tensors]
@@ -90,13 +90,13 @@ class Ranks:
         return [i for i, (total, squares) in enumerate(pairs) if total * total != self.world * squares]
 
     def begin(self, options: Mapping[str, str], known: bool) -> bool:
-        """Begin a step on all ranks; return whether every rank knows that all began with the same parameters.
+        """Begin a step on all ranks; return True if every rank knows that all began with the same parameters.
 
         One exchange of three numbers, whatever the options are.
 
         Args:
-            options: texts of what decides about a step, by name.
-            known: whether this rank knows it.
+            options: texts of the options of a step, by name.
+            known: True if this rank knows it.
 
         Raises:
             RankError: if another rank has failed.
@@ -113,7 +113,7 @@ class Ranks:
         return not unknown
 
     def _gathered(self, text: str) -> list[str]:
-        """The texts of all ranks."""
+        """Return the texts of all ranks."""
         own, device = text.encode(), _device_of(self.group)
         sizes = torch.zeros(self.world, dtype=torch.int64, device=device)
         sizes[self.rank] = len(own)
@@ -124,18 +124,18 @@ class Ranks:
         return [bytes(row[:count]).decode() for row, count in zip(table.tolist(), counts, strict=True)]
 
     def same(self, vector: Vector) -> Vector:
-        """The vector that the first rank has, written into this one."""
+        """Write the first rank's vector into this one, and return it."""
         if self.group is not None:
             for t in vector:
                 t.copy_(exchange(self.group, "first", t.reshape(-1).clone()).view_as(t))
         return vector
 
     def conclude(self, device: torch.device, flag: bool) -> bool:
-        """The end of a step, which is one on all ranks or on none; gives whether the flag is up on any of them.
+        """End a step on all ranks or on none; return True if the flag is up on any of them.
 
         Args:
-            device: of the step.
-            flag: what this rank has found.
+            device: device of the step.
+            flag: flag of this rank.
 
         Raises:
             RankError: if another rank has failed.
@@ -145,30 +145,30 @@ class Ranks:
         return bool(exchange(self.group, "sum", torch.tensor([int(flag)], device=device)).item())
 
     def failed(self, error: BaseException) -> None:
-        """The end of a step on all ranks, because it has failed on this one."""
+        """End a step on all ranks, because it has failed on this one."""
         if self.group is not None:
             report(self.group, error)
 
     def share(self, tasks: Any, count: int) -> tuple[Any, int]:
-        """This rank's part of drawn tasks, and how many they are."""
+        """Return this rank's part of drawn tasks, and their number."""
         if self.world == 1:
             return tasks, count
-        if count < self.world:  # what belongs to x moves on with the tasks, on every rank alike
+        if count < self.world:  # state of x advances with the tasks, equally on every rank
             raise ValueError(f"{count} tasks cannot be shared by {self.world} ranks, of which each needs at least one")
         part = slice(self.rank, count, self.world)
         return tree_map(lambda t: t[part] if isinstance(t, Tensor) else t, tasks), len(range(count)[part])
 
     def own(self, generator: torch.Generator | None, *numbers: int) -> torch.Generator | None:
-        """Where this rank draws the data of its tasks, so that all ranks' generators go on alike."""
+        """Return a generator for this rank's task data, so that the ranks' common generators stay equal."""
         return generator if self.world == 1 else apart(generator, self.rank, *numbers)
 
     def place(self, index: int) -> int:
-        """Which of all drawn tasks the one of this index in this rank's part is."""
+        """Return the index, among all drawn tasks, of the task with this index in this rank's part."""
         return self.rank + self.world * index
 
 
 def text_of(value: Any) -> str:
-    """Text of an option, equal on all ranks for equal options; of functions and other objects only their type."""
+    """Return an option as text, equal on all ranks for equal options; functions and other objects give their type."""
     if isinstance(value, Tensor):
         return repr(value.item()) if value.numel() == 1 else f"tensor of shape {tuple(value.shape)}"
     if isinstance(value, Mapping):
@@ -181,11 +181,11 @@ def text_of(value: Any) -> str:
 
 
 def _refusal(ranks: Sequence[Mapping[str, str]]) -> str:
-    """The message about options, by name, that are not the same on all ranks."""
+    """Return the message about options, by name, that differ between ranks."""
     first, names = ranks[0], sorted({name for options in ranks for name in options})
     differing = {name: [options.get(name) for options in ranks] for name in names}
     differing = {name: values for name, values in differing.items() if len({*values}) > 1}
-    if "method" in differing:  # and so all the rest
+    if "method" in differing:  # then all others differ too
         differing = {"method": differing["method"]}
     said = []
     for name, values in differing.items():
@@ -204,12 +204,12 @@ def _shortened(text: str | None) -> str:
 
 
 def _device_of(group: Any) -> torch.device:
-    """Where a group's exchanges may be made of which nobody has told the device."""
+    """Return the default device of a group's exchanges."""
     return torch.device("cpu") if "gloo" in str(dist.get_backend(group)) else torch.device("cuda")
 
 
 def _mark(tensor: Tensor, piece: int = 2**22) -> Tensor:
-    """A number of 24 bits that follows from a tensor's bits and their places."""
+    """Return a checksum of 24 bits of a tensor's bits and their positions."""
     words = (
         tensor.detach()
         .reshape(-1)

@@ -1,4 +1,4 @@
-"""Sharded parameters: rows of which each rank has some, and FSDP2: the full ones that a forward pass uses."""
+"""Sharded parameters: rows split over ranks, and the full parameters in a forward pass of FSDP2."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Gathered", "Split", "sharded_like"]
 
 
 class Split:
-    """Rows that are split over the ranks: tensors (``DTensor``) of which each rank has a part of the first dimension.
+    """Rows split over the ranks: tensors (``DTensor``) that are sharded along their first dimension.
 
     Without sharded tensors this rank has all rows.
 
@@ -27,7 +27,7 @@ class Split:
 
     Attributes:
         total: number of all rows.
-        start, count: which is the first that this rank has, and how many it has.
+        start, count: first row of this rank, and the number of its rows.
     """
 
     def __init__(self, tensors: Sequence[Tensor], ranks: Ranks) -> None:
@@ -56,11 +56,11 @@ class Split:
 
     @staticmethod
     def local(t: Tensor) -> Tensor:
-        """The rows that this rank has, in the tensor's own memory."""
+        """Return this rank's rows, in the tensor's own memory."""
         return t.detach().to_local() if is_sharded(t) else t  # type: ignore[attr-defined]
 
     def whole(self, rows: Tensor) -> Tensor:
-        """The tensor of which this rank has these rows."""
+        """Return the sharded tensor that has these rows on this rank."""
         if self._mesh is None:
             return rows
         from torch.distributed.tensor import DTensor, Shard
@@ -70,14 +70,14 @@ class Split:
         return DTensor.from_local(rows, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=rows.stride())
 
     def own(self, ids: Tensor) -> Tensor:
-        """Which of these rows this rank has: their places among the numbers given."""
+        """Return the positions in ``ids`` of the rows that this rank has."""
         return ((ids >= self.start) & (ids < self.start + self.count)).nonzero().flatten()
 
 
 class Gathered:
-    """What is known of the FSDP modules that a loss calls.
+    """FSDP modules that a loss calls, and their gathered parameters.
 
-    Gathered parameters are not gathered again before they have been dropped, so a module that keeps them would go on
+    FSDP does not gather parameters again before they have been dropped, so a module that keeps them would continue
     with the values of another point. They are dropped before each evaluation, and at the end of a step.
     """
 
@@ -87,7 +87,7 @@ class Gathered:
 
     @contextmanager
     def watching(self) -> Generator[None]:
-        """Evaluate inside the block at what the shards hold now, and note the full parameters."""
+        """Evaluate inside the block at the present values of the shards, and record the full parameters."""
         from torch.distributed.fsdp import FSDPModule  # takes longer to import than all of this package
 
         sites: dict[nn.Module, list[tuple[nn.Module, str, Tensor]]] = {}
@@ -119,11 +119,11 @@ class Gathered:
                 handle.remove()
 
     def full(self, parameters: Sequence[Tensor]) -> Vector:
-        """The full parameters of the last evaluation; those that are not sharded as they are."""
+        """Return the full parameters of the last evaluation; unsharded ones as they are."""
         return Vector(self._full.get(id(p), p) for p in parameters)
 
     def require_kept(self) -> None:
-        """Raise if the full parameters have been dropped although there is more to differentiate."""
+        """Raise if the full parameters have been dropped although more derivatives are needed."""
         if any(not full.untyped_storage().size() for full in self._full.values()):
             raise RuntimeError(
                 "second derivatives need the full parameters after a backward pass, but the sharded module has dropped "
@@ -132,14 +132,14 @@ class Gathered:
             )
 
     def release(self) -> None:
-        """Drop what is gathered."""
+        """Drop the gathered parameters."""
         for module in self._modules:
             module.reshard()
         self._full = {}
 
     @staticmethod
     def gathered(vector: Sequence[Tensor], like: Sequence[Tensor]) -> Vector:
-        """A vector in full, as the derivatives in the full parameters ``like`` take it."""
+        """Return a vector in full, for derivatives in the full parameters ``like``."""
         return Vector(
             v.full_tensor().to(full.dtype) if is_sharded(v) and not is_sharded(full) else v  # type: ignore[attr-defined]
             for v, full in zip(vector, like, strict=True)
@@ -147,7 +147,7 @@ class Gathered:
 
     @staticmethod
     def scattered(results: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor | None]:
-        """Derivatives in full parameters, of each rank's own data, as shards of their mean."""
+        """Return the mean over ranks of derivatives in full parameters, as shards; each rank has its own data."""
         from torch.distributed.tensor import DTensor, Partial
 
         return [
@@ -162,7 +162,7 @@ class Gathered:
 
 
 def sharded_like(whole: Tensor, like: Tensor) -> Tensor:
-    """A tensor that every rank has, as shards like another one's; nothing is sent."""
+    """Return a tensor that every rank has, with the sharding of another one; nothing is sent."""
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = like.device_mesh  # type: ignore[attr-defined]

@@ -1,1 +1,1 @@
-"""What torch cannot fuse by itself: operators with a Triton program for GPUs and a reference in torch for the rest."""
+"""Operators that torch cannot fuse: a Triton program for GPUs, and a reference in torch for other devices."""

@@ -15,10 +15,10 @@ __all__ = ["Algebra", "cg_step", "iteration"]
 
 
 class Algebra(NamedTuple):
-    """What vectors are, and the scalars made of them.
+    """Operations on vectors, and on the scalars made of them.
 
     Attributes:
-        dot: the inner product, of many systems one for each of them.
+        dot: the inner product; with many systems, one for each.
         add: ``(vector, other, alpha) -> vector + alpha * other``.
         where: chooses between two scalars, as ``torch.where`` does.
     """
@@ -31,7 +31,7 @@ class Algebra(NamedTuple):
 def iteration(
     algebra: Algebra, v: Any, r: Any, p: Any, hp: Any, rr: Any, active: Any
 ) -> tuple[Any, Any, Any, Any, Any]:
-    """What follows the product in an iteration: `cg_step`, of vectors and scalars of any kind."""
+    """Run the part of an iteration after the product: `cg_step`, for vectors and scalars of any kind."""
     dot, add, where = algebra
     curvature = dot(p, hp)
     negative = active & (curvature <= 0)
@@ -47,7 +47,7 @@ def iteration(
 def cg_step(
     v: Tensor, r: Tensor, p: Tensor, hp: Tensor, rr: Tensor, active: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    r"""One step for every system that is active; the others stay as they are.
+    r"""Make one step for every active system; the others stay as they are.
 
     .. math::
         \alpha = \|r\|^2 / p^\top H p, \qquad v' = v + \alpha p, \qquad r' = r - \alpha H p, \qquad
@@ -57,12 +57,13 @@ def cg_step(
         v: solutions so far, shape (lanes, n).
         r: residuals.
         p: directions.
-        hp: products with them.
+        hp: products of H with the directions.
         rr: squared lengths of the residuals, float64, shape (lanes,).
-        active: which systems go on, shape (lanes,).
+        active: mask of the systems that go on, shape (lanes,).
 
     Returns:
-        The new v, r, p and rr, and which of the active systems met a direction of non-positive curvature and stay, too.
+        The new v, r, p and rr, and a mask of the active systems that stay because their direction has non-positive
+        curvature.
 
     Example:
         >>> H, b = torch.tensor([[1.0, 2.0]]), torch.ones(1, 2)

@@ -15,7 +15,7 @@ _MASK = (1 << 64) - 1
 
 
 def mixed_number(value: int) -> int:
-    """The finaliser of SplitMix64, a number below 2^64."""
+    """Return the finaliser of SplitMix64, a number below 2^64."""
     value = (value + GOLDEN) & _MASK
     value = ((value ^ (value >> SHIFTS[0])) * FIRST) & _MASK
     value = ((value ^ (value >> SHIFTS[1])) * SECOND) & _MASK
@@ -23,25 +23,25 @@ def mixed_number(value: int) -> int:
 
 
 def mixed(values: Tensor) -> Tensor:
-    """The same of every entry: 64 bits each, as integers with a sign."""
-    values = values + signed(GOLDEN)  # from here on in place: memory is most of the cost
+    """Return `mixed_number` of every entry: 64 bits each, as signed integers."""
+    values = values + signed(GOLDEN)  # in place from here on: memory traffic is most of the cost
     values.bitwise_xor_(_shifted(values, SHIFTS[0])).mul_(signed(FIRST))
     values.bitwise_xor_(_shifted(values, SHIFTS[1])).mul_(signed(SECOND))
     return values.bitwise_xor_(_shifted(values, SHIFTS[2]))
 
 
 def remainders(keys: Tensor, divisor: int) -> Tensor:
-    """What divisions leave of keys, taken as numbers below 2^63 as `problem.random.hashed` makes them."""
+    """Return the remainders of keys, converted to numbers below 2^63 as in `problem.random.hashed`."""
     return _shifted(keys, 1) % divisor
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:
-    """The precision that numbers for tensors of a dtype are made in."""
+    """Return the dtype in which numbers for tensors of a dtype are computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def units(kind: str, keys: Tensor, rows: Tensor, period: int, index: Tensor, dtype: torch.dtype) -> Tensor:
-    r"""Entries of mean 0 and variance 1 for each key, made of the 64 bits h = mixed(key + i) at position i.
+    r"""Return entries of mean 0 and variance 1 for each key, from the 64 bits h = mixed(key + i) at position i.
 
     * ``"normal"``: :math:`\sqrt{-2 \ln a} \cos 2 \pi b`, with a the upper 32 bits of h and b the lower ones;
     * ``"sign"``: 1 or -1, by the highest bit of h;
@@ -49,15 +49,15 @@ def units(kind: str, keys: Tensor, rows: Tensor, period: int, index: Tensor, dty
 
     Args:
         kind: one of these.
-        keys: integers, of a shape that broadcasts with ``index``, as the result has it.
-        rows: of the transform, likewise.
-        period: its size.
+        keys: integers, of a shape that broadcasts with ``index`` to that of the result.
+        rows: rows of the transform, shaped like the keys.
+        period: size of the transform.
         index: positions.
-        dtype: of the result, float32 or float64.
+        dtype: dtype of the result, float32 or float64.
     """
     bits = mixed(keys + index)
     if kind == "normal":
-        # Half a unit is added to the upper part, whose logarithm is taken.
+        # Half a unit more keeps the logarithm finite.
         radius = _shifted(bits, 32).to(dtype).add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
         return bits.bitwise_and_(0xFFFFFFFF).to(dtype).mul_(2 * pi * 2.0**-32).cos_().mul_(radius)
     highest = bits < 0
@@ -69,10 +69,10 @@ def units(kind: str, keys: Tensor, rows: Tensor, period: int, index: Tensor, dty
 
 
 def signed(value: int) -> int:
-    """A number below 2^64 as torch has it."""
+    """Return a number below 2^64 as a signed integer, which torch needs."""
     return value - (1 << 64) if value >> 63 else value
 
 
 def _shifted(values: Tensor, by: int) -> Tensor:
-    """Shifted to the right without the sign."""
+    """Shift bits to the right without extending the sign."""
     return (values >> by).bitwise_and_((1 << (64 - by)) - 1)

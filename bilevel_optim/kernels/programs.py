@@ -1,4 +1,4 @@
-"""The Triton programs, and their launches: imported only where there is a GPU, or Triton's interpreter."""
+"""Triton programs and their launches; imported only with a GPU or Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _perturb(
     out, point, factors, keys, rows, period, offset, n, count,
     KIND: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # Programs that follow each other have the same part of the point, which then comes from the cache.
+    # Consecutive programs read the same part of the point, which then comes from the cache.
     program = tl.program_id(0).to(tl.int64)
     q, at = program % count, program // count * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
@@ -78,7 +78,7 @@ def _square(
 
 @triton.jit
 def _alpha(rr, active, curvature):
-    """Step length, and whether the curvature forbids it."""
+    """Return step lengths, and masks of positive and of non-positive curvature."""
     negative = active & (curvature <= 0)
     going = active & (curvature > 0)
     return tl.where(going, rr / tl.where(going, curvature, 1.0), 0.0), going, negative
@@ -161,7 +161,7 @@ def accumulated(
 
 
 def squares(like: Tensor, keys: Tensor, rows: Tensor, period: int, offset: int, kind: str) -> Tensor:
-    """`seeded.squares`: a sum for each block, added up in an order that does not change."""
+    """`seeded.squares`: a sum for each block, added up in a fixed order."""
     n, count = like.numel(), len(keys)
     parts = triton.cdiv(n, BLOCK)
     out = torch.zeros(count, parts, dtype=torch.float64, device=like.device)
@@ -176,12 +176,12 @@ def squares(like: Tensor, keys: Tensor, rows: Tensor, period: int, offset: int, 
 def cg_step(
     v: Tensor, r: Tensor, p: Tensor, hp: Tensor, rr: Tensor, active: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`cg.cg_step` in three passes: each inner product has to be known before what follows."""
+    """`cg.cg_step` in three passes: each inner product must be known before the next pass."""
     lanes, n = v.shape
     count = triton.cdiv(n, BLOCK)
     v, r, p, hp, rr, active = (t.contiguous() for t in (v, r, p, hp, rr, active))
     new_v, new_r, new_p, new_rr, negative = (torch.empty_like(t) for t in (v, r, p, rr, active))
-    parts = rr.new_empty(lanes, count)  # what the blocks of a lane find, summed once
+    parts = rr.new_empty(lanes, count)  # sums of a lane's blocks
     if lanes * count:
         grid, sizes = (lanes * count,), {"DTYPE": _dtype(v), "BLOCK": BLOCK}
         _curvatures[grid](parts, p, hp, n, count, **sizes)
@@ -192,5 +192,5 @@ def cg_step(
 
 
 def _dtype(t: Tensor) -> tl.dtype:
-    """The precision of numbers for a tensor."""
+    """Return the dtype in which numbers for a tensor are computed."""
     return tl.float64 if precise(t.dtype) == torch.float64 else tl.float32

@@ -1,4 +1,4 @@
-"""How an operator is registered: a reference for every device, a Triton program for CUDA, a vmap rule."""
+"""Registration of operators: a reference for every device, a Triton program for CUDA, a vmap rule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["launch_of", "operator", "programs"]
 
 @cache
 def programs() -> Any:
-    """The module of Triton programs; None if there is no Triton (it comes with torch on Linux)."""
+    """Return the module of Triton programs; None if there is no Triton (it comes with torch on Linux)."""
     try:
         return import_module(f"{__package__}.programs")
     except ImportError:
@@ -26,11 +26,11 @@ def programs() -> Any:
 
 
 def operator(reference: Callable[..., Any], empty: Callable[..., Any]) -> Callable[..., Any]:
-    """The operator ``bilevel_optim::NAME`` of a reference, whose program has the same name and arguments.
+    """Return the operator ``bilevel_optim::NAME`` of a reference; its program has the same name and arguments.
 
     Args:
-        reference: what it computes, in torch.
-        empty: what the result looks like (`torch.library.register_fake`).
+        reference: the computation in torch.
+        empty: returns an empty result (`torch.library.register_fake`).
     """
     made = torch.library.custom_op(f"bilevel_optim::{reference.__name__.removeprefix('_')}", reference, mutates_args=())
     made.register_fake(empty)
@@ -49,7 +49,10 @@ def operator(reference: Callable[..., Any], empty: Callable[..., Any]) -> Callab
 
 
 def launch_of(reference: Callable[..., Any]) -> Callable[..., Any]:
-    """The launch of a reference's program on the GPU of the first tensor; the reference, if Triton cannot run there."""
+    """Return a function that launches a reference's program on the first tensor's GPU.
+
+    If Triton cannot run there, it calls the reference.
+    """
 
     def launch(*args: Any) -> Any:
         device = args[0].device
@@ -63,14 +66,14 @@ def launch_of(reference: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _runs(device: torch.device) -> bool:
-    """Whether Triton's programs run on a device: they need a driver and, to be launched, a C compiler."""
+    """Return True if Triton's programs run on a device: they need a driver and, for the launch, a C compiler."""
     if programs() is None:
         return False
     try:
         keys = torch.zeros(1, dtype=torch.int64, device=device)
         with torch.cuda.device(device):
             programs().squares(torch.zeros(1, device=device), keys, keys, 1, 0, "sign")
-    except Exception as error:  # Triton raises what it likes
+    except Exception as error:  # Triton raises errors of many types
         warnings.warn(
             f"Triton cannot run on {device}, so the operations that it has programs for are made of torch's, which are "
             f"slower: {type(error).__name__}: {str(error).partition(chr(10))[0]}",

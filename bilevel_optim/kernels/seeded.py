@@ -1,9 +1,9 @@
-r"""Seeded directions that are never stored: points beside a point, and combinations of directions.
+r"""Seeded directions that are never stored: perturbed points, and combinations of directions.
 
 Entry i of direction q is a function of ``keys[q]`` and ``offset + i`` (`counter.units`). Common arguments:
 
 * ``keys``: (Q,) integers;
-* ``rows``, ``period``: what ``"hartley"`` needs beside them, (Q,) integers and their bound;
+* ``rows``, ``period``: needed for ``"hartley"`` only, (Q,) integers and their bound;
 * ``offset``: number of the first entry, so that several tensors share one direction;
 * ``kind``: ``"normal"``, ``"sign"`` or ``"hartley"``.
 """
@@ -20,13 +20,13 @@ from .registry import operator
 
 __all__ = ["BLOCK", "accumulated", "perturbed", "squares"]
 
-BLOCK = 1 << 16  # entries of directions made at a time on a CPU, which stay in its cache
+BLOCK = 1 << 16  # entries of directions made at a time on a CPU, to stay in its cache
 
 
 def perturbed(
     point: Tensor, factors: Tensor, keys: Tensor, rows: Tensor, period: int, offset: int, kind: str
 ) -> Tensor:
-    r"""Points :math:`p + c_q u_q`, shape (Q, ...), each rounded once.
+    r"""Return points :math:`p + c_q u_q`, shape (Q, ...), each rounded once.
 
     Args:
         point: p, of any strides.
@@ -50,7 +50,7 @@ def perturbed(
 def accumulated(
     like: Tensor, coefficients: Tensor, keys: Tensor, rows: Tensor, period: int, offset: int, kind: str
 ) -> Tensor:
-    r"""The combination :math:`\sum_q c_q u_q`, with the shape and dtype of ``like``.
+    r"""Return the combination :math:`\sum_q c_q u_q`, with the shape and dtype of ``like``.
 
     Args:
         like: a tensor of the result's shape, dtype and device.
@@ -71,7 +71,7 @@ def accumulated(
 
 
 def squares(like: Tensor, keys: Tensor, rows: Tensor, period: int, offset: int, kind: str) -> Tensor:
-    r"""The squared lengths :math:`\|u_q\|^2` of directions shaped like a tensor, shape (Q,), in float64.
+    r"""Return the squared lengths :math:`\|u_q\|^2` of directions shaped like a tensor, shape (Q,), in float64.
 
     Args:
         like: a tensor of a direction's shape, dtype and device.
@@ -90,12 +90,12 @@ def squares(like: Tensor, keys: Tensor, rows: Tensor, period: int, offset: int, 
 
 
 def _is_small(like: Tensor, keys: Tensor) -> bool:
-    """Whether one block holds all, so that plain torch, which a trace sees through, is as good as the operator."""
+    """Return True if one block holds all: plain torch, which can be traced, is then as good as the operator."""
     return like.device.type == "cpu" and like.numel() * keys.numel() <= BLOCK
 
 
 def _blocks(like: Tensor, keys: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Directions and entries, as many at a time as one block holds."""
+    """Yield slices of directions and entries, as many at a time as one block holds."""
     n, count = like.numel(), keys.numel()
     width = max(min(n, BLOCK), 1)
     height = BLOCK // width

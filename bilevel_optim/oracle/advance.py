@@ -1,4 +1,4 @@
-"""Module buffers go with the steps: the one place where they advance."""
+"""Advance of module buffers, once in each step and only here."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["advance_buffers"]
 
 
 def advance_buffers(oracle: Oracle, y: Sequence[Tensor] | None) -> None:
-    """One forward pass of g at the y that a step ends at, on its last lower sample, if modules change buffers.
+    """Run one forward pass of g at the last y of a step, on its last lower sample, if modules change buffers.
 
-    No other evaluation leaves a trace in them, so that within a step the losses are functions of x, y and the sample,
-    and so that copies, tasks and look-ahead points count alike for every method. With tasks it is the batch of the
-    first of them, at its own row where y has a row for each. Counts as one value of a loss.
+    No other evaluation changes them. So within a step the losses are functions of x, y and the sample, and copies,
+    tasks and look-ahead points count equally for every method. With tasks, the batch is that of the first task, at its
+    own row where y has a row for each. Counts as one value of a loss.
 
     Args:
-        oracle: of the step, at its beginning.
-        y: the improved y; None: as it was.
+        oracle: oracle of the step, at its beginning.
+        y: the improved y; None: unchanged.
     """
     session = oracle.session
-    sample, session.lower_sample = session.lower_sample, None  # a cycle, which would outlive the step with its graphs
+    sample, session.lower_sample = session.lower_sample, None  # a reference cycle would keep the step's graphs
     if sample is None or not session.buffers_skipped:
         return
     oracle.count("loss")

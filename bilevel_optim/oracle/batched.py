@@ -1,4 +1,4 @@
-"""Many evaluations at once: one ``vmap``, chunks of it, or a loop, and why it was the loop."""
+"""Many evaluations, by one ``vmap``, in chunks, or in a loop, with the reason for the loop."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .session import Session
 
 __all__ = ["CONVOLUTIONS", "no_large_convolutions", "no_slow_batching", "run", "slices"]
 
-LARGE = 1 << 17  # entries of what goes into a convolution
+LARGE = 1 << 17  # input entries of a convolution
 CONVOLUTIONS = "convolutions of this size are faster one by one on a CPU"
 Part = TypeVar("Part")
 
 
 class Unsuited(RuntimeError):
-    """The evaluations could be batched, but the loop is better."""
+    """The evaluations could be batched, but a loop is faster."""
 
 
 def run(
@@ -34,21 +34,21 @@ def run(
     possible: bool = True,
     first: Callable[[], None] | None = None,
 ) -> list[Part]:
-    """The results of n evaluations, in parts.
+    """Return the results of n evaluations, in parts.
 
-    What vmap cannot do, the loop can: after an exception that comes again the loop takes over, for good and with the
-    reason in ``session.found.fallback``. What is wrong with the loss itself is raised.
+    A loop can do what vmap cannot. So after an exception that occurs twice the loop takes over, for good and with the
+    reason in ``session.found.fallback``. Errors of the loss itself are raised.
 
     Args:
-        session: says how many may run together, and remembers that they cannot.
+        session: limits how many may run together, and stores the fallback.
         n: number of evaluations.
         together: evaluates a slice of them at once.
         alone: evaluates one of them.
         possible: False if these cannot be batched (this time).
-        first: a look at whether the batched evaluation can be trusted; raises if not.
+        first: check of the batched evaluation; raises if it cannot be trusted.
     """
     size, fallback = session.options.at_once(n), session.found.fallback
-    if is_dynamo_compiling() and fallback == CONVOLUTIONS:  # others are large there
+    if is_dynamo_compiling() and fallback == CONVOLUTIONS:  # the limit is higher there
         first = fallback = None
     if size == 1 or not possible or fallback:
         return [alone(i) for i in range(n)]
@@ -64,7 +64,7 @@ def run(
         reason = str(error)
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
-        if _passes(attempt):  # then it was not vmap's
+        if _passes(attempt):  # then vmap was not the cause
             raise
     results = [alone(i) for i in range(n)]
     session.found.fallback = reason
@@ -72,7 +72,7 @@ def run(
 
 
 def slices(size: int, n: int) -> list[slice]:
-    """The parts of n things, so many in each."""
+    """Split n items into slices of ``size``."""
     return [slice(i, min(i + size, n)) for i in range(0, n, size)]
 
 
@@ -85,9 +85,9 @@ def _passes(attempt: Callable[[], object]) -> bool:
 
 
 def no_large_convolutions(loss: Tensor) -> None:
-    """Raise where grouped convolutions are slower than those one by one.
+    """Raise if grouped convolutions are slower than single ones.
 
-    What is around them is faster for all at once in a compiled graph, so that they may be twice as large there.
+    In a compiled graph the operations around them gain from batching, so that they may be twice as large there.
     """
     if has_large_convolutions(loss, 2 * LARGE if is_dynamo_compiling() else LARGE):
         raise Unsuited(CONVOLUTIONS)
@@ -95,7 +95,7 @@ def no_large_convolutions(loss: Tensor) -> None:
 
 @contextmanager
 def no_slow_batching(look: bool) -> Generator[None]:
-    """Raise where vmap would run an operation without a batching rule one by one, slower than our own loop."""
+    """Raise if vmap would run an operation without a batching rule one by one, slower than the loop of `run`."""
     if not look:
         yield
         return

@@ -26,35 +26,35 @@ PATIENCE = 60.0  # seconds that threads wait for each other
 class Buffers:
     """The module buffers that an evaluation in training mode changes: running statistics, power iterations.
 
-    A closure does not tell which modules it calls, and an update need not show in a tensor's version. So in the first
-    step a hook notes the modules called, and what their buffers were; those that changed are known from then on, and so
-    are normalisations that were in evaluation mode. (Not in every step, because the hook makes compiled modules compile
-    anew, and constant buffers can be large.)
+    A closure does not show which modules it calls, and an update need not show in a tensor's version. So in the first
+    step a hook records the modules called and the values of their buffers. Those that changed are known from then on,
+    and so are normalisations in evaluation mode. (Not in every step, because the hook makes compiled modules
+    recompile, and constant buffers can be large.)
     """
 
     def __init__(self, *, complete: bool = False) -> None:
         self._changing: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
-        self.complete = complete  # a whole step has been seen
-        self._none = True  # as long as nothing is known to change
+        self.complete = complete  # a whole step has been recorded
+        self._none = True  # no buffer is known to change
         self._called: dict[bool, weakref.WeakSet[nn.Module]] = {mode: weakref.WeakSet() for mode in (True, False)}
 
     def __reduce__(self) -> tuple[type[Buffers], tuple[()]]:
-        return Buffers, ()  # a copy of an optimizer finds out about its modules anew
+        return Buffers, ()  # a copy of an optimizer records its own modules
 
     @property
     def constant(self) -> bool:
-        """Whether no evaluation changes any buffer."""
+        """True if no evaluation changes any buffer."""
         return self.complete and self._none
 
     def changing(self) -> list[Tensor]:
-        """The buffers that evaluations change now, in an order that stays."""
+        """Return the buffers that evaluations change at present, in a fixed order."""
         if self._none:
             return []
         found = [getattr(m, name) for m, names in self._changing.items() if m.training for name in sorted(names)]
         return [buffer for buffer in found if buffer is not None]
 
     def kept(self) -> AbstractContextManager[Kept]:
-        """Restore the buffers that the block changes; what it gives says whether there are any."""
+        """Restore the buffers that the block changes; the `Kept` that it yields says whether there are any."""
         return nullcontext(Kept({}, self)) if self.constant else self._kept()
 
     @contextmanager
@@ -81,7 +81,7 @@ class Buffers:
 
     @contextmanager
     def _noted(self) -> Generator[dict[tuple[nn.Module, str], Tensor]]:
-        """What the buffers hold before the block changes them."""
+        """Yield the values of the buffers before the block changes them."""
         if self.complete:
             yield {
                 (module, name): buffer.detach().clone()
@@ -91,7 +91,7 @@ class Buffers:
             }
             return
         before: dict[tuple[nn.Module, str], Tensor] = {}
-        own = threading.get_ident()  # the hook is called for every module of the process
+        own = threading.get_ident()  # the hook is called in all threads
 
         def note(module: nn.Module, inputs: Any) -> None:
             if torch.compiler.is_dynamo_compiling() or threading.get_ident() != own:
@@ -112,11 +112,11 @@ class Buffers:
             yield before
 
     def _moves(self, module: nn.Module) -> bool:
-        """Whether an evaluation may change a module: it trains, or losses switch it to and fro."""
+        """Return True if an evaluation may change a module: it trains, or losses switch its mode."""
         return module.training or (module in self._called[True] and module in self._called[False])
 
     def _restored(self, before: dict[tuple[nn.Module, str], Tensor]) -> bool:
-        """Put back what was noted; whether there was something to put back."""
+        """Restore recorded values; return True if there were any to restore."""
         found = False
         for (module, name), value in before.items():
             buffer = getattr(module, name)
@@ -130,7 +130,7 @@ class Buffers:
 
 
 class Kept:
-    """What a block that keeps buffers has moved: so far, and in all."""
+    """Changes of buffers in a block that restores them: so far (`moved`), and in all (``changed``)."""
 
     __slots__ = ("_before", "_buffers", "changed")
 
@@ -138,8 +138,8 @@ class Kept:
         self._before, self._buffers, self.changed = before, buffers, False
 
     def moved(self) -> bool:
-        """Whether graphs of the block may not be used after it: they may have saved what it puts back."""
-        if self._buffers.complete:  # looking would wait for a device
+        """Return True if graphs of the block are not valid after it: they may have saved buffers that it restores."""
+        if self._buffers.complete:  # a comparison would wait for the device
             return bool(self._before)
         return any(
             (buffer := getattr(module, name)) is not None and not torch.equal(buffer, value)
@@ -148,10 +148,10 @@ class Kept:
 
 
 class _Notes:
-    """Hooks for the modules of the whole process, by the threads that need them; none while torch traces.
+    """Hooks on the modules of the whole process, set by the threads that need them; none while torch traces.
 
-    What torch traces would look at them, and they are gone before it is used. So a thread that traces waits until
-    others need none, and they wait until it has traced; neither for ever, as a loss may wait for another thread.
+    A trace would include the hooks, which are gone before it is used. So a thread that traces waits until other threads
+    need none, and they wait until it has traced. Both waits have a limit, because a loss may wait for another thread.
     """
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ class _Notes:
 
     @contextmanager
     def on(self, note: Note) -> Generator[None]:
-        """A block in which the modules that this thread calls are noted."""
+        """Call ``note`` for the modules called in the block."""
         own = threading.get_ident()
         with self._changed:
             self._changed.wait_for(partial(self._may_note, own), PATIENCE)
@@ -177,7 +177,7 @@ class _Notes:
 
     @contextmanager
     def off(self) -> Generator[None]:
-        """A block in which none is noted."""
+        """Run the block without any hooks."""
         own = threading.get_ident()
         with self._changed:
             mine = self._on.pop(own, [])
@@ -211,14 +211,14 @@ unnoted = _NOTES.off
 
 
 def _expect_hooks() -> None:
-    """Have no warning of compiled modules that they see our hook; for good, as other threads have it too."""
+    """Silence the warning that compiled modules see our hook; for good, as filters are shared with other threads."""
     text = "Using `torch.compile(module)` when there are global hooks"
     if not any(own[0] == "ignore" and own[1] is not None and own[1].match(text) for own in warnings.filters):
         warnings.filterwarnings("ignore", message=re.escape(text))
 
 
 def _normalises(module: nn.Module) -> bool:
-    """Whether a module has running statistics, which all change together."""
+    """Return True if a module has running statistics, which all change together."""
     return bool(getattr(module, "track_running_stats", False))
 
 

@@ -1,4 +1,4 @@
-"""What one step has to look at on the host, collected on the device and read with one synchronisation."""
+"""Checks of one step, collected on the device and read on the host with one synchronisation."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..problem.vector import Vector, any_sharded
 
 __all__ = ["Checks"]
 
-Message = str | Callable[[], str]  # or what makes it, if it is to be given
+Message = str | Callable[[], str]  # or a function that makes it when needed
 
-REFUSAL = "refusal"  # the key of what is no warning but an error
+REFUSAL = "refusal"  # the key of alerts that are errors
 
 
 class Checks:
-    """Flags of one step: what has to be finite, and what is worth a warning.
+    """Checks of one step: for finite values, and for reasons to warn.
 
     ``finite`` and ``alert`` only queue; ``verify`` reads everything at once.
     """
@@ -34,14 +34,14 @@ class Checks:
         self._alerts: list[tuple[str, Message, Callable[..., Any], tuple[Tensor, ...]]] = []
 
     def finite(self, oracle: str, tensors: Iterable[Tensor], hint: str = "") -> None:
-        """Require that every entry of ``tensors``, which came out of ``oracle``, is finite."""
-        if is_dynamo_compiling():  # where they are made: parts of a graph hand on a number, not a vector
+        """Require that every entry of ``tensors``, results of ``oracle``, is finite."""
+        if is_dynamo_compiling():  # summed here, so that parts of a graph hand on a number, not a vector
             self._sums += [t.detach().sum(dtype=torch.promote_types(torch.float32, t.dtype)) for t in tensors]
             return
         self._finite.append((oracle, hint, [t.detach() if t.requires_grad else t for t in tensors]))
 
     def scalar(self, oracle: str, value: Tensor, hint: str = "") -> None:
-        """The same of a single number, at less cost."""
+        """Require that a single number is finite, at less cost."""
         self._scalars.append((oracle, hint, value))
 
     def alert(self, key: str, message: Message, on: Tensor) -> None:
@@ -49,9 +49,9 @@ class Checks:
         self.alert_if(key, message, _itself, on)
 
     def alert_if(self, key: str, message: Message, test: Callable[..., Any], *figures: Tensor) -> None:
-        """The same if a test of scalars holds: they are read with all others, and it is made of numbers, on the host.
+        """Warn if a test of scalars holds; they are read with all others and tested as numbers on the host.
 
-        In a trace it is made of the scalar tensors themselves, so it consists of comparisons, ``&`` and ``|``.
+        In a trace the test gets the scalar tensors themselves, so it must consist of comparisons, ``&`` and ``|``.
         """
         self._alerts.append((key, message, test, figures))
 
@@ -60,9 +60,9 @@ class Checks:
         self.alert(REFUSAL, message, on)
 
     def flags(self) -> tuple[list[str], Tensor]:
-        """In place of `verify`, in a graph: keys of the alerts; whether anything is amiss, and which alerts are on.
+        """Replace `verify` in a graph: return the keys of the alerts, and a tensor of non-finite flag and alerts.
 
-        Nothing is read. What is amiss, if anything, an eager step finds out.
+        Nothing is read on the host. If a value is not finite, an eager step finds out which one.
         """
         tensors = [*self._sums, *(t.reshape(()) for *_, t in self._scalars)]
         alerts = [test(*figures).reshape(()) for *_, test, figures in self._alerts]
@@ -78,10 +78,10 @@ class Checks:
     ) -> set[str]:
         """Raise `NonFiniteError` for the first oracle that failed; warn; return the keys of the alerts that were on.
 
-        A key is added to ``warned`` with its warning. ``shown`` are tensors in which it shows whether a vector was not
-        finite, if not all vectors are to be looked at for that. ``quiet`` are keys of which nothing is said.
+        ``warned`` receives the key of each warning. ``shown`` are tensors that show whether any vector was not finite;
+        by default all vectors are checked. Keys in ``quiet`` give no warning.
         """
-        # A norm is cheap, and not finite if an entry is not; that one of finite entries overflows is seen afterwards.
+        # A norm is cheap, and not finite if an entry is not; `_require_finite` recognises a mere overflow.
         signs = _norms([t for *_, vector in self._finite for t in vector] if shown is None else shown)
         for *_, value in self._scalars:
             signs.append(value)
@@ -104,7 +104,7 @@ class Checks:
         return on
 
     def _require_finite(self, step: int) -> None:
-        """Raise for the first oracle that failed."""
+        """Raise for the first oracle that returned a non-finite entry."""
         for oracle, hint, vector in self._finite:
             if not bool(Vector(vector).max_abs().isfinite()):
                 raise NonFiniteError(oracle, step, hint)
@@ -128,8 +128,8 @@ def _text(message: Message) -> str:
 
 
 def _read(scalars: list[Tensor]) -> list[float]:
-    """Scalars on the host, with one synchronisation."""
-    if all([t.is_cpu for t in scalars]):  # costs less than to put them together
+    """Read scalars on the host, with one synchronisation."""
+    if all([t.is_cpu for t in scalars]):  # cheaper than to stack them
         return [t.item() for t in scalars]
     away = next(t for t in scalars if not t.is_cpu)
     kind = functools.reduce(torch.promote_types, {t.dtype for t in scalars})

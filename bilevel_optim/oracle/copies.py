@@ -1,4 +1,4 @@
-"""Both losses at several points: stacked copies of y, and perhaps of x, together or one by one."""
+"""Both losses at several points: stacked copies of y, and perhaps of x, evaluated together or one by one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Samples = Sample | Sequence[Sample]
 
 
 class Copies(NamedTuple):
-    """Values of f and g per copy (NaN where they were not needed), the gradient asked for, and what it is that of."""
+    """Values of f and g per copy (NaN where not needed), the gradient of a weighted sum, and that sum (``total``)."""
 
     upper: Tensor
     lower: Tensor
@@ -38,8 +38,8 @@ class Copies(NamedTuple):
 
 
 @dataclass
-class _Points:
-    """What is evaluated: n points and their weights and samples."""
+class _WeightedPoints:
+    """The n points of an evaluation, with their weights and samples."""
 
     lower: Vector
     upper: Vector | None
@@ -49,11 +49,11 @@ class _Points:
     g_sample: Samples
     wrt: str
 
-    def __getitem__(self, part: slice) -> _Points:
+    def __getitem__(self, part: slice) -> _WeightedPoints:
         if part == slice(0, len(self)):
             return self
         f, g = self.f_sample, self.g_sample
-        return _Points(
+        return _WeightedPoints(
             Vector(t[part] for t in self.lower),
             None if self.upper is None else Vector(t[part] for t in self.upper),
             self.f_weights[part],
@@ -86,7 +86,7 @@ def evaluate_copies(
     wrt: str,
     upper_copies: Vector | None = None,
 ) -> Copies:
-    r"""Gradient of :math:`\sum_j a_j f(x_j, y_j) + b_j g(x_j, y_j)` over stacked copies :math:`y_j`, perhaps of x too.
+    r"""Compute the gradient of :math:`\sum_j a_j f(x_j, y_j) + b_j g(x_j, y_j)` over stacked copies :math:`y_j`.
 
     Args:
         oracle: evaluates the losses; its options say whether copies are vectorised.
@@ -94,10 +94,10 @@ def evaluate_copies(
         upper_weights: :math:`a_j`, n numbers.
         lower_weights: :math:`b_j`, n numbers.
         upper_sample: one sample shared by all copies, or n samples.
-        lower_sample: likewise.
+        lower_sample: the same for g.
         wrt: ``"lower"``: gradients of shape (n, ...), one for each copy. ``"upper"``: one gradient in x, and the values
             of f at every copy, also where :math:`a_j = 0`. ``"nothing"``: only the values of f.
-        upper_copies: tensors of shape (n, ...): n copies of x, not with ``wrt="upper"``. Default: that of the oracle.
+        upper_copies: tensors of shape (n, ...): n copies of x, not with ``wrt="upper"``. Default: the oracle's x.
     """
     n = len(upper_weights)
     needed = sum(a != 0 for a in upper_weights)
@@ -110,7 +110,7 @@ def evaluate_copies(
             oracle.count("loss", n - needed)
     if wrt != "nothing":
         oracle.session.lower_sample = lower_sample if isinstance(lower_sample, Sample) else lower_sample[-1]
-    points = _Points(copies, upper_copies, upper_weights, lower_weights, upper_sample, lower_sample, wrt)
+    points = _WeightedPoints(copies, upper_copies, upper_weights, lower_weights, upper_sample, lower_sample, wrt)
     pieces = [_evaluated(oracle, piece) for piece in _pieces(points)]
     return Copies(*oracle.averaged(*(pieces[0] if len(pieces) == 1 else _summed(pieces, points))))
 
@@ -119,8 +119,8 @@ def _parts(samples: Samples) -> Sequence[Samples]:
     return samples.parts if isinstance(samples, Sample) and samples.parts is not None else [samples]
 
 
-def _pieces(points: _Points) -> list[_Points]:
-    """The points with one part of the samples each, whose weights add up to those of the whole."""
+def _pieces(points: _WeightedPoints) -> list[_WeightedPoints]:
+    """Return the points once for each part of the samples, with weights that add up to those of the whole."""
     f, g = _parts(points.f_sample), _parts(points.g_sample)
     if len(f) == len(g) == 1:
         return [points]
@@ -136,11 +136,11 @@ def _pieces(points: _Points) -> list[_Points]:
     ]
 
 
-def _summed(pieces: list[Copies], points: _Points) -> Copies:
-    """What the whole samples give: means of the values over their parts, and sums of the gradients."""
+def _summed(pieces: list[Copies], points: _WeightedPoints) -> Copies:
+    """Combine the results for parts of the samples: means of the values, and sums of the gradients."""
     f, g = len(_parts(points.f_sample)), len(_parts(points.g_sample))
     gradient = pieces[0].gradient
-    for piece in pieces[1:] if gradient else ():  # there is none if values alone were wanted
+    for piece in pieces[1:] if gradient else ():  # empty if only values are needed
         gradient = gradient + piece.gradient
     return Copies(
         torch.stack([piece.upper for piece in pieces[:f]]).mean(0),
@@ -150,8 +150,8 @@ def _summed(pieces: list[Copies], points: _Points) -> Copies:
     )
 
 
-def _evaluated(oracle: Oracle, points: _Points) -> Copies:
-    """All points together, in chunks, or one by one."""
+def _evaluated(oracle: Oracle, points: _WeightedPoints) -> Copies:
+    """Evaluate all points together, in chunks, or one by one."""
     found, n, wrt = oracle.session.found, len(points), points.wrt
     upper_sample, lower_sample = points.f_sample, points.g_sample
     parts = batched.run(
@@ -166,27 +166,27 @@ def _evaluated(oracle: Oracle, points: _Points) -> Copies:
     return _joined(parts, wrt)
 
 
-def _require_substitution(oracle: Oracle, points: _Points) -> None:
-    """Raise if the result depends on what the live tensors hold: then a loss reads them out of torch's sight.
+def _require_substitution(oracle: Oracle, points: _WeightedPoints) -> None:
+    """Raise if the result depends on the values of the live tensors: a loss then reads them where torch cannot see it.
 
-    TorchScript modules do, for instance. Looked at once in the life of an optimizer, and not counted.
+    TorchScript modules do, for instance. Checked once in the life of an optimizer, and not counted.
     """
     pair = points[slice(0, 2)]
     shared = isinstance(pair.f_sample, Sample)
     xi, zeta = (s if isinstance(s, Sample) else _again(s[0]) for s in (pair.f_sample, pair.g_sample))
-    pair = _Points(pair.lower, pair.upper, [1.0, 1.0], [1.0, 1.0], xi, zeta, "lower")
+    pair = _WeightedPoints(pair.lower, pair.upper, [1.0, 1.0], [1.0, 1.0], xi, zeta, "lower")
     session, results = oracle.session, []
     before = session.found.looked, session.found.idle, session.reached.copy()
     for factor, shift in ((1.0, 0.0), (1.1, 0.1)):
         y = Vector(t * factor + shift for t in pair.lower.lane(0))
         x = None if pair.upper is None else Vector(t * factor + shift for t in pair.upper.lane(0))
-        # Shared samples keep the random numbers of their first evaluation, which others have not.
+        # Only shared samples replay the random numbers of their first evaluation.
         with nullcontext() if shared else random.kept(oracle.device):
             values = _together(oracle.at(x, y), pair)
         results.append(Vector((values.upper, values.lower, *values.gradient)))
-    # Where f is not wanted its sample is one of g.
+    # Discard these findings: if f is not needed, its sample is one of g.
     session.found.looked, session.found.idle, session.reached = before
-    # What is not finite says nothing, and is noticed by others.
+    # Non-finite values prove nothing here; the finite check reports them.
     if (results[0] - results[1]).norm() > 1e-5 * results[0].norm():
         raise RuntimeError("a loss reads parameters in a way that cannot be redirected (as TorchScript modules do)")
 
@@ -196,7 +196,7 @@ def _again(sample: Sample) -> Sample:
 
 
 def _alike(*groups: Samples) -> bool:
-    """Whether samples that differ from copy to copy can be stacked (the last batch of a data set may be smaller)."""
+    """Return True if samples that differ between copies can be stacked (a data set's last batch may be smaller)."""
     for group in groups:
         if not isinstance(group, Sample):
             shapes = [[getattr(leaf, "shape", None) for leaf in tree_leaves(one.arguments)] for one in group]
@@ -205,8 +205,8 @@ def _alike(*groups: Samples) -> bool:
     return True
 
 
-def _together(oracle: Oracle, points: _Points) -> Copies:
-    """All the points given, by one vmap of each loss and one backward pass."""
+def _together(oracle: Oracle, points: _WeightedPoints) -> Copies:
+    """Evaluate all the points by one vmap of each loss and one backward pass."""
     wrt, session = points.wrt, oracle.session
     watched = wrt == "nothing" and "upper" not in session.found.looked
     y = Vector(as_variable(t, wrt == "lower" or watched) for t in points.lower)
@@ -239,8 +239,8 @@ def _together(oracle: Oracle, points: _Points) -> Copies:
 
 
 def _at_once(oracle: Oracle, total: Tensor, variables: Vector, wrt: str, kept: Kept) -> tuple[Vector | None, Tensor]:
-    """The gradient of g alone, and its value without a graph, where that graph does not last until f is evaluated."""
-    # Sharded parameters: one graph over two evaluations would go back through what the second has dropped.
+    """Return the gradient of g alone, and its value without a graph, if that graph cannot last until f is evaluated."""
+    # Sharded parameters: the backward pass of a joint graph would need what the second evaluation has dropped.
     if oracle.sharded or kept.moved():
         return _gradient(oracle, total, variables, wrt, of_lower=True), total.detach()
     return None, total
@@ -256,13 +256,13 @@ def _only_values(f: Tensor) -> Copies:
 
 
 def _watched(oracle: Oracle, upper: Vector) -> Vector:
-    """Copies of x, as variables until it is known that a loss depends on x."""
+    """Return the copies of x, as variables until a loss is known to depend on x."""
     found = oracle.session.found
     return upper if found.reaches_upper and len(found.looked) == 2 else Vector(map(as_variable, upper))
 
 
-def _values(oracle: Oracle, level: str, samples: Samples, points: _Points, x: Vector, y: Vector) -> Tensor:
-    """Values of one loss at every point; x are the copies, or the variables of the one x."""
+def _values(oracle: Oracle, level: str, samples: Samples, points: _WeightedPoints, x: Vector, y: Vector) -> Tensor:
+    """Return values of one loss at every point; x are the copies, or the variables of the one x."""
     live, values = [*oracle.live_y], [*y]
     if points.upper is not None:
         live, values = [*live, *oracle.live_x], [*values, *x]
@@ -294,9 +294,14 @@ def _values(oracle: Oracle, level: str, samples: Samples, points: _Points, x: Ve
 
 
 def _features(
-    oracle: Oracle, level: str, sample: Sample, points: _Points, live: Sequence[Tensor], values: Sequence[Tensor]
+    oracle: Oracle,
+    level: str,
+    sample: Sample,
+    points: _WeightedPoints,
+    live: Sequence[Tensor],
+    values: Sequence[Tensor],
 ) -> tuple[Any, Any]:
-    """Features of a shared sample, evaluated outside of the vmap over y, and the dimension that vmap goes over."""
+    """Return features of a shared sample, evaluated outside the vmap over y, and their vmap dimension."""
     if sample.features is None:
         return None, None
     if points.wrt == "lower" and level == "lower":
@@ -325,8 +330,8 @@ def _stacked_arguments(samples: Sequence[Sample]) -> tuple[Any, ...]:
     return stacked
 
 
-def _alone(oracle: Oracle, point: _Points) -> Copies:
-    """A single point."""
+def _alone(oracle: Oracle, point: _WeightedPoints) -> Copies:
+    """Evaluate a single point."""
     (a,), (b,), wrt, session = point.f_weights, point.g_weights, point.wrt, oracle.session
     xi = point.f_sample if isinstance(point.f_sample, Sample) else point.f_sample[0]
     zeta = point.g_sample if isinstance(point.g_sample, Sample) else point.g_sample[0]
@@ -344,7 +349,7 @@ def _alone(oracle: Oracle, point: _Points) -> Copies:
             return _only_values(f.reshape(1))
         if wrt == "lower":
             here.check_features("lower", zeta)
-        # Features at the one x are constants for y; at other values of x they are needed once only.
+        # Features at the one x are constants for y; at other values of x they are needed only once.
         frozen = wrt == "lower" and session.found.reaches_upper
         watched = wrt == "lower" and not here.sharded and zeta.features is xi.features is None
         variables = y if wrt == "lower" else x
@@ -374,7 +379,7 @@ def _alone(oracle: Oracle, point: _Points) -> Copies:
 
 
 def _look(oracle: Oracle, g: Tensor, y: Vector, x: Vector | None, wrt: str) -> None:
-    """At the first step look at g alone: in the sum with f it cannot be seen what it depends on."""
+    """In the first step, differentiate g alone: its sum with f does not show what g depends on."""
     if wrt != "lower" or oracle.sharded:
         return
     session = oracle.session
@@ -392,12 +397,12 @@ def _gradient(oracle: Oracle, total: Tensor, variables: Vector, wrt: str, *, of_
         if not total.requires_grad:  # f of x alone, and g has been differentiated before
             return variables.zeros_like()
         gradients = oracle.differentiate(total, variables)
-        if of_lower:  # of g alone, so that it can be seen what it depends on
+        if of_lower:  # g alone shows its dependencies
             oracle.session.require_reached(gradients, oracle.lower_names)
         else:
             oracle.session.note_unreached(gradients)
         return filled(gradients, variables)
-    if not total.requires_grad:  # neither loss depends on x; whether that is a mistake is decided over the whole step
+    if not total.requires_grad:  # neither loss depends on x; `Session.conclude` decides whether that is a mistake
         return oracle.x.zeros_like()
     gradients = oracle.differentiate(total, variables)
     oracle.session.note_reached(gradients)

@@ -1,4 +1,4 @@
-"""Operations that can be differentiated twice, and what to say of those that cannot."""
+"""Operations that can be differentiated twice, and error messages for those that cannot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 class _PlainWeightNorm(TorchFunctionMode):
-    """Weight normalisation in plain operations: torch's fused one has a wrong second derivative, without an error."""
+    """Weight normalisation in plain operations: torch's fused one has a silently wrong second derivative."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -34,22 +34,22 @@ class _PlainWeightNorm(TorchFunctionMode):
 
 
 def plain_weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    """Weight normalisation in plain operations."""
+    """Compute weight normalisation in plain operations."""
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
 def has_fused(loss: Tensor) -> bool:
-    """Whether the graph of a loss contains a fused operation that cannot be differentiated twice, or only wrongly."""
+    """Return True if a loss's graph contains a fused operation whose second derivative is missing or wrong."""
     return _has(loss, _FUSED)
 
 
 def has_kinks(loss: Tensor) -> bool:
-    """Whether it contains activations whose derivative jumps, so that a difference of gradients means little."""
+    """Return True if it contains activations whose derivative jumps, so that a difference of gradients means little."""
     return _has(loss, _KINKED)
 
 
 def has_large_convolutions(loss: Tensor, large: int) -> bool:
-    """Whether it contains convolutions on a CPU, into which so many numbers go."""
+    """Return True if it contains convolutions on a CPU with at least ``large`` input entries."""
     found = (getattr(node, "_saved_input", None) for node in _nodes(loss) if node.name().startswith("Convolution"))
     return any(isinstance(t, Tensor) and t.device.type == "cpu" and t.numel() >= large for t in found)
 
@@ -59,7 +59,7 @@ def _has(loss: Tensor, names: tuple[str, ...]) -> bool:
 
 
 def _nodes(loss: Tensor) -> Iterator[Any]:
-    """The operations of a loss."""
+    """Yield the operations in a loss's graph."""
     seen, stack = set(), [loss.grad_fn]
     while stack:
         node = stack.pop()
@@ -70,13 +70,13 @@ def _nodes(loss: Tensor) -> Iterator[Any]:
 
 
 def products_of(loss: Tensor) -> frozenset[str]:
-    """Which products the graph of a loss contains that torch may compute in less than single precision."""
+    """Return the kinds of products in a loss's graph that torch may compute in less than single precision."""
     names = {node.name() for node in _nodes(loss)}
     return frozenset(kind for kind, starts in _PRODUCTS.items() if any(name.startswith(starts) for name in names))
 
 
 def working_unit(t: Tensor, products: frozenset[str] | None = None) -> float:
-    """The rounding unit of what is computed with a tensor: that of its type, of autocast's, or of such products."""
+    """Return the rounding unit of computations with a tensor: of its type, of autocast's, or of such products."""
     unit = torch.finfo(t.dtype).eps
     kind = t.device.type
     if torch.is_autocast_enabled(kind):
@@ -102,15 +102,15 @@ _FUSED = ("WeightNorm", "ScaledDotProductFlash", "ScaledDotProductEfficient", "S
 
 
 class twice_differentiable:
-    """Says what to do about operations that cannot be differentiated twice; ``plain`` chooses unfused ones.
+    """Context that explains errors of second derivatives; ``plain`` replaces fused operations by plain ones.
 
-    Fused attention has no second derivative in torch, fused weight normalisation a wrong one; their plain forms serve.
+    Fused attention has no second derivative in torch, fused weight normalisation a wrong one.
     """
 
     __slots__ = ("_block",)
 
     def __init__(self, plain: bool = False) -> None:
-        # In a compiled step they are written otherwise in the graph.
+        # A compiled step replaces them in its graph.
         self._block = ExitStack() if plain and not torch.compiler.is_dynamo_compiling() else None
 
     def __enter__(self) -> None:

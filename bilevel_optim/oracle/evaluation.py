@@ -1,8 +1,8 @@
-"""How a closure over live tensors is evaluated at other values.
+"""Evaluation of a closure over live tensors at other values.
 
-``in_place`` puts the values into the live tensors for a while: it works with whatever torch does with the closure
-(compiled modules, checkpointing, hooks), but for one set of values at a time and not inside a larger graph. Copies and
-compiled steps replace the live tensors in every torch call instead (`Substitution`).
+``in_place`` puts the values into the live tensors for a while. It works with everything that torch does with the
+closure (compiled modules, checkpointing, hooks), but for one set of values at a time and not inside a larger graph.
+Copies and compiled steps replace the live tensors in every torch call instead (`Substitution`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class placed:
     def __enter__(self) -> None:
         live = self._live
         if any_sharded(live):
-            # A sharded parameter's storage is known to its FSDP group by address: write into it instead.
+            # FSDP knows a sharded parameter's storage by its address: write into it instead.
             self._before = Vector(live).detach().clone()
             Vector(live).copy_(self._values)
             return
@@ -62,11 +62,11 @@ def _exchanged(live: Sequence[Tensor], storages: Sequence[Tensor]) -> None:
 
 
 class in_place:
-    """Evaluate inside the block with values in live tensors (None: what they hold), which are the variables.
+    """Put values into live tensors inside the block; yields the live tensors as variables.
 
     Args:
-        live: some vectors of live tensors.
-        values: a vector or None for each.
+        live: vectors of live tensors.
+        values: for each a vector, or None to keep its values.
     """
 
     __slots__ = ("_block", "_live")

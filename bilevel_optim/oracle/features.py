@@ -1,4 +1,4 @@
-"""Derivatives through the part of a loss that does not depend on y, made once for many steps on one batch."""
+"""Derivatives through the part of a loss that does not depend on y, computed once for many steps on one batch."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = ["Apart"]
 class Apart:
     r"""The lower loss as a function of its features z(x), of x and of y, for derivatives of many steps on one batch.
 
-    The derivatives in z are added up, and pulled back to x once, so that the features are evaluated once and
+    The derivatives in z are summed and pulled back to x once, so that the features are evaluated once and
     differentiated once.
 
     Args:
-        oracle: at the x of all steps.
-        sample: of the lower objective, with features.
+        oracle: oracle at the x of all steps.
+        sample: sample of the lower objective, with features.
 
     Attributes:
         features: the sample of the features.
-        usable: whether x is whole, and the loss not one that ranks share, each with its own features.
+        usable: False if parameters are sharded, or if several ranks share the loss, each with its own features.
     """
 
     def __init__(self, oracle: Oracle, sample: Sample) -> None:
@@ -47,7 +47,7 @@ class Apart:
         self._total = Vector(torch.zeros_like(t) for t in (*self._leaves, *oracle.x))
 
     def at(self, y: Vector, sample: Sample) -> tuple[Oracle, Sample]:
-        """The oracle whose upper variables are z and x, and the sample for it of one with these features."""
+        """Return the oracle with upper variables z and x, and its form of a sample with these features."""
         oracle, self._last = self.oracle, sample
 
         def loss() -> Any:
@@ -63,13 +63,13 @@ class Apart:
         return other.at((*self._leaves, *oracle.x) if oracle.moved[0] else None, y), other.g.draw()
 
     def add(self, derivative: Vector) -> None:
-        """Add a derivative in z and x."""
+        """Add a derivative in z and x to the sum."""
         self._total = self._total + derivative
 
     def pulled_back(self) -> Vector:
-        """The sum of the derivatives, in x alone."""
+        """Return the sum of the derivatives, pulled back to x alone."""
         oracle, count = self.oracle, len(self._roots)
-        oracle.session.lower_sample = self._last  # whole, as buffers go with it
+        oracle.session.lower_sample = self._last  # buffers advance on a whole sample
         direct = Vector(self._total[count:])
         if not count:
             return direct

@@ -1,4 +1,4 @@
-"""Gradients of one loss at whatever is placed, of a sample whole or of its parts one after another."""
+"""Gradients of one loss at the placed point, on a whole sample or on its parts one after another."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def slopes(
     *,
     frozen: bool = False,
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """A loss and its gradient in some variables; None where it does not depend on one.
+    """Return a loss and its gradient in some variables; None for those that it does not depend on.
 
     Args:
         oracle: evaluates the loss.
         level: ``"upper"`` or ``"lower"``.
-        sample: on what.
+        sample: the sample to evaluate on.
         x: the upper variables.
-        y: the lower variables, on some of which it must depend.
-        variables: in what to differentiate.
-        frozen: features are constants.
+        y: the lower variables; the loss must depend on some variable.
+        variables: tensors to differentiate in.
+        frozen: whether features are constants.
     """
     if sample.parts is None:
         features = oracle.frozen(level, sample) if frozen else None
@@ -46,7 +46,7 @@ def slopes(
             more, gradients = slopes(oracle, level, part, x, y, variables, frozen=frozen)
         loss = loss + more.detach()
         total = [s if t is None else t if s is None else s + t for s, t in zip(total, gradients, strict=True)]
-        del more, gradients  # with the graph, before the next one is made
+        del more, gradients  # frees the graph before the next one is built
     if level == "lower":
         oracle.session.lower_sample = sample
     share = 1 / len(sample.parts)
@@ -54,12 +54,12 @@ def slopes(
 
 
 def lower_slope(oracle: Point, level: str, sample: Sample) -> tuple[Tensor, Vector]:
-    """Value of a loss and its gradient in y alone, with features that are constants.
+    """Return the value of a loss and its gradient in y alone, with constant features.
 
     Args:
         oracle: evaluates the loss, and counts its gradient.
         level: ``"upper"`` or ``"lower"``.
-        sample: on what.
+        sample: the sample to evaluate on.
     """
     session = oracle.session
     with session.buffers_kept(), oracle.placed() as (x, y):
@@ -73,10 +73,10 @@ def lower_slope(oracle: Point, level: str, sample: Sample) -> tuple[Tensor, Vect
 
 
 def upper_slope(oracle: Point, level: str, sample: Sample) -> tuple[Tensor, Vector]:
-    """Value of a loss and its gradient in x alone; arguments as of `lower_slope`."""
+    """Return the value of a loss and its gradient in x alone; arguments as in `lower_slope`."""
     session = oracle.session
     with session.buffers_kept(), oracle.placed() as (x, y):
-        # Sharded parameters get gradients from a backward pass alone, which would leave those of y behind.
+        # Sharded parameters get gradients from a backward pass only, which would leave those of y behind.
         loss, gradients = slopes(oracle, level, sample, x, y, (*x, *y) if oracle.sharded else x)
     gradients = gradients[: len(x)]
     session.note_reached(gradients)
@@ -88,5 +88,5 @@ def upper_slope(oracle: Point, level: str, sample: Sample) -> tuple[Tensor, Vect
 
 
 def filled(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Vector:
-    """Gradients with zeros for the tensors that were not reached."""
+    """Return gradients with zeros for the tensors without one."""
     return Vector([torch.zeros_like(t) if g is None else g for g, t in zip(gradients, like, strict=True)])

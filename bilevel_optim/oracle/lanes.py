@@ -1,7 +1,7 @@
 """Many lower problems as one: y is a stack with a lane for each, the losses are sums over the lanes.
 
-The lower Hessian is block diagonal then. Every estimator that works on an `Oracle` works on it, and does for each
-problem what it would do for that one alone.
+The lower Hessian is then block diagonal. Every estimator for an `Oracle` also works here, and treats each problem as
+it would that problem alone.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def stacked(
     weights: Tensor | None = None,
     alike: bool = False,
 ) -> Oracle:
-    """The oracle of many lower problems as one.
+    """Return the oracle of many lower problems as one.
 
     Args:
-        oracle: of one problem, at the x of all of them.
+        oracle: oracle of one problem, at the x of all of them.
         y: stacked lower points, shape (n, ...).
-        draw: gives the next batch of every problem, for ``"upper"`` and for ``"lower"``. Default: none, samples are
+        draw: returns the next batch of every problem, for ``"upper"`` and for ``"lower"``. Default: none, samples are
             made of given batches.
-        x: stacked upper points, if each problem has its own. Default: that of the oracle, for all.
+        x: stacked upper points, if each problem has its own. Default: the oracle's x, for all.
         weights: factors of the problems in the sums. Default: 1.
         alike: whether the problems share their random numbers (dropout) instead of each having its own.
     """
@@ -68,9 +68,9 @@ def stacked(
         if source.features is not None:
             if own_x is None:
                 features = LaneFeatures(oracle, level, source.features, alike=alike)
-            else:  # each problem has features of its own x, which are not shared by anything
+            else:  # features at each problem's own x cannot be shared
                 loss.loss = _whole(source.loss, source.features)
-        return _Drawn(loss, None if draw is None else partial(draw, level), features)
+        return _LaneSum(loss, None if draw is None else partial(draw, level), features)
 
     result = Oracle(
         oracle.live_x if own_x is None else own_x,
@@ -85,7 +85,7 @@ def stacked(
 
 
 def one_of_many(oracle: Oracle) -> Oracle:
-    """The same losses as those of a single problem of this process, while the other ranks have others."""
+    """Return an oracle of the same losses, as a problem of this process alone: other ranks have their own."""
     other = copy.copy(oracle)
     other.shared = False
     return other
@@ -94,17 +94,17 @@ def one_of_many(oracle: Oracle) -> Oracle:
 def weighted_upper(
     oracle: Oracle, sample: Sample, weights: Tensor, others: Sequence[Tensor] = ()
 ) -> tuple[Tensor, Vector, Vector, list[Vector]]:
-    """Weighted sums of the upper losses of stacked problems, all from one evaluation of each.
+    """Return gradients of weighted sums of the upper losses of stacked problems, from one evaluation of each loss.
 
     Args:
         oracle: from `stacked`, without weights of its own.
-        sample: of f.
+        sample: sample of f.
         weights: factors of the problems.
-        others: other factors, each of which costs another backward pass.
+        others: more sets of factors; each costs another backward pass.
 
     Returns:
-        The value of f in every lane; the gradients of the weighted sum in x and in y; and for each of the other sums
-        the gradient in x.
+        The value of f in every lane; the gradients of the weighted sum in x and in y; and for each of ``others`` the
+        gradient in x.
     """
     session, split, losses = oracle.session, len(oracle.x), sample.loss
     assert isinstance(losses, LaneLoss)
@@ -130,8 +130,8 @@ def weighted_upper(
     return values.detach(), grad_x, grad_y, more
 
 
-class _Drawn(Objective):
-    """A sum of losses over lanes, whose batches are drawn by a function."""
+class _LaneSum(Objective):
+    """A sum of losses over lanes, with batches drawn by a function."""
 
     def __init__(self, loss: LaneLoss, batch: Callable[[], Any] | None, features: Callable[..., Any] | None) -> None:
         super().__init__(loss, features=features)
@@ -147,16 +147,16 @@ def _whole(loss: Any, features: Any) -> Any:
 
 
 class LaneLoss:
-    """One of the losses at stacked points, each with its own batch; called with the batches, it gives the sum.
+    """One of the losses at stacked points, each with its own batch; called with the batches, it returns the sum.
 
-    Inside an evaluation of several copies of the stacked tensors it is the copy that is read.
+    Inside an evaluation of several copies of the stacked tensors, it reads the copy.
 
     Args:
-        oracle: of one problem.
+        oracle: oracle of one problem.
         level: ``"upper"`` or ``"lower"``.
         loss: takes the batch of one problem.
         live: the live tensors that the loss reads.
-        leaves: the stacked leaves that stand for them.
+        leaves: the stacked leaves that replace them.
         alike: whether the lanes share their random numbers.
         weights: factors of the lanes in the sum. Default: 1.
     """
@@ -174,20 +174,20 @@ class LaneLoss:
     ) -> None:
         self.oracle, self.level, self.loss = oracle, level, loss
         self.live, self.leaves, self.alike, self.weights = live, leaves, alike, weights
-        self._first = [as_variable(t[0].clone()) for t in leaves]  # not known to any substitution
+        self._first = [as_variable(t[0].clone()) for t in leaves]  # unknown to every substitution
 
     def __call__(self, batch: Any) -> Tensor:
         values = self.values(batch)
         return values.sum() if self.weights is None else (values * self.weights.to(values)).sum()
 
     def values(self, batch: Any) -> Tensor:
-        """The losses of all lanes, shape (n,)."""
+        """Return the losses of all lanes, shape (n,)."""
         # Passing the leaves through torch lets an outer substitution or vmap see them.
         lanes = [t.view_as(t) for t in self.leaves]
         session = self.oracle.session
         with session.buffers_kept():
             if self.level not in session.found.redirected:
-                if not any_sharded(self.live):  # which cannot hold a row, and does not mix with one
+                if not any_sharded(self.live):  # these cannot hold a row, nor mix with one
                     self._require_redirection(batch)
                 session.found.redirected |= {self.level}
             parts = _each(self.oracle, self._at, batch, lanes, len(lanes[0]), alike=self.alike)
@@ -204,10 +204,10 @@ class LaneLoss:
             return as_scalar(self.level, loss)
 
     def _require_redirection(self, batch: Any) -> None:
-        """Raise if the result depends on what the live tensors hold: then the loss reads them out of torch's sight."""
+        """Raise if the result depends on the live tensors' values: the loss then reads them unseen by torch."""
         results, one = [], Sample(self.loss, (select(batch, 0),))
         for values in (self._first, [t * 1.1 + 0.1 for t in self._first]):
-            # Gradients too: what a checkpoint evaluates again in the backward pass is not substituted.
+            # Gradients too: in a checkpoint's second evaluation, in the backward pass, nothing is substituted.
             with (
                 torch.enable_grad(),
                 placed(self.live, values),
@@ -220,7 +220,7 @@ class LaneLoss:
             results.append([loss.detach(), *(t for t in reached if t is not None)])
         try:
             same = all(torch.allclose(a, b, rtol=1e-5, equal_nan=True) for a, b in zip(*results, strict=True))
-        except RuntimeError:  # the batches are stacked for an outer vmap, which has looked itself
+        except RuntimeError:  # the batches are stacked for an outer vmap, which has checked this
             return
         if not same and all(t.isfinite().all() for found in results for t in found):
             raise RuntimeError(
@@ -230,10 +230,10 @@ class LaneLoss:
 
 
 class LaneFeatures:
-    """The features of an objective for a batch of each problem, stacked; they read x alone.
+    """Features of an objective for the stacked batches of all problems; they read x alone.
 
     Args:
-        oracle: of one problem.
+        oracle: oracle of one problem.
         level: ``"upper"`` or ``"lower"``.
         features: those of the objective of one problem; its method ``stacked``, if it has one, evaluates all problems.
         alike: whether the problems share their random numbers.
@@ -261,9 +261,9 @@ class LaneFeatures:
 def _each(
     oracle: Oracle, function: Callable[..., Any], batch: Any, values: Sequence[Tensor], n: int, *, alike: bool
 ) -> list[Any]:
-    """Parts of the stack of what ``function`` returns for the batch and the values of each of n lanes."""
+    """Return, in parts, the stacked results of ``function`` for the batch and the values of each of n lanes."""
     session = oracle.session
-    shared = Sample(function)  # keeps the random state that alike lanes share
+    shared = Sample(function)  # keeps the random state that lanes share
 
     def replayed(part: int) -> AbstractContextManager[None]:
         return shared.replayed(oracle.device) if alike and part < n else nullcontext()

@@ -19,26 +19,26 @@ __all__ = ["Oracle"]
 class Oracle(Point):
     r"""Derivatives of an upper loss f(x, y) and a lower loss g(x, y), given as closures over live tensors, at a point.
 
-    An oracle never changes: :meth:`at` gives the oracle of another point. Everything is evaluated on a sample (from
-    ``oracle.f.draw()`` or ``oracle.g.draw()``), and the live tensors hold afterwards what they held before.
+    An oracle never changes: :meth:`at` returns the oracle of another point. Losses are evaluated on a sample (from
+    ``oracle.f.draw()`` or ``oracle.g.draw()``), and the live tensors hold their old values afterwards.
 
     Args:
         upper: the live upper tensors x.
         lower: the live lower tensors y.
         upper_loss: f, a callable or an `Objective`.
         lower_loss: g, a callable or an `Objective`.
-        names: gives names of the upper, then of the lower tensors, for error messages. Default: their indices.
-        session: the bookkeeping of the step. Default: a fresh one.
+        names: returns names of the upper, then of the lower tensors, for error messages. Default: their indices.
+        session: the bookkeeping of the step. Default: a new one.
         lanes: number of separate lower problems if ``lower`` are stacked tensors, one lane for each, and the losses are
-            sums over the lanes; an evaluation counts that many times, and is not averaged over ranks, whose tasks
+            sums over the lanes. An evaluation then counts that many times, and is not averaged over ranks, whose tasks
             differ. Default: None, one problem.
 
     Attributes:
-        x, y: the point; by default what the live tensors hold.
+        x, y: the point; by default the values of the live tensors.
         moved: whether x, and whether y, are other values than those of the live tensors.
         f, g: the objectives.
-        weight: how often an evaluation counts.
-        shared: whether all ranks evaluate the same problem, each on data of its own, and results are their means.
+        weight: number of times that an evaluation counts.
+        shared: whether all ranks evaluate the same problem, each on its own data, and results are their means.
 
     Example:
         >>> import torch
@@ -53,11 +53,11 @@ class Oracle(Point):
     """
 
     def upper(self, sample: Sample) -> tuple[Tensor, Vector, Vector]:
-        """Value of f, its gradient in x and its gradient in y, from one backward pass."""
+        """Return the value of f, its gradient in x and its gradient in y, from one backward pass."""
         return self._jointly("upper", sample)
 
     def lower_jointly(self, sample: Sample) -> tuple[Tensor, Vector, Vector]:
-        """The same of g; counts as a lower gradient."""
+        """Return the same for g; counts as a lower gradient."""
         return self._jointly("lower", sample)
 
     def _jointly(self, level: str, sample: Sample) -> tuple[Tensor, Vector, Vector]:
@@ -78,31 +78,31 @@ class Oracle(Point):
         return loss, grad_x, grad_y
 
     def lower(self, sample: Sample) -> tuple[Tensor, Vector]:
-        """Value of g and its gradient in y."""
+        """Return the value of g and its gradient in y."""
         return lower_slope(self, "lower", sample)
 
     def upper_system(self, sample: Sample) -> AbstractContextManager[UpperSystem]:
-        """Value, gradient and Hessian-vector products of f in both variables together: a graph kept inside the block.
+        """Context for value, gradient and Hessian-vector products of f in both variables together.
 
-        A product counts as one Hessian-vector and one cross product.
+        The graph is kept inside the block. A product counts as one Hessian-vector and one cross product.
         """
         return second_order.upper_system(self, sample)
 
     def lower_system(self, sample: Sample, *, gradient: bool = True) -> AbstractContextManager[LowerSystem]:
-        """Second derivatives of g: a graph kept inside the block, or finite differences.
+        """Context for second derivatives of g: a graph kept inside the block, or finite differences.
 
-        For products alone: without ``gradient`` that is empty, no lower gradient is counted, and the value of g is not
-        required to be finite.
+        If only products are needed, pass ``gradient=False``: the gradient is then empty, no lower gradient is counted,
+        and the value of g need not be finite.
         """
         return second_order.lower_system(self, sample, gradient=gradient)
 
     def kept_system(self, sample: Sample) -> LowerSystem:
-        """Second derivatives of g from a graph that lasts as long as the result."""
+        """Return second derivatives of g from a graph that lasts as long as the result."""
         return second_order.kept_system(self, sample)
 
     def lower_matrices(self, sample: Sample) -> tuple[Vector, Tensor, Tensor]:
-        r"""Gradient of g in y, and :math:`\nabla^2_{yy} g` and :math:`\nabla^2_{xy} g` as matrices.
+        r"""Return the gradient of g in y, and :math:`\nabla^2_{yy} g` and :math:`\nabla^2_{xy} g` as matrices.
 
-        Shapes (lanes, p, p) and (lanes, d, p), with one lane if y is not stacked; x is stacked too if y is.
+        Their shapes are (lanes, p, p) and (lanes, d, p), with one lane if y is not stacked; x is stacked too if y is.
         """
         return second_order.lower_matrices(self, sample)

@@ -1,4 +1,4 @@
-"""The two losses at one point: how they are evaluated at given values of x and y, and what is kept of it."""
+"""The two losses at one point: evaluation at given values of x and y, and cached features."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CALLS_BACKWARD = (
 
 
 class Point:
-    """Two losses at a point, without their derivatives; arguments and attributes as of `Oracle`."""
+    """Two losses at a point, without their derivatives; arguments and attributes as in `Oracle`."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Point:
         self.session = session or Session()
         self.device = self.live_y[0].device
         self.sharded = any_sharded((*self.live_x, *self.live_y))
-        self._features: dict[str, tuple[Sample, object, Any]] = {}  # the last ones: of which sample, and where
+        self._features: dict[str, tuple[Sample, object, Any]] = {}  # the last ones, with their sample and x
         self.f.begin()
         self.g.begin()
         self._names = names
@@ -59,7 +59,7 @@ class Point:
                     )
 
     def at(self, upper: Sequence[Tensor] | None = None, lower: Sequence[Tensor] | None = None) -> Self:
-        """The same at other values of x, or of y, or of both."""
+        """Return the same losses at other values of x, of y, or of both."""
         other = object.__new__(type(self))
         other.lanes, other.shared, other.weight = self.lanes, self.shared, self.weight
         other.live_x, other.live_y, other._names = self.live_x, self.live_y, self._names
@@ -71,7 +71,7 @@ class Point:
         return other
 
     def placed(self) -> AbstractContextManager[Sequence[Vector]]:
-        """Evaluate at this point inside the block; gives the variables x and y to differentiate in."""
+        """Evaluate at this point inside the block; yields the variables x and y to differentiate in."""
         x_moved, y_moved = self.moved
         return self.session.options.evaluation(
             (self.live_x, self.live_y), (self.x if x_moved else None, self.y if y_moved else None)
@@ -91,11 +91,11 @@ class Point:
         return [f"{level} {i}" for level, ts in levels for i in range(len(ts))]
 
     def lower_names(self) -> Sequence[str]:
-        """Names of the lower tensors."""
+        """Return the names of the lower tensors."""
         return self.names[len(self.x) :]
 
     def count(self, oracle: str, times: int = 1) -> None:
-        """Add to the counters."""
+        """Count calls of an oracle."""
         self.session.counts[oracle] += times * self.weight
 
     # ------------------------------------------------------------------------------------------------ evaluations
@@ -103,7 +103,7 @@ class Point:
     def evaluated(
         self, level: str, sample: Sample, x: Sequence[Tensor], y: Sequence[Tensor], *, features: Any = None
     ) -> Tensor:
-        """The loss as a function of the variables x and y, with a graph, and checked to depend on something."""
+        """Return the loss as a function of the variables x and y, with a graph; raise if it depends on nothing."""
         first = level not in self.session.found.looked
         before = [t.grad for t in (*self.live_x, *self.live_y)] if first else []
         loss = self.value(level, sample, features=features)
@@ -115,13 +115,13 @@ class Point:
             self.session.lower_sample = sample
         whole = False
         if level not in self.session.found.looked and not self.sharded and features is None:
-            # The graph does not show all that depends on x where features are constants.
+            # With constant features, the graph does not show every dependence on x.
             objective = self.f if level == "upper" else self.g
             whole = (sample.features is None) == (objective.features is None)
         return self.session.dependent(level, loss, y, x if whole else None)
 
     def value(self, level: str, sample: Sample, *, graph: bool = True, features: Any = None) -> Tensor:
-        """The loss on a sample at whatever is placed, with the random numbers of that sample, checked to be a scalar.
+        """Return the loss on a sample at the placed point, with the sample's random numbers; raise if not a scalar.
 
         ``features`` are those of the sample at the present x, if the caller has them.
         """
@@ -133,14 +133,14 @@ class Point:
         return as_scalar(level, loss, self.session.called(level))
 
     def call(self, sample: Sample, *arguments: Any, graph: bool = True) -> Any:
-        """What a sample's function returns on its arguments, or on others, with the random numbers of that sample."""
+        """Call a sample's function on its arguments, or on others, with the sample's random numbers."""
         forget_casts(self.device)
         if not self.session.found.writes_seen:
             return self._watched_call(sample, arguments, graph)
         return self._call(sample, arguments, graph)
 
     def _watched_call(self, sample: Sample, arguments: Sequence[Any], graph: bool) -> Any:
-        """In the first step: raise if a loss writes into parameters or its batch, and put back what it wrote over."""
+        """Call in the first step: if the loss writes into parameters or its batch, restore them and raise."""
         live = [*self.live_x, *self.live_y]
         if any(t.is_inference() for t in live):
             return self._call(sample, arguments, graph)
@@ -172,7 +172,7 @@ class Point:
             raise
 
     def differentiate(self, loss: Tensor, inputs: Sequence[Tensor], *, graph: bool = False) -> Sequence[Tensor | None]:
-        """Gradient of a loss; None where it does not depend on an input."""
+        """Return the gradient of a loss; None for inputs that it does not depend on."""
         if self.sharded and not graph:
             return _by_backward(loss, inputs)
         try:
@@ -191,7 +191,7 @@ class Point:
         return found
 
     def averaged(self, *results: Any) -> tuple[Any, ...]:
-        """Mean over the ranks if these share the problem; otherwise nothing is averaged."""
+        """Return means over the ranks if these share the problem; otherwise the results themselves."""
         return (
             results if self.session.options.ranks.group is None or not self.shared else self.session.averaged(*results)
         )
@@ -199,13 +199,13 @@ class Point:
     # ------------------------------------------------------------------------------------------------ features
 
     def frozen(self, level: str, sample: Sample, at: object = None, evaluate: Callable[[], Any] | None = None) -> Any:
-        """The features of a sample as constants, for derivatives in y alone; evaluated once for each x and batch.
+        """Return a sample's features as constants, for derivatives in y alone; evaluated once for each x and batch.
 
         Args:
-            level: of the objective.
-            sample: the sample; None is returned if its objective has no features.
-            at: stands for the x at which they are wanted. Default: that of this point.
-            evaluate: evaluates them there. Default: at what is placed.
+            level: level of the objective.
+            sample: the sample; the result is None if its objective has no features.
+            at: identifies the x of the features. Default: that of this point.
+            evaluate: evaluates them there. Default: at the placed point.
         """
         if sample.features is None:
             return None
@@ -218,14 +218,14 @@ class Point:
         return part
 
     def check_features(self, level: str, sample: Sample) -> None:
-        """Raise, the first time, if the features of a sample depend on y."""
+        """Raise, at the first call, if the features of a sample depend on y."""
         if sample.features is not None and level not in self.session.found.features_checked:
             with self.session.buffers_kept():
                 self.require_free_of_lower(level, self.call(sample.features))
             self.session.found.features_checked |= {level}
 
     def require_free_of_lower(self, level: str, part: Any) -> None:
-        """Raise if features change with y: they are kept while y moves."""
+        """Raise if features depend on y: they are cached while y moves."""
         parts = [t for t in tree_leaves(part) if isinstance(t, Tensor) and t.requires_grad]
         if parts:
             reached = torch.autograd.grad([t.sum() for t in parts], self.live_y, allow_unused=True)
@@ -238,7 +238,7 @@ class Point:
 
 
 def _by_backward(loss: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
-    """Gradients through ``.backward()``, the only way that sharded parameters (FSDP2) have."""
+    """Return gradients through ``.backward()``, the only way for sharded parameters (FSDP2)."""
     before = [t.grad for t in inputs]
     for tensor in inputs:
         tensor.grad = None

@@ -47,8 +47,8 @@ class UpperSystem(NamedTuple):
     product: Callable[[Vector], Vector]
 
 
-ROWS = 128  # of a Hessian that are made by one pass: what it needs of memory is so many times that of a product
-Product = Callable[[Vector, str], Vector]  # a vector, and in what to differentiate: "lower", "upper" or "both"
+ROWS = 128  # rows of a Hessian in one pass, whose memory is that many times that of a product
+Product = Callable[[Vector, str], Vector]  # of a vector, and the level to differentiate in: "lower", "upper" or "both"
 
 
 @contextmanager
@@ -74,12 +74,12 @@ def upper_system(oracle: Point, sample: Sample) -> Generator[UpperSystem]:
 
 @contextmanager
 def lower_system(oracle: Point, sample: Sample, *, gradient: bool = True) -> Generator[LowerSystem]:
-    """See `Oracle.lower_system`; without ``gradient`` that is left out and not counted."""
+    """See `Oracle.lower_system`."""
     if oracle.session.options.hvp == "finite-difference":
         yield _by_differences(oracle, sample, gradient)
     elif sample.parts is not None:
         yield _by_parts(oracle, sample.parts, gradient)
-    elif oracle.session.options.graphs_outlast:  # Dynamo is slow to read a solver within the block
+    elif oracle.session.options.graphs_outlast:  # Dynamo is slow to trace a solver within the block
         with oracle.session.buffers_kept(), oracle.placed() as (x, y):
             gradients, loss, y = _lower_gradient(oracle, sample, x, y)
         yield _by_graph(oracle, gradients, loss, x, y, gradient)
@@ -90,7 +90,7 @@ def lower_system(oracle: Point, sample: Sample, *, gradient: bool = True) -> Gen
 
 
 def system_sample(oracle: Point) -> Sample:
-    """The next sample of g, for one `lower_system` and nothing else: evaluated once, if products do no more."""
+    """Return the next sample of g for a single `lower_system`, marked ``once`` if products do not evaluate it again."""
     session = oracle.session
     alone = session.options.hvp == "exact" and session.found.fused is False and session.buffers.constant
     return oracle.g.draw(once=alone)
@@ -99,7 +99,7 @@ def system_sample(oracle: Point) -> Sample:
 def kept_system(oracle: Point, sample: Sample) -> LowerSystem:
     """See `Oracle.kept_system`.
 
-    A graph over live leaves saves the leaves themselves, so they hold the same values again while it is used.
+    A graph over live leaves saves the leaves themselves, so they get the same values again while it is used.
     """
     if sample.parts is not None:
         return _by_parts(oracle, sample.parts, True)
@@ -128,7 +128,7 @@ def kept_system(oracle: Point, sample: Sample) -> LowerSystem:
 def _lower_gradient(
     oracle: Point, sample: Sample, x: Vector, y: Vector
 ) -> tuple[Sequence[Tensor | None], Tensor, Vector]:
-    """Gradient of g in y, with a graph, at what is placed; g; and the variables y (full ones if it is sharded)."""
+    """Return the gradient of g in y, with a graph, at the placed point; g; and the variables y (full if sharded)."""
     gradients, loss, y = _graph(oracle, "lower", sample, x, y, y)
     oracle.session.require_reached(gradients, oracle.lower_names)
     return gradients, loss.detach(), y
@@ -137,7 +137,7 @@ def _lower_gradient(
 def _graph(
     oracle: Point, level: str, sample: Sample, x: Vector, y: Vector, variables: Vector
 ) -> tuple[Sequence[Tensor | None], Tensor, Vector]:
-    """Gradient of a loss in variables, with a graph that can be differentiated once more; the loss; the variables."""
+    """Return the gradient of a loss in variables, with a graph to differentiate again; the loss; the variables."""
     found = oracle.session.found
     with twice_differentiable(plain=bool(found.fused)):
         loss = oracle.evaluated(level, sample, x, y)
@@ -161,8 +161,8 @@ def pulled(
     plain: bool = False,
     batched: bool = False,
 ) -> Sequence[Tensor | None]:
-    """Derivatives of <gradients, v> in the variables, None where there are none; v may be a stack of directions."""
-    # A component that is constant has no graph, and contributes nothing to any product.
+    """Return derivatives of <gradients, v> in the variables (None where there are none); v may be stacked."""
+    # A constant component has no graph, and contributes nothing to any product.
     parts = [(i, g) for i, g in enumerate(gradients) if g is not None and g.requires_grad]
     if not parts:
         return [None] * len(variables)
@@ -180,7 +180,7 @@ def pulled(
 def _by_graph(
     oracle: Point, gradients: Sequence[Tensor | None], loss: Tensor, x: Vector, y: Vector, gradient: bool
 ) -> LowerSystem:
-    """The system of a gradient with a graph."""
+    """Return the system of a gradient that has a graph."""
     session = oracle.session
     x = session.gathered.full(x) if oracle.sharded else x
 
@@ -196,7 +196,7 @@ def _by_graph(
         return _stacked(pulled(gradients, y, basis, plain=plain, batched=True), oracle.y, len(basis[0]))
 
     if not gradient:
-        return _counted(oracle, Vector(()), product, rows)  # a compiled step leaves out a loss that nobody looks at
+        return _counted(oracle, Vector(()), product, rows)  # a compiled step leaves out an unused loss
     own = filled(_own(oracle, gradients, oracle.y), oracle.y).detach()
     loss, own = oracle.averaged(loss, own)
     oracle.checks.scalar("loss", loss)
@@ -217,7 +217,7 @@ def _products(
     *,
     at: Vector | None = None,
 ) -> Sequence[Tensor | None]:
-    """Derivatives of <gradients, v>, in shards where the parameters are; ``at``: what they are gradients in."""
+    """Return derivatives of <gradients, v>, sharded as the parameters; ``at``: the variables of the gradients."""
     if oracle.sharded:
         v = oracle.session.gathered.gathered(v, variables if at is None else at)
     return _own(oracle, pulled(gradients, variables, v, plain=bool(oracle.session.found.fused)), like)
@@ -228,8 +228,8 @@ def _own(oracle: Point, results: Sequence[Tensor | None], like: Vector) -> Seque
 
 
 def _by_parts(oracle: Point, parts: Sequence[Sample], gradient: bool) -> LowerSystem:
-    """Products with the mean of several samples, whose graphs are made again one after another."""
-    own = oracle.at()  # of this process alone, which counts nothing: the parts together are one product
+    """Return the system of the mean over several samples; each product builds their graphs again, one by one."""
+    own = oracle.at()  # for this process alone, without counts: the parts together are one product
     own.shared, own.weight = False, 0
 
     def mean(of: Callable[[LowerSystem], Sequence[Tensor]]) -> Vector:
@@ -257,7 +257,7 @@ def _by_parts(oracle: Point, parts: Sequence[Sample], gradient: bool) -> LowerSy
 
 
 def _by_differences(oracle: Point, sample: Sample, gradient: bool) -> LowerSystem:
-    """Products from central differences of first-order gradients, all on the same sample."""
+    """Return the system with products from central differences of gradients, all on the same sample."""
     y, session = oracle.y, oracle.session
 
     def slope(at: Vector, wrt: str) -> Vector:
@@ -277,7 +277,7 @@ def _by_differences(oracle: Point, sample: Sample, gradient: bool) -> LowerSyste
         return Vector(result)
 
     def product(v: Vector, wrt: str) -> Vector:
-        # Truncation eps^2 against round-off u / eps gives eps ~ u^(1/3), in units of the size of y along v.
+        # Truncation eps^2 balances round-off u / eps at eps ~ u^(1/3), in units of the size of y along v.
         length = v.norm().clamp_min(torch.finfo(torch.float32).tiny)
         epsilon = math.pow(working_unit(y[0]), 1 / 3) * (1 + y.norm()) / length
         shift = v.times(epsilon)
@@ -296,7 +296,7 @@ def _by_differences(oracle: Point, sample: Sample, gradient: bool) -> LowerSyste
             "activations (softplus, GELU, tanh)",
             torch.ones((), dtype=torch.bool, device=oracle.device),
         )
-    # A longer step would not help: its truncation error is larger than what the rounding makes.
+    # A longer step would not help: its truncation error is larger than the rounding error.
     if working_unit(y[0], session.found.products) > working_unit(y[0]):
         oracle.checks.alert(
             "rounded products",
@@ -312,7 +312,7 @@ def _by_differences(oracle: Point, sample: Sample, gradient: bool) -> LowerSyste
 def _counted(
     oracle: Point, gradient: Vector, product: Product, rows: Callable[[Vector], Vector] | None = None
 ) -> LowerSystem:
-    """The system whose products are counted and checked; ``rows``: products with stacked vectors at once."""
+    """Return the system, with counted and checked products; ``rows``: products with stacked vectors at once."""
     split = len(oracle.x)
 
     def hvp(v: Vector) -> Vector:
@@ -360,12 +360,12 @@ def _counted(
 
 
 def _stacked(products: Sequence[Tensor | None], like: Sequence[Tensor], n: int) -> Vector:
-    """Products with n stacked vectors, zero where there are none."""
+    """Return products with n stacked vectors, with zeros for missing ones."""
     return Vector(t.new_zeros(n, *t.shape) if p is None else p for p, t in zip(products, like, strict=True))
 
 
 def _matrix(parts: Sequence[Vector], n: int, lanes: int) -> Tensor:
-    """Rows of a matrix for each lane, of shape (n, lanes, columns)."""
+    """Join rows of a matrix for each lane, to shape (n, lanes, columns)."""
     return _joined([_joined([part[i] for part in parts]).reshape(n, lanes, -1) for i in range(len(parts[0]))], -1)
 
 
@@ -412,11 +412,11 @@ def lower_matrices(oracle: Point, sample: Sample) -> tuple[Vector, Tensor, Tenso
 
 
 def _joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat([*tensors], dim)  # matrices are too large for a copy
+    return tensors[0] if len(tensors) == 1 else torch.cat([*tensors], dim)  # no copy of a large matrix
 
 
 def _basis(oracle: Point, sizes: Sequence[int], part: slice) -> Vector:
-    """Some unit vectors of the space of y, the same in every lane, stacked."""
+    """Return stacked unit vectors of the space of y, the same in every lane."""
     lanes = oracle.lanes or 1
     rows = torch.arange(part.start, part.stop, device=oracle.device)
     parts, offset = [], 0

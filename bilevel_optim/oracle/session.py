@@ -1,4 +1,4 @@
-"""What the evaluations of one step share: options, counts, flags, and what was found out about the losses."""
+"""State that the evaluations of one step share: options, counts, flags, and facts found about the losses."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ COUNTERS = ("upper_grad", "lower_grad", "hvp", "jvp", "loss")
 
 @dataclass(frozen=True)
 class Options:
-    """How losses are evaluated.
+    """Options for the evaluation of losses.
 
     Attributes:
         vectorize: copies and lanes under one vmap (True), in a loop (False), or in chunks of that many.
         hvp: ``"exact"`` or ``"finite-difference"`` second derivatives.
-        ranks: over which results are averaged.
-        evaluation: how a loss is evaluated at given values: `in_place`, or another way.
-        graphs_outlast: whether its graphs are right after the block that they were made in as well.
+        ranks: ranks over which results are averaged.
+        evaluation: evaluates a loss at given values: `in_place`, or another context.
+        graphs_outlast: whether its graphs stay valid after the block that made them.
         one_loss: whether the user gave one loss for both levels, so that messages say "the loss".
         follows_curvature: whether learning rates of y follow the curvature of g.
-        responds: whether the estimate lives on y's response to x in the lower loss.
+        responds: whether the estimate relies on y's response to x in the lower loss.
     """
 
     vectorize: bool | int = True
@@ -53,51 +53,51 @@ class Options:
     responds: bool = True
 
     def at_once(self, n: int) -> int:
-        """How many of n evaluations may run together."""
+        """Return how many of n evaluations may run together."""
         return min(n if self.vectorize is True else max(int(self.vectorize), 1), n)
 
 
 @dataclass
 class LossFacts:
-    """What the first evaluations showed of the losses, and later ones need not look at again."""
+    """Facts about the losses, found by the first evaluations and not checked again."""
 
     fused: bool | None = None  # a loss contains fused operations that cannot be differentiated twice
     kinked: bool | None = None  # the lower loss contains activations whose derivative jumps
-    products: frozenset[str] | None = None  # which products the lower loss contains whose precision torch can lower
-    fallback: str | None = None  # why the loop runs although vmap was asked for
+    products: frozenset[str] | None = None  # products in the lower loss whose precision torch can lower
+    fallback: str | None = None  # why the loop runs although vmap was requested
     vmapped: bool = False  # vmap is known to work on copies of these losses
     vmapped_tasks: bool = False  # the same, over tasks
-    redirected: frozenset[str] = frozenset()  # losses known to read y where torch sees it
+    redirected: frozenset[str] = frozenset()  # levels whose loss is known to read y where torch sees it
     alike: bool = False  # all ranks are known to have begun with the same parameters
-    writes_seen: bool = False  # it has been looked for losses that write into parameters
+    writes_seen: bool = False  # losses have been checked for writes into parameters
     reaches_lower: bool = False  # the lower loss is known to depend on every lower parameter
     reaches_upper: bool = False  # some loss is known to depend on some upper parameter
     features_checked: frozenset[str] = frozenset()  # levels whose features are known not to depend on y
-    looked: frozenset[str] = frozenset()  # levels of which it is known what they depend on
+    looked: frozenset[str] = frozenset()  # levels whose dependencies are known
     idle: frozenset[str] = frozenset()  # levels whose loss does not depend on the parameters of the other one
 
     def diagnostics(self) -> dict[str, str]:
-        """What the diagnostics of a step say of them."""
+        """Return the facts that the diagnostics of a step report."""
         return {} if self.fallback is None else {"vectorize_fallback": self.fallback}
 
 
-CALIBRATION = 2  # losses after the first that show how large losses are
+CALIBRATION = 2  # losses after the first that set the scale of losses
 RISE = 300.0  # times the size of the first upper loss, above which a run diverges
-STREAK = 10  # lower solves in a row that have to say the same before there is a warning
-WINDOW = 20  # upper losses that are looked at together
+STREAK = 10  # lower solves in a row that must agree before a warning
+WINDOW = 20  # upper losses in a window
 
 
 @dataclass
 class LowerTrend:
-    """How lower solves, of at least three steps each, have gone over several outer steps.
+    """Trend of lower solves, of at least three steps each, over several outer steps.
 
     Attributes:
-        grew: how many of the last solves in a row ended with a larger gradient than they began with.
-        factor: by how much in all.
+        grew: number of last solves in a row that ended with a larger gradient than they began with.
+        factor: total growth of the gradient in them.
         began: norm of the gradient before the first of them.
-        swung: how many in a row ended with gradients that pointed against each other and did not get smaller.
+        swung: number in a row that ended with gradients that pointed against each other and did not get smaller.
         largest: the largest norm at the end of a solve.
-        text: what there is to say of it.
+        text: description of the trend, for the warning.
     """
 
     grew: int = 0
@@ -108,9 +108,9 @@ class LowerTrend:
     text: str = ""
 
     def seen(self, first: float, last: float, turn: float) -> bool:
-        """Note a solve, by the norms of its first and last gradient and the product of its last two; whether to warn.
+        """Note the norms of a solve's first and last gradient and the product of its last two; return True to warn.
 
-        Noise alone makes no warning: of independent gradients each solve grows with a chance of one half.
+        Noise alone gives no warning: with independent gradients each solve grows with probability one half.
         """
         growth = last / first if first > 0 else 1.0
         self.largest = max(self.largest, last)
@@ -136,7 +136,7 @@ class LowerTrend:
         return True
 
     def message(self) -> str:
-        """The warning."""
+        """Return the warning."""
         return (
             f"{self.text} (see diagnostics['lower_growth']), so y is no solution of the lower problem and "
             "the hypergradient is not reliable. Use a smaller lower_lr (half of it to begin with), "
@@ -146,22 +146,22 @@ class LowerTrend:
 
 @dataclass
 class UpperTrend:
-    """How the upper loss has gone over the steps of a run.
+    """Trend of the upper loss over the steps of a run.
 
     Attributes:
-        first: the first one; None before.
-        spread: how far the first ten that were not far above it lay apart.
-        above: how many of the last ones in a row were far above it, each higher than the one before.
-        count: how many there were.
-        last: the last one.
-        window: those since the last full window.
-        least: the smallest loss of that window.
-        most: the largest one.
-        rise: how far the smallest one was above that of the window before.
-        faster: how many windows in a row lay above the one before, each by more than the last one.
-        far: how many in a row were far above the first losses.
-        early: how far the first three lay apart.
-        promised: about how much less it should be by the moves of x so far, to first order.
+        first: the first loss; None before it.
+        spread: largest distance from it among the first ten losses, without those far above it.
+        above: number of last losses in a row far above the first, each higher than the one before.
+        count: number of losses.
+        last: the last loss.
+        window: losses since the last full window.
+        least: smallest loss of that full window.
+        most: largest loss of it.
+        rise: distance of ``least`` above that of the window before.
+        faster: number of windows in a row above the one before, each by more than the last one.
+        far: number of windows in a row far above the first losses.
+        early: largest distance from the first loss among the first three.
+        promised: approximate decrease that the moves of x so far promise to first order.
     """
 
     first: float | None = None
@@ -179,12 +179,12 @@ class UpperTrend:
     promised: float = 0.0
 
     def asks(self, number: int) -> bool:
-        """Whether it has to be known, with so many more losses, what the last move of x promised: now and then."""
+        """Return True if, with so many more losses, the decrease promised by the last move of x is needed."""
         return self.count < WINDOW or len(self.window) + number >= WINDOW
 
     def seen(self, loss: float) -> bool:
-        """Note a loss; whether it is the second in a row that is far above the first."""
-        if loss <= self.last and self.count >= STREAK:  # as most are: the rest comes to the same
+        """Note a loss; return True if it is the second in a row that is far above the first."""
+        if loss <= self.last and self.count >= STREAK:  # the common case: a shortcut with the same result
             self.above, self.count, self.last = 0, self.count + 1, loss
             return False
         if self.first is None:
@@ -200,11 +200,11 @@ class UpperTrend:
         return self.above == 2
 
     def worsened(self, loss: float) -> str:
-        """Note a loss; what there is to say if windows of them rise faster and faster, or stay far above the first.
+        """Note a loss; return a description if windows rise faster and faster, or stay far above the first loss.
 
-        Faster: three in a row lie above all of the one before, each by more than the last one, and in the end a tenth
-        above the first loss. What slows down, or moves of x did not promise to lower by a third of the rise, is f that
-        rises while y goes to its solution.
+        Faster: three in a row lie entirely above the one before, each by more than the last one, and in the end a tenth
+        above the first loss. If the rise slows down, or moves of x promised to lower f by less than a third of it, then
+        f rises because y goes to its solution.
         """
         self.window.append(loss)
         if len(self.window) < WINDOW or self.first is None:
@@ -224,7 +224,7 @@ class UpperTrend:
 
     @property
     def text(self) -> str:
-        """What there is to say of it."""
+        """Description of the trend, for the warning."""
         return f"the upper loss has grown from {self.first:.3g} to {self.last:.3g}"
 
 
@@ -233,18 +233,18 @@ class Session:
     """One step's bookkeeping; nothing of it reaches the optimizer before the step has been checked.
 
     Attributes:
-        options: how losses are evaluated.
-        found: a copy of what is known about them, which the step may add to.
+        options: options for the evaluation of losses.
+        found: a copy of the known facts about the losses, to which the step may add.
         buffers: module buffers that evaluations change.
         counts: oracle calls of this step.
         checks: flags to be read at its end.
         gathered: full parameters of sharded modules.
-        warned: keys of the warnings that were given before.
-        trend: how lower solves have gone; a copy, likewise.
-        buffers_skipped: some module would have updated buffers.
-        lower_sample: the last one that g was evaluated on.
+        warned: keys of earlier warnings.
+        trend: trend of lower solves; also a copy.
+        buffers_skipped: whether some module would have updated buffers.
+        lower_sample: the last sample that g was evaluated on.
         reached: levels whose loss was seen to depend on something in this step.
-        unreached: numbers of the lower tensors that no evaluation of the lower loss has reached in this step.
+        unreached: indices of the lower tensors that no evaluation of the lower loss has reached in this step.
     """
 
     options: Options = field(default_factory=Options)
@@ -264,11 +264,11 @@ class Session:
     def begun(
         cls, options: Options, found: LossFacts, buffers: Buffers, warned: set[str], trend: LowerTrend | None = None
     ) -> Session:
-        """The session of a new step."""
+        """Return the session of a new step."""
         return cls(options, changed(found), buffers, warned=set(warned), trend=changed(trend or LowerTrend()))
 
     def buffers_kept(self) -> AbstractContextManager[Kept]:
-        """Leave module buffers (running statistics) as they are, whatever the block evaluates: one loss, once."""
+        """Restore module buffers (running statistics) after the block, which evaluates one loss once."""
         return nullcontext(_NONE) if self.buffers.constant else self._buffers_kept()
 
     @contextmanager
@@ -277,12 +277,12 @@ class Session:
             yield block
         self.buffers_skipped |= block.changed
 
-    # ------------------------------------------------------------------------------------------------ first looks
+    # ------------------------------------------------------------------------------------------------ dependencies
 
     def begin(
         self, x: Sequence[Tensor], y: Sequence[Tensor], names: Callable[[], Sequence[str]], options: Mapping[str, str]
     ) -> None:
-        """Raise on all ranks unless they have the same options and, at the first step, the same parameters."""
+        """Raise on all ranks unless they have the same options and, in the first step, the same parameters."""
         if self.options.ranks.begin(options, self.found.alike):
             return
         differing = self.options.ranks.differing([*x, *y])
@@ -296,9 +296,9 @@ class Session:
         self.found.alike = True
 
     def require_reached(self, gradients: Sequence[Tensor | None], names: Callable[[], Iterable[str]]) -> None:
-        """Raise if the lower loss does not depend on some lower parameter (after the first step, on any).
+        """Raise if the lower loss leaves out a lower parameter or, after the first step, all of them.
 
-        After the first step a tensor may be left out of single evaluations; one that none of a step reaches is noted.
+        After the first step single evaluations may leave out a tensor; one that no evaluation reaches is noted.
         """
         if self.found.reaches_lower:
             self.note_unreached(gradients)
@@ -315,13 +315,13 @@ class Session:
             self.found.reaches_lower, self.unreached = True, set()
 
     def note_unreached(self, gradients: Sequence[Tensor | None]) -> None:
-        """Note which lower tensors an evaluation leaves out; before all are known to be reached, none."""
+        """Note the lower tensors that an evaluation leaves out, once all are known to be reached."""
         if self.found.reaches_lower and (self.unreached or self.unreached is None):
             left_out = {i for i, gradient in enumerate(gradients) if gradient is None}
             self.unreached = left_out if self.unreached is None else self.unreached & left_out
 
     def warn_of_unreached(self, names: Callable[[], Sequence[str]]) -> None:
-        """Warn, once for each, of lower tensors that the lower loss does not reach, as it did in the first step."""
+        """Warn, once for each, of lower tensors that the lower loss reached in the first step but not in this one."""
         for i in self.unreached or ():
             if (key := f"unreached {i}") not in self.warned:
                 self.warned.add(key)
@@ -333,12 +333,12 @@ class Session:
                 )
 
     def note_reached(self, gradients: Iterable[Tensor | None]) -> None:
-        """Remember whether any loss depended on an upper parameter."""
+        """Note if any loss depended on an upper parameter."""
         if not self.found.reaches_upper:
             self.found.reaches_upper = any(gradient is not None for gradient in gradients)
 
     def conclude(self) -> None:
-        """At the first step, raise if neither loss depended on any upper parameter: the hypergradient would be zero."""
+        """Raise if no loss has depended on an upper parameter; warn of losses that ignore the other level."""
         self.found.writes_seen = True
         if not self.found.reaches_upper:
             raise ValueError(
@@ -356,7 +356,7 @@ class Session:
                 self.warned.add(level)
 
     def dependent(self, level: str, loss: Tensor, y: Sequence[Tensor], x: Sequence[Tensor] | None = None) -> Tensor:
-        """The loss, checked to depend on something; with x it is noted, at the first step, on what."""
+        """Return the loss, checked to depend on something; with x, note once if it ignores the other level."""
         if not loss.requires_grad and any(t.requires_grad for t in y):
             raise ValueError(self.independent(level))
         if x is not None and level not in self.found.looked and loss.requires_grad:
@@ -369,7 +369,7 @@ class Session:
         return loss
 
     def reaching(self, level: str, loss: Tensor, y: Sequence[Tensor], x: Sequence[Tensor]) -> Tensor:
-        """The loss, checked once in a step to reach y, or f perhaps x alone: its gradient is one of a sum."""
+        """Return the loss, checked once in a step to reach y (f: y or x), which the gradient of a sum does not show."""
         if level not in self.reached and not torch.compiler.is_dynamo_compiling():
             if not reaches(loss, y if level == "lower" else (*y, *x)):
                 raise ValueError(self.independent(level))
@@ -377,23 +377,23 @@ class Session:
         return loss
 
     def independent(self, level: str) -> str:
-        """The message about a loss that depends on nothing."""
+        """Return the message about a loss that depends on nothing."""
         return (
             f"the {self.called(level)} depends on no parameter of this optimizer; check that it reads the live tensors,"
             " and that it does not detach, call .item() or run under torch.no_grad()"
         )
 
     def called(self, level: str) -> str:
-        """What messages call the loss of a level."""
+        """Return the name of a level's loss in messages."""
         return "loss" if self.options.one_loss else f"{level} loss"
 
     def averaged(self, *results: Any) -> tuple[Any, ...]:
-        """Mean over the ranks."""
+        """Return means over the ranks."""
         return self.options.ranks.mean(*results)
 
 
 def as_scalar(level: str, loss: Any, called: str | None = None) -> Tensor:
-    """What a loss returned, checked to be a scalar; messages may call it otherwise than by its level."""
+    """Return the result of a loss as a scalar, or raise; ``called`` is its name in the message."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         called = called or f"{level} loss"
@@ -402,7 +402,7 @@ def as_scalar(level: str, loss: Any, called: str | None = None) -> Tensor:
 
 
 def reaches(loss: Tensor, tensors: Sequence[Tensor]) -> bool:
-    """Whether the graph of a loss has one of these leaves (that of a compiled module has all that it is given)."""
+    """Return True if a loss's graph has one of these leaves (that of a compiled module has all its inputs)."""
     wanted = {id(t) for t in tensors}
     if loss.grad_fn is None:
         return id(loss) in wanted
@@ -419,6 +419,6 @@ def reaches(loss: Tensor, tensors: Sequence[Tensor]) -> bool:
 
 
 def forget_casts(device: torch.device) -> None:
-    """Drop autocast's low-precision copies of the weights, which last longer than the values they were made of."""
+    """Drop autocast's low-precision copies of the weights, which outlive the values that they were made from."""
     if torch.is_autocast_enabled(device.type):
         torch.clear_autocast_cache()

@@ -1,4 +1,4 @@
-"""Losses whose gradient is an evolution-strategies estimate, made from values alone."""
+"""Losses whose gradient is an evolution-strategies estimate from values alone."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["Smoothed"]
 
 
 class Smoothed:
-    r"""A loss g whose gradient in some live tensors y is made from values of g at random points beside them.
+    r"""A loss g whose gradient in some live tensors y is estimated from values of g at random points near y.
 
     .. math::
-        \frac1R \sum_{k=1}^R \frac{g(y + \tau v_k) - g(y - \tau v_k)}{2\tau}\, v_k, \qquad v_k \sim \mathcal N(0, I),
+        \frac1R \sum_{k=1}^R \frac{g(y + \tau v_k) - g(y - \tau v_k)}{2\tau}\, v_k, \qquad v_k \sim \mathcal N(0, I).
 
-    whose mean is the gradient of :math:`g_\tau(y) = \mathbb E\, g(y + \tau v)`, with relative variance (p + 1)/R where
-    g is about linear over :math:`\tau`, in p dimensions. Its value is the mean of those of g.
+    Its mean is the gradient of :math:`g_\tau(y) = \mathbb E\, g(y + \tau v)`. In p dimensions its relative variance is
+    (p + 1)/R where g is about linear over :math:`\tau`. The value of the loss is the mean of the values of g.
 
     The directions are torch's random numbers, as dropout's are: evaluations of one `Sample` share them. All points
-    share the random numbers of g itself. In other tensors the result has no gradient, and no second derivative.
+    share the random numbers of g itself. The result has no gradient in other tensors, and no second derivative.
 
     Args:
-        loss: g; it may have no derivative, but must read y by calls of torch.
+        loss: g; it need not have a derivative, but must read y by calls of torch.
         live: y.
         directions: R.
         smoothing: :math:`\tau`.
@@ -46,7 +46,7 @@ class Smoothed:
 
     def __call__(self, *arguments: Any) -> Any:
         with torch.no_grad():
-            # By torch functions, so that a substitution around this one is seen.
+            # Torch calls, so that an outer substitution applies to the live tensors.
             points, sample = [t.detach() for t in self.live], Sample(self.loss, arguments)
             values, gradient = [], [torch.zeros_like(t) for t in points]
             for _ in range(self.directions):
@@ -60,6 +60,6 @@ class Smoothed:
                 gradient = [g + slope * v for g, v in zip(gradient, direction, strict=True)]
                 values += ends
             value = sum(values) / len(values)
-        # The plane with this value and this gradient.
+        # A plane, so that autograd finds this value and this gradient.
         planes = [((t - p) * g).sum() for t, p, g in zip(self.live, points, gradient, strict=True)]
         return value + sum(planes[1:], planes[0])

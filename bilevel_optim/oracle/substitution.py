@@ -1,4 +1,4 @@
-"""Replacing the live tensors in every torch call: works under ``vmap``, under a trace, and for values with a graph."""
+"""Replacement of live tensors in every torch call: works under ``vmap``, under a trace, and for values with a graph."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["Substitution", "stands_for", "stands_for_itself"]
 
 
 class Substitution(TorchFunctionMode):
-    """Replace each of the tensors ``live`` (by identity) by the value beside it in every torch call of the block.
+    """Replace each tensor of ``live`` (by identity) by its value in every torch call of the block.
 
     Args:
-        live: tensors.
-        values: what is read in their place.
-        stacked: whether the values are lanes of a stack under ``vmap``: linear layers are then laid out for it, and
-            running statistics, which cannot be those of every lane, do not advance.
+        live: tensors to replace.
+        values: tensors that are read in their place.
+        stacked: whether the values are lanes of a stack under ``vmap``. Linear layers then use a layout for it, and
+            running statistics, which cannot follow every lane, do not advance.
     """
 
     def __init__(self, live: Iterable[Tensor], values: Iterable[Tensor], *, stacked: bool = True) -> None:
@@ -32,7 +32,7 @@ class Substitution(TorchFunctionMode):
         self._value_of = dict(pairs)  # a tensor is a key by its identity
         self._live = [t for t, _ in pairs]
         self._stacked = stacked
-        self._passed: dict[int, Tensor] = {}  # values that were handed on by a call of their own, as `PureLoss` does
+        self._passed: dict[int, Tensor] = {}  # values passed through ``view_as``, as `LaneLoss` does
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
@@ -55,11 +55,11 @@ class Substitution(TorchFunctionMode):
         return result
 
     def _is_value(self, new: Any, given: Any) -> bool:
-        """Whether a tensor stands for a live one."""
+        """Return True if a tensor replaces a live one."""
         return new is not given or (not is_dynamo_compiling() and id(given) in self._passed)
 
     def _new(self, a: Any) -> Any:
-        """What is read in place of an argument."""
+        """Return the replacement of an argument."""
         if isinstance(a, Tensor):
             return self._value_of.get(a, a)
         return type(a)([self._new(v) for v in a]) if type(a) in _SEQUENCES else a
@@ -69,17 +69,17 @@ _SEQUENCES = (list, tuple)
 
 
 def stands_for(value: Tensor, live: Tensor) -> Tensor:
-    """The value that stands for a live tensor. A compiled step shows by it what it is for calls that no mode sees."""
+    """Return ``value``; marks it, in a compiled step's graph, as the replacement of ``live`` in calls no mode sees."""
     return value
 
 
 def stands_for_itself(live: Tensor) -> Tensor:
-    """A live tensor for which a value stands no more, that of the block around excepted; likewise."""
+    """Return ``live``; marks the end of its replacement by this block; that by an outer block continues."""
     return live
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` in the transposed layout, in which stacked weights' gradients come out as the weights lie in memory.
+    """Compute ``F.linear`` in the transposed layout, so that gradients of stacked weights are laid out as the weights.
 
     Under vmap the ordinary form gives them transposed, which makes both that product and the update that reads it
     slow. The result is not contiguous.

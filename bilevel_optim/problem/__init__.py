@@ -1,1 +1,1 @@
-"""What the user hands over: parameters, losses with their data, tasks; vectors, and random numbers."""
+"""User input (parameters, losses with their data, tasks), vectors and random numbers."""

@@ -1,4 +1,4 @@
-"""A loss over fixed batches that know their number."""
+"""A loss over fixed batches that have an index."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["FiniteSum", "random_term", "term_count"]
 class FiniteSum(Objective):
     r"""A loss that is the mean of n terms, each the loss on one fixed batch; a draw gives a random term and its index.
 
-    What methods with a memory of every term need (`SABA`). The terms are drawn uniformly, with replacement.
+    Methods with a memory for every term need it (`SABA`). The terms are drawn uniformly, with replacement.
 
     Args:
         loss: callable that takes a batch and returns the mean over its rows.
         data: a tensor, or a tuple or dict (a pytree) of tensors with the same leading dimension: its blocks of
             ``batch_size`` rows are the batches. Or a list of any batches. (Consecutive rows share a block: shuffle
-            sorted data before.)
-        batch_size: rows of a batch; not for a list. If it does not divide the number of rows the batches differ by a
+            sorted data first.)
+        batch_size: rows of a batch; not for a list. If it does not divide the number of rows, batches differ by one
             row, and the terms have weights such that their mean is the mean over the rows. Default: 1.
         generator: source of the draws. Default: torch's default one.
         features: as for `Objective`.
@@ -40,7 +40,7 @@ class FiniteSum(Objective):
         >>> len(g), g.term(1).batch, g.term(1).index
         (3, tensor([2., 3.]), 1)
 
-    To resume a run bit for bit, save :meth:`state_dict` beside the optimizer's (and torch's random state, if there is
+    To resume a run bit for bit, save :meth:`state_dict` with the optimizer's (and torch's random state, if there is
     no ``generator``).
     """
 
@@ -85,12 +85,12 @@ class FiniteSum(Objective):
         return self._count
 
     def draw(self, *, once: bool = False) -> Sample:
-        """A random term."""
+        """Return a random term."""
         device = "cpu" if self.generator is None else self.generator.device
         return self.term(int(torch.randint(self._count, (), generator=self.generator, device=device)), once=once)
 
     def term(self, index: int, *, once: bool = False) -> Sample:
-        """The sample of one term."""
+        """Return the sample of one term."""
         if isinstance(self.data, list):
             sample = self.sample(self.data[index], once=once)
         else:
@@ -103,11 +103,11 @@ class FiniteSum(Objective):
         return sample
 
     def samples(self, most: int | None = None) -> list[Sample]:
-        """The samples of all terms, however many there are."""
+        """Return the samples of all terms, whatever ``most`` is."""
         return [self.term(i) for i in range(len(self))]
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the generator, if there is one."""
+        """Return the state of the generator, if there is one."""
         return {} if self.generator is None else {"generator": self.generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -133,7 +133,7 @@ class FiniteSum(Objective):
 
 
 def term_count(objective: Objective, level: str) -> int:
-    """The number of terms of a finite sum; a loss without data is a sum of one."""
+    """Return the number of terms of a finite sum (1 for a loss without data); raise for other objectives."""
     if objective.terms is not None:
         return objective.terms
     raise ValueError(
@@ -143,9 +143,9 @@ def term_count(objective: Objective, level: str) -> int:
 
 
 def random_term(objective: Objective, agreed: Callable[[int], int]) -> tuple[int | Tensor, Sample]:
-    """Index and sample of a random term, the same on all ranks: ``agreed`` gives the index of the first of them.
+    """Return index and sample of a random term, the same on all ranks: ``agreed`` returns the first rank's index.
 
-    An index that is a tensor, as one that was drawn for a graph, is left as it is.
+    An index that is a tensor, because it was drawn for a graph, is left as it is.
     """
     sample = objective.draw()
     own = 0 if sample.index is None else sample.index

@@ -1,4 +1,4 @@
-"""A loss together with the data it is evaluated on, and one drawn sample of it."""
+"""A loss with the data it is evaluated on, and a sample of it."""
 
 from __future__ import annotations
 
@@ -44,25 +44,25 @@ class Objective:
     r"""A loss and the batches that it is averaged over.
 
     Without ``data`` the loss is called with no argument and is deterministic. With ``data`` it is called with one batch
-    and estimates :math:`\mathbb E_{\text{batch}}[\text{loss}(\text{batch})]`; the batches are drawn in the order of
-    ``data``, which is started again whenever it ends. The *optimizer* decides when a batch is drawn and which
+    and estimates :math:`\mathbb E_{\text{batch}}[\text{loss}(\text{batch})]`. Batches are drawn in the order of
+    ``data``, which restarts whenever it ends. The *optimizer* decides when a batch is drawn and which
     evaluations share it, so a loss must not draw data itself.
 
     Args:
         loss: callable that returns a scalar tensor. It reads the live parameters, and must not call ``backward``.
         data: any iterable that can be iterated more than once: a ``DataLoader``, a list of batches. Default: none.
         features: the part of the loss that does not depend on the lower parameters, a callable with the arguments that
-            the loss would have. The loss is then called with its result alone: ``loss(features(batch))``. Methods
-            evaluate it without a graph, and once for all steps at one x on one batch, wherever only derivatives in y
-            are wanted: with a frozen backbone and a head that adapts, lower steps cost what the head costs. Its random
-            numbers (dropout) are drawn once for such steps. If it has a method ``stacked``, that is called for the
-            batches of several tasks, stacked, and returns their features stacked: for a backbone that normalises over
-            tasks, or is faster outside of ``vmap``. Default: none.
-        accumulate: how many batches of ``data`` make one sample, whose loss is the mean of theirs. Gradients, products
-            and copies of y take them one after another and add up, so that memory is that of one of them; a product
-            with second derivatives makes its graph again. Counts as one sample. Default: 1.
-        device: where the tensors of each batch are moved when it is drawn. Default: None, they stay where they are.
-        non_blocking: whether the host does not wait for that, which takes batches in pinned memory (a ``DataLoader``
+            the loss would have. The loss is then called with its result alone: ``loss(features(batch))``. For
+            derivatives in y alone, methods evaluate it without a graph, and once for all steps at one x on one batch:
+            with a frozen backbone and a head that adapts, lower steps cost as much as the head. Its random numbers
+            (dropout) are drawn once for such steps. If it has a method ``stacked``, that is called with the stacked
+            batches of several tasks and returns their stacked features: for a backbone that normalises over tasks, or
+            is faster outside ``vmap``. Default: none.
+        accumulate: number of batches of ``data`` in one sample, whose loss is their mean loss. Gradients, products and
+            copies of y process them one after another, so that memory is that of one batch; a product with second
+            derivatives builds its graph again. Counts as one sample. Default: 1.
+        device: the tensors of each batch are moved to it when drawn. Default: None, they stay where they are.
+        non_blocking: whether the move does not block the host, which needs batches in pinned memory (a ``DataLoader``
             with ``pin_memory=True``). Default: False.
 
     Raises:
@@ -76,7 +76,7 @@ class Objective:
         >>> [objective.draw().batch for _ in range(5)]
         [1.0, 2.0, 1.0, 2.0, 1.0]
 
-    To resume a run bit for bit, save :meth:`state_dict` beside the optimizer's.
+    To resume a run bit for bit, save :meth:`state_dict` with the optimizer's.
     """
 
     def __init__(
@@ -98,20 +98,20 @@ class Objective:
             raise TypeError(f"data must be iterable, but got {type(data).__name__}")
         self.device, self.non_blocking = None if device is None else torch.device(device), non_blocking
         self.loss, self.data, self.features, self.accumulate = loss, data, features, accumulate
-        self._features: tuple[Any, Sample] | None = None  # of the last sample: those of the next on the same batch
-        self._last: tuple[Any, Any] | None = None  # the last batch of data that may write into it, and its copy
-        self._lasting = data is None or type(data) in (list, tuple) or _makes_new(data)  # a batch stays as it is
+        self._features: tuple[Any, Sample] | None = None  # of the last sample, for the next one on its batch
+        self._last: tuple[Any, Any] | None = None  # the last batch of data that may overwrite it, and its copy
+        self._lasting = data is None or type(data) in (list, tuple) or _makes_new(data)  # batches are never overwritten
         self._iterator: Iterator[Any] | None = None
         self._passes = 0  # iterators started
-        self._position = 0  # batches drawn since the last was; without one: what has to be skipped in a new one
-        self._start: dict[str, Any] = {}  # random state from which the iterator was started
-        self._pass: Any = None  # of persistent workers: what their iterator has as long as no other pass is started
-        self._generators: dict[str, Any] | None = None  # of the data; None: not looked for
+        self._position = 0  # batches drawn from the iterator; without one, batches to skip in a new one
+        self._start: dict[str, Any] = {}  # random state at the start of the iterator
+        self._pass: Any = None  # with persistent workers: identifies the pass, changes when another one starts
+        self._generators: dict[str, Any] | None = None  # of the data; None: not searched yet
 
     def draw(self, *, once: bool = False) -> Sample:
-        """The next batch, with the random numbers that every evaluation on it will share.
+        """Return the next batch as a sample, whose evaluations share their random numbers.
 
-        ``once`` promises that there will be a single evaluation, which saves keeping the random state.
+        ``once`` promises a single evaluation, so that the random state need not be kept.
         """
         if self.accumulate == 1:
             return self.sample(*self.arguments(), once=once)
@@ -121,21 +121,21 @@ class Objective:
         return Sample(_Mean(parts), once=once, parts=parts)
 
     def draw_some(self, name: str, count: Tensor, most: int) -> list[Sample]:
-        """The next ``count`` + 1 samples; in a trace ``most`` + 1, the last of which stand for those that are missing.
+        """Return the next ``count`` + 1 samples; in a trace ``most`` + 1, with placeholders for missing ones.
 
-        ``count`` is the random input of this name.
+        ``count`` is the random input called ``name``.
         """
         return [self.draw() for _ in range(int(count) + 1)]
 
     def arguments(self) -> tuple[Any, ...]:
-        """What `draw` evaluates the loss on: the next batch, if there are data."""
+        """Return the arguments of the loss for `draw`: the next batch, if there are data."""
         if self.data is None:
             return ()
         with span("draw"):
             return (self._moved(self._next()),)
 
     def take(self, times: int) -> list[Any]:
-        """The next so many batches."""
+        """Return the next ``times`` batches."""
         data = self.data
         if not isinstance(data, (list, tuple)) or type(data) not in (list, tuple):
             return [self.arguments()[0] for _ in range(times)]
@@ -150,7 +150,7 @@ class Objective:
         return found if self.device is None else [*map(self._moved, found)]
 
     def sample(self, *arguments: Any, once: bool = False) -> Sample:
-        """The sample of a given batch (without an argument, for a loss without data)."""
+        """Return the sample of a given batch (without an argument, for a loss without data)."""
         sample = Sample(self.loss, arguments, once=once, features=self.features)
         if sample.features is not None:
             mark = _mark(arguments)
@@ -160,7 +160,7 @@ class Objective:
         return sample
 
     def samples(self, most: int | None = None) -> list[Sample]:
-        """Samples of the (first) batches of a pass; the position in the data and what decides their order stay."""
+        """Return samples of the (first) batches of a pass, without a change to the position or order of the data."""
         if self.data is None:
             return [self.sample()]
         random, states = torch.get_rng_state(), states_of(self._own())
@@ -175,16 +175,16 @@ class Objective:
 
     @property
     def terms(self) -> int | None:
-        """The number of terms that the loss is the mean of, where these have numbers; one without data."""
+        """Number of indexed terms whose mean is the loss; 1 without data, None if terms are not indexed."""
         return 1 if self.data is None else None
 
     def term(self, index: int, *, once: bool = False) -> Sample:
-        """The sample of one term of a finite sum."""
+        """Return the sample of one term of a finite sum."""
         assert self.terms == 1, "only a FiniteSum knows its terms"
         return self.sample(once=once)
 
     def mapped(self, function: Callable[[Any], Any]) -> Objective:
-        """An objective whose value is ``function`` of this one's, on the samples of this one's stream.
+        """Return an objective whose value is ``function`` of this one's, on samples of the same stream.
 
         Args:
             function: differentiable; it may read the live parameters too (a proximal term does).
@@ -199,29 +199,29 @@ class Objective:
         return self.wrapped(partial(_Composed, function))
 
     def wrapped(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Objective:
-        """An objective whose loss is what ``wrap`` makes of this one's, on the samples of this one's stream."""
+        """Return an objective whose loss is ``wrap`` of this one's, on samples of the same stream."""
         return _Wrapped(self, wrap)
 
     def begin(self) -> None:
-        """From here on features are new, also on the batch of the last ones (an outer step begins)."""
+        """Begin an outer step: drop cached features, also for the same batch."""
         self._features = None
 
     def _kept(self, batch: Any) -> Any:
-        """A batch as it is now, of data that may write into it to make the next one."""
+        """Return a copy of a batch, for data that may overwrite it to make the next one."""
         mark = _mark((batch,))
         if self._last is None or not _same(self._last[0], mark):
             self._last = mark, tree_map(_copied, batch)
         return self._last[1]
 
     def _moved(self, batch: Any) -> Any:
-        """A batch on the device that was asked for."""
+        """Return a batch on ``device``, if that is set."""
         device, quickly = self.device, self.non_blocking
         if device is None:
             return batch
         return tree_map(lambda t: t.to(device, non_blocking=quickly) if isinstance(t, Tensor) else t, batch)
 
     def _rest(self, most: int) -> list[Any]:
-        """Batches of the present pass."""
+        """Return at most ``most`` further batches of the present pass."""
         self._continue()
         found = [] if self._iterator is None else [*islice(self._iterator, most)]
         self._position += len(found)
@@ -249,7 +249,7 @@ class Objective:
         )
 
     def _continue(self) -> None:
-        """Before a draw in the middle of a pass: see that the iterator is there, and nobody else has it."""
+        """Before a draw within a pass: restore the iterator of a copy; raise if another loop has taken it."""
         if not self._position:
             return
         if self._iterator is None:  # in a copy
@@ -265,22 +265,22 @@ class Objective:
             )
 
     def _own(self) -> dict[str, Any]:
-        """The generators that the data have."""
+        """Return the generators of the data."""
         if self._generators is None:
             lists = self.data is None or type(self.data) in (list, tuple)
             self._generators = {} if lists else generators_of(self.data)
         return self._generators
 
     def _begun(self) -> dict[str, Any]:
-        """How the present pass began, or whether the next one will start workers that stay."""
+        """Return the random state at the start of the pass; between passes, whether the next starts new workers."""
         return self._start if self._position else {"new": getattr(self.data, "_iterator", None) is None}
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the data: how many batches of the current pass are drawn, and the random state it began with.
+        """Return the position in the data: the number of batches drawn in this pass, and its initial random state.
 
         Enough to continue any data whose order follows from random states at ``iter(data)``: torch's, and those of
         generators (of torch, NumPy or Python) that are attributes of the data, their samplers, datasets, transforms.
-        Random numbers that a dataset draws in persistent workers after their first pass are others after a resume.
+        Random numbers that a dataset draws in persistent workers after their first pass differ after a resume.
 
         Raises:
             ValueError: if these come from a generator of the dataset.
@@ -298,12 +298,12 @@ class Objective:
         return {"position": self._position, "passes": self._passes, "present": present, **copy.deepcopy(start)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved position: restarts the pass as it was started, and skips the batches already drawn.
+        """Continue from a saved position: restart the pass as before, and skip the batches already drawn.
 
-        Generators of the data are left as they were when the state was saved, also if others share them.
+        Generators of the data get their saved states, also if other objects share them.
 
         Raises:
-            ValueError: if the state is not that of an `Objective` with such data; then nothing has changed.
+            ValueError: if the state is not that of an `Objective` with such data; nothing has changed then.
         """
         require_state(state, type(self).__name__, position=int, present=dict)
         self._generators = None
@@ -325,7 +325,7 @@ class Objective:
         if getattr(self.data, "persistent_workers", False):
             data: Any = self.data
             if start.get("new", True):
-                data._iterator = None  # workers that start draw a seed, those that are there do not
+                data._iterator = None  # new workers draw a seed, existing ones do not
             elif data._iterator is None:
                 iter(data)
         if position:
@@ -339,13 +339,13 @@ class Objective:
         torch.set_rng_state(default)
 
     def mark(self) -> tuple[Any, ...]:
-        """The present position, for `rewind`; costs next to nothing."""
+        """Return the present position, for `rewind`; costs next to nothing."""
         if self.data is None:
             return ()
         return self._passes, self._position, self._begun(), states_of(self._own())
 
     def rewind(self, mark: tuple[Any, ...]) -> None:
-        """Go back to a position, as after loading a state; data that do not repeat their order cannot."""
+        """Go back to a position, as after loading a state; impossible if data do not repeat their order."""
         if not mark:
             return
         passes, position, start, present = mark
@@ -355,7 +355,7 @@ class Objective:
             set_states(self._own(), present)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Iterators cannot be copied: a copy goes on at its position, as after loading a state.
+        # Iterators cannot be copied: a copy continues at its position, as after loading a state.
         own = {**self.__dict__, "_features": None, "_last": None, "_generators": None, "_pass": None}
         if self._iterator is not self.data:
             own["_iterator"] = None
@@ -369,9 +369,10 @@ class Objective:
 
 
 def _apart(data: Any) -> Any:
-    """Data whose ``iter`` leaves other iterators of them alone: that of persistent workers starts their only one again.
+    """Return data whose ``iter`` leaves other iterators alone.
 
-    So these get a copy of their loader, with workers of its own for as long as it lives.
+    A loader with persistent workers has one iterator, which ``iter`` restarts. So return a copy of the loader, which
+    has workers of its own for as long as it lives.
     """
     if not getattr(data, "persistent_workers", False):
         return data
@@ -381,39 +382,39 @@ def _apart(data: Any) -> Any:
 
 
 def _twin(loader: Any) -> Any:
-    """A loader like this one with persistent workers, which have not been started."""
+    """Return a copy of a loader with persistent workers, whose own workers have not started."""
     own = copy.copy(loader)
     own._iterator = None
     return own
 
 
 def _pass_of(data: Any) -> Any:
-    """Of a loader with persistent workers, what changes when another pass is started."""
+    """Return an object that identifies the pass of a loader with persistent workers; None for other data."""
     if not getattr(data, "persistent_workers", False):
         return None
     return getattr(getattr(data, "_iterator", None), "_sampler_iter", None)
 
 
 def _makes_new(data: Any) -> bool:
-    """Whether all batches are new tensors: those that a ``DataLoader`` makes of single examples in torch's way."""
+    """Return True if all batches are new tensors, as a ``DataLoader`` with torch's default collation makes them."""
     collate = getattr(data, "collate_fn", None)
     return collate is not None and collate is torch.utils.data.default_collate
 
 
 def _mark(arguments: tuple[Any, ...]) -> list[tuple[Any, int]]:
-    """The parts of a batch, each with how often it was written into; -1 where that is not known."""
+    """Return the parts of a batch, each with its number of in-place writes (-1 if unknown)."""
     return [*((part, 0) for part in arguments), *((leaf, version_of(leaf)) for leaf in tree_leaves(arguments))]
 
 
 def version_of(leaf: Any) -> int:
-    """How often a tensor was written into; -1 where that is not known, 0 for what is never written into."""
+    """Return the number of in-place writes to a tensor; -1 if unknown, 0 for other values than tensors or arrays."""
     if isinstance(leaf, Tensor):
         return -1 if leaf.is_inference() else leaf._version
     return -1 if type(leaf).__module__ == "numpy" else 0
 
 
 def _same(mark: list[tuple[Any, int]], other: list[tuple[Any, int]]) -> bool:
-    """Whether two marks are of one batch, as it was."""
+    """Return True if two marks are of the same, unchanged batch."""
     return len(mark) == len(other) and all(a is b and i == k >= 0 for (a, i), (b, k) in zip(mark, other, strict=True))
 
 
@@ -424,7 +425,7 @@ def _copied(leaf: Any) -> Any:
 
 
 class _Wrapped(Objective):
-    """Another loss on the same draws."""
+    """An objective with another loss on the same draws."""
 
     def __init__(self, source: Objective, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         super().__init__(wrap(source.loss), source.data, features=source.features)
@@ -450,7 +451,7 @@ class _Wrapped(Objective):
 
 
 class Ahead(Objective):
-    """An objective of which some samples have been drawn already, which it gives first."""
+    """An objective that first returns samples drawn earlier."""
 
     def __init__(self, source: Objective, held: Sequence[Sample], *, whole: bool = False) -> None:
         self.loss, self.data, self.features = source.loss, source.data, source.features
@@ -489,7 +490,7 @@ class Ahead(Objective):
 
 
 class _Composed:
-    """A loss, and a function of its value."""
+    """A function of a loss's value."""
 
     def __init__(self, function: Callable[[Any], Any], loss: Callable[..., Any]) -> None:
         self.function, self.loss = function, loss
@@ -500,7 +501,7 @@ class _Composed:
 
 
 class _Mean:
-    """The loss of a sample of several parts, for what does not take them one by one."""
+    """Mean loss of the parts of a sample, for callers that do not take them one by one."""
 
     def __init__(self, parts: list[Sample]) -> None:
         self.parts = parts
@@ -513,7 +514,7 @@ class Sample:
     """One draw of an objective: a batch and the state of torch's random generators at its first evaluation.
 
     Dropout masks, augmentations and label noise belong to the sample: all evaluations of one sample use the same random
-    numbers, wherever the parameters stand. Samples of a `FiniteSum` know their ``index`` in it; it is None for others.
+    numbers, at any parameters. ``index`` is the number of its term in a `FiniteSum`; None for other samples.
     """
 
     __slots__ = ("_random", "arguments", "features", "index", "loss", "once", "parts", "weight")
@@ -530,17 +531,17 @@ class Sample:
         self.loss, self.arguments, self.once, self.parts = loss, arguments, once, parts
         self.features = None if features is None else Sample(features, arguments)
         self.index: int | Tensor | None = None
-        self.weight: float | Tensor | None = None  # of a term of an unequal sum; the loss has it already
-        self._random: list[RandomState] = []  # at most one, which the samples mapped from this one share
+        self.weight: float | Tensor | None = None  # of a term of an unequal sum; the loss includes it
+        self._random: list[RandomState] = []  # at most one, shared with the samples mapped from this one
 
     def wrapped(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Sample:
-        """The sample of what ``wrap`` makes of the loss: the same batch, features and random numbers."""
+        """Return the sample of ``wrap(loss)``, with the same batch, features and random numbers."""
         sample = Sample(wrap(self.loss), self.arguments, once=self.once)
         sample.features, sample.index, sample._random = self.features, self.index, self._random
         return sample
 
     def mapped(self, function: Callable[[Any], Any]) -> Sample:
-        """The sample of ``function`` of the loss."""
+        """Return the sample of ``function`` of the loss."""
         return self.wrapped(partial(_Composed, function))
 
     @property
@@ -548,7 +549,7 @@ class Sample:
         return self.arguments[0] if self.arguments else None
 
     def __call__(self, *arguments: Any) -> Any:
-        """The loss on the sample, or on other arguments (its features, if these are known)."""
+        """Return the loss on the sample, or on other arguments (its features, if these are known)."""
         if arguments:
             return self.loss(*arguments)
         if self.features is not None:
@@ -560,7 +561,7 @@ class Sample:
             raise
 
     def replayed(self, device: torch.device) -> AbstractContextManager[None]:
-        """Evaluate with the random numbers of the first evaluation; later draws do not notice the repetition."""
+        """Context that replays the random numbers of the first evaluation, without effect on later draws."""
         if torch.compiler.is_dynamo_compiling():
             return nullcontext()
         if self._random:
@@ -581,7 +582,7 @@ def _replayed(device: torch.device, state: RandomState) -> Generator[None]:
 
 
 def require_fit(loss: Callable[..., Any], arguments: Sequence[Any], error: TypeError) -> None:
-    """After an error of a call, raise one that says what to do about it if the loss does not take these arguments."""
+    """After a failed call, raise an error that says what to do if the loss does not take these arguments."""
     try:
         inspect.signature(loss).bind(*arguments)
     except TypeError:
@@ -597,12 +598,12 @@ def require_fit(loss: Callable[..., Any], arguments: Sequence[Any], error: TypeE
         raise TypeError(
             f"the loss {name} takes a batch, but has no data: pass bo.Objective({name}, data), or tasks= ({error})"
         ) from error
-    except ValueError:  # nothing is known of what it takes
+    except ValueError:  # the loss has no signature
         return
 
 
 def note_batch(sample: Sample, error: Exception) -> None:
-    """Add to an error of a loss which loss it was, and what its batch was made of."""
+    """Add the name of the loss and the contents of its batch to an error that it raised."""
     if not sample.arguments or getattr(error, "__notes__", None):
         return
     leaves = [*map(_kind_of, tree_leaves(sample.arguments[0]))]
@@ -618,7 +619,7 @@ def _kind_of(leaf: Any) -> str:
 
 
 def require_placed(sample: Sample, device: torch.device, error: RuntimeError) -> None:
-    """After an error of a loss, raise one that says what to do if the batch is not where the parameters are."""
+    """After an error of a loss, raise one that says what to do if its batch is not on the parameters' device."""
     if not any(words in str(error) for words in MIXED):
         return
     leaves = [leaf for leaf in tree_leaves(sample.arguments) if isinstance(leaf, Tensor) and leaf.device != device]
@@ -635,7 +636,7 @@ def require_placed(sample: Sample, device: torch.device, error: RuntimeError) ->
 
 @contextmanager
 def batch_kept(sample: Sample) -> Generator[None]:
-    """Raise if the block, an evaluation of the sample, writes into its batch, and put back what was there."""
+    """Restore the sample's batch and raise if the block, an evaluation of the sample, writes into it."""
     arguments = sample.arguments
     leaves = tree_leaves(arguments)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
@@ -663,18 +664,18 @@ def batch_kept(sample: Sample) -> Generator[None]:
 
 
 def _name_of(sample: Sample) -> str:
-    """What messages call the loss of a sample."""
+    """Return the name of a sample's loss for messages."""
     loss: Any = sample.loss
     while hasattr(loss, "loss") and not hasattr(loss, "__name__"):
         loss = loss.loss
     return str(getattr(loss, "__name__", type(loss).__name__))
 
 
-MIXED = ("same device", "two devices", "Input type")  # in what torch says of tensors of several devices
+MIXED = ("same device", "two devices", "Input type")  # in torch's messages about tensors on several devices
 
 
 def require_state(state: Any, owner: str, **kinds: type) -> None:
-    """Raise ValueError unless a state is a dict that has these entries."""
+    """Raise ValueError unless a state is a dict with entries of these types."""
     missing = [k for k, kind in kinds.items() if not (isinstance(state, dict) and isinstance(state.get(k), kind))]
     if missing:
         found = f"has the keys {sorted(map(str, state))}" if isinstance(state, dict) else f"is {type(state).__name__}"
@@ -685,7 +686,7 @@ Loss = Objective | Callable[..., Tensor]
 
 
 def as_objective(loss: Loss, level: str) -> Objective:
-    """The objective that a loss stands for."""
+    """Return the objective of a loss, which may be one already."""
     if isinstance(loss, Objective):
         return loss
     if not callable(loss):

@@ -1,4 +1,4 @@
-"""Validation in torch's wording, and parameter groups that know their level."""
+"""Validation in torch's wording, and parameter groups marked with their level."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def require(name: str, value: object, valid: bool, wording: str = "Invalid {name
 
 
 def require_choice(name: str, value: Any, choices: Iterable[object], *, or_positive: bool = False) -> None:
-    """Raise ValueError, with the choices, unless a value is one of them, or perhaps a positive number."""
+    """Raise ValueError, with the choices, unless a value is one of them (or, if allowed, a positive number)."""
     known = tuple(choices)
     listed = ", ".join(map(repr, known)) + (", or a positive number" if or_positive else "")
     valid = any(value == choice for choice in known) or (
@@ -53,19 +53,19 @@ def require_choice(name: str, value: Any, choices: Iterable[object], *, or_posit
 
 
 def is_number(value: object) -> bool:
-    """Whether value is a real number (or a tensor of one element, which torch takes as a learning rate)."""
+    """Return True for a real number (or a tensor of one element, which torch takes as a learning rate)."""
     if isinstance(value, Tensor):
         return value.numel() == 1
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def is_count(value: object) -> bool:
-    """Whether value is a non-negative integer."""
+    """Return True for a non-negative integer."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
 
 
 def as_groups(parameters: Params, level: str) -> list[dict[str, Any]]:
-    """The groups that ``parameters`` stand for, marked with their level."""
+    """Return the groups in ``parameters``, marked with their level."""
     if isinstance(parameters, torch.nn.Module):
         _refuse_module(parameters, level)
     if isinstance(parameters, (Tensor, dict)) or not isinstance(parameters, Iterable):
@@ -99,12 +99,12 @@ def _refuse_module(module: torch.nn.Module, level: str) -> Never:
 
 
 def unnamed(entry: Tensor | tuple[str, Tensor]) -> Tensor:
-    """The tensor of an entry of a group, which may be a ``(name, tensor)`` pair."""
+    """Return the tensor of a group's entry, which may be a ``(name, tensor)`` pair."""
     return entry[1] if isinstance(entry, tuple) else entry
 
 
 def consistently_named(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Name the parameters of the other groups too if those of some have names, as torch demands."""
+    """Name the parameters of all groups if those of one group have names, as torch demands."""
     if any(isinstance(p, tuple) for group in groups for p in group["params"]):
         for i, group in enumerate(groups):
             group["params"] = [
@@ -114,7 +114,7 @@ def consistently_named(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def require_one_level(group: dict[str, Any], others: list[dict[str, Any]]) -> None:
-    """Raise ValueError if a parameter of ``group`` is in a group of the other level already."""
+    """Raise ValueError if a parameter of ``group`` already belongs to a group of the other level."""
     elsewhere = {id(p): other["level"] for other in others for p in other["params"] if other["level"] != group["level"]}
     for i, entry in enumerate(group["params"] if not isinstance(group["params"], Tensor) else [group["params"]]):
         name, parameter = entry if isinstance(entry, tuple) else (i, entry)
@@ -126,20 +126,20 @@ def require_one_level(group: dict[str, Any], others: list[dict[str, Any]]) -> No
 
 
 def require_rates(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ValueError unless all learning rates, which anybody may have written to, are such."""
+    """Raise ValueError if a learning rate is not a valid number (schedulers and users may have changed it)."""
     for group in groups:
         lr = group["lr"]
         if type(lr) is float and 0 <= lr < math.inf:
             continue
-        if not isinstance(lr, Tensor) and not (is_number(lr) and 0 <= lr < math.inf):  # a tensor may be elsewhere
+        if not isinstance(lr, Tensor) and not (is_number(lr) and 0 <= lr < math.inf):  # a tensor may be on a device
             raise ValueError(f"Invalid learning rate: {lr} (of {group.get('level', 'a')} parameters)")
 
 
 def require_usable(group: Mapping[str, Any]) -> None:
-    """Raise ValueError if a parameter of a group is complex, or shares memory with itself."""
+    """Raise ValueError if a parameter of a group is not a leaf, is complex, or is expanded."""
     for name, p in _named(group):
         if not isinstance(p, Tensor):
-            continue  # torch says so
+            continue  # torch reports it
         called = f"{group['level']} parameter {name!r} of shape {tuple(p.shape)}"
         if not p.is_leaf and not p.retains_grad:
             raise ValueError(
@@ -153,7 +153,7 @@ def require_usable(group: Mapping[str, Any]) -> None:
 
 
 def require_apart(groups: Sequence[Mapping[str, Any]], known: int = 0) -> None:
-    """Raise ValueError if a parameter shares memory with another one, of these groups the first so many excepted."""
+    """Raise ValueError if two parameters share memory, unless both belong to the first ``known`` groups."""
     entries = [(i, *entry) for i, group in enumerate(groups) for entry in _named(group)]
     for number in _overlapping([p for *_, p in entries]):
         i, name, p = entries[number]
@@ -165,19 +165,19 @@ def require_apart(groups: Sequence[Mapping[str, Any]], known: int = 0) -> None:
 
 
 def _named(group: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """The parameters of a group, which torch may not have looked at, with their names or numbers."""
+    """Return the parameters of a group, which torch may not have validated, with their names or indices."""
     params = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
     names = group.get("param_names", range(len(params)))
     return [p if isinstance(p, tuple) else (name, p) for name, p in zip(names, params, strict=True)]
 
 
 def _overlapping(tensors: Sequence[Tensor]) -> list[int]:
-    """In order the numbers of contiguous tensors that have entries in common with one of a lower number."""
+    """Return, in order, the indices of contiguous tensors that share entries with one of a lower index."""
     first: dict[int, int] = {}
     for i, t in enumerate(tensors):
-        first.setdefault(id(t), i)  # one that comes twice is refused by torch
+        first.setdefault(id(t), i)  # torch refuses duplicates
     spans = [(*span, i) for i in first.values() if (span := _span(tensors[i]))]
-    found, last = [], ("", 0, 0, 0)  # of those so far, the one that reaches furthest
+    found, last = [], ("", 0, 0, 0)  # the span so far with the largest end
     for device, start, end, i in sorted(spans):
         if device == last[0] and start < last[2]:
             found.append(max(i, last[3]))
@@ -187,14 +187,14 @@ def _overlapping(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _span(t: Tensor) -> tuple[str, int, int] | None:
-    """Device, and where in its memory the entries of a tensor begin and end; None if that is not one piece."""
+    """Return device, start and end address of a tensor; None if its entries are not one piece of memory."""
     if not isinstance(t, Tensor) or is_sharded(t) or not t.is_contiguous() or not (t.numel() and t.data_ptr()):
         return None
     return str(t.device), t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()
 
 
 def level_groups(groups: Iterable[dict[str, Any]], level: str) -> list[dict[str, Any]]:
-    """The groups of one level, with the parameters that require a gradient."""
+    """Return the groups of one level, with the parameters that require a gradient."""
     return [
         {**group, "params": [p for p in group["params"] if p.requires_grad]}
         for group in groups
@@ -203,7 +203,7 @@ def level_groups(groups: Iterable[dict[str, Any]], level: str) -> list[dict[str,
 
 
 def by_level(groups: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The groups of each level, as of `level_groups`; raises unless their learning rates are such."""
+    """Return the groups of each level, as `level_groups` does; raise if a learning rate is invalid."""
     found: dict[str, list[dict[str, Any]]] = {level: [] for level in LEVELS}
     for group in groups:
         rate = group["lr"]
@@ -214,7 +214,7 @@ def by_level(groups: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]
 
 
 def tensors_of(groups: Iterable[dict[str, Any]], level: str) -> list[Tensor]:
-    """The parameters of these groups; raises if there are none."""
+    """Return the parameters of these groups; raise if there are none."""
     tensors: list[Tensor] = []
     for group in groups:
         tensors += group["params"]
@@ -224,7 +224,7 @@ def tensors_of(groups: Iterable[dict[str, Any]], level: str) -> list[Tensor]:
 
 
 def names_of(groups: Iterable[dict[str, Any]]) -> list[str]:
-    """Names, or indices, of the upper and then of the lower parameters that require a gradient."""
+    """Return names, or indices, of the upper and then of the lower parameters that require a gradient."""
     names, groups = [], list(groups)
     for level in LEVELS:
         index = 0

@@ -1,4 +1,4 @@
-"""Between host and device: values go up from pinned memory, or once for ever, so that the host does not wait for it."""
+"""Transfer from host to device: from pinned memory, or once for all steps, so that the host does not wait."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch.compiler import is_dynamo_compiling
 
 __all__ = ["constant", "uploaded"]
 
-MOST = 256  # sets of numbers that are kept
+MOST = 256  # cached sets of numbers
 
 
 def uploaded(values: Tensor | Sequence[float], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Values of the host on a device, from pinned memory, without waiting for it; what is there already as it is."""
+    """Copy host values to a device from pinned memory, without waiting; values already there stay as they are."""
     t = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype, device="cpu")
     if t.device == device or device.type == "cpu" or not t.is_cpu:
         return t.to(device)
-    if not t.dim():  # goes with the launch, also in a graph
+    if not t.dim():  # an argument of the launch, also in a graph
         return torch.zeros((), dtype=t.dtype, device=device) + t
     if is_dynamo_compiling() or not _pins(device.type):
         return t.to(device)
@@ -29,13 +29,13 @@ def uploaded(values: Tensor | Sequence[float], device: torch.device, dtype: torc
 
 @cache
 def _pins(kind: str) -> bool:
-    """Whether memory of the host can be pinned for devices of a kind (MPS has the memory of the host)."""
+    """Return True if host memory can be pinned for a kind of device (MPS uses the host's memory)."""
     present = torch.accelerator.current_accelerator()
     return present is not None and present.type == kind and kind != "mps"
 
 
 def constant(numbers: Sequence[float], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Numbers as a tensor of the type and device of another one, made once for all steps; must not be written into."""
+    """Return numbers as a tensor of another one's type and device, cached for all steps; do not write into it."""
     dtype = dtype or like.dtype
     key = *numbers, dtype, like.device
     found = _MADE.get(key)

@@ -10,12 +10,12 @@ __all__ = ["is_profiled", "span"]
 
 
 def is_profiled() -> bool:
-    """Whether a profiler is on."""
+    """Return True if a profiler is on."""
     return torch.autograd.profiler._is_profiler_enabled
 
 
 def span(name: str) -> AbstractContextManager[object]:
-    """A range of that name in the profile, if a profiler is on; otherwise nothing, at next to no cost.
+    """Context for a range of that name in the profile; without a profiler a no-op at next to no cost.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Random numbers: by counter (each draw has a generator seeded by what it is for), and from a stream."""
+"""Random numbers: by counter (each draw has a generator seeded by its purpose), and from a stream."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ __all__ = [
 ]
 
 SEEDS = 2**62
-LONG = 100  # entries of a list that is searched for generators
+LONG = 100  # lists with more entries are not searched for generators
 
 
 class Counters:
-    """Generators that depend on a seed and on counters only, not on what was drawn before.
+    """Generators that depend on a seed and on counters only, not on earlier draws.
 
-    A draw can be made again, left out, or made elsewhere without changing any other: results do not depend on the order
+    A draw can be repeated, left out, or made elsewhere without changing any other: results do not depend on the order
     or the grouping of the draws, nor on the number of processes that share them.
 
     Example:
@@ -61,7 +61,7 @@ class Counters:
         self._generator = torch.Generator()
 
     def generator(self, *counters: int) -> torch.Generator:
-        """The generator of these counters, at its beginning; valid until the next call."""
+        """Return the generator of these counters, at its start; valid until the next call."""
         value = mixed_number(self.seed)
         for counter in counters:
             value = mixed_number(value ^ mixed_number(counter + 1))
@@ -69,7 +69,7 @@ class Counters:
 
 
 def hashed(*numbers: int) -> int:
-    """A well-mixed number below 2^63, a function of these."""
+    """Return a well-mixed number below 2^63, a function of these numbers."""
     state = 0
     for number in numbers:
         state = mixed_number(state + number)
@@ -77,29 +77,29 @@ def hashed(*numbers: int) -> int:
 
 
 def device_of(generator: torch.Generator | None) -> torch.device:
-    """Where a generator's numbers are drawn."""
+    """Return the device of a generator; the CPU for None."""
     return generator.device if generator is not None else torch.device("cpu")
 
 
 def draw_index(count: int, generator: torch.Generator | None) -> int:
-    """A number from 0, ..., count - 1."""
+    """Draw a number from 0, ..., count - 1."""
     return int(torch.randint(count, (), generator=generator, device=device_of(generator)))
 
 
 def draw_random_inputs(
     counts: Mapping[str, int], generator: torch.Generator | None, agreed: Callable[[int], int] = int
 ) -> dict[str, Tensor]:
-    """One for each of these counts, as integer tensors on the CPU; ``agreed`` gives the one that all ranks take."""
+    """Draw an index below each count, as integer tensors on the CPU; ``agreed`` makes it equal on all ranks."""
     return {name: torch.tensor(agreed(draw_index(count, generator)), device="cpu") for name, count in counts.items()}
 
 
 def draw_seed(generator: torch.Generator | None) -> int:
-    """A random number to make others from."""
+    """Draw a seed for other generators."""
     return draw_index(SEEDS, generator)
 
 
 def apart(generator: torch.Generator | None, *numbers: int) -> torch.Generator:
-    """A generator that depends on these numbers and on the state of another, which stays where it is."""
+    """Return a generator that depends on these numbers and on another one's state, which does not advance."""
     twin = torch.Generator(device_of(generator))
     twin.set_state(torch.get_rng_state() if generator is None else generator.get_state())
     return twin.manual_seed(hashed(draw_seed(twin), *numbers))
@@ -107,7 +107,7 @@ def apart(generator: torch.Generator | None, *numbers: int) -> torch.Generator:
 
 @contextmanager
 def kept(device: torch.device) -> Generator[None]:
-    """Leave torch's random numbers as they are, whatever the block draws."""
+    """Restore torch's random state after the block, whatever it draws."""
     state = default_state(device)
     try:
         yield
@@ -115,11 +115,11 @@ def kept(device: torch.device) -> Generator[None]:
         set_default_state(device, state)
 
 
-RandomState = tuple[Tensor, ...]  # of the host, and of a device that has random numbers of its own
+RandomState = tuple[Tensor, ...]  # of the host, and of a device with a random state of its own
 
 
 def default_state(device: torch.device) -> RandomState:
-    """The state of torch's default generators that evaluations on a device use (if unknown, the host's alone)."""
+    """Return the state of torch's default generators for evaluations on a device (if unknown, the host's alone)."""
     if device.type == "cpu":
         return (torch.get_rng_state(),)
     own = _own_state(device.type)
@@ -130,7 +130,7 @@ def default_state(device: torch.device) -> RandomState:
 
 
 def set_default_state(device: torch.device, state: RandomState) -> None:
-    """Put it back."""
+    """Restore a state from `default_state`."""
     torch.set_rng_state(state[0])
     if len(state) > 1:
         own = _own_state(device.type)
@@ -140,7 +140,7 @@ def set_default_state(device: torch.device, state: RandomState) -> None:
 
 
 def require_replayable(device: torch.device, state: RandomState) -> None:
-    """Raise RuntimeError if the random numbers that evaluations on a device draw cannot be drawn again."""
+    """Raise RuntimeError if random numbers of evaluations on a device cannot be replayed."""
     if len(state) == 1 and device.type != "cpu":
         raise RuntimeError(
             f"the random state of devices of type {device.type!r} cannot be read: torch.{device.type} has no "
@@ -151,9 +151,9 @@ def require_replayable(device: torch.device, state: RandomState) -> None:
 
 @cache
 def _own_state(kind: str) -> tuple[Callable[..., Tensor], Callable[..., None], bool] | None:
-    """How torch's module of a kind of accelerator reads and sets random states, and whether there is one device only.
+    """Return how torch reads and sets the random state of a kind of accelerator, and whether it has one device only.
 
-    None: it does not.
+    None if torch cannot.
     """
     try:
         module = torch.get_device_module(kind)
@@ -164,7 +164,7 @@ def _own_state(kind: str) -> tuple[Callable[..., Tensor], Callable[..., None], b
 
 
 def uniform_ball(like: Sequence[Tensor], radius: float, generator: torch.Generator | None = None) -> Vector:
-    r"""A uniform random point of the ball of given radius in the space of all these tensors together.
+    r"""Return a uniform random point of the ball of given radius in the space of all these tensors together.
 
     :math:`\xi = r\, U^{1/d}\, n / \|n\|` with n normal, U uniform on (0, 1), d the number of all entries.
 
@@ -182,14 +182,14 @@ def uniform_ball(like: Sequence[Tensor], radius: float, generator: torch.Generat
     return Vector((n * (length / normal.norm())).to(n.dtype) for n in normal)
 
 
-# ------------------------------------------------------------------------------------------------ of data
+# ------------------------------------------------------------------------------------------------ data
 
 
 def generators_of(data: Any) -> dict[str, Any]:
-    """What data have to draw random numbers from, of torch, NumPy or Python, each by the way to it.
+    """Return the random generators (of torch, NumPy or Python) of data, by their attribute paths.
 
-    That are attributes of the data and of what these consist of: their samplers, datasets, lists of transforms. Long
-    lists are taken for examples, and so are lists in lists.
+    The search covers attributes of the data and of their samplers, datasets and lists of transforms. Long lists, and
+    lists in lists, are assumed to be examples and are skipped.
     """
     found: dict[str, Any] = {}
     left, seen = deque([("", data, False)]), {id(torch.default_generator)}
@@ -205,7 +205,7 @@ def generators_of(data: Any) -> dict[str, Any]:
         short = isinstance(value, (list, tuple, dict)) and len(value) <= LONG and not listed
         if short:
             parts += value.items() if isinstance(value, dict) else enumerate(value)
-        # The iterator of a loader has what a pass needs.
+        # Generators of a loader's iterator belong to one pass.
         left += [(f"{path}.{name}".lstrip("."), part, short) for name, part in parts if name != "_iterator"]
     return found
 
@@ -218,7 +218,7 @@ def _is_generator(value: Any) -> bool:
 
 
 def states_of(generators: Mapping[str, Any]) -> dict[str, Any]:
-    """The states of generators, made of tensors and what Python has itself."""
+    """Return the states of generators, as tensors and built-in types of Python."""
     return {name: _state_of(generator) for name, generator in generators.items()}
 
 
@@ -232,7 +232,7 @@ def _state_of(generator: Any) -> Any:
 
 
 def set_states(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    """Put states back."""
+    """Restore the states of generators."""
     for name, state in states.items():
         generator = generators[name]
         if isinstance(generator, torch.Generator):

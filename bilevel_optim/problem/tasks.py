@@ -1,4 +1,4 @@
-"""Many lower problems, one for each task or context: samplers, and what is drawn from them."""
+"""Many lower problems, one for each task or context: samplers and their draws."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ __all__ = [
     "task_count",
 ]
 
-LowerInit = Callable[..., Tensor | Sequence[Tensor]]  # of the drawn tasks; without tasks, of nothing
+LowerInit = Callable[..., Tensor | Sequence[Tensor]]  # takes the drawn tasks; without tasks, nothing
 Whole = Callable[[Any, Mapping[str, Any]], Any]  # draws all that a step needs, from a sampler and random inputs
 
 
 @runtime_checkable
 class TaskSampler(Protocol):
-    """What ``step(upper, lower, tasks=sampler)`` takes: any object with these three methods.
+    """Sampler for ``step(upper, lower, tasks=sampler)``: any object with these three methods.
 
     A sampler of a finite set of tasks should also have a length, the number of tasks.
     """
@@ -48,25 +48,25 @@ class TaskSampler(Protocol):
     def lower(self, tasks: Any, n: int | None, generator: torch.Generator | None) -> Any:
         """Draw n rows of the lower data of each task: a pytree with leading dimensions (len(tasks), n).
 
-        None: all the data of the task.
+        With n = None, return all data of the task.
         """
 
     def upper(self, tasks: Any, n: int | None, generator: torch.Generator | None) -> Any:
-        """The same for the upper data."""
+        """Draw n rows of the upper data of each task, in the same form."""
 
 
 class TensorTasks:
     r"""A finite set of m tasks whose data are stacked tensors.
 
-    ``sample`` draws *different* tasks, each equally likely (with more than m, every task comes up
-    :math:`\lfloor n/m \rfloor` times and the rest are different), so that the mean over the draw is an unbiased
+    ``sample`` draws *different* tasks, each equally likely. If n > m, every task comes up
+    :math:`\lfloor n/m \rfloor` times and the rest are different. So the mean over the draw is an unbiased
     estimate of the mean over all tasks, and exact for n = m. ``lower`` and ``upper`` draw rows *with* replacement,
     independently for each task: independent samples of the task's own distribution.
 
     Args:
         lower: data of the lower problems: a tensor of shape (m, rows, ...), or a pytree (tuple, dict, ...) of such
             tensors with the same m and the same number of rows. Tasks with fewer rows need padding and a mask.
-        upper: data of the upper losses, likewise, with its own number of rows. Default: that of the lower problems.
+        upper: data of the upper losses, in the same form, with its own number of rows. Default: the lower data.
 
     Raises:
         ValueError: if the tensors do not have common leading dimensions, or are empty.
@@ -86,7 +86,7 @@ class TensorTasks:
         sizes = [self._sizes(name, data) for name, data in (("lower", self._lower), ("upper", self._upper))]
         if sizes[0][0] != sizes[1][0]:
             raise ValueError(f"the lower data are of {sizes[0][0]} tasks, but the upper data of {sizes[1][0]}")
-        self._last: tuple[Tensor, Tensor] | None = None  # ids, and where they were needed
+        self._last: tuple[Tensor, Tensor] | None = None  # ids, and their copy on another device
         self._tasks, self._rows = sizes[0][0], {"lower": sizes[0][1], "upper": sizes[1][1]}
 
     @staticmethod
@@ -112,14 +112,14 @@ class TensorTasks:
         return self._tasks
 
     def to(self, device: torch.device | str) -> TensorTasks:
-        """The same tasks with their data on a device."""
+        """Return the same tasks with their data on a device."""
         lower, upper = (tree_map(lambda t: t.to(device), data) for data in (self._lower, self._upper))
         return TensorTasks(lower, None if self._upper is self._lower else upper)
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
-        """Task ids, as different as possible, in random order."""
+        """Draw task ids, as different as possible, in random order."""
         whole, rest = divmod(n, self._tasks)
-        if 0 < rest < self._tasks // 8:  # few out of many: no permutation of all
+        if 0 < rest < self._tasks // 8:  # few out of many: a permutation of all costs more
             ids = self._few(rest, generator)
         else:
             ids = torch.randperm(self._tasks, generator=generator, device=device_of(generator))[:rest]
@@ -129,18 +129,18 @@ class TensorTasks:
         return ids
 
     def _few(self, n: int, generator: torch.Generator | None) -> Tensor:
-        found: dict[int, None] = {}  # in the order in which they came up
-        while len(found) < n:  # draw again what came up before: uniform over the sets of different ids
+        found: dict[int, None] = {}  # in the order drawn
+        while len(found) < n:  # redrawing repeated ids is uniform over the sets of different ids
             more = torch.randint(self._tasks, (n - len(found),), generator=generator, device=device_of(generator))
             found.update(dict.fromkeys(more.tolist()))
         return torch.tensor([*found], device=device_of(generator))
 
     def lower(self, tasks: Tensor, n: int | None, generator: torch.Generator | None) -> Any:
-        """Rows of the lower data of these tasks."""
+        """Draw rows of the lower data of these tasks."""
         return self._draw("lower", self._lower, tasks, n, generator)
 
     def upper(self, tasks: Tensor, n: int | None, generator: torch.Generator | None) -> Any:
-        """Rows of the upper data of these tasks."""
+        """Draw rows of the upper data of these tasks."""
         return self._draw("upper", self._upper, tasks, n, generator)
 
     def _draw(self, name: str, data: Any, tasks: Tensor, n: int | None, generator: torch.Generator | None) -> Any:
@@ -154,7 +154,7 @@ class TensorTasks:
         return tree_map(lambda t: t[ids.unsqueeze(1), rows], data)
 
     def _placed(self, tasks: Tensor, device: torch.device) -> Tensor:
-        """The ids of tasks on a device, of which the draws of a step ask for the same again and again."""
+        """Return the ids of tasks on a device, cached because a step asks for the same ids many times."""
         if tasks.device == device:
             return tasks
         if self._last is None or self._last[0] is not tasks or self._last[1].device != device:
@@ -162,7 +162,7 @@ class TensorTasks:
         return self._last[1]
 
     def apart(self, level: str, tasks: Tensor, n: int, generators: Iterable[torch.Generator]) -> Any:
-        """Draw rows of the lower or upper data of each of these tasks with a generator of its own."""
+        """Draw rows of the lower or upper data of each task with its own generator."""
         data, count = self._lower if level == "lower" else self._upper, self._rows[level]
         device = tree_leaves(data)[0].device
         rows = [torch.randint(count, (n,), generator=own, device=own.device) for own in generators]
@@ -174,10 +174,10 @@ class TensorTasks:
 
 
 class StandIn:
-    """What stands for a sampler of tasks.
+    """Replacement of a sampler of tasks.
 
     Args:
-        source: the sampler.
+        source: the replaced sampler.
     """
 
     def __init__(self, source: Any) -> None:
@@ -185,25 +185,25 @@ class StandIn:
 
 
 def draw_whole(tasks: Any, draw: Whole, random_inputs: Mapping[str, Any]) -> Any:
-    """All that a step draws from the tasks, if it is to be known before; else None.
+    """Return all data that a step draws from the tasks, if they must be known in advance; else None.
 
     Args:
-        tasks: a sampler, or what stands for it.
-        draw: draws it as a pytree, from the sampler and the random inputs of the step alone.
-        random_inputs: of the step.
+        tasks: a sampler, or a `StandIn`.
+        draw: draws the data as a pytree, from the sampler and the step's random inputs alone.
+        random_inputs: random inputs of the step.
     """
     whole = getattr(tasks, "whole", None) if isinstance(tasks, StandIn) else None
     return None if whole is None else whole(draw, random_inputs)
 
 
 def length_of(sampler: Any) -> int | None:
-    """How many tasks a sampler has; None if it does not say."""
+    """Return the number of tasks of a sampler; None if it has no length."""
     source = sampler.source if isinstance(sampler, StandIn) else sampler
     return len(source) if hasattr(source, "__len__") else None
 
 
 def task_count(sampler: Any, asked: int | None) -> int:
-    """How many tasks a step draws: what was asked for, else all of a finite sampler, else one."""
+    """Return the number of tasks of a step: the number asked for, else all of a finite sampler, else one."""
     for name in ("sample", "lower", "upper"):
         if not callable(getattr(sampler, name, None)):
             raise TypeError(
@@ -219,16 +219,16 @@ def task_count(sampler: Any, asked: int | None) -> int:
 
 
 def select(batch: Any, index: Any) -> Any:
-    """The same entries of the leading dimension of every tensor of a pytree."""
+    """Return the same entries of the leading dimension of every tensor of a pytree."""
     if isinstance(index, Tensor) and index.dim() and index.is_cpu:
         index = _beside(index, batch)
-    if type(batch) is tuple:  # the commonest, for every lower step: a third of what the general form takes
+    if type(batch) is tuple:  # the common case, three times as fast as the general form
         return tuple(t[index] if isinstance(t, Tensor) else select(t, index) for t in batch)
     return tree_map(lambda t: t[index] if isinstance(t, Tensor) else t, batch)
 
 
 def _beside(index: Tensor, batch: Any) -> Tensor:
-    """An index on the device of the data, if all of these are on one."""
+    """Return an index on the device of the data, if all data are on one."""
     for t in batch if type(batch) is tuple else ():
         if isinstance(t, Tensor) and t.is_cpu:
             return index
@@ -255,12 +255,12 @@ def require_shape(what: str, batch: Any, sizes: tuple[int, ...]) -> None:
 
 
 class TaskDraws:
-    """The data of drawn tasks, with the shapes checked.
+    """Data of drawn tasks, with checked shapes.
 
     Args:
-        sampler: where they come from.
+        sampler: source of the data.
         tasks: the drawn tasks.
-        count: how many they are.
+        count: number of these tasks.
         sizes: rows per batch, for ``"lower"`` and for ``"upper"``; None: all.
         generator: source of the draws.
     """
@@ -278,9 +278,9 @@ class TaskDraws:
         self._kept: dict[str, list[Any]] = {"lower": [], "upper": []}
 
     def of(self, part: slice) -> Callable[[str], Any]:
-        """Gives the batches of some of the tasks; whichever part comes first, all of them are drawn together."""
+        """Return a function that draws batches of some tasks; each draw is made for all tasks together."""
         taken = {"lower": 0, "upper": 0}
-        last: dict[str, tuple[Any, Any]] = {}  # by level: the last batch of all tasks, and that of these
+        last: dict[str, tuple[Any, Any]] = {}  # by level: last batch of all tasks, and its part
 
         def batch(level: str) -> Any:
             kept, k = self._kept[level], taken[level]
@@ -290,14 +290,14 @@ class TaskDraws:
             whole = kept[k]
             if part == slice(0, self.count):
                 return whole
-            if last.get(level, (None, None))[0] is not whole:  # the same object again, by which features are known
+            if last.get(level, (None, None))[0] is not whole:  # features are cached by the object's identity
                 last[level] = whole, select(whole, part)
             return last[level][1]
 
         return batch
 
     def batch(self, level: str) -> Any:
-        """One batch of each task."""
+        """Draw one batch of each task."""
         n = self.sizes[level]
         if n is None and level in self._all:
             return self._all[level]
@@ -322,9 +322,9 @@ def draw(sampler: Any, level: str, tasks: Any, count: int, n: int | None, genera
 
 
 def draw_apart(sampler: Any, level: str, tasks: Any, n: int, generators: Iterable[torch.Generator]) -> Any:
-    """Draw n rows for each task with a generator of its own, each of which is used before the next is asked for.
+    """Draw n rows for each task with its own generator, as `draw` does for one task after another.
 
-    As `draw` for one task after the other.
+    Each generator is used before the next one is requested.
     """
     if type(sampler) is TensorTasks:
         return sampler.apart(level, tasks, n, generators)
@@ -340,14 +340,14 @@ def draw_apart(sampler: Any, level: str, tasks: Any, n: int, generators: Iterabl
 
 
 def starting_points(y: Vector, names: Sequence[str], tasks: Any, count: int, lower_init: LowerInit | None) -> Vector:
-    """Where the tasks' lower solves start: at ``y``, all of them, or where the user says."""
+    """Return the starting points of the tasks' lower solves: those of ``lower_init``, by default ``y``."""
     if lower_init is None:
         return Vector(t.detach().expand(count, *t.shape) for t in y)
     return _as_start(lower_init(tasks), y, names, (count,))
 
 
 def fresh_start(y: Vector, names: Sequence[str], lower_init: LowerInit) -> Vector:
-    """Where the user says that a lower solve without tasks starts."""
+    """Return the user's starting point of a lower solve without tasks."""
     return _as_start(lower_init(), y, names, ())
 
 

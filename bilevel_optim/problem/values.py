@@ -1,4 +1,4 @@
-"""Values that pass through a step: made often, never changed."""
+"""Cheap immutable values, for data that a step creates often."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Values = TypeVar("Values")
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def values(cls: type[Class]) -> type[Class]:
-    """A dataclass that is frozen for the type checker, and not at run time, where that would triple its cost."""
+    """Make a dataclass that only the type checker treats as frozen: freezing at run time would triple its cost."""
     return dataclass(cls)
 
 
 def changed(values: Values, **changes: Any) -> Values:
-    """The same values but for these; as ``dataclasses.replace``, at a fraction of its cost."""
-    if is_dynamo_compiling():  # of torch 2.11, which does not read a __dict__ whole
+    """Return a copy with some fields changed, as ``dataclasses.replace`` does, at a fraction of its cost."""
+    if is_dynamo_compiling():  # Dynamo of torch 2.11 cannot read a whole __dict__
         return replace(values, **changes)  # type: ignore[type-var]
     new: Values = object.__new__(type(values))
     new.__dict__.update(values.__dict__, **changes)

@@ -1,7 +1,7 @@
 """Algebra of the parameter space: one vector is a tuple of tensors, one tensor per parameter.
 
-Every operation is one ``torch._foreach_*`` call, so that an algorithm reads as in its paper and costs as many kernels
-as a hand-fused one. ``dot`` and ``norm`` are the only reductions over all the tensors.
+Most operations are one ``torch._foreach_*`` call, so that an algorithm reads as in its paper and costs as many kernels
+as a hand-fused one. ``dot``, ``norm``, ``max_abs`` and ``sum`` are the only reductions over all the tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Vector(tuple[Tensor, ...]):
     __slots__ = ()
 
     def __add__(self, other: Sequence[Tensor]) -> Vector:  # type: ignore[override]
-        if len(self) == 1:  # as are many, and foreach costs more than the sum
+        if len(self) == 1:  # common, and foreach costs more than the sum
             return Vector((self[0] + other[0],))
         return Vector(torch._foreach_add([*self], [*other]))
 
@@ -47,7 +47,7 @@ class Vector(tuple[Tensor, ...]):
         if isinstance(factor, Tensor) and factor.dim() == 1:
             return Vector(t * factor.to(t.dtype).view(-1, *[1] * (t.dim() - 1)) for t in self)
         if isinstance(factor, Tensor) and any(t.dim() == 0 for t in self):
-            # Zero-dimensional tensors are equals in type promotion: a wider factor would widen them.
+            # A zero-dimensional tensor takes part in type promotion: a wider factor would widen another one.
             return Vector(t * factor.to(t.dtype) for t in self)
         if isinstance(factor, list) and any([isinstance(f, Tensor) for f in factor]):
             return Vector(
@@ -55,13 +55,13 @@ class Vector(tuple[Tensor, ...]):
             )
         return Vector(torch._foreach_mul([*self], factor))  # type: ignore[arg-type]
 
-    __rmul__ = times = __mul__  # type: ignore[assignment]  # `times`: as Dynamo reads a product with a tensor
+    __rmul__ = times = __mul__  # type: ignore[assignment]  # `times`: a product with a tensor that Dynamo can trace
 
     def __neg__(self) -> Vector:
         return Vector(torch._foreach_neg([*self]))
 
     def add(self, other: Sequence[Tensor], alpha: Scalar) -> Vector:
-        """``self + alpha * other``; one operation if ``alpha`` is a number."""
+        """Return ``self + alpha * other``, by one operation if ``alpha`` is a number."""
         if isinstance(alpha, Tensor):
             return self + Vector(other).times(alpha)
         if len(self) == 1:
@@ -69,7 +69,7 @@ class Vector(tuple[Tensor, ...]):
         return Vector(torch._foreach_add([*self], [*other], alpha=alpha))
 
     def descended(self, direction: Sequence[Tensor], rates: Sequence[Scalar]) -> Vector:
-        """This less the direction, with a learning rate for each tensor."""
+        """Return this vector minus the direction, with a learning rate for each tensor."""
         if len(self) == 1 and type(rates[0]) is float:
             return Vector((torch.add(self[0], direction[0], alpha=-rates[0]),))
         if any([isinstance(rate, Tensor) for rate in rates]):
@@ -79,7 +79,7 @@ class Vector(tuple[Tensor, ...]):
         return Vector(torch.add(t, d, alpha=-float(rate)) for t, d, rate in zip(self, direction, rates, strict=True))
 
     def dot(self, other: Sequence[Tensor]) -> Tensor:
-        """Inner product over all tensors, accumulated in float64 where the device has it."""
+        """Return the inner product over all tensors, accumulated in float64 where the device has it."""
         if len(self) == 1:
             return _sum(_wide(self[0]) * other[0])
         if self and self[0].dtype in _HALF:
@@ -87,7 +87,7 @@ class Vector(tuple[Tensor, ...]):
         return _total([_sum(product) for product in torch._foreach_mul([*self], [*other])])
 
     def norm(self) -> Tensor:
-        """Euclidean norm over all tensors together, accumulated as in :meth:`dot`."""
+        """Return the Euclidean norm over all tensors together, accumulated as in :meth:`dot`."""
         if any_sharded(self):
             return self.dot(self).sqrt()
         parts: list[Tensor] = [torch.linalg.vector_norm(t, dtype=_accumulator(t)) for t in self]
@@ -96,15 +96,15 @@ class Vector(tuple[Tensor, ...]):
         return torch.linalg.vector_norm(torch.stack(parts)) if parts else torch.zeros((), device="cpu")
 
     def norms(self) -> list[Tensor]:
-        """Euclidean norm of each tensor, in its own precision."""
+        """Return the Euclidean norm of each tensor, in its own precision."""
         return list(torch._foreach_norm([*self])) if self else []
 
     def lane_dot(self, other: Sequence[Tensor]) -> Tensor:
-        """Inner product of each lane of stacked tensors with the same lane of others, or one vector; shape (n,)."""
+        """Return each lane's inner product with the same lane of ``other``, or with one vector; shape (n,)."""
         return torch.stack([_sum(_wide(t) * o, lanes=True) for t, o in zip(self, other, strict=True)]).sum(0)
 
     def lane_norm(self) -> Tensor:
-        """Euclidean norm of each lane of stacked tensors, shape (n,)."""
+        """Return the Euclidean norm of each lane of stacked tensors, shape (n,)."""
         if any_sharded(self):
             return self.lane_dot(self).sqrt()
         parts: list[Tensor] = [
@@ -116,12 +116,12 @@ class Vector(tuple[Tensor, ...]):
         return parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), dim=0)
 
     def max_abs(self) -> Tensor:
-        """Largest absolute entry; NaN or infinite exactly if some entry is."""
+        """Return the largest absolute entry; NaN or infinite exactly if some entry is."""
         parts = [_largest(t) for t in self if t.numel()]
         return torch.stack(parts).max() if parts else torch.zeros((), device="cpu")
 
     def sum(self) -> Tensor:
-        """Sum of all entries; not finite if one of them is not."""
+        """Return the sum of all entries; not finite if one of them is not."""
         return _total([_whole(t.sum()) for t in self])
 
     def clone(self) -> Vector:
@@ -134,11 +134,11 @@ class Vector(tuple[Tensor, ...]):
         return Vector(torch.zeros_like(t) for t in self)
 
     def lane(self, index: int) -> Vector:
-        """The vector at one index of the leading dimension of stacked tensors (views)."""
+        """Return the vector at one index of the leading dimension of stacked tensors (views)."""
         return Vector(t[index] for t in self)
 
     def combine(self, weights: Sequence[float]) -> Vector:
-        """``sum_j weights[j] * lane(j)`` of stacked tensors."""
+        """Return ``sum_j weights[j] * lane(j)`` of stacked tensors."""
         first, *rest = [j for j, weight in enumerate(weights) if weight]
         total = self.lane(first) * weights[first]
         for j in rest:
@@ -152,7 +152,7 @@ class Vector(tuple[Tensor, ...]):
                 self.copy_(values)
         elif any_sharded(self):
             for tensor, value in zip(self, values, strict=True):
-                if is_sharded(tensor) and is_sharded(value):  # torch itself copies no fewer rows than there are ranks
+                if is_sharded(tensor) and is_sharded(value):  # torch's copy_ needs as many rows as ranks
                     _local(tensor).copy_(_local(value.redistribute(placements=tensor.placements)))  # type: ignore[attr-defined]
                 else:
                     tensor.copy_(value)
@@ -166,12 +166,12 @@ def stack(vectors: Sequence[Sequence[Tensor]]) -> Vector:
 
 
 def is_sharded(t: Tensor) -> bool:
-    """Whether a tensor is a ``DTensor``, of which each rank holds a part (as FSDP2 makes them)."""
+    """Return True for a ``DTensor``, which has a part on each rank (as FSDP2 makes them)."""
     return hasattr(t, "full_tensor")
 
 
 def any_sharded(tensors: Iterable[Tensor]) -> bool:
-    """Whether one of these is; a loop, because it is asked several times in each step."""
+    """Return True if a tensor is sharded; a loop, because each step calls this several times."""
     for t in tensors:  # noqa: SIM110
         if type(t) not in _PLAIN and is_sharded(t):
             return True
@@ -189,12 +189,12 @@ _HALF = frozenset((torch.float16, torch.bfloat16))
 
 
 def _wide(t: Tensor) -> Tensor:
-    """A factor of products to be added up, in a type that holds them."""
+    """Convert a factor of products that are summed to a type that can hold the products."""
     return t.float() if t.dtype in _HALF else t
 
 
 def as_variable(t: Tensor, needed: bool = True) -> Tensor:
-    """The tensor, without its graph, to differentiate in; a function of its own because Dynamo need not read it."""
+    """Return the tensor without its graph, to differentiate in; a function, so that Dynamo need not trace it."""
     return t.detach().requires_grad_(needed)
 
 
@@ -210,17 +210,17 @@ def _largest(t: Tensor) -> Tensor:
 
 
 def _beside(factor: Tensor, t: Tensor) -> Tensor:
-    """A factor as it can be multiplied with a tensor, which keeps its type: of two numbers the wider one decides."""
+    """Convert a factor such that the product has the tensor's type (of two scalars the wider type would win)."""
     return factor.to(t.device) if t.dim() else factor.to(t)
 
 
 def _local(t: Tensor) -> Tensor:
-    """The part of a sharded tensor that this rank has."""
+    """Return this rank's part of a sharded tensor."""
     return t.detach().to_local()  # type: ignore[attr-defined, no-any-return]
 
 
 def _whole(t: Tensor) -> Tensor:
-    """The value of a possibly sharded scalar."""
+    """Return the value of a scalar that may be sharded."""
     return t.full_tensor() if is_sharded(t) else t  # type: ignore[attr-defined]
 
 
