@@ -364,7 +364,7 @@ class CompiledSteps:
             warn(f"steps run eagerly, because they cannot be compiled: {reason}")
 
     def _why_always(self, tasks: Any) -> str:
-        """Return why no step of the optimizer (with these tasks) is compiled, whatever its losses; empty if one may be."""
+        """Return why no step of the optimizer (with these tasks) is compiled, for any losses; empty if one may be."""
         reason = self._reason or self.optimizer._why_eager(tasks)
         if self.optimizer._oracle_options.ranks.group is not None:
             reason = "ranks exchange results in a step"
