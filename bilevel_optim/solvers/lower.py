@@ -66,13 +66,14 @@ class Solved(NamedTuple):
         memory: the optimizer's state.
         gradient: the last gradient, before it was clipped; None without steps.
         projected: whether the projection moved the last y, a boolean scalar; None without a projection.
-        early: norms of the gradients at the first and at the middle step of at least three, for stacked copies one each;
-            None if there were fewer steps.
-        mapping: with a projection, the residual in place of the gradient, if the norm was asked for: the displacement of
-            a projected gradient step, per unit of the learning rate.
+        early: norms of the gradients at the first and at the middle step of at least three, for stacked copies one
+            each; None if there were fewer steps.
+        mapping: with a projection, the residual in place of the gradient, if the norm was asked for: the displacement
+            of a projected gradient step, per unit of the learning rate.
         turn: inner product of the last gradient with the one before it; None in a trace, and for few steps.
         size: norm of the gradient (of ``mapping``, if there is one), for stacked copies one each, if it was asked for
-            with the step. A part of a graph then need not return the gradient, which takes longer to write than to read.
+            with the step. A part of a graph then need not return the gradient, which takes longer to write than to
+            read.
     """
 
     y: Vector
@@ -209,7 +210,8 @@ class LowerRule:
     def residual(self, y: Vector, gradient: Vector) -> Vector:
         """Return a vector that is zero at a solution.
 
-        This is the gradient at y, or with a projection the displacement of a projected step along it, per learning rate.
+        This is the gradient at y, or with a projection the displacement of a projected step along it, per unit of the
+        learning rate.
         """
         if self.limits.projection is None:
             return gradient

@@ -51,7 +51,7 @@ class Paths:
         return session.options.at_once(n)
 
     def run(self, upper: Vector) -> tuple[Vector, Vector | None, Tensor]:
-        """Return the ends of paths from these x, shape (n, ...), the last lower gradients, and the sums of g over the steps."""
+        """Return the ends of paths from these x, shape (n, ...), the last lower gradients, and the sum of g on each."""
         n = len(upper[0])
         start = stack([self.oracle.y] * n)
         if self._from_upper:  # with tasks, each starts there
