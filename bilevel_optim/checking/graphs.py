@@ -1,4 +1,4 @@
-"""The memory of autograd's graphs."""
+"""Memory of autograd's graphs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["largest_graph"]
 
 
 def largest_graph(function: Callable[[], Any]) -> float | None:
-    """MiB that graphs keep at once while a function runs, at most; None where they cannot be looked at."""
+    """Return the most memory in MiB that graphs hold at once while a function runs; None if it cannot be measured."""
     held: Counter[int] = Counter()
     now = most = 0
 

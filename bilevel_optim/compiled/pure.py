@@ -57,7 +57,7 @@ class PureStep:
 
     Args:
         method: the optimizer.
-        here: oracle of an eager step like it, which holds what is found out about the losses.
+        here: oracle of an eager step like it, which has examined the losses.
         given: inputs of that step.
         update: whether x is updated too.
         buffers: the module buffers that evaluations change.

@@ -108,7 +108,7 @@ class Directions:
         return self.points([(j, s)]).lane(0)
 
     def combine(self, coefficients: Tensor, own: slice | None = None) -> Vector:
-        r"""Return :math:`\sum_j c_j D^{-1} \hat u_j`; ``own`` selects the directions that the coefficients belong to."""
+        r"""Return :math:`\sum_j c_j D^{-1} \hat u_j`; ``own`` selects the directions that the coefficients are of."""
         own = slice(None) if own is None else own
         parts, keys, rows = [], self._keys[own], self._rows[own]
         for i, (t, offset) in enumerate(zip(self.x, self._offsets, strict=True)):

@@ -71,7 +71,7 @@ def stencil(order: int, kind: str = "auto") -> Stencil:
 
 
 def _derivative_weights(nodes: Sequence[int]) -> tuple[Fraction, ...]:
-    """Return derivatives at 0 of the Lagrange polynomials of the nodes and 0 (whose weight is zero if it is no node)."""
+    """Return derivatives at 0 of the Lagrange polynomials of the nodes and 0 (its weight is zero if it is no node)."""
     full = sorted({0, *nodes})
     weights = {}
     for j in full:

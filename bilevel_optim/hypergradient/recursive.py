@@ -86,9 +86,9 @@ def matrices(points: Points, x: Tensor, rows: Tensor) -> tuple[Tensor, dict[str,
 
 
 def products(points: Points, x: Tensor, rows: Tensor, r: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    r"""Return the weighted sums of f and of :math:`\nabla_x f - \nabla^2_{xy} g\, r`, and each task's tracked quantities.
+    r"""Return the weighted sums of f and of :math:`\nabla_x f - \nabla^2_{xy} g\, r`, and the tracked quantities.
 
-    These are ``w`` :math:`= \nabla_y g` and ``s`` :math:`= \nabla^2_{yy} g\, r - \nabla_y f`, both (n, p).
+    The latter are ``w`` :math:`= \nabla_y g` and ``s`` :math:`= \nabla^2_{yy} g\, r - \nabla_y f`, both (n, p).
 
     Costs per task one upper and one lower gradient, one Hessian-vector and one cross product. No tensor is larger than
     x or the rows.

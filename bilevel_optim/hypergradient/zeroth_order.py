@@ -121,8 +121,8 @@ def _indirect(
 ) -> tuple[Vector, Vector, dict[str, Tensor]]:
     r"""Return :math:`\frac1Q \sum_j c_j u_j`, with :math:`c_j` the difference quotients of ``measure``, and the base.
 
-    A direction whose coefficient is not finite is left out, and the mean is over the others. ``measure`` also returns the
-    upper loss at the base. Each rank follows the base and the paths of its own directions.
+    A direction whose coefficient is not finite is left out, and the mean is over the others. ``measure`` also returns
+    the upper loss at the base. Each rank follows the base and the paths of its own directions.
     """
     signs, own = (1.0, -1.0) if central else (1.0,), slice(ranks.rank, None, ranks.world)
     lanes = [(0, 0.0), *((j, s) for j in range(directions.count)[own] for s in signs)]
