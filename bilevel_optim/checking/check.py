@@ -26,7 +26,7 @@ from ..problem.tasks import draw, sample, select, starting_points, task_count
 from ..problem.vector import Vector, stack
 from ..solvers.limits import changes
 from .cause import cause
-from .clock import Clock, TimeUp
+from .clock import TimeLimit, TimeUp
 from .numbers import numbers_kept
 from .reference import FIRST, JOINT, KINK, MAX_BATCHES, SECOND, WHY, Coordinates, Reference, reference_of
 
@@ -172,7 +172,7 @@ def check_hypergradient(
     require_choice("reference", reference, ("auto", "dense", "implicit", "differences"))
     require("directions", directions, isinstance(directions, int) and directions >= 1)
     require("max_seconds", max_seconds, is_number(max_seconds) and max_seconds > 0)
-    clock = Clock(float(max_seconds))
+    clock = TimeLimit(float(max_seconds))
     try:
         with _undisturbed(optimizer):
             report, allowed = _checked(
@@ -200,7 +200,7 @@ def _checked(
     repeats: int,
     reference: str,
     directions: int,
-    clock: Clock,
+    clock: TimeLimit,
 ) -> tuple[HypergradientReport, float]:
     """Return the report, and the largest bias that would have been allowed."""
     case = _one_problem(optimizer, upper, lower) if tasks is None else _tasks(optimizer, upper, lower, tasks)
@@ -255,7 +255,7 @@ def _checked(
     return report, allowed + slack
 
 
-def _no_time(clock: Clock, advice: str) -> HypergradientReport:
+def _no_time(clock: TimeLimit, advice: str) -> HypergradientReport:
     """Return the report of a check that has ended without a reference."""
     return HypergradientReport(
         relative_error=math.nan,
@@ -325,7 +325,7 @@ def _undisturbed(optimizer: BilevelOptimizer) -> Generator[None]:
             generator.set_state(own)
 
 
-class _Mean(NamedTuple):
+class _EstimateMean(NamedTuple):
     """Mean, standard deviation and number of estimates, and diagnostics of the last."""
 
     mean: Tensor
@@ -334,7 +334,9 @@ class _Mean(NamedTuple):
     figures: Mapping[str, Any]
 
 
-def _repeated(estimate: Callable[[], Estimate], coordinates: Coordinates, repeats: int, clock: Clock) -> _Mean:
+def _repeated(
+    estimate: Callable[[], Estimate], coordinates: Coordinates, repeats: int, clock: TimeLimit
+) -> _EstimateMean:
     """Return the mean of ``repeats`` estimates, of two if they are equal, or of as many as there is time for."""
     estimates: list[Tensor] = []
     figures: Mapping[str, Any] = {}
@@ -346,7 +348,7 @@ def _repeated(estimate: Callable[[], Estimate], coordinates: Coordinates, repeat
         if len(estimates) == 2 and torch.equal(*estimates):
             break
     stacked = torch.stack(estimates)
-    return _Mean(stacked.mean(0), float(stacked.var(0).sum().sqrt()), len(estimates), figures)
+    return _EstimateMean(stacked.mean(0), float(stacked.var(0).sum().sqrt()), len(estimates), figures)
 
 
 @dataclass(frozen=True)

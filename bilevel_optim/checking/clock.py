@@ -6,7 +6,7 @@ import math
 import sys
 import time
 
-__all__ = ["Clock", "TimeUp"]
+__all__ = ["TimeLimit", "TimeUp"]
 
 SILENT = 5.0  # seconds before anything is shown
 WIDTH = 20  # characters of the bar
@@ -16,7 +16,7 @@ class TimeUp(Exception):
     """The time is up before the work named in the message was done."""
 
 
-class Clock:
+class TimeLimit:
     """A time limit, and a progress bar on the terminal.
 
     Args:

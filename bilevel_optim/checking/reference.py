@@ -18,7 +18,7 @@ from ..oracle.session import Session
 from ..problem.objective import Sample
 from ..problem.vector import Vector
 from ..solvers.linear import cg
-from .clock import Clock, TimeUp
+from .clock import TimeLimit, TimeUp
 from .differences import Slope, basis_or_normal, directions_for, flat, normal, rms, slope, unflat
 
 __all__ = ["FIRST", "JOINT", "KINK", "MAX_BATCHES", "SECOND", "WHY", "Coordinates", "Reference", "reference_of"]
@@ -96,7 +96,7 @@ def reference_of(
     starts: Sequence[Vector],
     kind: str,
     directions: int,
-    clock: Clock,
+    clock: TimeLimit,
     concerns: frozenset[str] = SECOND,
 ) -> Reference:
     """Compute the reference for problems whose lower solves start at these points.
@@ -224,7 +224,7 @@ class _Gap(NamedTuple):
 class _Truth:
     """The losses of one problem averaged over their data, and the exact hypergradient."""
 
-    def __init__(self, oracle: Oracle, clock: Clock) -> None:
+    def __init__(self, oracle: Oracle, clock: TimeLimit) -> None:
         session = oracle.session
         # Products are exact here, even if the method's are not.
         oracle.session = Session.begun(

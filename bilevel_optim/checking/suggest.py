@@ -25,7 +25,7 @@ from ..problem.tasks import draw, sample, select
 from ..problem.vector import Vector
 from ..solvers.agd import AGD
 from .check import check_hypergradient
-from .clock import Clock
+from .clock import TimeLimit
 from .graphs import largest_graph
 from .numbers import numbers_kept
 from .spectrum import Spectrum
@@ -217,7 +217,7 @@ def suggest(
     for name in methods:
         require_choice("methods", name, METHODS)
     require("max_seconds", max_seconds, is_number(max_seconds) and max_seconds > 0)
-    clock = Clock(max_seconds, "suggest")
+    clock = TimeLimit(max_seconds, "suggest")
     groups = as_groups(upper_params, "upper"), as_groups(lower_params, "lower")
     x, y = ([t for g in level for t in map(unnamed, g["params"]) if t.requires_grad] for level in groups)
     f, g = as_objective(upper, "upper"), as_objective(lower, "lower")
@@ -435,7 +435,7 @@ class _Search:
         trials: Trials,
         measured: _Measured,
         groups: tuple[list[dict[str, Any]], list[dict[str, Any]]],
-        clock: Clock,
+        clock: TimeLimit,
     ) -> None:
         self.trials, self.measured, self._groups, self._clock = trials, measured, groups, clock
         self.start, self._most, self._scale = math.nan, math.inf, math.inf

@@ -116,7 +116,7 @@ def multilevel(
         torch.stack([ends[kind][i][row] for row, kind in zip(lanes.rows, lanes.kinds, strict=True)])
         for i in range(len(oracle.y))
     )
-    points = _Points(oracle, stacked(oracle, y, alike=True), path, torch.tensor(lanes.rows, device="cpu"))
+    points = _PathPoints(oracle, stacked(oracle, y, alike=True), path, torch.tensor(lanes.rows, device="cpu"))
     weights = uploaded(lanes.weights, y[0].device, y[0].dtype)
     deepest = uploaded([i for i, kind in enumerate(lanes.kinds) if kind == LAST], y[0].device)
     differences = [] if measured is None else [uploaded(lanes.difference(measured), y[0].device, y[0].dtype)]
@@ -143,7 +143,7 @@ def multilevel(
 
 
 @dataclass(frozen=True)
-class _Points:
+class _PathPoints:
     """Points of a path as one stacked problem, each with the batches of its context.
 
     Attributes:
