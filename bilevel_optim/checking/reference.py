@@ -420,7 +420,7 @@ class _Truth:
         return Vector(gradient[:split]), Vector(gradient[split:])
 
     def _with_adjoint(self, v: Vector, solved: _Solved) -> _Exact:
-        """Return the hypergradient, with the change of it by the remaining error of the lower solve."""
+        """Return the hypergradient, and its change by the remaining error of the lower solve."""
 
         def gradient(y: Vector) -> Vector:
             return self._slopes(y)[0] - self._products(y, v)[1]

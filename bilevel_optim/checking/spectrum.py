@@ -59,7 +59,7 @@ class Spectrum:
         values: eigenvalues, or Ritz values, which lie between the extreme eigenvalues, ascending.
         exact: whether these are all eigenvalues.
         largest, smallest: the extremes.
-        uncertainty: largest distance of these from the nearest eigenvalues.
+        uncertainty: bound on the distance of these from the nearest eigenvalues.
     """
 
     def __init__(self, product: Product, like: Tensor, goes_on: Callable[[], bool]) -> None:

@@ -90,10 +90,11 @@ class Suggestion:
     """Measurements of `suggest`, and settings for each method; ``print`` shows both.
 
     Attributes:
-        rows: a `SuggestionRow` for each suggested method, by name, the one with the smallest upper loss first.
-            It holds ``settings``, the ``loss`` after so many ``steps`` and ``gradients``, the ``residual`` of the lower
-            problem, ``seconds`` and ``mebibytes`` of a step, ``bias`` and ``noise`` of the hypergradient. It also holds
-            the warnings that were ``told``, and the best ``rates`` of each kind of update.
+        rows: a `SuggestionRow` for each suggested method, by name. Methods that went further come first; then the
+            order is by upper loss. A row holds ``settings``, the ``loss`` after so many ``steps`` and ``gradients``,
+            the ``residual`` of the lower problem, ``seconds`` and ``mebibytes`` of a step, ``bias`` and ``noise`` of
+            the hypergradient. It also holds the warnings that were ``told``, and the best ``rates`` of each kind of
+            update.
         rejected: for each method that is not suggested, why.
         start: the upper loss with the lower problem solved at the present x.
         largest, smallest: curvature of g in y at the point, with their ``uncertainty``.

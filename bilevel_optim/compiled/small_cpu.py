@@ -19,8 +19,8 @@ __all__ = ["CallList", "is_understood", "listed"]
 
 FIRST, LAST = (2, 11), (2, 15)  # versions of torch whose generated code is known
 
-BYTES = 2**22  # of memory that is kept for a function
-ENTRIES = 2**14  # of an intermediate result whose memory is kept
+BYTES = 2**22  # most memory that is kept for a function
+ENTRIES = 2**14  # most entries of an intermediate result whose memory is kept
 RETURNED, ALLOCATION, VIEW = "return", "empty_strided_cpu", "reinterpret_tensor"
 CHECKS = ("assert_size_stride", "assert_size_stride_grouped", "assert_alignment")
 
@@ -58,9 +58,9 @@ def listed(call: Callable[..., Any], example: Sequence[Any]) -> CallList | None:
 
 
 def _alike(outputs: Sequence[Any], others: Sequence[Any], values: Sequence[Tensor]) -> bool:
-    """Return True if all are tensors, equal bit for bit, that share memory in the same way.
+    """Return True if both lists hold tensors, equal bit for bit, that share memory in the same way.
 
-    It counts memory that they share with each other and with ``values``.
+    Memory that they share with ``values`` counts too.
     """
     if len(outputs) != len(others) or not all(isinstance(t, Tensor) for t in (*outputs, *others)):
         return False
