@@ -17,7 +17,7 @@ def largest_graph(function: Callable[[], Any]) -> float | None:
     held: Counter[int] = Counter()
     now = most = 0
 
-    class Kept:
+    class SavedTensor:
         """A tensor that a graph has saved."""
 
         def __init__(self, t: Tensor) -> None:
@@ -34,7 +34,7 @@ def largest_graph(function: Callable[[], Any]) -> float | None:
             now -= self.size if not held[self.place] else 0
 
     try:
-        with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
+        with torch.autograd.graph.saved_tensors_hooks(SavedTensor, lambda kept: kept.tensor):
             function()
     except (RuntimeError, NotImplementedError):
         return None

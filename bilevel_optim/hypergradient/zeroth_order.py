@@ -36,8 +36,8 @@ def partial_zeroth_order(
 ) -> Estimate:
     r"""Estimate :math:`\nabla_x f + \frac1Q \sum_j \langle \delta_j, \nabla_y f\rangle\, u_j` (PZOBO).
 
-    :math:`\delta_j = (y_N(x + \mu u_j) - y_N(x)) / \mu` approximates :math:`J_N u_j`, with :math:`J_N` the derivative of
-    the lower solve. So the second term has mean :math:`J_N^\top \nabla_y f` and relative variance (p + 1)/Q. Both
+    :math:`\delta_j = (y_N(x + \mu u_j) - y_N(x)) / \mu` approximates :math:`J_N u_j`, with :math:`J_N` the derivative
+    of the lower solve. So the second term has mean :math:`J_N^\top \nabla_y f` and relative variance (p + 1)/Q. Both
     derivatives of f are those at :math:`(x, y_N(x))`; the estimate's y is :math:`y_N(x)`.
 
     Args:
