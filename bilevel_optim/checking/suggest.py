@@ -194,7 +194,7 @@ def suggest(
         lower: g, as for ``step``.
         methods: some of ``"AID"``, ``"ITD"``, ``"F2SA"``, ``"SOBA"``, ``"FirstOrder"``. Default: all.
         tasks: a sampler of tasks, as for ``step``; curvatures are those of the first task that it draws. Default: None.
-        max_seconds: time limit for further steps; the result says what was not tried by then. Default: 60.
+        max_seconds: time limit for further steps; the result says which trials are missing. Default: 60.
 
     Returns:
         A row for each method, the best first, and the measurements.
