@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.gradcheck import GradcheckError
 
 import bilevel_optim as bo
-from bilevel_optim.checking.clock import Clock
+from bilevel_optim.checking.clock import TimeLimit
 from bilevel_optim.checking.reference import DENSE_LIMIT
 
 from .problems import Cleaning, Cosh, PenaltyQuadratic, Quadratic, Tasks, same, seeded, values
@@ -422,11 +422,11 @@ def test_a_budget_leaves_out_what_it_can(monkeypatch):
     problem = Cleaning(form="batches")
     optimizer = bo.AID(problem.x, problem.y, lr=0.1, lower_lr=0.5, lower_steps=30)
     shown = []
-    monkeypatch.setattr(Clock, "show", lambda self, text, part=0.0: shown.append(text))
+    monkeypatch.setattr(TimeLimit, "show", lambda self, text, part=0.0: shown.append(text))
 
     def check_until(text):
         shown.clear()
-        monkeypatch.setattr(Clock, "over", property(lambda self: any(line.startswith(text) for line in shown)))
+        monkeypatch.setattr(TimeLimit, "over", property(lambda self: any(line.startswith(text) for line in shown)))
         options = {"rtol": 1e3, "repeats": 10**6, "reference": "differences", "directions": 3}
         return bo.check_hypergradient(optimizer, *problem.losses, **options)
 
@@ -458,7 +458,7 @@ def test_random_numbers_of_python_and_numpy_stay():
 
 def test_what_takes_long_is_shown_on_a_terminal(monkeypatch, capsys):
     """A bar, from five seconds on."""
-    clock = Clock()
+    clock = TimeLimit()
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     clock._start -= 4
     clock.show("early")
@@ -473,7 +473,7 @@ def test_what_takes_long_is_shown_on_a_terminal(monkeypatch, capsys):
 
 
 def test_nothing_is_shown_elsewhere(capsys):
-    clock = Clock()
+    clock = TimeLimit()
     clock._start -= 10
     clock.show("lower solve")
     clock.clear()

@@ -9,7 +9,7 @@ from torch import nn
 
 import bilevel_optim as bo
 from bilevel_optim.checking import suggest as module
-from bilevel_optim.checking.clock import Clock
+from bilevel_optim.checking.clock import TimeLimit
 from bilevel_optim.checking.spectrum import Spectrum, lanczos
 
 from .problems import Quadratic, same, seeded, values
@@ -226,7 +226,7 @@ def test_there_is_an_end(monkeypatch, looks):
     """Whenever the time ends, what is suggested works, and the rest has a reason."""
     x, y, f, g = penalized()
     left = iter(range(looks))
-    monkeypatch.setattr(Clock, "over", property(lambda clock: next(left, None) is None))
+    monkeypatch.setattr(TimeLimit, "over", property(lambda clock: next(left, None) is None))
     suggestion = bo.suggest([x], [y], f, g, methods=["AID", "F2SA"])
     assert next(left, None) is None
     assert "ended the trials early" in str(suggestion)

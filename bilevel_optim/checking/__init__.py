@@ -1,1 +1,1 @@
-"""Is the gradient right? `check_hypergradient` and its independent reference."""
+"""Checks of the hypergradient: `check_hypergradient` and its independent reference."""

@@ -1,4 +1,4 @@
-"""What a bias comes from, and what to change."""
+"""The cause of a bias, and advice on what to change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..optimizer.base import BilevelOptimizer
 
 __all__ = ["cause"]
 
-PART = 0.8  # another setting is taken for the cause if it leaves no more than this of the error
+PART = 0.8  # a setting is the cause if another value leaves no more than this part of the error
 OWN = ("linear_steps", "linear_lr", "linear_solver", "neumann_steps", "damping", "truncate", "proximal")
 
 
@@ -24,15 +24,15 @@ def cause(
     retried: Callable[[], float],
     step: str | None,
 ) -> str:
-    """What the bias of an estimate comes from, tried out where it can be.
+    """Describe the cause of an estimate's bias, found by trials where possible.
 
     Args:
         optimizer: the method.
         error: relative error of its estimate.
         at_solution: the same from the exact lower solution.
-        figures: diagnostics of the latter.
-        retried: the latter again, with the present settings.
-        step: the name of the setting that differences are divided by, if there is one.
+        figures: diagnostics of the estimate from the exact lower solution.
+        retried: repeats that estimate with the present settings, and returns its error.
+        step: name of the setting that differences are divided by, if there is one.
     """
     if at_solution < 0.1 * error:
         return (
@@ -74,7 +74,7 @@ def cause(
 
 
 def _with(optimizer: BilevelOptimizer, name: str, value: float, measured: Callable[[], float]) -> float:
-    """What is measured with another value of a setting; nothing is warned of meanwhile."""
+    """Return ``measured()`` with another value of a setting; warnings are off meanwhile."""
     before = {key: getattr(optimizer, key) for key in (name, "check_finite")}
     try:
         setattr(optimizer, name, value)

@@ -26,7 +26,7 @@ from ..problem.tasks import draw, sample, select, starting_points, task_count
 from ..problem.vector import Vector, stack
 from ..solvers.limits import changes
 from .cause import cause
-from .clock import Clock, TimeUp
+from .clock import TimeLimit, TimeUp
 from .numbers import numbers_kept
 from .reference import FIRST, JOINT, KINK, MAX_BATCHES, SECOND, WHY, Coordinates, Reference, reference_of
 
@@ -39,8 +39,8 @@ class HypergradientReport:
 
     Attributes:
         relative_error: norm of the bias over the norm of the reference.
-        relative_error_at_solution: the same with the lower variable started at the exact lower solution: what is left
-            then is the fault of the estimator, not of too few lower steps.
+        relative_error_at_solution: the same with the lower variable started at the exact lower solution. This part is
+            due to the estimator, not to too few lower steps.
         bias: norm of (mean estimate - reference).
         std: square root of the variance of one estimate, summed over its entries; 0 for a deterministic method.
         standard_error: of the mean estimate, ``std / sqrt(repeats)``.
@@ -48,15 +48,15 @@ class HypergradientReport:
         norm: norm of the reference.
         lower_residual: norm of the lower gradient at the solution that the reference is based on (with tasks, the
             largest).
-        repeats: estimates that the mean is taken over.
-        reference: how it was made: ``"dense"``, ``"implicit"`` or ``"differences"``.
-        gap: relative difference of the reference to a difference of the solved problem along a random direction; NaN
-            where it is made of such differences itself, or the precision is too low for them.
-        uncertainty: about the norm of the reference's own error, by what is left of its lower solve and of differences.
-        seconds: what the check took.
-        verdict: ``"right"``, ``"biased"`` or ``"inconclusive"``: noise of the estimates, a reference that is not known
-            well enough, or the time that is up do not let it decide.
-        advice: what the bias comes from, or why nothing is decided; and what to change.
+        repeats: number of estimates in the mean.
+        reference: method of the reference: ``"dense"``, ``"implicit"`` or ``"differences"``.
+        gap: relative difference of the reference to a difference of the solved problem along a random direction. NaN
+            if the reference is itself made of such differences, or the precision is too low for them.
+        uncertainty: about the norm of the reference's own error, from errors of its lower solve and of differences.
+        seconds: duration of the check.
+        verdict: ``"right"``, ``"biased"`` or ``"inconclusive"``: noise of the estimates, an inaccurate reference, or
+            the time limit do not allow a decision.
+        advice: the cause of the bias, or why there is no decision; and what to change.
     """
 
     relative_error: float
@@ -112,19 +112,19 @@ def check_hypergradient(
     r"""Check that a method's hypergradient is right: the ``torch.autograd.gradcheck`` of this library.
 
     Solves the lower problem on all the data to high accuracy, computes the hypergradient by an independent path, and
-    compares it with ``optimizer.backward``, as it would run now: from the present lower value, with the present warm
-    starts. It tells in one call whether ``nu``, ``lower_steps``, ``linear_steps`` and the like are any good. Use
+    compares it with ``optimizer.backward`` as it would run now: from the present lower value, with the present warm
+    starts. One call shows whether ``nu``, ``lower_steps``, ``linear_steps`` and the like are good enough. Use
     float64 if possible. Nothing is changed: parameters, ``.grad``, state, counters, random state and the position in
     the data are as they were.
 
-    With ``tasks`` the mean over one draw of tasks is checked: the reference solves the lower problem of every drawn
-    task on all of its data, from where the method starts it too, and the method makes all its estimates for these
+    With ``tasks`` the mean over one draw of tasks is checked. The reference solves the lower problem of every drawn
+    task on all of its data, from the same start as the method. The method makes all its estimates for these
     tasks (on batches of them, if it has ``lower_batch`` or ``upper_batch``). The cost grows with ``tasks_per_step``.
 
     Args:
         optimizer: the method, with its parameters at the point to check.
         upper: upper loss, as for ``optimizer.step``.
-        lower: lower loss. Left out for a minimax method, whose only loss is ``upper``.
+        lower: lower loss. Leave it out for a minimax method, whose only loss is ``upper``.
         tasks: a sampler of tasks, as for ``optimizer.step``, whose ``lower`` and ``upper`` take ``n=None``.
         atol: allowed bias, absolute. Default: 1e-8.
         rtol: allowed bias relative to the norm of the reference. Default: 1e-2.
@@ -132,12 +132,12 @@ def check_hypergradient(
         reference: ``"dense"``: implicit differentiation with the full lower Hessian; ``"implicit"``: with conjugate
             gradients; ``"differences"``: central differences of :math:`\Phi` along random directions, each with four
             accurate lower solves (first derivatives only). ``"auto"``: dense up to 512 lower variables, implicit above,
-            differences where the losses cannot be differentiated twice. Beside the first two stand differences of the
-            solved problem along two directions. Default: ``"auto"``.
+            differences where the losses cannot be differentiated twice. ``"dense"`` and ``"implicit"`` are compared
+            with differences of the solved problem along two directions. Default: ``"auto"``.
         directions: directions of ``"differences"``; the norm of the bias is then an estimate. Default: 16.
-        max_seconds: after which further directions and further repeats are left out. If there is no reference by then,
+        max_seconds: time limit for further directions and further repeats. If there is no reference by then,
             or one along some directions only, the verdict is ``"inconclusive"``. Above five seconds a bar on the
-            terminal says what is done. Default: no limit.
+            terminal shows the progress. Default: no limit.
 
     Returns:
         The figures of the comparison, and a verdict.
@@ -147,7 +147,7 @@ def check_hypergradient(
             has the figures), if the derivatives of a loss are not those of its values, or if there is no reference: the
             lower problem could not be solved or is not strongly convex at its solution, or a loss gives another value
             each time.
-        ValueError: for an argument out of its range, where ``lower_projection`` changes the solution, or for
+        ValueError: for an argument out of its range; if ``lower_projection`` changes the solution; or for
             ``tasks`` with a method that keeps rows of y for all tasks (check it on one task, without ``tasks``) or has
             a single loss.
 
@@ -172,7 +172,7 @@ def check_hypergradient(
     require_choice("reference", reference, ("auto", "dense", "implicit", "differences"))
     require("directions", directions, isinstance(directions, int) and directions >= 1)
     require("max_seconds", max_seconds, is_number(max_seconds) and max_seconds > 0)
-    clock = Clock(float(max_seconds))
+    clock = TimeLimit(float(max_seconds))
     try:
         with _undisturbed(optimizer):
             report, allowed = _checked(
@@ -200,9 +200,9 @@ def _checked(
     repeats: int,
     reference: str,
     directions: int,
-    clock: Clock,
+    clock: TimeLimit,
 ) -> tuple[HypergradientReport, float]:
-    """The report, and which bias would have been allowed."""
+    """Return the report, and the largest bias that would have been allowed."""
     case = _one_problem(optimizer, upper, lower) if tasks is None else _tasks(optimizer, upper, lower, tasks)
     truth = reference_of(case.problems, case.starts, reference, directions, clock, _concerns(optimizer))
     if any(bool(changes(y, optimizer._limits.projected(y, 0))) for y in truth.solutions):
@@ -215,7 +215,7 @@ def _checked(
     error, at_solution = (_ratio(float((found.mean - truth.gradient).norm()), norm) for found in (here, there))
     standard_error, allowed = here.std / here.number**0.5, tolerances[0] + tolerances[1] * norm
     slack = 4 * standard_error + truth.uncertainty
-    # Where the reference is doubtful a difference to it is none of the method's; one along some directions is one.
+    # A difference to a doubtful reference is no fault of the method, except along directions that were compared.
     decided = not case.noise and (not truth.doubt or truth.kind == "differences")
     verdict = "inconclusive"
     if truth.faults or not math.isfinite(bias) or (bias > allowed + slack and decided):
@@ -255,8 +255,8 @@ def _checked(
     return report, allowed + slack
 
 
-def _no_time(clock: Clock, advice: str) -> HypergradientReport:
-    """The report of a check that has ended without a reference."""
+def _no_time(clock: TimeLimit, advice: str) -> HypergradientReport:
+    """Return the report of a check that has ended without a reference."""
     return HypergradientReport(
         relative_error=math.nan,
         relative_error_at_solution=math.nan,
@@ -277,14 +277,14 @@ def _no_time(clock: Clock, advice: str) -> HypergradientReport:
 
 
 def _why_inconclusive(case: _Case, truth: Reference, off: bool, noise: float, allowed: float) -> str:
-    """What hides the answer, and what would show it.
+    """Return why there is no decision, and what would allow one.
 
     Args:
-        case: what is checked.
+        case: the lower problems and their estimates.
         truth: the reference.
         off: whether the estimate is off by more than all noise.
-        noise: of the estimate.
-        allowed: bias.
+        noise: noise of the estimate.
+        allowed: allowed bias.
     """
     if off and case.noise:
         return case.noise
@@ -300,7 +300,7 @@ def _why_inconclusive(case: _Case, truth: Reference, off: bool, noise: float, al
 
 
 def _concerns(optimizer: BilevelOptimizer) -> frozenset[str]:
-    """Which derivatives of the losses the method takes."""
+    """Return the derivatives of the losses that the method takes."""
     if optimizer.declared.second_order:
         return SECOND
     return FIRST if optimizer.declared.family == "zeroth-order" else JOINT
@@ -314,7 +314,7 @@ def _ratio(numerator: float, denominator: float) -> float:
 
 @contextmanager
 def _undisturbed(optimizer: BilevelOptimizer) -> Generator[None]:
-    """Leave all random numbers (torch's, Python's, NumPy's, the optimizer's) and module buffers as they were before."""
+    """Restore all random states (torch's, Python's, NumPy's, the optimizer's) and module buffers after the block."""
     generator = optimizer.generator
     own = None if generator is None else generator.get_state()
     try:
@@ -325,7 +325,7 @@ def _undisturbed(optimizer: BilevelOptimizer) -> Generator[None]:
             generator.set_state(own)
 
 
-class _Mean(NamedTuple):
+class _EstimateMean(NamedTuple):
     """Mean, standard deviation and number of estimates, and diagnostics of the last."""
 
     mean: Tensor
@@ -334,8 +334,10 @@ class _Mean(NamedTuple):
     figures: Mapping[str, Any]
 
 
-def _repeated(estimate: Callable[[], Estimate], coordinates: Coordinates, repeats: int, clock: Clock) -> _Mean:
-    """Two estimates if they are equal, otherwise so many, or as many as there is time for."""
+def _repeated(
+    estimate: Callable[[], Estimate], coordinates: Coordinates, repeats: int, clock: TimeLimit
+) -> _EstimateMean:
+    """Return the mean of ``repeats`` estimates, of two if they are equal, or of as many as there is time for."""
     estimates: list[Tensor] = []
     figures: Mapping[str, Any] = {}
     while len(estimates) < repeats and not (len(estimates) >= 2 and clock.over):
@@ -346,19 +348,19 @@ def _repeated(estimate: Callable[[], Estimate], coordinates: Coordinates, repeat
         if len(estimates) == 2 and torch.equal(*estimates):
             break
     stacked = torch.stack(estimates)
-    return _Mean(stacked.mean(0), float(stacked.var(0).sum().sqrt()), len(estimates), figures)
+    return _EstimateMean(stacked.mean(0), float(stacked.var(0).sum().sqrt()), len(estimates), figures)
 
 
 @dataclass(frozen=True)
 class _Case:
-    """What is checked: one lower problem, or several with the mean of their hypergradients.
+    """The checked problem: one lower problem, or several with the mean of their hypergradients.
 
     Attributes:
         problems: the two losses of each.
-        starts: where their lower solves start.
-        estimate: the method's, started as it would start now, or at other lower points.
-        noise: why a difference to the reference may be none of the method's, if the losses' own random numbers are
-            others for both.
+        starts: initial points of their lower solves.
+        estimate: returns the method's estimate from its present start, or from other lower points.
+        noise: why a difference to the reference may be no fault of the method, if the losses' own random numbers differ
+            between the two.
     """
 
     problems: list[Oracle]
@@ -382,7 +384,7 @@ def _one_problem(optimizer: BilevelOptimizer, upper: Loss, lower: Loss | None) -
 
 
 def _tasks(optimizer: BilevelOptimizer, upper: Loss, lower: Loss | None, sampler: Any) -> _Case:
-    """The lower problems of one draw of tasks."""
+    """Return the lower problems of one draw of tasks."""
     kinds = {"rows": "keeps y of every task", "none": "takes no tasks"}
     why = "has one loss" if optimizer._one_loss else kinds.get(optimizer.declared.tasks)
     if why is not None:
@@ -407,7 +409,7 @@ def _tasks(optimizer: BilevelOptimizer, upper: Loss, lower: Loss | None, sampler
 
 
 class _Shuffled:
-    """Batches in a new random order at each pass."""
+    """Batches in a new random order for each pass."""
 
     def __init__(self, batches: list[Any]) -> None:
         self._batches = batches
@@ -420,11 +422,11 @@ LOOSE = (
     "the losses draw random numbers (dropout), which are others for the reference than for the estimates with tasks "
     "and with a FiniteSum: check without them, with model.eval() or the noise as part of the batches"
 )
-DRAWS = 8  # at least so many random numbers of a loss stand for all that it may draw
+DRAWS = 8  # least number of random draws of a loss that represent all its draws
 
 
 def _drawing(oracle: Oracle, lower: bool = True) -> tuple[bool, bool]:
-    """Whether evaluations of the two losses draw random numbers."""
+    """Return, for each of the two losses, True if its evaluations draw random numbers."""
 
     def draws(evaluate: Callable[[Any], Any], objective: Objective) -> bool:
         sample = objective.samples(1)[0]
@@ -448,16 +450,16 @@ class _Seeded:
 
 
 class _SeededFeatures(_Seeded):
-    """Features that hand the seed on."""
+    """Features that pass the seed on."""
 
     def __call__(self, numbered: tuple[int, tuple[Any, ...]]) -> Any:
         return numbered[0], (super().__call__(numbered),)
 
 
 def _replica(objective: Objective, draws: bool = False) -> Objective:
-    """An objective over the same batches in random order, whose draws that of the user does not notice.
+    """Return an objective over the same batches in random order that does not advance the user's.
 
-    Random numbers that the loss draws become a part of the batches: reference and estimates are of the same ones.
+    Random numbers that the loss draws become a part of the batches, so the reference and the estimates use the same.
     """
     if isinstance(objective, FiniteSum):
         own = copy.copy(objective)
@@ -476,7 +478,7 @@ def _replica(objective: Objective, draws: bool = False) -> Objective:
 
 
 class _DrawnTasks:
-    """A sampler of nothing but tasks that were drawn before; each knows its position among them."""
+    """A sampler of tasks that are already drawn; each knows its position among them."""
 
     def __init__(self, sampler: Any, count: int, generator: torch.Generator | None) -> None:
         self.sampler, self.count = sampler, count
@@ -486,7 +488,7 @@ class _DrawnTasks:
         return self.count
 
     def objectives(self, loss: Loss | None, level: str) -> list[Objective]:
-        """The loss on all the data of each task."""
+        """Return the loss on all the data of each task."""
         assert loss is not None  # the optimizer has taken it
         objective = as_objective(loss, level)
         data = draw(self.sampler, level, self.tasks, self.count, None, None)

@@ -1,4 +1,4 @@
-"""How long a tool may take, and what it does meanwhile."""
+"""The time limit of a tool, and its progress bar."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import math
 import sys
 import time
 
-__all__ = ["Clock", "TimeUp"]
+__all__ = ["TimeLimit", "TimeUp"]
 
 SILENT = 5.0  # seconds before anything is shown
 WIDTH = 20  # characters of the bar
 
 
 class TimeUp(Exception):
-    """The time is up before what this says was done."""
+    """The time is up before the work named in the message was done."""
 
 
-class Clock:
-    """Time that is left, and a bar on the terminal, with a line about what takes so long.
+class TimeLimit:
+    """A time limit, and a progress bar on the terminal.
 
     Args:
-        seconds: after which nothing new is begun.
-        name: of what takes so long.
+        seconds: time after which no new work begins.
+        name: name of the tool.
     """
 
     def __init__(self, seconds: float = math.inf, name: str = "check_hypergradient") -> None:
@@ -31,7 +31,7 @@ class Clock:
 
     @property
     def spent(self) -> float:
-        """Seconds so far."""
+        """Seconds since the start."""
         return time.monotonic() - self._start
 
     @property
@@ -41,20 +41,20 @@ class Clock:
 
     @property
     def over(self) -> bool:
-        """Whether the time is up."""
+        """True if the time is up."""
         return self.spent > self._seconds
 
     def require(self, what: str) -> None:
-        """Raise `TimeUp` if there is no time for this."""
+        """Raise `TimeUp` if there is no time for this work."""
         if self.over:
             raise TimeUp(what)
 
     def stage(self, begin: float, end: float) -> None:
-        """What is shown from here on is this part of the whole."""
+        """Set the part of the whole work that further progress refers to."""
         self._from, self._to = begin, end
 
     def show(self, text: str, part: float = 0.0) -> None:
-        """Say what is done now, and which part of the stage is, if it takes long and somebody looks."""
+        """Show the current work and the finished part of the stage, if the tool takes long and runs on a terminal."""
         spent = self.spent
         if spent < SILENT or spent - self._last < 0.2 or not sys.stderr.isatty():
             return
@@ -66,7 +66,7 @@ class Clock:
         self._last, self._shown = spent, len(line)
 
     def clear(self) -> None:
-        """Take the line away."""
+        """Remove the line."""
         if self._shown:
             print(f"\r{' ' * self._shown}\r", end="", file=sys.stderr, flush=True)
             self._shown = 0

@@ -1,4 +1,4 @@
-"""Derivatives along directions by differences of values, with what is known of their errors."""
+"""Derivatives along directions by differences of values, with estimates of their errors."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Slope(NamedTuple):
     error: float
 
     def compared(self, expected: float, size: float, unit: float) -> str:
-        """Whether it is the derivative that is expected: ``"agrees"``, ``"differs"``, or ``"unknown"``.
+        """Compare with an expected derivative: ``"agrees"``, ``"differs"``, or ``"unknown"``.
 
         Args:
-            expected: by autograd.
-            size: what derivatives are like here, which relative differences refer to.
+            expected: the derivative by autograd.
+            size: typical size of derivatives here, for relative differences.
             unit: precision of the type.
         """
         apart, matter = abs(self.value - expected), tolerance(unit) * max(abs(self.value), abs(expected), size)
@@ -35,28 +35,28 @@ class Slope(NamedTuple):
 
 
 def slope(value: Callable[[float], float], epsilon: float, unit: float) -> Slope:
-    """The derivative of a function at 0, of fourth order; the error that is given also shows a kink nearby."""
+    """Return the derivative of a function at 0 by fourth-order differences; its error also shows a kink nearby."""
     a, b, o, c, d = (value(t * epsilon) for t in (-2.0, -1.0, 0.0, 1.0, 2.0))
     near, far = (c - b) / (2 * epsilon), (d - a) / (4 * epsilon)
     fine = near + (near - far) / 3
-    # Slopes to the right less those to the left grow in proportion to the distance, but for a kink.
+    # Right slopes minus left slopes grow in proportion to the distance, unless there is a kink.
     kink, noise = 2 * (c - 2 * o + b) / epsilon - (d - 2 * o + a) / (2 * epsilon), unit * max(map(abs, (a, b, c, d)))
     return Slope(fine, abs(fine - near) + max(0.0, abs(kink) - 8 * noise / epsilon) + noise / epsilon)
 
 
 def tolerance(unit: float) -> float:
-    """Relative differences between derivatives that are no matter in a precision."""
+    """Return the relative difference between derivatives that does not matter in a precision."""
     return 1e-3 if unit < 1e-12 else 1e-2 if unit < 1e-6 else 3e-2
 
 
 def normal(like: Sequence[Tensor]) -> Vector:
-    """A random unit vector, to which no vector but zero is orthogonal in all likelihood."""
+    """Return a random unit vector, almost surely not orthogonal to a given vector (unless that is zero)."""
     entries = torch.randn(sum(t.numel() for t in like), dtype=torch.float64, device="cpu")
     return unflat(entries / entries.norm(), like)
 
 
 def directions_for(*spaces: Sequence[Tensor]) -> Generator[list[Vector]]:
-    """Unit vectors in several spaces: in one of them all entries weigh the same, two are normal."""
+    """Yield unit vectors in several spaces: first with entries of equal size, then two normal ones."""
     yield [
         unflat((torch.randint(2, (n,), device="cpu").double() * 2 - 1) / n**0.5, like)
         for n, like in ((sum(t.numel() for t in like), like) for like in spaces)
@@ -66,7 +66,7 @@ def directions_for(*spaces: Sequence[Tensor]) -> Generator[list[Vector]]:
 
 
 def basis_or_normal(x: Vector, directions: int) -> list[Vector]:
-    """Unit vectors in the space of x: a basis if it is small enough, random ones otherwise."""
+    """Return unit vectors in the space of x: a basis if it is small enough, random ones otherwise."""
     size = sum(t.numel() for t in x)
     if size <= directions:
         return [unflat(e, x) for e in torch.eye(size, dtype=torch.float64, device="cpu")]
@@ -74,17 +74,17 @@ def basis_or_normal(x: Vector, directions: int) -> list[Vector]:
 
 
 def rms(vector: Vector) -> float:
-    """Root of the mean square of all entries."""
+    """Return the root of the mean square of all entries."""
     entries: int = sum(t.numel() for t in vector)
     return float(vector.norm()) / math.sqrt(entries)
 
 
 def flat(vector: Sequence[Tensor]) -> Tensor:
-    """All entries as one float64 vector on the host."""
+    """Return all entries as one float64 vector on the host."""
     return torch.cat([t.detach().reshape(-1).double().cpu() for t in vector])
 
 
 def unflat(entries: Tensor, like: Sequence[Tensor]) -> Vector:
-    """The inverse of `flat`."""
+    """Invert `flat`."""
     parts = entries.split([t.numel() for t in like])  # type: ignore[no-untyped-call]
     return Vector(part.view(t.shape).to(t) for part, t in zip(parts, like, strict=True))

@@ -1,4 +1,4 @@
-"""The memory of autograd's graphs."""
+"""Memory of autograd's graphs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["largest_graph"]
 
 
 def largest_graph(function: Callable[[], Any]) -> float | None:
-    """MiB that graphs keep at once while a function runs, at most; None where they cannot be looked at."""
+    """Return the most memory in MiB that graphs hold at once while a function runs; None if it cannot be measured."""
     held: Counter[int] = Counter()
     now = most = 0
 
-    class Kept:
+    class SavedTensor:
         """A tensor that a graph has saved."""
 
         def __init__(self, t: Tensor) -> None:
@@ -34,7 +34,7 @@ def largest_graph(function: Callable[[], Any]) -> float | None:
             now -= self.size if not held[self.place] else 0
 
     try:
-        with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
+        with torch.autograd.graph.saved_tensors_hooks(SavedTensor, lambda kept: kept.tensor):
             function()
     except (RuntimeError, NotImplementedError):
         return None

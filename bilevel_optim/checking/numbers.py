@@ -1,4 +1,4 @@
-"""Random numbers that a tool must not draw from."""
+"""Protection of random states that a tool must not advance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["numbers_kept"]
 
 @contextmanager
 def numbers_kept(device: torch.device) -> Generator[None]:
-    """Leave torch's, Python's and NumPy's random numbers as they are, whatever the block draws."""
+    """Restore torch's, Python's and NumPy's random states after the block."""
     numpy = sys.modules.get("numpy")
     pythons, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:

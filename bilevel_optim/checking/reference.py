@@ -1,4 +1,4 @@
-"""The exact hypergradient, by paths that share nothing with the methods but the evaluation of the losses."""
+"""The exact hypergradient, by paths that share only the evaluation of the losses with the methods."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ..oracle.session import Session
 from ..problem.objective import Sample
 from ..problem.vector import Vector
 from ..solvers.linear import cg
-from .clock import Clock, TimeUp
+from .clock import TimeLimit, TimeUp
 from .differences import Slope, basis_or_normal, directions_for, flat, normal, rms, slope, unflat
 
 __all__ = ["FIRST", "JOINT", "KINK", "MAX_BATCHES", "SECOND", "WHY", "Coordinates", "Reference", "reference_of"]
 
 DENSE_LIMIT = 512  # lower variables up to which the Hessian is formed
-PATIENCE = 10  # of the last steps of a lower solve; Newton steps do the rest
-PRODUCTS = 2000  # most of a linear solve
-COARSE = 1e-3  # precision of types whose differences say nothing
-FINER = 1 / 30  # what differences are made over if a kink is within reach
+PATIENCE = 10  # last steps of a lower solve without progress; Newton steps do the rest
+PRODUCTS = 2000  # most products of a linear solve
+COARSE = 1e-3  # precision of types that are too coarse for differences
+FINER = 1 / 30  # factor of the step of differences if a kink is within reach
 WHY = (
     "So a loss detaches what it should not, reads a value with .item() or .data, or has a custom backward that is "
     "wrong: what autograd gives is not the derivative of what the losses return"
@@ -36,14 +36,14 @@ UNSOLVED = (
     "Give the lower loss a penalty that makes it strongly convex (0.01 times the square of y), start y nearer to its "
     "solution, scale it so that its curvatures are alike, or use float64"
 )
-MAX_BATCHES = 256  # batches of an objective that stand for its data
-# What concerns a method of each kind in the derivatives of the losses.
+MAX_BATCHES = 256  # most batches of an objective that represent its data
+# Derivatives of the losses that methods of each kind take.
 FIRST = frozenset({"upper x", "upper y", "lower y"})
 JOINT = FIRST | {"lower x"}
 SECOND = JOINT | {"lower yy", "lower xy"}
 
 NEWTON = 20  # most Newton steps of a lower solve
-OTHERS = 2  # points nearby that are looked at before anything is blamed
+OTHERS = 2  # points nearby that are checked before a loss is reported as wrong
 DERIVATIVES = {
     "x": "derivative in x",
     "y": "derivative in y",
@@ -70,14 +70,14 @@ class Reference:
 
     Attributes:
         gradient: in some coordinates.
-        coordinates: how to get these of an estimate.
+        coordinates: map from an estimate to these coordinates.
         kind: ``"dense"``, ``"implicit"`` or ``"differences"``.
         solutions: of the lower problems.
         residual: the largest norm of a lower gradient there.
-        faults: which derivatives of the losses are not those of their values, in words.
+        faults: derivatives of the losses that are not those of their values, in words.
         gap: relative difference of the reference to one of the solved problem along a direction; NaN: not known.
         uncertainty: about the norm of its error.
-        doubt: why it is not to be trusted as it should be, and what to do; empty: it is.
+        doubt: why it may be unreliable, and what to do; empty if it is reliable.
     """
 
     gradient: Tensor
@@ -96,21 +96,21 @@ def reference_of(
     starts: Sequence[Vector],
     kind: str,
     directions: int,
-    clock: Clock,
+    clock: TimeLimit,
     concerns: frozenset[str] = SECOND,
 ) -> Reference:
-    """The reference of problems whose lower solves start at these points.
+    """Compute the reference for problems whose lower solves start at these points.
 
     Args:
         problems: the losses of each, with their data.
-        starts: where their lower solves start.
+        starts: initial points of their lower solves.
         kind: ``"dense"``, ``"implicit"``, ``"differences"``, or ``"auto"``.
-        directions: how many ``"differences"`` takes.
-        clock: says when to end.
-        concerns: which derivatives of the losses matter.
+        directions: number of directions for ``"differences"``.
+        clock: the time limit.
+        concerns: derivatives of the losses that matter.
 
     Raises:
-        GradcheckError: if there is none.
+        GradcheckError: if there is no reference.
         TimeUp: if there is no time for one.
     """
     truths = [_Truth(problem, clock) for problem in problems]
@@ -120,7 +120,7 @@ def reference_of(
     if kind == "auto":
         small = sum(t.numel() for t in problems[0].y) <= DENSE_LIMIT
         kind = "dense" if small else "implicit"
-        if found and not faults:  # second derivatives are wrong, and the method does not take them
+        if found and not faults:  # second derivatives are wrong, but the method does not take them
             kind = "differences"
         elif not small:
             try:
@@ -140,7 +140,7 @@ def reference_of(
 
 
 def _exact(truths: Sequence[_Truth], starts: Sequence[Vector], kind: str, faults: list[str]) -> Reference:
-    """By implicit differentiation, with differences of the first solved problem beside it."""
+    """Compute the reference by implicit differentiation; compare it with differences of the first solved problem."""
     parts, solutions, residual, uncertainty, seen = list[Tensor](), list[Vector](), 0.0, 0.0, _Gap(math.nan, "")
     for k, (truth, start) in enumerate(zip(truths, starts, strict=True)):
         truth.clock.stage(0.1 + 0.5 * k / len(truths), 0.1 + 0.5 * (k + 1) / len(truths))
@@ -157,7 +157,7 @@ def _exact(truths: Sequence[_Truth], starts: Sequence[Vector], kind: str, faults
 def _by_differences(
     truths: Sequence[_Truth], starts: Sequence[Vector], directions: int, faults: list[str]
 ) -> Reference:
-    """Along random directions, as many as there is time for."""
+    """Compute the reference along random directions, as many as there is time for."""
     x, clock, doubt = truths[0].oracle.x, truths[0].clock, ""
     clock.stage(0.1, 0.2)
     solved = [truth.polished(truth.solve(start)[0]) for truth, start in zip(truths, starts, strict=True)]
@@ -198,7 +198,7 @@ def _by_differences(
 
 
 class _Solved(NamedTuple):
-    """A lower solution, the norm of the gradient there, and what a last Newton step would change."""
+    """A lower solution, the norm of the gradient there, and the change by one more Newton step."""
 
     y: Vector
     residual: float
@@ -206,7 +206,7 @@ class _Solved(NamedTuple):
 
 
 class _Exact(NamedTuple):
-    """A hypergradient, the lower solution, the norm of the gradient there, and what is not known of the first."""
+    """A hypergradient, the lower solution, the norm of the gradient there, and the error of the hypergradient."""
 
     gradient: Vector
     solution: Vector
@@ -215,7 +215,7 @@ class _Exact(NamedTuple):
 
 
 class _Gap(NamedTuple):
-    """How far a reference is from a difference, relatively, and why this decides nothing, if so."""
+    """Relative difference between a reference and a difference, and why it is not conclusive (empty if it is)."""
 
     value: float
     doubt: str
@@ -224,30 +224,30 @@ class _Gap(NamedTuple):
 class _Truth:
     """The losses of one problem averaged over their data, and the exact hypergradient."""
 
-    def __init__(self, oracle: Oracle, clock: Clock) -> None:
+    def __init__(self, oracle: Oracle, clock: TimeLimit) -> None:
         session = oracle.session
-        # Products are exact here, whatever the method takes.
+        # Products are exact here, even if the method's are not.
         oracle.session = Session.begun(
             replace(session.options, hvp="exact"), session.found, session.buffers, session.warned
         )
         self.oracle, self.clock = oracle, clock
         self._upper, self._lower = oracle.f.samples(MAX_BATCHES), oracle.g.samples(MAX_BATCHES)
         self._unit = torch.finfo(oracle.y[0].dtype).eps
-        self._factor: Tensor | None = None  # of the lower Hessian at the solution, if it is formed
+        self._factor: Tensor | None = None  # inverse of the lower Hessian at the solution, if it is formed
 
     def lower(self, y: Vector, x: Vector | None = None) -> tuple[Tensor, Vector]:
-        """Value of the averaged lower loss, and its gradient in y."""
+        """Return the value of the averaged lower loss, and its gradient in y."""
         point = self.oracle.at(x, y)
         with point.session.buffers_kept():
             return _mean(point.lower, self._lower)
 
     def lower_in_x(self, y: Vector, x: Vector) -> Vector:
-        """Gradient of the averaged lower loss in x."""
+        """Return the gradient of the averaged lower loss in x."""
         point = self.oracle.at(x, y)
         return _mean(lambda sample: point.lower_jointly(sample)[:2], self._lower)[1]
 
     def upper(self, y: Vector, x: Vector | None = None) -> tuple[Tensor, Vector]:
-        """Value of the averaged upper loss, and its gradient in x and y."""
+        """Return the value of the averaged upper loss, and its gradient in x and y."""
         point = self.oracle.at(x, y)
 
         def joined(sample: Sample) -> tuple[Tensor, Vector]:
@@ -257,9 +257,9 @@ class _Truth:
         return _mean(joined, self._upper)
 
     def solve(self, start: Vector, x: Vector | None = None) -> tuple[Vector, float]:
-        """About the minimiser of the averaged lower loss over y, and the norm of its gradient there."""
+        """Return about the minimiser of the averaged lower loss over y, and the norm of its gradient there."""
         variables = Vector(t.clone().requires_grad_() for t in start)
-        known: list[tuple[float, Vector]] = []  # the last value that was finite, and where
+        known: list[tuple[float, Vector]] = []  # the last finite value, and its point
 
         def closure() -> float:
             y = variables.detach().clone()
@@ -267,7 +267,7 @@ class _Truth:
             value = float(loss)
             if math.isfinite(value) and math.isfinite(float(gradient.norm())):
                 known[:] = [(value, y)]
-            elif known:  # outside of where the loss is defined: a wall, because the line search takes NaN for a way on
+            elif known:  # the loss is undefined here: return a wall, because the line search would go on at NaN
                 height, away = 1 + abs(known[0][0]), y - known[0][1]
                 value, gradient = known[0][0] + height, away * (height / (float(away.dot(away)) or 1.0))
             for tensor, grad in zip(variables, gradient, strict=True):
@@ -289,8 +289,8 @@ class _Truth:
             solver.step(closure)  # type: ignore[no-untyped-call]
             if all(map(torch.equal, before, variables)):
                 break
-        # A line search sees rounding errors of the value, so it stops at the root of the precision. Gradient steps of
-        # Barzilai and Borwein's length look at the gradient only.
+        # A line search is stopped by rounding errors of the value, at the root of the precision. Gradient steps of
+        # Barzilai and Borwein's length use the gradient only.
         y = variables.detach()
         gradient = self.lower(y, x)[1]
         best, residual = y, float(gradient.norm())
@@ -312,10 +312,10 @@ class _Truth:
         return best, residual
 
     def polished(self, start: Vector, x: Vector | None = None, product: Product | None = None) -> _Solved:
-        """A solution after Newton steps; by first derivatives alone, if there is no product with the Hessian.
+        """Return a solution after Newton steps, by first derivatives alone if there is no product with the Hessian.
 
         Raises:
-            GradcheckError: if it is none.
+            GradcheckError: if they do not reach a solution.
         """
         y, (_, slope_) = start, self.lower(start, x)
         for _ in range(NEWTON):
@@ -332,7 +332,7 @@ class _Truth:
             after = y - step
             slope_after = self.lower(after, x)[1]
             if not float(slope_after.norm()) < float(slope_.norm()):
-                break  # nothing but rounding errors is left, or a kink is in the way
+                break  # only rounding errors are left, or a kink is in the way
             y, slope_ = after, slope_after
             if not float(step.norm()) > 10 * self._unit * float(y.norm()):
                 break
@@ -347,7 +347,7 @@ class _Truth:
             )
 
     def _differences(self, y: Vector, x: Vector | None) -> Product:
-        """Products with the lower Hessian by differences of gradients."""
+        """Return products with the lower Hessian by differences of gradients."""
         reach = self._unit ** (1 / 3) * (1 + float(y.norm()))
 
         def product(v: Vector) -> Vector:
@@ -364,7 +364,7 @@ class _Truth:
         return product
 
     def exact(self, kind: str, near: Vector) -> _Exact:
-        """Implicit differentiation at the solution near a point: with the whole lower Hessian, or by products."""
+        """Differentiate implicitly at the solution near a point, with the whole lower Hessian or by products."""
         return self._dense(near) if kind == "dense" else self._implicit(near)
 
     def _dense(self, y: Vector) -> _Exact:
@@ -415,12 +415,12 @@ class _Truth:
         return self._with_adjoint(result.solution, solved)
 
     def _slopes(self, y: Vector) -> tuple[Vector, Vector]:
-        """Gradients of the upper loss in x and in y."""
+        """Return the gradients of the upper loss in x and in y."""
         split, gradient = len(self.oracle.x), self.upper(y)[1]
         return Vector(gradient[:split]), Vector(gradient[split:])
 
     def _with_adjoint(self, v: Vector, solved: _Solved) -> _Exact:
-        """The hypergradient, and how much it changes by what is left of the lower solve."""
+        """Return the hypergradient, and its change by the remaining error of the lower solve."""
 
         def gradient(y: Vector) -> Vector:
             return self._slopes(y)[0] - self._products(y, v)[1]
@@ -430,7 +430,7 @@ class _Truth:
         return _Exact(here, solved.y, solved.residual, float((gradient(moved) - here).norm()) if left else 0.0)
 
     def _products(self, y: Vector, v: Vector, x: Vector | None = None) -> tuple[Vector, Vector]:
-        """H v, and the cross derivative times v, of the averaged lower loss."""
+        """Return H v, and the cross derivative times v, of the averaged lower loss."""
         point, bent, cross = self.oracle.at(x, y), y.zeros_like(), self.oracle.x.zeros_like()
         for sample in self._lower:
             with point.lower_system(sample, gradient=False) as system:
@@ -448,7 +448,7 @@ class _Truth:
         return (rows + rows.T) / 2
 
     def directional(self, probe: Vector, solution: Vector, finer: float = 1.0) -> Slope:
-        """Derivative of f(x, y*(x)) along a direction, by fourth-order differences."""
+        """Return the derivative of f(x, y*(x)) along a direction, by fourth-order differences."""
         x, worst = self.oracle.x, 0.0
         epsilon = self._unit**0.2 * max(1.0, rms(x)) * finer
 
@@ -465,11 +465,11 @@ class _Truth:
         return Slope(found.value, found.error + worst / epsilon)
 
     def _solved_near(self, solution: Vector, x: Vector) -> tuple[Vector, Vector | None]:
-        """The solution at an x near that of another solution; and what a last step changes, if that matters."""
+        """Return the solution at an x near that of another solution, and its last Newton step if that matters."""
         y = solution
         if self._factor is not None:
             last = math.inf
-            for _ in range(20):  # Newton steps with the Hessian of there
+            for _ in range(20):  # Newton steps with the Hessian at the other solution
                 step = self._factor @ flat(self.lower(y, x)[1])
                 length = float(step.norm())
                 if not length < 0.5 * last:
@@ -484,14 +484,14 @@ class _Truth:
         return solved.y, solved.step
 
     def gap(self, kind: str, found: _Exact, faults: list[str]) -> _Gap:
-        """Relative difference of a hypergradient to ones of the solved problem along directions.
+        """Return the relative difference of a hypergradient to differences of the solved problem along directions.
 
-        Where they are not the same, finer differences are taken, and then the same is tried at other x nearby: a kink
-        is at some points, a wrong derivative at all.
+        If they disagree, finer differences are taken, and then the comparison is repeated at other x nearby. A kink is
+        at some points only, a wrong derivative at all.
 
         Raises:
-            GradcheckError: if they are not the same but for errors of differences, or a loss has other derivatives
-                than its values say.
+            GradcheckError: if they disagree by more than errors of differences, or a derivative of a loss is not that
+                of its values.
         """
         if self._unit > COARSE:
             return _Gap(math.nan, "")
@@ -519,7 +519,7 @@ class _Truth:
         return _Gap(value, "" if outcome == "agrees" else UNCONFIRMED)
 
     def _beside(self, found: _Exact) -> tuple[float, str, str]:
-        """The relative difference, what it says, and that in words."""
+        """Return the relative difference, its outcome, and a description."""
         gradient, results = found.gradient, []
         for _ in range(2):
             probe = normal(gradient)
@@ -542,7 +542,7 @@ class _Truth:
         return value, ("agrees", "unknown", "differs")[worst], text
 
     def require_repeatable(self, start: Vector) -> None:
-        """Raise GradcheckError if a loss gives another value each time."""
+        """Raise GradcheckError if a loss changes its value from call to call."""
         self.clock.stage(0.0, 0.1)
         y = start + normal(start) * (0.03 * (1 + rms(start)) * len(flat(start)) ** 0.5)  # where nothing is zero
         if not all(math.isfinite(float(value(y)[0])) for value in (self.lower, self.upper)):
@@ -558,9 +558,9 @@ class _Truth:
                 )
 
     def faults(self, start: Vector) -> dict[str, str]:
-        """Which derivatives of the losses are not those of their values, near where the lower solve starts, in words.
+        """Describe the derivatives of the losses that are not those of their values, near the start of the lower solve.
 
-        Those that are not at one point are looked at again at two others: a kink is at some points alone.
+        Those that are wrong at one point are checked again at two others, because a kink is at some points only.
         """
         if self._unit > COARSE:
             return {}
@@ -580,7 +580,7 @@ class _Truth:
         return found
 
     def _faults_at(self, x: Vector, y: Vector, finer: float, which: set[str] | None) -> dict[str, str]:
-        """The same at one point, of all derivatives or some of them."""
+        """Return the same at one point, for all derivatives or some of them."""
         split, found = len(x), dict[str, str]()
         gradient, slope_ = self.upper(y, x)[1], self.lower(y, x)[1]
         in_x, in_y, joint = Vector(gradient[:split]), Vector(gradient[split:]), self.lower_in_x(y, x)
@@ -596,7 +596,7 @@ class _Truth:
         return found if which is None else {k: text for k, text in found.items() if k in which}
 
     def _along(self, v: Vector, x: Vector | None = None, y: Vector | None = None) -> Callable[[Vector], Tensor]:
-        """The derivative of the lower loss in y along a direction, as a function of x or of y."""
+        """Return the derivative of the lower loss in y along a direction, as a function of x or of y."""
         return lambda p: v.dot(self.lower(p if y is None else y, p if x is None else x)[1])
 
     def _compare(
@@ -609,7 +609,7 @@ class _Truth:
         finer: float,
         evaluate: Callable[[Vector], Tensor],
     ) -> None:
-        """Note a derivative along a direction that is not that of the values."""
+        """Record a derivative along a direction that is not that of the values."""
         epsilon = self._unit**0.25 * (1 + rms(at)) * len(flat(at)) ** 0.5 * finer
         one = slope(lambda t: float(evaluate(at + along * t)), epsilon, self._unit)
         expected, (level, variables) = float(along.dot(vector)), which.split()
@@ -628,7 +628,7 @@ class _Truth:
 
 
 def _mean(evaluate: Callable[[Sample], tuple[Tensor, Vector]], samples: Sequence[Sample]) -> tuple[Tensor, Vector]:
-    """Means over samples of a value, as a float64 number on the host, and of a vector."""
+    """Return means over samples of a value, as a float64 number on the host, and of a vector."""
     value, total = evaluate(samples[0])
     value = value.double().cpu()
     for sample in samples[1:]:

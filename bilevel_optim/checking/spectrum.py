@@ -1,4 +1,4 @@
-"""A symmetric operator that is known by its products: its extreme eigenvalues."""
+"""Extreme eigenvalues of a symmetric operator that is known by its products."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from torch import Tensor
 
 __all__ = ["Spectrum", "lanczos"]
 
-DENSE = 512  # entries up to which the matrix itself is made
+DENSE = 512  # largest dimension for which the matrix itself is formed
 STEPS = 256  # most products of one run of Lanczos's method
 
 Product = Callable[[Tensor], Tensor]
 
 
 def lanczos(product: Product, start: Tensor, steps: int, goes_on: Callable[[], bool]) -> tuple[Tensor, Tensor, Tensor]:
-    r"""An orthonormal basis of the Krylov space of a vector, and the operator in it: :math:`V^\top H V = T`.
+    r"""Run Lanczos's method, :math:`V^\top H V = T` with V an orthonormal basis of a vector's Krylov space.
 
     Args:
         product: H, on vectors of one dimension.
         start: the vector.
         steps: most products.
-        goes_on: whether there is time for another one.
+        goes_on: returns True if there is time for another product.
 
     Returns:
-        Eigenvalues of T in double precision, ascending; what its eigenvectors are in the space of H, as columns; and
-        how far each is from being an eigenvector of H, the norm of the residual.
+        Eigenvalues of T in double precision, ascending; its eigenvectors in the space of H, as columns; and for each
+        the norm of its residual as an eigenvector of H.
     """
     basis, diagonal, beside = [start / start.norm()], list[float](), list[float]()
     while len(diagonal) < min(steps, start.numel()):
         image = product(basis[-1])
         diagonal.append(float(image.dot(basis[-1])))
         known = torch.stack(basis)
-        for _ in range(2):  # against all of them, twice: rounding would bring back the largest eigenvectors
+        for _ in range(2):  # orthogonalised twice against all: rounding would bring back the largest eigenvectors
             image = image - known.mT @ (known @ image)
         beside.append(float(image.norm()))
         if beside[-1] <= 1e3 * torch.finfo(start.dtype).eps * max(map(abs, diagonal)) or not goes_on():
@@ -53,13 +53,13 @@ class Spectrum:
     Args:
         product: H, on vectors of one dimension.
         like: such a vector.
-        goes_on: whether there is time for another product.
+        goes_on: returns True if there is time for another product.
 
     Attributes:
         values: eigenvalues, or Ritz values, which lie between the extreme eigenvalues, ascending.
-        exact: whether they are all eigenvalues there are.
+        exact: whether these are all eigenvalues.
         largest, smallest: the extremes.
-        uncertainty: how far these may be from the nearest eigenvalues.
+        uncertainty: bound on the distance of these from the nearest eigenvalues.
     """
 
     def __init__(self, product: Product, like: Tensor, goes_on: Callable[[], bool]) -> None:

@@ -1,4 +1,4 @@
-"""`suggest`: settings of methods for a problem, from short trials at the point where it is."""
+"""`suggest`: settings of methods for a problem, from short trials at its present point."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..problem.tasks import draw, sample, select
 from ..problem.vector import Vector
 from ..solvers.agd import AGD
 from .check import check_hypergradient
-from .clock import Clock
+from .clock import TimeLimit
 from .graphs import largest_graph
 from .numbers import numbers_kept
 from .spectrum import Spectrum
@@ -34,37 +34,37 @@ from .trials import Outcome, Trials
 __all__ = ["Suggestion", "suggest"]
 
 METHODS = ("AID", "ITD", "F2SA", "SOBA", "FirstOrder")
-BATCHES = 16  # of each loss that stand for the data
+BATCHES = 16  # most batches of each loss that represent the data
 BUDGETS = (200, 600, 2000)  # gradients of a trial, from round to round
 LAST = 6000  # of the best methods
-FINALISTS = 2  # methods that go that far, beside the control
-RATIO = math.sqrt(10.0)  # of neighbouring upper rates; the margin of the one that is suggested
-PART = 0.01  # part of f that the smallest step of plain descent changes it by
-RATES = {"SGD": 9, "Adam": 7}  # upper rates that are tried
-SMALLEST = 1e-3  # of Adam
+FINALISTS = 2  # methods that go that far, besides the control
+RATIO = math.sqrt(10.0)  # ratio of neighbouring upper rates; also the margin of the suggested one
+PART = 0.01  # relative change of f by the smallest step of plain descent
+RATES = {"SGD": 9, "Adam": 7}  # number of upper rates that are tried
+SMALLEST = 1e-3  # smallest rate of Adam
 KEPT = 2  # rates of a kind that go on after the first round
 STEPS = (3, 10, 30)  # lower steps
 COUNTS = ("lower_steps", "linear_steps")
-MOST_STEPS = 300  # to which they are raised for a smaller bias
+MOST_STEPS = 300  # limit for raising these counts to reduce the bias
 ACCELERATED = 30.0  # condition number from which momentum pays in the lower solve
-LARGEST_BIAS = 0.5  # with which a method is still suggested
-WORSE = 2.0  # by how much of the start's loss f may have grown before a trial counts as diverged
+LARGEST_BIAS = 0.5  # largest bias of a suggested method
+WORSE = 2.0  # growth of f, relative to the start's loss, above which a trial has diverged
 NOT_TRIED = "not tried: max_seconds was over"
-SHIFT = 0.03  # of y, by which nu moves the copies of F2SA, about
+SHIFT = 0.03  # relative shift of F2SA's copies of y by nu, about
 
 
 @dataclass(frozen=True)
 class SuggestionRow:
-    """What is suggested for a method, and what came of it.
+    """Suggested settings of a method, and the result of their trial.
 
     Attributes:
-        settings: its arguments.
+        settings: the method's arguments.
         loss: the mean upper loss over the last quarter of the trial.
         steps: steps of the trial.
-        gradients: what they cost; a product with second derivatives counts as two.
+        gradients: their cost; a product with second derivatives counts as two.
         residual: norm of the gradient of g at the end, over that at the start. NaN with tasks.
-        seconds: of a step.
-        mebibytes: of the graphs that a step keeps at once, beside parameters. None: not measured.
+        seconds: seconds per step.
+        mebibytes: memory of the graphs that a step keeps at once, without parameters. None: not measured.
         bias: norm of the hypergradient's error over its norm (or over 1 % of its norm at the start, if that is more),
             at the end of the trial. None: not measured.
         noise: standard deviation of an estimate, over the norm. None: not measured.
@@ -87,21 +87,22 @@ class SuggestionRow:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """What `suggest` has measured, and settings for each method; ``print`` shows both.
+    """Measurements of `suggest`, and settings for each method; ``print`` shows both.
 
     Attributes:
-        rows: for each method that is suggested, by name, the one with the smallest upper loss first: ``settings``, the
-            ``loss`` that was reached in so many ``steps`` and ``gradients``, the ``residual`` of the lower problem,
-            ``seconds`` and ``mebibytes`` of a step, ``bias`` and ``noise`` of the hypergradient, the warnings that were
-            ``told``, and the best ``rates`` of each kind of update.
+        rows: a `SuggestionRow` for each suggested method, by name. Methods that went further come first; then the
+            order is by upper loss. A row holds ``settings``, the ``loss`` after so many ``steps`` and ``gradients``,
+            the ``residual`` of the lower problem, ``seconds`` and ``mebibytes`` of a step, ``bias`` and ``noise`` of
+            the hypergradient. It also holds the warnings that were ``told``, and the best ``rates`` of each kind of
+            update.
         rejected: for each method that is not suggested, why.
         start: the upper loss with the lower problem solved at the present x.
         largest, smallest: curvature of g in y at the point, with their ``uncertainty``.
         lower_noise, upper_noise: standard deviation of a gradient over batches, over the norm of the mean; 0 without
             data.
         second_derivatives: empty if they work; else why not.
-        notes: what stands in the way, and what helps.
-        gradients: what all trials have cost.
+        notes: problems that were found, and remedies.
+        gradients: cost of all trials.
         took: seconds in all.
     """
 
@@ -120,10 +121,10 @@ class Suggestion:
     _parameters: tuple[list[dict[str, Any]], list[dict[str, Any]]] = field(repr=False, default=([], []))
 
     def make(self, name: str, **overrides: Any) -> BilevelOptimizer:
-        """The optimizer of this name as it was tried, with some settings overridden.
+        """Make the optimizer of this name as it was tried, with some settings overridden.
 
-        With ``upper_optimizer=torch.optim.Adam`` (or ``SGD``) and no ``lr`` it takes the best rate that was found for
-        that.
+        With ``upper_optimizer=torch.optim.Adam`` (or ``SGD``) and no ``lr``, it takes the best rate that was found for
+        that optimizer.
         """
         require_choice("name", name, self.rows)
         upper, lower = ([dict(group) for group in groups] for groups in self._parameters)
@@ -170,33 +171,33 @@ def suggest(
     tasks: Any = None,
     max_seconds: float = 60.0,
 ) -> Suggestion:
-    """Try methods for some steps from the present point, and say what to set.
+    """Try methods for some steps from the present point, and suggest their settings.
 
-    Every trial starts at the present x and y, with the same batches and random numbers. Plain descent and Adam move x,
-    each with several rates: all of them for a few steps, the best for more, the best of each method for 2,000
-    gradients (a product with second derivatives counts as two), and of the two best methods for 6,000. The rate that is
-    suggested was stable in its trial and stays so with three times the rate. Then 3, 10 and 30 lower steps are compared
-    at equal cost. The lower rate follows the curvature (``lower_lr="auto"``). The order is that of the upper losses
-    that were reached, whatever the load of the machine, of those that went further first; ``FirstOrder``, which leaves
-    the indirect term out, is the control.
+    Every trial starts at the present x and y, with the same batches and random numbers. Plain descent and Adam update
+    x, each with several rates: all of them for a few steps, the best for more, the best of each method for 2,000
+    gradients (a product with second derivatives counts as two), and of the two best methods for 6,000. The suggested
+    rate was stable in its trial and stays so with three times the rate. Then 3, 10 and 30 lower steps are compared at
+    equal cost. The lower rate follows the curvature (``lower_lr="auto"``). Methods that went further come first; then
+    the order is by the upper loss that they reached, whatever the load of the machine. ``FirstOrder``, which leaves the
+    indirect term out, is the control.
 
     *When.* Before the first run. Nothing is changed: parameters, ``.grad``, random state, module buffers and the
-    position in the data are as they were. Up to 16 batches of each loss stand for the data. Above five seconds a bar on
-    the terminal says what is done.
+    position in the data are as they were. Up to 16 batches of each loss represent the data. Above five seconds a bar
+    on the terminal shows the progress.
 
     *Cost*: about 20,000 gradients for each method and 40,000 for the two best, unless ``max_seconds`` ends the trials.
 
     Args:
         upper_params: upper parameters, as a method takes them.
-        lower_params: lower parameters, likewise.
+        lower_params: lower parameters, in the same form.
         upper: f, as for ``step``.
-        lower: g, likewise.
+        lower: g, as for ``step``.
         methods: some of ``"AID"``, ``"ITD"``, ``"F2SA"``, ``"SOBA"``, ``"FirstOrder"``. Default: all.
         tasks: a sampler of tasks, as for ``step``; curvatures are those of the first task that it draws. Default: None.
-        max_seconds: after which no further step is made; what was not tried by then is said. Default: 60.
+        max_seconds: time limit for further steps; the result says which trials are missing. Default: 60.
 
     Returns:
-        A row for each method, the best first, and what was measured.
+        A row for each method, the best first, and the measurements.
 
     Raises:
         ValueError: for an argument out of its range, and as the first step of a method would.
@@ -217,12 +218,12 @@ def suggest(
     for name in methods:
         require_choice("methods", name, METHODS)
     require("max_seconds", max_seconds, is_number(max_seconds) and max_seconds > 0)
-    clock = Clock(max_seconds, "suggest")
+    clock = TimeLimit(max_seconds, "suggest")
     groups = as_groups(upper_params, "upper"), as_groups(lower_params, "lower")
     x, y = ([t for g in level for t in map(unnamed, g["params"]) if t.requires_grad] for level in groups)
     f, g = as_objective(upper, "upper"), as_objective(lower, "lower")
     try:
-        # Trials must not draw from what the run draws from.
+        # Trials must not advance the run's random states and data.
         with numbers_kept(y[0].device), Buffers().kept():
             few = _few(f), _few(g)
             one = few if tasks is None else _of_one_task(f, g, tasks)
@@ -267,7 +268,7 @@ def _short(value: Any) -> str:
 
 
 def _few(objective: Objective) -> Objective:
-    """The loss on some batches, which are drawn without moving the position in the data."""
+    """Return the loss on some batches, drawn without moving the position in the data."""
     if objective.data is None:
         return Objective(objective.loss, features=objective.features)
     batches = [one.arguments[0] for one in objective.samples(BATCHES)]
@@ -275,7 +276,7 @@ def _few(objective: Objective) -> Objective:
 
 
 def _of_one_task(f: Objective, g: Objective, sampler: Any) -> tuple[Objective, Objective]:
-    """The losses on all the data of one task."""
+    """Return the losses on all the data of one task."""
     task = sample(sampler, 1, torch.Generator().manual_seed(0))
     data = {level: select(draw(sampler, level, task, 1, None, None), 0) for level in ("upper", "lower")}
     return Objective(f.loss, [data["upper"]], features=f.features), Objective(
@@ -292,7 +293,7 @@ class _Measured:
     Args:
         x, y: the live tensors.
         f, g: the losses.
-        goes_on: whether there is time for more.
+        goes_on: returns True if there is time for more.
     """
 
     def __init__(
@@ -314,18 +315,18 @@ class _Measured:
 
     @property
     def sharpest(self) -> float:
-        """The largest curvature, of either sign."""
+        """Largest curvature, of either sign."""
         return max(abs(self.spectrum.largest), abs(self.spectrum.smallest), torch.finfo(self.y.dtype).tiny)
 
     @property
     def convex(self) -> bool:
-        """Whether the smallest curvature is above rounding."""
+        """True if the smallest curvature is above rounding."""
         spectrum = self.spectrum
         return spectrum.smallest > 100 * torch.finfo(self.y.dtype).eps * spectrum.largest
 
     @property
     def momentum(self) -> float:
-        """That of accelerated descent where g has no noise and is badly conditioned; else none."""
+        """Momentum for accelerated descent if g has no noise and is badly conditioned; else zero."""
         if not self.convex or len(self.g) > 1:
             return 0.0
         root = math.sqrt(self.spectrum.largest / self.spectrum.smallest)
@@ -333,7 +334,7 @@ class _Measured:
 
     @property
     def nu(self) -> float:
-        """That of F2SA: copies of y are moved by a small part of its size, by its sharpest curvature."""
+        """Value of nu for F2SA that moves copies of y by a small part of its size, by its sharpest curvature."""
         size = float(self.y.norm()) + float(self.slope.norm()) / self.sharpest
         return SHIFT * self.sharpest * max(size, 1e-3) / max(self.pull, 1e-12)
 
@@ -348,13 +349,13 @@ class _Measured:
 
     @contextmanager
     def _products(self) -> Generator[Callable[[Tensor], Tensor]]:
-        """Products with the Hessian of g, on the mean of the batches."""
+        """Yield products with the Hessian of g, on the mean of the batches."""
         with ExitStack() as stack:
             systems = [stack.enter_context(self.oracle.lower_system(one)) for one in self.g]
             yield lambda v: torch.stack([_flat(system.hvp(self._like(v))) for system in systems]).mean(0)
 
     def _try_second_derivatives(self) -> str:
-        """Why differences of gradients are used instead, if they are: a product fails, or is not what they are."""
+        """Return why differences of gradients are used (a product fails, or disagrees with them); else empty."""
         v = torch.randn(self.y.numel(), generator=torch.Generator().manual_seed(1), device="cpu").to(self.y)
         step = torch.finfo(self.y.dtype).eps ** (1 / 3) * (1 + float(self.y.norm())) / float(v.norm())
         ends = [torch.stack(self._lower_each(self.y + sign * step * v)).mean(0) for sign in (1, -1)]
@@ -371,7 +372,7 @@ class _Measured:
         return f"{why} (hvp='finite-difference' is used)"
 
     def notes(self) -> list[str]:
-        """What stands in the way, and what helps."""
+        """Return problems of the lower loss, and remedies."""
         spectrum = self.spectrum
         if not self.convex:
             ridge = 2 * abs(spectrum.smallest) + 1e-3 * spectrum.largest
@@ -392,7 +393,7 @@ def _flat(vector: Sequence[Tensor]) -> Tensor:
 
 
 def _spread(each: Sequence[Tensor]) -> float:
-    """Standard deviation of vectors, over the norm of their mean."""
+    """Return the standard deviation of vectors, over the norm of their mean."""
     if len(each) < 2:
         return 0.0
     stacked = torch.stack(list(each))
@@ -405,7 +406,7 @@ def _spread(each: Sequence[Tensor]) -> float:
 
 @dataclass
 class _Try:
-    """Settings of a method, and what has come of them so far."""
+    """Settings of a method, and their outcome so far."""
 
     kind: str
     rate: float
@@ -421,10 +422,10 @@ class _Search:
     """Successive halving over upper rates, for each method, at equal numbers of gradients.
 
     Args:
-        trials: what runs them.
-        measured: what is known of the point.
+        trials: runs the trials.
+        measured: measurements at the point.
         groups: the parameters.
-        clock: of all.
+        clock: time limit for all.
 
     Attributes:
         start: the upper loss with the lower problem solved at the present x.
@@ -435,17 +436,17 @@ class _Search:
         trials: Trials,
         measured: _Measured,
         groups: tuple[list[dict[str, Any]], list[dict[str, Any]]],
-        clock: Clock,
+        clock: TimeLimit,
     ) -> None:
         self.trials, self.measured, self._groups, self._clock = trials, measured, groups, clock
         self.start, self._most, self._scale = math.nan, math.inf, math.inf
         self._found: dict[str, SuggestionRow] = {}
         self._reasons: dict[str, str] = {}
-        self._norms: dict[str, float] = {}  # of the first hypergradients
+        self._norms: dict[str, float] = {}  # norms of the first hypergradients
         self._finalists: list[str] = []
 
     def find(self, methods: Sequence[str]) -> None:
-        """Try all methods, round after round, so that each gets as far as the others when the time ends."""
+        """Try all methods, round after round, so that all have got equally far when the time ends."""
         fixed = self._tried(_Try("SGD", 0.0, {**self._common("FirstOrder"), "lr": 0.0}), "FirstOrder", BUDGETS[1])
         first = self.measured.loss
         self.start = fixed.loss if math.isfinite(fixed.loss) else first
@@ -467,7 +468,7 @@ class _Search:
                 self._reasons.setdefault(name, NOT_TRIED if ended else "diverged with every rate that was tried")
 
     def results(self, methods: Sequence[str]) -> tuple[dict[str, SuggestionRow], dict[str, str]]:
-        """What is suggested, the best first, and why not for all else."""
+        """Return the suggested rows, the best first, and why other methods are rejected."""
         rejected = {name: self._reasons[name] for name in methods if name not in self._found}
         for name, row in self._found.items():
             if row.bias is not None and row.bias > LARGEST_BIAS and name != "FirstOrder":
@@ -480,7 +481,7 @@ class _Search:
     # ------------------------------------------------------------------------------------------------ one method
 
     def _best(self, name: str, tries: Sequence[_Try], budget: int) -> list[_Try]:
-        """The best of each kind, after a round at such a cost."""
+        """Return the best tries of each kind, after a round at this cost."""
         for i, one in enumerate(tries):
             self._clock.show(f"{name}, {one.kind} {one.rate:.2g}", i / len(tries))
             self._tried(one, name, budget)
@@ -489,7 +490,7 @@ class _Search:
         return [one for kind in RATES for one in [t for t in sound if t.kind == kind][:kept]]
 
     def _common(self, name: str) -> dict[str, Any]:
-        """The settings of a method but for the update of x; the lower rate follows the curvature."""
+        """Return the settings of a method except the update of x; the lower rate follows the curvature."""
         measured, settings = self.measured, dict[str, Any]()
         if name != "SOBA":
             settings["lower_steps"] = STEPS[1]
@@ -506,7 +507,7 @@ class _Search:
         return settings
 
     def _rates(self, name: str) -> list[_Try]:
-        """All that is tried of a method."""
+        """Return all tries of a method."""
         settings = self._common(name)
 
         def measure(optimizer: BilevelOptimizer) -> None:
@@ -531,7 +532,7 @@ class _Search:
     def _tried(
         self, one: _Try, name: str, budget: int, after: Callable[[BilevelOptimizer], None] | None = None
     ) -> _Try:
-        """The same, tried."""
+        """Run a try, and return it."""
 
         def make() -> BilevelOptimizer:
             upper, lower = ([dict(group) for group in groups] for groups in self._groups)
@@ -558,11 +559,11 @@ class _Search:
         return _Try(one.kind, one.rate, {**one.settings, **options})
 
     def _last(self, name: str) -> int:
-        """Gradients of the last trials of a method."""
+        """Return the number of gradients of the last trials of a method."""
         return LAST if name in self._finalists else BUDGETS[-1]
 
     def _conclude(self, name: str, tries: Sequence[_Try]) -> None:
-        """The row of a method: its best update of x, with the lower steps that did best, a small bias, and a margin."""
+        """Find the row of a method: its best update of x, with the best lower steps, a small bias, and a margin."""
         for i, one in enumerate(tries):
             self._clock.show(f"{name}, {one.kind} {one.rate:.2g}", i / 8)
             self._tried(one, name, self._last(name))
@@ -591,7 +592,7 @@ class _Search:
             self._found[name] = replace(row, rates=rates)
 
     def _less_biased(self, name: str, best: _Try) -> tuple[_Try, SuggestionRow | None]:
-        """Settings with more steps where the bias is large, and their row."""
+        """Return settings with more steps if the bias is large, and their row."""
         row = self._measured_row(name, best)
         counts = [option for option in COUNTS if option in best.settings]
         while counts and name != "FirstOrder" and (row.bias or 0.0) > LARGEST_BIAS:
@@ -606,7 +607,7 @@ class _Search:
         return best, row
 
     def _with_margin(self, name: str, one: _Try) -> _Try | None:
-        """The same settings, or with a smaller rate, that are stable with a rate three times as large."""
+        """Return the same settings, or with a smaller rate, such that three times the rate is stable."""
         for part in (1.0, 1 / RATIO, 1 / RATIO**2):
             faster = self._tried(self._with_rate(one, one.rate * part * RATIO), name, self._last(name))
             if not faster.outcome.reason:
@@ -614,7 +615,7 @@ class _Search:
         return None
 
     def _measured_row(self, name: str, one: _Try) -> SuggestionRow:
-        """What is to be told of settings, with bias and memory from where they lead to."""
+        """Return the row of some settings, with bias and memory at the end of their trial."""
         bias: list[float | None] = [None, None]
         graph: list[float | None] = [None]
 
@@ -640,9 +641,9 @@ class _Search:
         )
 
     def _bias(self, optimizer: BilevelOptimizer, first: float) -> tuple[float | None, float | None]:
-        """Bias and noise of the hypergradient where a trial has led to; None where they are not known.
+        """Return bias and noise of the hypergradient at the end of a trial; None if they are not known.
 
-        They are over its norm, or over one per cent of that at the start where it is smaller: close to a solution.
+        They are relative to its norm, or to one per cent of the norm at the start if that is larger (near a solution).
         """
         seconds = self._clock.left / 4
         if seconds <= 0:

@@ -1,4 +1,4 @@
-"""Short runs of a method from a point, after which everything is as it was."""
+"""Short runs of a method from a point, which is restored afterwards."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from ..problem.vector import Vector
 
 __all__ = ["Outcome", "Trials", "gradients_of"]
 
-COSTS = {"upper_grad": 1, "lower_grad": 1, "hvp": 2, "jvp": 2, "loss": 1}  # in gradients
+COSTS = {"upper_grad": 1, "lower_grad": 1, "hvp": 2, "jvp": 2, "loss": 1}  # in units of a gradient
 
 
 def gradients_of(optimizer: BilevelOptimizer) -> int:
-    """How many gradients a run has cost: a product with second derivatives counts as two."""
+    """Return the cost of a run in gradients: a product with second derivatives counts as two."""
     return sum(COSTS[name] * count for name, count in optimizer.oracle_counts.items())
 
 
 @dataclass
 class Outcome:
-    """What became of a trial.
+    """Result of a trial.
 
     Attributes:
-        losses: upper losses of the steps, as far as it went.
-        gradients: what it cost.
-        seconds: what it took.
+        losses: upper losses of its steps.
+        gradients: its cost.
+        seconds: its duration.
         reason: why it ended early; empty if it did not.
-        told: texts of the warnings that were given.
+        told: texts of its warnings.
         residual: norm of the gradient of g at its end, over that with the first y; NaN with tasks.
     """
 
@@ -51,12 +51,12 @@ class Outcome:
 
     @property
     def steps(self) -> int:
-        """Steps that were made."""
+        """Number of steps."""
         return len(self.losses)
 
     @property
     def reached(self) -> float:
-        """The mean upper loss over the last quarter of the steps; infinite where the trial did not get there."""
+        """Mean upper loss over the last quarter of the steps; infinite if the trial ended early."""
         if self.reason or not self.losses:
             return math.inf
         last = self.losses[-max(len(self.losses) // 4, 1) :]
@@ -65,7 +65,7 @@ class Outcome:
 
     @property
     def seconds_each(self) -> float:
-        """Seconds of a step."""
+        """Seconds per step."""
         return self.seconds / max(self.steps, 1)
 
 
@@ -74,10 +74,10 @@ class Trials:
 
     Args:
         tensors: x and y, live.
-        f: the upper loss, with data that begin anew in each trial.
-        g: the lower loss, likewise.
+        f: the upper loss; its data start again in each trial.
+        g: the lower loss; the same holds for its data.
         tasks: a sampler of tasks.
-        until: whether there is time for more.
+        until: returns True if there is time for more.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class Trials:
     ) -> None:
         self.tensors, self.f, self.g, self.tasks, self.until = tensors, f, g, tasks, until
         self.gradients = 0  # of all trials
-        self.ended = False  # whether the time has ended one
+        self.ended = False  # whether the time limit has ended one
         self._start = [t.detach().clone() for t in tensors]
         self._random = torch.get_rng_state()
 
     @contextmanager
     def _from_the_start(self) -> Generator[list[str]]:
-        """A block that begins where all trials do, and whose warnings are noted in place of being shown."""
+        """Run the block from the start of all trials, and collect its warnings instead of showing them."""
         told: list[str] = []
         slopes = [t.grad for t in self.tensors]
         try:
@@ -116,13 +116,13 @@ class Trials:
         after: Callable[[BilevelOptimizer], None] | None = None,
         stop: Callable[[Outcome], bool] | None = None,
     ) -> Outcome:
-        """The outcome of steps that cost so many gradients, at least of one.
+        """Run steps that cost this many gradients, at least one step, and return their outcome.
 
         Args:
             make: makes the optimizer.
-            gradients: what the trial may cost.
-            after: what is done at its end, where it has led to.
-            stop: whether to end it early.
+            gradients: cost after which the trial ends.
+            after: called with the optimizer at the end of the trial.
+            stop: returns True to end the trial early.
         """
         outcome = Outcome()
         f, g = _again(self.f), _again(self.g)
@@ -153,7 +153,7 @@ class Trials:
         return outcome
 
     def _residual(self, y: Sequence[Tensor], before: Sequence[Tensor], g: Objective) -> float:
-        """Norm of the gradient of g in y, over that at a y from before; NaN with tasks."""
+        """Return the norm of the gradient of g in y, over that at an earlier y; NaN with tasks."""
         if self.tasks is not None:
             return math.nan
         now = [t.detach().clone() for t in y]
@@ -166,7 +166,7 @@ class Trials:
 
 
 def _slope(y: Sequence[Tensor], g: Objective) -> float:
-    """Norm of the gradient of g in y, over the batches that stand for the data."""
+    """Return the norm of the gradient of g in y, over the batches that represent the data."""
     total = [torch.zeros_like(t) for t in y]
     for sample in g.samples():
         with torch.enable_grad(), sample.replayed(y[0].device):
@@ -177,5 +177,5 @@ def _slope(y: Sequence[Tensor], g: Objective) -> float:
 
 
 def _again(objective: Objective) -> Objective:
-    """The same loss and data, from their beginning."""
+    """Return the same loss and data, from their beginning."""
     return Objective(objective.loss, objective.data, features=objective.features)

@@ -1,4 +1,4 @@
-"""A block in which torch traces: one at a time, and not to be interrupted anywhere."""
+"""A block for tracing by torch: one thread at a time, with interrupts deferred."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..errors import FILTERS
 
 __all__ = ["TRACING", "alone", "gradients_aside"]
 
-TRACING = FILTERS  # settings of torch's tracers are those of all threads, as filters of warnings are
+TRACING = FILTERS  # torch's tracers have process-wide settings, as warnings have process-wide filters
 
 
 @contextmanager
 def alone() -> Generator[None]:
-    """Trace in this block: other threads wait, and an interrupt waits for its end, but for a second one.
+    """Hold the tracing lock and defer an interrupt to the end of the block; a second interrupt acts at once.
 
-    An interrupt where torch enters or leaves one of its modes leaves it on, or ends the process.
+    An interrupt while torch enters or leaves one of its modes would leave the mode on, or end the process.
     """
     with TRACING:
         depth = torch._C._len_torch_dispatch_stack()
@@ -59,10 +59,10 @@ def _waiting() -> Generator[None]:
 
 @contextmanager
 def gradients_aside(tensors: Sequence[Tensor]) -> Generator[None]:
-    """A block in which these tensors have no ``.grad``.
+    """Remove the ``.grad`` of these tensors inside the block.
 
-    Dynamo gives the fake tensor of a tensor a fake ``.grad`` too. Python's garbage collector does not look into a
-    ``.grad``, and a fake one leads back to all fake tensors of its trace, so that the trace would never be freed.
+    Dynamo gives a fake tensor a fake ``.grad`` too. Python's garbage collector does not look into a ``.grad``, and a
+    fake one leads back to all fake tensors of its trace, so that the trace would never be freed.
     """
     gradients = [t.grad for t in tensors]
     try:

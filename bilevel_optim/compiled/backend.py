@@ -21,24 +21,24 @@ __all__ = ["Backend", "Call", "Program", "WantsConstants", "backend_of", "watche
 
 Backend = Callable[[GraphModule, list[Tensor]], Callable[..., Any]]
 
-_WATCHING = threading.local()  # `.calls`: where the calls of this thread are noted, if they are
+_WATCHING = threading.local()  # `.calls`: list in which this thread's calls are recorded, or None
 
 
 class WantsConstants(Exception):
-    """Something that is an argument of a graph has to be a constant of it: a size."""
+    """A size that is an argument of the graph has to be a constant of it."""
 
 
 class Program:
-    """The innermost function that was compiled, of one list of arguments.
+    """The innermost compiled function; it takes one list of arguments.
 
     Args:
         call: the function.
-        written: what Inductor has written of it for a CPU, which its first arguments make a list of calls of.
-        graph: what it was made of, if other programs are to be made of it.
-        compiled: makes a program of such a graph and of examples of its arguments.
+        written: the wrapper that Inductor has generated for a CPU. The first call turns it into a `CallList`.
+        graph: its graph, if other programs are to be made from it.
+        compiled: makes a program from such a graph and example arguments.
     """
 
-    _boxed_call = True  # it takes its arguments as one list, which AOTAutograd asks for
+    _boxed_call = True  # tells AOTAutograd to pass the arguments as one list
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Call(NamedTuple):
 
 @contextmanager
 def watched() -> Generator[list[Call]]:
-    """The programs that are called inside the block, with what they were given and gave."""
+    """Record the program calls of this thread inside the block, with their arguments and results."""
     calls: list[Call] = []
     _WATCHING.calls = calls
     try:
@@ -88,10 +88,10 @@ def backend_of(
     plain: bool = False,
     repeated: bool = False,
 ) -> Backend:
-    """What ``torch.compile`` takes as its backend, with programs that can be watched.
+    """Return a backend for ``torch.compile`` whose programs can be watched.
 
-    ``plain``: a step with second derivatives, so that operations that have none are written as others.
-    ``repeated``: programs keep their graphs, of which programs of several steps can be made.
+    ``plain``: the step has second derivatives, so operations that have none are replaced.
+    ``repeated``: programs keep their graphs, from which programs of several steps can be made.
     """
     settings = {**(inductor.list_mode_options(mode) if mode and mode != "default" else {}), **(options or {})}
 
@@ -126,7 +126,7 @@ def backend_of(
 
 
 def _plainly(backend: str | Backend) -> Backend:
-    """A backend, or one of that name; what it makes takes its arguments one by one."""
+    """Return the backend, looked up if it is a name. Its functions take their arguments one by one."""
     if backend == "eager":
         return lambda module, examples: module.forward
     return lookup_backend(backend) if isinstance(backend, str) else backend

@@ -1,4 +1,4 @@
-"""How compiled steps follow each other: results of one call are arguments of the next."""
+"""Chains of compiled steps: results of one call are arguments of the next."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 def leaves_of(drawn: Mapping[str, Sequence[Any]], random: Mapping[str, Tensor]) -> list[Any]:
-    """What a step draws, in order, as leaves of a pytree."""
+    """Return a step's samples and random inputs, in order, as leaves of a pytree."""
     return [*leaves(drawn), *random.values()]
 
 
 def leaves(value: Any) -> list[Any]:
-    """The leaves of a pytree, as torch has them; in a fraction of its time where it is made of plain containers."""
+    """Return the leaves of a pytree as torch does, in a fraction of the time if its containers are plain."""
     kind = type(value)
     if kind is dict:
         value, kind = value.values(), list
@@ -45,7 +45,7 @@ def _leaf(value: Any) -> list[Any]:
 
 
 def set_apart(value: Any) -> Any:
-    """A pytree of the same form, with each leaf `apart`."""
+    """Apply `apart` to each leaf of a pytree."""
     kind = type(value)
     if kind is list or kind is tuple:
         return kind([set_apart(part) for part in value])
@@ -55,7 +55,10 @@ def set_apart(value: Any) -> Any:
 
 
 def apart(leaf: Any) -> Any:
-    """The leaf; of a tensor its memory: what else it is, a batch that comes twice or what a loss reads, is no fact."""
+    """Detach a tensor that needs no gradient, so that no guard relies on its identity; return other leaves unchanged.
+
+    A batch may come twice, or a loss may read the same tensor by itself.
+    """
     return leaf.detach() if isinstance(leaf, Tensor) and not leaf.requires_grad else leaf
 
 
@@ -64,27 +67,27 @@ def _form(leaf: Any) -> Form | Any:
 
 
 class Unchained(Exception):
-    """A step cannot follow another one before that is written."""
+    """A step cannot run before the results of the one before it are written."""
 
 
 class Chain:
-    """Which results of a program are which arguments of its next call, found by identity in one call of it.
+    """The results of a program that are arguments of its next call, found by identity in one of its calls.
 
     Args:
-        call: of the program.
-        live: the live tensors, which are among its arguments, and for which values of the state stand.
-        state: what the step read.
-        drawn: what it drew, as `leaves_of` gives it.
-        results: what it gave.
-        times: how many steps are to be made by one program, where there are so many.
+        call: a call of the program.
+        live: the live tensors, which are among its arguments and whose values are in the state.
+        state: the state that the step read.
+        drawn: its samples, from `leaves_of`.
+        results: the step's results.
+        times: number of steps that one program makes, where that many are left.
 
     Raises:
-        Unchained: if a step cannot follow this one before it is written.
+        Unchained: if a step cannot follow this one before its results are written.
 
     Attributes:
-        program: what is called.
-        data: forms of the tensors that every step draws, and all else that it draws.
-        seconds: that the compilation of several steps took.
+        program: the function to call.
+        data: forms of the tensors that every step draws, and the values of all else that it draws.
+        seconds: time that the compilation of several steps took.
     """
 
     def __init__(
@@ -111,7 +114,7 @@ class Chain:
         moving = {_storage(t) for t in (*state["x"], *state["y"], *state["buffers"])}
         self._from_results: list[tuple[int, int]] = []  # argument, result
         self._from_arguments: list[tuple[int, int]] = []  # argument, argument of the call before
-        self._from_data: list[tuple[int, int]] = []  # argument, number of the tensor that was drawn
+        self._from_data: list[tuple[int, int]] = []  # argument, index of the drawn leaf
         for j, t in enumerate(call.arguments):
             if id(t) in given:
                 new = after[0][given[id(t)]]
@@ -120,11 +123,11 @@ class Chain:
                 elif new is not t:
                     self._from_arguments.append((j, _known(memory, new)))
             elif isinstance(t, Tensor) and id(t) not in standing and _storage(t) in moving:
-                raise Unchained  # a loss reads memory of a parameter, which moves once it is written
+                raise Unchained  # a loss reads a parameter's memory, which changes when the step is written
             elif id(t) in own:
                 self._from_data.append((j, own[id(t)]))
         leaves, self._structure = tree_flatten(results)
-        # Where each leaf of the results is: among the results of the program, among its arguments, or a constant.
+        # Source of each leaf of the results: a result of the program, one of its arguments, or a constant.
         self._leaves: list[tuple[str, Any]] = []
         for t in leaves:
             if not isinstance(t, Tensor):
@@ -140,14 +143,17 @@ class Chain:
         self.data = [*map(_form, drawn)]
 
     def fits(self, drawn: Sequence[Any], place: int | None = None) -> bool:
-        """Whether what a step draws has the form that the program was made for; or a part of it, at its place."""
+        """Return True if samples have the form that the program was made for.
+
+        ``place``: the samples are only a part of a step's, from this position on.
+        """
         if place is None:
             return len(drawn) == len(self.data) and all(map(_has_form, drawn, self.data))
         wanted = self.data[place : place + len(drawn)]
         return len(drawn) == len(wanted) and all(map(_has_form, drawn, wanted))
 
     def follow(self, first: Call, data: Sequence[Sequence[Any]]) -> tuple[list[Tensor], list[Tensor], Call]:
-        """Losses and flags of a call and of those that follow it, with these data, and the last call."""
+        """Return losses and flags of the first call and of a call for each element of ``data``, and the last call."""
         call, arguments, results = self.program, [*first.arguments], first.results
         losses, flags, k = [results[self._loss]], [results[self._flags]], 0
         with torch.no_grad():
@@ -167,7 +173,7 @@ class Chain:
         return losses, flags, Call(first.program, arguments, results)
 
     def _continue(self, arguments: list[Any], results: Sequence[Any], drawn: Sequence[Any]) -> None:
-        """Make the arguments of a call those of the next one."""
+        """Replace the arguments of a call by those of the next one."""
         for j, t in [(j, arguments[k]) for j, k in self._from_arguments]:
             arguments[j] = t
         for j, k in self._from_results:
@@ -176,7 +182,7 @@ class Chain:
             arguments[j] = drawn[k]
 
     def _repeated(self, program: Program, arguments: list[Any], data: Sequence[Sequence[Any]]) -> Several:
-        """The program of several steps, made when it is first called."""
+        """Return the program of several steps, compiled on first use."""
         if self._several is None:
             began = time.monotonic()
             self._several = Several(
@@ -186,7 +192,7 @@ class Chain:
         return self._several
 
     def results(self, call: Call) -> dict[str, Any]:
-        """The results of a step from its call."""
+        """Return the results of a step from its call."""
         kinds = {"result": call.results, "argument": call.arguments}
         leaves = [at if kind == "constant" else kinds[kind][at] for kind, at in self._leaves]
         found: dict[str, Any] = tree_unflatten(leaves, self._structure)
@@ -194,15 +200,15 @@ class Chain:
 
 
 class Several:
-    """A program of several steps: copies of the graph of one, each with results of the one before as arguments.
+    """A program of several steps: copies of one step's graph, each with results of the one before as arguments.
 
     Args:
-        program: of one step.
-        arguments: of the first of the steps.
-        data: what the others draw.
-        following: makes the arguments of a step those of the next one.
-        told: places of the loss and of the flags among the results.
-        from_data: which arguments are which of what a step draws.
+        program: the program of one step.
+        arguments: arguments of the first step.
+        data: samples of the other steps.
+        following: replaces the arguments of a step by those of the next one.
+        told: positions of the loss and of the flags among the results.
+        from_data: pairs of an argument's position and the index of a drawn leaf.
     """
 
     def __init__(
@@ -230,7 +236,7 @@ class Several:
             results = [*graph.graph_copy(program.graph.graph, inner)]  # type: ignore[misc]
             losses.append(results[told[0]])
             flags.append(results[told[1]])
-        # Of the last step: which arguments are results of the one before, and which were given.
+        # For each argument of the last step: its position among the given ones; None if a step computes it.
         self._count, self._kept = len(losses), len(results)
         self._last = [given.get(node) for node in nodes]
         graph.output([*losses, *flags, *results, *[node for node in nodes if node not in given]])
@@ -244,7 +250,7 @@ class Several:
     def __call__(
         self, arguments: list[Any], data: Sequence[Sequence[Any]]
     ) -> tuple[list[Tensor], list[Tensor], list[Any], Sequence[Any]]:
-        """Losses and flags of the steps; arguments and results of the last one."""
+        """Return losses and flags of the steps, and arguments and results of the last one."""
         found, n = [*self._call(self._given(arguments, data))], self._count
         rest = iter(found[2 * n + self._kept :])
         last = [next(rest) if j is None else arguments[j] for j in self._last]
@@ -272,5 +278,5 @@ def _has_form(leaf: Any, form: Any) -> bool:
             return False
         size, stride, kind, device = form
         return bool(leaf.shape == size and leaf.dtype is kind and leaf.stride() == stride and leaf.device == device)
-    # What other objects say of being equal need not be so, and what they hold may be another tensor at each step.
+    # Other objects may compare equal without being so, or hold another tensor at each step.
     return type(leaf) is type(form) and isinstance(leaf, PLAIN) and repr(leaf) == repr(form)

@@ -1,4 +1,4 @@
-"""Whether a compiled step and an eager one agree."""
+"""Comparison of a compiled step with an eager one."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ..problem.vector import Vector
 
 __all__ = ["Accepted", "difference"]
 
-TOLERANCE = 0.55  # a compiled step may differ by this power of the precision: differences magnify rounding
-LARGEST = 0.03  # tolerance of what is divided: a loss that reads something else differs by more
+TOLERANCE = 0.55  # a compiled step may differ by this power of the machine epsilon: differences magnify rounding
+LARGEST = 0.03  # tolerance for divided results: a loss that reads something else differs by more
 
 
 class Accepted(NamedTuple):
-    """By how much a compiled step may differ from an eager one.
+    """Largest accepted difference between a compiled step and an eager one.
 
     Attributes:
-        rtol, atol: the norm of the difference is at most ``atol + rtol * norm``. None: what rounding explains.
-        divisor: by which the hypergradient divides what has been rounded.
+        rtol, atol: the norm of the difference is at most ``atol + rtol * norm``. None: as much as rounding explains.
+        divisor: number by which the hypergradient divides rounded values.
     """
 
     rtol: float | None = None
@@ -40,16 +40,16 @@ def difference(
     name_of: Callable[[Write], str],
     other: StepResults | None = None,
 ) -> str | None:
-    """What of a compiled step differs from the eager one by more than is accepted; None if nothing does.
+    """Name the first result that differs from the eager step by more than is accepted; return None if none does.
 
     Args:
-        right: of the eager step.
-        found: of the compiled one.
-        x: before the step: it is the change that is compared.
-        y: likewise.
-        accepted: how much is.
-        name_of: names a table that rows are written into.
-        other: what is compiled gives for values that are rounded otherwise, if that is known.
+        right: results of the eager step.
+        found: results of the compiled one.
+        x: upper parameters before the step, since their changes are compared.
+        y: lower parameters before the step, for the same reason.
+        accepted: the accepted difference.
+        name_of: names the table that a write changes.
+        other: results of the compiled step for values that are rounded differently, if known.
     """
 
     def parts(results: StepResults) -> dict[str, tuple[Sequence[Tensor], Sequence[Tensor] | None, float]]:
@@ -82,7 +82,7 @@ def difference(
 
 
 def _part(write: Write) -> float:
-    """Which part of a table is written: what few rows see stands for all, which magnifies rounding."""
+    """Return the fraction of a table's rows that is written: an estimate for all rows from a few magnifies rounding."""
     return write.rows.numel() / len(write.table) if isinstance(write.rows, Tensor) else 1.0
 
 
@@ -93,7 +93,7 @@ def _close(
     accepted: Accepted,
     shaken: Sequence[Tensor] | None,
 ) -> bool:
-    """Whether two vectors, or their distances from a base, are equal up to what is accepted."""
+    """Return True if two vectors, or their distances from a base, are equal up to the accepted difference."""
     a, b = Vector(t.detach().double() for t in right), Vector(t.detach().double() for t in found)
     size, distance = a.norm(), (a - b).norm()
     if not bool(size.isfinite()):
@@ -109,7 +109,7 @@ def _close(
 
 
 def shaken(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors that differ from these by rounding, each entry up or down."""
+    """Return copies of tensors that differ by rounding, each entry up or down."""
     generator, found = torch.Generator().manual_seed(0), []
     for t in tensors:
         if t.is_floating_point():

@@ -1,4 +1,4 @@
-"""What a step draws, drawn before it, and given to the step that is made from it."""
+"""Samples of a step, drawn before it and passed to it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..problem.tasks import StandIn
 
 __all__ = ["MOST_TERMS", "Drawn", "GivenData", "Recorded", "Sources", "draw", "draw_tasks"]
 
-MOST_TERMS = 64  # that a compiled step goes over
-Drawn = dict[str, list[Any]]  # by source, what was drawn, in order
+MOST_TERMS = 64  # most terms of a finite sum in a compiled step
+Drawn = dict[str, list[Any]]  # source -> its samples, in order
 
 
 class Sources:
-    """Where a step draws: the two losses as they were passed, and a sampler of tasks.
+    """Sources of a step's samples: the two losses as they were passed, and a task sampler.
 
     Attributes:
         objectives: the losses by level.
@@ -35,7 +35,7 @@ class Sources:
 
     @property
     def kind(self) -> list[Any]:
-        """What decides, beside the losses themselves, of which kind the draws of a step are."""
+        """Cache key for the kinds of a step's draws, without the losses themselves."""
         return [self.tasks is None] + [
             None if o is None else (type(o), o.data is None, o.features is None, o.terms)
             for o in (self.upper, self.lower)
@@ -43,16 +43,16 @@ class Sources:
 
     @property
     def terms(self) -> dict[str, int]:
-        """How many terms each loss has, if it is a sum of known ones."""
+        """Number of terms of each loss that is a finite sum."""
         return {f"{level}_terms": o.terms for level, o in self.objectives.items() if o.terms is not None}
 
     @property
     def are_lists(self) -> bool:
-        """Whether each loss draws from a list of its own, or terms of a sum, so that nothing can tell when it does."""
+        """True if each loss draws from its own list or finite sum, so that nothing depends on the time of a draw."""
         return self.tasks is None and self.upper is not self.lower and all(map(_is_list, self.objectives.values()))
 
     def why_eager(self) -> str:
-        """Why no step with such losses is compiled; empty if one may be."""
+        """Return why steps with these losses are not compiled; empty if they may be."""
         if any(objective.accumulate > 1 for objective in self.objectives.values()):
             return "a batch is made of parts (accumulate)"
         return ""
@@ -67,16 +67,16 @@ def _is_list(objective: Objective) -> bool:
 
 
 def draw(draws: Sequence[Draw], sources: Sources, random: Mapping[str, Tensor]) -> Drawn:
-    """What the losses give, of one step. Where a draw is not made, the one before stands for it.
+    """Draw the samples of one step from the losses. A draw that is skipped repeats the one before.
 
     Args:
-        draws: as the method has declared them.
+        draws: the draws that the method has declared.
         sources: the losses.
         random: random inputs of the step.
     """
     found: Drawn = {}
     for own, same in groupby(draws):
-        level = own.level if own.level in sources.objectives else "upper"  # of a method that takes one loss
+        level = own.level if own.level in sources.objectives else "upper"  # the method takes one loss
         objective, times = sources.objectives[level], len([*same])
         if own.whole:
             found.setdefault(f"all of {level}", []).extend(_terms(objective) for _ in range(times))
@@ -94,7 +94,7 @@ def draw(draws: Sequence[Draw], sources: Sources, random: Mapping[str, Tensor]) 
 
 
 def draw_tasks(draws: Sequence[TaskDraw], sampler: Any, generator: Any, random: Mapping[str, Tensor]) -> Drawn:
-    """What a sampler of tasks gives, of one step; the other arguments as for `draw`."""
+    """Draw the tasks of one step and their samples from a task sampler; other arguments as for `draw`."""
     found: Drawn = {}
     for source, size, only in draws:
         given = found.setdefault(source if source == "tasks" else f"tasks.{source}", [])
@@ -125,13 +125,13 @@ OTHERS = "a step draws other samples than the one before that was like it"
 
 
 class GivenData:
-    """What a step was given, source by source, each in the order of its draws.
+    """Samples for a step, by source, each in the order of its draws.
 
     Args:
-        drawn: by source, what was drawn from it.
+        drawn: source -> its samples.
         losses: the user's functions, by role.
-        sources: from which an eager step draws on, where it makes more than it has declared (after an alert).
-            Default: a step that is read by Dynamo, which may not.
+        sources: an eager step draws from them if it needs more than it has declared (after an alert).
+            Default: the step is traced by Dynamo, and may not draw.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class GivenData:
         self._losses, self._sources = losses, sources
 
     def objective(self, level: str) -> _Given | None:
-        """The objective of a level; None if the method has none."""
+        """Return the objective of a level; None if the method has none."""
         if level not in self._losses:
             return None
         if self._sources is None:
@@ -152,28 +152,28 @@ class GivenData:
         return _GivenAgain(level, self, self._losses, self._sources.objectives[level])
 
     def sampler(self, source: Any) -> _GivenTasks:
-        """In place of a sampler of tasks."""
+        """Return a task sampler that gives the drawn tasks."""
         return _GivenTasks(source, self)
 
     def next(self, source: str) -> Any:
-        """What was drawn from a source next."""
+        """Return the next sample of a source."""
         left = self._left.get(source)
         if not left:
             raise RuntimeError(OTHERS)
         return left.pop(0)
 
     def has(self, source: str) -> bool:
-        """Whether something is left of it."""
+        """Return True if samples of a source are left."""
         return len(self._left.get(source, ())) > 0
 
     def require_used(self) -> None:
-        """Raise unless everything was asked for."""
+        """Raise if samples are left."""
         if any([len(found) > 0 for found in self._left.values()]):
             raise RuntimeError(OTHERS)
 
     @property
     def is_eager(self) -> bool:
-        """Whether it is for an eager step."""
+        """True if the samples are for an eager step."""
         return self._sources is not None
 
 
@@ -218,7 +218,7 @@ class _Given(Objective):
 
 
 class _GivenAgain(_Given):
-    """The same for an eager step."""
+    """Such an objective for an eager step, which may draw more."""
 
     def __init__(
         self, level: str, given: GivenData, losses: Mapping[str, Callable[..., Any]], source: Objective
@@ -231,7 +231,7 @@ class _GivenAgain(_Given):
         self.source.begin()
 
     def mark(self) -> tuple[Any, ...]:
-        return ()  # who has drawn goes back himself
+        return ()  # `CompiledSteps` rewinds the source
 
     def rewind(self, mark: tuple[Any, ...]) -> None:
         return None
@@ -288,10 +288,10 @@ class _GivenTasks(StandIn):
 
 
 class Recorded(StandIn):
-    """A sampler that notes how a method that chooses its tasks itself draws all that a step needs.
+    """A sampler that records how a method that chooses its own tasks draws all that a step needs.
 
     Attributes:
-        draws: that function, of the sampler and the random inputs; None: the method did not ask.
+        draws: that function, of the sampler and the random inputs; None if the method did not use it.
     """
 
     def __init__(self, source: Any) -> None:

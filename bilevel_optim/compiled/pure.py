@@ -1,4 +1,4 @@
-"""The step as a pure function of losses, data, random numbers and state, which Dynamo reads whole."""
+"""The step as a pure function of losses, data, random numbers and state, which Dynamo traces as one graph."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from .draws import GivenData
 
 __all__ = ["PureStep", "State", "following", "results_of", "state_of"]
 
-State = dict[str, Any]  # a pytree of tensors: all that a step reads, and that changes from step to step
+State = dict[str, Any]  # a pytree of the tensors that a step reads and that change from step to step
 
 
 def state_of(given: StepInputs, x: Vector, y: Vector, buffers: Sequence[Tensor], rates: Sequence[Tensor]) -> State:
-    """What a step reads, as a pytree."""
+    """Return the state that a step reads, as a pytree."""
     return {
         "x": [*x],
         "y": [*y],
@@ -48,21 +48,21 @@ def state_of(given: StepInputs, x: Vector, y: Vector, buffers: Sequence[Tensor],
 
 
 def _copied(memory: Any) -> Any:
-    """The memory of an optimizer; None if it remembers nothing."""
+    """Copy the state of an optimizer; return None if it has none."""
     return [dict(entries) for entries in memory] if memory is not None and any(memory) else None
 
 
 class PureStep:
-    """A step of an optimizer as a function that writes nothing: of its losses, data, random inputs and state.
+    """An optimizer's step as a function of losses, data, random inputs and state, which writes nothing.
 
     Args:
-        method: whose step it is.
-        here: an oracle of an eager step like it, which shows what was found out about the losses.
-        given: what that step was given.
-        update: whether x moves too.
+        method: the optimizer.
+        here: oracle of an eager step like it, which has examined the losses.
+        given: inputs of that step.
+        update: whether x is updated too.
         buffers: the module buffers that evaluations change.
-        connected: whether every loss is made to depend on all parameters. As Dynamo reads a loss, a parameter that is
-            given to functions of the user's own alone, or to some of torch's (weight norms), is none of its variables.
+        connected: whether to make every loss depend on all parameters. In Dynamo's view of a loss, a parameter is no
+            variable of it if only the user's own functions, or some of torch's (weight norms), take it.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class PureStep:
     def __call__(
         self, losses: Mapping[str, Callable[..., Any]], tasks: Any, drawn: Any, random: Mapping[str, Any], state: State
     ) -> dict[str, Any]:
-        """What the step computes, as a pytree.
+        """Compute the step's results, as a pytree.
 
         Args:
             losses: the user's functions, by role.
-            tasks: the sampler, if there is one, of which only the length is asked for.
-            drawn: what was drawn from the data or the sampler, in order.
+            tasks: the task sampler, if there is one; only its length is used.
+            drawn: samples from the data or the task sampler, in order.
             random: the random inputs.
-            state: what the step reads.
+            state: the state that the step reads.
         """
         method, evaluation = self.method, _Evaluation(self.buffers, state["buffers"])
         session = self._session(evaluation)
@@ -203,7 +203,7 @@ _COMPLETE = Buffers(complete=True)
 
 
 def _connected(loss: Callable[..., Any], live: Sequence[Tensor]) -> Callable[..., Any]:
-    """A loss with the same values and derivatives, which depends on all these tensors; so do its gradients."""
+    """Return a loss with the same values and derivatives that depends on all these tensors, as do its gradients."""
 
     def connected(*arguments: Any) -> Any:
         value = loss(*arguments)
@@ -214,11 +214,11 @@ def _connected(loss: Callable[..., Any], live: Sequence[Tensor]) -> Callable[...
 
 
 class _Evaluation:
-    """How a step evaluates a loss: with values in place of the live tensors, and buffers that it may write into.
+    """Evaluates a loss with values in place of the live tensors, and with buffers that it may write into.
 
     Attributes:
-        is_last: whether the buffers go on from what evaluations make of them.
-        left: what they have become.
+        is_last: whether evaluations from here on set the buffers that the step leaves.
+        left: these buffers.
     """
 
     def __init__(self, buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -233,7 +233,7 @@ class _Evaluation:
 
 
 class _Placed:
-    """A block in which values stand for the live tensors, and copies for the buffers."""
+    """A block in which values replace the live tensors, and copies replace the buffers."""
 
     def __init__(
         self,
@@ -262,12 +262,12 @@ Known = tuple[list[tuple[int, ...]], LowerRule]
 
 
 def _rules_of(rules: LowerRules) -> list[Known]:
-    """The updates that eager steps have made, with the shapes of what they are for."""
+    """Return the update rules of eager steps, each with the shapes of its tensors."""
     return [(rule.shapes, rule) for rule in rules.made]
 
 
 def _rule(known: Sequence[Known], rates: Sequence[Tensor], like: Vector, limits: Limits | None) -> LowerRule:
-    """The update for such tensors, with these learning rates of the groups."""
+    """Return the update rule for tensors of these shapes, with these learning rates of the groups."""
     shapes = [tuple(t.shape) for t in like]
     for own, rule in known:
         if own == shapes:
@@ -279,7 +279,7 @@ def _rule(known: Sequence[Known], rates: Sequence[Tensor], like: Vector, limits:
 
 
 def _places(writes: Sequence[Write], state: State, y: Vector) -> list[tuple[tuple[str, str, int], Any, Tensor]]:
-    """Rows that are to be changed, each with the place of its table in the state."""
+    """Return the rows to change, each with the place of its table in the state."""
     tables = [(("tables", name, 0), t) for name, t in state["tables"].items()]
     tables += [(("y", "y", i), t) for i, t in enumerate(y)]
     for level in ("memory", "upper_memory"):
@@ -294,7 +294,7 @@ def _places(writes: Sequence[Write], state: State, y: Vector) -> list[tuple[tupl
 
 
 def results_of(results: Mapping[str, Any], table_of: Callable[[tuple[str, str, int]], Tensor]) -> StepResults:
-    """What a step has computed, in the form that an eager step gives it; ``table_of`` finds a table by its place."""
+    """Return a step's results in the form of an eager step; ``table_of`` finds a table by its place."""
     moved = results["moved"]
     estimate = Estimate(
         results["loss"],
@@ -321,7 +321,7 @@ def results_of(results: Mapping[str, Any], table_of: Callable[[tuple[str, str, i
 
 
 def following(state: State, results: Mapping[str, Any]) -> State:
-    """The state that a step with these results leaves."""
+    """Return the state after a step with these results."""
     moved = results["moved"] or {"x": None, "lower": None, "upper_memory": {}, "solver": None}
     upper_memory = {**state["upper_memory"], **results["upper_memory"], **moved["upper_memory"]}
     return {

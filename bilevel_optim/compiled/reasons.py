@@ -1,4 +1,4 @@
-"""Why a step is not compiled, in words about the user's code."""
+"""Reasons why a step is not compiled, in terms of the user's code."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ CHANGES = "a loss changes Python values as it runs"
 
 
 class Refused(Exception):
-    """A step cannot be compiled, for the reason that is given."""
+    """A step cannot be compiled; the message says why."""
 
 
 def place_of(node: Node) -> str:
-    """Where in the user's code an operation of a graph comes from."""
+    """Return the place in the user's code that an operation of a graph comes from."""
     return _last_place(node.meta.get("stack_trace") or "")
 
 
 def reason_of(error: BaseException) -> str:
-    """What stopped Dynamo or the compiler, in one sentence, with the user's file and line."""
+    """Describe what stopped Dynamo or the compiler, in one sentence, with the user's file and line."""
     error = getattr(error, "inner_exception", error)
     text = str(error).strip()
     if isinstance(error, Refused):
@@ -61,9 +61,9 @@ def _last_place(trace: str) -> str:
 
 
 def require_no_effects(message: Any, *others: Any, **more: Any) -> None:
-    """In place of ``warnings.showwarning``: raise `Refused` if Dynamo warns that a loss changes Python values.
+    """Raise `Refused` if Dynamo warns that a loss changes Python values; used as ``warnings.showwarning``.
 
-    The stack of torch's modes, which a step leaves as it was, is among the effects, and has no name.
+    Dynamo also reports the stack of torch's modes, without a name. A step leaves it as it was.
     """
     text = str(message)
     if "side effects" in text and any("[" in name for _, name in _SOURCE.findall(text)):  # a name of Dynamo's: L['...']
@@ -74,7 +74,7 @@ _SOURCE = re.compile(r"""(["'])(.*?)\1(?=[,\]])""")
 
 
 def _changed(text: str) -> str:
-    """Of which loss they are, and where in its modules, from Dynamo's names for them."""
+    """Return the loss that changes values, and the place in its modules, from Dynamo's names for them."""
     found = re.search(r"L\['losses'\]\['(\w+)'\]([^\"]*)", text)
     if found is None:
         others = [name for _, name in _SOURCE.findall(text) if "[" in name]

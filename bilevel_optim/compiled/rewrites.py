@@ -1,4 +1,4 @@
-"""What is changed in a graph that Dynamo has read, before it is compiled; and what a graph must not contain."""
+"""Rewrites of a graph that Dynamo has traced, and checks for operations that it must not contain."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DROPOUT = {
 
 
 def require_deterministic(module: GraphModule) -> None:
-    """Raise `Refused` for a graph that draws random numbers: an eager step draws others, and repeats them."""
+    """Raise `Refused` if a graph draws random numbers: an eager step draws others, and repeats them."""
     parts = [part.graph for part in module.modules() if isinstance(part, GraphModule)]
     for node in itertools.chain.from_iterable(graph.nodes for graph in parts):
         name = getattr(node.target, "__name__", str(node.target))
@@ -51,9 +51,9 @@ def _attends_at_random(name: str, node: Node) -> bool:
 
 
 def require_unwritten(module: GraphModule) -> None:
-    """Raise `Refused` for a graph that writes into its arguments: an eager step beside it has written too."""
+    """Raise `Refused` if a graph writes into its arguments: the eager step it is compared with has written too."""
     given: dict[int, Node] = {}  # arguments, by their values
-    same: dict[Node, Node] = {}  # what is an argument too, without its graph
+    same: dict[Node, Node] = {}  # detached tensor -> its argument
     for node in module.graph.nodes:
         if node.op == "placeholder":
             given[_memory_of(node)] = node
@@ -67,13 +67,13 @@ def require_unwritten(module: GraphModule) -> None:
 
 
 def _memory_of(node: Node) -> int:
-    """Which tensor an operation's result is, or is a view of."""
+    """Return the id of the tensor that an operation returns, or of the base if the result is a view."""
     value = node.meta.get("example_value")
     return id(value._base if isinstance(value, Tensor) and value._is_view() else value)
 
 
 def _written(node: Node) -> list[Node]:
-    """What an operation writes into, as far as its name says."""
+    """Return the operands that an operation writes into, as far as its name says."""
     name = getattr(node.target, "__name__", str(node.target))
     places = [node.kwargs.get("out")]
     writes = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
@@ -92,11 +92,11 @@ torch.compiler.allow_in_graph([stands_for, stands_for_itself, as_variable])  # t
 
 
 def redirected(module: GraphModule) -> None:
-    """Let calls that torch's modes do not see read values, as all others do, and not the live tensors themselves.
+    """Replace live tensors by their values in calls that torch's modes do not see.
 
-    That is what checkpoints, functions of the user's with a derivative of their own, and some of torch's are given.
+    Such calls are checkpoints, the user's functions with a derivative of their own, and some functions of torch.
     """
-    values: dict[Node, list[Node]] = {}  # what stands for a live tensor, in the blocks that are open
+    values: dict[Node, list[Node]] = {}  # live tensor -> its values in the open blocks
     for node in list(module.graph.nodes):
         if node.target is stands_for:
             value, live = node.args
@@ -116,9 +116,9 @@ def redirected(module: GraphModule) -> None:
 
 
 def differentiable_twice(module: GraphModule, *, plain: bool) -> None:
-    """Write operations whose derivative cannot be differentiated as others, whose derivative can.
+    """Replace operations whose derivative cannot be differentiated by others whose derivative can.
 
-    ``plain``: also the fused ones of torch, whose second derivative is missing (attention) or wrong (weight norms).
+    ``plain``: also replace torch's fused ones, whose second derivative is missing (attention) or wrong (weight norms).
     """
     for part in module.children():
         if isinstance(part, GraphModule):
@@ -173,9 +173,9 @@ def _called(body: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _function_of(forward: GraphModule, backward: GraphModule) -> Callable[..., Any]:
-    """A function of the user's with a derivative of his own, whose derivative can be differentiated and mapped.
+    """Return a custom autograd function whose derivative can be differentiated and mapped.
 
-    To Dynamo's own form of it, what the backward pass uses is a constant: its second derivatives are wrong.
+    Dynamo's own form treats values that the backward pass uses as constants: its second derivatives are wrong.
     """
     for body in (forward, backward):
         for node in list(body.graph.nodes):

@@ -1,8 +1,8 @@
-"""What Inductor writes for a small graph on a CPU, as a list of calls whose intermediate results keep their memory.
+"""Inductor's code for a small graph on a CPU, as a list of calls whose intermediate results keep their memory.
 
-A small step is one kernel with a hundred and more intermediate results of a few numbers; to allocate these, one by one
-and at every call, takes several times as long as the kernel. What Inductor has written is read as Python here, which
-depends on the version of torch: what is not understood runs as Inductor has compiled it.
+A small step is one kernel with a hundred and more intermediate results of a few numbers. Allocating them one by one at
+every call takes several times as long as the kernel. So Inductor's generated Python is parsed here, which depends on
+the version of torch. Code that is not understood runs as Inductor has compiled it.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from torch import Tensor
 
 __all__ = ["CallList", "is_understood", "listed"]
 
-FIRST, LAST = (2, 11), (2, 15)  # versions of torch whose code was looked at
+FIRST, LAST = (2, 11), (2, 15)  # versions of torch whose generated code is known
 
-BYTES = 2**22  # of what is kept of a function
-ENTRIES = 2**14  # of an intermediate result that is kept
+BYTES = 2**22  # most memory that is kept for a function
+ENTRIES = 2**14  # most entries of an intermediate result whose memory is kept
 RETURNED, ALLOCATION, VIEW = "return", "empty_strided_cpu", "reinterpret_tensor"
 CHECKS = ("assert_size_stride", "assert_size_stride_grouped", "assert_alignment")
 
 
 def is_understood() -> bool:
-    """Whether the code that this version of torch generates was looked at."""
+    """Return True if the code that this version of torch generates is known."""
     major, minor, *_ = torch.__version__.split(".")
     return FIRST <= (int(major), int(minor)) <= LAST
 
 
 def listed(call: Callable[..., Any], example: Sequence[Any]) -> CallList | None:
-    """The same function as a list of calls; None if it is not of a known form, or gives other numbers so.
+    """Return the function as a list of calls; None if its form is unknown, or the list gives other numbers.
 
     Args:
-        call: the Python wrapper that Inductor has written around its kernels. It takes a list of arguments, which it
+        call: the Python wrapper that Inductor has generated around its kernels. It takes a list of arguments, which it
             empties.
-        example: arguments.
+        example: example arguments.
     """
     function: Any = getattr(call, "__func__", call)
     code, space = getattr(function, "__code__", None), getattr(function, "__globals__", {})
@@ -58,7 +58,10 @@ def listed(call: Callable[..., Any], example: Sequence[Any]) -> CallList | None:
 
 
 def _alike(outputs: Sequence[Any], others: Sequence[Any], values: Sequence[Tensor]) -> bool:
-    """Whether all are tensors, the same bit for bit, and share memory alike, with each other and with these values."""
+    """Return True if both lists hold tensors, equal bit for bit, that share memory in the same way.
+
+    Memory that they share with ``values`` counts too.
+    """
     if len(outputs) != len(others) or not all(isinstance(t, Tensor) for t in (*outputs, *others)):
         return False
     forms = [[(t.shape, t.stride(), t.dtype, t.device, t.storage_offset()) for t in some] for some in (outputs, others)]
@@ -70,11 +73,11 @@ def _alike(outputs: Sequence[Any], others: Sequence[Any], values: Sequence[Tenso
 
 
 class _Unknown(Exception):
-    """The code has a form that is not known."""
+    """The code has an unknown form."""
 
 
 class _Aliases:
-    """Names that may stand for the same memory."""
+    """Names that may refer to the same memory."""
 
     def __init__(self) -> None:
         self.of: dict[str, str] = {}
@@ -90,22 +93,22 @@ class _Aliases:
 
 
 class _Listing:
-    """Statements one after the other, without a branch, as calls on the entries of a list.
+    """Straight-line statements as calls on the entries of a list.
 
     Args:
-        text: of a function.
-        space: where it stands.
+        text: the function.
+        space: globals of its module.
 
     Attributes:
-        entries: what the list holds before the calls: constants, and what keeps its memory.
-        calls: of a function, on entries with these numbers, whose result is an entry of this number.
-        slots: the entry of each name.
+        entries: the list before the calls: constants, and tensors that keep their memory.
+        calls: a function, the indices of its operands among the entries, and the index of its result.
+        slots: name -> index of its entry.
     """
 
     def __init__(self, text: ast.FunctionDef, space: dict[str, Any]) -> None:
         self.space, self.entries, self.calls = space, list[Any](), list[tuple[Any, tuple[int, ...], int]]()
         self.slots: dict[str, int] = {}
-        self.fixed = set[int]()  # entries that are known before the calls
+        self.fixed = set[int]()  # entries known before the calls
         self.results: tuple[int, ...] = ()
         self.given, self.left, self.large = 0, BYTES, False
         own, self.arguments = text.body, text.args.args[-1].arg
@@ -123,7 +126,7 @@ class _Listing:
             self._add(statement)
 
     def function(self, given: int) -> CallList:
-        """The calls as a function of so many arguments."""
+        """Return the calls as a function of this many arguments."""
         if self.given != given:
             raise _Unknown
         calls = [(function, _picked(operands), slot) for function, operands, slot in self.calls]
@@ -162,7 +165,7 @@ class _Listing:
             self.slots[target] = self._entry(value)
 
     def _allocated(self, name: str, value: ast.Call) -> int:
-        """A new tensor, made here if it may be kept."""
+        """Return the entry of a new tensor, allocated here if its memory may be kept."""
         sizes, strides, dtype = map(self._literal, value.args)
         entries = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
         small = entries <= ENTRIES and 8 * entries <= self.left
@@ -179,7 +182,7 @@ class _Listing:
         return len(self.entries) - 1
 
     def _entry(self, node: ast.expr) -> int:
-        """The entry that holds the value of an expression."""
+        """Return the entry that holds the value of an expression."""
         if isinstance(node, ast.Name) and node.id in self.slots:
             return self.slots[node.id]
         if isinstance(node, ast.Call):
@@ -203,7 +206,7 @@ class _Listing:
         return slot
 
     def _literal(self, node: ast.expr) -> Any:
-        """A constant, or what stands in the module."""
+        """Return a constant, or an object of the module."""
         if isinstance(node, ast.Name) and node.id in self.space:
             return self.space[node.id]
         if isinstance(node, ast.Attribute):
@@ -215,7 +218,7 @@ class _Listing:
 
 
 def _with_names(function: Any, names: list[Any]) -> Callable[..., Any]:
-    """A function of its last arguments by name, as one of all by place."""
+    """Return a function of positional arguments that passes the last ones by these names."""
     k = len(names)
     return lambda *values: function(*values[:-k], **dict(zip(names, values[-k:], strict=True)))
 
@@ -237,18 +240,18 @@ def _names(node: ast.AST) -> list[str]:
 
 
 def _target(statement: ast.Assign) -> str | None:
-    """The one name that is assigned."""
+    """Return the assigned name; None if there is more than one."""
     target = statement.targets[0] if len(statement.targets) == 1 else None
     return target.id if isinstance(target, ast.Name) else None
 
 
 def _called(value: ast.expr) -> str | None:
-    """The function that is called, by its name in the module."""
+    """Return the name of the called function in the module."""
     return value.func.id if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else None
 
 
 def _picked(numbers: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """These entries of a list, as a tuple."""
+    """Return a function that picks these entries of a list, as a tuple."""
     if len(numbers) > 1:
         return itemgetter(*numbers)
     return lambda entries: tuple([entries[i] for i in numbers])
@@ -261,12 +264,12 @@ def _place(t: Tensor) -> int:
 class CallList:
     """A function as a list of calls on the entries of a list.
 
-    Its results are new tensors, all else has the same memory at every call: it is not for two threads at once.
+    Its results are new tensors. All other memory is reused at every call, so two threads may not call it at once.
 
     Args:
-        entries: what the list holds before the calls.
-        calls: of a function, on what is picked of the entries, whose result is the entry of a number.
-        results: picks what is returned.
+        entries: the list before the calls.
+        calls: a function, a picker of its operands among the entries, and the index of its result.
+        results: picks the returned entries.
         given: number of the arguments, which are the first entries.
     """
 
@@ -282,7 +285,7 @@ class CallList:
         self._entries, self._calls, self._results, self._given = entries, calls, results, given
 
     def __call__(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """The results for arguments of the sizes, strides and types that it was made for."""
+        """Return the results for arguments of the sizes, strides and types that it was made for."""
         entries = self._entries.copy()
         entries[: self._given] = arguments
         for function, operands, slot in self._calls:

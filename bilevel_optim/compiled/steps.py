@@ -1,4 +1,4 @@
-"""Steps of an optimizer by what ``torch.compile`` has made of them, compared with eager steps now and then."""
+"""Compiled steps of an optimizer, compared with eager steps now and then."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from .reasons import Refused, reason_of, require_no_effects
 
 __all__ = ["CompiledSteps", "Settings"]
 
-# What Dynamo does not look at by default, to be fast, is looked at too. A version need not have all of the names.
+# By default Dynamo skips some of these checks, to be fast. A version of torch may lack some of the names.
 SETTINGS: dict[str, Any] = {
     name: value
     for name, value in {
@@ -61,15 +61,15 @@ SETTINGS: dict[str, Any] = {
     if hasattr(dynamo.config, name)
 }
 PLAIN = (bool, int, float, str, tuple, type(None))
-NOT_IN_KEY = ("lr", "initial_lr", "param_names", OWN)  # of a group; rates are tensors
+NOT_IN_KEY = ("lr", "initial_lr", "param_names", OWN)  # options of a group; learning rates are tensors
 HOOKS = (module._global_forward_hooks, module._global_forward_pre_hooks)  # for all modules; Dynamo has no guard on them
-CHECKED_EVERY = 4096  # uses after which what is compiled is compared again, at the latest
-MOST = 16  # programs of an optimizer; other steps run eagerly
-MOST_ALIKE = 8  # of these for data of one form: as many as torch.compile makes of a function
+CHECKED_EVERY = 4096  # uses after which a compiled step is compared again, at the latest
+MOST = 16  # most programs of an optimizer; other steps run eagerly
+MOST_ALIKE = 8  # most for data of one form, as torch.compile's limit for a function
 FULL = f"there are {MOST} graphs, and none is for data of these shapes and constants"
-PATIENCE = 8  # steps in a row that are like none before, after which no more are expected to be
-FIRST, AT_RISK = 64, 0.5  # such steps in a chain at the beginning; seconds that one may take, which an interrupt undoes
-FUNCTIONAL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # updates of x that Dynamo reads
+PATIENCE = 8  # steps in a row of a new kind, after which no more steps are compiled
+FIRST, AT_RISK = 64, 0.5  # steps of the first chain; seconds that a chain may take, which an interrupt undoes
+FUNCTIONAL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # updates that Dynamo can trace
 DIFFERS = (
     "a compiled step differs from the eager one in {}: a loss depends on something that a graph does not see (data "
     "that it draws itself), or is too sensitive to rounding"
@@ -78,7 +78,7 @@ _NUMBERS = itertools.count()
 
 
 class Settings(NamedTuple):
-    """What `BilevelOptimizer.compile` was told; its arguments."""
+    """Arguments of `BilevelOptimizer.compile`."""
 
     fullgraph: bool = False
     backend: str | Callable[..., Any] = "inductor"
@@ -90,29 +90,29 @@ class Settings(NamedTuple):
 
 
 class _Unread(Exception):
-    """Nothing that was compiled fits."""
+    """No compiled program fits."""
 
 
 class Full(Refused):
-    """There are as many graphs as there may be."""
+    """The limit on the number of graphs is reached."""
 
 
 class Compiled:
-    """A function that ``torch.compile`` has for steps whose data have one form.
+    """A function compiled by ``torch.compile`` for steps whose data have one form.
 
-    Dynamo knows code by file, line and name, where it remembers which sizes and numbers have changed, and it keeps what
-    it has compiled until it is told that there is no such code. So each has code of its own.
+    Dynamo identifies code by file, line and name. By these it remembers which sizes and numbers have changed, and it
+    keeps compiled graphs until that code is removed. So each instance has code of its own.
 
     Args:
         pure: the step.
-        settings: what `BilevelOptimizer.compile` was told.
+        settings: arguments of `BilevelOptimizer.compile`.
         constant: whether numbers that change are constants of a graph; otherwise they become arguments.
 
     Attributes:
-        known: calls what was compiled, where its guards hold; raises `_Unread` elsewhere.
-        read: the same, and compiles where they do not.
-        made: compilations.
-        chains: for each program, how its calls follow each other; None if they cannot.
+        known: runs a compiled graph whose guards hold; raises `_Unread` if there is none.
+        read: the same, but compiles if there is none.
+        made: number of compilations.
+        chains: each program with its chain; None if its calls cannot follow each other.
     """
 
     def __init__(self, pure: PureStep, settings: Settings, constant: bool) -> None:
@@ -138,7 +138,7 @@ class Compiled:
         self.chains: list[tuple[Program, Chain | None]] = []
 
     def chain(self, calls: Sequence[Call], given: Given, results: dict[str, Any]) -> Chain | None:
-        """How calls like this one follow each other; None if they cannot."""
+        """Return the chain of calls like this one; None if they cannot follow each other."""
         if len(calls) != 1:
             return None
         program = calls[0].program
@@ -155,7 +155,7 @@ class Compiled:
 
 
 def _about_the_user(guards: Sequence[Any]) -> list[bool]:
-    """Which guards are kept: all but those on the library's own objects, for which the key of an entry stands."""
+    """Return which guards to keep: all except those on the library's own objects, which an entry's key covers."""
     return [guard.name != "pure" and not guard.name.startswith(("pure.", "pure[")) and _OWN not in guard.name
             for guard in guards]  # fmt: skip
 
@@ -164,18 +164,18 @@ _OWN = "__import_bilevel_optim_dot_"
 
 
 class Entry:
-    """Steps that differ in values and losses only.
+    """Steps that differ only in values and losses.
 
     Attributes:
-        key: what they have in common.
-        is_known: whether there was one before; the first may be the only one.
-        draws: what each of them draws; None: it has to be asked for.
-        whole: how a method that chooses its tasks itself draws all that a step needs.
-        pure: the step as a function; None until what is remembered has settled.
-        compiled: of this, by the form of the data, the last used first.
-        reasons: why steps with such losses run eagerly.
-        uses: of what is compiled since the last compilation.
-        count: compilations.
+        key: their cache key.
+        is_known: whether there was such a step before; the first may be the only one.
+        draws: draws of each step; None if the method has to be asked.
+        whole: draws all that a step needs, for a method that chooses its own tasks.
+        pure: the step as a function; None until the state has settled.
+        compiled: form of the data and the function compiled for it, the last used first.
+        reasons: code of the losses -> why steps with such losses run eagerly.
+        uses: number of uses since the last compilation.
+        count: number of compilations.
     """
 
     def __init__(self, key: Any) -> None:
@@ -189,9 +189,9 @@ class Entry:
         self.uses = self.count = 0
 
     def columns(self, sources: Sources, count: int) -> list[tuple[Sequence[Any], int]] | None:
-        """All batches of so many steps, and how many of them each step draws, source by source.
+        """Return all batches of ``count`` steps and the number of batches that one step draws, for each source.
 
-        None if what a step draws is not the next batches of lists.
+        None if the samples of a step are not the next batches of lists.
         """
         times: dict[str, int] = {}
         for own in self.draws or ():
@@ -208,29 +208,29 @@ class Entry:
 
     @property
     def seconds(self) -> float:
-        """What compilations of several steps at once took."""
+        """Time that compilations of several steps at once took."""
         return sum(chain.seconds for _, own in self.compiled for _, chain in own.chains if chain is not None)
 
     @property
     def is_due(self) -> bool:
-        """Whether the next use is one that is compared: 1, 2, 4, 8, ..., and multiples of 4096."""
+        """True if the next use is compared with an eager step: 1, 2, 4, 8, ..., and multiples of 4096."""
         n = self.uses + 1
         return n & (n - 1) == 0 if n < CHECKED_EVERY else n % CHECKED_EVERY == 0
 
     @property
     def unwatched(self) -> int:
-        """Uses before the next one that is compared."""
+        """Number of uses before the next one that is compared."""
         n = self.uses
         after = 2 ** n.bit_length() if n < CHECKED_EVERY else CHECKED_EVERY * (n // CHECKED_EVERY + 1)
         return after - n - 1
 
 
 class Inputs(NamedTuple):
-    """What a step is given beside the state.
+    """Inputs of a step besides the state.
 
     Attributes:
-        sources: where it draws.
-        drawn: what it drew.
+        sources: the sources of its samples.
+        drawn: its samples.
         random: random inputs.
     """
 
@@ -250,12 +250,12 @@ class Given(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """What a compiled step gives.
+    """Results of a compiled step.
 
     Attributes:
-        results: what is to be written.
-        buffers: the module buffers that it leaves.
-        what: of it differs from the eager step; None if nothing does.
+        results: the results to write.
+        buffers: the module buffers after the step.
+        what: the first result that differs from the eager step; None if none does.
     """
 
     results: StepResults
@@ -264,11 +264,11 @@ class Compared(NamedTuple):
 
 
 class CompiledSteps:
-    """Steps of an optimizer, compiled where they can be, and eager elsewhere.
+    """Steps of an optimizer, compiled where they can be and eager otherwise.
 
     Args:
-        optimizer: whose steps they are.
-        settings: what `BilevelOptimizer.compile` has been told.
+        optimizer: the optimizer.
+        settings: arguments of `BilevelOptimizer.compile`.
     """
 
     def __init__(self, optimizer: BilevelOptimizer, settings: Settings) -> None:
@@ -277,29 +277,29 @@ class CompiledSteps:
         self._reason = ""  # why everything runs eagerly from now on
         self._warned: set[str] = set()
         self._names: list[str] = []
-        self._new = 0  # steps in a row that were like none before
+        self._new = 0  # steps in a row of a new kind
         self._rates: tuple[list[Any], list[Tensor]] = ([], [])
         self._most = FIRST
 
     def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
-        return type(self), (self.optimizer, self.settings)  # a copy of an optimizer compiles anew
+        return type(self), (self.optimizer, self.settings)  # a copy of an optimizer compiles its own steps
 
     @property
     def graphs(self) -> int:
-        """How many were made of steps that are still compiled."""
+        """Number of compiled graphs that are still in use."""
         return sum(entry.count for entry in self._entries)
 
     def say_why_eager(self) -> None:
-        """Say at once if no step of the optimizer can be compiled.
+        """Warn at once if no step of the optimizer can be compiled.
 
         Raises:
-            RuntimeError: if all have to be.
+            RuntimeError: if every step has to be (``fullgraph``).
         """
         if why := self._why_always(None):
             self._warn(why)
 
     def why_update_is_eager(self) -> str:
-        """Why the host moves x although the method does not ask for it; empty if it does not."""
+        """Return why x is updated eagerly although the method does not ask for it; empty if it is not."""
         factory = self.optimizer._upper_factory
         if factory is None:
             return ""
@@ -312,7 +312,7 @@ class CompiledSteps:
     # ------------------------------------------------------------------------------------------------ one step
 
     def step(self, upper: Loss | None, lower: Loss | None, tasks: Any, update: bool) -> Tensor:
-        """A step, compiled if it can be."""
+        """Make a step, compiled if it can be."""
         sources = _sources(upper, lower, tasks)
         place = self._place(sources)
         try:
@@ -346,14 +346,14 @@ class CompiledSteps:
         return loss
 
     def _noted(self, loss: Tensor, reason: str) -> Tensor:
-        """Say why a step was eager."""
+        """Report why a step was eager, and return its loss."""
         if reason:
             self.optimizer.diagnostics["compile_fallback"] = reason
             self._warn(reason)
         return loss
 
     def _require_compiled(self, reason: str) -> None:
-        """Raise if there is a reason for an eager step, and none may be."""
+        """Raise if there is a reason for an eager step, and ``fullgraph`` forbids it."""
         if reason and self.settings.fullgraph:
             raise RuntimeError(f"the step cannot be compiled: {reason}")
 
@@ -364,7 +364,7 @@ class CompiledSteps:
             warn(f"steps run eagerly, because they cannot be compiled: {reason}")
 
     def _why_always(self, tasks: Any) -> str:
-        """Why no step of the optimizer (with these tasks) is compiled, whatever its losses; empty if some are."""
+        """Return why no step of the optimizer (with these tasks) is compiled, for any losses; empty if one may be."""
         reason = self._reason or self.optimizer._why_eager(tasks)
         if self.optimizer._oracle_options.ranks.group is not None:
             reason = "ranks exchange results in a step"
@@ -373,12 +373,12 @@ class CompiledSteps:
     def _why_eager(self, entry: Entry | None, sources: Sources) -> str:
         why = self._why_always(sources.tasks) or sources.why_eager()
         code = _code(sources)
-        if entry is None:  # a step that the host makes, with losses that may be known
+        if entry is None:  # an eager step; earlier steps may have had the same losses
             return why or next((own.reasons[code] for own in self._entries if code in own.reasons), "")
         return why or entry.reasons.get(code, "")
 
     def _entry(self, sources: Sources, update: bool) -> Entry | None:
-        """Steps like the next one; None: they are the host's."""
+        """Return the entry of steps like the next one; None if it has to run eagerly."""
         optimizer = self.optimizer
         if self._why_always(sources.tasks):
             return None
@@ -392,20 +392,20 @@ class CompiledSteps:
                 self._new = 0
                 if i:
                     self._entries.insert(0, self._entries.pop(i))
-                    entry.draws = None  # of tables, say, which others may have made anew
+                    entry.draws = None  # other steps may have replaced tables, for example
                 return entry
         self._new += 1
         if self._new > PATIENCE:
             self._reason = "from step to step options of the optimizer or of its groups change"
             return None
         made = Entry(key)
-        made.is_known = not self._entries and state.steps > 0 and sources.tasks is None  # of a run that goes on
+        made.is_known = not self._entries and state.steps > 0 and sources.tasks is None  # the run began before
         self._entries.insert(0, made)
         del self._entries[4 * MOST :]
         return self._entries[0]
 
     def _options(self) -> Iterator[Any]:
-        """What a user may change in a run, and what decides about the operations of a step."""
+        """Yield all that a user may change in a run and that decides the operations of a step."""
         own = vars(self.optimizer)
         if not self._names:
             self._names = [name for name, v in own.items() if isinstance(v, PLAIN) and not name.startswith("_")]
@@ -431,7 +431,7 @@ class CompiledSteps:
         return draw_random_inputs(counts, self.optimizer.generator) if counts else {}
 
     def _drawn(self, entry: Entry, sources: Sources) -> Inputs | None:
-        """What a step is given, drawn now; None, with a reason, if that is not known before the step."""
+        """Draw the inputs of a step; return None, with a reason recorded, if its draws are not known before it."""
         optimizer, tasks = self.optimizer, sources.tasks
         if entry.whole is None and entry.draws is None:
             entry.draws = self._declared(entry, sources)
@@ -446,7 +446,7 @@ class CompiledSteps:
         return Inputs(sources, draw_tasks(entry.draws, tasks, optimizer.generator, random), random)
 
     def _declared(self, entry: Entry, sources: Sources) -> Sequence[Any] | None:
-        """What the next step draws, as its method says; None, with a reason, if that is not known before it."""
+        """Return the draws that the method declares for the next step; None, with a reason recorded, if it cannot."""
         optimizer = self.optimizer
         given = optimizer._inputs(
             by_level(optimizer.param_groups), optimizer.parameters("upper"), optimizer.parameters("lower")
@@ -468,7 +468,7 @@ class CompiledSteps:
         return None if reason else draws
 
     def _again(self, inputs: Inputs) -> Sources:
-        """What gives the same data to an eager step."""
+        """Return sources that give the same samples to an eager step."""
         sources = inputs.sources
         data = GivenData(inputs.drawn, _functions(self.optimizer, sources), sources)
         tasks = None if sources.tasks is None else data.sampler(sources.tasks)
@@ -477,7 +477,7 @@ class CompiledSteps:
     # ------------------------------------------------------------------------------------------------ eager steps
 
     def _eager(self, sources: Sources, update: bool, random: Mapping[str, Any] | None = None) -> Tensor:
-        """The step as it would be without compilation; ``random`` inputs are drawn unless they are at hand."""
+        """Make the step as it would be without compilation. Random inputs are drawn unless ``random`` has them."""
         optimizer = self.optimizer
         transaction, oracle, groups = optimizer._open_step(sources.upper, sources.lower)
         with transaction:
@@ -488,7 +488,7 @@ class CompiledSteps:
         return results.loss
 
     def _first(self, entry: Entry | None, sources: Sources, update: bool) -> Tensor:
-        """An eager step; if others like it are to be compiled, it shows how such steps draw."""
+        """Make an eager step; if others like it are to be compiled, record how they draw."""
         if entry is None or sources.tasks is None:
             loss = self._eager(sources, update)
         else:
@@ -500,10 +500,10 @@ class CompiledSteps:
         return loss
 
     def _beside_eager(self, entry: Entry, inputs: Inputs, update: bool) -> Tensor:
-        """A step that is made eagerly too, and compared; it is compiled now if there is nothing that fits.
+        """Make a step both compiled and eagerly, and compare; compile it now if no program fits.
 
-        What the compiled one gives is what counts, as in all steps that are not compared: a run that was saved goes on
-        bit for bit wherever it is compared.
+        The compiled results count, as in steps that are not compared. So a run that was saved goes on bit for bit
+        wherever it is compared.
         """
         optimizer, host, sources = self.optimizer, self.optimizer._host_update, self._again(inputs)
         transaction, oracle, groups = optimizer._open_step(sources.upper, sources.lower)
@@ -521,7 +521,7 @@ class CompiledSteps:
                 if entry.pure is None:
                     entry.pure = make()
                 found = self._compared(entry, inputs, state, results, oracle)
-                if found.what and entry.uses == 1 and not entry.pure.connected:  # new, and may be read otherwise
+                if found.what and entry.uses == 1 and not entry.pure.connected:  # perhaps Dynamo missed parameters
                     entry.pure, entry.compiled, entry.count = make(connected=True), [], 0
                     found = self._compared(entry, inputs, state, results, oracle)
                 if found.what:
@@ -551,7 +551,7 @@ class CompiledSteps:
                 raise Refused(f"the lower_optimizer {type(rule.optimizer).__name__} cannot be compiled")
 
     def _compared(self, entry: Entry, inputs: Inputs, state: State, right: StepResults, oracle: Oracle) -> Compared:
-        """What a compiled step gives, compiled now if need be, and what of it differs from the eager one."""
+        """Return the results of a compiled step, compiled now if need be, and what differs from the eager step."""
         given = self._given(inputs, state)
         found = self._compiled(entry, given)
         optimizer, settings, name, pure = self.optimizer, self.settings, self.optimizer._difference_step, entry.pure
@@ -568,7 +568,7 @@ class CompiledSteps:
         with torch.no_grad():
             made = results(found)
             what = difference(right, made, oracle.x, oracle.y, accepted, part)
-            if what is not None:  # perhaps it is small, and what it is made of is not, as close to a solution
+            if what is not None:  # it may be a small difference of large terms, as near a solution
                 moved = {**state, "x": shaken(state["x"]), "y": shaken(state["y"])}
                 otherwise = self._known(entry, given._replace(state=moved))
                 what = difference(right, made, oracle.x, oracle.y, accepted, part, results(otherwise))
@@ -577,12 +577,12 @@ class CompiledSteps:
     # ------------------------------------------------------------------------------------------------ programs
 
     def _given(self, inputs: Inputs, state: State) -> Given:
-        """The arguments of a step."""
+        """Return the arguments of a step."""
         sources, drawn = inputs.sources, set_apart(inputs.drawn)
         return Given(_functions(self.optimizer, sources), sources.tasks, drawn, inputs.random, state)
 
     def _known(self, entry: Entry, given: Given) -> dict[str, Any]:
-        """What was compiled, for this step; raises `_Unread` if nothing fits."""
+        """Run a compiled program for this step; raise `_Unread` if none fits."""
         with torch.no_grad():
             try:
                 results: dict[str, Any] = entry.compiled[0][1].known(*given)
@@ -590,7 +590,7 @@ class CompiledSteps:
             except _Unread:
                 if len(entry.compiled) == 1:
                     raise
-            except Exception as error:  # a graph for losses that have changed, which guards of torch do not see
+            except Exception as error:  # the losses have changed in a way that torch's guards do not see
                 raise _Unread from error
             form = _form(given)
             for i, (own, compiled) in enumerate(entry.compiled):
@@ -601,7 +601,7 @@ class CompiledSteps:
         raise _Unread
 
     def _compiled(self, entry: Entry, given: Given) -> dict[str, Any]:
-        """The same, compiled now if need be."""
+        """Run a compiled program for this step; compile it now if none fits."""
         try:
             if entry.compiled:
                 results = self._known(entry, given)
@@ -630,7 +630,7 @@ class CompiledSteps:
         return results
 
     def _made(self, pure: PureStep, compiled: Compiled, given: Given) -> dict[str, Any]:
-        """What a step gives that is compiled now."""
+        """Compile a step, and return its results."""
         before, constant = python_random.getstate(), compiled.constant
         settings = {**SETTINGS, "automatic_dynamic_shapes": not constant, "specialize_float": constant}
         try:
@@ -654,32 +654,32 @@ class CompiledSteps:
             python_random.setstate(before)
 
     def _state(self, pure: PureStep) -> State:
-        """What the next step reads."""
+        """Return the state that the next step reads."""
         optimizer = self.optimizer
         x, y = Vector(pure.live_x).detach(), Vector(pure.live_y).detach()
         given = optimizer._inputs(by_level(optimizer.param_groups), pure.live_x, pure.live_y, y)
         return state_of(given, x, y, pure.buffers, self._now(y[0].device))
 
     def _read(self, given: StepInputs, oracle: Oracle, buffers: Sequence[Tensor]) -> State:
-        """What an eager step reads."""
+        """Return the state that an eager step reads."""
         return state_of(given, oracle.x, oracle.y, buffers, self._now(oracle.device))
 
     def _now(self, device: torch.device) -> list[Tensor]:
-        """Learning rates as tensors, made anew where they have changed, so that no schedule makes a new graph."""
+        """Return the learning rates as tensors, new ones if a rate has changed, so that no schedule recompiles."""
         groups = self.optimizer.param_groups
         values = [group["lr"] for level in LEVELS for group in groups if group["level"] == level]
         plain = {*map(type, values)} == {float}
         if plain and values == self._rates[0]:
             return self._rates[1]
         kind = torch.float64 if device.type != "mps" else torch.float32
-        # Detached, none is a view: a fake view keeps its base where the garbage collector does not look.
+        # Detached, so that none is a view: a fake view keeps its base where the garbage collector does not look.
         made = [torch.as_tensor(value, dtype=kind, device=device).reshape(()).detach() for value in values]
         if plain:
             self._rates = values, made
         return made
 
     def _troubled(self, keys: Sequence[str], flags: Sequence[bool]) -> bool:
-        """Whether a step has to be made eagerly after all: something is not finite, or an alert is on."""
+        """Return True if a step has to be made again eagerly: something is not finite, or an alert is on."""
         if not any(flags):
             return False
         amiss, *raised = flags
@@ -688,7 +688,7 @@ class CompiledSteps:
         return bool(amiss) or not on <= optimizer._run_state.warned or optimizer._reacts_to(optimizer.numbers) in on
 
     def _write(self, entry: Entry, results: dict[str, Any], update: bool, times: int = 1) -> None:
-        """Write what a step has computed, the last of so many."""
+        """Write the results of a step, the last of ``times``."""
         optimizer, state, pure = self.optimizer, self.optimizer._run_state, entry.pure
         assert pure is not None
         after = {
@@ -710,7 +710,10 @@ class CompiledSteps:
     # ------------------------------------------------------------------------------------------------ many steps
 
     def run(self, upper: Loss, lower: Loss | None, tasks: Any, steps: int) -> Tensor:
-        """So many steps; where nothing can change in between, by a guarded call and then direct ones."""
+        """Make ``steps`` steps and return their losses.
+
+        Where nothing can change in between, one guarded call is followed by direct ones.
+        """
         optimizer, losses = self.optimizer, list[Tensor]()
         while (done := sum(map(len, losses))) < steps:
             found = None
@@ -722,7 +725,7 @@ class CompiledSteps:
         return torch.cat(losses)
 
     def _chained(self, sources: Sources, most: int) -> Tensor | None:
-        """Losses of steps that follow each other before anything is written; None: the next is made by itself."""
+        """Return losses of steps that are written at the end only; None if the next step is made by itself."""
         optimizer, entry = self.optimizer, self._entry(sources, True)
         if entry is None or entry.pure is None or not entry.compiled or self._why_eager(entry, sources):
             return None
@@ -783,7 +786,7 @@ class CompiledSteps:
         return torch.stack(losses)
 
     def _ahead(self, entry: Entry, sources: Sources, chain: Chain, count: int) -> tuple[list[Sequence[Any]], bool]:
-        """What so many steps draw, up to the first that has another form; whether there is none."""
+        """Draw the samples of ``count`` steps, up to the first of another form; also return whether there is none."""
         data: list[Sequence[Any]] = []
         columns = None if self.optimizer._random_inputs() else entry.columns(sources, count)
         if columns is None:
@@ -795,7 +798,7 @@ class CompiledSteps:
                     return data, False
                 data.append(own)
             return data, True
-        known: dict[tuple[int, int], Sequence[Any]] = {}  # what a batch gives at a place; batches come again and again
+        known: dict[tuple[int, int], Sequence[Any]] = {}  # leaves of a batch at a position; batches recur
         for k in range(count):
             own = []
             for batches, times in columns:
@@ -815,7 +818,7 @@ class CompiledSteps:
         return Place([objective.mark() for objective in sources.objectives.values()], own, torch.get_rng_state())
 
     def _return_to(self, sources: Sources, place: Place) -> None:
-        """Let everything draw from such a place again."""
+        """Rewind all draws to a place."""
         for objective, mark in zip(sources.objectives.values(), place.marks, strict=True):
             objective.rewind(mark)
         if self.optimizer.generator is not None and place.own is not None:
@@ -824,7 +827,7 @@ class CompiledSteps:
 
 
 class Place(NamedTuple):
-    """Where what draws is: positions in the data, states of the optimizer's generator and of torch's."""
+    """Positions of draws: in the data, and the states of the optimizer's generator and of torch's."""
 
     marks: list[tuple[Any, ...]]
     own: Tensor | None
@@ -832,7 +835,7 @@ class Place(NamedTuple):
 
 
 class _Live(NamedTuple):
-    """The live parameters, as writes ask an oracle for them."""
+    """The live parameters, under the names that an oracle has for them."""
 
     live_x: Vector
     live_y: Vector
@@ -844,7 +847,7 @@ def _buffer_writes(pure: PureStep, left: Sequence[Tensor]) -> list[Write]:
 
 
 def _table(optimizer: BilevelOptimizer, pure: PureStep, place: tuple[str, str, int]) -> Tensor:
-    """A table that rows of are written, by its place in the state."""
+    """Return the live table at a place in the state."""
     level, name, i = place
     if level == "y":
         table: Tensor = pure.live_y[i].detach()
@@ -855,7 +858,7 @@ def _table(optimizer: BilevelOptimizer, pure: PureStep, place: tuple[str, str, i
 
 
 def _functions(optimizer: BilevelOptimizer, sources: Sources) -> dict[str, Any]:
-    """The user's functions that a step evaluates, by role, and how many terms a loss has."""
+    """Return the user's functions that a step evaluates, by role, and the number of terms of each loss."""
     found: dict[str, Any] = {}
     for level, objective in sources.objectives.items():
         found[level] = objective.loss
@@ -871,13 +874,13 @@ def _functions(optimizer: BilevelOptimizer, sources: Sources) -> dict[str, Any]:
 
 
 def _code(sources: Sources) -> tuple[Any, ...]:
-    """What stands for losses that may be made anew at each step."""
+    """Cache key for losses that may be new objects at each step."""
     functions = (f for o in sources.objectives.values() for f in (o.loss, o.features))
     return tuple([getattr(function, "__code__", None) or type(function) for function in functions])
 
 
 def _form(given: Given) -> list[Any]:
-    """The form of the data of a step."""
+    """Return the form of a step's samples."""
     leaves = leaves_of(given.drawn, given.random)
     return [(t.shape, t.stride(), t.dtype, t.device) if isinstance(t, Tensor) else type(t) for t in leaves]
 

@@ -4,7 +4,7 @@ With :math:`\Phi(x) = f(x, y^*(x))` and :math:`y^*(x) = \arg\min_y g(x, y)`,
 
 .. math:: \nabla\Phi = \nabla_x f - \nabla^2_{xy} g\, [\nabla^2_{yy} g]^{-1} \nabla_y f \quad\text{at } (x, y^*(x)).
 
-None of these functions changes anything: those that solve for y (`unrolled` and the zeroth-order ones) return it with
+None of these functions has side effects: those that solve for y (`unrolled` and the zeroth-order ones) return it with
 the estimate.
 
 Example:

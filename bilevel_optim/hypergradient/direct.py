@@ -1,4 +1,4 @@
-"""The direct gradient, which ignores that y follows x."""
+"""The direct gradient, which ignores that y depends on x."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["direct"]
 
 
 def direct(oracle: Oracle, upper_sample: Sample | None = None) -> Estimate:
-    r""":math:`\nabla_x f(x, y)` at the live y: the hypergradient without its indirect term.
+    r"""Return :math:`\nabla_x f(x, y)` at the live y: the hypergradient without its indirect term.
 
     Args:
         oracle: the losses; costs one upper gradient.

@@ -1,4 +1,4 @@
-"""Random directions of zeroth-order methods, made again from a seed whenever they are needed."""
+"""Random directions of zeroth-order methods, computed from a seed whenever they are needed."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ PRIME_GAP = 256  # more numbers in a row than can all have a factor in common wi
 class Directions:
     r"""Q random directions :math:`u_j` in the space of x, with :math:`E[u u^\top] = I` unless said otherwise.
 
-    Entry i of direction j is a function of the seed, of j and of i, made again wherever it is needed: it is the same
-    however many are made at a time, and no direction is ever stored.
+    Entry i of direction j is a function of the seed, j and i. It is computed wherever it is needed, so it does not
+    depend on how many directions are computed at a time, and no direction is ever stored.
     A point is :math:`x + s\,\mu D u_j`, and a coefficient c belongs to the output direction
     :math:`D^{-1} \hat u_j`, so that a linear response is unbiased for any diagonal D.
 
@@ -40,13 +40,13 @@ class Directions:
     * ``"rademacher"``: independent entries :math:`\pm 1`;
     * ``"orthogonal"``: orthogonal directions of norm :math:`\sqrt p` (rows of a Hartley transform in random order, with
       one random sign per coordinate); every p of them are a basis, and give the exact response;
-    * ``"block_sphere"``: in each tensor by itself uniform with norm 1, :math:`E[u_l u_l^\top] = I / p_l`.
+    * ``"block_sphere"``: uniform with norm 1 in each tensor by itself, :math:`E[u_l u_l^\top] = I / p_l`.
 
     Args:
         x: the point, of p entries in tensors of :math:`p_l`.
         kind: one of the above.
         count: Q.
-        seed: of this set.
+        seed: seed of this set.
         smoothing: :math:`\mu`, the length of a difference.
         relative: :math:`D_l = \|x_l\| / \sqrt{p_l}` (1 for a tensor of zeros), instead of 1.
         scale: ``"unbiased"``: :math:`\hat u = u`, but :math:`p_l u_l` for ``"block_sphere"``; ``"none"``:
@@ -80,7 +80,7 @@ class Directions:
     def variance(self) -> float:
         r"""Predicted variance of the estimate of w over :math:`\|w\|^2`: :math:`(p + 1)/Q` for ``"gaussian"``.
 
-        Exact for a linear response, but for ``"block_sphere"`` on several tensors, where it takes w as evenly spread.
+        Exact for a linear response, except for ``"block_sphere"`` on several tensors, where w is assumed evenly spread.
         """
         p, q = self._p, self.count
         if self.kind == "gaussian":
@@ -96,19 +96,19 @@ class Directions:
         return (p - 1) / q
 
     def direction(self, j: int) -> Vector:
-        """The direction :math:`u_j`."""
+        """Return the direction :math:`u_j`."""
         return Vector(p[0] for p in self._moved(self.x.zeros_like(), [j], [1.0], smoothed=False))
 
     def points(self, lanes: Sequence[tuple[int, float]]) -> Vector:
-        r"""Points :math:`x + s \mu D u_j` for pairs (j, s), stacked; with s = 0 exactly x."""
+        r"""Return points :math:`x + s \mu D u_j` for pairs (j, s), stacked; with s = 0 exactly x."""
         return self._moved(self.x, [j for j, _ in lanes], [s * self.smoothing for _, s in lanes])
 
     def point(self, j: int, s: float) -> Vector:
-        """One such point."""
+        """Return one such point."""
         return self.points([(j, s)]).lane(0)
 
     def combine(self, coefficients: Tensor, own: slice | None = None) -> Vector:
-        r""":math:`\sum_j c_j D^{-1} \hat u_j`, over those directions only that the coefficients are of."""
+        r"""Return :math:`\sum_j c_j D^{-1} \hat u_j`; ``own`` selects the directions that the coefficients are of."""
         own = slice(None) if own is None else own
         parts, keys, rows = [], self._keys[own], self._rows[own]
         for i, (t, offset) in enumerate(zip(self.x, self._offsets, strict=True)):
@@ -123,7 +123,7 @@ class Directions:
         return Vector(parts)
 
     def _moved(self, x: Vector, which: Sequence[int], factors: Sequence[float], *, smoothed: bool = True) -> Vector:
-        """Points :math:`x + c D u_j`, or without D."""
+        """Return points :math:`x + c D u_j`, or without D."""
         parts, chosen = [], constant(which, self._keys)
         keys, rows = self._keys[chosen], self._rows[chosen]
         lengths = constant(factors, self._keys, torch.float64)
@@ -135,14 +135,14 @@ class Directions:
         return Vector(parts)
 
     def _seeded(self, seed: int | Tensor) -> tuple[Tensor, Tensor]:
-        """Keys of all directions, and the row of the Hartley transform that each of them is."""
+        """Return the keys of all directions, and the row of the Hartley transform for each."""
         j = torch.arange(self.count, device=self.x[0].device)
         own = mixed(seed if isinstance(seed, Tensor) else torch.tensor(seed, device="cpu"))
         if self.kind != "orthogonal":
             return mixed(own + j), torch.zeros_like(j)
         block, index = j // self._p, j % self._p
         keys = mixed(own + block)
-        # A random affine map of the index: every row is as likely as any other, and none comes twice in a block.
+        # A random affine map of the index: all rows are equally likely, and none comes twice in a block.
         first, shift = remainders(mixed(torch.stack([keys - 1, keys - 2])), self._p)
         tried = (first.unsqueeze(1) + torch.arange(PRIME_GAP, device=j.device)) % self._p
         prime = torch.gcd(tried, torch.full_like(shift[:1], self._p)) == 1
@@ -150,7 +150,7 @@ class Directions:
         return keys, (a * index + shift) % self._p
 
     def _measured(self) -> list[Tensor]:
-        """What the entries are divided by in each tensor, shape (Q,), so that lengths are what they should be."""
+        """Return divisors of the entries in each tensor, shape (Q,), that give directions their prescribed lengths."""
         if self.kind not in ("sphere", "block_sphere"):
             return []
         found = [

@@ -1,4 +1,4 @@
-"""What every estimator returns."""
+"""The result of every estimator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Estimate", "Write", "measured"]
 
 
 class Write(NamedTuple):
-    """Rows of a tensor that a step changes, where a copy of all of it would cost too much."""
+    """Rows of a tensor that a step changes, where a copy of the whole tensor would cost too much."""
 
     table: Tensor
     rows: Tensor | int
@@ -26,22 +26,22 @@ class Write(NamedTuple):
 
 @values
 class Estimate:
-    """An estimate of the hypergradient, and what came with it.
+    """An estimate of the hypergradient, with the diagnostics and the new state that belong to it.
 
     Attributes:
         loss: upper loss at the point where the estimate was made, a scalar tensor.
         gradient: estimate of the hypergradient, shaped like x.
-        diagnostics: scalars and small tensors worth a look; a vector stands for its norm.
+        diagnostics: useful scalars and small tensors; a vector is reported by its norm.
         memory: tensors shaped like y to remember for the next estimate, by name.
         upper_memory: the same shaped like x.
-        start: derivative in the lower value that the steps began at, if it is known.
-        lower: the improved y. None: as it was.
-        solver: the lower optimizer's memory afterwards. None: as it was.
+        start: derivative in the initial lower value of the steps, if it is known.
+        lower: the improved y. None: unchanged.
+        solver: the lower optimizer's new state. None: unchanged.
         tables: new tables whose rows mix all the tensors of y, by name; they are remembered with the first of these.
         writes: rows of large tables to be changed.
         numbers: plain numbers that change, by name.
-        complete: every vector that an oracle gave has been added into the gradient, y or the memory, so that these are
-            not finite if one of them was not, and need alone be looked at.
+        complete: every vector that an oracle gave has been added into the gradient, y or the memory. So these are not
+            finite if one of the vectors was not, and no others need be checked.
     """
 
     loss: Tensor
@@ -59,12 +59,12 @@ class Estimate:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """The diagnostics with that of the estimate itself."""
+        """The diagnostics together with the estimate itself."""
         return {"hypergradient_norm": self.gradient, **self.diagnostics}
 
     @property
     def shown(self) -> list[Tensor] | None:
-        """Where it shows whether a vector of an oracle was not finite. With None, look at the vectors themselves."""
+        """Tensors that are not finite if a vector of an oracle was not. None: check the vectors themselves."""
         if not self.complete:
             return None
         found = [*self.gradient]
@@ -73,13 +73,13 @@ class Estimate:
         return found
 
     def noting(self, **diagnostics: Any) -> Estimate:
-        """The same with more diagnostics; those that are None are left out."""
+        """Return a copy with more diagnostics; those that are None are left out."""
         known = {name: value for name, value in diagnostics.items() if value is not None}
         return changed(self, diagnostics={**self.diagnostics, **known})
 
 
 def measured(figures: Mapping[str, Any], above: int = -1) -> dict[str, Any]:
-    """Diagnostics with norms in place of vectors; only if these have more than so many entries together."""
+    """Replace vectors among diagnostics by their norms, if they have more than ``above`` entries together."""
     vectors = {name: value for name, value in figures.items() if type(value) is Vector}
     if not vectors or sum([t.numel() for vector in vectors.values() for t in vector]) <= above:
         return {**figures}

@@ -16,11 +16,11 @@ KINDS = ("central", "forward", "centred")
 
 
 class Stencil(NamedTuple):
-    """Nodes and weights of one formula.
+    """Nodes and weights of a formula.
 
     Attributes:
         kind: ``"central"``, ``"forward"`` or ``"centred"``.
-        nodes: integers j, ascending, those of zero weight left out.
+        nodes: integers j, ascending, without those of zero weight.
         weights: :math:`c_j`, exact.
         interpolation: weights that extrapolate values at the nodes to 0, exact (their error is of the same order).
     """
@@ -32,7 +32,7 @@ class Stencil(NamedTuple):
 
 
 def stencil(order: int, kind: str = "auto") -> Stencil:
-    r"""The formula of a given order p.
+    r"""Return the formula of a given order p.
 
     * ``"central"`` (even p): nodes :math:`\pm1, \dots, \pm p/2`, antisymmetric weights, smallest constants;
     * ``"forward"`` (any p): nodes 0 to p, for functions that are known on one side only; its weights grow like
@@ -71,7 +71,7 @@ def stencil(order: int, kind: str = "auto") -> Stencil:
 
 
 def _derivative_weights(nodes: Sequence[int]) -> tuple[Fraction, ...]:
-    """Derivatives at 0 of the Lagrange polynomials of the nodes and 0 (whose weight is zero where it is left out)."""
+    """Return derivatives at 0 of the Lagrange polynomials of the nodes and 0 (its weight is zero if it is no node)."""
     full = sorted({0, *nodes})
     weights = {}
     for j in full:
@@ -87,7 +87,7 @@ def _derivative_weights(nodes: Sequence[int]) -> tuple[Fraction, ...]:
 
 
 def _interpolation_weights(nodes: Sequence[int]) -> tuple[Fraction, ...]:
-    """Values at 0 of the Lagrange polynomials of the nodes."""
+    """Return the values at 0 of the Lagrange polynomials of the nodes."""
     return tuple(
         Fraction(prod(-i for i in nodes if i != j), prod(j - i for i in nodes if i != j))
         if len(nodes) > 1

@@ -24,7 +24,7 @@ INDEFINITE = (
     "MINRES (linear_solver='minres' of AID; 'auto' changes to it), or use a first-order method"
 )
 SINGULAR = "The lower Hessian is singular, or not finite itself. Add damping (damping=), or regularise the lower loss"
-MOST = 4096  # lower parameters whose Hessian is made as a matrix
+MOST = 4096  # most lower parameters whose Hessian is formed as a matrix
 DIVERGING = (
     "the linear system of the implicit hypergradient is not solved but diverges: its residual is larger than the "
     "right-hand side (see diagnostics['linear_relative_residual']), or conjugate gradients stopped because it grew "
@@ -55,7 +55,7 @@ def implicit(
         start: initial v. Default: None (zero).
         upper_sample: sample of f. Default: the next one.
         lower_sample: sample of g, shared by all products. Default: the next one.
-        dense: make the Hessian as a matrix, with a product for each of its rows; ``solve(matrix, b)`` as
+        dense: form the Hessian as a matrix, with a product for each of its rows; ``solve(matrix, b)`` as
             `bo.linear.direct`. Default: False.
 
     Returns:
@@ -86,7 +86,7 @@ def _require_few(oracle: Oracle) -> None:
 
 
 def watched(oracle: Oracle, result: LinearSolution) -> dict[str, Tensor]:
-    """Diagnostics of a solved system, with warnings where it is not solved."""
+    """Return diagnostics of a linear solve; warn if the system is not solved."""
     lanes = oracle.lanes is not None
     oracle.checks.alert("indefinite", INDEFINITE, result.indefinite.any() if lanes else result.indefinite)
     found = {"linear_residual": result.residual, "linear_iterations": result.iterations}

@@ -1,4 +1,4 @@
-"""Multilevel Monte Carlo over the accuracy of the lower solve, for a fresh lower problem at every draw (contexts)."""
+"""Multilevel Monte Carlo over the accuracy of the lower solve, with a new lower problem at every draw (contexts)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Lanes:
 
     @classmethod
     def of(cls, path: CoupledPath, chances: Tensor | None) -> _Lanes:
-        """With chances :math:`u_b + (u_k - u_{k-1})/p_k` for each context, without :math:`u_k`."""
+        """Return the lanes of :math:`u_b + (u_k - u_{k-1})/p_k` for each context; without chances, of :math:`u_k`."""
         scale, lanes = 1 / path.contexts.count, []
         for row, depth in enumerate(path.depths):
             if chances is None:
@@ -52,7 +52,7 @@ class _Lanes:
         return cls(*(list(part) for part in zip(*lanes, strict=True))) if lanes else cls([], [], [])
 
     def difference(self, row: int) -> list[float]:
-        """Weights of :math:`u_k - u_{k-1}` of one context."""
+        """Return the weights of :math:`u_k - u_{k-1}` of one context."""
         lower = PREVIOUS if self.rows.count(row) == 3 else BASE
         signs = {LAST: 1.0, lower: -1.0}
         return [signs.get(kind, 0.0) if own == row else 0.0 for own, kind in zip(self.rows, self.kinds, strict=True)]
@@ -69,7 +69,7 @@ def multilevel(
     implicit_term: bool = True,
     measured: int | None = None,
 ) -> Estimate:
-    r"""The mean over contexts of :math:`u_b + (u_k - u_{k-1})/p_k`, or of :math:`u_k`.
+    r"""Compute the mean over contexts of :math:`u_b + (u_k - u_{k-1})/p_k`, or of :math:`u_k`.
 
     .. math:: u_l = \nabla_x f(x, Y_l; \eta'') - \nabla^2_{xy} g(x, Y_l; \eta')\, \Lambda\, \nabla_y f(x, Y_l; \eta'')
 
@@ -81,12 +81,12 @@ def multilevel(
         oracle: of one problem, whose losses take the batch of a context; costs per point one upper gradient, one lower
             gradient and one cross product, and one lower gradient and one Hessian-vector product for each term of the
             series after the first.
-        path: contexts, their levels k and their lower points (`coupled_path`); those without a lane here are summed
+        path: contexts, their levels k and their lower points (`coupled_path`); contexts without a lane here are summed
             elsewhere.
         chances: :math:`p_k` for k = b + 1, ... (`level_probabilities`); None for :math:`u_k` alone.
         steps: N, number of terms of the series (iterations of conjugate gradients).
         rate: c, at most 1/L.
-        neumann: ``"sum"``, :math:`c \sum_{n<N} \prod_{i \le n} (I - c H_i)`; ``"product"``, one term of it at random,
+        neumann: ``"sum"``, :math:`c \sum_{n<N} \prod_{i \le n} (I - c H_i)`; ``"product"``, one random term of it,
             times N; ``"cg"``, conjugate gradients on one batch.
         implicit_term: False leaves the second term out.
         measured: lane of the path whose :math:`u_k - u_{k-1}` is computed by itself; its squared norm is the diagnostic
@@ -116,7 +116,7 @@ def multilevel(
         torch.stack([ends[kind][i][row] for row, kind in zip(lanes.rows, lanes.kinds, strict=True)])
         for i in range(len(oracle.y))
     )
-    points = _Points(oracle, stacked(oracle, y, alike=True), path, torch.tensor(lanes.rows, device="cpu"))
+    points = _PathPoints(oracle, stacked(oracle, y, alike=True), path, torch.tensor(lanes.rows, device="cpu"))
     weights = uploaded(lanes.weights, y[0].device, y[0].dtype)
     deepest = uploaded([i for i, kind in enumerate(lanes.kinds) if kind == LAST], y[0].device)
     differences = [] if measured is None else [uploaded(lanes.difference(measured), y[0].device, y[0].dtype)]
@@ -143,12 +143,12 @@ def multilevel(
 
 
 @dataclass(frozen=True)
-class _Points:
+class _PathPoints:
     """Points of a path as one stacked problem, each with the batches of its context.
 
     Attributes:
-        oracle: of one problem.
-        problem: the stacked one.
+        oracle: oracle of one problem.
+        problem: oracle of the stacked problem.
         path: the path.
         rows: the lane of the path that each point belongs to.
     """
@@ -159,7 +159,7 @@ class _Points:
     rows: Tensor
 
     def sample(self, level: str, role: int) -> Sample:
-        """The sample of batches for this purpose; their features are evaluated once for each context."""
+        """Return the sample of batches for this purpose; their features are evaluated once for each context."""
         (batch,) = self.path.contexts.batches(level, self.path.slots, role)
         objective = self.problem.f if level == "upper" else self.problem.g
         features, rows = objective.features, self.rows
@@ -168,12 +168,12 @@ class _Points:
         return Sample(objective.loss, (batch,), features=lambda batch: select(features(batch), rows))
 
     def systems(self, times: int = 1) -> Iterator[tuple[Sample, Any]]:
-        """Lower samples for products alone, and the same by context."""
+        """Yield lower samples that serve for products only, and the same by context."""
         for head in self.path.contexts.heads(self.oracle, self.path.slots, NEUMANN, times=times):
             yield Sample(self.problem.g.loss, (select(head, self.rows),)), head
 
     def inverse(self, r: Vector, steps: int, rate: float, neumann: str) -> tuple[Vector, Tensor]:
-        """The inverse Hessians applied to r, and the largest growth of a term of the series."""
+        """Return the inverse Hessians applied to r, and the largest growth of a term of the series."""
         problem = self.problem
         if neumann == "cg":
             ((sample, _),) = self.systems()
@@ -209,7 +209,7 @@ class _Points:
         return solution, ratio
 
     def products(self, counts: list[int]) -> Iterator[Callable[[Vector], Vector]]:
-        """Products with independent sample Hessians; a point is left out once its series has ended."""
+        """Yield products with independent sample Hessians; a point is left out once its series has ended."""
         times = max(counts) - 1
         if self.path.contexts.deterministic and times > 0 and min(counts) > times:
             ((sample, _),) = self.systems()
@@ -236,7 +236,7 @@ class _Points:
 
 
 def smoothness(oracle: Oracle, contexts: Contexts, start: Vector, iterations: int = 12) -> Tensor:
-    r"""The largest eigenvalue of the sample Hessians of g over the contexts at ``start``, by power iteration.
+    r"""Return the largest eigenvalue of the sample Hessians of g over the contexts at ``start``, by power iteration.
 
     Args:
         oracle: of one problem; costs ``iterations`` Hessian-vector products for each context.

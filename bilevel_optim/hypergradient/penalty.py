@@ -64,7 +64,7 @@ def penalty(
 
 
 def _summing_to_zero(weights: Sequence[float], dtype: torch.dtype) -> list[float]:
-    """The weights rounded to the working precision such that they still cancel on a constant, as far as it allows."""
+    """Round weights to the working precision such that they still cancel on a constant, as far as it allows."""
     dtype = torch.promote_types(dtype, torch.float32)
     code = {torch.float32: "f", torch.float64: "d"}[dtype]
     rounded = [_rounded(weight, code) for weight in weights]
@@ -76,6 +76,6 @@ def _summing_to_zero(weights: Sequence[float], dtype: torch.dtype) -> list[float
 
 
 def _rounded(value: float, code: str) -> float:
-    """A number to the precision of a format of ``struct`` (without tensors, which a trace would follow)."""
+    """Round a number to the precision of a ``struct`` format (without tensors, which a trace would record)."""
     number: float = struct.unpack(code, struct.pack(code, value))[0]
     return number

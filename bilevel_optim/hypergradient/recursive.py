@@ -1,4 +1,4 @@
-"""What variance-reduced estimators track: derivatives of every sampled task, at two points, on one sample.
+"""Tracked quantities of variance-reduced estimators: derivatives of every sampled task, at two points, on one sample.
 
 Points are flat here: x has shape (d,), rows of y have shape (n, p).
 """
@@ -24,8 +24,8 @@ class Points:
 
     Args:
         oracle: of one problem; with tasks, its y has a row for each of them.
-        draw: gives the data of the tasks, by level; None for a single problem, whose objectives have their own.
-        x: a point to begin with.
+        draw: returns the data of the tasks, by level; None for a single problem, whose objectives have their own.
+        x: an initial point.
         rows: the lower points there.
         apart: whether derivatives in x are wanted for each task, so that each gets a copy of x.
         weights: factors of the tasks' losses. Default: 1.
@@ -52,11 +52,11 @@ class Points:
         self.f, self.g = self.oracle.f.draw(), self.oracle.g.draw()
 
     def at(self, x: Tensor, rows: Tensor) -> Oracle:
-        """The losses there."""
+        """Return the losses at a point."""
         return self.oracle.at(self._upper(x, len(rows)), self.lower(rows))
 
     def lower(self, rows: Tensor) -> Vector:
-        """Rows as tensors like y, whose first dimension is that of the tasks, if there are tasks."""
+        """Return rows as tensors like y, with a first dimension for the tasks if there are tasks."""
         return shaped(rows, self._y.lane(0)) if self.tasks else shaped(rows[0], self._y)
 
     def _upper(self, x: Tensor, copies: int) -> Vector:
@@ -65,7 +65,7 @@ class Points:
 
 
 def matrices(points: Points, x: Tensor, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    r"""Value of f (the weighted sum), and for each task its derivatives at a point.
+    r"""Return the value of f (the weighted sum), and for each task its derivatives at a point.
 
     ``u`` :math:`= \nabla_x f` (n, d), ``v`` :math:`= \nabla_y f` (n, p), ``w`` :math:`= \nabla_y g` (n, p),
     ``V`` :math:`= \nabla^2_{xy} g` (n, d, p), ``H`` :math:`= \nabla^2_{yy} g` (n, p, p).
@@ -86,9 +86,9 @@ def matrices(points: Points, x: Tensor, rows: Tensor) -> tuple[Tensor, dict[str,
 
 
 def products(points: Points, x: Tensor, rows: Tensor, r: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    r"""The weighted sums of f and of :math:`\nabla_x f - \nabla^2_{xy} g\, r`, and what each task tracks.
+    r"""Return the weighted sums of f and of :math:`\nabla_x f - \nabla^2_{xy} g\, r`, and the tracked quantities.
 
-    That is ``w`` :math:`= \nabla_y g` and ``s`` :math:`= \nabla^2_{yy} g\, r - \nabla_y f`, both (n, p).
+    The latter are ``w`` :math:`= \nabla_y g` and ``s`` :math:`= \nabla^2_{yy} g\, r - \nabla_y f`, both (n, p).
 
     Costs per task one upper and one lower gradient, one Hessian-vector and one cross product. No tensor is larger than
     x or the rows.
@@ -105,12 +105,12 @@ def products(points: Points, x: Tensor, rows: Tensor, r: Tensor) -> tuple[Tensor
 
 
 def flat(vector: Sequence[Tensor], n: int = 1) -> Tensor:
-    """The tensors of a vector, n rows each, side by side, in float32 at least: small weights need it."""
+    """Concatenate the tensors of a vector, n rows each, in float32 at least: small weights need it."""
     return _precise(torch.cat([t.detach().reshape(n, -1 if n else prod(t.shape[1:])) for t in vector], 1))
 
 
 def shaped(rows: Tensor, like: Sequence[Tensor]) -> Vector:
-    """Flat points as tensors like others, behind the dimensions that there are several points in."""
+    """Split flat points into tensors like ``like``, with the leading dimensions of ``rows``."""
     parts = torch.split(rows, [t.numel() for t in like], -1)
     return Vector(part.reshape((*rows.shape[:-1], *t.shape)).to(t.dtype) for part, t in zip(parts, like, strict=True))
 

@@ -19,13 +19,13 @@ __all__ = ["ImplicitSamples", "stochastic_implicit"]
 
 
 class ImplicitSamples(NamedTuple):
-    """Independent samples for one estimate, which can be made again on them at another point.
+    """Independent samples for one estimate, which can be repeated on them at another point.
 
     Attributes:
-        upper: of f, for its value and gradients.
-        products: of g, one for each Hessian-vector product.
-        cross: of g, for the cross product.
-        number: how many products count, as a tensor, if not all do. Default: None.
+        upper: sample of f, for its value and gradients.
+        products: samples of g, one for each Hessian-vector product.
+        cross: sample of g, for the cross product.
+        number: number of products that count, as a tensor, if not all do. Default: None.
     """
 
     upper: Sample
@@ -35,12 +35,12 @@ class ImplicitSamples(NamedTuple):
 
     @classmethod
     def draw(cls, oracle: Oracle, products: int) -> ImplicitSamples:
-        """The next samples: one of f, then those of g."""
+        """Draw the next samples: one of f, then those of g."""
         return cls(oracle.f.draw(), [oracle.g.draw() for _ in range(products)], oracle.g.draw())
 
     @classmethod
     def draw_some(cls, oracle: Oracle, products: Tensor, most: int) -> ImplicitSamples:
-        """Likewise for a random number of products; samples for the most that there may be, if a trace gives these."""
+        """Draw samples for a random number of products; in a trace for ``most``, with the number as a tensor."""
         upper = oracle.f.draw()
         samples = oracle.g.draw_some("products", products, most)
         return cls(upper, samples[:-1], samples[-1], products if len(samples) > most else None)
@@ -57,7 +57,7 @@ def stochastic_implicit(
 
     Args:
         oracle: the losses; costs one upper gradient, the solver's products and one cross product.
-        samples: what it is made on.
+        samples: the samples of the estimate.
         solve: called as ``solve(product, b, start)``, such as ``functools.partial(bo.linear.neumann, steps=9, lr=0.1)``
             (and with ``lanes=True`` if y is stacked). It takes one of ``samples.products`` for each product, in order.
         start: initial v. Default: None.

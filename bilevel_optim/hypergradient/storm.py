@@ -1,4 +1,4 @@
-"""STORM: variance reduction by recursion, and the projections that keep what it tracks in its set."""
+"""STORM: variance reduction by recursion, and projections that keep tracked quantities in their sets."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def storm(tracker: Tensor, new: Tensor, old: Tensor, beta: float, scale: Tensor 
         new: h at the present point.
         old: h at the last one, on the same sample.
         beta: mixing weight; 1 forgets, 0 adds up differences for ever.
-        scale: a, 1 over the probability with which the row is looked at, shape (n,), so that rows that are only shrunk
-            by :math:`1-\beta` when they are not looked at (RC-STORM) get a full STORM step in expectation. Default: 1.
+        scale: a, 1 over the probability that the row is sampled, shape (n,). Rows that are not sampled are only shrunk
+            by :math:`1-\beta` (RC-STORM); with this factor they get a full STORM step in expectation. Default: 1.
     """
     return tracker * (1 - beta) + (new - old * (1 - beta)) * _rows(scale, tracker)
 
@@ -29,8 +29,8 @@ def storm(tracker: Tensor, new: Tensor, old: Tensor, beta: float, scale: Tensor 
 def msvr(tracker: Tensor, new: Tensor, old: Tensor, alpha: float, share: float) -> Tensor:
     r"""MSVR: :math:`(1-\alpha) X + \alpha\, h(e_t; \zeta) + c\,(h(e_t; \zeta) - h(e_{t-1}; \zeta))`, of one row.
 
-    Other rows stay as they are. :math:`c = 1 - \alpha + (1-q)/(q (1-\alpha))` takes the movement out of the mean
-    squared error to first order, if a row is looked at with probability q.
+    Other rows are unchanged. :math:`c = 1 - \alpha + (1-q)/(q (1-\alpha))` takes the movement out of the mean
+    squared error to first order, if a row is sampled with probability q.
 
     Args:
         tracker: X, an estimate of h; shape (n, ...).
@@ -44,16 +44,16 @@ def msvr(tracker: Tensor, new: Tensor, old: Tensor, alpha: float, share: float) 
 
 
 class Projected(NamedTuple):
-    """Rows moved into their sets, and how many of them were not there."""
+    """Rows moved into their sets, and the number of rows that were outside."""
 
     value: Tensor
     active: Tensor
 
 
 def floor(matrices: Tensor, least: Tensor | float) -> Projected:
-    """The nearest symmetric matrices without an eigenvalue below ``least``.
+    """Return the nearest symmetric matrices without an eigenvalue below ``least``.
 
-    By eigenvalues, not singular values: differences of samples can make an estimate of a positive matrix indefinite.
+    Uses eigenvalues, not singular values: differences of samples can make an estimate of a positive matrix indefinite.
 
     Args:
         matrices: shape (n, p, p).
@@ -66,7 +66,7 @@ def floor(matrices: Tensor, least: Tensor | float) -> Projected:
     bound = bound.expand(len(work))
     eye = torch.eye(work.shape[-1], dtype=work.dtype, device=work.device)
     below = torch.linalg.cholesky_ex(work - _rows(bound * (1 - 1e-6), work) * eye).info != 0
-    below &= work.isfinite().all(-1).all(-1)  # others are reported by whoever evaluated them
+    below &= work.isfinite().all(-1).all(-1)  # non-finite entries are reported where they were computed
 
     def raised(some: Tensor, bound: Tensor) -> Tensor:
         values, vectors = torch.linalg.eigh(some)
@@ -78,14 +78,14 @@ def floor(matrices: Tensor, least: Tensor | float) -> Projected:
 
 
 def ceiling(matrices: Tensor, most: float) -> Projected:
-    """The nearest matrices with spectral norm at most ``most``; shape (n, d, p)."""
+    """Return the nearest matrices with spectral norm at most ``most``; shape (n, d, p)."""
     outside = torch.linalg.matrix_norm(matrices) > most  # Frobenius: an upper bound of the spectral norm
-    outside &= matrices.isfinite().all(-1).all(-1)  # others are reported by whoever evaluated them
+    outside &= matrices.isfinite().all(-1).all(-1)  # non-finite entries are reported where they were computed
 
     def lowered(some: Tensor) -> Tensor:
         # Singular values from the smaller Gram matrix.
         tall = some if some.shape[-2] >= some.shape[-1] else some.mT
-        size = tall.abs().amax((-2, -1), keepdim=True)  # whose square may be out of range
+        size = tall.abs().amax((-2, -1), keepdim=True)  # its square may be out of range
         squares, vectors = torch.linalg.eigh((tall / size).mT @ (tall / size))
         roots = squares.clamp_min(torch.finfo(squares.dtype).tiny).sqrt() * size.squeeze(-1)
         factors = (most / roots).clamp_max(1.0)
@@ -98,17 +98,17 @@ def ceiling(matrices: Tensor, most: float) -> Projected:
 
 
 def ball(vectors: Tensor, radius: float) -> Projected:
-    """The nearest vectors of length at most ``radius``; shape (n, p)."""
+    """Return the nearest vectors of length at most ``radius``; shape (n, p)."""
     norms = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
     outside = norms > radius
     return Projected(torch.where(outside, vectors * (radius / norms), vectors), outside.sum())
 
 
 def corrected(u: Tensor, V: Tensor, H: Tensor, v: Tensor) -> Tensor:
-    """The hypergradients :math:`u - V H^{-1} v` of every row, shape (n, d).
+    """Return the hypergradient :math:`u - V H^{-1} v` of every row, shape (n, d).
 
-    A row whose trackers have all shrunk out of range has that of u, which is next to nothing. Where x and y have
-    different types, the wider one holds them.
+    A row whose trackers have all shrunk out of range gets u alone, which is almost zero. If x and y have different
+    types, the result has the wider one.
     """
     if u.dtype != v.dtype:
         kind = torch.promote_types(u.dtype, v.dtype)
@@ -122,7 +122,7 @@ def corrected(u: Tensor, V: Tensor, H: Tensor, v: Tensor) -> Tensor:
 def _replaced(
     matrices: Tensor, chosen: Tensor, new: Callable[..., Tensor], works: Tensor, *arguments: Tensor
 ) -> Tensor:
-    """The matrices with what ``new`` makes, of others and of arguments, in place of the chosen ones."""
+    """Replace the chosen matrices by ``new`` of the chosen ``works`` and arguments."""
     if is_dynamo_compiling():
         eye = torch.eye(*works.shape[-2:], dtype=works.dtype, device=works.device)
         which = chosen.view(-1, 1, 1)
@@ -135,5 +135,5 @@ def _replaced(
 
 
 def _rows(scale: Tensor | float, like: Tensor) -> Tensor | float:
-    """One factor for each row, to multiply ``like`` with."""
+    """Return one factor for each row, in a shape that multiplies ``like``."""
     return scale.to(like.dtype).view(-1, *[1] * (like.dim() - 1)) if isinstance(scale, Tensor) else scale

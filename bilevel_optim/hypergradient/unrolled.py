@@ -21,13 +21,13 @@ __all__ = ["unrolled"]
 
 
 class _Step(NamedTuple):
-    """What the reverse sweep needs of one lower step."""
+    """State of one lower step that the reverse sweep needs."""
 
     point: Oracle
     memory: Memory
     sample: Sample
-    system: LowerSystem | None  # None: made again when it is needed
-    apart: Apart | None  # where the derivative in x is one in features, to be pulled back with those of other steps
+    system: LowerSystem | None  # None: built again when it is needed
+    apart: Apart | None  # collects derivatives in features over all steps on one batch, to pull them back to x once
 
 
 def unrolled(
@@ -52,9 +52,9 @@ def unrolled(
             (one more lower gradient with ``checkpoint``), and one upper gradient.
         rule: makes the steps; its optimizer must be one that can be unrolled.
         steps: number of lower steps T.
-        memory: the optimizer's memory at the beginning. Default: fresh.
-        truncate: differentiate only the last that many steps. Default: all.
-        checkpoint: keep the iterates only and make each step's graph again in the reverse sweep, memory O(T d) instead
+        memory: the optimizer's initial state. Default: a new one.
+        truncate: number of last steps to differentiate. Default: all.
+        checkpoint: keep only the iterates and rebuild each step's graph in the reverse sweep, memory O(T d) instead
             of O(T (activations + d)), for one more gradient per step. Default: False.
         upper_sample: sample of f. Default: the next one, drawn after the lower steps.
 
@@ -105,7 +105,7 @@ def unrolled(
 
 
 def _differentiable(oracle: Oracle, y: Vector, parts: list[Apart]) -> tuple[Oracle, Sample, Apart | None]:
-    """Where the next step is made, on which sample; steps on one batch share its features."""
+    """Return the point and sample of the next step, and the feature derivatives; steps on one batch share these."""
     sample = oracle.g.draw()
     if sample.features is None:
         return oracle.at(lower=y), sample, None
@@ -125,7 +125,7 @@ def _evaluated(step: _Step, y: Vector) -> tuple[Tensor | None, Vector]:
 def _pulled_back(
     rule: LowerRule, step: _Step, adjoint: Vector, memory_adjoint: list[dict[str, Tensor]]
 ) -> tuple[Vector, Vector, list[dict[str, Tensor]]]:
-    """Adjoints before a step, and what it adds to the gradient in x."""
+    """Return the adjoints before a step, and the step's part of the gradient in x."""
 
     def through(system: LowerSystem) -> tuple[Vector, Vector, list[dict[str, Tensor]]]:
         before, memory, slope = update_vjp(rule, step.point.y, step.memory, system.gradient, adjoint, memory_adjoint)

@@ -20,9 +20,9 @@ from .estimate import Estimate
 
 __all__ = ["full_zeroth_order", "partial_zeroth_order"]
 
-NOISE_LIMIT = 10.0  # predicted noise over signal of one estimate above which it is called meaningless
-ERROR_LIMIT = 1e-2  # likewise for the rounding error of the differences
-AGREEMENT = 1e-4  # relative deviation of what ranks must have in common, above which it is no rounding
+NOISE_LIMIT = 10.0  # largest predicted noise-to-signal ratio of an estimate without a warning
+ERROR_LIMIT = 1e-2  # the same for the rounding error of the differences
+AGREEMENT = 1e-4  # largest relative deviation between ranks' common values that rounding explains
 
 
 def partial_zeroth_order(
@@ -36,9 +36,9 @@ def partial_zeroth_order(
 ) -> Estimate:
     r"""Estimate :math:`\nabla_x f + \frac1Q \sum_j \langle \delta_j, \nabla_y f\rangle\, u_j` (PZOBO).
 
-    :math:`\delta_j = (y_N(x + \mu u_j) - y_N(x)) / \mu` stands for :math:`J_N u_j`, the derivative of the lower solve,
-    so the second term has mean :math:`J_N^\top \nabla_y f` and relative variance (p + 1)/Q. Both derivatives of f are
-    those at :math:`(x, y_N(x))`, which is the estimate's y.
+    :math:`\delta_j = (y_N(x + \mu u_j) - y_N(x)) / \mu` approximates :math:`J_N u_j`, with :math:`J_N` the derivative
+    of the lower solve. So the second term has mean :math:`J_N^\top \nabla_y f` and relative variance (p + 1)/Q. Both
+    derivatives of f are those at :math:`(x, y_N(x))`; the estimate's y is :math:`y_N(x)`.
 
     Args:
         oracle: the losses; costs the lower gradients of Q + 1 paths (2 Q + 1 if ``central``) and one upper gradient.
@@ -76,7 +76,7 @@ def full_zeroth_order(
 
     .. math:: \frac1Q \sum_j \frac{\Phi_N(x + \mu u_j) - \Phi_N(x)}{\mu}\, u_j
 
-    No derivative of f at all. Its relative variance is (p + 1)/Q too, but of the whole hypergradient. The
+    Takes no derivative of f. The relative variance is (p + 1)/Q too, but of the whole hypergradient. The
     estimate's y is :math:`y_N(x)`.
 
     Args:
@@ -119,10 +119,10 @@ def _indirect(
     measure: Callable[[Vector, Vector, Vector], tuple[Tensor, Tensor]],
     ranks: Ranks,
 ) -> tuple[Vector, Vector, dict[str, Tensor]]:
-    r""":math:`\frac1Q \sum_j c_j u_j`, with :math:`c_j` the difference quotients of ``measure``, and the base.
+    r"""Return :math:`\frac1Q \sum_j c_j u_j`, with :math:`c_j` the difference quotients of ``measure``, and the base.
 
-    A direction whose coefficient is not finite is left out, and the mean is over the others. ``measure`` gives also the
-    upper loss at the base. Each rank follows the base and the paths of its own directions.
+    A direction whose coefficient is not finite is left out, and the mean is over the others. ``measure`` also returns
+    the upper loss at the base. Each rank follows the base and the paths of its own directions.
     """
     signs, own = (1.0, -1.0) if central else (1.0,), slice(ranks.rank, None, ranks.world)
     lanes = [(0, 0.0), *((j, s) for j in range(directions.count)[own] for s in signs)]
@@ -181,7 +181,7 @@ def _indirect(
 def _together(
     oracle: Oracle, ranks: Ranks, count: int, found: list[Tensor], common: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the ranks found along their directions, for all of them; ``common`` must be the same on each."""
+    """Collect the ranks' results along their directions; ``common`` must be the same on each rank."""
     rows = torch.column_stack([t.to(found[0]) for t in found])
     numbers, same = rows.new_zeros(count, rows.shape[1]), torch.stack([t.to(rows) for t in common])
     numbers[ranks.rank :: ranks.world] = rows
@@ -196,7 +196,7 @@ def _together(
 
 
 def _rounding(base: Vector, squares: Tensor) -> Tensor:
-    """Predicted relative rounding error of the differences: about 2.5 units of y's last place over their size."""
+    """Return the predicted relative rounding error of the differences: about 2.5 ulp of y over their size."""
     finite = squares.isfinite()
     size = (torch.where(finite, squares, 0.0).sum() / finite.sum()).sqrt()
     return 2.5 * torch.finfo(base[0].dtype).eps * base.norm() / size
@@ -207,7 +207,7 @@ def _warn_of_noise(oracle: Oracle, directions: Directions, direct: Tensor, diagn
     variance = directions.variance
 
     def noisy(indirect: Any, direct: Any) -> Any:
-        # E|estimate|^2 = (1 + variance) |indirect term|^2 tells both from one estimate.
+        # E|estimate|^2 = (1 + variance) |indirect term|^2 gives signal and noise from one estimate.
         size = indirect / (1 + variance) ** 0.5
         noise = size * variance**0.5 / NOISE_LIMIT
         return (noise > size) & (noise > direct)

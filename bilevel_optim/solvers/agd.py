@@ -57,7 +57,7 @@ class AGD(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; ``closure`` sets ``.grad`` at the parameters' present values, and its result is returned."""
+        """Make one step. ``closure`` sets ``.grad`` at the parameters' present values; its result is returned."""
         if closure is None:
             raise RuntimeError("AGD needs a closure, because it evaluates the gradient at the look-ahead point")
         before = []
@@ -79,7 +79,10 @@ class AGD(Optimizer):
 
 
 def agd_or(lower_optimizer: Callable[[Any], Optimizer] | None, lower_momentum: float) -> Callable[[Any], Optimizer]:
-    """What makes the lower optimizer: `AGD` with this momentum, unless the user gave another, which has its own."""
+    """Return the factory of the lower optimizer: the user's, or `AGD` with this momentum.
+
+    A user's optimizer has its own momentum, so ``lower_momentum`` must be zero with it.
+    """
     require("lower_momentum", lower_momentum, is_number(lower_momentum) and 0 <= lower_momentum < 1)
     if lower_optimizer is None:
         return partial(AGD, momentum=lower_momentum)

@@ -1,4 +1,4 @@
-"""Contexts: lower problems of which each is met once. Their draws, their levels, and the coupled lower solve of all."""
+"""Contexts, lower problems that are each met once: their draws, their levels, and one coupled lower solve for all."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .epoch_sgd import epoch_sgd
 
 __all__ = ["Contexts", "CoupledPath", "coupled_path", "draw_levels", "level_probabilities"]
 
-TASKS, LEVEL, ORDER, TRUNCATION, PATH, CROSS, UPPER, NEUMANN, POWER = range(9)  # what a random number is for
+TASKS, LEVEL, ORDER, TRUNCATION, PATH, CROSS, UPPER, NEUMANN, POWER = range(9)  # purposes of random numbers
 BLOCK = 128  # steps of an epoch whose batches are drawn at once
 
 
 def level_probabilities(levels: int, base: int = 0) -> Tensor:
-    r""":math:`p_k = 2^{-(k - b)} / (1 - 2^{-(K - b)})` for k = b + 1, ..., K.
+    r"""Return :math:`p_k = 2^{-(k - b)} / (1 - 2^{-(K - b)})` for k = b + 1, ..., K.
 
     Args:
         levels: K.
@@ -37,10 +37,10 @@ def level_probabilities(levels: int, base: int = 0) -> Tensor:
 
 
 def draw_levels(count: int, levels: int, base: int, counters: Counters, *, systematic: bool) -> list[int]:
-    """Levels with the probabilities of `level_probabilities`, by inversion.
+    """Draw levels with the probabilities of `level_probabilities`, by inversion.
 
-    Systematic: with evenly spaced uniforms that share one random shift, in random order: each level has the right
-    distribution, and the numbers of them hardly vary.
+    ``systematic``: the uniform numbers are evenly spaced, share one random shift and come in random order. Each level
+    still has the right distribution, and the number of contexts on a level hardly varies.
     """
     options: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
     if systematic:
@@ -54,18 +54,18 @@ def draw_levels(count: int, levels: int, base: int, counters: Counters, *, syste
 
 
 class Contexts:
-    """Contexts drawn from a sampler, and their conditional draws: each from the counters of its slot and purpose.
+    """Contexts drawn from a sampler, and their conditional draws, each from counters of its slot and purpose.
 
     Args:
-        sampler: where they come from, a `TaskSampler`.
-        count: how many; their slots are 0, ..., count - 1.
-        seed: decides all the draws: equal seeds give equal contexts and equal batches, in whatever order they are made.
+        sampler: the `TaskSampler` that they are drawn from.
+        count: number of contexts; their slots are 0, ..., count - 1.
+        seed: decides all the draws: equal seeds give equal contexts and equal batches, in any order.
         lower_batch, upper_batch: rows per batch of a context; None, all of them. Default: 1.
-        purpose: what the contexts are for. Default: the estimate of a step.
+        purpose: purpose of the contexts. Default: the estimate of a step.
 
     Attributes:
-        tasks: what the sampler has drawn.
-        counters: give the random numbers.
+        tasks: the contexts that the sampler has drawn.
+        counters: source of the random numbers.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class Contexts:
 
     @property
     def deterministic(self) -> bool:
-        """Whether the lower batches are all the data of a context."""
+        """True if a lower batch is all the data of its context."""
         return self.sizes["lower"] is None
 
     def batches(self, level: str, slots: Sequence[int], *counter: int, times: int = 1) -> list[Any]:
-        """Independent batches for these slots: ``times`` pytrees with leading dimension ``len(slots)``."""
+        """Draw independent batches for these slots: ``times`` pytrees with leading dimension ``len(slots)``."""
         rows, index = self.sizes[level], torch.tensor(slots, device="cpu")
         if rows is None:
             if level not in self._all:
@@ -105,9 +105,9 @@ class Contexts:
         return [tree_unflatten(list(each), structure) for each in zip(*steps, strict=True)]
 
     def heads(self, oracle: Oracle, slots: Sequence[int], *counter: int, times: int = 1) -> Iterator[Any]:
-        """Lower batches as the loss takes them where derivatives in y alone are wanted: their features, as constants.
+        """Yield lower batches as the loss takes them for derivatives in y alone, with their features as constants.
 
-        Without features these are the batches themselves. Those of all the data are evaluated once for each x.
+        Without features these are the batches themselves. Features of all the data are evaluated once for each x.
         """
         features = oracle.g.features
         batches = self.batches("lower", slots, *counter, times=times)
@@ -131,11 +131,11 @@ class Contexts:
 
 @dataclass(frozen=True)
 class CoupledPath:
-    """Lower points of contexts, stacked: those of the lower solve of each that an estimate needs.
+    """Lower points of contexts that an estimate needs from their lower solves, stacked.
 
     Attributes:
         contexts: the contexts.
-        slots: those that have a lane here.
+        slots: the contexts that have a lane here.
         depths: the number of epochs k of each.
         base_level: b.
         base: :math:`Y_b`.
@@ -162,12 +162,12 @@ def coupled_path(
     slots: Sequence[int] | None = None,
     base_level: int = 0,
 ) -> CoupledPath:
-    r"""EpochSGD for every context, once, as deep as each needs; epoch e has :math:`2^e` steps and restarts from a mean.
+    r"""Run EpochSGD once for every context, to its own depth; epoch e has :math:`2^e` steps and restarts from a mean.
 
     .. math:: z_{j+1} = z_j - \beta_e \nabla_y g(x, z_j; \eta_{e,j}), \qquad Y_e = 2^{-e} \sum_{j < 2^e} z_j .
 
     The epochs of a shallow run are the first ones of a deep run. In an epoch all contexts that take part in it advance
-    together; the last step of an epoch, whose result would not be used, is not made.
+    together. The last step of an epoch is left out, because its result would not be used.
 
     Args:
         oracle: of one problem; costs :math:`2^{k+1} - 2 - k` lower gradients for a context of depth k.
@@ -197,7 +197,7 @@ def coupled_path(
 
 
 def _ordered(lanes: Vector, order: Sequence[int]) -> Vector:
-    """The lanes in another order, as copies."""
+    """Return copies of the lanes in another order."""
     if len(order) == 1:
         return lanes.clone()
     index = uploaded(order, lanes[0].device, torch.int64)
@@ -212,7 +212,7 @@ def _epoch(
     e: int,
     rates: Callable[[int], Sequence[float]],
 ) -> Vector:
-    """The mean of one epoch of these contexts together."""
+    """Return the means of one epoch of these contexts together."""
     blocks = ((done, min(BLOCK, 2**e - done)) for done in range(0, 2**e, BLOCK))
     heads = (head for done, size in blocks for head in contexts.heads(oracle, slots, PATH, e, done, times=size))
     if len(slots) == 1:  # no stack, which would make a step slower

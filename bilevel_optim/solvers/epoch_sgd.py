@@ -21,22 +21,22 @@ def epoch_sgd(
     *,
     first: int = 1,
 ) -> list[Vector]:
-    r"""Means of the epochs of a lower solve; epoch e has :math:`2^e` steps of one length.
+    r"""Return the means of the epochs of a lower solve; epoch e has :math:`2^e` steps of one length.
 
     .. math:: z_{j+1} = z_j - \beta_e \nabla_y g(x, z_j; \eta_{e,j}), \qquad z_0 = Y_{e-1}, \qquad
               Y_e = 2^{-e} \sum_{j < 2^e} z_j .
 
     With :math:`\beta_e = \beta_0 2^{-e}` the error of :math:`Y_e` falls like :math:`2^{-e/2}` for any strongly convex g
-    whose gradients have noise of bounded variance. The last step of an epoch, whose result would not be used, is not
-    made.
+    whose gradients have noise of bounded variance. The last step of an epoch is left out, because its result would not
+    be used.
 
     Args:
         oracle: the losses at x; costs :math:`2^{E+1} - 2 - E` lower gradients for E epochs from the first one.
         start: :math:`Y_0`, or the mean that the first of these epochs starts from.
         epochs: E, their number.
-        rates: :math:`\beta_0`, about one over the strong convexity of g; or epoch -> :math:`\beta_e`, one for each
-            lower tensor, for example at most 1/L, without which stiff directions grow in the first epochs.
-        draw: gives the lower sample of the next step. Default: the next one of g.
+        rates: :math:`\beta_0`, about one over the strong convexity of g; or epoch -> :math:`\beta_e`, one per lower
+            tensor, for example at most 1/L, without which stiff directions grow in the first epochs.
+        draw: returns the lower sample of the next step. Default: the next one of g.
         first: number of the first epoch. Default: 1.
 
     Returns:
@@ -49,7 +49,7 @@ def epoch_sgd(
         >>> epoch_sgd(oracle, oracle.y, 2, rates=1.0)  # 0, 1/2; and 1/4, 7/16, 37/64, 175/256
         [(tensor([0.2500]),), (tensor([0.4873]),)]
 
-    Source: Hu, Wang, Xie, Krause, Kuhn (2023), arXiv:2310.18535, algorithm 1; what `RTMLMC` solves its contexts with.
+    Source: Hu, Wang, Xie, Krause, Kuhn (2023), arXiv:2310.18535, algorithm 1; the lower solver of `RTMLMC`.
     """
     draw = partial(oracle.g.draw, once=True) if draw is None else draw
     means, z = [], start

@@ -1,4 +1,4 @@
-"""The updates of ``torch.optim`` optimizers in operations that can be differentiated and traced."""
+"""Updates of ``torch.optim`` optimizers in operations that can be differentiated and traced."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Memory = list[dict[str, Any]]  # an optimizer's state (momentum and the like), o
 COUNT, KIND = (
     "step",
     torch.float32,
-)  # where torch.optim counts the steps, and in which type unless the default is double
-Rate = Any  # a learning rate: a number, or a tensor of one
+)  # key of torch.optim's step count, and its type unless the default dtype is double
+Rate = Any  # a learning rate: a number or a scalar tensor
 
 
 def rates_of(groups: Sequence[dict[str, Any]]) -> list[Rate]:
-    """The learning rate of each tensor of these groups."""
+    """Return the learning rate of each tensor of these groups."""
     rates: list[Rate] = []
     for group in groups:
         rate = group["lr"]
@@ -39,12 +39,12 @@ def rates_of(groups: Sequence[dict[str, Any]]) -> list[Rate]:
 
 
 def descended(groups: Sequence[dict[str, Any]], y: Vector, gradient: Vector) -> Vector:
-    """A plain gradient step, with each group's learning rate."""
+    """Return y after a plain gradient step with each group's learning rate."""
     return y.descended(gradient, rates_of(groups))
 
 
 def sgd(group: dict[str, Any], y: Tensor, memory: dict[str, Any], gradient: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """One step of ``torch.optim.SGD`` as a function, which can be differentiated.
+    """Make one step of ``torch.optim.SGD`` as a function that can be differentiated.
 
     torch's own ``differentiable=True`` cuts the graph at the first momentum buffer.
     """
@@ -58,18 +58,18 @@ def sgd(group: dict[str, Any], y: Tensor, memory: dict[str, Any], gradient: Tens
         memory = {"momentum_buffer": buffer}
         direction = direction + group["momentum"] * buffer if group["nesterov"] else buffer
     rate = group["lr"]
-    if isinstance(rate, Tensor) and not y.dim():  # two numbers would be of the wider type
+    if isinstance(rate, Tensor) and not y.dim():  # an operation on two scalars would return the wider type
         rate = rate.to(y.dtype)
     return y - rate * direction, memory
 
 
 def can_be_unrolled(optimizer: Optimizer) -> bool:
-    """Whether `updated` knows the optimizer's update."""
+    """Return True if `updated` knows the optimizer's update."""
     return "differentiable" in optimizer.defaults
 
 
 def updated(optimizer: Optimizer, y: Vector, memory: Memory, gradient: Vector) -> tuple[list[Tensor], Memory]:
-    """The optimizer's update as a function, which can be differentiated."""
+    """Apply the optimizer's update as a function that can be differentiated."""
     groups = [group for group in optimizer.param_groups for _ in group["params"]]
     if getattr(optimizer, "kind", type(optimizer)) is SGD:
         pairs = [sgd(*one) for one in zip(groups, y, memory, gradient, strict=True)]
@@ -79,7 +79,7 @@ def updated(optimizer: Optimizer, y: Vector, memory: Memory, gradient: Vector) -
     if not can_be_unrolled(optimizer):
         raise NotImplementedError(f"{type(optimizer).__name__} has no differentiable form")
     twin = copy.copy(optimizer)
-    vars(twin).update(vars(optimizer))  # torch's copy leaves out that it need not warn of capturable=True
+    vars(twin).update(vars(optimizer))  # torch's copy loses the flag that capturable=True needs no warning
     twin.defaults = {**optimizer.defaults, "differentiable": True}
     values = [v.clone() for v in y]
     remaining = iter(values)
@@ -108,7 +108,7 @@ def updated(optimizer: Optimizer, y: Vector, memory: Memory, gradient: Vector) -
 
 
 def _adam(optimizer: Any, groups: Any, y: Vector, memory: Memory, gradient: Vector) -> tuple[list[Tensor], Memory]:
-    """Adam and AdamW by torch's own function; counts of steps in double precision, as Python's numbers are."""
+    """Apply the update of Adam or AdamW by torch's own function; step counts are in double, as Python's numbers."""
     if optimizer.kind not in (torch.optim.Adam, torch.optim.AdamW):
         raise NotImplementedError(f"{optimizer.kind.__name__} has no differentiable form")
     values, kept = [], []
@@ -132,24 +132,24 @@ def _adam(optimizer: Any, groups: Any, y: Vector, memory: Memory, gradient: Vect
 
 
 def _unfused(group: dict[str, Any]) -> dict[str, Any]:
-    """Options with which the update of a group is made of single operations, and steps are counted as before."""
+    """Return options that build a group's update from single operations and keep the way steps are counted."""
     counts_there = group.get("fused") and any([p.device.type != "cpu" for p in group["params"]])
     options = {"foreach": False, "fused": False, "capturable": group.get("capturable") or counts_there}
     return {name: value for name, value in options.items() if name in group}
 
 
 def _recount(state: dict[str, Any], kind: torch.dtype) -> None:
-    """Have the count of steps in another type, in which torch then computes powers of it: otherwise in Python's."""
+    """Convert the step count to another type, in which torch then computes its powers (otherwise in Python's)."""
     count = state.get(COUNT)
     if isinstance(count, Tensor) and count.is_floating_point() and not count.is_mps:
         state[COUNT] = count.to(kind)
 
 
 class _Counting(TorchFunctionMode):
-    """Counts that an optimizer of torch's begins in single precision are in double precision.
+    """Step counts that torch's optimizers create in single precision become double precision.
 
     Attributes:
-        widened: whether there was one.
+        widened: whether there was such a count.
     """
 
     widened = False

@@ -21,15 +21,15 @@ Projection = Callable[[list[Tensor]], Tensor | Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Limits:
-    r"""What every lower step is limited by: :math:`y \leftarrow P(U(y, m, C(\nabla g)))`.
+    r"""Clipping and projection of every lower step: :math:`y \leftarrow P(U(y, m, C(\nabla g)))`.
 
-    Leading dimensions of stacked copies are left apart: each copy is clipped by its own norm and projected alone.
+    Stacked copies stay separate: each is clipped by its own norm and projected alone.
 
     Attributes:
         clip: ``("norm", c)``: gradients of norm above c, over all of y, are scaled to c; ``("value", c)``: every entry
             is limited to [-c, c].
         projection: takes the values of the lower tensors as a list, and returns their projections.
-        interior: whether who uses it takes y for a stationary point, so that the projection must not decide where y is.
+        interior: whether the method takes y for a stationary point, so that the projection must not decide where y is.
     """
 
     clip: tuple[str, float] | None = None
@@ -40,12 +40,12 @@ class Limits:
         return self.clip is not None or self.projection is not None
 
     def clipped(self, gradient: Vector, lead: int) -> Vector:
-        """C: a gradient, whose first ``lead`` dimensions number copies."""
+        """Apply C to a gradient whose first ``lead`` dimensions number copies."""
         if self.clip is None:
             return gradient
         kind, bound = self.clip
         if kind == "value":
-            # Infinity less itself is NaN: what is not finite is to be seen, and not to be clipped.
+            # Infinity minus itself is NaN: non-finite values must stay visible, so they are not clipped.
             return Vector(t.clamp(-bound, bound) + (t - t).detach() for t in gradient)
         squares = [t.square().reshape(*t.shape[:lead], -1).sum(-1) for t in gradient]
         square = torch.stack(squares).sum(0)
@@ -53,7 +53,7 @@ class Limits:
         return Vector(t * factor.to(t.dtype).reshape((*factor.shape, *[1] * (t.dim() - lead))) for t in gradient)
 
     def projected(self, y: Vector, lead: int) -> Vector:
-        """P: the values of y, likewise."""
+        """Apply P to y, whose first ``lead`` dimensions number copies."""
         if self.projection is None:
             return y
         if not lead:
@@ -64,7 +64,7 @@ class Limits:
 
     def _one(self, y: Vector) -> Vector:
         assert self.projection is not None
-        found = self.projection([t.clone() for t in y])  # which it may write into
+        found = self.projection([t.clone() for t in y])  # it may write into these
         given = [found] if isinstance(found, Tensor) else list(found) if isinstance(found, Sequence) else []
         if [(t.shape, t.dtype) if isinstance(t, Tensor) else None for t in given] != [(t.shape, t.dtype) for t in y]:
             raise ValueError(
@@ -81,12 +81,12 @@ class Limits:
 
 
 def changes(before: Vector, after: Vector) -> Tensor:
-    """Whether a projection did more than rounding, a boolean scalar."""
+    """Return a boolean scalar: True if a projection did more than rounding."""
     return (after - before).norm() > 100 * torch.finfo(before[0].dtype).eps * before.norm()
 
 
 def limits_of(clip: Any, projection: Any, *, interior: bool) -> Limits:
-    """The limits that the arguments ``lower_clip`` and ``lower_projection`` stand for; raises for others."""
+    """Return the limits for the arguments ``lower_clip`` and ``lower_projection``; raise if they are invalid."""
     pair = ("norm", clip) if is_number(clip) else clip
     good = isinstance(pair, tuple) and len(pair) == 2 and pair[0] in ("norm", "value") and is_number(pair[1])
     require("lower_clip", clip, clip is None or (good and 0 < pair[1] < math.inf))

@@ -1,9 +1,9 @@
 r"""Linear solvers for :math:`H v = b` with H known only through products, as in the implicit hypergradient.
 
-H is symmetric (a Hessian); `direct` needs it as a matrix. All of them return a `LinearSolution` with the residual and
-the iterations made; none prints, raises or divides zero by zero, however many iterations it is given. With
-``lanes=True`` the tensors are stacked and H is block diagonal, one block for each lane: each is solved as if it were
-alone, with figures of its own.
+H is symmetric (a Hessian); `direct` needs it as a matrix. Each solver returns a `LinearSolution` with the residual and
+the number of iterations. None of them prints, raises or divides zero by zero, for any number of iterations. With
+``lanes=True`` the tensors are stacked and H is block diagonal, with one block for each lane. Each lane is solved as if
+it were alone, with its own residual and iterations.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ..problem.vector import Vector, any_sharded
 __all__ = ["LinearSolution", "cg", "direct", "fixed_point", "minres", "neumann", "neumann_term"]
 
 Product = Callable[[Vector], Vector]
-ORDINARY = (1e-4, 1e4)  # norms whose squares are numbers of float32, also when the solve has made them small
-GROWTH = 100  # of the squared residual: a solve whose residual has grown tenfold is lost
+ORDINARY = (1e-4, 1e4)  # norms whose squares float32 can hold, also after the solve has reduced them
+GROWTH = 100  # of the squared residual: a solve whose residual has grown tenfold has failed
 
 
 class LinearSolution(NamedTuple):
@@ -32,8 +32,8 @@ class LinearSolution(NamedTuple):
 
     Attributes:
         solution: v.
-        residual: norm of b - H v, a scalar tensor: for CG and MINRES by their recursions, for the two others as it was
-            before the last iteration (knowing it afterwards would cost one more product).
+        residual: norm of b - H v, a scalar tensor. `cg` and `minres` have it from their recursions; `fixed_point` and
+            `neumann` report it as it was before the last iteration (a later one would cost one more product).
         iterations: iterations that changed v, a scalar integer tensor.
         indefinite: whether a direction p with p'Hp <= 0 was met (CG only), a scalar boolean tensor.
         relative: the residual relative to the norm of b, a scalar tensor. None: not known.
@@ -61,7 +61,7 @@ def cg(
     damping: float = 0.0,
     lanes: bool = False,
 ) -> LinearSolution:
-    r"""Conjugate gradients for :math:`(H + \delta I) v = b`, H symmetric positive definite.
+    r"""Solve :math:`(H + \delta I) v = b` by conjugate gradients, H symmetric positive definite.
 
     Stops, keeping the last iterate, when the residual is at most ``tol * ||b||`` or ``atol``, or when it has reached
     the rounding level of the dtype (further iterations only collect rounding errors). On an accelerator these tests
@@ -76,7 +76,7 @@ def cg(
     Args:
         product: v -> H v.
         b: right-hand side.
-        start: where to start; zero is taken instead if its residual is smaller. Default: zero, which saves one product.
+        start: initial v; zero is taken instead if its residual is smaller. Default: zero, which saves one product.
         steps: largest number of iterations; one product each.
         tol: relative tolerance of the residual. Default: 0.
         atol: absolute tolerance of the residual. Default: 0.
@@ -114,8 +114,8 @@ def _begun(
 ) -> tuple[Vector, Vector]:
     """Return the first iterate and its residual: the start, or zero where that has a smaller residual.
 
-    One that is not finite is kept: whoever asked for the solution has to see it. The residuals are compared on the
-    host if they may be ``read``.
+    A start with a non-finite residual is kept, so that the caller notices it. The residuals are compared on the host if
+    they may be ``read``.
     """
     if start is None:
         return b.zeros_like(), b
@@ -132,16 +132,16 @@ def _where(condition: bool | Tensor, a: Vector, b: Vector) -> Vector:
     """Choose one of two vectors, for each lane if the condition has lanes."""
     if not isinstance(condition, Tensor):
         return a if condition else b
-    # Lists, not generators: of those Dynamo makes an empty tuple where the vector leaves the graph.
+    # Lists, not generators: Dynamo turns generators into an empty tuple where the vector leaves the graph.
     if not condition.dim():
         return Vector([torch.where(condition, t, u) for t, u in zip(a, b, strict=True)])
     return Vector([torch.where(condition.view(-1, *[1] * (t.dim() - 1)), t, u) for t, u in zip(a, b, strict=True)])
 
 
 def _unit(r: Vector, lanes: bool, *, read: bool) -> Any:
-    """What a system is measured in, so that squares of its entries are numbers of their type; None: nothing else.
+    """Return a scale for the system that keeps squared entries in the range of their type; None if none is needed.
 
-    A number if it may be ``read``, else a tensor.
+    It is a number if values may be ``read``, else a tensor.
     """
     kind = torch.finfo(r[0].dtype)
     if kind.bits == 64:
@@ -158,13 +158,13 @@ class _Stop(NamedTuple):
     steps: int
     tol: float
     atol: float | Tensor
-    looked_at: float  # the tolerance, for whether the host looks at all
+    looked_at: float  # tolerance; if it is zero, the host does not look
 
 
 def _cg(
     apply: Product, b: Vector, v: Vector, r: Vector, stop: _Stop, algebra: Algebra, step: Callable[..., Any]
 ) -> LinearSolution:
-    """The loop from v, whose residual is r; ``step`` makes what follows each product."""
+    """Run the iterations from v, whose residual is r; ``step`` computes all that follows a product."""
     dot, add, where = algebra
     square = dot(b, b)
     rr = square if r is b else dot(r, r)
@@ -178,7 +178,7 @@ def _cg(
             break
         hp = apply(p)
         if k == 0:
-            # Where no iterate of CG can be kept, v must neither stay at zero, for then the hypergradient has no cross
+            # If no iterate of CG can be kept, v must neither stay at zero, for then the hypergradient has no cross
             # term and x does not move, nor explode: ||r||^2 / |r'Hr| does where r'Hr is near zero. The step
             # r ||r|| / ||Hr|| is along r, at most ||r|| over the smallest |eigenvalue| long, and its residual is at
             # most 2 ||r||. If H is positive definite, CG's own first step may lift the residual and still be better.
@@ -209,7 +209,7 @@ def _cg(
 
 
 def _fused(apply: Product, b: Vector, v: Vector, r: Vector, stop: _Stop, lanes: bool) -> LinearSolution:
-    """The loop on one tensor with a row for each lane, whose steps are made by the fused operator."""
+    """Run the iterations on one tensor with a row for each lane, with steps by the fused operator."""
     n = len(b[0]) if lanes else 1
     sizes = [t.numel() // n for t in b]
 
@@ -230,7 +230,7 @@ def _fused(apply: Product, b: Vector, v: Vector, r: Vector, stop: _Stop, lanes: 
 
 
 def _inverse_norm(vector: Vector, algebra: Algebra) -> Any:
-    """1 / norm, and zero of zero; a number, a tensor, or one for each lane."""
+    """Return 1 / norm, and zero for a zero vector: a number, a scalar tensor, or one value for each lane."""
     if algebra is _NUMBERS:
         norm = float(vector.norm())
         return 1 / norm if norm else 0.0
@@ -238,7 +238,7 @@ def _inverse_norm(vector: Vector, algebra: Algebra) -> Any:
 
 
 def _number(a: Vector, b: Vector) -> float:
-    """The inner product on the host; NaN also where it is infinite, so that no step hides it."""
+    """Return the inner product on the host; NaN if it is infinite too, so that no step hides it."""
     value = float(a.dot(b))
     return value if isfinite(value) else nan
 
@@ -248,7 +248,7 @@ def _either(condition: bool, a: float, b: float) -> float:
 
 
 _SCALARS, _LANES = Algebra(Vector.dot, Vector.add), Algebra(Vector.lane_dot, Vector.add)
-_NUMBERS = Algebra(_number, Vector.add, _either)  # which cost less than operations on tensors of one
+_NUMBERS = Algebra(_number, Vector.add, _either)  # they cost less than operations on scalar tensors
 
 
 def minres(
@@ -262,19 +262,21 @@ def minres(
     damping: float = 0.0,
     lanes: bool = False,
 ) -> LinearSolution:
-    r"""Minimal residuals (MINRES) for :math:`(H + \delta I) v = b`, H symmetric, definite or not.
+    r"""Solve :math:`(H + \delta I) v = b` by minimal residuals (MINRES), H symmetric, definite or not.
 
-    The iterate k minimises :math:`\|b - H v\|` over the Krylov space of dimension k, so the residual never grows, and H
-    may have negative eigenvalues, as the Hessian of a deep network away from its minima has. With ``damping``,
-    :math:`\delta` must not be near one of :math:`-\lambda_i(H)`. Stops, keeping the last iterate, when the residual is
-    at most ``tol * ||b||`` or ``atol``, at the rounding level of the dtype, or at the least squares of a singular H
-    without a solution, whose residual is not small; tests as in `cg`. Rounding errors grow like :math:`\kappa(H)^2`,
-    so for a positive definite H of large condition `cg` is more accurate.
+    The iterate k minimises :math:`\|b - H v\|` over the Krylov space of dimension k, so the residual never grows. H may
+    have negative eigenvalues, as the Hessian of a deep network away from its minima has. With ``damping``,
+    :math:`\delta` must not be near one of :math:`-\lambda_i(H)`.
+
+    Stops, keeping the last iterate, when the residual is at most ``tol * ||b||`` or ``atol``, or at the rounding level
+    of the dtype. For a singular H without a solution it stops at the least squares, whose residual is not small. Tests
+    as in `cg`. Rounding errors grow like :math:`\kappa(H)^2`, so for a positive definite H of large condition `cg` is
+    more accurate.
 
     Args:
         product: v -> H v.
         b: right-hand side.
-        start: where to start; zero is taken instead if its residual is smaller. Default: zero, which saves one product.
+        start: initial v; zero is taken instead if its residual is smaller. Default: zero, which saves one product.
         steps: largest number of iterations; one product each.
         tol: relative tolerance of the residual. Default: 0.
         atol: absolute tolerance of the residual. Default: 0.
@@ -325,14 +327,14 @@ def minres(
         residual = torch.where(active, residual * s, residual)
         q_old, q = q, hq.times(_inverse(beta))
         iterations = iterations + active
-    return _finished(v, residual, iterations, b_norm, residual)  # which never grows
+    return _finished(v, residual, iterations, b_norm, residual)  # the residual never grows
 
 
 def direct(matrix: Tensor, b: Sequence[Tensor], *, damping: float = 0.0, lanes: bool = False) -> LinearSolution:
     r"""Solve :math:`(H + \delta I) v = b` by LU factorisation, H a matrix, definite or not.
 
-    For up to some thousand unknowns: n of them take :math:`2 n^3 / 3` operations and :math:`n^2` numbers. No condition
-    is too large but that of a singular matrix, whose solution is not finite.
+    For up to some thousand unknowns: n unknowns take :math:`2 n^3 / 3` operations and :math:`n^2` numbers. No condition
+    number is too large; for a singular matrix the solution is not finite.
 
     Args:
         matrix: H, of shape (n, n); with ``lanes`` (lanes, n, n).
@@ -374,7 +376,7 @@ def fixed_point(
     damping: float = 0.0,
     lanes: bool = False,
 ) -> LinearSolution:
-    r"""The fixed-point iteration :math:`v \leftarrow v - \eta (H v - b)`.
+    r"""Run the fixed-point iteration :math:`v \leftarrow v - \eta (H v - b)`.
 
     From zero, k iterations give :math:`\eta \sum_{i<k} (I - \eta H)^i b`: the hypergradient through the last k steps
     of gradient descent, if H does not change. The error contracts by :math:`\|I - \eta H\|` per iteration, so it needs
@@ -383,7 +385,7 @@ def fixed_point(
     Args:
         product: v -> H v.
         b: right-hand side.
-        start: where to start. Default: zero, whose first iteration needs no product.
+        start: initial v. Default: zero, whose first iteration needs no product.
         steps: number of iterations.
         lr: :math:`\eta`, one number or one per tensor.
         tol: stop when the residual is at most ``tol * ||b||``. Default: 0, all iterations.
@@ -423,7 +425,7 @@ def neumann(
     damping: float = 0.0,
     lanes: bool = False,
 ) -> LinearSolution:
-    r"""The truncated Neumann series :math:`\eta \sum_{i=0}^{Q} (I - \eta H)^i b`, Q + 1 terms from Q products.
+    r"""Compute the Neumann series :math:`\eta \sum_{i=0}^{Q} (I - \eta H)^i b`, Q + 1 terms from Q products.
 
     Args:
         product: v -> H v.
@@ -465,12 +467,12 @@ def neumann_term(
     lr: float | Sequence[float],
     lanes: bool = False,
 ) -> LinearSolution:
-    r"""One term of a Neumann series in place of all, :math:`N \eta (I - \eta H)^n b`.
+    r"""Compute one random term in place of a Neumann series, :math:`N \eta (I - \eta H)^n b`.
 
     With n uniform on 0, ..., N - 1 its mean is :math:`\eta \sum_{i<N} (I - \eta H)^i b`.
 
     Args:
-        product: v -> H v, which may be another random H at each call.
+        product: v -> H v, which may use another random H at each call.
         b: right-hand side.
         start: must be None: a series has no starting point.
         steps: n, the number of products. A tensor is not read: all N - 1 products are made, and the first n count.
@@ -500,22 +502,22 @@ def _damped(product: Product, v: Vector, damping: float) -> Vector:
 
 
 def _inverse(value: Tensor) -> Tensor:
-    """1 / value, and zero of zero."""
+    """Return 1 / value, and zero for zero."""
     return torch.where(value > 0, 1 / torch.where(value > 0, value, 1.0), 0.0)
 
 
 def _relative(residual: Tensor, norm: Tensor) -> Tensor:
-    """A residual in units of the right-hand side; finite if both are."""
+    """Return the residual in units of the right-hand side; it is finite if both are."""
     return residual / norm.clamp_min(torch.finfo(norm.dtype).tiny)
 
 
 def _host_looks(t: Tensor, k: int = 0, tol: float = 0.0) -> bool:
-    """Whether the host looks at values beside a tensor before iteration k: never in a trace, and waits but rarely."""
+    """Return True if the host reads tensors before iteration k: never in a trace, and seldom if it has to wait."""
     return not is_dynamo_compiling() and (t.is_cpu or (tol > 0 and k % 10 == 0))
 
 
 def _seen_done(active: Tensor | bool, k: int, tol: float) -> bool:
-    """Whether the host looks before iteration k, and finds that no lane goes on."""
+    """Return True if the host looks before iteration k and finds that no lane goes on."""
     if not isinstance(active, Tensor):
         return not active
     return _host_looks(active, k, tol) and not bool(active.any())
@@ -524,7 +526,10 @@ def _seen_done(active: Tensor | bool, k: int, tol: float) -> bool:
 def _unfinished(
     r: Vector, norm: Callable[[Vector], Tensor], b_norm: Tensor, k: int, tol: float
 ) -> tuple[Vector, Tensor | int, bool]:
-    """The residual, zero in lanes that have reached the tolerance; which have not; whether none is seen to go on."""
+    """Return the residual, the lanes that go on, and whether the host has seen that none does.
+
+    The residual is zero in lanes that have reached the tolerance.
+    """
     if tol <= 0:
         return r, 1, False
     active = norm(r) > tol * b_norm
@@ -537,7 +542,7 @@ def _unfinished(
 
 
 def _finished(v: Vector, residual: Tensor, iterations: Tensor, b_norm: Tensor, first: Tensor) -> LinearSolution:
-    # Directions of small negative curvature grow a little in each solve: only what adds up over steps is told.
+    # Directions of small negative curvature grow a little in each solve; warn only of growth that adds up over steps.
     start = b_norm if first is b_norm else torch.maximum(b_norm, first)
     diverged = (residual > 1.5 * start) | ((residual > first) & (residual > 10 * b_norm))
     return LinearSolution(v, residual, iterations, torch.zeros_like(diverged), _relative(residual, b_norm), diverged)

@@ -1,4 +1,4 @@
-"""Solving the lower problem: the update of any ``torch.optim`` optimizer as a pure function."""
+"""Lower solves: the update of any ``torch.optim`` optimizer as a pure function."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ __all__ = [
 
 Factory = Callable[[Any], Optimizer]
 Described = tuple[type[Optimizer], list[dict[str, Any]]]
-Gradient = Callable[[Vector], tuple[Tensor | None, Vector]]  # y -> g (None if nobody asks for it), its gradient
+Gradient = Callable[[Vector], tuple[Tensor | None, Vector]]  # y -> g (None if it is not needed), its gradient
 
-# Optimizers that do not treat every entry alone, and so would mix stacked copies.
+# Optimizers that do not act on each entry alone, and so would mix stacked copies.
 NOT_ELEMENTWISE = tuple(
     getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon") if hasattr(torch.optim, name)
 )
@@ -49,7 +49,7 @@ _OURS = frozenset(("params", "level", "param_names", "initial_lr", "auto_lr"))
 
 
 GROWS = "growing lower gradient"  # the key of the alert
-LED_AWAY = "lower steps led away"  # of that of steps that may be made again, of which nothing is said
+LED_AWAY = "lower steps led away"  # the key of a silent alert: such steps may be made again
 GROWTH = 4.0  # of the norm of the gradient, in each half of the lower steps
 GROWING = (
     "the gradient of the lower loss grows over the lower steps (see diagnostics['lower_growth']), so y goes away "
@@ -59,21 +59,21 @@ GROWING = (
 
 
 class Solved(NamedTuple):
-    """Where lower steps ended.
+    """Result of lower steps.
 
     Attributes:
         y: the new values.
-        memory: the optimizer's memory.
+        memory: the optimizer's state.
         gradient: the last gradient, before it was clipped; None without steps.
         projected: whether the projection moved the last y, a boolean scalar; None without a projection.
-        early: norms of the gradients at the first and at the middle step of at least three, of stacked copies those of
-            each; None if they were fewer.
-        mapping: with a projection, what vanishes at a solution in place of the gradient, if the norm was asked for:
-            how far a gradient step, projected, leads, per unit of the learning rate.
-        turn: product of the last gradient with the one before it; None in a trace, and for few steps.
-        size: norm of the gradient (of ``mapping``, if there is one), of stacked copies that of each, if it was asked
-            for with the step: from a part of a graph the gradient, which takes longer to write than to look at, then
-            need not come out.
+        early: norms of the gradients at the first and at the middle step of at least three, for stacked copies one
+            each; None if there were fewer steps.
+        mapping: with a projection, the residual in place of the gradient, if the norm was asked for: the displacement
+            of a projected gradient step, per unit of the learning rate.
+        turn: inner product of the last gradient with the one before it; None in a trace, and for few steps.
+        size: norm of the gradient (of ``mapping``, if there is one), for stacked copies one each, if it was asked for
+            with the step. A part of a graph then need not return the gradient, which takes longer to write than to
+            read.
     """
 
     y: Vector
@@ -87,18 +87,18 @@ class Solved(NamedTuple):
 
     @property
     def residual(self) -> Vector | None:
-        """What vanishes at a solution: the last gradient, or with a projection ``mapping``."""
+        """A vector that is zero at a solution: the last gradient, or with a projection ``mapping``."""
         return self.gradient if self.mapping is None else self.mapping
 
     def norm(self, lanes: bool = False) -> Tensor:
-        """Norm of the last residual, or those of the residuals of stacked copies."""
+        """Return the norm of the last residual; with ``lanes``, one for each stacked copy."""
         if self.size is not None:
             return self.size if lanes else _together(self.size)
         assert self.residual is not None
         return self.residual.lane_norm() if lanes else self.residual.norm()
 
     def watched(self, session: Session) -> dict[str, Tensor]:
-        """Diagnostics of the steps, with a warning if they go away from a solution."""
+        """Return diagnostics of the steps; warn if they go away from a solution."""
         if self.gradient is None:
             return {}
         last = self.norm()
@@ -107,7 +107,7 @@ class Solved(NamedTuple):
 
 
 class LowerRule:
-    r"""The update of an optimizer as a function :math:`(y, m, \nabla g) \mapsto (y', m')`, which writes nothing.
+    r"""An optimizer's update as a function :math:`(y, m, \nabla g) \mapsto (y', m')` that writes nothing.
 
     Args:
         factory: makes the optimizer from parameter groups, as ``torch.optim.Adam`` does.
@@ -122,8 +122,8 @@ class LowerRule:
         self.limits = limits or Limits()
         single = next((p for group in groups for p in group["params"]), None)
         self.lead = like[0].dim() - single.dim() if isinstance(single, Tensor) else 0  # dimensions that number copies
-        # The optimizer works on tensors of its own, which hold values during its steps only.
-        # Those of shards keep their memory: the data of a DTensor cannot be exchanged.
+        # The optimizer has tensors of its own, which hold values only during its steps.
+        # Sharded ones keep their memory: the data of a DTensor cannot be exchanged.
         self._empty = Vector(t.detach().clone() if is_sharded(t) else t.new_zeros(()).expand(t.shape) for t in like)
         self._scratch = Vector(t.detach().requires_grad_() for t in self._empty)
         self._sizes = [(t.shape, t.dtype, t.device) for t in self._scratch]
@@ -134,9 +134,9 @@ class LowerRule:
             raise TypeError(
                 f"lower_optimizer must return a torch.optim.Optimizer, but returned {type(self.optimizer).__name__}"
             )
-        # Some optimizers make their state at once; others with their first step.
+        # Some optimizers create their state at once, others in their first step.
         self._initial = [dict(self.optimizer.state.get(t, {})) for t in self._scratch]
-        # An optimizer that is not what its class is known for has to make its steps itself.
+        # The steps of an optimizer whose update is unknown are made by the optimizer itself.
         known = is_known(self.optimizer)
         self._kind = type(self.optimizer) if known else Optimizer
         trial = [{"params": [torch.zeros(1, 1, device="cpu", requires_grad=True)], **_options(groups[0])}]
@@ -150,7 +150,7 @@ class LowerRule:
                     own[name] = value
 
     def fits(self, groups: Sequence[dict[str, Any]], like: Vector) -> bool:
-        """Whether these groups and tensors have the sizes, types and devices that the rule was made for."""
+        """Return True if these groups and tensors have the sizes, types and devices that the rule was made for."""
         own = self.optimizer.param_groups
         if len(own) != len(groups):
             return False
@@ -161,16 +161,16 @@ class LowerRule:
 
     @property
     def kind(self) -> type[Optimizer]:
-        """What the update is known as; `Optimizer` for one that is not."""
+        """Class of the optimizer if its update is known; else `Optimizer`."""
         return self._kind
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of the tensors that it is made for."""
+        """Shapes of the tensors that the rule was made for."""
         return [tuple(shape) for shape, *_ in self._sizes]
 
     def with_rates(self, rates: Sequence[Any], limits: Limits | None) -> LowerRule:
-        """The same update with another learning rate for each group, and other limits, for a compiled step."""
+        """Return the same update with another learning rate for each group, and other limits, for a compiled step."""
         groups = [{**own, "lr": rate} for own, rate in zip(self.optimizer.param_groups, rates, strict=True)]
         other = object.__new__(LowerRule)
         other.limits, other.lead, other._kind, other._asks = limits or self.limits, self.lead, self._kind, self._asks
@@ -180,12 +180,12 @@ class LowerRule:
 
     @property
     def evaluates_once(self) -> bool:
-        """Whether a step is known to evaluate the gradient once only (a line search may do so more often)."""
+        """True if a step is known to evaluate the gradient only once (a line search may do so more often)."""
         return not self._asks
 
     @property
     def plain(self) -> bool:
-        """Whether the update is a gradient step and nothing else."""
+        """True if the update is a gradient step and nothing else."""
         if self._kind is not SGD:
             return False
         for group in self.optimizer.param_groups:
@@ -194,13 +194,13 @@ class LowerRule:
         return True
 
     def fresh(self) -> Memory:
-        """The memory to begin with."""
+        """Return the initial state."""
         return copy.deepcopy(self._initial) if any(self._initial) else [{} for _ in self._initial]
 
     def step(self, y: Vector, memory: Memory, gradient: Gradient, *, sized: bool = False) -> Solved:
-        """One step on the gradients that ``gradient`` evaluates, at y or where the optimizer asks for them.
+        """Make one step on the gradients that ``gradient`` evaluates, at y or where the optimizer asks for them.
 
-        ``sized``: the norm of the last one is made with it.
+        ``sized``: compute the norm of the last one too.
         """
         solved = self._limited(y, memory, gradient, sized) if self.limits else self._step(y, memory, gradient)
         if sized and solved.gradient is not None:
@@ -208,7 +208,11 @@ class LowerRule:
         return solved
 
     def residual(self, y: Vector, gradient: Vector) -> Vector:
-        """What vanishes at a solution: the gradient at y, or with a projection what a projected step along it does."""
+        """Return a vector that is zero at a solution.
+
+        This is the gradient at y, or with a projection the displacement of a projected step along it, per unit of the
+        learning rate.
+        """
         if self.limits.projection is None:
             return gradient
         rates = [torch.where(rate > 0, rate, 1.0) if isinstance(rate, Tensor) else rate or 1.0
@@ -250,7 +254,7 @@ class LowerRule:
         return self._by_torch(y, memory, gradient)
 
     def _by_torch(self, y: Vector, memory: Memory, gradient: Gradient) -> Solved:
-        """One step of the optimizer itself, on copies; in a trace its differentiable form."""
+        """Make one step by the optimizer itself, on copies; in a trace by its differentiable form."""
         if is_dynamo_compiling():
             if self._kind is Optimizer:
                 name = type(self.optimizer).__name__
@@ -297,9 +301,9 @@ class LowerRule:
         draw: Callable[[], Gradient],
         tol: float = 0.0,
     ) -> Solved:
-        """Several steps, each on what ``draw`` gives for it.
+        """Make several steps, each on a gradient function from ``draw``.
 
-        With a positive ``tol``, which costs a host synchronisation per step, the step that found a gradient of at most
+        With a positive ``tol``, which costs a host synchronisation per step, the first step whose gradient has at most
         that norm is the last one.
         """
         solved = before = Solved(y, memory, None)
@@ -318,12 +322,12 @@ class LowerRule:
 
 
 def _together(norms: Tensor) -> Tensor:
-    """The norm over all copies."""
+    """Return the norm over all copies."""
     return norms.norm() if norms.dim() else norms
 
 
 def turned(before: Solved, last: Solved) -> Tensor | None:
-    """Product of the gradients of two steps; None in a trace, where they need not come out of their parts."""
+    """Return the inner product of the gradients of two steps; None in a trace, so that graphs need not return them."""
     if is_dynamo_compiling() or before.gradient is None or last.gradient is None:
         return None
     return last.gradient.dot(before.gradient)
@@ -332,9 +336,9 @@ def turned(before: Solved, last: Solved) -> Tensor | None:
 def watched_growth(
     session: Session, early: tuple[Tensor, Tensor] | None, last: Tensor, turn: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """How the norm of the gradient changed over lower steps, with a warning if y goes away from a solution.
+    """Return the growth of the gradient's norm over lower steps; warn if y goes away from a solution.
 
-    That is, if it grew in both halves of the steps, or as `LowerTrend` sees it over several solves.
+    That is the case if it grew in both halves of the steps, or as `LowerTrend` sees it over several solves.
     """
     if early is None:
         return {}
@@ -357,17 +361,17 @@ def _led_away(first: Any, last: Any) -> Any:
 
 
 class _Groups:
-    """In place of an optimizer, of which a compiled step reads the kind and the groups alone."""
+    """An optimizer's kind and groups, which are all that a compiled step reads of it."""
 
     def __init__(self, groups: list[dict[str, Any]], kind: type[Optimizer], defaults: dict[str, Any]) -> None:
         self.param_groups, self.kind, self.defaults = groups, kind, defaults
 
 
 class LowerRules:
-    """The rules of one optimizer, made once for the shapes of y and of each stack of copies; a cache.
+    """Cache of the rules of one optimizer, by the shapes of y and of each stack of copies.
 
     Args:
-        factory, limits: as of `LowerRule`.
+        factory, limits: as for `LowerRule`.
     """
 
     def __init__(self, factory: Factory, limits: Limits | None = None) -> None:
@@ -376,9 +380,9 @@ class LowerRules:
         self._described: tuple[int, Described] | None = None
 
     def described(self, groups: Sequence[dict[str, Any]]) -> Described:
-        """Class of the optimizer, and for each group its options that the group itself does not hold.
+        """Return the optimizer's class, and for each group those options that the group itself does not hold.
 
-        Found once, from an optimizer that is made for parameters of one entry.
+        They are found once, from an optimizer of parameters of one entry.
         """
         if self._described is None or self._described[0] != len(groups):
             ones = [[torch.zeros(1, 1, device="cpu", requires_grad=True) for _ in group["params"]] for group in groups]
@@ -387,17 +391,17 @@ class LowerRules:
             options = [
                 {name: value for name, value in own.items() if name not in (*_OURS, *group)}
                 for own, group in zip(getattr(made, "param_groups", ()), groups, strict=False)
-            ]  # what is wrong with it is said where it is made for a step
+            ]  # `LowerRule` reports a wrong optimizer
             self._described = len(groups), (type(made), options)
         return self._described[1]
 
     @property
     def made(self) -> Sequence[LowerRule]:
-        """All that were made."""
+        """All rules in the cache."""
         return self._made
 
     def __call__(self, groups: Sequence[dict[str, Any]], like: Vector) -> LowerRule:
-        """The rule for these groups, with their present options, and tensors."""
+        """Return the rule for these tensors and groups, with the groups' present options."""
         for rule in self._made:
             if rule.fits(groups, like):
                 rule.follow(groups)
@@ -408,16 +412,16 @@ class LowerRules:
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is one of torch's or ours as it comes: no subclass, without hooks, its step its own."""
+    """Return True if an optimizer is one of torch's or ours unchanged: no subclass, no hooks, no step of its own."""
     own, kind = vars(optimizer), type(optimizer)
     hooked = any(own.get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post"))
     return (kind is AGD or f"{kind.__module__}.".startswith("torch.optim.")) and not hooked and "step" not in own
 
 
 def needs_closure(probe: Optimizer) -> bool:
-    """Whether steps evaluate gradients themselves, so that they cannot do without a closure.
+    """Return True if steps evaluate gradients themselves, so that they need a closure.
 
-    ``probe`` is such an optimizer of parameters of no interest; one that is not known has to make a step.
+    ``probe`` is such an optimizer with dummy parameters. If it is unknown, it makes a step to find out.
     """
     closure = inspect.signature(type(probe).step).parameters.get("closure")
     if isinstance(probe, LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
@@ -429,7 +433,7 @@ def needs_closure(probe: Optimizer) -> bool:
             parameter.grad = torch.zeros_like(parameter)
     try:
         probe.step()
-    except Exception:  # for want of a closure, or it will be seen again with one
+    except Exception:  # it lacks a closure, or will fail with one too
         return True
     return False
 

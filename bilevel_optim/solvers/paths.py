@@ -1,4 +1,4 @@
-"""The lower solve as a map x -> y_N(x), followed from several x at a time on the same random numbers."""
+"""The lower solve as a map x -> y_N(x), run from several x at a time on the same random numbers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .lower import LowerRule
 
 __all__ = ["STACK", "Paths"]
 
-STACK = 1 << 22  # entries of x and y of the paths that run together: beyond that each path is work enough
+STACK = 1 << 22  # most entries of x and y in paths that run together: larger paths gain nothing from it
 
 
 class Paths:
     """Lower solves from different x that share everything else: start, samples in their order, steps, optimizer.
 
-    Each path has an optimizer state of its own, which begins anew with the path.
+    Each path starts with an optimizer state of its own.
 
     Args:
-        oracle: the losses; y at the beginning of every path is its y.
-        rule: gives the update for tensors like these; it must treat every entry alone, because paths are stacked.
+        oracle: the losses; its y is the start of every path.
+        rule: returns the update for tensors like these; it must act on each entry alone, because paths are stacked.
         samples: one lower sample per step.
         from_upper: every path starts at the last tensors of its own x instead.
     """
@@ -41,7 +41,7 @@ class Paths:
         self.oracle, self.samples, self._rule, self._from_upper = oracle, samples, rule, from_upper
 
     def at_once(self, n: int) -> int:
-        """How many of n paths run together; if all of them may, as many as `STACK` allows."""
+        """Return how many of n paths run together; if all of them may, as many as `STACK` allows."""
         session = self.oracle.session
         if self.oracle.sharded or session.found.fallback:
             return 1
@@ -51,10 +51,10 @@ class Paths:
         return session.options.at_once(n)
 
     def run(self, upper: Vector) -> tuple[Vector, Vector | None, Tensor]:
-        """Ends of the paths from these x, shape (n, ...), the last lower gradients, and the sums of g on the way."""
+        """Return the ends of paths from these x, shape (n, ...), the last lower gradients, and the sum of g on each."""
         n = len(upper[0])
         start = stack([self.oracle.y] * n)
-        if self._from_upper:  # with tasks, each of them starts there
+        if self._from_upper:  # with tasks, each starts there
             own = Vector(upper[-len(start) :])
             start = Vector(
                 (s if s.dim() == t.dim() else s.unsqueeze(1)).expand_as(t).clone()

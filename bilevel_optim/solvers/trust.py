@@ -1,4 +1,4 @@
-"""What a lower optimizer that is not known has to show once: subclasses, and optimizers with hooks."""
+"""Behavioural tests for lower optimizers that the library does not know: subclasses, and optimizers with hooks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .unrolling import update_vjp
 __all__ = ["acts_elementwise", "can_be_differentiated", "rests_without_gradient"]
 
 SHAPES = ((3, 2), (2,))
-SCALES = (1e-2, 1.0, 1e3)  # of values and gradients: limits that are between these are met
+SCALES = (1e-2, 1.0, 1e3)  # of values and gradients, so that limits between them take effect
 
 
 class _Probe:
@@ -35,7 +35,7 @@ class _Probe:
         )
 
     def ends(self, rule: LowerRule, y: Vector, gradients: list[Vector]) -> Vector:
-        """After a step along each of these gradients."""
+        """Return y after a step along each of these gradients."""
         memory = rule.fresh()
         for gradient in gradients:
             y, memory, *_ = rule.step(y, memory, _along(gradient))
@@ -47,7 +47,7 @@ def _along(gradient: Vector) -> Callable[[Vector], tuple[torch.Tensor, Vector]]:
 
 
 def rests_without_gradient(factory: Factory, lr: float) -> bool:
-    """Whether a step along a gradient of zero leaves y where it is, as implicit differentiation takes for granted."""
+    """Return True if a step along a zero gradient leaves y unchanged, as implicit differentiation assumes."""
     probe = _Probe(factory, lr)
     for scale in SCALES:
         y = probe.random(scale)
@@ -58,7 +58,7 @@ def rests_without_gradient(factory: Factory, lr: float) -> bool:
 
 
 def acts_elementwise(factory: Factory, lr: float) -> bool:
-    """Whether a step of stacked copies is that of each of them, and so does not mix them."""
+    """Return True if a step of stacked copies equals a step of each, so that it does not mix them."""
     probe = _Probe(factory, lr)
     for scale in SCALES:
         # The copies are of very different sizes, as are their gradients.
@@ -73,7 +73,7 @@ def acts_elementwise(factory: Factory, lr: float) -> bool:
 
 
 def can_be_differentiated(factory: Factory, lr: float) -> bool:
-    """Whether the derivative of the update in y and the gradient, by autograd, is its difference quotient."""
+    """Return True if the derivative of the update in y and the gradient, by autograd, is its difference quotient."""
     probe = _Probe(factory, lr)
     rule = probe.rule
     for size, scale in product(SCALES, SCALES):

@@ -25,7 +25,7 @@ def update_vjp(
     r"""Pull adjoints back through one update :math:`(y, m) \mapsto P(U(y, m, C(\nabla g)))` of a lower optimizer.
 
     Args:
-        rule: whose update it is, with its clipping C and projection P.
+        rule: the update, with its clipping C and projection P.
         values: y before the update.
         memory: its state m before the update, one dict per tensor.
         gradient: the gradient that the update used, before it was clipped.
@@ -64,6 +64,6 @@ def _is_smooth(value: Any, like: Tensor) -> bool:
 
 
 def _leaf(key: str, value: Any, like: Tensor) -> Any:
-    if not isinstance(value, Tensor) or key == "step":  # a count, which for a number y has the shape of y
+    if not isinstance(value, Tensor) or key == "step":  # a count; if y is a scalar, it has the shape of y
         return value
     return as_variable(value.clone(), value.is_floating_point() and value.shape == like.shape)
