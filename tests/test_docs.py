@@ -113,9 +113,9 @@ def test_version_is_that_of_the_package():
 
 
 def test_the_walk_through_a_step_is_the_one_that_is_made():
-    text = PAGES[ROOT / "CONTRIBUTING.md"].split("### How to read one eager step")[1].split("\n### ")[0]
-    walk, words = (re.findall(pattern, text, re.M) for pattern in (r"^\d+\. `(\S+\.py)`", r"^- (`.+`):"))
-    vocabulary = [file for line in words for file in re.findall(r"`(\S+)`", line)]
+    text = PAGES[ROOT / "CONTRIBUTING.md"].split("## One step, from call to update")[1].split("\n## ")[0]
+    parts = re.findall(r"^\d+\. ([^:]+):", text, re.M), re.findall(r"^Vocabulary: ([^:]+?)\n\n", text, re.M)
+    walk, vocabulary = ([file for part in own for file in re.findall(r"`(\S+)`", part)] for own in parts)
     x, y = torch.ones(3, requires_grad=True), torch.zeros(2, requires_grad=True)
     optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.5, lower_steps=3)
     losses = lambda: (y - 1).square().sum() / 2, lambda: (y - x.sum()).square().sum() / 2
