@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import GradcheckError
 from ..hypergradient import Estimate
 from ..optimizer.base import BilevelOptimizer
-from ..optimizer.signatures import called_rightly
+from ..optimizer.signatures import explain_bad_call
 from ..oracle.buffers import Buffers
 from ..oracle.oracle import Oracle
 from ..problem.finite_sum import FiniteSum
@@ -95,7 +95,7 @@ class HypergradientReport:
         )
 
 
-@called_rightly()
+@explain_bad_call()
 def check_hypergradient(
     optimizer: BilevelOptimizer,
     upper: Loss,

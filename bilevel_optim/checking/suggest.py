@@ -15,10 +15,10 @@ from torch import Tensor
 from ..errors import GradcheckError
 from ..optimizer.base import BilevelOptimizer
 from ..optimizer.declaration import methods as known_methods
-from ..optimizer.signatures import called_rightly
+from ..optimizer.signatures import explain_bad_call
 from ..oracle.buffers import Buffers
 from ..oracle.oracle import Oracle
-from ..oracle.session import Options, Session
+from ..oracle.session import EvaluationOptions, Session
 from ..problem.objective import Loss, Objective, as_objective
 from ..problem.parameters import Params, as_groups, is_number, require, require_choice, unnamed
 from ..problem.tasks import draw, sample, select
@@ -160,7 +160,7 @@ class Suggestion:
         return "\n".join([*lines, f"{self.gradients} gradients in {self.took:.1f} s"])
 
 
-@called_rightly()
+@explain_bad_call()
 def suggest(
     upper_params: Params,
     lower_params: Params,
@@ -299,7 +299,7 @@ class _Measured:
     def __init__(
         self, x: list[Tensor], y: list[Tensor], f: Objective, g: Objective, goes_on: Callable[[], bool]
     ) -> None:
-        self.oracle = Oracle(x, y, f, g, session=Session(Options()))
+        self.oracle = Oracle(x, y, f, g, session=Session(EvaluationOptions()))
         self.f, self.g = f.samples(), g.samples()
         self.y = _flat(self.oracle.y)
         each = self._lower_each(self.y)
@@ -368,7 +368,7 @@ class _Measured:
             why = "products with the Hessian differ from differences of gradients"
         except (RuntimeError, NotImplementedError) as error:
             why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        self.oracle.session = Session(Options(hvp="finite-difference"))
+        self.oracle.session = Session(EvaluationOptions(hvp="finite-difference"))
         return f"{why} (hvp='finite-difference' is used)"
 
     def notes(self) -> list[str]:

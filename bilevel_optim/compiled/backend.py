@@ -109,9 +109,9 @@ def backend_of(
             graph = copy.deepcopy(part) if repeated and all(isinstance(t, Tensor) for t in own) else None
             found = compile_fx_inner(part, own, **further)
             small = is_understood() and all(isinstance(t, Tensor) and t.is_cpu for t in own)
-            return Program(found, getattr(found, "current_callable", None) if small else None, graph, several)
+            return Program(found, getattr(found, "current_callable", None) if small else None, graph, unrolled)
 
-        def several(graph: GraphModule, own: list[Tensor]) -> Callable[[list[Any]], Sequence[Any]]:
+        def unrolled(graph: GraphModule, own: list[Tensor]) -> Callable[[list[Any]], Sequence[Any]]:
             found: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
                 graph, own, inner_compile=inner, config_patches=settings or None
             )

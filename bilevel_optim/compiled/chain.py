@@ -51,10 +51,10 @@ def set_apart(value: Any) -> Any:
         return kind([set_apart(part) for part in value])
     if kind is dict:
         return {name: set_apart(part) for name, part in value.items()}
-    return apart(value) if value is None or isinstance(value, Tensor) else tree_map(apart, value)
+    return detached(value) if value is None or isinstance(value, Tensor) else tree_map(detached, value)
 
 
-def apart(leaf: Any) -> Any:
+def detached(leaf: Any) -> Any:
     """Detach a tensor that needs no gradient, so that no guard relies on its identity; return other leaves unchanged.
 
     A batch may come twice, or a loss may read the same tensor by itself.

@@ -12,7 +12,7 @@ from ..hypergradient.estimate import Write
 from ..optimizer.step import StepResults
 from ..problem.vector import Vector
 
-__all__ = ["Accepted", "difference"]
+__all__ = ["Accepted", "mismatch"]
 
 TOLERANCE = 0.55  # a compiled step may differ by this power of the machine epsilon: differences magnify rounding
 LARGEST = 0.03  # tolerance for divided results: a loss that reads something else differs by more
@@ -31,7 +31,7 @@ class Accepted(NamedTuple):
     divisor: float = 1.0
 
 
-def difference(
+def mismatch(
     right: StepResults,
     found: StepResults,
     x: Sequence[Tensor],
@@ -75,8 +75,8 @@ def difference(
     for name, (vector, base, divisor) in parts(right).items():
         if name not in these:
             return name
-        shaken = None if others is None else others[name][0]
-        if not _close(vector, these[name][0], base, accepted._replace(divisor=divisor), shaken):
+        perturbed = None if others is None else others[name][0]
+        if not _close(vector, these[name][0], base, accepted._replace(divisor=divisor), perturbed):
             return name
     return None
 
@@ -91,7 +91,7 @@ def _close(
     found: Sequence[Tensor],
     base: Sequence[Tensor] | None,
     accepted: Accepted,
-    shaken: Sequence[Tensor] | None,
+    perturbed: Sequence[Tensor] | None,
 ) -> bool:
     """Return True if two vectors, or their distances from a base, are equal up to the accepted difference."""
     a, b = Vector(t.detach().double() for t in right), Vector(t.detach().double() for t in found)
@@ -102,13 +102,13 @@ def _close(
         return bool(distance <= (accepted.atol or 0.0) + (accepted.rtol or 0.0) * size)
     eps = max(torch.finfo(t.dtype).eps for t in right if t.is_floating_point())
     moved = size if base is None else (a - Vector(t.detach().double() for t in base)).norm()
-    if shaken is not None and bool(distance <= 100 * (b - Vector(t.detach().double() for t in shaken)).norm()):
+    if perturbed is not None and bool(distance <= 100 * (b - Vector(t.detach().double() for t in perturbed)).norm()):
         return True
     least = eps**TOLERANCE
     return bool(distance <= min(least / accepted.divisor, max(least, LARGEST)) * moved + 100 * eps * (size + 1e-30))
 
 
-def shaken(tensors: Sequence[Tensor]) -> list[Tensor]:
+def perturbed_by_rounding(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return copies of tensors that differ by rounding, each entry up or down."""
     generator, found = torch.Generator().manual_seed(0), []
     for t in tensors:

@@ -20,7 +20,7 @@ from ..oracle.oracle import Oracle
 from ..oracle.session import COUNTERS, LowerTrend, Session
 from ..oracle.substitution import Substitution
 from ..problem.parameters import LEVELS
-from ..problem.values import changed
+from ..problem.values import replace
 from ..problem.vector import Vector, as_variable
 from ..solvers.limits import Limits
 from ..solvers.lower import LowerRule, LowerRules
@@ -31,19 +31,19 @@ __all__ = ["PureStep", "State", "following", "results_of", "state_of"]
 State = dict[str, Any]  # a pytree of the tensors that a step reads and that change from step to step
 
 
-def state_of(given: StepInputs, x: Vector, y: Vector, buffers: Sequence[Tensor], rates: Sequence[Tensor]) -> State:
+def state_of(inputs: StepInputs, x: Vector, y: Vector, buffers: Sequence[Tensor], rates: Sequence[Tensor]) -> State:
     """Return the state that a step reads, as a pytree."""
     return {
         "x": [*x],
         "y": [*y],
         "buffers": [*buffers],
         "rates": [*rates],
-        "memory": {name: [*vector] for name, vector in given.memory.items()},
-        "upper_memory": {name: [*vector] for name, vector in given.upper_memory.items()},
-        "tables": dict(given.tables),
-        "solver": _copied(given.solver),
-        "upper_solver": _copied(given.upper_solver),
-        "numbers": {name: value for name, value in given.numbers.items() if isinstance(value, Tensor)},
+        "memory": {name: [*vector] for name, vector in inputs.memory.items()},
+        "upper_memory": {name: [*vector] for name, vector in inputs.upper_memory.items()},
+        "tables": dict(inputs.tables),
+        "solver": _copied(inputs.solver),
+        "upper_solver": _copied(inputs.upper_solver),
+        "numbers": {name: value for name, value in inputs.numbers.items() if isinstance(value, Tensor)},
     }
 
 
@@ -69,7 +69,7 @@ class PureStep:
         self,
         method: BilevelOptimizer,
         here: Oracle,
-        given: StepInputs,
+        inputs: StepInputs,
         update: bool,
         buffers: Sequence[Tensor],
         *,
@@ -77,10 +77,10 @@ class PureStep:
     ) -> None:
         self.method, self.update, self.buffers, self.connected = method, update, list(buffers), connected
         self.live_x, self.live_y, self.names = [*here.live_x], [*here.live_y], [*here.names]
-        self._found, self._options = changed(here.session.found), method._oracle_options
+        self._found, self._options = replace(here.session.found), method._oracle_options
         self.differentiates_twice = bool(self._found.fused)
-        self._given = changed(
-            given, memory={}, upper_memory={}, tables={}, solver=None, upper_solver=None, random_inputs={},
+        self._given = replace(
+            inputs, memory={}, upper_memory={}, tables={}, solver=None, upper_solver=None, random_inputs={},
             generator=None,
         )  # fmt: skip
         self._rules = _rules_of(method._rules)
@@ -119,14 +119,14 @@ class PureStep:
 
     def _session(self, evaluation: _Evaluation) -> Session:
         return Session(
-            options=changed(self._options, evaluation=evaluation, graphs_outlast=True),
-            found=changed(self._found),
+            options=replace(self._options, evaluation=evaluation, graphs_outlast=True),
+            found=replace(self._found),
             buffers=_COMPLETE,
             counts=dict.fromkeys(COUNTERS, 0),
             checks=Checks(),
             gathered=Gathered(),
             buffers_skipped=len(self.buffers) > 0,
-            reached=set(),
+            depends_on_something=set(),
             warned=set(),
             trend=LowerTrend(),
         )
@@ -137,9 +137,9 @@ class PureStep:
         upper = [{**group, "lr": rate} for group, rate in zip(given.upper_groups, rates[:split], strict=True)]
         lower = [{**group, "lr": rate} for group, rate in zip(given.lower_groups, rates[split:], strict=True)]
         if "projection" in losses:
-            limits = changed(limits, projection=losses["projection"])
+            limits = replace(limits, projection=losses["projection"])
         upper_rules, rules = self._upper_rules, self._rules
-        return changed(
+        return replace(
             given,
             upper_groups=upper,
             lower_groups=lower,

@@ -26,7 +26,7 @@ from ..optimizer.base import STILL, BilevelOptimizer, Loss, as_objective
 from ..optimizer.checkpoint import OWN
 from ..optimizer.lower_checks import probe
 from ..optimizer.state import TABLE
-from ..optimizer.step import StepInputs, StepResults, changed
+from ..optimizer.step import StepInputs, StepResults, replace
 from ..optimizer.transaction import Write, make, writes_of
 from ..oracle.buffers import unnoted
 from ..oracle.oracle import Oracle
@@ -39,7 +39,7 @@ from ..solvers.lower import is_known
 from .alone import alone, gradients_aside
 from .backend import Call, Program, WantsConstants, backend_of, watched
 from .chain import Chain, Unchained, leaves_of, set_apart
-from .compare import Accepted, difference, shaken
+from .compare import Accepted, mismatch, perturbed_by_rounding
 from .draws import MOST_TERMS, Drawn, GivenData, Recorded, Sources, draw, draw_tasks
 from .pure import PureStep, State, results_of, state_of
 from .reasons import Refused, reason_of, require_no_effects
@@ -451,7 +451,7 @@ class CompiledSteps:
         given = optimizer._inputs(
             by_level(optimizer.param_groups), optimizer.parameters("upper"), optimizer.parameters("lower")
         )
-        given = changed(given, numbers=given.numbers | sources.terms)
+        given = replace(given, numbers=given.numbers | sources.terms)
         draws: Sequence[Any] | None
         if sources.tasks is None:
             draws = optimizer._draws(given)
@@ -567,11 +567,11 @@ class CompiledSteps:
 
         with torch.no_grad():
             made = results(found)
-            what = difference(right, made, oracle.x, oracle.y, accepted, part)
+            what = mismatch(right, made, oracle.x, oracle.y, accepted, part)
             if what is not None:  # it may be a small difference of large terms, as near a solution
-                moved = {**state, "x": shaken(state["x"]), "y": shaken(state["y"])}
+                moved = {**state, "x": perturbed_by_rounding(state["x"]), "y": perturbed_by_rounding(state["y"])}
                 otherwise = self._known(entry, given._replace(state=moved))
-                what = difference(right, made, oracle.x, oracle.y, accepted, part, results(otherwise))
+                what = mismatch(right, made, oracle.x, oracle.y, accepted, part, results(otherwise))
         return Compared(made, found["buffers"], what)
 
     # ------------------------------------------------------------------------------------------------ programs
@@ -660,9 +660,9 @@ class CompiledSteps:
         given = optimizer._inputs(by_level(optimizer.param_groups), pure.live_x, pure.live_y, y)
         return state_of(given, x, y, pure.buffers, self._now(y[0].device))
 
-    def _read(self, given: StepInputs, oracle: Oracle, buffers: Sequence[Tensor]) -> State:
+    def _read(self, inputs: StepInputs, oracle: Oracle, buffers: Sequence[Tensor]) -> State:
         """Return the state that an eager step reads."""
-        return state_of(given, oracle.x, oracle.y, buffers, self._now(oracle.device))
+        return state_of(inputs, oracle.x, oracle.y, buffers, self._now(oracle.device))
 
     def _now(self, device: torch.device) -> list[Tensor]:
         """Return the learning rates as tensors, new ones if a rate has changed, so that no schedule recompiles."""

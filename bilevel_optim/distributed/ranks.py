@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..problem.random import apart
+from ..problem.random import derive_generator
 from ..problem.vector import Vector, is_sharded
 from ..pytree import tree_map
 from .failures import exchange, report
@@ -160,7 +160,7 @@ class Ranks:
 
     def own(self, generator: torch.Generator | None, *numbers: int) -> torch.Generator | None:
         """Return a generator for this rank's task data, so that the ranks' common generators stay equal."""
-        return generator if self.world == 1 else apart(generator, self.rank, *numbers)
+        return generator if self.world == 1 else derive_generator(generator, self.rank, *numbers)
 
     def place(self, index: int) -> int:
         """Return the index, among all drawn tasks, of the task with this index in this rank's part."""

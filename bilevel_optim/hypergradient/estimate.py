@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..problem.values import changed, values
+from ..problem.values import replace, values
 from ..problem.vector import Vector
 from ..solvers.lower import Memory
 
@@ -55,7 +55,7 @@ class Estimate:
     tables: dict[str, Tensor] = field(default_factory=dict)
     writes: tuple[Write, ...] = ()
     numbers: dict[str, Any] = field(default_factory=dict)
-    complete: bool = False
+    covers_all_vectors: bool = False
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -63,9 +63,9 @@ class Estimate:
         return {"hypergradient_norm": self.gradient, **self.diagnostics}
 
     @property
-    def shown(self) -> list[Tensor] | None:
+    def tensors_to_check(self) -> list[Tensor] | None:
         """Tensors that are not finite if a vector of an oracle was not. None: check the vectors themselves."""
-        if not self.complete:
+        if not self.covers_all_vectors:
             return None
         found = [*self.gradient]
         for vector in (self.lower, *self.memory.values(), *self.upper_memory.values()):
@@ -75,7 +75,7 @@ class Estimate:
     def noting(self, **diagnostics: Any) -> Estimate:
         """Return a copy with more diagnostics; those that are None are left out."""
         known = {name: value for name, value in diagnostics.items() if value is not None}
-        return changed(self, diagnostics={**self.diagnostics, **known})
+        return replace(self, diagnostics={**self.diagnostics, **known})
 
 
 def measured(figures: Mapping[str, Any], above: int = -1) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from ..oracle.lanes import stacked, weighted_upper
 from ..oracle.oracle import Oracle
 from ..oracle.second_order import LowerSystem
 from ..problem.objective import Sample
-from ..problem.placement import uploaded
+from ..problem.placement import to_device
 from ..problem.profiling import span
 from ..problem.tasks import select
 from ..problem.vector import Vector
@@ -116,10 +116,10 @@ def multilevel(
         torch.stack([ends[kind][i][row] for row, kind in zip(lanes.rows, lanes.kinds, strict=True)])
         for i in range(len(oracle.y))
     )
-    points = _PathPoints(oracle, stacked(oracle, y, alike=True), path, torch.tensor(lanes.rows, device="cpu"))
-    weights = uploaded(lanes.weights, y[0].device, y[0].dtype)
-    deepest = uploaded([i for i, kind in enumerate(lanes.kinds) if kind == LAST], y[0].device)
-    differences = [] if measured is None else [uploaded(lanes.difference(measured), y[0].device, y[0].dtype)]
+    points = _PathPoints(oracle, stacked(oracle, y, shared_rng=True), path, torch.tensor(lanes.rows, device="cpu"))
+    weights = to_device(lanes.weights, y[0].device, y[0].dtype)
+    deepest = to_device([i for i, kind in enumerate(lanes.kinds) if kind == LAST], y[0].device)
+    differences = [] if measured is None else [to_device(lanes.difference(measured), y[0].device, y[0].dtype)]
     values, gradient, adjoint, changes = weighted_upper(
         points.problem, points.sample("upper", UPPER), weights, differences
     )
@@ -195,7 +195,7 @@ class _PathPoints:
                 for slot in self.path.slots
             ]
             counts = [last[row] + 1 for row in self.rows.tolist()]
-        lengths = uploaded(counts, problem.device)
+        lengths = to_device(counts, problem.device)
         total, term = r, r
         ratio = torch.zeros((), dtype=torch.float64, device=problem.device)
         for n, product in enumerate(self.products(counts), 1):
@@ -223,7 +223,7 @@ class _PathPoints:
                 with self.problem.lower_system(sample) as system:
                     yield system.hvp
                 continue
-            some = stacked(self.oracle, Vector(t[going] for t in self.problem.y), alike=True)
+            some = stacked(self.oracle, Vector(t[going] for t in self.problem.y), shared_rng=True)
             with some.lower_system(Sample(some.g.loss, (select(head, self.rows[going]),))) as system:
 
                 def embedded(v: Vector, system: LowerSystem = system, going: list[int] = going) -> Vector:
@@ -244,9 +244,9 @@ def smoothness(oracle: Oracle, contexts: Contexts, start: Vector, iterations: in
         start: stacked lower points.
         iterations: number of products.
     """
-    problem = stacked(oracle, start, alike=True)
+    problem = stacked(oracle, start, shared_rng=True)
     v = Vector(
-        uploaded(torch.randn(t.shape, generator=contexts.counters.generator(POWER, i), device="cpu"), t.device).to(t)
+        to_device(torch.randn(t.shape, generator=contexts.counters.generator(POWER, i), device="cpu"), t.device).to(t)
         for i, t in enumerate(start)
     )
     norm = v.lane_norm()

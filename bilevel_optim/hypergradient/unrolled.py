@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..oracle.features import Apart
+from ..oracle.features import FeatureCut
 from ..oracle.oracle import Oracle
 from ..oracle.second_order import LowerSystem
 from ..problem.objective import Sample
 from ..problem.vector import Vector
-from ..solvers.lower import LowerRule, Memory, turned, watched_growth
+from ..solvers.lower import LowerRule, Memory, gradient_dot, watched_growth
 from ..solvers.unrolling import update_vjp
 from .estimate import Estimate
 
@@ -27,7 +27,7 @@ class _Step(NamedTuple):
     memory: Memory
     sample: Sample
     system: LowerSystem | None  # None: built again when it is needed
-    apart: Apart | None  # collects derivatives in features over all steps on one batch, to pull them back to x once
+    cut: FeatureCut | None  # collects derivatives in features over all steps on one batch, to pull them back to x once
 
 
 def unrolled(
@@ -72,10 +72,10 @@ def unrolled(
     solved = rule.run(oracle.y, rule.fresh() if memory is None else memory, steps - differentiated, draw)
     trajectory: list[_Step] = []
     norms: list[Tensor] = []
-    parts: list[Apart] = []
+    parts: list[FeatureCut] = []
     for k in range(differentiated):
-        point, sample, apart = _differentiable(oracle, solved.y, parts)
-        step = _Step(point, solved.memory, sample, point.kept_system(sample) if keep_graphs else None, apart)
+        point, sample, cut = _differentiable(oracle, solved.y, parts)
+        step = _Step(point, solved.memory, sample, point.kept_system(sample) if keep_graphs else None, cut)
         trajectory.append(step)
         sized = k in (0, differentiated // 2, differentiated - 1)
         before, solved = solved, rule.step(solved.y, solved.memory, partial(_evaluated, step), sized=sized)
@@ -87,16 +87,16 @@ def unrolled(
     while trajectory:
         step = trajectory.pop()
         adjoint, cross, memory_adjoint = _pulled_back(rule, step, adjoint, memory_adjoint)
-        if step.apart is None:
+        if step.cut is None:
             h = h + cross
         else:
-            step.apart.add(cross)
+            step.cut.add(cross)
     for part in parts:
         if part.usable:
             h = h + part.pulled_back()
     if len(norms) == 3:
         first, middle, last = norms
-        turn = turned(before, solved)
+        turn = gradient_dot(before, solved)
         diagnostics = {"lower_residual": last, **watched_growth(oracle.session, (first, middle), last, turn)}
     else:
         diagnostics = solved.watched(oracle.session)
@@ -104,16 +104,16 @@ def unrolled(
     return Estimate(loss, h, diagnostics, start=start, lower=solved.y, solver=solved.memory)
 
 
-def _differentiable(oracle: Oracle, y: Vector, parts: list[Apart]) -> tuple[Oracle, Sample, Apart | None]:
+def _differentiable(oracle: Oracle, y: Vector, parts: list[FeatureCut]) -> tuple[Oracle, Sample, FeatureCut | None]:
     """Return the point and sample of the next step, and the feature derivatives; steps on one batch share these."""
     sample = oracle.g.draw()
     if sample.features is None:
         return oracle.at(lower=y), sample, None
-    apart = next((part for part in parts if part.features is sample.features), None)
-    if apart is None:
-        apart = Apart(oracle, sample)
-        parts.append(apart)
-    return (*apart.at(y, sample), apart) if apart.usable else (oracle.at(lower=y), sample, None)
+    cut = next((part for part in parts if part.features is sample.features), None)
+    if cut is None:
+        cut = FeatureCut(oracle, sample)
+        parts.append(cut)
+    return (*cut.at(y, sample), cut) if cut.usable else (oracle.at(lower=y), sample, None)
 
 
 def _evaluated(step: _Step, y: Vector) -> tuple[Tensor | None, Vector]:

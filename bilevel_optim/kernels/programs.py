@@ -126,8 +126,8 @@ def _turn(
     before, after, curvature = tl.load(rr + lane), tl.load(lengths + lane), tl.load(curvatures + lane)
     _, going, negative = _alpha(before, tl.load(active + lane) != 0, curvature)
     beta = tl.where(going, after / tl.where(before > 0, before, 1.0), 0.0).to(DTYPE)
-    turned = tl.load(r + at, mask=inside).to(DTYPE) + tl.load(p + at, mask=inside).to(DTYPE) * beta
-    tl.store(new_p + at, turned.to(new_p.dtype.element_ty), mask=inside)
+    gradient_dot = tl.load(r + at, mask=inside).to(DTYPE) + tl.load(p + at, mask=inside).to(DTYPE) * beta
+    tl.store(new_p + at, gradient_dot.to(new_p.dtype.element_ty), mask=inside)
     if part == 0:
         tl.store(new_rr + lane, tl.where(going, after, before))
         tl.store(negatives + lane, negative)

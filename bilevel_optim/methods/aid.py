@@ -11,7 +11,7 @@ from ..optimizer.base import BilevelOptimizer
 from ..optimizer.declaration import MethodInfo
 from ..optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ..optimizer.options import InitVar, choice, count, function, number
-from ..optimizer.step import StepInputs, changed
+from ..optimizer.step import StepInputs, replace
 from ..oracle.oracle import Oracle
 from ..solvers import linear
 from ..solvers.linear import LinearSolution
@@ -108,39 +108,39 @@ class AID(BilevelOptimizer):
         super()._arrange(options)
         self._lower_solver = options["lower_solver"]
 
-    def _draws(self, given: DrawInputs) -> list[Draw]:
+    def _draws(self, inputs: DrawInputs) -> list[Draw]:
         """Those of the lower steps, then one of each for the linear system."""
-        return [LOWER] * self._lower_step_count(given.steps) + [UPPER, LOWER]
+        return [LOWER] * self._lower_step_count(inputs.steps) + [UPPER, LOWER]
 
-    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Lower steps, then the linear system at their end."""
-        here = given.descended(oracle, self._lower_step_count(given.steps))
-        estimate = here.with_lower(self._implicit_estimate(here.oracle, given))
-        chosen = {name: given.numbers[name] for name in ("linear_solver",) if name in given.numbers}
-        return changed(estimate, numbers=chosen) if chosen else estimate
+        here = inputs.run_lower_steps(oracle, self._lower_step_count(inputs.steps))
+        estimate = here.with_lower(self._implicit_estimate(here.oracle, inputs))
+        chosen = {name: inputs.numbers[name] for name in ("linear_solver",) if name in inputs.numbers}
+        return replace(estimate, numbers=chosen) if chosen else estimate
 
-    def _implicit_estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def _implicit_estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """The hypergradient at the oracle's point, from the last solution of the linear system if it is to be kept."""
         dense = self.linear_solver == "direct"
         warm = self.warm_start and self.linear_solver != "neumann" and not dense
-        start = given.memory.get("linear_solution") if warm else None
-        estimate = implicit(oracle, self._linear_solve(given), start, dense=dense)
-        return estimate if warm else changed(estimate, memory={})
+        start = inputs.memory.get("linear_solution") if warm else None
+        estimate = implicit(oracle, self._linear_solve(inputs), start, dense=dense)
+        return estimate if warm else replace(estimate, memory={})
 
-    def _linear_solve(self, given: StepInputs) -> Callable[..., LinearSolution]:
+    def _linear_solve(self, inputs: StepInputs) -> Callable[..., LinearSolution]:
         """The linear solver with its arguments."""
-        name = given.numbers.get("linear_solver", self.linear_solver)
+        name = inputs.numbers.get("linear_solver", self.linear_solver)
         if name == "direct":
             return partial(linear.direct, damping=self.damping)
         stop = partial(_SOLVE[name], steps=self.linear_steps, tol=self.linear_tol, damping=self.damping)
         if name in ("neumann", "fixed_point"):
-            return partial(stop, lr=given.linear_rates(self.linear_lr))
+            return partial(stop, lr=inputs.linear_rates(self.linear_lr))
         return stop
 
     def _reacts_to(self, numbers: Mapping[str, Any]) -> str | None:
         """A lower Hessian that is not positive definite, where the solver may change."""
         return "indefinite" if self.linear_solver == "auto" and "linear_solver" not in numbers else None
 
-    def _react(self, oracle: Oracle, given: StepInputs, estimate: Estimate) -> tuple[Oracle, StepInputs]:
+    def _react(self, oracle: Oracle, inputs: StepInputs, estimate: Estimate) -> tuple[Oracle, StepInputs]:
         """Change from CG to MINRES."""
-        return oracle, changed(given, numbers={**given.numbers, "linear_solver": "minres"})
+        return oracle, replace(inputs, numbers={**inputs.numbers, "linear_solver": "minres"})

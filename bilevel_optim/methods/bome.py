@@ -109,16 +109,16 @@ class BOME(BilevelOptimizer):
         """Every task by itself, because each has a multiplier of its own."""
         return [slice(i, i + 1) for i in range(tasks)]
 
-    def _draws(self, given: DrawInputs) -> list[Draw]:
+    def _draws(self, inputs: DrawInputs) -> list[Draw]:
         """Those of the joint steps, each after its lower steps, if it has any."""
         alone = [LOWER] * self.lower_steps * (self.barrier == "value") + [UPPER, LOWER]
         return alone * (self.joint_steps - 1) + [LOWER] * self.lower_steps + [UPPER, LOWER]
 
-    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """The common direction: its part in x is the estimate, that in y is followed at once."""
         for _ in range(self.joint_steps - 1):
-            oracle = self._settled(oracle, given)
-        ends = given.anew().descended(oracle, self.lower_steps).oracle
+            oracle = self._settled(oracle, inputs)
+        ends = inputs.anew().run_lower_steps(oracle, self.lower_steps).oracle
         loss, f_x, f_y = oracle.upper(oracle.f.draw(once=True))
         sample = oracle.g.draw()
         value, g_x, g_y = oracle.lower_jointly(sample)
@@ -127,20 +127,20 @@ class BOME(BilevelOptimizer):
         multiplier = self._multiplier(f, q, gap)
         direction = f + q.times(multiplier)
         split = len(f_x)
-        y = self._followed(oracle, given, Vector(direction[split:]))
+        y = self._followed(oracle, inputs, Vector(direction[split:]))
         diagnostics = {"lower_residual": g_y, "gap": gap, "multiplier": multiplier}
         return Estimate(loss, Vector(direction[:split]), diagnostics, lower=y)
 
-    def _settled(self, oracle: Oracle, given: StepInputs) -> Oracle:
+    def _settled(self, oracle: Oracle, inputs: StepInputs) -> Oracle:
         """After a step of y alone, for which the gradient of q is that of g."""
         gap = torch.zeros((), device=oracle.device)
-        ends = given.anew().descended(oracle, self.lower_steps).oracle if self.barrier == "value" else None
+        ends = inputs.anew().run_lower_steps(oracle, self.lower_steps).oracle if self.barrier == "value" else None
         _, f = lower_slope(oracle, "upper", oracle.f.draw(once=True))
         sample = oracle.g.draw()
         value, q = oracle.lower(sample)
         if ends is not None:
             gap = value - ends.lower(sample)[0]
-        return oracle.at(lower=self._followed(oracle, given, f + q.times(self._multiplier(f, q, gap))))
+        return oracle.at(lower=self._followed(oracle, inputs, f + q.times(self._multiplier(f, q, gap))))
 
     def _multiplier(self, f: Vector, q: Vector, gap: Tensor) -> Tensor:
         """The least weight of q's gradient with which q falls as fast as the barrier asks."""
@@ -150,8 +150,8 @@ class BOME(BilevelOptimizer):
         bound = self.eta * (norm if self.barrier == "grad_norm" else gap.to(norm) / safe)
         return torch.where(norm > 0, (bound - f.dot(q.times(1 / safe))).clamp_min(0) / safe, 0.0)
 
-    def _followed(self, oracle: Oracle, given: StepInputs, direction: Vector) -> Vector:
+    def _followed(self, oracle: Oracle, inputs: StepInputs, direction: Vector) -> Vector:
         """Y after a step along a direction."""
-        y = oracle.y - direction * given.linear_rates(self.joint_lr)
+        y = oracle.y - direction * inputs.linear_rates(self.joint_lr)
         oracle.checks.finite("lower_grad", y)
         return y

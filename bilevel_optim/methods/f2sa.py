@@ -18,7 +18,7 @@ from ..optimizer.base import BilevelOptimizer
 from ..optimizer.declaration import MethodInfo
 from ..optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ..optimizer.options import choice, count, flag, number
-from ..optimizer.step import StepInputs, Update, changed
+from ..optimizer.step import StepInputs, Update, replace
 from ..oracle.copies import evaluate_copies
 from ..oracle.differentiable import working_unit
 from ..oracle.oracle import Oracle
@@ -235,24 +235,24 @@ class F2SA(BilevelOptimizer):
     @property
     def stencil(self) -> str:
         """The present stencil, which ``"auto"`` may have changed."""
-        changed: str = self.numbers.get("stencil", self._given_stencil)
-        return stencil_of(self.order, changed).kind
+        present: str = self.numbers.get("stencil", self._given_stencil)
+        return stencil_of(self.order, present).kind
 
     @property
     def _given_length(self) -> bool:
         return bool(self.normalize)
 
-    def _draws(self, given: DrawInputs) -> list[Draw]:
+    def _draws(self, inputs: DrawInputs) -> list[Draw]:
         """A pair for each lower step, or one for each copy; then a pair for the difference."""
-        n = 1 if self.samples == "shared" else len(self._formula(given).nodes)
+        n = 1 if self.samples == "shared" else len(self._formula(inputs).nodes)
         return ([UPPER] * n + [LOWER] * n) * self.lower_steps + [UPPER, LOWER]
 
-    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Lower steps of all copies, then the finite difference between them."""
-        formula = self._formula(given)
+        formula = self._formula(inputs)
         n, interpolation = len(formula.nodes), [w.numerator / w.denominator for w in formula.interpolation]
-        copies, kept = self._copies(oracle, given, n, interpolation)
-        rule, memory = given.solver_for(copies) if kept else changed(given, solver=None).solver_for(copies)
+        copies, kept = self._copies(oracle, inputs, n, interpolation)
+        rule, memory = inputs.solver_for(copies) if kept else replace(inputs, solver=None).solver_for(copies)
         start, solved = copies, rule.run(copies, memory, self.lower_steps, partial(self._perturbed, oracle, formula))
         copies = solved.y
         oracle.checks.finite("lower_grad", copies, DIVERGED)
@@ -263,27 +263,27 @@ class F2SA(BilevelOptimizer):
         found = solved.watched(oracle.session)
         if solved.gradient is not None:
             found["lower_residual"] = solved.norm(lanes=True)
-        spread = self._watched_spread(oracle, y, copies, formula, given)
+        spread = self._watched_spread(oracle, y, copies, formula, inputs)
         if formula.nodes == (-1, 1) and solved.early is not None:
-            self._watch_leaving(oracle, solved, start, found["lower_residual"], given)
-        estimate = changed(estimate, diagnostics={})
-        return changed(
+            self._watch_leaving(oracle, solved, start, found["lower_residual"], inputs)
+        estimate = replace(estimate, diagnostics={})
+        return replace(
             estimate.noting(**found, spread=spread),
             lower=y,
             memory={"copies": copies},
             solver=solved.memory,
-            numbers={k: given.numbers[k] for k in ("stencil",) if k in given.numbers},
+            numbers={k: inputs.numbers[k] for k in ("stencil",) if k in inputs.numbers},
         )
 
-    def _formula(self, given: DrawInputs) -> Stencil:
-        kind = self.order, given.numbers.get("stencil", self._given_stencil)
+    def _formula(self, inputs: DrawInputs) -> Stencil:
+        kind = self.order, inputs.numbers.get("stencil", self._given_stencil)
         if kind not in self._formulas:
             self._formulas[kind] = stencil_of(*kind)
         return self._formulas[kind]
 
-    def _copies(self, oracle: Oracle, given: StepInputs, n: int, interpolation: list[float]) -> tuple[Vector, bool]:
+    def _copies(self, oracle: Oracle, inputs: StepInputs, n: int, interpolation: list[float]) -> tuple[Vector, bool]:
         """Stacked copies, and whether they go on: all start at one point, and later move with y if it was changed."""
-        copies = given.memory.get("copies")
+        copies = inputs.memory.get("copies")
         if copies is None or len(copies[0]) != n or not self.warm_start:
             return stack([oracle.y] * n), False
         moved = oracle.y - copies.combine(interpolation)  # exactly zero if nobody wrote to the live y
@@ -306,7 +306,9 @@ class F2SA(BilevelOptimizer):
 
         return gradient
 
-    def _watched_spread(self, oracle: Oracle, y: Vector, copies: Vector, formula: Stencil, given: StepInputs) -> Tensor:
+    def _watched_spread(
+        self, oracle: Oracle, y: Vector, copies: Vector, formula: Stencil, inputs: StepInputs
+    ) -> Tensor:
         """Distance of each copy from y* per unit of perturbation; similar for all as long as nu is small enough.
 
         For a quadratic pair it is proportional to 1/(1 + j nu r), so it shows a negative copy near its pole or beyond;
@@ -321,12 +323,12 @@ class F2SA(BilevelOptimizer):
             limit = SPREAD_LIMIT * max(map(abs, formula.nodes))
             apart = (known.max() > limit * known.min()) & (distances.max() > rounding)
             if any(j < 0 for j in formula.nodes):
-                oracle.checks.alert("diverging copies", self._diverging(formula, given), apart)
+                oracle.checks.alert("diverging copies", self._diverging(formula, inputs), apart)
             else:
                 oracle.checks.alert("uneven copies", UNEVEN, apart)
         return spread
 
-    def _watch_leaving(self, oracle: Oracle, solved: Solved, start: Vector, last: Tensor, given: StepInputs) -> None:
+    def _watch_leaving(self, oracle: Oracle, solved: Solved, start: Vector, last: Tensor, inputs: StepInputs) -> None:
         """Of order 2, see whether the copy at the negative node goes away: far beside the other one, and uphill.
 
         Over steps of a convex problem a gradient grows with a step size or a momentum that is too large, or by noise;
@@ -336,16 +338,16 @@ class F2SA(BilevelOptimizer):
         first, middle = solved.early
         own, other = (solved.y - start).lane_norm().unbind()
         apart = Vector(t[0] - t[1] for t in solved.y).norm()
-        text = self._diverging(self._formula(given), given)
+        text = self._diverging(self._formula(inputs), inputs)
         oracle.checks.alert_if("diverging copies", text, _leaves, own, other, apart, first[0], middle[0], last[0])
 
-    def _diverging(self, formula: Stencil, given: StepInputs) -> str:
+    def _diverging(self, formula: Stencil, inputs: StepInputs) -> str:
         return (
             "the copies of y are not similarly far from y*, or go away from it (see diagnostics['spread'], of order 2 "
             f"diagnostics['lower_residual'], for the nodes {formula.nodes}): those at negative nodes minimise "
             "g - |j| nu f, which is no longer strongly convex, so the hypergradient is not reliable. Use a smaller nu, "
             "stencil='forward' or order=1"
-            + (". Changing to stencil='forward' from here on" if self._reacts_to(given.numbers) else "")
+            + (". Changing to stencil='forward' from here on" if self._reacts_to(inputs.numbers) else "")
         )
 
     def _watch_rounding(self, oracle: Oracle) -> None:
@@ -365,18 +367,18 @@ class F2SA(BilevelOptimizer):
         """Copies that diverge, where the stencil may change."""
         return "diverging copies" if self._given_stencil == "auto" and "stencil" not in numbers else None
 
-    def _react(self, oracle: Oracle, given: StepInputs, estimate: Estimate) -> tuple[Oracle, StepInputs]:
+    def _react(self, oracle: Oracle, inputs: StepInputs, estimate: Estimate) -> tuple[Oracle, StepInputs]:
         """Change to a forward stencil, from the copy that is sound: those at negative nodes diverge."""
-        nodes = self._formula(given).nodes
+        nodes = self._formula(inputs).nodes
         sound = estimate.memory["copies"].lane(nodes.index(min(j for j in nodes if j > 0)))
-        return oracle.at(lower=sound), changed(given.anew(), numbers={**given.numbers, "stencil": "forward"})
+        return oracle.at(lower=sound), replace(inputs.anew(), numbers={**inputs.numbers, "stencil": "forward"})
 
-    def update(self, x: Vector, gradient: Vector, given: StepInputs) -> Update:
+    def update(self, x: Vector, gradient: Vector, inputs: StepInputs) -> Update:
         """The step, of length lr if ``normalize``."""
         if self.normalize:
             norm = gradient.norm()
             gradient = gradient.times(1 / torch.where(norm > 0, norm, 1.0))
-        return super().update(x, gradient, given)
+        return super().update(x, gradient, inputs)
 
 
 def _leaves(own: Any, other: Any, apart: Any, first: Any, middle: Any, last: Any) -> Any:

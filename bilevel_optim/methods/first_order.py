@@ -62,13 +62,13 @@ class FirstOrder(BilevelOptimizer):
 
     _responds = False
 
-    def _draws(self, given: DrawInputs) -> list[Draw]:
+    def _draws(self, inputs: DrawInputs) -> list[Draw]:
         """Those of the lower steps, then an upper one."""
         return [LOWER] * self.lower_steps + [UPPER]
 
-    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Lower steps, then the direct gradient."""
-        here = given.descended(oracle, self.lower_steps)
+        here = inputs.run_lower_steps(oracle, self.lower_steps)
         estimate = direct(here.oracle)
         oracle.session.note_reached(estimate.gradient)  # a zero direct gradient is what this method is there to show
         return here.with_lower(estimate)

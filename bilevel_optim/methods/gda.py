@@ -71,15 +71,15 @@ class GDA(MinimaxOptimizer):
     lower_steps: int = count(default=1)
     simultaneous: bool = flag(default=True)
 
-    def _draws(self, given: DrawInputs) -> list[Draw]:
+    def _draws(self, inputs: DrawInputs) -> list[Draw]:
         """Those of the ascent steps, then one for x; the last two are one if they are simultaneous."""
         return [LOWER] * (self.lower_steps - (self.simultaneous and self.lower_steps > 0)) + [UPPER]
 
-    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """The ascent steps, and the gradient in x at the last of them or after it."""
         together = self.simultaneous and self.lower_steps > 0
-        here = given.descended(oracle, self.lower_steps - together)
-        rule, _ = given.solver_for(oracle.y)
+        here = inputs.run_lower_steps(oracle, self.lower_steps - together)
+        rule, _ = inputs.solver_for(oracle.y)
         if not together:
             return here.with_lower(danskin(here.oracle, rule))
         sample, found = oracle.f.draw(once=rule.evaluates_once), []

@@ -13,7 +13,7 @@ from ..optimizer.declaration import MethodInfo
 from ..optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ..optimizer.minimax import MinimaxOptimizer
 from ..optimizer.options import InitVar, count, number, option
-from ..optimizer.step import StepInputs, Update, changed
+from ..optimizer.step import StepInputs, Update, replace
 from ..oracle.oracle import Oracle
 from ..oracle.second_order import UpperSystem
 from ..problem.random import uniform_ball
@@ -127,20 +127,20 @@ class iMCN(MinimaxOptimizer):
         """Whether ``step`` has nothing left to do, and returns the last loss."""
         return self.converged
 
-    def _draws(self, given: DrawInputs) -> list[Draw]:
+    def _draws(self, inputs: DrawInputs) -> list[Draw]:
         """Those of the ascent steps, then one for x."""
         return [LOWER] * self.lower_steps + [UPPER]
 
-    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """The ascent steps, and the gradient whose step minimises the cubic model there."""
-        given = changed(given, solver=None) if self._own_solver else given
-        here = given.descended(oracle, self.lower_steps)
-        point, rates = here.oracle, given.upper_rates
+        inputs = replace(inputs, solver=None) if self._own_solver else inputs
+        here = inputs.run_lower_steps(oracle, self.lower_steps)
+        point, rates = here.oracle, inputs.upper_rates
         with point.upper_system(point.f.draw()) as system:
             model = _CubicModel(point, system, self.cubic, self.linear_steps)
             s = model.cauchy_point()
             if self.perturbation > 0:
-                s = s + given.ranks.same(uniform_ball(oracle.x, self.perturbation, given.generator))
+                s = s + inputs.ranks.same(uniform_ball(oracle.x, self.perturbation, inputs.generator))
             s = model.descended(s, rates, self.cubic_steps)
             decrease = model.at(s).decrease
             ending = self.tol > 0 and bool(decrease < self.tol)
@@ -151,11 +151,11 @@ class iMCN(MinimaxOptimizer):
         estimate = here.with_lower(
             Estimate(system.loss, gradient, {"model_decrease": decrease}, numbers={"ending": ending})
         )
-        return changed(estimate, solver=None if self._own_solver else estimate.solver)
+        return replace(estimate, solver=None if self._own_solver else estimate.solver)
 
-    def update(self, x: Vector, gradient: Vector, given: StepInputs) -> Update:
+    def update(self, x: Vector, gradient: Vector, inputs: StepInputs) -> Update:
         """The step, which may be the last one."""
-        return changed(super().update(x, gradient, given), numbers={"converged": given.numbers.get("ending", False)})
+        return replace(super().update(x, gradient, inputs), numbers={"converged": inputs.numbers.get("ending", False)})
 
 
 class _CubicModel:

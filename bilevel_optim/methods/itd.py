@@ -87,11 +87,11 @@ class ITD(BilevelOptimizer):
         """As many tasks as are evaluated at once: the graphs of the others are gone by then."""
         return batched.slices(self._oracle_options.at_once(max(tasks, 1)), tasks)
 
-    def _draws(self, given: DrawInputs) -> list[Draw]:
+    def _draws(self, inputs: DrawInputs) -> list[Draw]:
         """Those of the lower steps, then an upper one."""
         return [LOWER] * self.lower_steps + [UPPER]
 
-    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Lower steps, and backpropagation through them."""
-        rule, memory = given.solver_for(oracle.y)
+        rule, memory = inputs.solver_for(oracle.y)
         return unrolled(oracle, rule, self.lower_steps, memory, truncate=self.truncate, checkpoint=self.checkpoint)

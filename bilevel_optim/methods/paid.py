@@ -70,15 +70,15 @@ class PAID(AID):
         """The numbers are those of the update."""
         return self._lower_step_count(steps)
 
-    def update(self, x: Vector, gradient: Vector, given: StepInputs) -> Update:
+    def update(self, x: Vector, gradient: Vector, inputs: StepInputs) -> Update:
         """The step of `AID`, and perhaps a perturbation after it."""
-        new = super().update(x, gradient, given).x
-        since = given.numbers.get("since")  # steps since the last perturbation
+        new = super().update(x, gradient, inputs).x
+        since = inputs.numbers.get("since")  # steps since the last perturbation
         since = None if since is None else since + 1
         if (
             (since is None or since > self.perturbation_period)
             and self.perturbation > 0
             and float(gradient.norm()) <= self.gradient_threshold
         ):
-            new, since = new + given.ranks.same(uniform_ball(x, self.perturbation, given.generator)), 0
+            new, since = new + inputs.ranks.same(uniform_ball(x, self.perturbation, inputs.generator)), 0
         return Update(new, numbers={"since": since})

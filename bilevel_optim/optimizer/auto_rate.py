@@ -28,7 +28,7 @@ from ..hypergradient.estimate import measured
 from ..oracle.differentiable import working_unit
 from ..oracle.oracle import Oracle
 from ..problem.objective import Ahead, Sample
-from ..problem.values import changed
+from ..problem.values import replace
 from ..problem.vector import Vector, is_sharded
 from ..solvers.agd import AGD
 from ..solvers.lower import LowerRule, is_known
@@ -59,23 +59,23 @@ def require_own_scale(made: torch.optim.Optimizer, method: str) -> None:
 
 
 def with_measured_rates(
-    oracle: Oracle, given: StepInputs, draws: Sequence[Draw] | None, *, exact: bool, margin: float
+    oracle: Oracle, inputs: StepInputs, draws: Sequence[Draw] | None, *, exact: bool, margin: float
 ) -> tuple[Oracle, StepInputs, Vector, dict[str, Tensor]]:
     """An oracle and the inputs for a step whose rates follow the curvature; what is remembered, and diagnostics.
 
     Args:
         oracle: of the step. The sample that this one looks at is the first one that the other gives.
-        given: inputs of the step.
+        inputs: inputs of the step.
         draws: what the step draws, if it is known.
         exact: whether second derivatives may be used; otherwise differences of gradients.
         margin: the rate is one over so many times the curvature.
     """
     oracle, sample = _with_first_sample(oracle, draws)
-    w = _followed(oracle, sample, given.memory.get(CURVATURE), exact)
+    w = _followed(oracle, sample, inputs.memory.get(CURVATURE), exact)
     curvature, rate = _curvature(w, margin)
-    groups, rule = _scaled(rate, given.lower_groups, given.rule)
-    given = changed(given, lower_groups=groups, rule=rule)
-    return oracle, given, w, {"lower_curvature": curvature, "lower_lr": rate}
+    groups, rule = _scaled(rate, inputs.lower_groups, inputs.rule)
+    inputs = replace(inputs, lower_groups=groups, rule=rule)
+    return oracle, inputs, w, {"lower_curvature": curvature, "lower_lr": rate}
 
 
 def led_away(estimate: Estimate) -> bool:
@@ -87,9 +87,9 @@ def led_away(estimate: Estimate) -> bool:
     return bool(step > NEGLIGIBLE * estimate.lower.norm())
 
 
-def stiffened(given: StepInputs, estimate: Estimate) -> StepInputs:
+def stiffened(inputs: StepInputs, estimate: Estimate) -> StepInputs:
     """Inputs for the same step with smaller rates, because that estimate's lower steps led away from a solution."""
-    return changed(given, memory={**given.memory, CURVATURE: estimate.memory[CURVATURE].times(STIFFER)})
+    return replace(inputs, memory={**inputs.memory, CURVATURE: estimate.memory[CURVATURE].times(STIFFER)})
 
 
 def rule_at(

@@ -22,8 +22,7 @@ from ..hypergradient.estimate import measured
 from ..oracle.advance import advance_buffers
 from ..oracle.checks import Checks
 from ..oracle.oracle import Oracle
-from ..oracle.session import WINDOW, LossFacts
-from ..oracle.session import Options as EvaluationOptions
+from ..oracle.session import WINDOW, EvaluationOptions, LossFacts
 from ..problem.objective import Loss, Objective, as_objective, version_of
 from ..problem.parameters import (
     LEVELS,
@@ -65,9 +64,9 @@ from .lower_checks import (
 )
 from .options import InitVar, Options, choice, chunk, count, factory, flag, function, is_generator, option
 from .placeholders import initial_state, initialises
-from .signatures import called_rightly, signature_of, wrong_arguments
+from .signatures import argument_error, explain_bad_call, signature_of
 from .state import RunState, recalled, remembered, solver_memory
-from .step import CURVATURE, FACTOR, Groups, Start, StepInputs, StepResults, Update, changed
+from .step import CURVATURE, FACTOR, Groups, Start, StepInputs, StepResults, Update, replace
 from .task_mean import task_mean
 from .transaction import Transaction, Write, undo_of, writes_of, writes_of_update
 
@@ -224,7 +223,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             try:
                 bound = cls.__signature__.bind(*arguments, **options)  # type: ignore[attr-defined]
             except TypeError as error:
-                raise wrong_arguments(cls, error, arguments, options, methods().values()) from None
+                raise argument_error(cls, error, arguments, options, methods().values()) from None
             if options.get("process_group") is not None:
                 bound.apply_defaults()
                 made = super().__new__(cls)
@@ -373,7 +372,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         self._run_state.written = {id(t): version_of(t) for t in self.parameters("upper")}
         return loss
 
-    @called_rightly("the number of steps goes by its name, run(upper, lower, steps=10)")
+    @explain_bad_call("the number of steps goes by its name, run(upper, lower, steps=10)")
     def run(self, upper: Loss, lower: Loss | None = None, *, steps: int, tasks: Any = None) -> Tensor:
         """Make many outer steps in one call: the same numbers as that many calls of ``step``.
 
@@ -411,7 +410,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             return losses
         return torch.cat([self.step(upper, lower, tasks=tasks).reshape(1) for _ in range(steps)])
 
-    @called_rightly()
+    @explain_bad_call()
     def propose(
         self,
         upper: Loss,
@@ -433,15 +432,15 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             if still:
                 inputs = self._without_lookahead(inputs)
             if callable(start):
-                inputs, start = changed(inputs, lower_init=start), None
+                inputs, start = replace(inputs, lower_init=start), None
             elif start is None and tasks is None and self.lower_init is not None:
                 start = fresh_start(oracle.y, oracle.lower_names(), self.lower_init)
             estimate = self._estimate(oracle, inputs, tasks, start)
             transaction.conclude()
             oracle.session.lower_sample = None  # a cycle, as after a step
-            return changed(estimate, diagnostics=measured(estimate.diagnostics))
+            return replace(estimate, diagnostics=measured(estimate.diagnostics))
 
-    @called_rightly()
+    @explain_bad_call()
     def adapt(
         self,
         lower: Loss,
@@ -519,7 +518,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
                 oracle.live_y.copy_(found)
         return found
 
-    @called_rightly()
+    @explain_bad_call()
     def compile(
         self,
         *,
@@ -820,29 +819,29 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             oracle.session.gathered.release()
         if warm or initial is not None:
             return estimate
-        return changed(estimate, memory={**estimate.memory, "initial": here.y})
+        return replace(estimate, memory={**estimate.memory, "initial": here.y})
 
-    def _estimated(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def _estimated(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """The estimate, with lower rates that follow the curvature where they are to."""
-        if not given.follows_curvature:
-            estimate = self.estimate(oracle, given)
-            return estimate if self._lower_solver is None else self._watched(oracle, given, estimate)
+        if not inputs.follows_curvature:
+            estimate = self.estimate(oracle, inputs)
+            return estimate if self._lower_solver is None else self._watched(oracle, inputs, estimate)
         terms = {f"{level}_terms": own.terms for level, own in (("upper", oracle.f), ("lower", oracle.g)) if own.terms}
-        draws = self._draws(changed(given, numbers=given.numbers | terms))
-        oracle, given, curvature, told = with_measured_rates(
-            oracle, given, draws, exact=self.declared.second_order, margin=self._curvature_margin
+        draws = self._draws(replace(inputs, numbers=inputs.numbers | terms))
+        oracle, inputs, curvature, told = with_measured_rates(
+            oracle, inputs, draws, exact=self.declared.second_order, margin=self._curvature_margin
         )
-        estimate = self.estimate(oracle, given)
+        estimate = self.estimate(oracle, inputs)
         if self._lower_solver is not None:
-            estimate = self._watched(oracle, given, estimate)
+            estimate = self._watched(oracle, inputs, estimate)
         memory = {**estimate.memory, CURVATURE: curvature}
-        return changed(estimate, memory=memory, diagnostics={**estimate.diagnostics, **told})
+        return replace(estimate, memory=memory, diagnostics={**estimate.diagnostics, **told})
 
-    def _watched(self, oracle: Oracle, given: StepInputs, estimate: Estimate) -> Estimate:
+    def _watched(self, oracle: Oracle, inputs: StepInputs, estimate: Estimate) -> Estimate:
         """The estimate, with a warning if the user's solver has left y where it is no solution."""
         residual = estimate.diagnostics.get("lower_residual")
         if residual is not None:
-            rate = max(given.lower_rates, default=0.0)
+            rate = max(inputs.lower_rates, default=0.0)
             length, y = residual.norm() * rate, oracle.y if estimate.lower is None else estimate.lower
             oracle.checks.alert_if("unsolved", UNSOLVED, _is_far, length, y.norm())
         return estimate
@@ -860,32 +859,32 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         require_own_scale(probe(self._lower_factory, 1.0), method)
         return None
 
-    def _checked(self, oracle: Oracle, given: StepInputs, make: Callable[[Oracle, StepInputs], Estimate]) -> Estimate:
+    def _checked(self, oracle: Oracle, inputs: StepInputs, make: Callable[[Oracle, StepInputs], Estimate]) -> Estimate:
         """An estimate whose flags have been read; made again where the method reacts to them."""
         if is_dynamo_compiling():
-            return make(oracle, given)
-        smaller = SMALLER if given.follows_curvature else 0  # how often the lower rate may still be made smaller
+            return make(oracle, inputs)
+        smaller = SMALLER if inputs.follows_curvature else 0  # how often the lower rate may still be made smaller
         while True:
-            estimate, session = make(oracle, given), oracle.session
+            estimate, session = make(oracle, inputs), oracle.session
             session.conclude()
             session.warn_of_unreached(oracle.lower_names)
             if not self.check_finite:
                 return estimate
             try:
                 quiet = {GROWS, LED_AWAY} if smaller else {LED_AWAY}
-                alerts = session.checks.verify(given.steps, session.warned, estimate.shown, quiet)
+                alerts = session.checks.verify(inputs.steps, session.warned, estimate.tensors_to_check, quiet)
                 stiffer = smaller > 0 and (GROWS in alerts or (LED_AWAY in alerts and led_away(estimate)))
             except NonFiniteError:
                 if not smaller:
                     raise
                 stiffer = True
             if stiffer:
-                given, smaller = stiffened(given, estimate), smaller - 1
-            elif not alerts or self._reacts_to(given.numbers) not in alerts:
+                inputs, smaller = stiffened(inputs, estimate), smaller - 1
+            elif not alerts or self._reacts_to(inputs.numbers) not in alerts:
                 return estimate
             else:
-                oracle, given = self._react(oracle, given, estimate)
-            session.checks, session.unreached = Checks(), None
+                oracle, inputs = self._react(oracle, inputs, estimate)
+            session.checks, session.never_reached = Checks(), None
 
     def _inputs(
         self,
@@ -1042,7 +1041,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         require_rates([param_group])
         super().add_param_group(param_group)
         if hasattr(self, "_run_state"):
-            self._run_state.found.alike = False  # of what was added nothing has been compared
+            self._run_state.found.ranks_agree = False  # of what was added nothing has been compared
         if level == "lower" and self._stationary:
             self._lower_checks.warn_of_decay(self.param_groups[-1])
 
@@ -1118,19 +1117,19 @@ class BilevelOptimizer(Options, Optimizer, ABC):
     # ------------------------------------------------------------------------------------------------ what a method is
 
     @abstractmethod
-    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """The improved y and the hypergradient, from the oracle's point; writes nothing."""
 
-    def update(self, x: Vector, gradient: Vector, given: StepInputs) -> Update:
-        """The new x; writes nothing. ``given`` holds the groups and the memory of these tensors."""
-        return given.moved(x, gradient)
+    def update(self, x: Vector, gradient: Vector, inputs: StepInputs) -> Update:
+        """The new x; writes nothing. ``inputs`` holds the groups and the memory of these tensors."""
+        return inputs.step_upper(x, gradient)
 
-    def _estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Estimate:
+    def _estimate_tasks(self, oracle: Oracle, inputs: StepInputs, sampler: Any) -> Estimate:
         """The mean of the estimates for the tasks of one draw, made as one problem with stacked y."""
         self._lower_checks.require_elementwise("tasks")
         estimate = task_mean(
             oracle,
-            given,
+            inputs,
             sampler,
             lambda here, own: self._checked(here, own, self._estimated),
             count=task_count(sampler, self.tasks_per_step),
@@ -1140,7 +1139,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             joined=self._joined,
             remembered=self._remembered_tasks(sampler) if self.task_memory else None,
         )
-        return estimate if self.warm_start else changed(estimate, lower=None)
+        return estimate if self.warm_start else replace(estimate, lower=None)
 
     def _sets_below(self, tasks: Any) -> bool:
         """Whether a function of the user writes y before a step."""
@@ -1197,7 +1196,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             raise TypeError(f"{type(self).__name__} takes both losses, upper and lower: step(upper_loss, lower_loss)")
         return as_objective(upper, "upper"), as_objective(lower, "lower")
 
-    def _draws(self, given: DrawInputs) -> list[Draw] | None:
+    def _draws(self, inputs: DrawInputs) -> list[Draw] | None:
         """What the next step draws from its two losses, without tasks, in its order; nothing is drawn here.
 
         An estimate that is made again, after an alert, draws again. None if that is not known before the step:
@@ -1208,13 +1207,13 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         """
         return None
 
-    def _task_draws(self, given: DrawInputs, sampler: Any) -> list[TaskDraw] | None:
+    def _task_draws(self, inputs: DrawInputs, sampler: Any) -> list[TaskDraw] | None:
         """What the next step with tasks draws from the sampler: the tasks, then their batches; nothing is drawn here.
 
         None if that is not known before the step, as for `_draws`: what `RTMLMC` and `DLSGD` draw follows from the
         level of each context, a random number, and comes from a generator for each purpose.
         """
-        draws = self._draws(changed(given, memory={}, tables={}))  # tasks start without what is remembered of y
+        draws = self._draws(replace(inputs, memory={}, tables={}))  # tasks start without what is remembered of y
         if draws is None:
             return None
         return [TaskDraw("tasks", task_count(sampler, self.tasks_per_step)), *of_tasks(draws, self._rows_per_batch)]
@@ -1241,9 +1240,9 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         """Whether ``step`` has nothing left to do, and returns the last loss."""
         return False
 
-    def _without_lookahead(self, given: StepInputs) -> StepInputs:
+    def _without_lookahead(self, inputs: StepInputs) -> StepInputs:
         """What makes the next estimate one at x itself, for a method that would look ahead of it."""
-        return given
+        return inputs
 
     def _graph_key(self, steps: int, numbers: Mapping[str, Any]) -> Any:
         """What decides, of the number of steps made and of the plain numbers, which operations the next one is made of.
@@ -1265,7 +1264,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         """The alert after which the estimate is made again, if there is one, with the plain numbers of a step."""
         return None
 
-    def _react(self, oracle: Oracle, given: StepInputs, estimate: Estimate) -> tuple[Oracle, StepInputs]:
+    def _react(self, oracle: Oracle, inputs: StepInputs, estimate: Estimate) -> tuple[Oracle, StepInputs]:
         """Where and with what the estimate is made again after that alert."""
         raise NotImplementedError
 

@@ -31,7 +31,7 @@ class MinimaxOptimizer(BilevelOptimizer):
         loss = as_objective(upper, "minimax")
         return loss, loss.mapped(neg)
 
-    def _estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Never:
+    def _estimate_tasks(self, oracle: Oracle, inputs: StepInputs, sampler: Any) -> Never:
         """A sampler draws for two losses."""
         raise TypeError(f"{type(self).__name__} takes one loss, and no tasks")
 

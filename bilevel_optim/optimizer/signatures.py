@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from .options import Options, owner_of_common_options, parameters_of
 
-__all__ = ["called_rightly", "signature_of", "wrong_arguments", "wrong_call"]
+__all__ = ["argument_error", "explain_bad_call", "signature_of", "wrong_call"]
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
@@ -45,7 +45,7 @@ def signature_of(cls: type[Options]) -> inspect.Signature:
     return inspect.Signature([*found.values()])
 
 
-def wrong_arguments(
+def argument_error(
     cls: type[Any],
     error: TypeError,
     arguments: tuple[Any, ...],
@@ -80,7 +80,7 @@ def _hint(cls: type[Any], option: str, known: list[str], methods: Iterable[type[
     return f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(known)}"
 
 
-def called_rightly(sentence: str = "") -> Callable[[Verb], Verb]:
+def explain_bad_call(sentence: str = "") -> Callable[[Verb], Verb]:
     """For a function: say how it is called, if it is called with other arguments than it has."""
 
     def decorated(verb: Verb) -> Verb:

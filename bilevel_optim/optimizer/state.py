@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..hypergradient.estimate import Write
 from ..oracle.buffers import Buffers
-from ..oracle.session import COUNTERS, LossFacts, LowerTrend, Options, Session, UpperTrend
+from ..oracle.session import COUNTERS, EvaluationOptions, LossFacts, LowerTrend, Session, UpperTrend
 from ..problem.vector import Vector, is_sharded
 from ..solvers.lower import Memory
 
@@ -185,7 +185,7 @@ class RunState:
             recast(state, parameters, self.kinds, kinds)
             self.kinds = kinds
 
-    def session(self, options: Options) -> Session:
+    def session(self, options: EvaluationOptions) -> Session:
         """The bookkeeping of a new step."""
         return Session.begun(options, self.found, self.buffers, self.warned, self.trend)
 

@@ -14,7 +14,7 @@ from ..hypergradient import Estimate
 from ..hypergradient.estimate import Write
 from ..oracle.oracle import Oracle
 from ..problem.tasks import LowerInit
-from ..problem.values import changed, values
+from ..problem.values import replace, values
 from ..problem.vector import Vector
 from ..solvers.lower import LowerRule, Memory, Rate, Solved, rates_of
 from .draws import DrawInputs
@@ -28,7 +28,7 @@ __all__ = [
     "StepInputs",
     "StepResults",
     "Update",
-    "changed",
+    "replace",
     "require_interior",
 ]
 
@@ -90,11 +90,11 @@ class StepInputs(DrawInputs):
     def anew(self) -> StepInputs:
         """The same without what was remembered of y: for the lower problems of tasks."""
         kept = {name: vector for name, vector in self.memory.items() if name == CURVATURE}
-        return changed(self, memory=kept, tables={}, solver=None)
+        return replace(self, memory=kept, tables={}, solver=None)
 
     def after(self, estimate: Estimate) -> StepInputs:
         """The same with what an estimate will have left, for the update of x."""
-        return changed(
+        return replace(
             self,
             memory=self.memory | estimate.memory if estimate.memory else self.memory,
             upper_memory=self.upper_memory | estimate.upper_memory if estimate.upper_memory else self.upper_memory,
@@ -104,7 +104,7 @@ class StepInputs(DrawInputs):
             steps=self.steps + 1,
         )
 
-    def moved(self, x: Vector, gradient: Vector) -> Update:
+    def step_upper(self, x: Vector, gradient: Vector) -> Update:
         """X after a step of the upper optimizer along a gradient."""
         if self.upper_rule is None:
             return Update(x.descended(gradient, self.upper_rates))
@@ -119,7 +119,7 @@ class StepInputs(DrawInputs):
         rule = self.rule(like)
         return rule, rule.fresh() if self.solver is None else self.solver
 
-    def descended(self, oracle: Oracle, steps: int, *, tol: float = 0.0) -> LowerResult:
+    def run_lower_steps(self, oracle: Oracle, steps: int, *, tol: float = 0.0) -> LowerResult:
         """The oracle's point after lower steps, each on a lower sample of its own."""
         rule, memory = self.solver_for(oracle.y)
 
@@ -134,7 +134,7 @@ class StepInputs(DrawInputs):
         oracle.checks.finite("lower_grad", solved.y)
         return LowerResult(oracle.at(lower=solved.y), solved.memory, solved.watched(oracle.session), rule.plain)
 
-    def stepped(self, oracle: Oracle, gradient: Vector) -> LowerResult:
+    def step_along(self, oracle: Oracle, gradient: Vector) -> LowerResult:
         """The oracle's point after one lower step along a given gradient."""
         rule, memory = self.solver_for(oracle.y)
         solved = rule.step(oracle.y, memory, lambda _: (None, gradient))
@@ -178,8 +178,8 @@ class LowerResult(NamedTuple):
         """An estimate made there, with y, the lower optimizer's memory, and the diagnostics that it has not itself."""
         together = {**self.diagnostics, **estimate.diagnostics}
         solver = None if self.plain else self.solver
-        complete = estimate.complete and self.plain  # a step of signs hides what the gradient was
-        return changed(estimate, lower=self.oracle.y, solver=solver, diagnostics=together, complete=complete)
+        covers = estimate.covers_all_vectors and self.plain  # a step of signs hides what the gradient was
+        return replace(estimate, lower=self.oracle.y, solver=solver, diagnostics=together, covers_all_vectors=covers)
 
 
 @values

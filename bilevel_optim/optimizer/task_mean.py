@@ -15,7 +15,7 @@ from ..oracle.oracle import Oracle
 from ..problem.random import draw_random_inputs
 from ..problem.tasks import TaskDraws, sample, select, starting_points
 from ..problem.vector import Vector
-from .step import CURVATURE, StepInputs, changed
+from .step import CURVATURE, StepInputs, replace
 
 __all__ = ["task_mean"]
 
@@ -61,7 +61,7 @@ def task_mean(
     for part in reversed(together(share)):  # module buffers advance by the first task
         some, n = select(tasks, part), len(range(share)[part])
         apart = len(whole) == count > 1
-        own = changed(inputs.anew(), random_inputs=own_inputs[inputs.ranks.place(part.start) if apart else 0])
+        own = replace(inputs.anew(), random_inputs=own_inputs[inputs.ranks.place(part.start) if apart else 0])
         if rows is None:
             start = starting_points(oracle.y, oracle.lower_names(), some, n, inputs.lower_init)
         else:
@@ -72,7 +72,7 @@ def task_mean(
         mean = mean + Vector(t.sum(0) / count for t in y)
         if rows is not None:
             rows.ended(some, y)
-        estimates.insert(0, changed(found, start=None, lower=None, solver=None))  # graphs and copies of y go
+        estimates.insert(0, replace(found, start=None, lower=None, solver=None))  # graphs and copies of y go
     loss, gradient, mean = inputs.ranks.total(loss, gradient, mean)
     # What belongs to x stays; what belongs to the tasks' y goes with them.
     last = estimates[-1]

@@ -130,7 +130,7 @@ class Buffers:
 
 
 class Kept:
-    """Changes of buffers in a block that restores them: so far (`moved`), and in all (``changed``)."""
+    """Changes of buffers in a block that restores them: so far (`moved`), and in all (``replace``)."""
 
     __slots__ = ("_before", "_buffers", "changed")
 

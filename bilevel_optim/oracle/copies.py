@@ -19,7 +19,7 @@ from ..pytree import tree_leaves, tree_map
 from . import batched
 from .buffers import Kept
 from .differentiable import products_of
-from .first_order import filled
+from .first_order import none_to_zeros
 from .oracle import Oracle
 from .substitution import Substitution
 
@@ -176,7 +176,7 @@ def _require_substitution(oracle: Oracle, points: _WeightedPoints) -> None:
     xi, zeta = (s if isinstance(s, Sample) else _again(s[0]) for s in (pair.f_sample, pair.g_sample))
     pair = _WeightedPoints(pair.lower, pair.upper, [1.0, 1.0], [1.0, 1.0], xi, zeta, "lower")
     session, results = oracle.session, []
-    before = session.found.looked, session.found.idle, session.reached.copy()
+    before = session.found.dependency_checked, session.found.ignores_other_level, session.depends_on_something.copy()
     for factor, shift in ((1.0, 0.0), (1.1, 0.1)):
         y = Vector(t * factor + shift for t in pair.lower.lane(0))
         x = None if pair.upper is None else Vector(t * factor + shift for t in pair.upper.lane(0))
@@ -185,7 +185,7 @@ def _require_substitution(oracle: Oracle, points: _WeightedPoints) -> None:
             values = _together(oracle.at(x, y), pair)
         results.append(Vector((values.upper, values.lower, *values.gradient)))
     # Discard these findings: if f is not needed, its sample is one of g.
-    session.found.looked, session.found.idle, session.reached = before
+    session.found.dependency_checked, session.found.ignores_other_level, session.depends_on_something = before
     # Non-finite values prove nothing here; the finite check reports them.
     if (results[0] - results[1]).norm() > 1e-5 * results[0].norm():
         raise RuntimeError("a loss reads parameters in a way that cannot be redirected (as TorchScript modules do)")
@@ -208,7 +208,7 @@ def _alike(*groups: Samples) -> bool:
 def _together(oracle: Oracle, points: _WeightedPoints) -> Copies:
     """Evaluate all the points by one vmap of each loss and one backward pass."""
     wrt, session = points.wrt, oracle.session
-    watched = wrt == "nothing" and "upper" not in session.found.looked
+    watched = wrt == "nothing" and "upper" not in session.found.dependency_checked
     y = Vector(as_variable(t, wrt == "lower" or watched) for t in points.lower)
     with (
         oracle.placed() as (variables, _),
@@ -258,7 +258,7 @@ def _only_values(f: Tensor) -> Copies:
 def _watched(oracle: Oracle, upper: Vector) -> Vector:
     """Return the copies of x, as variables until a loss is known to depend on x."""
     found = oracle.session.found
-    return upper if found.reaches_upper and len(found.looked) == 2 else Vector(map(as_variable, upper))
+    return upper if found.reaches_upper and len(found.dependency_checked) == 2 else Vector(map(as_variable, upper))
 
 
 def _values(oracle: Oracle, level: str, samples: Samples, points: _WeightedPoints, x: Vector, y: Vector) -> Tensor:
@@ -286,7 +286,7 @@ def _values(oracle: Oracle, level: str, samples: Samples, points: _WeightedPoint
     if points.wrt == "upper" or not torch.is_grad_enabled():
         return results
     if points.wrt == "nothing" and not results.requires_grad:  # values are enough
-        oracle.session.found.looked |= {level}
+        oracle.session.found.dependency_checked |= {level}
         return results
     whole = part is None and features is None
     results = oracle.session.dependent(level, results, y, x if whole else None)
@@ -339,13 +339,13 @@ def _alone(oracle: Oracle, point: _WeightedPoints) -> Copies:
     with here.placed() as (x, y):
         if wrt == "nothing":
             with session.buffers_kept():
-                if "upper" in session.found.looked:
+                if "upper" in session.found.dependency_checked:
                     return _only_values(here.value("upper", xi, graph=False).reshape(1))
                 f = here.value("upper", xi)
             if f.requires_grad:
                 session.dependent("upper", f, y, x if xi.features is None else None)
             else:  # values are enough
-                session.found.looked |= {"upper"}
+                session.found.dependency_checked |= {"upper"}
             return _only_values(f.reshape(1))
         if wrt == "lower":
             here.check_features("lower", zeta)
@@ -401,12 +401,12 @@ def _gradient(oracle: Oracle, total: Tensor, variables: Vector, wrt: str, *, of_
             oracle.session.require_reached(gradients, oracle.lower_names)
         else:
             oracle.session.note_unreached(gradients)
-        return filled(gradients, variables)
+        return none_to_zeros(gradients, variables)
     if not total.requires_grad:  # neither loss depends on x; `Session.conclude` decides whether that is a mistake
         return oracle.x.zeros_like()
     gradients = oracle.differentiate(total, variables)
     oracle.session.note_reached(gradients)
-    return filled(gradients, oracle.x)
+    return none_to_zeros(gradients, oracle.x)
 
 
 def _joined(parts: Sequence[Copies], wrt: str) -> Copies:

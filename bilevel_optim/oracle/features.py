@@ -12,10 +12,10 @@ from ..problem.vector import Vector, as_variable
 from ..pytree import tree_flatten, tree_unflatten
 from .oracle import Oracle
 
-__all__ = ["Apart"]
+__all__ = ["FeatureCut"]
 
 
-class Apart:
+class FeatureCut:
     r"""The lower loss as a function of its features z(x), of x and of y, for derivatives of many steps on one batch.
 
     The derivatives in z are summed and pulled back to x once, so that the features are evaluated once and

@@ -11,7 +11,7 @@ from ..problem.objective import Sample
 from ..problem.vector import Vector
 from .point import Point
 
-__all__ = ["filled", "lower_slope", "slopes", "upper_slope"]
+__all__ = ["lower_slope", "none_to_zeros", "slopes", "upper_slope"]
 
 
 def slopes(
@@ -67,7 +67,7 @@ def lower_slope(oracle: Point, level: str, sample: Sample) -> tuple[Tensor, Vect
     if level == "lower":
         session.require_reached(gradients, oracle.lower_names)
     oracle.count(f"{level}_grad")
-    loss, gradient = oracle.averaged(loss.detach(), filled(gradients, oracle.y))
+    loss, gradient = oracle.averaged(loss.detach(), none_to_zeros(gradients, oracle.y))
     oracle.checks.scalar("loss", loss)
     return loss, gradient
 
@@ -81,12 +81,12 @@ def upper_slope(oracle: Point, level: str, sample: Sample) -> tuple[Tensor, Vect
     gradients = gradients[: len(x)]
     session.note_reached(gradients)
     oracle.count(f"{level}_grad")
-    loss, gradient = oracle.averaged(loss.detach(), filled(gradients, oracle.x))
+    loss, gradient = oracle.averaged(loss.detach(), none_to_zeros(gradients, oracle.x))
     oracle.checks.scalar("loss", loss)
     oracle.checks.finite(f"{level}_grad", gradient)
     return loss, gradient
 
 
-def filled(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Vector:
+def none_to_zeros(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Vector:
     """Return gradients with zeros for the tensors without one."""
     return Vector([torch.zeros_like(t) if g is None else g for g, t in zip(gradients, like, strict=True)])

@@ -23,12 +23,12 @@ from ..problem.vector import Vector, any_sharded, as_variable
 from ..pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from . import batched
 from .evaluation import placed
-from .first_order import filled
+from .first_order import none_to_zeros
 from .oracle import Oracle
 from .session import as_scalar
 from .substitution import Substitution
 
-__all__ = ["LaneFeatures", "LaneLoss", "one_of_many", "stacked", "weighted_upper"]
+__all__ = ["LaneFeatures", "LaneLoss", "local_problem", "stacked", "weighted_upper"]
 
 
 def stacked(
@@ -38,7 +38,7 @@ def stacked(
     *,
     x: Vector | None = None,
     weights: Tensor | None = None,
-    alike: bool = False,
+    shared_rng: bool = False,
 ) -> Oracle:
     """Return the oracle of many lower problems as one.
 
@@ -49,7 +49,7 @@ def stacked(
             made of given batches.
         x: stacked upper points, if each problem has its own. Default: the oracle's x, for all.
         weights: factors of the problems in the sums. Default: 1.
-        alike: whether the problems share their random numbers (dropout) instead of each having its own.
+        shared_rng: whether the problems share their random numbers (dropout) instead of each having its own.
     """
     own_y = Vector(as_variable(t.clone()) for t in y)
     own_x = None if x is None else Vector(as_variable(t.clone()) for t in x)
@@ -63,11 +63,11 @@ def stacked(
                 f"with tasks, the {level} loss takes its batches from the sampler: pass the loss itself, not an "
                 "Objective with data"
             )
-        loss = LaneLoss(oracle, level, source.loss, inner, leaves, alike=alike, weights=weights)
+        loss = LaneLoss(oracle, level, source.loss, inner, leaves, shared_rng=shared_rng, weights=weights)
         features: Callable[..., Any] | None = None
         if source.features is not None:
             if own_x is None:
-                features = LaneFeatures(oracle, level, source.features, alike=alike)
+                features = LaneFeatures(oracle, level, source.features, shared_rng=shared_rng)
             else:  # features at each problem's own x cannot be shared
                 loss.loss = _whole(source.loss, source.features)
         return _LaneSum(loss, None if draw is None else partial(draw, level), features)
@@ -84,7 +84,7 @@ def stacked(
     return result.at(upper=oracle.x) if own_x is None and oracle.moved[0] else result
 
 
-def one_of_many(oracle: Oracle) -> Oracle:
+def local_problem(oracle: Oracle) -> Oracle:
     """Return an oracle of the same losses, as a problem of this process alone: other ranks have their own."""
     other = copy.copy(oracle)
     other.shared = False
@@ -122,9 +122,9 @@ def weighted_upper(
                 found = torch.autograd.grad(
                     values, list(x), other.to(values), allow_unused=True, retain_graph=i < len(others) - 1
                 )
-                more[i] = filled(found, oracle.x)
+                more[i] = none_to_zeros(found, oracle.x)
     oracle.count("upper_grad")
-    grad_x, grad_y = filled(gradients[:split], oracle.x), filled(gradients[split:], oracle.y)
+    grad_x, grad_y = none_to_zeros(gradients[:split], oracle.x), none_to_zeros(gradients[split:], oracle.y)
     oracle.checks.finite("loss", [values.detach()])
     oracle.checks.finite("upper_grad", [*grad_x, *grad_y])
     return values.detach(), grad_x, grad_y, more
@@ -157,7 +157,7 @@ class LaneLoss:
         loss: takes the batch of one problem.
         live: the live tensors that the loss reads.
         leaves: the stacked leaves that replace them.
-        alike: whether the lanes share their random numbers.
+        shared_rng: whether the lanes share their random numbers.
         weights: factors of the lanes in the sum. Default: 1.
     """
 
@@ -169,11 +169,11 @@ class LaneLoss:
         live: Vector,
         leaves: Vector,
         *,
-        alike: bool = False,
+        shared_rng: bool = False,
         weights: Tensor | None = None,
     ) -> None:
         self.oracle, self.level, self.loss = oracle, level, loss
-        self.live, self.leaves, self.alike, self.weights = live, leaves, alike, weights
+        self.live, self.leaves, self.shared_rng, self.weights = live, leaves, shared_rng, weights
         self._first = [as_variable(t[0].clone()) for t in leaves]  # unknown to every substitution
 
     def __call__(self, batch: Any) -> Tensor:
@@ -190,7 +190,7 @@ class LaneLoss:
                 if not any_sharded(self.live):  # these cannot hold a row, nor mix with one
                     self._require_redirection(batch)
                 session.found.redirected |= {self.level}
-            parts = _each(self.oracle, self._at, batch, lanes, len(lanes[0]), alike=self.alike)
+            parts = _each(self.oracle, self._at, batch, lanes, len(lanes[0]), shared_rng=self.shared_rng)
         session.found.vmapped_tasks |= session.found.fallback is None and session.options.at_once(len(lanes[0])) > 1
         return torch.cat(parts)
 
@@ -236,11 +236,11 @@ class LaneFeatures:
         oracle: oracle of one problem.
         level: ``"upper"`` or ``"lower"``.
         features: those of the objective of one problem; its method ``stacked``, if it has one, evaluates all problems.
-        alike: whether the problems share their random numbers.
+        shared_rng: whether the problems share their random numbers.
     """
 
-    def __init__(self, oracle: Oracle, level: str, features: Callable[..., Any], *, alike: bool = False) -> None:
-        self.oracle, self.level, self.features, self.alike = oracle, level, features, alike
+    def __init__(self, oracle: Oracle, level: str, features: Callable[..., Any], *, shared_rng: bool = False) -> None:
+        self.oracle, self.level, self.features, self.shared_rng = oracle, level, features, shared_rng
 
     def __call__(self, batch: Any) -> Any:
         if self.level not in self.oracle.session.found.features_checked:
@@ -250,7 +250,7 @@ class LaneFeatures:
             self.oracle.session.found.features_checked |= {self.level}
         if hasattr(self.features, "stacked"):
             return self.features.stacked(batch)
-        parts = _each(self.oracle, self._of_one, batch, [], len(tree_leaves(batch)[0]), alike=self.alike)
+        parts = _each(self.oracle, self._of_one, batch, [], len(tree_leaves(batch)[0]), shared_rng=self.shared_rng)
         return parts[0] if len(parts) == 1 else tree_map(lambda *ts: torch.cat(ts), *parts)
 
     def _of_one(self, batch: Any) -> Any:
@@ -259,14 +259,14 @@ class LaneFeatures:
 
 
 def _each(
-    oracle: Oracle, function: Callable[..., Any], batch: Any, values: Sequence[Tensor], n: int, *, alike: bool
+    oracle: Oracle, function: Callable[..., Any], batch: Any, values: Sequence[Tensor], n: int, *, shared_rng: bool
 ) -> list[Any]:
     """Return, in parts, the stacked results of ``function`` for the batch and the values of each of n lanes."""
     session = oracle.session
     shared = Sample(function)  # keeps the random state that lanes share
 
     def replayed(part: int) -> AbstractContextManager[None]:
-        return shared.replayed(oracle.device) if alike and part < n else nullcontext()
+        return shared.replayed(oracle.device) if shared_rng and part < n else nullcontext()
 
     def together(part: slice) -> Any:
         whole = part.stop - part.start == n  # a slice would cost a copy of the gradient
@@ -279,7 +279,7 @@ def _each(
                 mine[i] = leaf
             return function(tree_unflatten(mine, structure), *values)
 
-        mapped = vmap(one, randomness="same" if alike else "different")
+        mapped = vmap(one, randomness="same" if shared_rng else "different")
         with batched.no_slow_batching(look=not session.found.vmapped_tasks), replayed(part.stop - part.start):
             return mapped([leaves[i] for i in tensors], *(values if whole else [t[part] for t in values]))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..problem.objective import Sample
 from ..problem.vector import Vector
 from . import second_order
-from .first_order import filled, lower_slope, slopes
+from .first_order import lower_slope, none_to_zeros, slopes
 from .point import Point
 from .second_order import LowerSystem, UpperSystem
 
@@ -71,7 +71,7 @@ class Oracle(Point):
         self.session.note_reached(gradients[:split])
         self.count(f"{level}_grad")
         loss, grad_x, grad_y = self.averaged(
-            loss.detach(), filled(gradients[:split], self.x), filled(gradients[split:], self.y)
+            loss.detach(), none_to_zeros(gradients[:split], self.x), none_to_zeros(gradients[split:], self.y)
         )
         self.checks.scalar("loss", loss)
         self.checks.finite(f"{level}_grad", [*grad_x, *grad_y])

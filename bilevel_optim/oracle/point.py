@@ -13,7 +13,7 @@ from ..problem.objective import Objective, Sample, batch_kept, note_batch, requi
 from ..problem.vector import Vector, any_sharded
 from ..pytree import tree_leaves
 from .checks import Checks
-from .session import Session, as_scalar, forget_casts
+from .session import Session, as_scalar, clear_autocast_cache
 
 __all__ = ["Point"]
 
@@ -104,7 +104,7 @@ class Point:
         self, level: str, sample: Sample, x: Sequence[Tensor], y: Sequence[Tensor], *, features: Any = None
     ) -> Tensor:
         """Return the loss as a function of the variables x and y, with a graph; raise if it depends on nothing."""
-        first = level not in self.session.found.looked
+        first = level not in self.session.found.dependency_checked
         before = [t.grad for t in (*self.live_x, *self.live_y)] if first else []
         loss = self.value(level, sample, features=features)
         if first and any(t.grad is not g for t, g in zip((*self.live_x, *self.live_y), before, strict=True)):
@@ -114,7 +114,7 @@ class Point:
         if level == "lower":
             self.session.lower_sample = sample
         whole = False
-        if level not in self.session.found.looked and not self.sharded and features is None:
+        if level not in self.session.found.dependency_checked and not self.sharded and features is None:
             # With constant features, the graph does not show every dependence on x.
             objective = self.f if level == "upper" else self.g
             whole = (sample.features is None) == (objective.features is None)
@@ -134,7 +134,7 @@ class Point:
 
     def call(self, sample: Sample, *arguments: Any, graph: bool = True) -> Any:
         """Call a sample's function on its arguments, or on others, with the sample's random numbers."""
-        forget_casts(self.device)
+        clear_autocast_cache(self.device)
         if not self.session.found.writes_seen:
             return self._watched_call(sample, arguments, graph)
         return self._call(sample, arguments, graph)

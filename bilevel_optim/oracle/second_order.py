@@ -15,7 +15,7 @@ from ..problem.profiling import span
 from ..problem.vector import Vector, stack
 from . import batched
 from .differentiable import has_fused, has_kinks, products_of, twice_differentiable, working_unit
-from .first_order import filled, slopes
+from .first_order import none_to_zeros, slopes
 from .point import Point
 
 __all__ = ["LowerSystem", "UpperSystem", "kept_system", "lower_matrices", "lower_system", "pulled", "system_sample"]
@@ -64,9 +64,9 @@ def upper_system(oracle: Point, sample: Sample) -> Generator[UpperSystem]:
         def product(v: Vector) -> Vector:
             oracle.count("hvp")
             oracle.count("jvp")
-            return Vector(oracle.averaged(filled(_products(oracle, gradients, variables, v, like), like))[0])
+            return Vector(oracle.averaged(none_to_zeros(_products(oracle, gradients, variables, v, like), like))[0])
 
-        loss, gradient = oracle.averaged(loss.detach(), filled(_own(oracle, gradients, like), like).detach())
+        loss, gradient = oracle.averaged(loss.detach(), none_to_zeros(_own(oracle, gradients, like), like).detach())
         oracle.checks.scalar("loss", loss)
         oracle.checks.finite("upper_grad", gradient)
         yield UpperSystem(loss, gradient, product)
@@ -189,7 +189,7 @@ def _by_graph(
         products = _products(oracle, gradients, _of_levels(wrt, x, y), v, like, at=y)
         if wrt != "lower":
             session.note_reached(products[: len(x)])
-        return Vector(oracle.averaged(filled(products, like))[0])
+        return Vector(oracle.averaged(none_to_zeros(products, like))[0])
 
     def rows(basis: Vector) -> Vector:
         plain = bool(session.found.fused)
@@ -197,7 +197,7 @@ def _by_graph(
 
     if not gradient:
         return _counted(oracle, Vector(()), product, rows)  # a compiled step leaves out an unused loss
-    own = filled(_own(oracle, gradients, oracle.y), oracle.y).detach()
+    own = none_to_zeros(_own(oracle, gradients, oracle.y), oracle.y).detach()
     loss, own = oracle.averaged(loss, own)
     oracle.checks.scalar("loss", loss)
     oracle.count("lower_grad")
@@ -272,7 +272,7 @@ def _by_differences(oracle: Point, sample: Sample, gradient: bool) -> LowerSyste
         else:
             session.note_reached(gradients[: len(oracle.x)])
         like = _of_levels(wrt, oracle.x, y)
-        loss, result = oracle.averaged(loss.detach(), filled(gradients, like))
+        loss, result = oracle.averaged(loss.detach(), none_to_zeros(gradients, like))
         oracle.checks.scalar("loss", loss)
         return Vector(result)
 
@@ -385,7 +385,7 @@ def lower_matrices(oracle: Point, sample: Sample) -> tuple[Vector, Tensor, Tenso
                 raise ValueError("matrices of second derivatives need lower parameters that are not sharded (DTensor)")
             gradients, loss, _ = _lower_gradient(oracle, sample, x, y)
             variables = Vector((*x, *y))
-            loss, gradient = oracle.averaged(loss, filled(gradients, oracle.y).detach())
+            loss, gradient = oracle.averaged(loss, none_to_zeros(gradients, oracle.y).detach())
             oracle.checks.scalar("loss", loss)
 
             def together(part: slice) -> Vector:
@@ -397,7 +397,7 @@ def lower_matrices(oracle: Point, sample: Sample) -> tuple[Vector, Tensor, Tenso
             def alone(i: int) -> Vector:
                 found = pulled(gradients, variables, _basis(oracle, sizes, slice(i, i + 1)).lane(0))
                 oracle.session.note_reached(found[:split])
-                return stack([filled(found, like)])
+                return stack([none_to_zeros(found, like)])
 
             products = batched.run(oracle.session, sum(sizes), together, alone)
         oracle.count("lower_grad")

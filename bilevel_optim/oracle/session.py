@@ -15,13 +15,14 @@ from ..distributed.ranks import Ranks
 from ..distributed.sharding import Gathered
 from ..errors import warn
 from ..problem.objective import Sample
-from ..problem.values import changed
+from ..problem.values import replace
 from .buffers import Buffers, Kept
 from .checks import Checks
 from .evaluation import Evaluation, in_place
 
 __all__ = [
-    "COUNTERS", "WINDOW", "LossFacts", "LowerTrend", "Options", "Session", "UpperTrend", "as_scalar", "forget_casts",
+    "COUNTERS", "WINDOW", "EvaluationOptions", "LossFacts", "LowerTrend", "Session", "UpperTrend", "as_scalar",
+    "clear_autocast_cache",
 ]  # fmt: skip
 
 _NONE = Kept({}, Buffers(complete=True))
@@ -29,7 +30,7 @@ COUNTERS = ("upper_grad", "lower_grad", "hvp", "jvp", "loss")
 
 
 @dataclass(frozen=True)
-class Options:
+class EvaluationOptions:
     """Options for the evaluation of losses.
 
     Attributes:
@@ -68,13 +69,13 @@ class LossFacts:
     vmapped: bool = False  # vmap is known to work on copies of these losses
     vmapped_tasks: bool = False  # the same, over tasks
     redirected: frozenset[str] = frozenset()  # levels whose loss is known to read y where torch sees it
-    alike: bool = False  # all ranks are known to have begun with the same parameters
+    ranks_agree: bool = False  # all ranks are known to have begun with the same parameters
     writes_seen: bool = False  # losses have been checked for writes into parameters
     reaches_lower: bool = False  # the lower loss is known to depend on every lower parameter
     reaches_upper: bool = False  # some loss is known to depend on some upper parameter
     features_checked: frozenset[str] = frozenset()  # levels whose features are known not to depend on y
-    looked: frozenset[str] = frozenset()  # levels whose dependencies are known
-    idle: frozenset[str] = frozenset()  # levels whose loss does not depend on the parameters of the other one
+    dependency_checked: frozenset[str] = frozenset()  # levels whose dependencies are known
+    ignores_other_level: frozenset[str] = frozenset()  # levels whose loss depends on no parameter of the other one
 
     def diagnostics(self) -> dict[str, str]:
         """Return the facts that the diagnostics of a step report."""
@@ -247,7 +248,7 @@ class Session:
         unreached: indices of the lower tensors that no evaluation of the lower loss has reached in this step.
     """
 
-    options: Options = field(default_factory=Options)
+    options: EvaluationOptions = field(default_factory=EvaluationOptions)
     found: LossFacts = field(default_factory=LossFacts)
     buffers: Buffers = field(default_factory=Buffers)
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
@@ -255,17 +256,22 @@ class Session:
     gathered: Gathered = field(default_factory=Gathered)
     buffers_skipped: bool = False
     lower_sample: Sample | None = None
-    reached: set[str] = field(default_factory=set)
+    depends_on_something: set[str] = field(default_factory=set)
     warned: set[str] = field(default_factory=set)
     trend: LowerTrend = field(default_factory=LowerTrend)
-    unreached: set[int] | None = None
+    never_reached: set[int] | None = None
 
     @classmethod
     def begun(
-        cls, options: Options, found: LossFacts, buffers: Buffers, warned: set[str], trend: LowerTrend | None = None
+        cls,
+        options: EvaluationOptions,
+        found: LossFacts,
+        buffers: Buffers,
+        warned: set[str],
+        trend: LowerTrend | None = None,
     ) -> Session:
         """Return the session of a new step."""
-        return cls(options, changed(found), buffers, warned=set(warned), trend=changed(trend or LowerTrend()))
+        return cls(options, replace(found), buffers, warned=set(warned), trend=replace(trend or LowerTrend()))
 
     def buffers_kept(self) -> AbstractContextManager[Kept]:
         """Restore module buffers (running statistics) after the block, which evaluates one loss once."""
@@ -283,7 +289,7 @@ class Session:
         self, x: Sequence[Tensor], y: Sequence[Tensor], names: Callable[[], Sequence[str]], options: Mapping[str, str]
     ) -> None:
         """Raise on all ranks unless they have the same options and, in the first step, the same parameters."""
-        if self.options.ranks.begin(options, self.found.alike):
+        if self.options.ranks.begin(options, self.found.ranks_agree):
             return
         differing = self.options.ranks.differing([*x, *y])
         if differing:
@@ -293,7 +299,7 @@ class Session:
                 f"{', ...' if len(differing) > 3 else ''}, so that each would solve a problem of its own; seed them "
                 "alike, load one checkpoint, or broadcast the parameters of one rank (torch.distributed.broadcast)"
             )
-        self.found.alike = True
+        self.found.ranks_agree = True
 
     def require_reached(self, gradients: Sequence[Tensor | None], names: Callable[[], Iterable[str]]) -> None:
         """Raise if the lower loss leaves out a lower parameter or, after the first step, all of them.
@@ -312,17 +318,17 @@ class Session:
                         "lower parameters, or check that the loss reads the live tensor and not a detached or old one "
                         "(checkpointing with use_reentrant=True loses those of a first block)"
                     )
-            self.found.reaches_lower, self.unreached = True, set()
+            self.found.reaches_lower, self.never_reached = True, set()
 
     def note_unreached(self, gradients: Sequence[Tensor | None]) -> None:
         """Note the lower tensors that an evaluation leaves out, once all are known to be reached."""
-        if self.found.reaches_lower and (self.unreached or self.unreached is None):
+        if self.found.reaches_lower and (self.never_reached or self.never_reached is None):
             left_out = {i for i, gradient in enumerate(gradients) if gradient is None}
-            self.unreached = left_out if self.unreached is None else self.unreached & left_out
+            self.never_reached = left_out if self.never_reached is None else self.never_reached & left_out
 
     def warn_of_unreached(self, names: Callable[[], Sequence[str]]) -> None:
         """Warn, once for each, of lower tensors that the lower loss reached in the first step but not in this one."""
-        for i in self.unreached or ():
+        for i in self.never_reached or ():
             if (key := f"unreached {i}") not in self.warned:
                 self.warned.add(key)
                 warn(
@@ -346,7 +352,7 @@ class Session:
                 "parameter, so the hypergradient would be silently zero; check that the live upper tensors are read "
                 "and not detached or old ones"
             )
-        for level in self.found.idle and self.found.idle - self.warned:
+        for level in self.found.ignores_other_level and self.found.ignores_other_level - self.warned:
             other = "lower" if level == "upper" else "upper"
             if level == "upper" or self.options.responds:
                 warn(
@@ -359,21 +365,21 @@ class Session:
         """Return the loss, checked to depend on something; with x, note once if it ignores the other level."""
         if not loss.requires_grad and any(t.requires_grad for t in y):
             raise ValueError(self.independent(level))
-        if x is not None and level not in self.found.looked and loss.requires_grad:
+        if x is not None and level not in self.found.dependency_checked and loss.requires_grad:
             reached = [reaches(loss, tensors) for tensors in (x, y)]
             if not any(reached):
                 raise ValueError(self.independent(level))
-            self.found.looked |= {level}
+            self.found.dependency_checked |= {level}
             if not reached[level == "upper"] and not self.options.one_loss:
-                self.found.idle |= {level}
+                self.found.ignores_other_level |= {level}
         return loss
 
     def reaching(self, level: str, loss: Tensor, y: Sequence[Tensor], x: Sequence[Tensor]) -> Tensor:
         """Return the loss, checked once in a step to reach y (f: y or x), which the gradient of a sum does not show."""
-        if level not in self.reached and not torch.compiler.is_dynamo_compiling():
+        if level not in self.depends_on_something and not torch.compiler.is_dynamo_compiling():
             if not reaches(loss, y if level == "lower" else (*y, *x)):
                 raise ValueError(self.independent(level))
-            self.reached.add(level)
+            self.depends_on_something.add(level)
         return loss
 
     def independent(self, level: str) -> str:
@@ -418,7 +424,7 @@ def reaches(loss: Tensor, tensors: Sequence[Tensor]) -> bool:
     return False
 
 
-def forget_casts(device: torch.device) -> None:
+def clear_autocast_cache(device: torch.device) -> None:
     """Drop autocast's low-precision copies of the weights, which outlive the values that they were made from."""
     if torch.is_autocast_enabled(device.type):
         torch.clear_autocast_cache()

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-__all__ = ["constant", "uploaded"]
+__all__ = ["constant", "to_device"]
 
 MOST = 256  # cached sets of numbers
 
 
-def uploaded(values: Tensor | Sequence[float], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def to_device(values: Tensor | Sequence[float], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Copy host values to a device from pinned memory, without waiting; values already there stay as they are."""
     t = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype, device="cpu")
     if t.device == device or device.type == "cpu" or not t.is_cpu:

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from ..kernels.counter import mixed_number
 from ..pytree import tree_map
-from .placement import uploaded
+from .placement import to_device
 from .vector import Vector
 
 __all__ = [
     "SEEDS",
     "Counters",
     "RandomState",
-    "apart",
     "default_state",
+    "derive_generator",
     "device_of",
     "draw_index",
     "draw_random_inputs",
@@ -98,7 +98,7 @@ def draw_seed(generator: torch.Generator | None) -> int:
     return draw_index(SEEDS, generator)
 
 
-def apart(generator: torch.Generator | None, *numbers: int) -> torch.Generator:
+def derive_generator(generator: torch.Generator | None, *numbers: int) -> torch.Generator:
     """Return a generator that depends on these numbers and on another one's state, which does not advance."""
     twin = torch.Generator(device_of(generator))
     twin.set_state(torch.get_rng_state() if generator is None else generator.get_state())
@@ -175,7 +175,7 @@ def uniform_ball(like: Sequence[Tensor], radius: float, generator: torch.Generat
     """
     device = like[0].device if generator is None else generator.device
     normal = Vector(
-        uploaded(torch.randn(t.shape, generator=generator, dtype=t.dtype, device=device), t.device) for t in like
+        to_device(torch.randn(t.shape, generator=generator, dtype=t.dtype, device=device), t.device) for t in like
     )
     uniform = torch.rand((), generator=generator, dtype=torch.float32, device=device_of(generator))
     length = radius * (uniform if uniform.is_mps else uniform.double()) ** (1 / max(sum(t.numel() for t in like), 1))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
-from .placement import uploaded
+from .placement import to_device
 from .random import device_of
 from .vector import Vector
 
@@ -150,7 +150,7 @@ class TensorTasks:
             return tree_map(lambda t: t[ids], data)
         shape = (len(tasks), n)
         rows = torch.randint(self._rows[name], shape, generator=generator, device=device_of(generator))
-        rows = uploaded(rows, device)
+        rows = to_device(rows, device)
         return tree_map(lambda t: t[ids.unsqueeze(1), rows], data)
 
     def _placed(self, tasks: Tensor, device: torch.device) -> Tensor:
@@ -158,7 +158,7 @@ class TensorTasks:
         if tasks.device == device:
             return tasks
         if self._last is None or self._last[0] is not tasks or self._last[1].device != device:
-            self._last = tasks, uploaded(tasks, device)
+            self._last = tasks, to_device(tasks, device)
         return self._last[1]
 
     def apart(self, level: str, tasks: Tensor, n: int, generators: Iterable[torch.Generator]) -> Any:
@@ -166,7 +166,7 @@ class TensorTasks:
         data, count = self._lower if level == "lower" else self._upper, self._rows[level]
         device = tree_leaves(data)[0].device
         rows = [torch.randint(count, (n,), generator=own, device=own.device) for own in generators]
-        index = uploaded(tasks, device).unsqueeze(1), uploaded(torch.stack(rows), device)
+        index = to_device(tasks, device).unsqueeze(1), to_device(torch.stack(rows), device)
         return tree_map(lambda t: t[index], data)
 
     def __repr__(self) -> str:
@@ -233,7 +233,7 @@ def _beside(index: Tensor, batch: Any) -> Tensor:
         if isinstance(t, Tensor) and t.is_cpu:
             return index
     devices = {leaf.device for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
-    return uploaded(index, devices.pop()) if len(devices) == 1 else index
+    return to_device(index, devices.pop()) if len(devices) == 1 else index
 
 
 def require_shape(what: str, batch: Any, sizes: tuple[int, ...]) -> None:

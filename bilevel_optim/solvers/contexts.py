@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..oracle.lanes import LaneFeatures, one_of_many, stacked
+from ..oracle.lanes import LaneFeatures, local_problem, stacked
 from ..oracle.oracle import Oracle
 from ..problem.objective import Sample
-from ..problem.placement import uploaded
+from ..problem.placement import to_device
 from ..problem.random import Counters
 from ..problem.tasks import draw, draw_apart, sample, select
 from ..problem.vector import Vector
@@ -114,7 +114,7 @@ class Contexts:
         if features is None:
             yield from batches
             return
-        evaluate = LaneFeatures(oracle, "lower", features, alike=True)
+        evaluate = LaneFeatures(oracle, "lower", features, shared_rng=True)
         for batch in batches:
             kept = self._features if self.deterministic else None
             if kept is None or kept[0] is not oracle.x or not {*slots} <= {*kept[1]}:
@@ -200,7 +200,7 @@ def _ordered(lanes: Vector, order: Sequence[int]) -> Vector:
     """Return copies of the lanes in another order."""
     if len(order) == 1:
         return lanes.clone()
-    index = uploaded(order, lanes[0].device, torch.int64)
+    index = to_device(order, lanes[0].device, torch.int64)
     return Vector(t[index] for t in lanes)
 
 
@@ -216,13 +216,13 @@ def _epoch(
     blocks = ((done, min(BLOCK, 2**e - done)) for done in range(0, 2**e, BLOCK))
     heads = (head for done, size in blocks for head in contexts.heads(oracle, slots, PATH, e, done, times=size))
     if len(slots) == 1:  # no stack, which would make a step slower
-        alone = one_of_many(oracle)
+        alone = local_problem(oracle)
 
         def own() -> Sample:
             return Sample(oracle.g.loss, (select(next(heads), 0),), once=True)
 
         (mean,) = epoch_sgd(alone, start.lane(0), 1, rates, own, first=e)
         return Vector(t.unsqueeze(0) for t in mean)
-    problem = stacked(oracle, start, alike=True)
+    problem = stacked(oracle, start, shared_rng=True)
     (mean,) = epoch_sgd(problem, start, 1, rates, lambda: Sample(problem.g.loss, (next(heads),), once=True), first=e)
     return mean

@@ -28,11 +28,11 @@ __all__ = [
     "Memory",
     "Rate",
     "Solved",
+    "gradient_dot",
     "is_known",
     "needs_closure",
     "rates_of",
     "sgd",
-    "turned",
     "watched_growth",
 ]
 
@@ -318,7 +318,7 @@ class LowerRule:
                     break
         if len(early) < 2:
             return solved
-        return solved._replace(early=(early[0], early[1]), turn=turned(before, solved))
+        return solved._replace(early=(early[0], early[1]), turn=gradient_dot(before, solved))
 
 
 def _together(norms: Tensor) -> Tensor:
@@ -326,7 +326,7 @@ def _together(norms: Tensor) -> Tensor:
     return norms.norm() if norms.dim() else norms
 
 
-def turned(before: Solved, last: Solved) -> Tensor | None:
+def gradient_dot(before: Solved, last: Solved) -> Tensor | None:
     """Return the inner product of the gradients of two steps; None in a trace, so that graphs need not return them."""
     if is_dynamo_compiling() or before.gradient is None or last.gradient is None:
         return None

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import bilevel_optim as bo
-from bilevel_optim.problem.values import changed
+from bilevel_optim.problem.values import replace
 from bilevel_optim.problem.vector import Vector
 
 from ..problems import Given, Quadratic, seeded, values
@@ -97,9 +97,9 @@ class Failing(bo.SOBA):
     def estimate(self, oracle, given):
         found = super().estimate(oracle, given)
         if self.how == "gradient":
-            return changed(found, gradient=Vector(t.float() for t in found.gradient))
+            return replace(found, gradient=Vector(t.float() for t in found.gradient))
         if self.how == "lower":
-            return changed(found, lower=Vector(t[:2] for t in found.lower))
+            return replace(found, lower=Vector(t[:2] for t in found.lower))
         return found
 
 

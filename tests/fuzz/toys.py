@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import bilevel_optim as bo
-from bilevel_optim.oracle.oracle import filled
+from bilevel_optim.oracle.oracle import none_to_zeros
 
 from ..problems import Problem, assign, flat, seeded, values
 
@@ -202,7 +202,7 @@ class Toy(Problem):
                 break
         H, C, _ = self._derivatives(*batch)
         split, variables = len(self.upper_tensors), [*self.upper_tensors, *self.lower_tensors]
-        slopes = filled(torch.autograd.grad(self.upper(*batch), variables, allow_unused=True), variables)
+        slopes = none_to_zeros(torch.autograd.grad(self.upper(*batch), variables, allow_unused=True), variables)
         return flat(slopes[:split]) - C.T @ torch.linalg.solve(H, flat(slopes[split:]))
 
     def _derivatives(self, *batch):
@@ -211,7 +211,7 @@ class Toy(Problem):
         loss = -self.upper(*batch) if self.single else self.lower(*batch)
         slope = torch.cat([s.reshape(-1) for s in torch.autograd.grad(loss, self.lower_tensors, create_graph=True)])
         rows = [torch.autograd.grad(s, variables, retain_graph=True, allow_unused=True) for s in slope]
-        table = torch.stack([flat(filled(row, variables)) for row in rows])
+        table = torch.stack([flat(none_to_zeros(row, variables)) for row in rows])
         return table[:, : len(slope)], table[:, len(slope) :], slope.detach()
 
 

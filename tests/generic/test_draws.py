@@ -8,7 +8,7 @@ import torch
 import bilevel_optim as bo
 from bilevel_optim.methods.tracked import tracking
 from bilevel_optim.optimizer.draws import LOWER, UPPER, TaskDraw
-from bilevel_optim.optimizer.step import changed
+from bilevel_optim.optimizer.step import replace
 
 from ..problems import seeded
 from ..registry import ROWS, each
@@ -92,7 +92,7 @@ def watch(optimizer):
     def compared(oracle, inputs, tasks, *, update):
         sums = {"upper_terms": oracle.f.terms, "lower_terms": oracle.g.terms}
         terms = {name: n for name, n in sums.items() if n is not None}
-        given = changed(inputs, numbers={**inputs.numbers, **terms})
+        given = replace(inputs, numbers={**inputs.numbers, **terms})
         draws = optimizer._draws(given) if tasks is None else optimizer._task_draws(given, tasks)
         tasks = None if tasks is None else NotedTasks(tasks, log)
         log.clear()

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import bilevel_optim as bo
 from bilevel_optim.oracle.copies import evaluate_copies
 from bilevel_optim.oracle.evaluation import in_place
-from bilevel_optim.oracle.session import Options, Session
+from bilevel_optim.oracle.session import EvaluationOptions, Session
 from bilevel_optim.problem.vector import Vector, stack
 
 from ..problems import substituted
@@ -262,7 +262,7 @@ def test_products_are_differences_of_gradients(name):
         cross, hvp = system.both(v)
         close(hvp, system.hvp(v), 1e-12)
         close(cross, system.cross(v), 1e-12)
-    difference = bo.Oracle([x], y, upper, lower, session=Session(Options(hvp="finite-difference")))
+    difference = bo.Oracle([x], y, upper, lower, session=Session(EvaluationOptions(hvp="finite-difference")))
     torch.manual_seed(3)
     with difference.lower_system(difference.g.draw()) as system:
         close(system.hvp(v), hvp, tolerance)
@@ -281,7 +281,7 @@ def test_substituted_equals_in_place(name, request):
     v, live, results, buffers = at.clone() * 0.5, Vector([x, *y]).detach().clone(), [], [buffer_values()]
     for evaluation in (in_place, substituted):
         set_buffers(buffers[0])
-        oracle = bo.Oracle([x], y, upper, lower, session=Session(Options(evaluation=evaluation))).at(w, at)
+        oracle = bo.Oracle([x], y, upper, lower, session=Session(EvaluationOptions(evaluation=evaluation))).at(w, at)
         torch.manual_seed(3)
         xi, zeta = oracle.f.draw(), oracle.g.draw()
         loss, *found = oracle.upper(xi)
@@ -308,7 +308,7 @@ def test_stacked_copies_are_plain_gradients(name, vectorize):
 def check_stacked_copies(name, vectorize, wrt):
     """Gradients of a_j f + b_j g at three copies, against plain torch at one after the other."""
     case, (x, y, upper, lower) = CASES[name], built(name)
-    oracle = bo.Oracle([x], y, upper, lower, session=Session(Options(vectorize=vectorize)))
+    oracle = bo.Oracle([x], y, upper, lower, session=Session(EvaluationOptions(vectorize=vectorize)))
     points = [Vector(t.detach() + 0.1 * torch.randn_like(t) for t in y) for _ in range(3)]
     a, b = [0.3, 0.0, -0.2], [1.0, 0.5, -1.0]
     before = Vector(y).detach().clone()

@@ -11,7 +11,7 @@ from bilevel_optim.distributed.ranks import Ranks
 from bilevel_optim.oracle import batched
 from bilevel_optim.oracle.first_order import upper_slope
 from bilevel_optim.oracle.lanes import stacked
-from bilevel_optim.oracle.session import Options, Session
+from bilevel_optim.oracle.session import EvaluationOptions, Session
 from bilevel_optim.problem.objective import Sample
 
 # ---------------------------------------------------------------------------------------------------- at a point
@@ -110,7 +110,9 @@ def test_live_tensors_are_as_they_were_after_a_loss_that_fails():
 @pytest.mark.parametrize("hvp", ["exact", "finite-difference"])
 def test_the_upper_system_has_the_hessian_of_both_variables(hvp):
     x, y, oracle = scalars()
-    oracle = bo.Oracle([x], [y], oracle.f, oracle.g, session=Session(Options(hvp=hvp))).at([torch.tensor([0.5])])
+    oracle = bo.Oracle([x], [y], oracle.f, oracle.g, session=Session(EvaluationOptions(hvp=hvp))).at(
+        [torch.tensor([0.5])]
+    )
     with oracle.upper_system(oracle.f.draw()) as system:
         product = system.product(Vector([torch.tensor([5.0]), torch.tensor([7.0])]))
     assert [float(t) for t in (system.loss, *system.gradient)] == [0.75, 3.0, 0.25]
@@ -174,7 +176,7 @@ def many(vectorize=True, dropout=0.0, **options):
     def upper(one):
         return (y - one[0]).square().sum() + x @ x + (x * y).sum()
 
-    oracle = bo.Oracle([x], [y], upper, lower, session=Session(Options(vectorize=vectorize)))
+    oracle = bo.Oracle([x], [y], upper, lower, session=Session(EvaluationOptions(vectorize=vectorize)))
     points = Vector([torch.randn(3, 2)])
     return oracle, points, batch, stacked(oracle, points, lambda level: batch, **options)
 
@@ -239,7 +241,7 @@ def test_matrices_of_several_parameters(vectorize):
 
     tensors = [t.clone().requires_grad_() for t in point.split(sizes)]
     x, y = tensors[:2], tensors[2:]
-    session = Session(Options(vectorize=vectorize))
+    session = Session(EvaluationOptions(vectorize=vectorize))
     oracle = bo.Oracle(x, y, lambda: y[0].sum(), lambda: value(torch.cat(tensors)), session=session)
     gradient, hessian, cross = oracle.lower_matrices(oracle.g.draw())
     whole = torch.autograd.functional.hessian(value, point)
@@ -258,13 +260,13 @@ def test_a_stack_is_at_the_x_of_its_oracle():
 
 @pytest.mark.parametrize("vectorize", [True, 2, False])
 def test_alike_problems_share_their_random_numbers(vectorize):
-    for alike in (True, False):
+    for shared_rng in (True, False):
         oracle, _, batch, _ = many(vectorize, dropout=0.5)
         same = Vector([torch.ones(16, 2)]), tuple(t[:1].expand(16, 2) for t in batch)
-        problem = stacked(oracle, same[0], lambda level, batch=same[1]: batch, alike=alike)
+        problem = stacked(oracle, same[0], lambda level, batch=same[1]: batch, shared_rng=shared_rng)
         sample = problem.g.draw()
         slopes = problem.lower(sample)[1][0]
-        assert (slopes == slopes[0]).all() == alike
+        assert (slopes == slopes[0]).all() == shared_rng
         assert torch.equal(problem.lower(sample)[1][0], slopes)  # those of a sample stay
 
 
@@ -283,7 +285,7 @@ def test_checkpointing_many_problems_is_an_error_not_a_wrong_number(vectorize):
     def lower(one):
         return checkpoint(lambda one: (y * one).tanh(), one, use_reentrant=False).sum() + x @ y
 
-    oracle = bo.Oracle([x], [y], lower, lower, session=Session(Options(vectorize=vectorize)))
+    oracle = bo.Oracle([x], [y], lower, lower, session=Session(EvaluationOptions(vectorize=vectorize)))
     problem = stacked(oracle, Vector([torch.randn(3, 2)]), lambda level: torch.randn(3, 2))
     with pytest.raises(RuntimeError, match=r"cannot be redirected to the tasks' own values, as .* checkpointing"):
         problem.lower(problem.g.draw())
@@ -294,7 +296,7 @@ def test_checkpointing_many_problems_is_an_error_not_a_wrong_number(vectorize):
 
 def run(n, vectorize=True, session=None, fails=None, alone_fails=None, **options):
     """What was evaluated, in which parts."""
-    session = session or Session(Options(vectorize=vectorize))
+    session = session or Session(EvaluationOptions(vectorize=vectorize))
 
     def together(part):
         if fails is not None:
@@ -365,7 +367,7 @@ def test_an_exception_of_the_loss_is_raised_again():
 
 def test_what_a_step_finds_out_is_its_own_until_it_is_committed():
     known = Session().found
-    session = Session.begun(Options(), known, Session().buffers, {"a"})
+    session = Session.begun(EvaluationOptions(), known, Session().buffers, {"a"})
     run(3, session=session, fails=ValueError("no"))
     session.warned.add("b")
     assert (session.found.fallback, known.fallback) == ("ValueError: no", None)

@@ -7,7 +7,7 @@ import bilevel_optim as bo
 from bilevel_optim.hypergradient import storm
 from bilevel_optim.hypergradient.recursive import Points, matrices, products
 from bilevel_optim.methods.tracked import rows
-from bilevel_optim.oracle.session import Options, Session
+from bilevel_optim.oracle.session import EvaluationOptions, Session
 
 from ..methods.test_tracked import Family
 from ..problems import seeded
@@ -130,7 +130,7 @@ def measured(options, apart, weights=None):
     family, ids = Family(6, noise=0.2), torch.tensor([4, 1, 5])
     x, y = torch.randn(5, generator=seeded(1)), torch.randn(3, 4, generator=seeded(2))
     batch = family.tasks.lower(ids, None, seeded(3))
-    oracle = bo.Oracle(family.x, family.y, family.upper, family.lower, session=Session(Options(**options)))
+    oracle = bo.Oracle(family.x, family.y, family.upper, family.lower, session=Session(EvaluationOptions(**options)))
     points = Points(oracle, Draws(batch).batch, x * 0, y * 0, apart=apart, weights=weights)
     truths = [family.derivatives(i, x, y[k], batch[1][k]) for k, i in enumerate(ids.tolist())]
     return points, x, y, truths, oracle.session.counts

@@ -178,20 +178,20 @@ class RTMLMC(BilevelOptimizer):
         wording = "Invalid lower_optimizer value: {value} (the lower solver is EpochSGD)"
         require("lower_optimizer", factory, factory is None, wording)
 
-    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """There is no single lower problem."""
         raise ValueError(
             f"{type(self).__name__} has a lower problem for each context: step(upper, lower, tasks=sampler)"
         )
 
-    def _estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Estimate:
+    def _estimate_tasks(self, oracle: Oracle, inputs: StepInputs, sampler: Any) -> Estimate:
         """The mean over the contexts of one draw; the ranks share them."""
         count = task_count(sampler, self.tasks_per_step)
-        contexts = self._contexts(sampler, count, int(given.random_inputs["seed"]))
+        contexts = self._contexts(sampler, count, int(inputs.random_inputs["seed"]))
         depths = self._depths(contexts)
-        mine = _share(depths, given.ranks.rank, given.ranks.world)
+        mine = _share(depths, inputs.ranks.rank, inputs.ranks.world)
         make = partial(self._estimate_contexts, contexts, depths, mine)
-        return self._checked(oracle, given, make) if mine else make(oracle, given)
+        return self._checked(oracle, inputs, make) if mine else make(oracle, inputs)
 
     def _random_inputs(self) -> dict[str, int]:
         """What all the draws of a step are made from."""
@@ -206,27 +206,27 @@ class RTMLMC(BilevelOptimizer):
         rows = {"lower_batch": self.lower_batch, "upper_batch": self.upper_batch}
         return Contexts(sampler, count, seed, purpose=purpose, **rows)
 
-    def _starts(self, oracle: Oracle, given: StepInputs, contexts: Contexts) -> Vector:
-        return starting_points(oracle.y, oracle.lower_names(), contexts.tasks, contexts.count, given.lower_init)
+    def _starts(self, oracle: Oracle, inputs: StepInputs, contexts: Contexts) -> Vector:
+        return starting_points(oracle.y, oracle.lower_names(), contexts.tasks, contexts.count, inputs.lower_init)
 
     def _estimate_contexts(
-        self, contexts: Contexts, depths: list[int], mine: list[int], oracle: Oracle, given: StepInputs
+        self, contexts: Contexts, depths: list[int], mine: list[int], oracle: Oracle, inputs: StepInputs
     ) -> Estimate:
         """The part of some contexts in the mean."""
-        curvature = self._curvature(oracle, given, contexts)
+        curvature = self._curvature(oracle, inputs, contexts)
         bound = float(self.smoothness or curvature or 1.0)
         chances = None if self._one_level else level_probabilities(self.levels, self.base_level)
         several = chances is not None and len(chances) > 1
         nothing = oracle.x[0].new_zeros(())
         part = Estimate(nothing, oracle.x.zeros_like(), lower=oracle.y.zeros_like())
         if mine:
-            starts = self._starts(oracle, given, contexts)
+            starts = self._starts(oracle, inputs, contexts)
             if mine != [*range(contexts.count)]:
                 starts = Vector(t[mine] for t in starts)
             largest = 1 / bound if self.cap else math.inf
             path = coupled_path(
                 oracle, contexts, starts, [depths[slot] for slot in mine],
-                lambda epoch: [min(rate * 2.0**-epoch, largest) for rate in given.lower_rates],
+                lambda epoch: [min(rate * 2.0**-epoch, largest) for rate in inputs.lower_rates],
                 slots=mine, base_level=self.base_level,
             )  # fmt: skip
             part = multilevel(
@@ -236,7 +236,7 @@ class RTMLMC(BilevelOptimizer):
             )  # fmt: skip
             if "neumann_ratio" in part.diagnostics:
                 oracle.checks.alert("growing series", GROWING_SERIES, part.diagnostics["neumann_ratio"] > 1 + 1e-4)
-        loss, gradient, mean, correction = given.ranks.total(
+        loss, gradient, mean, correction = inputs.ranks.total(
             part.loss.to(nothing), part.gradient, part.lower, part.diagnostics.get("correction", nothing.double())
         )
         diagnostics = dict(part.diagnostics)
@@ -244,7 +244,7 @@ class RTMLMC(BilevelOptimizer):
         if curvature:
             numbers["curvature"] = curvature
         if several:
-            moments = level_layer.added(given.numbers.get("moments"), self.levels, depths[0], correction)
+            moments = level_layer.added(inputs.numbers.get("moments"), self.levels, depths[0], correction)
             numbers["moments"], diagnostics["correction"] = moments, correction
             diagnostics["level_variance"] = level_layer.watched(oracle.checks, moments, self.base_level)
         diagnostics["level_counts"] = torch.tensor(depths, device="cpu").bincount(minlength=self.levels + 1)
@@ -253,14 +253,14 @@ class RTMLMC(BilevelOptimizer):
             diagnostics[name] = torch.tensor(value, device="cpu")
         return Estimate(loss, gradient, diagnostics, lower=mean if self.warm_start else None, numbers=numbers)
 
-    def _curvature(self, oracle: Oracle, given: StepInputs, contexts: Contexts) -> float:
+    def _curvature(self, oracle: Oracle, inputs: StepInputs, contexts: Contexts) -> float:
         """L as estimated so far, from time to time anew; 0 before."""
-        known = float(given.numbers.get("curvature", 0.0))
+        known = float(inputs.numbers.get("curvature", 0.0))
         needed = self.cap or (self.implicit_term and self.neumann != "cg")
-        if self.smoothness is not None or not needed or (given.steps + 1) & given.steps:
+        if self.smoothness is not None or not needed or (inputs.steps + 1) & inputs.steps:
             return known
         some = self._contexts(contexts.sampler, CURVATURE_SAMPLES, contexts.counters.seed, POWER)
-        found = CURVATURE_MARGIN * float(largest_eigenvalue(oracle, some, self._starts(oracle, given, some)))
+        found = CURVATURE_MARGIN * float(largest_eigenvalue(oracle, some, self._starts(oracle, inputs, some)))
         return max(known, found) if math.isfinite(found) else known
 
 

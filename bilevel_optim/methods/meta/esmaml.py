@@ -95,11 +95,11 @@ class ESMAML(Initialised, ZerothOrder):
     lower_directions: int = count(default=0)
     lower_smoothing: float = number(default=1e-2, above=0)
 
-    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Differences of the loss after paths that start at the perturbed initial point."""
         self._initial(oracle)
         oracle.session.note_reached(oracle.x)  # the paths start there
-        estimate, spent = self._followed(oracle, given, full_zeroth_order, from_upper=True), oracle.session.counts
+        estimate, spent = self._followed(oracle, inputs, full_zeroth_order, from_upper=True), oracle.session.counts
         if self.lower_directions:
             spent["loss"] += 2 * self.lower_directions * spent["lower_grad"]
             spent["lower_grad"] = 0

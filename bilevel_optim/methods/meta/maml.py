@@ -12,7 +12,7 @@ from ...optimizer.base import BilevelOptimizer, Loss
 from ...optimizer.declaration import MethodInfo
 from ...optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ...optimizer.options import InitVar, fixed, number
-from ...optimizer.step import StepInputs, changed
+from ...optimizer.step import StepInputs, replace
 from ...oracle.oracle import Oracle
 from ...problem.objective import Objective
 from ...problem.vector import Vector, any_sharded
@@ -55,12 +55,12 @@ class Initialised(BilevelOptimizer):
         lower = Vector(self.parameters("lower"))
         lower.copy_(self.parameters("upper")[-len(lower) :])
 
-    def _begun(self, oracle: Oracle, given: StepInputs) -> tuple[Oracle, StepInputs]:
+    def _begun(self, oracle: Oracle, inputs: StepInputs) -> tuple[Oracle, StepInputs]:
         """Where adaptation starts, with a lower optimizer that begins anew."""
         start = Vector(
             s.expand_as(t).to(t.dtype, copy=True) for s, t in zip(self._initial(oracle), oracle.y, strict=True)
         )
-        return oracle.at(lower=start), changed(given, solver=None)
+        return oracle.at(lower=start), replace(inputs, solver=None)
 
     def _through_start(self, oracle: Oracle, estimate: Estimate, derivative: Vector) -> Estimate:
         """The estimate with the derivative in the initial point added."""
@@ -70,7 +70,7 @@ class Initialised(BilevelOptimizer):
         # Where x and y have different types, each has its own.
         extra = Vector(t.to(s.dtype) for t, s in zip(extra, oracle.x[head:], strict=True))
         gradient = Vector([*estimate.gradient[:head], *Vector(estimate.gradient[head:]) + extra])
-        return changed(estimate, gradient=gradient)
+        return replace(estimate, gradient=gradient)
 
 
 class MAML(Initialised, ITD):
@@ -136,10 +136,10 @@ class MAML(Initialised, ITD):
         lower_optimizer="differentiable",
     )
 
-    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Backpropagation through adaptation, from the initial point."""
-        oracle, given = self._begun(oracle, given)
-        estimate = super().estimate(oracle, given)
+        oracle, inputs = self._begun(oracle, inputs)
+        estimate = super().estimate(oracle, inputs)
         return estimate if estimate.start is None else self._through_start(oracle, estimate, estimate.start)
 
 
@@ -240,14 +240,14 @@ class FOMAML(Initialised):
         converges=False,
     )
 
-    def _draws(self, given: DrawInputs) -> list[Draw]:
+    def _draws(self, inputs: DrawInputs) -> list[Draw]:
         """Those of the lower steps, then an upper one."""
         return [LOWER] * self.lower_steps + [UPPER]
 
-    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """The gradient after adaptation, as if that were the identity in the initial point."""
-        oracle, given = self._begun(oracle, given)
-        here = given.descended(oracle, self.lower_steps)
+        oracle, inputs = self._begun(oracle, inputs)
+        here = inputs.run_lower_steps(oracle, self.lower_steps)
         loss, grad_x, grad_y = here.oracle.upper(oracle.f.draw(once=True))
         return self._through_start(oracle, here.with_lower(Estimate(loss, grad_x)), grad_y)
 
@@ -305,9 +305,9 @@ class iMAML(Initialised, AID):
     linear_lr: float | None = fixed(default=None)
     lower_solver: InitVar[Callable[[], Any] | None] = fixed(default=None)
 
-    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Adaptation from the initial point, then the linear system."""
-        return super().estimate(*self._begun(oracle, given))
+        return super().estimate(*self._begun(oracle, inputs))
 
     def _objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
         """With the proximal term in the lower loss."""

@@ -12,12 +12,12 @@ from ...hypergradient import Estimate
 from ...optimizer.base import BilevelOptimizer
 from ...optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ...optimizer.options import InitVar, choice, count, number, option
-from ...optimizer.step import LowerResult, StepInputs, Update, changed
+from ...optimizer.step import LowerResult, StepInputs, Update, replace
 from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, as_groups, unnamed
 from ...problem.vector import Vector
 from ...solvers.agd import agd_or
-from .restart import Momentum, Point, Progress, Restarted, held
+from .restart import Momentum, Position, Progress, Restarted, held
 from .theory import Constants
 
 __all__ = ["Accelerated", "Perturbed"]
@@ -50,20 +50,20 @@ class Accelerated(Restarted, BilevelOptimizer):
         self._own_solver = options["lower_optimizer"] is None
         options["lower_optimizer"] = agd_or(options["lower_optimizer"], options["lower_momentum"])
 
-    def _draws(self, given: DrawInputs) -> list[Draw] | None:
+    def _draws(self, inputs: DrawInputs) -> list[Draw] | None:
         """Those of the lower steps, which are more when an epoch begins; then those of the hypergradient."""
         if self.lower_tol > 0:
             return None
-        fresh = Progress.now(given.numbers, given.upper_memory).step == 0
+        fresh = Progress.now(inputs.numbers, inputs.upper_memory).step == 0
         return [LOWER] * sum(self._solves(fresh)) + self._hypergradient_draws
 
-    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """The lower steps and the hypergradient, both at the look-ahead point."""
-        ahead = self._iteration.look_ahead(_point(oracle.x, given))
+        ahead = self._iteration.look_ahead(_point(oracle.x, inputs))
         now = ahead.progress
-        here = self._solved(oracle.at(upper=ahead.point), given, now.step == 0)
-        estimate = here.with_lower(self._hypergradient(here.oracle, given))
-        return changed(
+        here = self._solved(oracle.at(upper=ahead.point), inputs, now.step == 0)
+        estimate = here.with_lower(self._hypergradient(here.oracle, inputs))
+        return replace(
             estimate,
             solver=None if self._own_solver else estimate.solver,
             upper_memory=ahead.memory,
@@ -83,17 +83,17 @@ class Accelerated(Restarted, BilevelOptimizer):
         }
 
     @abstractmethod
-    def _hypergradient(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def _hypergradient(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """The estimate where the lower steps have led to."""
 
-    def _solved(self, oracle: Oracle, given: StepInputs, fresh: bool) -> LowerResult:
+    def _solved(self, oracle: Oracle, inputs: StepInputs, fresh: bool) -> LowerResult:
         """Where the lower steps lead to; the momentum of `AGD` does not last from one solve to the next."""
         zero = fresh and self.lower_restart == "zero"
         here = LowerResult(oracle.at(lower=oracle.y.zeros_like()) if zero else oracle, [], {})
         for steps in self._solves(fresh):
-            given = changed(given, solver=None) if self._own_solver else given
-            here = given.descended(here.oracle, steps, tol=self.lower_tol)
-            given = changed(given, solver=here.solver)
+            inputs = replace(inputs, solver=None) if self._own_solver else inputs
+            here = inputs.run_lower_steps(here.oracle, steps, tol=self.lower_tol)
+            inputs = replace(inputs, solver=here.solver)
         return here
 
     def _solves(self, fresh: bool) -> list[int]:
@@ -103,13 +103,13 @@ class Accelerated(Restarted, BilevelOptimizer):
         twice = self.lower_steps if self.lower_restart == "zero" else 0
         return [twice if self.restart_steps is None else self.restart_steps, self.lower_steps]
 
-    def update(self, x: Vector, gradient: Vector, given: StepInputs) -> Update:
+    def update(self, x: Vector, gradient: Vector, inputs: StepInputs) -> Update:
         """One step of the iteration of x."""
-        return self._iteration.update(_point(x, given), gradient)
+        return self._iteration.update(_point(x, inputs), gradient)
 
-    def _without_lookahead(self, given: StepInputs) -> StepInputs:
+    def _without_lookahead(self, inputs: StepInputs) -> StepInputs:
         """The look-ahead point of swapped parameters is where they are."""
-        return changed(given, numbers={**given.numbers, "swapped": True})
+        return replace(inputs, numbers={**inputs.numbers, "swapped": True})
 
     @classmethod
     def from_theory(
@@ -197,8 +197,8 @@ class Perturbed(Accelerated):
         self.perturbation, self.perturb_initial = options["perturbation"], options["perturb_initial"]
 
 
-def _point(x: Vector, given: StepInputs) -> Point:
-    return Point(x, given.upper_memory, given.numbers, given.upper_groups, given.generator, given.ranks)
+def _point(x: Vector, inputs: StepInputs) -> Position:
+    return Position(x, inputs.upper_memory, inputs.numbers, inputs.upper_groups, inputs.generator, inputs.ranks)
 
 
 def _given(**arguments: Any) -> dict[str, Any]:

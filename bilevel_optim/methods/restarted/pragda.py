@@ -11,7 +11,7 @@ from ...optimizer.declaration import MethodInfo
 from ...optimizer.draws import UPPER, Draw
 from ...optimizer.minimax import MinimaxOptimizer, danskin
 from ...optimizer.options import count, flag
-from ...optimizer.step import StepInputs, changed
+from ...optimizer.step import StepInputs, replace
 from ...oracle.oracle import Oracle
 from ...solvers import linear
 from .accelerated import Accelerated, Perturbed
@@ -93,13 +93,13 @@ class RAGDA(Accelerated, MinimaxOptimizer):
         """Only with the adjoint term."""
         return self.newton_correction
 
-    def _hypergradient(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def _hypergradient(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """The gradient in x, with the adjoint term if that is asked for."""
         if not self.newton_correction:
-            return danskin(oracle, given.rule(oracle.y))
+            return danskin(oracle, inputs.rule(oracle.y))
         sample, solve = oracle.f.draw(), partial(linear.cg, steps=self.linear_steps)
         # The right-hand side is the error of y and no smooth function of x, so that the last solution is no start.
-        return changed(implicit(oracle, solve, upper_sample=sample, lower_sample=sample.mapped(neg)), memory={})
+        return replace(implicit(oracle, solve, upper_sample=sample, lower_sample=sample.mapped(neg)), memory={})
 
 
 class PRAGDA(Perturbed, RAGDA):

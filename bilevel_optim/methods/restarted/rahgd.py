@@ -7,7 +7,7 @@ from functools import partial
 from ...hypergradient import Estimate, implicit
 from ...optimizer.declaration import MethodInfo
 from ...optimizer.options import choice, count, number
-from ...optimizer.step import StepInputs, changed
+from ...optimizer.step import StepInputs, replace
 from ...oracle.oracle import Oracle
 from ...solvers import linear
 from .accelerated import Accelerated, Perturbed
@@ -132,14 +132,14 @@ class RAHGD(Accelerated):
     linear_start: str = choice("zero", "y", default="zero")
     damping: float = number(default=0.0, least=0, finite=False)
 
-    def _hypergradient(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def _hypergradient(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Implicit differentiation by conjugate gradients, from the last solution."""
         tol, atol = self.linear_tol, self.linear_atol
         solve = partial(linear.cg, steps=self.linear_steps, tol=tol, atol=atol, damping=self.damping)
         first = oracle.y if self.linear_start == "y" else None
         if self.warm_start:
-            return implicit(oracle, solve, given.memory.get("linear_solution", first))
-        return changed(implicit(oracle, solve, first), memory={})
+            return implicit(oracle, solve, inputs.memory.get("linear_solution", first))
+        return replace(implicit(oracle, solve, first), memory={})
 
 
 class PRAHGD(Perturbed, RAHGD):

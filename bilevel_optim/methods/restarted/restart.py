@@ -22,7 +22,7 @@ from ...problem.parameters import is_count, is_number, require, require_choice
 from ...problem.random import uniform_ball
 from ...problem.vector import Vector
 
-__all__ = ["Ahead", "Momentum", "Point", "Progress", "Restarted", "held"]
+__all__ = ["LookAhead", "Momentum", "Position", "Progress", "Restarted", "held"]
 
 AUTOMATIC_RADIUS = 5.0  # restart radius in lengths of the first step
 LARGEST_PERTURBATION = 0.02  # in restart radii: more than that keeps triggering restarts at a minimum
@@ -71,7 +71,7 @@ _NAMES = tuple(field.name for field in fields(Progress))
 
 
 @dataclass(frozen=True)
-class Point:
+class Position:
     """A point, and all else that a step from it depends on.
 
     Attributes:
@@ -99,7 +99,7 @@ class Point:
         return [v for group, v in zip(self.groups, values, strict=True) for _ in group["params"]]
 
 
-class Ahead(NamedTuple):
+class LookAhead(NamedTuple):
     """Where a gradient is wanted, what is to be remembered until the update, and where the run stands."""
 
     point: Vector
@@ -132,18 +132,18 @@ class Momentum:
         require("perturbation", noise, is_number(noise) and 0 <= noise < math.inf)
         require("perturb_initial", self.perturb_initial, isinstance(self.perturb_initial, bool))
 
-    def look_ahead(self, point: Point) -> Ahead:
+    def look_ahead(self, point: Position) -> LookAhead:
         """Where the next gradient is to be evaluated."""
         now = Progress.now(point.numbers, point.memory)
         new: dict[str, Vector] = {}
         if now.swapped:
-            return Ahead(point.x, new, now)
+            return LookAhead(point.x, new, now)
         if now.step == 0 and self.perturb_initial and self.perturbation > 0 and not now.perturbed:
             # x itself must not move before the update, so the perturbation waits in the memory.
             new["perturbation"], now = self._shift(point, now), replace(now, perturbed=True)
-        return Ahead(self._ahead(point.x, {**point.memory, **new}, now)[1], new, now)
+        return LookAhead(self._ahead(point.x, {**point.memory, **new}, now)[1], new, now)
 
-    def update(self, point: Point, gradient: Vector) -> Update:
+    def update(self, point: Position, gradient: Vector) -> Update:
         """One step along a gradient that was evaluated at the look-ahead point; then the restart test.
 
         Costs one host synchronisation, and nothing else of the step depends on the host.
@@ -190,7 +190,7 @@ class Momentum:
             x = x + memory["perturbation"]
         return x, x + (x - memory["previous"]) * self.momentum if now.step else x
 
-    def _shift(self, point: Point, now: Progress) -> Vector:
+    def _shift(self, point: Position, now: Progress) -> Vector:
         """A point of the ball, in the metric of the groups' learning rates."""
         rates = point.rates(now)
         largest = max(rates, default=0.0) or 1.0

@@ -16,10 +16,10 @@ from ...optimizer.base import REMADE
 from ...optimizer.state import recalled, remember
 from ...optimizer.transaction import Transaction
 from ...oracle.evaluation import placed
-from ...oracle.first_order import filled
+from ...oracle.first_order import none_to_zeros
 from ...problem.parameters import is_number, require, require_rates
 from ...problem.vector import Vector
-from .restart import Momentum, Point, Restarted, held
+from .restart import Momentum, Position, Restarted, held
 
 __all__ = ["RestartedAGD"]
 
@@ -118,7 +118,7 @@ class RestartedAGD(Restarted):
     def _moved(
         self, groups: list[dict[str, Any]], live: Vector, closure: Callable[[], Any], transaction: Transaction
     ) -> Any:
-        here = Point(live.detach(), recalled(self.state, live), self.numbers, groups, self.generator, Ranks())
+        here = Position(live.detach(), recalled(self.state, live), self.numbers, groups, self.generator, Ranks())
         ahead = self._iteration.look_ahead(here)
         with placed(live, ahead.point), torch.enable_grad():
             loss = closure()
@@ -126,7 +126,7 @@ class RestartedAGD(Restarted):
         writes: list[Callable[[], object]] = []
         if any(p.grad is not None for p in live):
             there = replace(here, memory={**here.memory, **ahead.memory}, numbers=ahead.progress.numbers)
-            gradient = filled([None if p.grad is None else p.grad.detach() for p in live], live.detach())
+            gradient = none_to_zeros([None if p.grad is None else p.grad.detach() for p in live], live.detach())
             update = self._iteration.update(there, gradient)
             writes = [partial(remember, self.state, live, update.upper_memory), partial(live.copy_, update.x)]
             entries["numbers"] = update.numbers

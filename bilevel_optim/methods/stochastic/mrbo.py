@@ -27,10 +27,10 @@ class Recursion(NamedTuple):
     u: Vector  # of the lower gradient
 
     @classmethod
-    def remembered(cls, given: DrawInputs) -> Recursion | None:
+    def remembered(cls, inputs: DrawInputs) -> Recursion | None:
         """Where the last step was, if it left all of it."""
-        y, u = (given.memory.get(name) for name in ("previous", "direction"))
-        x, h = (given.upper_memory.get(name) for name in ("previous", "direction"))
+        y, u = (inputs.memory.get(name) for name in ("previous", "direction"))
+        x, h = (inputs.upper_memory.get(name) for name in ("previous", "direction"))
         return None if x is None or y is None or h is None or u is None else cls(x, y, h, u)
 
     def estimate(self, loss: Tensor, diagnostics: dict[str, Tensor]) -> Estimate:
@@ -118,23 +118,23 @@ class MRBO(NeumannMethod):
         if options["lower_beta"] is None:
             options["lower_beta"] = options["beta"]
 
-    def _draws(self, given: DrawInputs) -> list[Draw]:
+    def _draws(self, inputs: DrawInputs) -> list[Draw]:
         """One for u, then those of the series."""
         return [LOWER, *self._sample_draws()]
 
-    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Both estimates at the present point and at the last one, on the same samples; then a step of y."""
-        last = Recursion.remembered(given)
-        zeta, samples = oracle.g.draw(), self._samples(oracle, given)
+        last = Recursion.remembered(inputs)
+        zeta, samples = oracle.g.draw(), self._samples(oracle, inputs)
         _, u = oracle.lower(zeta)
-        estimate = self._hypergradient(oracle, samples, given)
+        estimate = self._hypergradient(oracle, samples, inputs)
         h = estimate.gradient
         if last is not None:
             before = oracle.at(last.x, last.y)
             _, before_u = before.lower(zeta)
             u = u + (last.u - before_u) * (1 - cast("float", self.lower_beta))
-            h = h + (last.h - self._hypergradient(before, samples, given).gradient) * (1 - self.beta)
-        here = given.stepped(oracle, u)
+            h = h + (last.h - self._hypergradient(before, samples, inputs).gradient) * (1 - self.beta)
+        here = inputs.step_along(oracle, u)
         return here.with_lower(Recursion(oracle.x, oracle.y, h, u).estimate(estimate.loss, estimate.diagnostics))
 
 

@@ -16,7 +16,7 @@ from ...optimizer.step import StepInputs
 from ...oracle.oracle import Oracle
 from ...problem.finite_sum import random_term, term_count
 from ...problem.objective import Sample
-from ...problem.placement import uploaded
+from ...problem.placement import to_device
 from ...problem.vector import Vector, stack
 from .soba import SingleLoop
 
@@ -110,17 +110,17 @@ class SABA(SingleLoop):
         lower_optimizer="given gradient",
     )
 
-    def _estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Estimate:
+    def _estimate_tasks(self, oracle: Oracle, inputs: StepInputs, sampler: Any) -> Estimate:
         """There is no memory of tasks."""
         raise ValueError("SABA remembers every term of its losses and takes no tasks; SOBA does")
 
-    def _draws(self, given: DrawInputs) -> list[Draw]:
+    def _draws(self, inputs: DrawInputs) -> list[Draw]:
         """Of each sum a random term, or all of them where nothing is kept of so many."""
-        return [Draw(level, whole=_kept(given, level, given.terms(level)) is None) for level in ("upper", "lower")]
+        return [Draw(level, whole=_kept(inputs, level, inputs.terms(level)) is None) for level in ("upper", "lower")]
 
-    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """The step of `SOBA` along SAGA's directions."""
-        rates = given.linear_rates(self.linear_lr)
+        rates = inputs.linear_rates(self.linear_lr)
         losses: list[Tensor] = []
 
         def upper(sample: Sample) -> dict[str, Vector]:
@@ -128,8 +128,8 @@ class SABA(SingleLoop):
             losses.append(loss)
             return {"direct": direct, "adjoint": adjoint}
 
-        f = _averaged(oracle, given, "upper", upper)
-        v = self._solution(given)
+        f = _averaged(oracle, inputs, "upper", upper)
+        v = self._solution(inputs)
         v = f.directions["adjoint"] * rates if v is None else v
 
         def lower(sample: Sample) -> dict[str, Vector]:
@@ -137,10 +137,10 @@ class SABA(SingleLoop):
                 cross, product = system.both(v)
                 return {"lower": system.gradient, "product": product, "cross": cross}
 
-        g = _averaged(oracle, given, "lower", lower)
+        g = _averaged(oracle, inputs, "lower", lower)
         residual = g.directions["product"] - f.directions["adjoint"]
         oracle.checks.finite("hvp", residual)
-        here = given.stepped(oracle, g.directions["lower"])
+        here = inputs.step_along(oracle, g.directions["lower"])
         solution = {"linear_solution": v - residual * rates} if self.warm_start else {}
         estimate = Estimate(
             torch.stack(losses).mean(),
@@ -163,12 +163,12 @@ class _Averaged(NamedTuple):
 
 
 def _averaged(
-    oracle: Oracle, given: StepInputs, level: str, evaluate: Callable[[Sample], dict[str, Vector]]
+    oracle: Oracle, inputs: StepInputs, level: str, evaluate: Callable[[Sample], dict[str, Vector]]
 ) -> _Averaged:
     """SAGA's directions for what ``evaluate`` gives of one term."""
     objective = oracle.f if level == "upper" else oracle.g
     count = term_count(objective, level)
-    kept = _kept(given, level, count)
+    kept = _kept(inputs, level, count)
     result = _Averaged({}, {}, {}, [])
     memories = {True: result.upper_memory, False: result.memory}
     if kept is None:
@@ -178,8 +178,8 @@ def _averaged(
             result.directions[name] = Vector(t.mean(0) for t in table)
             memories[is_upper] |= {f"{name}_table": table, f"{name}_mean": result.directions[name].clone()}
         return result
-    index, sample = random_term(objective, lambda i: given.ranks.agreed(i, oracle.device))
-    row = uploaded(index, oracle.device) if isinstance(index, Tensor) else index
+    index, sample = random_term(objective, lambda i: inputs.ranks.agreed(i, oracle.device))
+    row = to_device(index, oracle.device) if isinstance(index, Tensor) else index
     for name, value in evaluate(sample).items():
         memory = kept[name]
         result.directions[name] = memory.direction(row, value)
@@ -188,11 +188,11 @@ def _averaged(
     return result
 
 
-def _kept(given: DrawInputs, level: str, count: int) -> dict[str, _Memory] | None:
+def _kept(inputs: DrawInputs, level: str, count: int) -> dict[str, _Memory] | None:
     """The memory of a sum, if every parameter has one for this number of terms."""
     kept = {}
     for name, is_upper in _QUANTITIES[level].items():
-        memory = given.upper_memory if is_upper else given.memory
+        memory = inputs.upper_memory if is_upper else inputs.memory
         table, mean = (memory.get(f"{name}_{part}") for part in ("table", "mean"))
         if table is None or mean is None or len(table[0]) != count:
             return None

@@ -31,9 +31,9 @@ class SingleLoop(BilevelOptimizer):
     lower_steps: int = fixed(default=1)
     linear_lr: float | None = number(default=None, above=0, optional=True)
 
-    def _solution(self, given: StepInputs) -> Vector | None:
+    def _solution(self, inputs: StepInputs) -> Vector | None:
         """V as the last step left it; None to start."""
-        return given.memory.get("linear_solution") if self.warm_start else None
+        return inputs.memory.get("linear_solution") if self.warm_start else None
 
 
 class SOBA(SingleLoop):
@@ -89,23 +89,25 @@ class SOBA(SingleLoop):
         lower_optimizer="given gradient",
     )
 
-    def _draws(self, given: DrawInputs) -> list[Draw]:
+    def _draws(self, inputs: DrawInputs) -> list[Draw]:
         """One of each."""
         return [LOWER, UPPER]
 
-    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """One step of y and of v, and the hypergradient with the present v."""
-        rates = given.linear_rates(self.linear_lr)
+        rates = inputs.linear_rates(self.linear_lr)
         zeta, xi = system_sample(oracle), oracle.f.draw(once=True)
         loss, grad_x, grad_y = oracle.upper(xi)
-        v = self._solution(given)
+        v = self._solution(inputs)
         v = grad_y * rates if v is None else v
         with oracle.lower_system(zeta) as system:
             cross, product = system.both(v)
         residual = product - grad_y
-        here = given.stepped(oracle, system.gradient)
+        here = inputs.step_along(oracle, system.gradient)
         memory = {"linear_solution": v.descended(residual, rates)} if self.warm_start else {}
-        estimate = Estimate(loss, grad_x - cross, {"linear_residual": residual}, memory, complete=self.warm_start)
+        estimate = Estimate(
+            loss, grad_x - cross, {"linear_residual": residual}, memory, covers_all_vectors=self.warm_start
+        )
         return here.with_lower(estimate)
 
 
@@ -168,19 +170,19 @@ class FSLA(SingleLoop):
 
     beta: float = number(default=0.1, least=0, most=1, saved=True)
 
-    def _draws(self, given: DrawInputs) -> list[Draw]:
+    def _draws(self, inputs: DrawInputs) -> list[Draw]:
         """One for y, a pair for v, a pair for h."""
         return [LOWER, UPPER, LOWER, UPPER, LOWER]
 
-    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """One step of y, one of v, and the recursion of the hypergradient there."""
-        here = given.descended(oracle, 1)
+        here = inputs.run_lower_steps(oracle, 1)
         point = here.oracle
-        v, residual = self._linear_step(point, given)
+        v, residual = self._linear_step(point, inputs)
         xi, zeta = oracle.f.draw(), oracle.g.draw()
         loss, h = _direct(point, xi, zeta, v)
-        old_y, old_v = (given.memory.get(name) for name in ("previous", "linear_solution"))
-        old_x, old_h = (given.upper_memory.get(name) for name in ("previous", "direction"))
+        old_y, old_v = (inputs.memory.get(name) for name in ("previous", "linear_solution"))
+        old_x, old_h = (inputs.upper_memory.get(name) for name in ("previous", "direction"))
         if old_y is not None and old_v is not None and old_x is not None and old_h is not None:
             h = h + (old_h - _direct(oracle.at(old_x, old_y), xi, zeta, old_v)[1]) * (1 - self.beta)
         estimate = Estimate(
@@ -192,11 +194,11 @@ class FSLA(SingleLoop):
         )
         return here.with_lower(estimate)
 
-    def _linear_step(self, oracle: Oracle, given: StepInputs) -> tuple[Vector, Vector]:
+    def _linear_step(self, oracle: Oracle, inputs: StepInputs) -> tuple[Vector, Vector]:
         """The next v, and the residual of the one before."""
-        xi, zeta, rates = oracle.f.draw(once=True), system_sample(oracle), given.linear_rates(self.linear_lr)
+        xi, zeta, rates = oracle.f.draw(once=True), system_sample(oracle), inputs.linear_rates(self.linear_lr)
         _, _, grad_y = oracle.upper(xi)
-        v = self._solution(given)
+        v = self._solution(inputs)
         if v is None:
             return grad_y * rates, grad_y
         with oracle.lower_system(zeta, gradient=False) as system:

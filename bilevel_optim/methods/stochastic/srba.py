@@ -13,7 +13,7 @@ from ...hypergradient import Estimate
 from ...optimizer.declaration import MethodInfo
 from ...optimizer.draws import Draw, DrawInputs
 from ...optimizer.options import InitVar, count, number, option
-from ...optimizer.step import StepInputs, changed
+from ...optimizer.step import StepInputs, replace
 from ...oracle.oracle import Oracle
 from ...problem.finite_sum import random_term, term_count
 from ...problem.objective import Sample
@@ -95,7 +95,7 @@ class SRBA(SingleLoop):
     period: int | None = count(default=None, least=1, optional=True)
     radius: float = number(default=math.inf, above=0, finite=False)
 
-    def _estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: object) -> Estimate:
+    def _estimate_tasks(self, oracle: Oracle, inputs: StepInputs, sampler: object) -> Estimate:
         """There is no memory of tasks."""
         raise ValueError("SRBA goes on from its last step and takes no tasks; SOBA does")
 
@@ -104,44 +104,44 @@ class SRBA(SingleLoop):
         terms = [numbers.get(f"{level}_terms", 1) for level in ("lower", "upper")]
         return not self.warm_start or steps % self._period(*terms) == 0
 
-    def _draws(self, given: DrawInputs) -> list[Draw]:
+    def _draws(self, inputs: DrawInputs) -> list[Draw]:
         """Of each sum a random term, or all of them."""
-        whole = self._begins(given, given.terms("lower"), given.terms("upper"))
+        whole = self._begins(inputs, inputs.terms("lower"), inputs.terms("upper"))
         return [Draw("lower", whole), Draw("upper", whole)]
 
-    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """One step along the recursive directions."""
-        n, rates = len(oracle.y), given.linear_rates(self.linear_lr)
-        loss, v, d = self._recursive(oracle, given, rates)
+        n, rates = len(oracle.y), inputs.linear_rates(self.linear_lr)
+        loss, v, d = self._recursive(oracle, inputs, rates)
         d_y, d_v, d_x = Vector(d[:n]), Vector(d[n : 2 * n]), Vector(d[2 * n :])
         oracle.checks.finite("hvp", d_v)
-        here, new = given.stepped(oracle, d_y), v - d_v * rates
+        here, new = inputs.step_along(oracle, d_y), v - d_v * rates
         if math.isfinite(self.radius):
             new = new * (self.radius / new.norm()).clamp_max(1.0)
         estimate = Estimate(loss, d_x, {"linear_residual": d_v})
         if self.warm_start:
             lower = {"previous": oracle.y, "previous_solution": v, "direction": d_y, "solution_direction": d_v}
             upper = {"previous": oracle.x, "direction": d_x}
-            estimate = changed(estimate, memory={**lower, "linear_solution": new}, upper_memory=upper)
+            estimate = replace(estimate, memory={**lower, "linear_solution": new}, upper_memory=upper)
         return here.with_lower(estimate)
 
     def _period(self, lower_terms: int, upper_terms: int) -> int:
         return self.period or max((lower_terms + upper_terms) // 2, 1)
 
-    def _begins(self, given: DrawInputs, lower_terms: int, upper_terms: int) -> bool:
+    def _begins(self, inputs: DrawInputs, lower_terms: int, upper_terms: int) -> bool:
         """Whether a step evaluates the full sums."""
-        goes_on = self.warm_start and "direction" in given.memory and "direction" in given.upper_memory
-        return not goes_on or given.steps % self._period(lower_terms, upper_terms) == 0
+        goes_on = self.warm_start and "direction" in inputs.memory and "direction" in inputs.upper_memory
+        return not goes_on or inputs.steps % self._period(lower_terms, upper_terms) == 0
 
-    def _recursive(self, oracle: Oracle, given: StepInputs, rates: list[float]) -> tuple[Tensor, Vector, Vector]:
+    def _recursive(self, oracle: Oracle, inputs: StepInputs, rates: list[float]) -> tuple[Tensor, Vector, Vector]:
         """The upper loss, v, and the directions of y, v, x: of the full sums, or from those of the last step."""
         names = ("linear_solution", "previous", "previous_solution", "direction", "solution_direction")
-        if self._begins(given, term_count(oracle.g, "lower"), term_count(oracle.f, "upper")):
-            return _directions(oracle, self._solution(given), oracle.g.samples(), oracle.f.samples(), rates)
-        v, y_then, v_then, d_y, d_v = (given.memory[name] for name in names)
-        x_then, d_x = (given.upper_memory[name] for name in ("previous", "direction"))
+        if self._begins(inputs, term_count(oracle.g, "lower"), term_count(oracle.f, "upper")):
+            return _directions(oracle, self._solution(inputs), oracle.g.samples(), oracle.f.samples(), rates)
+        v, y_then, v_then, d_y, d_v = (inputs.memory[name] for name in names)
+        x_then, d_x = (inputs.upper_memory[name] for name in ("previous", "direction"))
         sums = (oracle.g, oracle.f)
-        zeta, xi = (random_term(terms, lambda i: given.ranks.agreed(i, oracle.device))[1] for terms in sums)
+        zeta, xi = (random_term(terms, lambda i: inputs.ranks.agreed(i, oracle.device))[1] for terms in sums)
         loss, _, now = _directions(oracle, v, [zeta], [xi], rates)
         _, _, then = _directions(oracle.at(x_then, y_then), v_then, [zeta], [xi], rates)
         return loss, v, Vector((*d_y, *d_v, *d_x)) + (now - then)

@@ -9,7 +9,7 @@ from ...optimizer.base import BilevelOptimizer
 from ...optimizer.declaration import MethodInfo
 from ...optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ...optimizer.options import count, number
-from ...optimizer.step import StepInputs, changed
+from ...optimizer.step import StepInputs, replace
 from ...oracle.oracle import Oracle
 from ...problem.vector import Vector
 from ...solvers import linear
@@ -36,11 +36,11 @@ class NeumannMethod(BilevelOptimizer):
         """Which term of a randomised series it is."""
         return {"products": self.linear_steps} if self._randomised else {}
 
-    def _samples(self, oracle: Oracle, given: StepInputs) -> ImplicitSamples:
+    def _samples(self, oracle: Oracle, inputs: StepInputs) -> ImplicitSamples:
         """Samples for one estimate, of which a randomised series takes as many as its term needs."""
         if not self._randomised:
             return ImplicitSamples.draw(oracle, self.linear_steps)
-        return ImplicitSamples.draw_some(oracle, given.random_inputs["products"], self.linear_steps - 1)
+        return ImplicitSamples.draw_some(oracle, inputs.random_inputs["products"], self.linear_steps - 1)
 
     def _sample_draws(self) -> list[Draw]:
         """What `_samples` draws; of a randomised series the most that it may."""
@@ -48,24 +48,24 @@ class NeumannMethod(BilevelOptimizer):
             return [UPPER] + [LOWER] * (self.linear_steps + 1)
         return [UPPER, LOWER, *(Draw("lower", only=("products", k)) for k in range(1, self.linear_steps))]
 
-    def _hypergradient(self, oracle: Oracle, samples: ImplicitSamples, given: StepInputs) -> Estimate:
+    def _hypergradient(self, oracle: Oracle, samples: ImplicitSamples, inputs: StepInputs) -> Estimate:
         """The estimate on these samples at the oracle's point; nothing of it is remembered."""
-        lr = given.linear_rates(self.linear_lr)
+        lr = inputs.linear_rates(self.linear_lr)
         if self._randomised:
             steps = len(samples.products) if samples.number is None else samples.number
             solve = partial(linear.neumann_term, steps=steps, terms=self.linear_steps, lr=lr)
         else:
             solve = partial(linear.neumann, steps=self.linear_steps, lr=lr)
-        return changed(stochastic_implicit(oracle, samples, solve), memory={})
+        return replace(stochastic_implicit(oracle, samples, solve), memory={})
 
-    def _draws(self, given: DrawInputs) -> list[Draw]:
+    def _draws(self, inputs: DrawInputs) -> list[Draw]:
         """Those of the lower steps, then those of the series."""
-        return [LOWER] * self._lower_step_count(given.steps) + self._sample_draws()
+        return [LOWER] * self._lower_step_count(inputs.steps) + self._sample_draws()
 
-    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Lower steps, then the series at their end."""
-        here = given.descended(oracle, self._lower_step_count(given.steps))
-        return here.with_lower(self._hypergradient(here.oracle, self._samples(oracle, given), given))
+        here = inputs.run_lower_steps(oracle, self._lower_step_count(inputs.steps))
+        return here.with_lower(self._hypergradient(here.oracle, self._samples(oracle, inputs), inputs))
 
 
 class StocBiO(NeumannMethod):
@@ -180,20 +180,20 @@ class AmIGO(BilevelOptimizer):
     linear_steps: int = count(default=10, least=1)
     linear_lr: float | None = number(default=None, above=0, optional=True)
 
-    def _draws(self, given: DrawInputs) -> list[Draw]:
+    def _draws(self, inputs: DrawInputs) -> list[Draw]:
         """Those of the lower steps, an upper one, one for each product (the first from zero is none), one more."""
-        products = self.linear_steps - (self._solution(given) is None)
+        products = self.linear_steps - (self._solution(inputs) is None)
         return [LOWER] * self.lower_steps + [UPPER] + [LOWER] * (products + 1)
 
-    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Lower steps, then steps on the linear system from its last solution."""
-        here = given.descended(oracle, self.lower_steps)
-        start = self._solution(given)
+        here = inputs.run_lower_steps(oracle, self.lower_steps)
+        start = self._solution(inputs)
         samples = ImplicitSamples.draw(oracle, self.linear_steps - (start is None))
-        solve = partial(linear.fixed_point, steps=self.linear_steps, lr=given.linear_rates(self.linear_lr))
+        solve = partial(linear.fixed_point, steps=self.linear_steps, lr=inputs.linear_rates(self.linear_lr))
         estimate = stochastic_implicit(here.oracle, samples, solve, start)
-        return here.with_lower(estimate if self.warm_start else changed(estimate, memory={}))
+        return here.with_lower(estimate if self.warm_start else replace(estimate, memory={}))
 
-    def _solution(self, given: DrawInputs) -> Vector | None:
+    def _solution(self, inputs: DrawInputs) -> Vector | None:
         """V as the last step left it; None to start."""
-        return given.memory.get("linear_solution") if self.warm_start else None
+        return inputs.memory.get("linear_solution") if self.warm_start else None

@@ -12,7 +12,7 @@ from ...hypergradient import Estimate
 from ...optimizer.declaration import MethodInfo
 from ...optimizer.draws import LOWER, Draw, DrawInputs
 from ...optimizer.options import InitVar, count, option
-from ...optimizer.step import StepInputs, changed, require_interior
+from ...optimizer.step import StepInputs, replace, require_interior
 from ...oracle.oracle import Oracle
 from ...problem.vector import Vector
 from .mrbo import Recursion
@@ -95,27 +95,27 @@ class VRBO(NeumannMethod):
         """Whether it begins anew."""
         return steps % self.period == 0
 
-    def _draws(self, given: DrawInputs) -> list[Draw]:
+    def _draws(self, inputs: DrawInputs) -> list[Draw]:
         """Those of the differences; around them, where the recursion begins anew, many for each mean."""
-        begins = not self.warm_start or Recursion.remembered(given) is None
-        if not begins and not self._graph_key(given.steps, given.numbers):
+        begins = not self.warm_start or Recursion.remembered(inputs) is None
+        if not begins and not self._graph_key(inputs.steps, inputs.numbers):
             return [LOWER, *self._sample_draws()] * (self.lower_steps + 1)
         many, differences = [LOWER] * self.anchor_batches, max(self.lower_steps - begins, 0)
         return many * begins + [LOWER] * differences + many + self._sample_draws() * self.anchor_batches
 
-    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Lower steps along a recursion, which begins anew with large batches every ``period`` steps."""
-        rule, memory = given.solver_for(oracle.y)
-        last = Recursion.remembered(given) if self.warm_start else None
+        rule, memory = inputs.solver_for(oracle.y)
+        last = Recursion.remembered(inputs) if self.warm_start else None
         begins = last is None
-        anchor = begins or self._graph_key(given.steps, given.numbers)
+        anchor = begins or self._graph_key(inputs.steps, inputs.numbers)
         if last is None:
             last = Recursion(oracle.x, oracle.y, oracle.x.zeros_like(), self._lower_anchor(oracle))
         point, estimate = oracle, None
         for t in range(self.lower_steps + 1):
             stands, ends = begins and t == 0, t == self.lower_steps
             if not stands and not (ends and anchor):
-                last, estimate = self._moved(point, last, given, with_upper=not anchor)
+                last, estimate = self._moved(point, last, inputs, with_upper=not anchor)
             if not ends:
                 solved = rule.step(point.y, memory, partial(_along, last.u))
                 point, memory = point.at(lower=solved.y), solved.memory
@@ -123,22 +123,22 @@ class VRBO(NeumannMethod):
                     require_interior(oracle, rule, solved)
         oracle.checks.finite("lower_grad", point.y)
         if anchor:
-            u, estimate = self._lower_anchor(point), self._anchor(point, given)
+            u, estimate = self._lower_anchor(point), self._anchor(point, inputs)
             last = Recursion(point.x, point.y, estimate.gradient, u)
         assert estimate is not None
-        return changed(last.estimate(estimate.loss, estimate.diagnostics), lower=point.y, solver=memory)
+        return replace(last.estimate(estimate.loss, estimate.diagnostics), lower=point.y, solver=memory)
 
     def _moved(
-        self, oracle: Oracle, last: Recursion, given: StepInputs, *, with_upper: bool
+        self, oracle: Oracle, last: Recursion, inputs: StepInputs, *, with_upper: bool
     ) -> tuple[Recursion, Estimate | None]:
         """The recursion at the oracle's point, on one pair of samples at both points."""
-        zeta, samples = oracle.g.draw(), self._samples(oracle, given) if with_upper else None
+        zeta, samples = oracle.g.draw(), self._samples(oracle, inputs) if with_upper else None
         _, u = oracle.lower(zeta)
-        estimate = None if samples is None else self._hypergradient(oracle, samples, given)
+        estimate = None if samples is None else self._hypergradient(oracle, samples, inputs)
         before, h = oracle.at(last.x, last.y), last.h
         _, before_u = before.lower(zeta)
         if estimate is not None and samples is not None:
-            h = h + (estimate.gradient - self._hypergradient(before, samples, given).gradient)
+            h = h + (estimate.gradient - self._hypergradient(before, samples, inputs).gradient)
         return Recursion(oracle.x, oracle.y, h, last.u + (u - before_u)), estimate
 
     def _lower_anchor(self, oracle: Oracle) -> Vector:
@@ -150,12 +150,12 @@ class VRBO(NeumannMethod):
         oracle.checks.finite("lower_grad", total)
         return total
 
-    def _anchor(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def _anchor(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """The hypergradient on many batches."""
         share = 1 / self.anchor_batches
         loss, gradient = oracle.x[0].new_zeros(()), oracle.x.zeros_like()
         for _ in range(self.anchor_batches):
-            estimate = self._hypergradient(oracle, self._samples(oracle, given), given)
+            estimate = self._hypergradient(oracle, self._samples(oracle, inputs), inputs)
             loss, gradient = loss + estimate.loss * share, gradient + estimate.gradient * share
         return Estimate(loss, gradient, estimate.diagnostics)
 

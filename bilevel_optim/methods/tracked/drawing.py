@@ -60,9 +60,9 @@ class Source(NamedTuple):
     agreed: Callable[[Tensor], Tensor] = Tensor.cpu
 
     @classmethod
-    def of(cls, given: StepInputs) -> Source:
+    def of(cls, inputs: StepInputs) -> Source:
         """That of a step."""
-        return cls(given.generator, given.steps, given.tables, partial(agreed, given=given))
+        return cls(inputs.generator, inputs.steps, inputs.tables, partial(agreed, inputs=inputs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,11 +170,11 @@ class Weighted(Drawing):
         return {"size": (before["size"] + size) / 2 if "size" in before else size}
 
 
-def agreed(drawn: Tensor, given: StepInputs) -> Tensor:
+def agreed(drawn: Tensor, inputs: StepInputs) -> Tensor:
     """What the first rank has drawn."""
-    if given.ranks.world == 1:
+    if inputs.ranks.world == 1:
         return drawn.cpu()
-    return given.ranks.same(Vector([drawn.to(given.lower[0].device)]))[0].cpu()
+    return inputs.ranks.same(Vector([drawn.to(inputs.lower[0].device)]))[0].cpu()
 
 
 def others(ids: Tensor, count: int) -> Tensor:

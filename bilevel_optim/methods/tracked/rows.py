@@ -15,7 +15,7 @@ from ...distributed.sharding import Split
 from ...hypergradient.estimate import Write
 from ...hypergradient.recursive import flat, shaped
 from ...hypergradient.storm import floor
-from ...problem.placement import uploaded
+from ...problem.placement import to_device
 from ...problem.vector import Vector
 
 __all__ = ["CHUNK", "STAMPS", "Clock", "GraphClock", "Rows", "Table", "about_to_end", "clock_of", "kept", "table_of"]
@@ -85,7 +85,7 @@ class Clock(NamedTuple):
         """The time and the sums as tensors, of which a row keeps `STAMPS`."""
         sums = [entry for part in (*self.drift, *self.last) for entry in part]
         time, log, *rest = _taken_apart(
-            uploaded([self.time, *self.log, *sums], device, torch.float64), len(self.log), len(self.drift)
+            to_device([self.time, *self.log, *sums], device, torch.float64), len(self.log), len(self.drift)
         )
         return {"log": log, "drift": rest[0], "last": rest[1], "age": time.long()}
 
@@ -223,11 +223,11 @@ class Table:
 
     def spread(self, rates: Tensor) -> Tensor:
         """Learning rate of each entry of a row of y."""
-        return uploaded(rates[self.groups], self.positions[0].device)
+        return to_device(rates[self.groups], self.positions[0].device)
 
     def gather(self, ids: Tensor, clock: Clock | GraphClock) -> Rows:
         """Rows as they are at a time, on the device of y, with the positions' last values as ``NAME_last``."""
-        host, ids, home = ids, uploaded(ids, self.device), self.positions[0].device
+        host, ids, home = ids, to_device(ids, self.device), self.positions[0].device
         rows = {name: t[ids] for name, t in self.tables.items()}
         log, drift, age = (rows.pop(name) for name in STAMPS)
         rows["y"] = flat([t[self._at(home, host, ids)] for t in self.positions], len(ids)).to(self.device)
@@ -237,7 +237,7 @@ class Table:
             if now:
                 unit, along = torch.exp(-log[:, self.trackers.index(velocity)]).unsqueeze(-1), rows[velocity]
                 far, near = (unit * (now[key][p] - drift[:, p]) for key in ("drift", "last"))
-                groups = uploaded(self.groups, self.device)
+                groups = to_device(self.groups, self.device)
                 rows[name], last = (at - step[:, groups].to(at.dtype) * along for step in (far, near))
                 if name == "y" and math.isfinite(self.radius):
                     assert isinstance(clock, Clock)
@@ -254,7 +254,7 @@ class Table:
 
     def writes(self, ids: Tensor, rows: Rows, clock: Clock | GraphClock) -> list[Write]:
         """What puts rows that are valid at a time into the tables."""
-        there, live = uploaded(ids, self.device), self.positions
+        there, live = to_device(ids, self.device), self.positions
         valid = {**rows, **clock.stamps(self.device)}
         y = zip(live, shaped(rows["y"], live.lane(0)), strict=True)
         return [Write(t, there, valid[name].to(t)) for name, t in self.tables.items()] + [
@@ -263,7 +263,7 @@ class Table:
 
     def _at(self, device: torch.device, ids: Tensor, there: Tensor) -> Tensor:
         """Row numbers on a device, of which the tables' own has them already."""
-        return there if there.device == device else uploaded(ids, device)
+        return there if there.device == device else to_device(ids, device)
 
     def chunks(self, ids: Tensor) -> Iterator[Tensor]:
         """Row numbers in parts of bounded size."""

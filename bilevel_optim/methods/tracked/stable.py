@@ -91,15 +91,15 @@ class STABLE(RecursiveOptimizer):
     def _betas(self, steps: int, m: int) -> dict[str, float]:
         return {**super()._betas(steps, m), **PLAIN}
 
-    def update(self, x: Vector, gradient: Vector, given: StepInputs) -> Update:
+    def update(self, x: Vector, gradient: Vector, inputs: StepInputs) -> Update:
         """The step along d, and what y moves with it."""
-        update = super().update(x, gradient, given)
-        if not given.tables:
+        update = super().update(x, gradient, inputs)
+        if not inputs.tables:
             return update
-        moved = dict(zip((id(p) for group in given.upper_groups for p in group["params"]), update.x - x, strict=True))
+        moved = dict(zip((id(p) for group in inputs.upper_groups for p in group["params"]), update.x - x, strict=True))
         movement = flat([moved.get(id(p), torch.zeros_like(p)) for p in self.parameters("upper")])[0]
-        split, y = Split(given.lower, given.ranks), Vector(map(Split.local, given.lower))
-        V, H = (Split.local(given.tables[name]) for name in ("V", "H"))
+        split, y = Split(inputs.lower, inputs.ranks), Vector(map(Split.local, inputs.lower))
+        V, H = (Split.local(inputs.tables[name]) for name in ("V", "H"))
         m = len(H)
         movement = movement[: V.shape[1]]  # of tensors added since, which stand behind the others, nothing is known
         size = max(CHUNK // H[0].numel(), 1)

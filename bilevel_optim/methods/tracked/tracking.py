@@ -23,7 +23,7 @@ from ...optimizer.state import TABLE
 from ...optimizer.step import StepInputs, Update
 from ...oracle.oracle import Oracle
 from ...problem.parameters import by_level, require
-from ...problem.placement import uploaded
+from ...problem.placement import to_device
 from ...problem.tasks import TaskDraws, draw_whole, length_of, task_count
 from ...problem.vector import Vector
 from . import watching
@@ -109,18 +109,18 @@ class RecursiveOptimizer(BilevelOptimizer):
 
     # ------------------------------------------------------------------------------------------------ draws
 
-    def _draws(self, given: DrawInputs) -> list[Draw]:
+    def _draws(self, inputs: DrawInputs) -> list[Draw]:
         """A pair for both points; at the beginning one for each initial step before."""
-        return self._pairs(self._begins(given, sum(t.numel() for t in self.parameters("lower"))))
+        return self._pairs(self._begins(inputs, sum(t.numel() for t in self.parameters("lower"))))
 
-    def _task_draws(self, given: DrawInputs, sampler: Any) -> list[TaskDraw]:
+    def _task_draws(self, inputs: DrawInputs, sampler: Any) -> list[TaskDraw]:
         """The tasks, if the sampler chooses them, then their batches; at the beginning those of all tasks, by chunks.
 
         That is what one process draws; of several each draws the batches of its own tasks.
         """
         x, y = self.parameters("upper"), self.parameters("lower")
         m, d, p = self._rows_of(y), sum(t.numel() for t in x), sum(t.shape[1:].numel() for t in y)
-        begins = self._begins(given, p)
+        begins = self._begins(inputs, p)
         batches = of_tasks(self._pairs(begins), self._rows_per_batch)
         return batches * math.ceil(m / self._chunk(d, p, m)) if begins else [*self._drawing.draws(m), *batches]
 
@@ -134,11 +134,11 @@ class RecursiveOptimizer(BilevelOptimizer):
 
     # ------------------------------------------------------------------------------------------------ steps
 
-    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """One step of the recursion for one lower problem."""
-        return self._step(oracle, given, Vector(t.unsqueeze(0) for t in oracle.y))
+        return self._step(oracle, inputs, Vector(t.unsqueeze(0) for t in oracle.y))
 
-    def _estimate_tasks(self, oracle: Oracle, given: StepInputs, sampler: Any) -> Estimate:
+    def _estimate_tasks(self, oracle: Oracle, inputs: StepInputs, sampler: Any) -> Estimate:
         """One step of the recursion for the rows of some tasks."""
         task_count(sampler, 1)
         sizes = {t.shape[0] if t.dim() else None for t in oracle.y}
@@ -150,51 +150,51 @@ class RecursiveOptimizer(BilevelOptimizer):
                 f"{type(self).__name__} keeps y of every task: the lower parameters need a leading dimension with one "
                 f"row for each{number} tasks, but have shapes {shapes}"
             )
-        return self._checked(oracle, given, partial(self._step, y=oracle.y, sampler=sampler))
+        return self._checked(oracle, inputs, partial(self._step, y=oracle.y, sampler=sampler))
 
-    def _step(self, oracle: Oracle, given: StepInputs, y: Vector, sampler: Any = None) -> Estimate:
-        table = self._table(given, y)
+    def _step(self, oracle: Oracle, inputs: StepInputs, y: Vector, sampler: Any = None) -> Estimate:
+        table = self._table(inputs, y)
         if table.split:
             if self._drawing.notes:
                 raise ValueError("adaptive probabilities need all rows on every rank: these are split over the ranks")
             oracle = oracle.at(lower=table.positions)
-        return (self._on if self._goes_on(table, given) else self._begun)(oracle, given, table, sampler)
+        return (self._on if self._goes_on(table, inputs) else self._begun)(oracle, inputs, table, sampler)
 
-    def _remembers(self, given: DrawInputs) -> bool:
+    def _remembers(self, inputs: DrawInputs) -> bool:
         """Whether there are rows to go on from."""
-        known = "direction" in given.upper_memory and "previous" in given.upper_memory
-        return self.warm_start and known and len(given.tables) > 0
+        known = "direction" in inputs.upper_memory and "previous" in inputs.upper_memory
+        return self.warm_start and known and len(inputs.tables) > 0
 
-    def _begins(self, given: DrawInputs, width: int) -> bool:
+    def _begins(self, inputs: DrawInputs, width: int) -> bool:
         """Whether a step begins anew, as there are no rows of so many entries."""
-        return not self._remembers(given) or given.tables["w"].shape[1] != width
+        return not self._remembers(inputs) or inputs.tables["w"].shape[1] != width
 
-    def _goes_on(self, table: Table, given: StepInputs) -> bool:
+    def _goes_on(self, table: Table, inputs: StepInputs) -> bool:
         """Whether there are rows of these parameters, which may have become more."""
-        if not self._remembers(given):
+        if not self._remembers(inputs):
             return False
         moving = {f"{name}{at}" for name, _ in table.moving for at in ("", "_last")} - {"y"}
         names = {*self._trackers.names, *moving, *self._drawing.notes, *STAMPS}
         if other := names.symmetric_difference(list(table.tables)):
             raise ValueError(f"the state is that of another variant: they differ in {', '.join(sorted(other))}")
-        if self._begins(given, len(table.groups)):
+        if self._begins(inputs, len(table.groups)):
             return False
         if (known := len(table.tables["age"])) != table.count:
             name = type(self).__name__
             raise ValueError(f"{name} began with {known} lower problems, but now there are {table.count}")
         return True
 
-    def _begun(self, oracle: Oracle, given: StepInputs, table: Table, sampler: Any) -> Estimate:
+    def _begun(self, oracle: Oracle, inputs: StepInputs, table: Table, sampler: Any) -> Estimate:
         """The first step looks at every task, because the recursion has to start close to the truth."""
         trackers, m, kinds, p = self._trackers, table.total, int(table.groups.max()) + 1, len(table.groups)
         if math.isfinite(self.radius) and kinds > 1:
             raise ValueError("a radius needs all lower parameters in one group, as they make one step of one length")
-        x, rates = flat(oracle.x)[0], table.spread(_rates(given))
+        x, rates = flat(oracle.x)[0], table.spread(_rates(inputs))
         loss, direction = torch.zeros((), device=oracle.device), torch.zeros_like(x)
         found: list[Rows] = []
         counts: list[Rows] = []
         for ids in torch.split(torch.arange(table.count, device="cpu"), self._chunk(len(x), p, m)):
-            draws = self._batches(sampler, ids + table.split.start, given, own=bool(table.split))
+            draws = self._batches(sampler, ids + table.split.start, inputs, own=bool(table.split))
             y = flat([t[ids.to(t.device)] for t in table.positions], len(ids))
             for _ in range(self.initial_steps):
                 points = Points(oracle, draws, x, y, apart=False)
@@ -207,42 +207,44 @@ class RecursiveOptimizer(BilevelOptimizer):
             if isinstance(trackers, Matrices):  # otherwise the shares are in the weights
                 value, total = value / m, trackers.hypergradients({**derivatives, **tracked}).sum(0) / m
             loss, direction = loss + value, direction + total
-            rows, active = self._followed({**rows, **tracked}, tracked, active, given, rates)
+            rows, active = self._followed({**rows, **tracked}, tracked, active, inputs, rates)
             found.append({name: t if name == "y" else t.to(self._device or t.device) for name, t in rows.items()})
             counts.append(active)
         whole = {name: torch.cat([part[name] for part in found]) for name in found[0]}
         active = {name: torch.stack([part[name] for part in counts]).sum() for name in counts[0]}
         if table.split:
-            loss, direction, *sums = given.ranks.total(loss.to(x), direction, *(t.to(x) for t in active.values()))
+            loss, direction, *sums = inputs.ranks.total(loss.to(x), direction, *(t.to(x) for t in active.values()))
             active = dict(zip(active, sums, strict=True))
         watching.held(oracle.checks, active, m, self.floor)
         clock = Clock.started(len(trackers.shrinking), len(trackers.moving), kinds)
         diagnostics, tables = {**active, "rows_touched": torch.tensor(m, device="cpu")}, self._drawing.opened(m)
         return self._kept(oracle, loss, direction, diagnostics, clock, whole, table=table, tables=tables)
 
-    def _on(self, oracle: Oracle, given: StepInputs, table: Table, sampler: Any) -> Estimate:
+    def _on(self, oracle: Oracle, inputs: StepInputs, table: Table, sampler: Any) -> Estimate:
         """A later step looks at the rows of some tasks; all others follow their rule."""
-        trackers, clock, m = self._trackers, self._clock(given), table.total
-        drawn, betas = self._chosen(table, given, sampler), self._betas(given.steps, m)
+        trackers, clock, m = self._trackers, self._clock(inputs), table.total
+        drawn, betas = self._chosen(table, inputs, sampler), self._betas(inputs.steps, m)
         n = len(drawn.ids)
         after = clock.waited() if n < m else clock  # where every row is looked at, no time passes that one could miss
         if n < m and not self._rule.rests:
             keep = math.isfinite(self.radius)
-            after = clock.ticked(table, betas, _rates(given), self._tau(given), keep)
-        ids, scale = drawn.ids, uploaded(drawn.scale, oracle.device)
+            after = clock.ticked(table, betas, _rates(inputs), self._tau(inputs), keep)
+        ids, scale = drawn.ids, to_device(drawn.scale, oracle.device)
         if table.split:
             own = table.split.own(ids)
             ids, scale = ids[own] - table.split.start, scale[own]
         look = Look(
             table, ids, table.gather(ids, clock), n == m, scale, betas, (clock, after), drawn,
-            flat(given.upper_memory["direction"])[0], trackers, self._drawing, given,
+            flat(inputs.upper_memory["direction"])[0], trackers, self._drawing, inputs,
         )  # fmt: skip
         if sampler is not None and not look.whole:
-            watching.loud(oracle.checks, self._share_lost, given.steps)
-        measured = self._measured(look, oracle, given, sampler)
+            watching.loud(oracle.checks, self._share_lost, inputs.steps)
+        measured = self._measured(look, oracle, inputs, sampler)
         tracked, active = trackers.track(look.now, measured, look.msvr if self._rule.rests else look.storm)
         direction = self._rule.direction(look, tracked, measured)
-        rows, active = self._followed({**look.now, **tracked}, measured.new, active, given, table.spread(_rates(given)))
+        rows, active = self._followed(
+            {**look.now, **tracked}, measured.new, active, inputs, table.spread(_rates(inputs))
+        )
         loss = measured.loss / n if trackers.apart else measured.loss
         squares, *sums = look.total(rows["w"].square().sum(), *active.values())
         active = dict(zip(active, sums, strict=True))
@@ -257,9 +259,9 @@ class RecursiveOptimizer(BilevelOptimizer):
         direction = direction if mean is None else mean
         return self._kept(oracle, loss, direction, diagnostics, final, table=table, writes=writes, tables=drawn.tables)
 
-    def _followed(self, rows: Rows, seen: Rows, active: Rows, given: StepInputs, rates: Tensor) -> tuple[Rows, Rows]:
+    def _followed(self, rows: Rows, seen: Rows, active: Rows, inputs: StepInputs, rates: Tensor) -> tuple[Rows, Rows]:
         """Rows with positions after the step, and before it; and how many projections changed something."""
-        active, tau = dict(active), self._tau(given)
+        active, tau = dict(active), self._tau(inputs)
         after = rows | self._drawing.noted({name: seen[name] for name in self._trackers.weighted}, rows)
         for name, velocity in self._trackers.moving:
             at, along = rows[name], rates.to(rows[velocity]) * rows[velocity]
@@ -305,20 +307,22 @@ class RecursiveOptimizer(BilevelOptimizer):
             numbers={"clock": kept(clock)},
         )
 
-    def _measured(self, look: Look, oracle: Oracle, given: StepInputs, sampler: Any) -> Measured:
+    def _measured(self, look: Look, oracle: Oracle, inputs: StepInputs, sampler: Any) -> Measured:
         """Derivatives of the rows looked at, at both points; each rank takes care of a part of the tasks."""
         trackers, table = self._trackers, look.table
-        x, x_last = flat(oracle.x)[0], flat(given.upper_memory["previous"])[0]
+        x, x_last = flat(oracle.x)[0], flat(inputs.upper_memory["previous"])[0]
 
         def measured(part: slice) -> Measured:
             now = {name: t[part] for name, t in look.now.items()}
             weights = None if trackers.apart else look.scale[part] / table.total
             batches = look.drawn.batches
-            draw = batches.__getitem__ if batches else self._batches(sampler, look.ids[part] + table.split.start, given)
+            draw = (
+                batches.__getitem__ if batches else self._batches(sampler, look.ids[part] + table.split.start, inputs)
+            )
             points = Points(oracle, draw, x, now["y"], apart=trackers.apart, weights=weights)
             return trackers.measure(points, now, x, x_last)
 
-        alone = given.ranks.world == 1 or sampler is None
+        alone = inputs.ranks.world == 1 or sampler is None
         return measured(slice(None)) if alone else shared(look, measured, oracle)
 
     # ------------------------------------------------------------------------------------------------ sizes of steps
@@ -353,10 +357,10 @@ class RecursiveOptimizer(BilevelOptimizer):
             return "with a radius the host takes rows that were not looked at through the steps one by one"
         return ""
 
-    def update(self, x: Vector, gradient: Vector, given: StepInputs) -> Update:
+    def update(self, x: Vector, gradient: Vector, inputs: StepInputs) -> Update:
         """The step along d, of the present pace."""
-        pace = self._pace(given.steps - 1)  # the step has been counted by now
-        return super().update(x, gradient if pace == 1.0 else gradient * pace, given)
+        pace = self._pace(inputs.steps - 1)  # the step has been counted by now
+        return super().update(x, gradient if pace == 1.0 else gradient * pace, inputs)
 
     @property
     def _drifts(self) -> bool:
@@ -370,9 +374,9 @@ class RecursiveOptimizer(BilevelOptimizer):
             pace *= 2.0 ** (-int(math.log2(step / self.restarts + 1)) / 2)
         return pace
 
-    def _tau(self, given: StepInputs) -> float:
+    def _tau(self, inputs: StepInputs) -> float:
         """The part of a lower step that is made."""
-        return self.averaging * self._pace(given.steps)
+        return self.averaging * self._pace(inputs.steps)
 
     @property
     def _steady(self) -> bool:
@@ -398,10 +402,10 @@ class RecursiveOptimizer(BilevelOptimizer):
         not grow with their number: they move by a known rule, and catch up when they are next looked at, or here. Until
         then the live tensors hold their older values. Results do not depend on it.
         """
-        given = self._inputs(by_level(self.param_groups), self.parameters("upper"), self.parameters("lower"))
-        if len(given.tables.get("age", ())) < 2:  # a single row is looked at in every step
+        inputs = self._inputs(by_level(self.param_groups), self.parameters("upper"), self.parameters("lower"))
+        if len(inputs.tables.get("age", ())) < 2:  # a single row is looked at in every step
             return
-        table, clock = self._table(given, given.lower), self._clock(given)
+        table, clock = self._table(inputs, inputs.lower), self._clock(inputs)
         late = (table.tables["age"] != clock.time).nonzero().flatten()
         with torch.no_grad():
             for ids in table.chunks(late):
@@ -419,36 +423,36 @@ class RecursiveOptimizer(BilevelOptimizer):
             return torch.device("cpu")
         return (self._device if name.startswith(TABLE) else None) or super()._place_of(name, parameter)
 
-    def _table(self, given: StepInputs, y: Vector) -> Table:
+    def _table(self, inputs: StepInputs, y: Vector) -> Table:
         """The rows of all problems; y has one for each."""
-        group = [i for i, group in enumerate(given.lower_groups) for _ in group["params"]]
+        group = [i for i, group in enumerate(inputs.lower_groups) for _ in group["params"]]
         each = [[i] * t.shape[1:].numel() for i, t in zip(group, y, strict=True)]  # t[0] would gather rows of all ranks
         groups = torch.tensor([i for own in each for i in own], device="cpu")
-        tables = {name: Split.local(t) for name, t in given.tables.items() if name not in CHANCES}
+        tables = {name: Split.local(t) for name, t in inputs.tables.items() if name not in CHANCES}
         least = self.floor if self._rule.floored else None
-        split, own = Split(y, given.ranks), Vector(map(Split.local, y))
+        split, own = Split(y, inputs.ranks), Vector(map(Split.local, y))
         return Table(own, tables, self._trackers.shrinking, self._trackers.moving, groups, least, self.radius, split)
 
     def _batches(
-        self, sampler: Any, ids: Tensor, given: StepInputs, *, own: bool = True
+        self, sampler: Any, ids: Tensor, inputs: StepInputs, *, own: bool = True
     ) -> Callable[[str], Any] | None:
         """Draws the data of tasks, perhaps this rank's own; None for a single problem, which has its own."""
         if sampler is None:
             return None
-        generator = given.ranks.own(given.generator, given.steps, *ids[:1].tolist()) if own else given.generator
+        generator = inputs.ranks.own(inputs.generator, inputs.steps, *ids[:1].tolist()) if own else inputs.generator
         return self._data(sampler, ids, generator)
 
     def _data(self, sampler: Any, ids: Tensor, generator: torch.Generator | None) -> Callable[[str], Any]:
         return TaskDraws(sampler, ids, len(ids), self._rows_per_batch, generator).batch
 
-    def _chosen(self, table: Table, given: StepInputs, sampler: Any) -> Drawn:
+    def _chosen(self, table: Table, inputs: StepInputs, sampler: Any) -> Drawn:
         """What a step looks at; with everything that it draws, if that has to be known before."""
-        if sampler is not None and given.ranks.group is None and not self._drawing.notes:
+        if sampler is not None and inputs.ranks.group is None and not self._drawing.notes:
             late = stays_current(table, self.lazy) and not self._rule.rests
-            drawn = draw_whole(sampler, partial(self._drawn, table.total, late), given.random_inputs)
+            drawn = draw_whole(sampler, partial(self._drawn, table.total, late), inputs.random_inputs)
             if drawn is not None:
                 return Drawn(**drawn)
-        return self._drawing.draw(sampler, table.total, Source.of(given))
+        return self._drawing.draw(sampler, table.total, Source.of(inputs))
 
     def _drawn(self, m: int, late: bool, sampler: Any, random_inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Everything that a step draws from m tasks, in its order; ``late``: the other rows are to catch up."""
@@ -464,12 +468,12 @@ class RecursiveOptimizer(BilevelOptimizer):
             "others": others(ids, m) if some and late else None,
         }
 
-    def _clock(self, given: StepInputs) -> Clock | GraphClock:
+    def _clock(self, inputs: StepInputs) -> Clock | GraphClock:
         trackers = self._trackers
-        return clock_of(given.numbers["clock"], len(trackers.shrinking), len(trackers.moving), still=not self._drifts)
+        return clock_of(inputs.numbers["clock"], len(trackers.shrinking), len(trackers.moving), still=not self._drifts)
 
 
-def _rates(given: StepInputs) -> Tensor:
+def _rates(inputs: StepInputs) -> Tensor:
     """Learning rates of the lower groups."""
-    rates = [group["lr"] for group in given.lower_groups]
+    rates = [group["lr"] for group in inputs.lower_groups]
     return torch.stack([torch.as_tensor(rate, dtype=torch.float64, device="cpu") for rate in rates])

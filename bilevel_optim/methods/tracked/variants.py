@@ -38,7 +38,7 @@ class Look:
         drawn: everything that was drawn for it by now.
         direction: d as it was.
         trackers, drawing: of the method.
-        given: of the step.
+        inputs: of the step.
     """
 
     table: Table
@@ -52,11 +52,11 @@ class Look:
     direction: Tensor
     trackers: Trackers
     drawing: Drawing
-    given: StepInputs
+    inputs: StepInputs
 
     def total(self, *sums: Tensor) -> tuple[Tensor, ...]:
         """Sums over all rows looked at, from those over this rank's."""
-        return self.given.ranks.total(*sums) if self.table.split else sums
+        return self.inputs.ranks.total(*sums) if self.table.split else sums
 
     @property
     def z(self) -> Callable[[Rows], Tensor]:
@@ -75,7 +75,7 @@ class Look:
 
 def shared(look: Look, measure: Callable[[slice], Measured], oracle: Oracle) -> Measured:
     """What the ranks measure of the rows looked at: each of its own, or, where every rank has all rows, by turns."""
-    ranks, split, n, x = look.given.ranks, look.table.split, len(look.ids), flat(oracle.x)[0]
+    ranks, split, n, x = look.inputs.ranks, look.table.split, len(look.ids), flat(oracle.x)[0]
     mine, trackers = slice(None) if split else slice(ranks.rank, n, ranks.world), look.trackers
     shapes = trackers.shapes(len(x), look.now["y"].shape[1])
     new, old = ({name: x.new_zeros(n, *shape) for name, shape in shapes.items()} for _ in range(2))
@@ -152,7 +152,7 @@ def probed(look: Look, tracked: Rows, measured: Measured) -> Tensor:
         return look.total(z(tracked).sum(0) / table.total)[0]
     drawn = look.drawn.probes
     if drawn is None:
-        drawn = look.drawing.probe(table.total, Source.of(look.given))
+        drawn = look.drawing.probe(table.total, Source.of(look.inputs))
     probes = drawn[table.split.own(drawn)] - table.split.start if table.split else drawn
     before, after = (table.gather(probes, clock) for clock in look.clocks)
     if len(look.ids):

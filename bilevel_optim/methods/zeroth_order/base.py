@@ -11,7 +11,7 @@ from ...optimizer.base import BilevelOptimizer
 from ...optimizer.draws import LOWER, UPPER, Draw, DrawInputs
 from ...optimizer.options import choice, count, flag, number
 from ...optimizer.step import StepInputs
-from ...oracle.lanes import one_of_many
+from ...oracle.lanes import local_problem
 from ...oracle.oracle import Oracle
 from ...problem.random import SEEDS
 from ...problem.vector import any_sharded
@@ -43,11 +43,11 @@ class ZerothOrder(BilevelOptimizer):
         """The seed of the directions."""
         return {"seed": SEEDS}
 
-    def _draws(self, given: DrawInputs) -> list[Draw]:
+    def _draws(self, inputs: DrawInputs) -> list[Draw]:
         """One for each lower step, which all paths share, then an upper one."""
         return [LOWER] * self.lower_steps + [UPPER]
 
-    def _drawn_directions(self, oracle: Oracle, given: StepInputs) -> Directions:
+    def _drawn_directions(self, oracle: Oracle, inputs: StepInputs) -> Directions:
         """The directions of this step, the same on every rank."""
         if any_sharded(oracle.live_x):
             raise ValueError(f"{type(self).__name__} cannot perturb sharded upper parameters (DTensor)")
@@ -55,27 +55,27 @@ class ZerothOrder(BilevelOptimizer):
             oracle.x,
             self.direction,
             self.directions,
-            seed=given.random_inputs["seed"],
+            seed=inputs.random_inputs["seed"],
             smoothing=self.smoothing,
             relative=self.smoothing_mode == "relative",
             scale=self.scale,
         )
 
     def _followed(
-        self, oracle: Oracle, given: StepInputs, estimator: Callable[..., Estimate], *, from_upper: bool = False
+        self, oracle: Oracle, inputs: StepInputs, estimator: Callable[..., Estimate], *, from_upper: bool = False
     ) -> Estimate:
         """An estimate from paths that all start at the oracle's y, or at the last tensors of their own x.
 
         The samples of all the paths' steps are drawn before the first of them, so that every path sees the same.
         """
-        directions, ranks = self._drawn_directions(oracle, given), Ranks()
+        directions, ranks = self._drawn_directions(oracle, inputs), Ranks()
         if self.over_ranks == "directions" and oracle.shared:
             if oracle.sharded:
                 raise ValueError(
                     "over_ranks='directions' lets each rank follow paths of its own, which sharded lower parameters "
                     "(DTensor) cannot do: use over_ranks='data'"
                 )
-            oracle, ranks = one_of_many(oracle), given.ranks
+            oracle, ranks = local_problem(oracle), inputs.ranks
         samples = [oracle.g.draw() for _ in range(self.lower_steps)]
-        paths = Paths(oracle, given.rule, samples, from_upper=from_upper)
+        paths = Paths(oracle, inputs.rule, samples, from_upper=from_upper)
         return estimator(oracle, paths, directions, central=self.difference == "central", ranks=ranks)

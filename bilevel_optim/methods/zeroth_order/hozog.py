@@ -68,6 +68,6 @@ class HOZOG(ZerothOrder):
         lower_optimizer="elementwise",
     )
 
-    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Differences of the paths from perturbed x."""
-        return self._followed(oracle, given, full_zeroth_order)
+        return self._followed(oracle, inputs, full_zeroth_order)

@@ -117,9 +117,9 @@ class PZOBO(ZerothOrder):
 
     share_directions_across_tasks: bool = flag(default=True)
 
-    def estimate(self, oracle: Oracle, given: StepInputs) -> Estimate:
+    def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Differences of the paths from perturbed x."""
-        return self._followed(oracle, given, partial_zeroth_order)
+        return self._followed(oracle, inputs, partial_zeroth_order)
 
     def _together(self, tasks: int) -> list[slice]:
         """All tasks share their directions, or each makes a problem of its own."""

@@ -348,8 +348,8 @@ def _digits(size: int) -> Images:
     shown = min(np.bincount(bunch.target))
 
     def laid(digit: int, symmetry: int) -> Array:
-        turned = np.rot90(images[bunch.target == digit][:shown], symmetry % 4, axes=(2, 3))
-        return resized(turned[..., ::-1] if symmetry >= 4 else turned, size)
+        gradient_dot = np.rot90(images[bunch.target == digit][:shown], symmetry % 4, axes=(2, 3))
+        return resized(gradient_dot[..., ::-1] if symmetry >= 4 else gradient_dot, size)
 
     pixels = {split: torch.from_numpy(np.stack([laid(*c) for c in some])) for split, some in digits.items()}
     return Images("digits", pixels, (0.303,), (0.318,))
