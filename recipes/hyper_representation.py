@@ -6,6 +6,7 @@ r"""Hyper-representation: learn the features of a network such that a head train
 
     python -m recipes.hyper_representation                                 # scikit-learn's digits, under a minute
     python -m recipes.hyper_representation --data mnist --data-root DIR    # LeNet, mini-batches of 256
+    python -m recipes.hyper_representation --seeds 5                       # intervals, and median curves
     python -m recipes.hyper_representation --data linear                   # synthetic regression, beside known losses
     python -m recipes.hyper_representation --data two-layer
 
@@ -17,6 +18,7 @@ test set, which nothing sees.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
@@ -29,6 +31,8 @@ from torch import Tensor, nn
 import bilevel_optim as bo
 
 from .common import CALLS, Parser, plot, rows, save, show, train
+from .common.intervals import interval
+from .common.running import median_curve
 from .common.seeds import begin, stream
 from .problems.images import load_images
 from .problems.networks import lenet
@@ -219,6 +223,18 @@ def learn(name: str, args: Any) -> dict[str, Any]:
     return found
 
 
+def over_seeds(name: str, args: Any) -> dict[str, Any]:
+    """The numbers of one method: median curve and calls, mean seconds, and the last accuracy of each seed."""
+    runs = [learn(name, Namespace(**{**vars(args), "seed": args.seed + i})) for i in range(args.seeds)]
+    if args.seeds == 1:
+        return runs[0]
+    found = {**runs[0], "curve": median_curve([run["curve"] for run in runs])}
+    found["seconds"] = sum(run["seconds"] for run in runs) / len(runs)
+    if all("accuracy" in run["curve"][-1] for run in runs):
+        found["accuracies"] = [run["curve"][-1]["accuracy"] for run in runs]
+    return found
+
+
 def two_level(task: Task, name: str, args: Any) -> bo.BilevelOptimizer:
     """A method with the settings of the data."""
     setting, kind = SETTINGS[args.data], METHODS[name].func
@@ -235,7 +251,9 @@ def two_level(task: Task, name: str, args: Any) -> bo.BilevelOptimizer:
 def report(args: Any, title: str, results: dict[str, Any]) -> None:
     """Print final losses and accuracies, or losses at some steps beside the known ones."""
     if args.data not in CHOSEN:
-        last = {name: {**r, **r["curve"][-1]} for name, r in results.items()}
+        last = {name: {**r["curve"][-1], **r} for name, r in results.items()}
+        for one in last.values():
+            one["accuracy"] = interval(one["accuracies"]) if "accuracies" in one else one.get("accuracy")
         header = ("", "held-out accuracy", "upper loss", "seconds", *CALLS.values())
         show(title, header, rows(last, "accuracy", "loss", "seconds", calls=5))
         return
@@ -253,13 +271,14 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = Parser(__doc__, seed=True, device=True)
     parser.data(PROBLEMS)
     parser.methods([*METHODS, ONE_LEVEL], "most of them")
+    parser.option("seeds", 1, "runs of each method, with seeds from --seed on")
     parser.option("sizes", (10_000, 50_000), "D_in and D_out of MNIST", nargs=2)
     parser.settings(
         "data", SETTINGS, steps="outer steps", lower_steps="lower steps per outer step", lr="of Adam on x",
         lower_lr="learning rate of the lower steps", smoothing="of pzobo and hozog",
     )  # fmt: skip
     args = parser.parse(arguments)
-    results = {name: learn(name, args) for name in args.optimizer or CHOSEN.get(args.data, DEFAULT)}
+    results = {name: over_seeds(name, args) for name in args.optimizer or CHOSEN.get(args.data, DEFAULT)}
     title = f"Hyper-representation, {args.data}, {args.steps} outer steps of {args.lower_steps} lower steps"
     report(args, title, results)
     stem = args.out / f"hyper_representation_{args.data}"

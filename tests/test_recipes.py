@@ -58,6 +58,7 @@ def cleaned(r):
 
 def represented(r):
     assert all(result["curve"][-1]["accuracy"] > 0.88 for result in r["results"].values())
+    assert all(len({*result["accuracies"]}) == 2 for result in r["results"].values()), "each seed is a run of its own"
     assert r["results"]["pzobo-code"]["oracle_calls"]["lower_grad"] == 25 * 10 * 2
 
 
@@ -202,7 +203,7 @@ RUNS = {
         reweighted,
     ),
     "hyper_representation": (
-        "--steps 25 --optimizer aid-fp pzobo-code one-level",
+        "--steps 25 --seeds 2 --optimizer aid-fp pzobo-code one-level",
         "hyper_representation_digits",
         represented,
     ),
