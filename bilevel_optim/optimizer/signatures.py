@@ -37,12 +37,17 @@ def signature_of(cls: type[Options]) -> inspect.Signature:
     for owner in cls.__mro__[: cls.__mro__.index(base) + 1]:
         if "__init__" in vars(owner):
             own = [*inspect.signature(vars(owner)["__init__"]).parameters.values()][1:]
-            found |= {p.name: p for p in own if p.name not in found and p.kind is not p.VAR_KEYWORD}
+            named = [p for p in own if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+            found |= {p.name: p for p in named if p.name not in found}
             if not any(p.kind is p.VAR_KEYWORD for p in own):
-                return inspect.Signature([*found.values()])
+                return _ordered(found)
     order = [*FIRST, *(name for name in options if name not in common), *common]
-    found |= {name: options[name] for name in order if name in options and name not in found}
-    return inspect.Signature([*found.values()])
+    return _ordered(found | {name: options[name] for name in order if name in options and name not in found})
+
+
+def _ordered(parameters: Mapping[str, inspect.Parameter]) -> inspect.Signature:
+    """Return the signature that has those by position before those by name alone."""
+    return inspect.Signature(sorted(parameters.values(), key=lambda p: p.kind))
 
 
 def argument_error(

@@ -113,6 +113,12 @@ def test_a_method_may_have_an_init_of_its_own():
             self.extra = extra
             super().__init__(upper, lower, lower_steps=lower_steps, **others)
 
+    class Passing(Older):
+        def __init__(self, *arguments, **others):
+            super().__init__(*arguments, **others)
+
+    assert made(Passing, extra=5).extra == 5
+    assert [*inspect.signature(Passing).parameters][:2] == ["upper", "lower"]
     optimizer = made(Older, extra=5, linear_steps=7)
     assert (optimizer.extra, optimizer.lower_steps, optimizer.linear_steps) == (5, 2, 7)
     assert {"extra", "linear_steps", "warm_start"} <= {*inspect.signature(Older).parameters}
