@@ -17,10 +17,12 @@ from ..errors import FILTERS, NonFiniteError
 from ..optimizer.base import BilevelOptimizer
 from ..oracle.buffers import Buffers
 from ..problem.objective import Objective
+from ..problem.tasks import task_count
 from ..problem.vector import Vector
 
 __all__ = ["Outcome", "Trials", "gradients_of"]
 
+TOGETHER = 8  # tasks of a step whose gradients count as one in a budget, because they are evaluated together
 COSTS = {"upper_grad": 1, "lower_grad": 1, "hvp": 2, "jvp": 2, "loss": 1}  # in units of a gradient
 
 
@@ -132,7 +134,7 @@ class Trials:
             before = [t.detach().clone() for t in y]
             began = time.perf_counter()
             try:
-                while not outcome.losses or outcome.gradients < gradients:
+                while not outcome.losses or outcome.gradients < gradients * self._together(optimizer):
                     if outcome.losses and not self.until():
                         self.ended = True
                         break
@@ -151,6 +153,10 @@ class Trials:
                 if after is not None:
                     after(optimizer)
         return outcome
+
+    def _together(self, optimizer: BilevelOptimizer) -> int:
+        """Return how many gradients count as one: those of the tasks of a step, up to a limit."""
+        return 1 if self.tasks is None else min(task_count(self.tasks, optimizer.tasks_per_step), TOGETHER)
 
     def _residual(self, y: Sequence[Tensor], before: Sequence[Tensor], g: Objective) -> float:
         """Return the norm of the gradient of g in y, over that at an earlier y; NaN with tasks."""

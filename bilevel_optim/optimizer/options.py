@@ -38,6 +38,7 @@ class Option:
         alias: its name as an argument, where the attribute has another one.
         init: False for one that a subclass fixes: it is no argument then.
         attribute: name of the attribute that holds it. None: none does, as the annotation is an ``InitVar``.
+        annotation: the argument's type.
     """
 
     check: Callable[[str, Any], None] | None = None
@@ -46,6 +47,7 @@ class Option:
     init: bool = True
     alias: str | None = None
     attribute: str | None = None
+    annotation: str = ""
 
 
 def option(
@@ -158,9 +160,16 @@ class Options:
         for name, own in [(name, value) for name, value in vars(cls).items() if isinstance(value, Option)]:
             argument = own.alias or name
             last = known.get(argument, own)  # what is not said again stays
-            stored = "InitVar" not in str(annotations[name]) and (last is own or last.attribute is not None)
+            annotation = annotations[name]
+            annotation = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+            kind = annotation.removeprefix("dataclasses.").removeprefix("InitVar[")
+            stored = kind == annotation and (last is own or last.attribute is not None)
             known[argument] = replace(
-                own, check=own.check or last.check, saved=own.saved or last.saved, attribute=name if stored else None
+                own,
+                check=own.check or last.check,
+                saved=own.saved or last.saved,
+                attribute=name if stored else None,
+                annotation=annotation if kind == annotation else kind.removesuffix("]"),
             )
             delattr(cls, name)
         cls._options = known
@@ -187,7 +196,11 @@ class Options:
 def parameters_of(cls: type[Options]) -> dict[str, inspect.Parameter]:
     """Return a class's options as keyword arguments, in the order in which they were declared, base class first."""
     kind = inspect.Parameter.KEYWORD_ONLY
-    return {name: inspect.Parameter(name, kind, default=one.default) for name, one in cls._options.items() if one.init}
+    return {
+        name: inspect.Parameter(name, kind, default=one.default, annotation=one.annotation)
+        for name, one in cls._options.items()
+        if one.init
+    }
 
 
 def owner_of_common_options(cls: type[Options]) -> type[Options]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 import re
-import sys
 from functools import partial
 
 import pytest
@@ -37,19 +36,8 @@ TYPES = {"bool": bool, "int": int, "float": (int, float), "str": str, "None": ty
 
 def arguments_of(cls):
     """The arguments of a method with their annotations; those that all methods have too."""
-    found: dict[str, str] = {}
-    for owner in cls.__mro__:
-        if "__init__" in vars(owner):
-            parameters = inspect.signature(owner.__init__).parameters.values()
-            found |= {p.name: p.annotation for p in parameters if p.kind is p.KEYWORD_ONLY}
-            rest = next((p.annotation for p in parameters if p.kind is p.VAR_KEYWORD), None)
-            if rest is None:
-                break
-            if rest != "Any":  # Unpack[a TypedDict]
-                options = getattr(sys.modules[owner.__module__], rest.removeprefix("Unpack[").rstrip("]"))
-                found |= {name: entry.__forward_arg__ for name, entry in options.__annotations__.items()}
-                break
-    return found
+    parameters = inspect.signature(cls).parameters.values()
+    return {p.name: p.annotation for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def suits(value, annotation):

@@ -56,6 +56,7 @@ def test_the_signature_has_every_option_once_with_those_of_all_methods_last():
     assert names.index("linear_steps") < names.index("weight") < names.index("warm_start")
     assert not {"linear_solver", "_hidden"} & {*names}
     assert parameters["shown"].default == 1
+    assert (parameters["most"].annotation, parameters["lr"].annotation) == ("float | None", "float | None")
     assert parameters["given"].kind is inspect.Parameter.KEYWORD_ONLY
 
 

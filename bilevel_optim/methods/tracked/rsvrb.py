@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...optimizer.declaration import MethodInfo
-from ...optimizer.options import InitVar, choice, count, option
-from ...problem.parameters import require
+from ...optimizer.options import InitVar, count, option
+from ...problem.parameters import require, require_choice
 from .drawing import Drawing, Weighted, importance_probabilities
 from .trackers import Matrices, Normalised, Products
 from .tracking import RecursiveOptimizer
@@ -141,9 +141,10 @@ class RSVRB(RecursiveOptimizer):
     task_batch: int = count(default=10, least=1)
     probes: int | None = count(default=None, least=1, optional=True)
     probabilities: InitVar[Tensor | Sequence[float] | str | None] = option(default=None)
-    variant: str = choice("self_normalised", "exact_mean", "faithful", "matrix_free", default="self_normalised")
+    variant: str = option(default="self_normalised")
 
     def _parts(self, options: dict[str, Any]) -> tuple[Variant, Drawing]:
+        require_choice("variant", options["variant"], self._VARIANTS)
         rule, batch, probabilities = self._VARIANTS[options["variant"]], options["task_batch"], options["probabilities"]
         if options["probes"] is None:
             options["probes"] = 4 * batch

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from ...optimizer.declaration import MethodInfo
-from ...optimizer.options import choice
+from ...optimizer.options import option
+from ...problem.parameters import require_choice
 from .drawing import Drawing
 from .trackers import Matrices, Products
 from .tracking import RecursiveOptimizer
@@ -122,7 +123,8 @@ class SVRB(RecursiveOptimizer):
 
     _VARIANTS: ClassVar = {"faithful": Variant(Matrices, exact), "matrix_free": Variant(Products, summed)}
 
-    variant: str = choice("faithful", "matrix_free", default="faithful")
+    variant: str = option(default="faithful")
 
     def _parts(self, options: dict[str, Any]) -> tuple[Variant, Drawing]:
+        require_choice("variant", options["variant"], self._VARIANTS)
         return self._VARIANTS[options["variant"]], Drawing()
