@@ -280,7 +280,7 @@ class F2SA(BilevelOptimizer):
         return self._formulas[kind]
 
     def _copies(self, oracle: Oracle, inputs: StepInputs, n: int, interpolation: list[float]) -> tuple[Vector, bool]:
-        """Return the stacked copies, and False if they start at y; later copies follow outside changes of y."""
+        """Return the stacked copies, and True if they continue; they start at y, and later follow changes made to it."""
         copies = inputs.memory.get("copies")
         if copies is None or len(copies[0]) != n or not self.warm_start:
             return stack([oracle.y] * n), False
@@ -310,7 +310,7 @@ class F2SA(BilevelOptimizer):
         """Return the distance of each copy from y* per unit of perturbation, and warn if the distances differ much.
 
         They are similar if nu is small enough. For a quadratic pair they are proportional to 1/(1 + j nu r), which
-        exposes a negative copy near its pole or beyond. Order 2 shows nothing: y* is taken for the mean of its copies.
+        exposes a negative copy near its pole or beyond. Order 2 does not: it takes y* for the mean of its two copies.
         """
         distances = (copies - Vector(t.unsqueeze(0) for t in y)).lane_norm()
         nodes = constant(formula.nodes, distances)

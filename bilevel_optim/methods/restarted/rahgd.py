@@ -29,13 +29,13 @@ class RAHGD(Accelerated):
     epoch starts at x. An epoch that lasts K steps ends the run; the output is the average of its look-ahead points up
     to the shortest step of its second half (:meth:`averaged_parameters`).
 
-    *When.* Deterministic (full-batch) problems that are badly conditioned. With ``lower_momentum`` and restarts off,
-    both methods tuned, it reached a small gradient on two problems with 0.57 and 0.14 of the calls of `AID` at
-    condition number 1000, 0.77 and 0.41 at 100, and no fewer at 10 (``recipes.benchmarks.conditioning``). The gain
-    grows with the condition number, but falls short of the square root of the steps. Try ``momentum=0`` too, which
-    keeps the momentum on y: on both problems it needed as few calls at 100 (``003-kappa-quartic``,
-    ``003-kappa-quadratic`` of ``recipes.papers``). *Needs* what `AID` needs, and smooth losses. With noisy
-    hypergradients the restart test fires on noise: use `AID`, or a large B.
+    *When.* Deterministic (full-batch) problems that are badly conditioned. On two problems, with ``lower_momentum``,
+    restarts off and both methods tuned, it reached a small gradient with fewer calls than `AID`: 0.57 and 0.14 of them
+    at condition number 1000, 0.77 and 0.41 at 100, but no fewer at 10 (``recipes.benchmarks.conditioning``). The gain
+    grows with the condition number, and is not the square root of the steps. Try ``momentum=0`` too, which keeps the
+    momentum on y: on both problems it needed as few calls at 100 (``003-kappa-quartic``, ``003-kappa-quadratic`` of
+    ``recipes.papers``). *Needs* what `AID` needs, and smooth losses. With noisy hypergradients the restart test fires
+    on noise: use `AID`, or a large B.
 
     *Choosing B* (``restart_radius``). ``B / lr`` is the hypergradient norm above which every step restarts, so that the
     method is gradient descent; with an infinite B it never restarts. Sweep it by decades. *Choosing the rest*: ``lr``
@@ -90,8 +90,8 @@ class RAHGD(Accelerated):
     formula above is plain gradient descent* unless you set it: the right value needs :math:`\kappa`, and a ``lower_lr``
     that is only just stable without momentum may diverge with it. When an epoch begins y is kept; the paper sets it to
     zero and solves twice. The first CG starts at zero, not at y. B is 5 times the length of the first step, the numbers
-    of steps are constants, and nothing depends on the accuracy (with :meth:`from_theory` it does). As in the paper, a run
-    ends with an epoch of K steps, after which ``step`` does nothing. Its algorithm as printed:
+    of steps are constants, and nothing depends on the accuracy (with :meth:`from_theory` it does). As in the paper, a
+    run ends with an epoch of K steps, after which ``step`` does nothing. Its algorithm as printed:
 
         >>> def printed(kappa):  # kappa: the condition number of g in y
         ...     momentum = (kappa**0.5 - 1) / (kappa**0.5 + 1)

@@ -85,7 +85,7 @@ class Constants:
         gradient_bound: float | None = None,
         restart_period: int | None = None,
     ) -> dict[str, Any]:
-        """Return arguments of the perturbed method for ``size`` upper variables and probability ``failure`` of failure."""
+        """Return arguments of the perturbed method for ``size`` upper variables and failure probability ``failure``."""
         self._require_accuracy(eps)
         require("failure", failure, is_number(failure) and 0 < failure < 1)
         positive = gradient_bound is None or (is_number(gradient_bound) and gradient_bound > 0)

@@ -181,7 +181,7 @@ class AmIGO(BilevelOptimizer):
     linear_lr: float | None = number(default=None, above=0, optional=True)
 
     def _draws(self, inputs: DrawInputs) -> list[Draw]:
-        """Return the draws of the lower steps, one upper, one for each product (none for the first from zero), one more."""
+        """Return the draws of the lower steps, an upper one, one for each product (not for a zero start), one more."""
         products = self.linear_steps - (self._solution(inputs) is None)
         return [LOWER] * self.lower_steps + [UPPER] + [LOWER] * (products + 1)
 
