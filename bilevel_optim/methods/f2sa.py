@@ -280,7 +280,7 @@ class F2SA(BilevelOptimizer):
         return self._formulas[kind]
 
     def _copies(self, oracle: Oracle, inputs: StepInputs, n: int, interpolation: list[float]) -> tuple[Vector, bool]:
-        """Return the stacked copies, and True if they continue; they start at y, and later follow changes made to it."""
+        """Return the stacked copies, and True if they continue: they start at y, and later follow changes of it."""
         copies = inputs.memory.get("copies")
         if copies is None or len(copies[0]) != n or not self.warm_start:
             return stack([oracle.y] * n), False
@@ -329,8 +329,8 @@ class F2SA(BilevelOptimizer):
     def _watch_leaving(self, oracle: Oracle, solved: Solved, start: Vector, last: Tensor, inputs: StepInputs) -> None:
         """For order 2, warn if the copy at the negative node goes much further than the other one, and uphill.
 
-        In a convex problem, noise or a step size or momentum that is too large make a gradient grow. It then grows for
-        the copy at the positive node too, whose problem is steeper.
+        In a convex problem, a gradient grows by noise, or with a step size or a momentum that is too large. It then
+        grows for the copy at the positive node too, whose problem is steeper.
         """
         assert solved.early is not None
         first, middle = solved.early

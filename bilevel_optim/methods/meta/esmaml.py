@@ -17,7 +17,7 @@ __all__ = ["ESMAML"]
 
 
 class ESMAML(Initialised, ZerothOrder):
-    r"""Evolution-strategies MAML: a zeroth-order gradient of the loss after adaptation in terms of the initial point.
+    r"""Evolution-strategies MAML: a zeroth-order gradient, in the initial point, of the loss after adaptation.
 
     Let :math:`\Phi_N(x) = f(x, y_N(x))`, with :math:`y_N(x)` the result of N = ``lower_steps`` steps on g that start at
     y = x (adaptation; as for `MAML`, the *last* upper parameters are that initial point). With antithetic pairs of

@@ -88,7 +88,7 @@ class BSA(NeumannMethod):
         return math.ceil(self._scale * math.pow(steps + 1, self.growth))
 
     def _why_eager(self, tasks: Any = None) -> str:
-        """Return why steps run eagerly: each makes more lower steps than the last; empty if they do not grow."""
+        """Return why steps run eagerly, if the number of lower steps grows; otherwise an empty string."""
         return "the number of lower steps grows, but that of a graph is fixed (growth=0)" if self.growth > 0 else ""
 
 

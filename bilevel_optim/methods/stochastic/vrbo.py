@@ -96,7 +96,7 @@ class VRBO(NeumannMethod):
         return steps % self.period == 0
 
     def _draws(self, inputs: DrawInputs) -> list[Draw]:
-        """Return the draws of the differences; where the recursion restarts, surrounded by many for each mean."""
+        """Return the draws of the differences; where the recursion restarts, also ``anchor_batches`` for each mean."""
         begins = not self.warm_start or Recursion.remembered(inputs) is None
         if not begins and not self._graph_key(inputs.steps, inputs.numbers):
             return [LOWER, *self._sample_draws()] * (self.lower_steps + 1)

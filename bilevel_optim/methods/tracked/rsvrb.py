@@ -123,7 +123,7 @@ class RSVRB(RecursiveOptimizer):
         paper="arXiv:2105.02266",
         family="tracked",
         when="up to millions of lower problems, each with a state worth keeping",
-        cost="as SVRB for each task looked at",
+        cost="as SVRB for each visited task",
         tasks="rows",
         random=True,
         lower_steps=False,

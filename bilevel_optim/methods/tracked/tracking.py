@@ -407,7 +407,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         tensors hold their older values. Results do not depend on this call.
         """
         inputs = self._inputs(by_level(self.param_groups), self.parameters("upper"), self.parameters("lower"))
-        if len(inputs.tables.get("age", ())) < 2:  # a single row is looked at in every step
+        if len(inputs.tables.get("age", ())) < 2:  # every step visits a single row
             return
         table, clock = self._table(inputs, inputs.lower), self._clock(inputs)
         late = (table.tables["age"] != clock.time).nonzero().flatten()

@@ -21,9 +21,7 @@ def is_loud(beta: float) -> bool:
 
 def loud(checks: Checks, beta: float, steps: int) -> None:
     """Warn of a weight, in units of the fraction of tasks in a step, that makes their drawing the largest error."""
-    if (
-        steps > PATIENCE and is_loud(beta) and not is_dynamo_compiling()
-    ):  # the step count is not an argument of a graph
+    if steps > PATIENCE and is_loud(beta) and not is_dynamo_compiling():  # a graph does not know the step count
         checks.alert(
             "loud beta",
             f"beta = {beta:g} in units of the part of the tasks in a step makes the drawing of tasks the largest "
