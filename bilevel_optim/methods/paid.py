@@ -27,7 +27,7 @@ class PAID(AID):
     *Cost per step*: as `AID`, one host synchronisation. *Draws*: as `AID`; the perturbations use ``generator``.
 
     Args:
-        upper, lower, lr, lower_lr, lower_steps: as for `AID`, like all options not named here.
+        upper, lower, lr, lower_lr, lower_steps: as for `AID`, as all options that are not named here.
         gradient_threshold: largest norm of the hypergradient at which x is perturbed. Default: 1e-3.
         perturbation: radius r >= 0, in units of x. Default: 1e-3.
         perturbation_period: steps allowed for an escape. Default: 50.
