@@ -69,7 +69,7 @@ class RTMLMC(BilevelOptimizer):
     and one per term of the series, all independent, and one upper batch. Each has its own generator, seeded by its
     purpose, so that results do not depend on ``vectorize`` or on the number of processes.
 
-    The contexts start from the live y, or from ``lower_init(contexts)``; the live y does not change.
+    The contexts start from the live y, or from ``lower_init(contexts)``; the live y changes only with ``warm_start``.
 
     Args:
         upper: upper parameters x.
