@@ -1,4 +1,4 @@
-"""The methods, one page each; a family folder where methods share private parts. Here is one row for each of them."""
+"""The methods, one module each; methods that share private code form a family folder."""
 
 import types
 
@@ -37,7 +37,7 @@ from .stochastic.vrbo import VRBO as VRBO
 from .zeroth_order.hozog import HOZOG as HOZOG
 from .zeroth_order.pzobo import PZOBO as PZOBO
 
-# The tables of the documents have the order in which classes are defined; their texts refer to those above.
+# The tables of the documents list classes in definition order, and their texts refer to earlier rows.
 # isort: off
 from .tracked.svrb import SVRB as SVRB
 from .tracked.rsvrb import RSVRB as RSVRB
@@ -46,7 +46,7 @@ from .tracked.bsvrb import BSVRB as BSVRB
 from .tracked.stable import STABLE as STABLE
 # isort: on
 
-# Type checkers read the imports above; a computed list in their sight would be an empty one to them.
+# Type checkers read the imports above; they would take a computed ``__all__`` for an empty one.
 globals()["__all__"] = sorted(
     name for name, value in globals().items() if name[0] != "_" and not isinstance(value, types.ModuleType)
 )

@@ -22,7 +22,7 @@ _SOLVE: dict[str, Callable[..., LinearSolution]] = {
     "cg": linear.cg,
     "minres": linear.minres,
     "direct": linear.direct,
-    "auto": linear.cg,  # until it does not suit
+    "auto": linear.cg,  # until it meets non-positive curvature
     "neumann": linear.neumann,
     "fixed_point": linear.fixed_point,
 }
@@ -36,9 +36,9 @@ class AID(BilevelOptimizer):
         v &\approx [\nabla^2_{yy} g(x, y)]^{-1} \nabla_y f(x, y),\\
         x &\leftarrow x - \text{lr}\, (\nabla_x f(x, y) - \nabla^2_{xy} g(x, y)\, v).
 
-    *When.* The first choice when Hessian-vector products are affordable: its memory does not grow with ``lower_steps``,
-    and with warm starts of y and v few steps of each suffice. *Needs* a lower loss that is strongly convex in y (or
-    ``damping``) and twice differentiable. The error is :math:`O(\|y - y^*\|) + O(\|v - v^*\|)`: linear in both.
+    *When.* The first choice when Hessian-vector products are affordable: memory does not grow with ``lower_steps``, and
+    with warm starts of y and v a few steps of each suffice. *Needs* a lower loss that is twice differentiable, and
+    strongly convex in y (or ``damping``). The error is :math:`O(\|y - y^*\|) + O(\|v - v^*\|)`: linear in both.
 
     *Cost per step*: ``lower_steps`` + 1 lower gradients, 1 upper gradient, about ``linear_steps`` (+ 1 for a warm
     start) Hessian-vector products (``"direct"``: one for each lower parameter), 1 cross product. *Draws*: one lower
@@ -51,21 +51,21 @@ class AID(BilevelOptimizer):
         lower_lr: learning rate of the lower steps.
         lower_steps: lower steps per outer step.
         linear_solver: ``"cg"``, conjugate gradients (fastest; H must be positive definite); ``"minres"``, minimal
-            residuals (H may have negative eigenvalues, as that of a deep network away from its minima has);
-            ``"auto"``, CG until it meets non-positive curvature, from then on MINRES, with a warning (not seen with
-            ``check_finite=False``); ``"direct"``, the Hessian as a matrix, and its LU factorisation: exact however
+            residuals (H may have negative eigenvalues, as in deep networks away from their minima);
+            ``"auto"``, CG until it meets non-positive curvature, then MINRES, with a warning (not detected with
+            ``check_finite=False``); ``"direct"``, an LU factorisation of the explicit Hessian: exact however
             ill-conditioned H is, for at most 4,096 lower parameters (of each task); ``"neumann"``, the series
             :math:`\eta \sum_{i \le Q} (I - \eta H)^i`, always from zero; ``"fixed_point"``, the same iteration from a
             warm start. Default: ``"cg"``.
-        linear_steps: most iterations of the linear solver; about one Hessian-vector product each. Default: 10.
-        linear_tol: stop when the residual is below this part of the right-hand side. Default: 0, use all steps (CG
+        linear_steps: maximum iterations of the linear solver, about one Hessian-vector product each. Default: 10.
+        linear_tol: stop when the residual is below this fraction of the right-hand side. Default: 0, use all steps (CG
             and MINRES stop by themselves at the rounding level).
         linear_lr: :math:`\eta` of ``"neumann"`` and ``"fixed_point"``, below :math:`2/\lambda_{\max}(H)`. Default: the
             learning rate of the lower groups.
         damping: solve with :math:`H + \delta I`; biases the hypergradient. Default: 0.
         lower_solver: a function without arguments that writes a solution of the lower problem at the present x into the
-            live y, by any means (Newton's method, a simulator). It is called before each step, and ``lower_steps`` (0
-            will do) go on from there. It warns where y is no solution. Without tasks; such steps are not compiled.
+            live y, by any means (Newton's method, a simulator). It is called before each step, and ``lower_steps``
+            (possibly 0) continue from there. Warns if y is not a solution. Not for tasks; such steps are not compiled.
             Default: None.
         warm_start: start y and v at their last values. Default: True.
         upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
@@ -109,18 +109,18 @@ class AID(BilevelOptimizer):
         self._lower_solver = options["lower_solver"]
 
     def _draws(self, inputs: DrawInputs) -> list[Draw]:
-        """Those of the lower steps, then one of each for the linear system."""
+        """Return the draws of the lower steps, then one of each level for the linear system."""
         return [LOWER] * self._lower_step_count(inputs.steps) + [UPPER, LOWER]
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """Lower steps, then the linear system at their end."""
+        """Run the lower steps, then solve the linear system at their end."""
         here = inputs.run_lower_steps(oracle, self._lower_step_count(inputs.steps))
         estimate = here.with_lower(self._implicit_estimate(here.oracle, inputs))
         chosen = {name: inputs.numbers[name] for name in ("linear_solver",) if name in inputs.numbers}
         return replace(estimate, numbers=chosen) if chosen else estimate
 
     def _implicit_estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """The hypergradient at the oracle's point, from the last solution of the linear system if it is to be kept."""
+        """Return the hypergradient at the oracle's point; with a warm start, from the last linear solution."""
         dense = self.linear_solver == "direct"
         warm = self.warm_start and self.linear_solver != "neumann" and not dense
         start = inputs.memory.get("linear_solution") if warm else None
@@ -128,7 +128,7 @@ class AID(BilevelOptimizer):
         return estimate if warm else replace(estimate, memory={})
 
     def _linear_solve(self, inputs: StepInputs) -> Callable[..., LinearSolution]:
-        """The linear solver with its arguments."""
+        """Return the linear solver with its arguments."""
         name = inputs.numbers.get("linear_solver", self.linear_solver)
         if name == "direct":
             return partial(linear.direct, damping=self.damping)
@@ -138,7 +138,7 @@ class AID(BilevelOptimizer):
         return stop
 
     def _reacts_to(self, numbers: Mapping[str, Any]) -> str | None:
-        """A lower Hessian that is not positive definite, where the solver may change."""
+        """Return the alert that makes the solver change, for an indefinite lower Hessian; None if it cannot change."""
         return "indefinite" if self.linear_solver == "auto" and "linear_solver" not in numbers else None
 
     def _react(self, oracle: Oracle, inputs: StepInputs, estimate: Estimate) -> tuple[Oracle, StepInputs]:

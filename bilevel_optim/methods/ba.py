@@ -14,13 +14,13 @@ __all__ = ["BA"]
 
 
 class BA(AID):
-    r"""Bilevel approximation (BA, here with conjugate gradients): `AID` from a fixed start, with more and more steps.
+    r"""Bilevel approximation (BA, here with conjugate gradients): `AID` from a fixed start, with a growing step count.
 
     Outer step k = 0, 1, ... makes :math:`\lceil c\,(k + 1)^{1/4} \rceil` lower steps from the first value of y, then
     solves the linear system from zero, then updates x, all as in `AID`.
 
-    *When.* As a baseline: without warm starts the lower error stays, and shrinks only as the steps grow. *Needs* what
-    `AID` needs.
+    *When.* As a baseline: without warm starts, the lower error shrinks only as the number of lower steps grows. *Needs*
+    what `AID` needs.
 
     *Cost per step*: as `AID`, with the growing number of lower steps. *Draws*: as `AID`.
 
@@ -31,7 +31,7 @@ class BA(AID):
         lower_lr: learning rate of the lower steps.
         lower_steps: c > 0, not necessarily an integer.
         growth: the exponent. Default: 0.25.
-        linear_steps: most iterations of CG (the original solves the system exactly). Default: 10.
+        linear_steps: maximum iterations of CG (the original solves the system exactly). Default: 10.
         linear_tol, damping: as in `AID`.
         warm_start: start y and v at their last values instead. Default: False.
         upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
@@ -75,9 +75,9 @@ class BA(AID):
         options["lower_steps"] = math.ceil(self._scale)
 
     def _lower_step_count(self, steps: int) -> int:
-        """More and more."""
+        """Return the number of lower steps, which grows with ``steps``."""
         return math.ceil(self._scale * math.pow(steps + 1, self.growth))
 
     def _why_eager(self, tasks: Any = None) -> str:
-        """Because the next steps are longer ones."""
+        """Return why steps run eagerly, if the number of lower steps grows; otherwise an empty string."""
         return "the number of lower steps grows, but that of a graph is fixed (growth=0)" if self.growth > 0 else ""

@@ -28,31 +28,32 @@ def _no_projection(name: str, value: Any) -> None:
 
 
 class BOME(BilevelOptimizer):
-    r"""Bilevel optimisation made easy (BOME): both variables descend f, kept to the lower solution by a barrier.
+    r"""Bilevel optimisation made easy (BOME): both variables descend f; a barrier keeps y near the lower solution.
 
-    With the value gap :math:`q(x, y) = g(x, y) - g(x, y_T)`, :math:`y_T` the end of ``lower_steps`` steps from y, taken
-    as a constant,
+    With the value gap :math:`q(x, y) = g(x, y) - g(x, y_T)`, where :math:`y_T` is the end of ``lower_steps`` steps from
+    y and counts as a constant,
 
     .. math::
         \lambda = \max(\phi - \langle \nabla f, \nabla q\rangle,\, 0) / \|\nabla q\|^2, \qquad
         (x, y) \leftarrow (x, y) - (\text{lr}, \xi)\,(\nabla f + \lambda \nabla q),
 
-    gradients, products and norms over (x, y) together; :math:`\phi = \eta \|\nabla q\|^2` or :math:`\phi = \eta\, q`.
-    So :math:`\langle \nabla f + \lambda \nabla q, \nabla q\rangle \ge \phi`: q falls along every step. With
-    ``joint_steps`` K, K - 1 such steps of y alone, with x held and products over y, come before the one of both.
+    with gradients, products and norms over (x, y) jointly, and :math:`\phi = \eta \|\nabla q\|^2` or
+    :math:`\phi = \eta\, q`. So :math:`\langle \nabla f + \lambda \nabla q, \nabla q\rangle \ge \phi`: q falls along
+    every step. With ``joint_steps`` K, K - 1 such steps of y alone, with x fixed and products over y, precede the step
+    of both.
 
     *When.* First derivatives only, one copy of y, one step for both variables; no penalty to choose. *Needs* a smooth
-    g whose gap has no stationary points but the solutions (Polyak-Lojasiewicz), and deterministic losses, or large
-    batches. Leaving out that :math:`y_T` follows x changes :math:`\nabla_x q` by terms of the size of
+    g whose gap has no stationary points except the solutions (Polyak-Lojasiewicz), and deterministic losses or large
+    batches. Ignoring how :math:`y_T` follows x changes :math:`\nabla_x q` by terms of the size of
     :math:`\nabla_y g(x, y_T)`, which vanish as T grows. The direction is the hypergradient at a solution only:
-    elsewhere y lags behind by an amount proportional to it. With tasks that are new in every step y is always far from
-    their solutions, and one joint step tells x almost nothing (a head that starts at zero gives the body no gradient
-    of f at all): then use some ten ``joint_steps``.
+    elsewhere y lags behind by an amount proportional to it. If tasks are new in every step, y is always far from their
+    solutions, and one joint step tells x almost nothing: a head that starts at zero gives the body no gradient of f.
+    Then use about ten ``joint_steps``.
 
     *Cost per step*: ``lower_steps`` + 2 lower gradients, 1 upper gradient; each further joint step 1 of both in y alone
     (``"value"``: ``lower_steps`` + 2 lower gradients). *Draws*: for each joint step of y alone one upper batch and one
     lower batch (``"value"``: after those of its lower steps); then one lower batch for each lower step, one upper batch
-    and one lower batch, shared by both gradients of q. With tasks each has a multiplier of its own.
+    and one lower batch, shared by both gradients of q. With tasks, each task has its own multiplier.
 
     Args:
         upper: upper parameters x.
@@ -67,7 +68,7 @@ class BOME(BilevelOptimizer):
             ``"grad_norm"``.
         warm_start, upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group,
             tasks_per_step, lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
-            `BilevelOptimizer`. The lower optimizer makes the steps to :math:`y_T`; each outer step begins it anew.
+            `BilevelOptimizer`. The lower optimizer makes the steps to :math:`y_T`; each outer step resets it.
 
     State: ``initial`` y without warm starts.
 
@@ -103,19 +104,19 @@ class BOME(BilevelOptimizer):
     barrier: str = choice("grad_norm", "value", default="grad_norm")
     lower_projection: InitVar[Projection | None] = option(default=None, check=_no_projection)
 
-    _stationary = True  # the value function is that of the lower loss alone
+    _stationary = True  # the value function depends on the lower loss alone
 
     def _together(self, tasks: int) -> list[slice]:
-        """Every task by itself, because each has a multiplier of its own."""
+        """Put each task in a group of its own, because it has its own multiplier."""
         return [slice(i, i + 1) for i in range(tasks)]
 
     def _draws(self, inputs: DrawInputs) -> list[Draw]:
-        """Those of the joint steps, each after its lower steps, if it has any."""
+        """Return the draws of the joint steps, each after its lower steps, if any."""
         alone = [LOWER] * self.lower_steps * (self.barrier == "value") + [UPPER, LOWER]
         return alone * (self.joint_steps - 1) + [LOWER] * self.lower_steps + [UPPER, LOWER]
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """The common direction: its part in x is the estimate, that in y is followed at once."""
+        """Return the x part of the common direction as the estimate, and step y along its y part at once."""
         for _ in range(self.joint_steps - 1):
             oracle = self._settled(oracle, inputs)
         ends = inputs.anew().run_lower_steps(oracle, self.lower_steps).oracle
@@ -132,7 +133,7 @@ class BOME(BilevelOptimizer):
         return Estimate(loss, Vector(direction[:split]), diagnostics, lower=y)
 
     def _settled(self, oracle: Oracle, inputs: StepInputs) -> Oracle:
-        """After a step of y alone, for which the gradient of q is that of g."""
+        """Return the oracle after a step of y alone, for which the gradient of q is that of g."""
         gap = torch.zeros((), device=oracle.device)
         ends = inputs.anew().run_lower_steps(oracle, self.lower_steps).oracle if self.barrier == "value" else None
         _, f = lower_slope(oracle, "upper", oracle.f.draw(once=True))
@@ -143,15 +144,15 @@ class BOME(BilevelOptimizer):
         return oracle.at(lower=self._followed(oracle, inputs, f + q.times(self._multiplier(f, q, gap))))
 
     def _multiplier(self, f: Vector, q: Vector, gap: Tensor) -> Tensor:
-        """The least weight of q's gradient with which q falls as fast as the barrier asks."""
+        """Return the least weight of q's gradient with which q falls as fast as the barrier asks."""
         norm = q.norm()
-        # At a stationary point of q the multiplier is 0/0, and the direction that of f.
+        # At a stationary point of q the multiplier is 0/0; the direction is then that of f.
         safe = torch.where(norm > 0, norm, 1.0)
         bound = self.eta * (norm if self.barrier == "grad_norm" else gap.to(norm) / safe)
         return torch.where(norm > 0, (bound - f.dot(q.times(1 / safe))).clamp_min(0) / safe, 0.0)
 
     def _followed(self, oracle: Oracle, inputs: StepInputs, direction: Vector) -> Vector:
-        """Y after a step along a direction."""
+        """Return y after a step along a direction."""
         y = oracle.y - direction * inputs.linear_rates(self.joint_lr)
         oracle.checks.finite("lower_grad", y)
         return y

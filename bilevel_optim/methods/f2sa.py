@@ -31,14 +31,12 @@ from ..solvers.lower import Solved
 __all__ = ["F2SA"]
 
 SAMPLES = ("shared", "independent")
-LARGEST_NU = 1.0  # above it is taken for a mistake
+LARGEST_NU = 1.0  # a larger value is taken for a mistake
 DIVERGED = "A smaller lower_lr helps, or if copies at negative nodes diverge a smaller nu"
-ROUNDING_LIMIT = 0.05  # rounding of the losses over nu above which their differences are not to be trusted
+ROUNDING_LIMIT = 0.05  # rounding of the losses over nu above which their differences are unreliable
 SPREAD_LIMIT = 10.0  # how much further from y* one copy may be than another, per unit of its perturbation
-LEAVING = (
-    10.0  # how much further a copy at a negative node may go than those at positive nodes while its gradient grows
-)
-MOVED = 5e-3  # of the distance of the two: less is no matter
+LEAVING = 10.0  # how much further a negative node's copy may go than a positive node's while its gradient grows
+MOVED = 5e-3  # smallest movement that matters, as a fraction of the distance between the two copies
 UNEVEN = (
     "the copies of y are not similarly far from y* for their perturbations (see diagnostics['spread']), so their "
     "difference is not a derivative: use more lower_steps, or a smaller nu"
@@ -69,7 +67,7 @@ class F2SA(BilevelOptimizer):
 
     *Choosing nu.* It is not scale free: multiplying g by s multiplies the right nu by s. In units of 1/r,
     r the :math:`\lambda_{\max}` above, rounding and truncation balance near 5e-3 (order 2), 3e-2 (4) and 7e-2 (6) in
-    float32, and near 7e-6, 6e-4 and 4e-3 in float64. `check_hypergradient` tells whether a choice is good. With
+    float32, and near 7e-6, 6e-4 and 4e-3 in float64. Test a choice with `check_hypergradient`. With
     ``samples="shared"`` sampling noise does not grow as nu falls; with independent samples it grows like 1/nu.
 
     *Cost per step*, n copies: n ``lower_steps`` lower and upper gradients in y, n of each in x. *Draws*: for each lower
@@ -87,25 +85,25 @@ class F2SA(BilevelOptimizer):
         lower_lr: learning rate of the lower steps.
         lower_steps: lower steps per outer step, for each copy.
         order: p >= 1, the order of the finite difference. Default: 2.
-        nu: :math:`\nu > 0`, its step, 1 / (penalty multiplier). Default: 1e-2.
+        nu: :math:`\nu > 0`, the step of the finite difference, 1 / (penalty multiplier). Default: 1e-2.
         stencil: ``"central"`` (even p), ``"forward"`` (nodes 0 to p; no negative perturbations, but weights that grow
             like :math:`2^p`), ``"centred"`` (odd p, nearly central), or ``"auto"``: central for even p, forward for odd
             p, and a change to forward, with a warning, when copies at negative nodes diverge. Default: ``"auto"``.
         samples: ``"shared"`` or ``"independent"`` batches for the copies in the lower steps. Default: ``"shared"``.
         normalize: divide the step by the norm of the estimate over all of x, as in the paper. ``.grad`` is never
             normalised. Default: None, which is True without an ``upper_optimizer``, and False with one, so that a step
-            is ``backward`` and a step of that optimizer.
+            equals ``backward`` and then a step of that optimizer.
         warm_start, upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group,
             tasks_per_step, lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see
-            `BilevelOptimizer`. The lower optimizer acts on stacked copies, so it must treat every entry alone (SGD,
-            Adam; not LBFGS).
+            `BilevelOptimizer`. The lower optimizer acts on stacked copies, so it must treat each entry independently
+            (SGD, Adam; not LBFGS).
 
-    *Departures from the paper*, the largest first. The copies share their samples, where the paper draws for each copy
+    *Departures from the paper*, the largest first. The copies share their samples; the paper draws for each copy
     (``samples="independent"``). Its algorithm draws one pair of samples per outer step and keeps it for all lower
-    steps; here each lower step has fresh ones, which the proof needs. nu is a number that is chosen once; the theorem
-    ties it, and all rates, to the accuracy (`from_theory`, too careful to be worked with). The result is the last x,
-    not one drawn from all. Its weights are printed as equal for j and -j; a derivative needs opposite signs, as here.
-    The algorithm of the paper, with rates of your own:
+    steps; here each lower step has fresh ones, which the proof needs. nu is chosen once; the theorem ties nu and all
+    rates to the accuracy (`from_theory`, too conservative in practice). The result is the last x, not one drawn from
+    all. The paper prints equal weights for j and -j; a derivative needs opposite signs, as here. The algorithm of the
+    paper, with rates of your own:
 
         >>> PAPER = {"order": 2, "samples": "independent", "normalize": True, "warm_start": True}
         >>> import torch
@@ -155,8 +153,8 @@ class F2SA(BilevelOptimizer):
         if options["normalize"] is None:
             options["normalize"] = options["upper_optimizer"] is None
         self._variant_of_state = {"order": order, "stencil": stencil_of(order, stencil).kind}
-        self.theory: dict[str, int] = {}  # of `from_theory`
-        self._formulas: dict[tuple[int, str], Stencil] = {}  # that were needed; in a compiled step they are not made
+        self.theory: dict[str, int] = {}  # set by `from_theory`
+        self._formulas: dict[tuple[int, str], Stencil] = {}  # built when first needed, never in a compiled step
 
     _difference_step = "nu"
 
@@ -175,9 +173,9 @@ class F2SA(BilevelOptimizer):
         order: int = 2,
         **options: Any,
     ) -> Self:
-        r"""The method with the constants of its theorem: the mean norm of the hypergradient comes to eps.
+        r"""Return the method with its theorem's constants, for a mean norm of the hypergradient of eps.
 
-        With :math:`\kappa = \ell/\mu`, nodes up to r, and constants of the proof where it has them (eq. 10),
+        With :math:`\kappa = \ell/\mu`, nodes up to r, and the proof's constants where it has them (eq. 10),
 
         .. math::
             \nu &= \min\{R/\kappa,\ (\epsilon/(\ell \kappa^{2p+1}))^{1/p},\ 1/(2 r \kappa)\}, \qquad
@@ -186,10 +184,10 @@ class F2SA(BilevelOptimizer):
             \text{lower\_steps} = \log(R \ell \kappa/(\nu \epsilon))/(\mu\, \text{lower\_lr}).
 
         The bounds by 1/(2 r kappa) and 1/ell are not in the text: without them copies at negative nodes may have no
-        minimum, and lower steps without noise no bound. ``theory`` of the optimizer has the ``batch`` of the theorem,
-        :math:`\sigma^2/(\nu\epsilon)^2`, and the number of outer ``steps``. *When.* To study how cost grows with the
-        accuracy: the constants are far too careful to be worked with (for kappa = 10, eps = 0.1 and noise 1e20 calls
-        of order 1, 1e17 of order 4).
+        minimum, and lower steps without noise no bound. The optimizer's ``theory`` holds the theorem's ``batch``,
+        :math:`\sigma^2/(\nu\epsilon)^2`, and its number of outer ``steps``. *When.* To study how cost grows with the
+        accuracy: the constants are far too conservative in practice (for kappa = 10, eps = 0.1 and noise, 1e20 calls
+        with order 1 and 1e17 with order 4).
 
         Args:
             upper: upper parameters.
@@ -199,7 +197,7 @@ class F2SA(BilevelOptimizer):
             mu: strong convexity of g in y.
             sigma: standard deviation of a sample's gradient. Default: 0.
             gap: :math:`\Delta`, how far the upper objective is above its infimum. Default: 1.
-            radius: R, the distance of y from y*(x) in the beginning. Default: 1.
+            radius: R, the initial distance of y from y*(x). Default: 1.
             order: p. Default: 2.
             options: any other argument of the constructor, or the same ones to override a constant.
 
@@ -234,7 +232,7 @@ class F2SA(BilevelOptimizer):
 
     @property
     def stencil(self) -> str:
-        """The present stencil, which ``"auto"`` may have changed."""
+        """Current stencil, which ``"auto"`` may have changed."""
         present: str = self.numbers.get("stencil", self._given_stencil)
         return stencil_of(self.order, present).kind
 
@@ -243,12 +241,12 @@ class F2SA(BilevelOptimizer):
         return bool(self.normalize)
 
     def _draws(self, inputs: DrawInputs) -> list[Draw]:
-        """A pair for each lower step, or one for each copy; then a pair for the difference."""
+        """Return a pair of draws for each lower step (or one for each copy), then a pair for the difference."""
         n = 1 if self.samples == "shared" else len(self._formula(inputs).nodes)
         return ([UPPER] * n + [LOWER] * n) * self.lower_steps + [UPPER, LOWER]
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """Lower steps of all copies, then the finite difference between them."""
+        """Run the lower steps of all copies, then take the finite difference between them."""
         formula = self._formula(inputs)
         n, interpolation = len(formula.nodes), [w.numerator / w.denominator for w in formula.interpolation]
         copies, kept = self._copies(oracle, inputs, n, interpolation)
@@ -282,7 +280,7 @@ class F2SA(BilevelOptimizer):
         return self._formulas[kind]
 
     def _copies(self, oracle: Oracle, inputs: StepInputs, n: int, interpolation: list[float]) -> tuple[Vector, bool]:
-        """Stacked copies, and whether they go on: all start at one point, and later move with y if it was changed."""
+        """Return the stacked copies, and True if they continue: they start at y, and later follow changes of it."""
         copies = inputs.memory.get("copies")
         if copies is None or len(copies[0]) != n or not self.warm_start:
             return stack([oracle.y] * n), False
@@ -290,7 +288,7 @@ class F2SA(BilevelOptimizer):
         return copies + Vector(m.unsqueeze(0) for m in moved), True
 
     def _perturbed(self, oracle: Oracle, formula: Stencil) -> Callable[[Vector], tuple[Tensor, Vector]]:
-        """Gradients of g + j nu f at copies, on the next samples."""
+        """Return a function for the gradients of g + j nu f at copies, on the next samples."""
         n, weights = len(formula.nodes), [j * self.nu for j in formula.nodes]
         xi: Sample | list[Sample]
         zeta: Sample | list[Sample]
@@ -309,10 +307,10 @@ class F2SA(BilevelOptimizer):
     def _watched_spread(
         self, oracle: Oracle, y: Vector, copies: Vector, formula: Stencil, inputs: StepInputs
     ) -> Tensor:
-        """Distance of each copy from y* per unit of perturbation; similar for all as long as nu is small enough.
+        """Return the distance of each copy from y* per unit of perturbation, and warn if the distances differ much.
 
-        For a quadratic pair it is proportional to 1/(1 + j nu r), so it shows a negative copy near its pole or beyond;
-        but of order 2, where y* is taken for the mean of the two copies.
+        They are similar if nu is small enough. For a quadratic pair they are proportional to 1/(1 + j nu r), which
+        exposes a negative copy near its pole or beyond. Order 2 does not: it takes y* for the mean of its two copies.
         """
         distances = (copies - Vector(t.unsqueeze(0) for t in y)).lane_norm()
         nodes = constant(formula.nodes, distances)
@@ -329,10 +327,10 @@ class F2SA(BilevelOptimizer):
         return spread
 
     def _watch_leaving(self, oracle: Oracle, solved: Solved, start: Vector, last: Tensor, inputs: StepInputs) -> None:
-        """Of order 2, see whether the copy at the negative node goes away: far beside the other one, and uphill.
+        """For order 2, warn if the copy at the negative node goes much further than the other one, and uphill.
 
-        Over steps of a convex problem a gradient grows with a step size or a momentum that is too large, or by noise;
-        then it grows for the copy at the positive node too, whose problem is the steeper one.
+        In a convex problem, a gradient grows by noise, or with a step size or a momentum that is too large. It then
+        grows for the copy at the positive node too, whose problem is steeper.
         """
         assert solved.early is not None
         first, middle = solved.early
@@ -364,17 +362,17 @@ class F2SA(BilevelOptimizer):
             )
 
     def _reacts_to(self, numbers: Mapping[str, Any]) -> str | None:
-        """Copies that diverge, where the stencil may change."""
+        """Return the alert that makes the stencil change, for diverging copies; None if it cannot change."""
         return "diverging copies" if self._given_stencil == "auto" and "stencil" not in numbers else None
 
     def _react(self, oracle: Oracle, inputs: StepInputs, estimate: Estimate) -> tuple[Oracle, StepInputs]:
-        """Change to a forward stencil, from the copy that is sound: those at negative nodes diverge."""
+        """Change to a forward stencil, starting from the sound copy: those at negative nodes diverge."""
         nodes = self._formula(inputs).nodes
         sound = estimate.memory["copies"].lane(nodes.index(min(j for j in nodes if j > 0)))
         return oracle.at(lower=sound), replace(inputs.anew(), numbers={**inputs.numbers, "stencil": "forward"})
 
     def update(self, x: Vector, gradient: Vector, inputs: StepInputs) -> Update:
-        """The step, of length lr if ``normalize``."""
+        """Make the step, of length lr if ``normalize``."""
         if self.normalize:
             norm = gradient.norm()
             gradient = gradient.times(1 / torch.where(norm > 0, norm, 1.0))

@@ -63,12 +63,12 @@ class FirstOrder(BilevelOptimizer):
     _responds = False
 
     def _draws(self, inputs: DrawInputs) -> list[Draw]:
-        """Those of the lower steps, then an upper one."""
+        """Return one lower draw for each lower step, then an upper draw."""
         return [LOWER] * self.lower_steps + [UPPER]
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """Lower steps, then the direct gradient."""
+        """Run the lower steps, then return the direct gradient."""
         here = inputs.run_lower_steps(oracle, self.lower_steps)
         estimate = direct(here.oracle)
-        oracle.session.note_reached(estimate.gradient)  # a zero direct gradient is what this method is there to show
+        oracle.session.note_reached(estimate.gradient)  # this method exists to show a zero direct gradient
         return here.with_lower(estimate)

@@ -21,12 +21,12 @@ class GDA(MinimaxOptimizer):
 
     .. math:: x \leftarrow x - \text{lr}\, \nabla_x f(x, y), \qquad y \leftarrow y + \alpha \nabla_y f(x, y),
 
-    both from the same evaluation. More ``lower_steps`` make the others before it, at the old x;
+    both from the same evaluation. With more ``lower_steps``, the others come before it, at the old x.
     ``simultaneous=False`` evaluates the gradient in x after all of them (multi-step GDA, GDmax for many).
 
     *When.* As the simplest method. *Needs* ``lr`` much smaller than ``lower_lr`` (about :math:`\kappa^2` times).
 
-    *Cost per step*: 1 upper gradient, which has both partial derivatives, and ``lower_steps`` - 1 lower gradients (all
+    *Cost per step*: 1 upper gradient (both partial derivatives) and ``lower_steps`` - 1 lower gradients (all
     ``lower_steps`` if not simultaneous). *Draws*: one batch for each lower step but the last, then one for the last
     lower step and x (one more if not simultaneous).
 
@@ -72,11 +72,11 @@ class GDA(MinimaxOptimizer):
     simultaneous: bool = flag(default=True)
 
     def _draws(self, inputs: DrawInputs) -> list[Draw]:
-        """Those of the ascent steps, then one for x; the last two are one if they are simultaneous."""
+        """Return the draws of the ascent steps, then one for x; if simultaneous, the last two are one."""
         return [LOWER] * (self.lower_steps - (self.simultaneous and self.lower_steps > 0)) + [UPPER]
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """The ascent steps, and the gradient in x at the last of them or after it."""
+        """Run the ascent steps, and return the gradient in x at the last of them or after it."""
         together = self.simultaneous and self.lower_steps > 0
         here = inputs.run_lower_steps(oracle, self.lower_steps - together)
         rule, _ = inputs.solver_for(oracle.y)

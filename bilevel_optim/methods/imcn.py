@@ -25,7 +25,7 @@ __all__ = ["iMCN"]
 
 
 class Model(NamedTuple):
-    """The cubic model at one s: its decrease from 0, and its gradient."""
+    """Values of the cubic model at one s: its decrease from 0, and its gradient."""
 
     decrease: Tensor
     gradient: Vector
@@ -40,18 +40,18 @@ class iMCN(MinimaxOptimizer):
         s &\approx \arg\min_s\ m(s) = \nabla_x f^\top s + \tfrac12 s^\top H s + \tfrac{M}{6} \|s\|^3, \qquad
         x \leftarrow x + s.
 
-    The model is minimised by ``cubic_steps`` gradient steps of size ``lr`` from the perturbed Cauchy point; the inverse
-    is replaced by conjugate gradients.
+    The model is minimised by ``cubic_steps`` gradient steps of size ``lr`` from the perturbed Cauchy point; conjugate
+    gradients replace the inverse.
 
-    *When.* As a baseline with few outer steps, each of many Hessian-vector products. *Needs* second derivatives, strong
-    concavity in y.
+    *When.* As a baseline with few outer steps, each of many Hessian-vector products. *Needs* second derivatives and
+    strong concavity in y.
 
     *Cost per step*: ``lower_steps`` lower gradients, 1 upper gradient, (``cubic_steps`` + 2)(``linear_steps`` + 2)
     joint Hessian-vector products, each counted as one Hessian-vector and one cross product (fewer where CG is exact).
     *Draws*: one batch for each lower step, then one.
 
-    ``.grad`` of x is set to -s / lr, so that a step of gradient descent makes the step s; after other uses of ``.grad``
-    it is no longer this method.
+    ``.grad`` of x is set to -s / lr, so that gradient descent makes the step s. Any other use of ``.grad`` is a
+    different method.
 
     Args:
         upper: upper parameters x, which descend.
@@ -62,14 +62,14 @@ class iMCN(MinimaxOptimizer):
         lower_momentum: as in `RAHGD`. Default: 0.
         cubic: M > 0, about the Lipschitz constant of H. Default: 1.
         cubic_steps: gradient steps on the model. Default: 10.
-        linear_steps: most iterations of CG for one product with H. Default: 10.
+        linear_steps: maximum iterations of CG for one product with H. Default: 10.
         perturbation: radius of the perturbation of the Cauchy point. Default: 1e-3.
-        tol: once the model decreases by less, it is minimised with ten times the steps, and the run ends:
-            ``converged``, ``step`` does nothing. Costs a host synchronisation. Default: 0, never.
+        tol: once the model decreases by less than this, it is minimised with ten times the steps and the run ends:
+            ``converged`` is True and ``step`` does nothing. Costs a host synchronisation. Default: 0, never.
         warm_start, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, lower_clip,
             lower_projection: see `BilevelOptimizer`.
 
-    State: that of a ``lower_optimizer``, and ``initial`` y without warm starts. Attribute ``converged``.
+    State: the state of a ``lower_optimizer``, and ``initial`` y without warm starts. Attribute ``converged``.
 
     Raises:
         ValueError: for an argument out of its range, or ``hvp="finite-difference"``.
@@ -120,19 +120,19 @@ class iMCN(MinimaxOptimizer):
 
     @property
     def converged(self) -> bool:
-        """Whether the run has ended."""
+        """True once the run has ended."""
         return bool(self.numbers.get("converged", False))
 
     def _finished(self) -> bool:
-        """Whether ``step`` has nothing left to do, and returns the last loss."""
+        """Return True if ``step`` has nothing left to do and returns the last loss."""
         return self.converged
 
     def _draws(self, inputs: DrawInputs) -> list[Draw]:
-        """Those of the ascent steps, then one for x."""
+        """Return the draws of the ascent steps, then one for x."""
         return [LOWER] * self.lower_steps + [UPPER]
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """The ascent steps, and the gradient whose step minimises the cubic model there."""
+        """Run the ascent steps, and return the gradient whose step minimises the cubic model there."""
         inputs = replace(inputs, solver=None) if self._own_solver else inputs
         here = inputs.run_lower_steps(oracle, self.lower_steps)
         point, rates = here.oracle, inputs.upper_rates
@@ -154,19 +154,19 @@ class iMCN(MinimaxOptimizer):
         return replace(estimate, solver=None if self._own_solver else estimate.solver)
 
     def update(self, x: Vector, gradient: Vector, inputs: StepInputs) -> Update:
-        """The step, which may be the last one."""
+        """Make the step, and record whether it was the last."""
         return replace(super().update(x, gradient, inputs), numbers={"converged": inputs.numbers.get("ending", False)})
 
 
 class _CubicModel:
-    """m(s) around the oracle's point, whose inverse is replaced by conjugate gradients."""
+    """The model m(s) around the oracle's point, with conjugate gradients in place of the inverse."""
 
     def __init__(self, oracle: Oracle, system: UpperSystem, cubic: float, linear_steps: int) -> None:
         self.oracle, self.system, self.cubic, self.linear_steps = oracle, system, cubic, linear_steps
         self.gradient = Vector(system.gradient[: len(oracle.x)])
 
     def cauchy_point(self) -> Vector:
-        """The minimiser along the gradient."""
+        """Return the minimiser along the gradient."""
         norm = self.gradient.norm()
         safe = torch.where(norm > 0, norm, 1.0)
         unit = self.gradient * (1 / safe)
@@ -175,7 +175,7 @@ class _CubicModel:
         return unit * torch.where(norm > 0, -length, 0.0)
 
     def descended(self, s: Vector, rates: Sequence[float], steps: int) -> Vector:
-        """After gradient steps from s."""
+        """Return s after gradient steps on the model."""
         for _ in range(steps):
             s = s.descended(self.at(s).gradient, rates)
         return s
@@ -186,7 +186,7 @@ class _CubicModel:
         return Model(decrease, self.gradient + bent + s * (self.cubic / 2 * norm))
 
     def hessian(self, s: Vector) -> Vector:
-        """H s; what is inverted is -d2f/dy2, which is positive definite."""
+        """Return H s; CG inverts -d2f/dy2, which is positive definite."""
         system, split = self.system, len(self.oracle.x)
         nothing_x, nothing_y = self.oracle.x.zeros_like(), self.oracle.y.zeros_like()
         product = system.product(Vector((*s, *nothing_y)))

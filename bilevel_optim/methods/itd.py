@@ -21,7 +21,7 @@ __all__ = ["ITD"]
 class ITD(BilevelOptimizer):
     r"""Iterative differentiation (ITD-BiO, reverse unrolling): the exact derivative of the lower steps.
 
-    With :math:`y_T(x)` the result of ``lower_steps`` steps from :math:`y_0`, a constant,
+    With :math:`y_T(x)` the result of ``lower_steps`` steps from a constant :math:`y_0`,
 
     .. math:: x \leftarrow x - \text{lr}\, \frac{d}{dx} f(x, y_T(x)),
 
@@ -29,10 +29,10 @@ class ITD(BilevelOptimizer):
     :math:`p \leftarrow p - \alpha \nabla^2_{yy} g(x, y_t)\, p` from :math:`p = \nabla_y f`, :math:`h = \nabla_x f` (for
     plain gradient steps; momentum and adaptive steps are differentiated through their state as well).
 
-    *When.* Few lower steps, or a lower solve whose stopping early is part of the problem (meta-learning): it is exact
-    for what the lower solver really did, convex or not. *Needs* second derivatives and memory that grows with
-    ``lower_steps``: one graph per step, or one y per step with ``checkpoint=True``. Against :math:`\nabla\Phi` its
-    error decays like the lower error, :math:`(1 - \alpha\mu)^T`.
+    *When.* Few lower steps, or early stopping that is part of the problem (meta-learning): the derivative is exact for
+    the steps actually made, convex or not. *Needs* second derivatives and memory that grows with ``lower_steps``: one
+    graph per step, or one y per step with ``checkpoint=True``. Compared with :math:`\nabla\Phi`, its error decays like
+    the lower error, :math:`(1 - \alpha\mu)^T`.
 
     *Cost per step*, T differentiated steps: ``lower_steps`` lower gradients (+ T with ``checkpoint``), T Hessian-vector
     and T cross products (one joint pass each), 1 upper gradient. *Draws*: one lower batch for each lower step, then one
@@ -44,10 +44,10 @@ class ITD(BilevelOptimizer):
         lr: learning rate of x.
         lower_lr: learning rate of the lower steps.
         lower_steps: lower steps per outer step.
-        truncate: differentiate only the last that many lower steps. Default: None, all of them.
-        checkpoint: keep only the iterates and make the graphs again, one by one, in the reverse sweep. Default: False.
+        truncate: number of last lower steps to differentiate. Default: None, all of them.
+        checkpoint: keep only the iterates, and rebuild the graphs one by one in the reverse sweep. Default: False.
         warm_start: start y at its last value. Default: True.
-        lower_optimizer: as in `BilevelOptimizer`; one of torch's optimizers that know ``differentiable=True`` (SGD with
+        lower_optimizer: as in `BilevelOptimizer`; a torch optimizer that supports ``differentiable=True`` (SGD with
             momentum or Nesterov, Adam, AdamW, RMSprop, Adagrad, Adamax, NAdam, RAdam, Adadelta, ASGD). Default: SGD.
         upper_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch,
             upper_batch, lower_init, task_memory, lower_clip, lower_projection: see `BilevelOptimizer`.
@@ -73,7 +73,7 @@ class ITD(BilevelOptimizer):
     declared = MethodInfo(
         paper="arXiv:2010.07962",
         family="unrolled",
-        when="few lower steps, or a lower solve whose stopping early is part of the problem",
+        when="few lower steps, or early stopping that is part of the problem",
         cost="T lower (2 T with checkpoint), 1 upper, T hvp, T jvp",
         lower_optimizer="differentiable",
     )
@@ -84,14 +84,14 @@ class ITD(BilevelOptimizer):
     _joined: ClassVar = {"lower_residual": torch.linalg.vector_norm, "lower_growth": torch.amax}
 
     def _together(self, tasks: int) -> list[slice]:
-        """As many tasks as are evaluated at once: the graphs of the others are gone by then."""
+        """Group the tasks that are evaluated at once; the graphs of one group are freed before the next."""
         return batched.slices(self._oracle_options.at_once(max(tasks, 1)), tasks)
 
     def _draws(self, inputs: DrawInputs) -> list[Draw]:
-        """Those of the lower steps, then an upper one."""
+        """Return one lower draw for each lower step, then an upper draw."""
         return [LOWER] * self.lower_steps + [UPPER]
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """Lower steps, and backpropagation through them."""
+        """Run the lower steps and backpropagate through them."""
         rule, memory = inputs.solver_for(oracle.y)
         return unrolled(oracle, rule, self.lower_steps, memory, truncate=self.truncate, checkpoint=self.checkpoint)

@@ -18,9 +18,9 @@ __all__ = ["PAID"]
 class PAID(AID):
     r"""Perturbed approximate implicit differentiation (PAID-BiO): `AID` that leaves strict saddle points.
 
-    After an update of x by a hypergradient of norm at most ``gradient_threshold``, and if more than
-    ``perturbation_period`` steps have passed since the last time, :math:`x \leftarrow x + \xi` with :math:`\xi` uniform
-    on the ball of radius r.
+    After a step along a hypergradient of norm at most ``gradient_threshold``, if more than ``perturbation_period``
+    steps have passed since the last perturbation, :math:`x \leftarrow x + \xi` with :math:`\xi` uniform on the ball of
+    radius r.
 
     *When.* As the baseline for `PRAHGD`. *Needs* what `AID` needs.
 
@@ -28,9 +28,9 @@ class PAID(AID):
 
     Args:
         upper, lower, lr, lower_lr, lower_steps: as for `AID`, as all options that are not named here.
-        gradient_threshold: in units of the hypergradient. Default: 1e-3.
-        perturbation: r >= 0, in units of x. Default: 1e-3.
-        perturbation_period: steps for an escape. Default: 50.
+        gradient_threshold: largest norm of the hypergradient at which x is perturbed. Default: 1e-3.
+        perturbation: radius r >= 0, in units of x. Default: 1e-3.
+        perturbation_period: steps allowed for an escape. Default: 50.
         options: as for `AID`.
 
     State: as `AID`.
@@ -67,11 +67,11 @@ class PAID(AID):
     perturbation_period: int = count(default=50)
 
     def _graph_key(self, steps: int, numbers: Mapping[str, Any]) -> Any:
-        """The numbers are those of the update."""
+        """Cache key for the step's graph: the lower step count, because only the update uses the numbers."""
         return self._lower_step_count(steps)
 
     def update(self, x: Vector, gradient: Vector, inputs: StepInputs) -> Update:
-        """The step of `AID`, and perhaps a perturbation after it."""
+        """Make the step of `AID`, then perturb x if the gradient is small."""
         new = super().update(x, gradient, inputs).x
         since = inputs.numbers.get("since")  # steps since the last perturbation
         since = None if since is None else since + 1

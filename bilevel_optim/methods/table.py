@@ -1,8 +1,8 @@
-"""The tables of methods in the documents, made from what the methods declare.
+"""Tables of the methods for the documents, built from the methods' declarations.
 
     python -m bilevel_optim.methods.table docs/methods.md
 
-writes them anew, between ``<!-- methods: begin -->`` and ``<!-- methods: end -->``.
+replaces the text between ``<!-- methods: begin -->`` and ``<!-- methods: end -->``.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ COLUMNS: dict[str, Callable[[MethodInfo], str]] = {
 
 
 def table() -> str:
-    """Markdown: a table for each family, with a row for each method."""
+    """Return the Markdown tables: one for each family, with a row for each method."""
     families: dict[str, list[list[str]]] = {family: [] for family in FAMILIES}
-    for name, cls in REGISTRY.items():  # as defined: what others build on comes before them
+    for name, cls in REGISTRY.items():  # in definition order: a method follows those it builds on
         row = [f"`{name}`", *(column(cls.declared) for column in COLUMNS.values())]
         families[cls.declared.family].append(row)
     found = {family.capitalize(): rows for family, rows in families.items() if rows}
@@ -57,7 +57,7 @@ def _markdown(head: list[str], rows: list[list[str]]) -> str:
 
 
 def rewritten(text: str) -> str:
-    """The text of a document with its tables made anew."""
+    """Return the text of a document with its tables rebuilt."""
     new, count = MARKED.subn(lambda found: f"{found[1]}\n{table()}\n{found[2]}", text)
     if not count:
         raise ValueError("the document has no place for the methods: <!-- methods: begin --> ... <!-- methods: end -->")

@@ -1,1 +1,1 @@
-"""A fresh lower problem at every draw."""
+"""Methods for contextual problems, with a fresh lower problem at every draw."""

@@ -1,4 +1,4 @@
-"""The mean squares of the corrections between levels, which must fall as fast as the cost of levels grows."""
+"""Mean squares of the corrections between levels, which must fall as fast as the cost of the levels grows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...oracle.checks import Checks
 
 __all__ = ["added", "watched"]
 
-SEEN = 30  # corrections of a level that its mean square takes to be looked at
+SEEN = 30  # corrections of a level needed before its mean square counts
 
 GROWING = (
     "the corrections between levels do not fall like 2^-k (diagnostics['level_variance'] grows with k), so the "
@@ -23,7 +23,7 @@ EXPLODING = (
 
 
 def added(moments: Tensor | None, levels: int, level: int, correction: Tensor) -> Tensor:
-    """Number and sum of the squared corrections of the levels 0, ..., ``levels``, with one more."""
+    """Return the number and sum of squared corrections of the levels 0, ..., ``levels``, with one more added."""
     one_hot = torch.zeros(levels + 1, dtype=torch.float64, device=correction.device)
     one_hot[level] = 1.0
     new = torch.stack([one_hot, one_hot * correction])
@@ -31,7 +31,7 @@ def added(moments: Tensor | None, levels: int, level: int, correction: Tensor) -
 
 
 def watched(checks: Checks, moments: Tensor, base: int) -> Tensor:
-    """The mean squares times 2^k; warns if these grow above the base level."""
+    """Return the mean squares times 2^k, and warn if they grow above the base level."""
     count, total = moments
     variance = torch.where(count > 0, total / count, torch.nan)
     k = torch.arange(len(count), device=count.device)

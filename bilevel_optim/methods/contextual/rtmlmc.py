@@ -41,20 +41,21 @@ class RTMLMC(BilevelOptimizer):
 
     For :math:`\min_x \mathbb E_\xi\, \mathbb E_{\eta|\xi} f(x, y^*(x; \xi); \eta, \xi)` with a lower problem
     :math:`y^*(x; \xi) = \arg\min_y \mathbb E_{\eta|\xi}\, g(x, y; \eta, \xi)` for each of very many contexts
-    :math:`\xi`: tasks, users, clients, states of nature. With :math:`Y_l` the result of l epochs of EpochSGD (epoch e:
-    the mean of :math:`2^e` iterates with step :math:`\min(\beta_0 2^{-e}, 1/L)`, from the mean of the one before) and
-    :math:`u_l` the implicit gradient at it, one run of a random number k of epochs gives
+    :math:`\xi`: tasks, users, clients, states of nature. Let :math:`Y_l` be the result of l epochs of EpochSGD. Epoch e
+    starts from the mean of the last one, and averages :math:`2^e` iterates with step
+    :math:`\min(\beta_0 2^{-e}, 1/L)`. With :math:`u_l` the implicit gradient at :math:`Y_l`, one run of a random number
+    k of epochs gives
 
     .. math::
         v = u_b + (u_k - u_{k-1}) / p_k, \qquad p_k = \frac{2^{-(k-b)}}{1 - 2^{-(K-b)}}, \quad k = b+1, \dots, K,
         \qquad x \leftarrow x - \text{lr}\, \bar v,
 
-    with the mean of :math:`u_K` at an expected cost of O(K) lower steps instead of :math:`O(2^K)`. All points share
-    the context, the path and the samples of the implicit gradient; :math:`\bar v` is the mean over the contexts of a
-    step.
+    which has the mean of :math:`u_K`, at an expected cost of O(K) lower steps instead of :math:`O(2^K)`. All points
+    share the context, the path and the samples of the implicit gradient; :math:`\bar v` is the mean over the contexts
+    of a step.
 
-    *When.* More lower problems than could be solved or remembered, each with data that can be drawn again and again;
-    the cost of a step does not depend on their number. *Needs* ``tasks=``, a lower loss that is strongly convex in y
+    *When.* More lower problems than could be solved or remembered, each with data that can be drawn repeatedly; the
+    cost of a step does not depend on their number. *Needs* ``tasks=``, a lower loss that is strongly convex in y
     for every sample, and Hessian-vector products. :math:`\beta_0` matters: the rate needs
     :math:`\beta_0 \mu \ge 0.75`; :math:`1/\mu` to :math:`2/\mu` is good (the paper's :math:`1/(4\mu)` is too small, and
     then the variance grows geometrically with K). The method watches this and warns. Its noise is heavy tailed:
@@ -62,13 +63,13 @@ class RTMLMC(BilevelOptimizer):
     step, to Adam on x. Random numbers drawn inside the losses (dropout) are shared by the contexts of a step. Keep y in
     float32 or better.
 
-    *Cost per step* and context, on average: :math:`2K/(1-2^{-K}) - 2` lower gradients less those that need not be made
+    *Cost per step* and context, on average: :math:`2K/(1-2^{-K}) - 2` lower gradients minus those that are not needed
     (K = 6: 10, K = 12: 22; DL-SGD: 126 and 8190); at 3 points (2 if k = b + 1) an upper gradient, a cross product, and
     N - 1 Hessian-vector products. *Draws*: for each context one lower batch per lower step, one for the cross product
-    and one per term of the series, all independent, and one upper batch; each from a generator of its own, seeded by
-    what it is for, so that results do not depend on ``vectorize`` or on the number of processes.
+    and one per term of the series, all independent, and one upper batch. Each has its own generator, seeded by its
+    purpose, so that results do not depend on ``vectorize`` or on the number of processes.
 
-    The contexts start from the live y, or from ``lower_init(contexts)``, and the live y is left as it is.
+    The contexts start from the live y, or from ``lower_init(contexts)``; the live y changes only with ``warm_start``.
 
     Args:
         upper: upper parameters x.
@@ -79,15 +80,15 @@ class RTMLMC(BilevelOptimizer):
         neumann_steps: N, terms of the series for the inverse Hessian; relative bias
             :math:`(1 - \text{neumann\_rate}\; \mu/L)^N`. Default: 10.
         neumann: ``"sum"``, all terms (least variance); ``"product"``, one random term, N times as large (the paper's;
-            on average half the products and very much more variance); ``"cg"``, N conjugate gradient steps on one
+            on average half the products and far more variance); ``"cg"``, N conjugate gradient steps on one
             batch, exact for full batches, else biased by the batch. Default: ``"sum"``.
         neumann_rate: step of the series in units of 1/L, at most 1; the paper's eq. 5 has 1/2, whose bias falls
             half as fast in N. Default: 1.
         level_sampling: ``"independent"`` levels of the contexts, or ``"systematic"``, evenly spread over them, with
             less variance of the gradient and of the cost. Default: ``"systematic"``.
-        base_level: b. One costs little more and has less variance. Default: 0, the paper's.
-        implicit_term: False leaves out the implicit term. For minimax (g = -f) it vanishes at the solution, and still
-            makes the error second instead of first order in that of y. Default: True.
+        base_level: b. A value of 1 costs little more and has less variance. Default: 0, the paper's.
+        implicit_term: False leaves out the implicit term. For minimax (g = -f) it vanishes at the solution, but still
+            makes the error of second instead of first order in that of y. Default: True.
         smoothness: L, an upper bound on the eigenvalues of *sample* Hessians of g. Default: None, estimated by power
             iteration with a margin of 1.2, at steps 0, 1, 3, 7, 15, ...; the largest estimate is kept.
         cap: limit lower steps to 1/L. Default: True.
@@ -97,11 +98,11 @@ class RTMLMC(BilevelOptimizer):
         upper_optimizer, check_finite, generator, vectorize, hvp, process_group, lower_init: see `BilevelOptimizer`.
             Processes share the contexts of a step, deep ones first.
 
-    *Departures from the paper*, the largest first, all of which are arguments. It has one random term of the Neumann
-    series, N times as large, where all are summed here; series steps of half the length; independent levels; no limit
-    to the lower steps, whose first it prints four to eight times shorter than the rate allows (:math:`1/(4\mu)`: then
-    the variance grows geometrically with K). The step of x is lr, with a scheduler of torch if you want one; the
-    paper's experiments let it fall. Slips of the printed formulas in indices are corrected. As in the text:
+    *Departures from the paper*, the largest first, all of them arguments. The paper has one random term of the Neumann
+    series, N times as large; here all are summed. It has series steps of half the length, independent levels, and no
+    limit on the lower steps. Its first lower step, :math:`1/(4\mu)`, is four to eight times shorter than the rate
+    allows, so that the variance grows geometrically with K. The step of x is lr, with a torch scheduler if you want
+    one; in the paper's experiments it falls. Index errors in the printed formulas are corrected. As in the text:
 
         >>> PAPER = {"neumann": "product", "neumann_rate": 0.5, "level_sampling": "independent", "cap": False}
         >>> import torch, bilevel_optim as bo
@@ -152,7 +153,7 @@ class RTMLMC(BilevelOptimizer):
     )
 
     _fixed_rate = "it halves the rate from epoch to epoch"
-    _one_level = False  # whether all contexts go to the last level, and none is drawn
+    _one_level = False  # True: all contexts go to the last level, and none is drawn
 
     lower_lr: InitVar[float] = option()
     lower_steps: int = fixed(default=0)
@@ -179,13 +180,13 @@ class RTMLMC(BilevelOptimizer):
         require("lower_optimizer", factory, factory is None, wording)
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """There is no single lower problem."""
+        """Raise, because there is no single lower problem."""
         raise ValueError(
             f"{type(self).__name__} has a lower problem for each context: step(upper, lower, tasks=sampler)"
         )
 
     def _estimate_tasks(self, oracle: Oracle, inputs: StepInputs, sampler: Any) -> Estimate:
-        """The mean over the contexts of one draw; the ranks share them."""
+        """Return the mean over the contexts of one draw; the ranks share them."""
         count = task_count(sampler, self.tasks_per_step)
         contexts = self._contexts(sampler, count, int(inputs.random_inputs["seed"]))
         depths = self._depths(contexts)
@@ -194,11 +195,11 @@ class RTMLMC(BilevelOptimizer):
         return self._checked(oracle, inputs, make) if mine else make(oracle, inputs)
 
     def _random_inputs(self) -> dict[str, int]:
-        """What all the draws of a step are made from."""
+        """Return the range of the seed of all draws of a step."""
         return {"seed": SEEDS}
 
     def _depths(self, contexts: Contexts) -> list[int]:
-        """The level of each context."""
+        """Return the level of each context."""
         even = self.level_sampling == "systematic"
         return draw_levels(contexts.count, self.levels, self.base_level, contexts.counters, systematic=even)
 
@@ -212,7 +213,7 @@ class RTMLMC(BilevelOptimizer):
     def _estimate_contexts(
         self, contexts: Contexts, depths: list[int], mine: list[int], oracle: Oracle, inputs: StepInputs
     ) -> Estimate:
-        """The part of some contexts in the mean."""
+        """Return the contribution of some contexts to the mean."""
         curvature = self._curvature(oracle, inputs, contexts)
         bound = float(self.smoothness or curvature or 1.0)
         chances = None if self._one_level else level_probabilities(self.levels, self.base_level)
@@ -254,7 +255,7 @@ class RTMLMC(BilevelOptimizer):
         return Estimate(loss, gradient, diagnostics, lower=mean if self.warm_start else None, numbers=numbers)
 
     def _curvature(self, oracle: Oracle, inputs: StepInputs, contexts: Contexts) -> float:
-        """L as estimated so far, from time to time anew; 0 before."""
+        """Return the estimate of L, updated at some of the steps; 0 before the first."""
         known = float(inputs.numbers.get("curvature", 0.0))
         needed = self.cap or (self.implicit_term and self.neumann != "cg")
         if self.smoothness is not None or not needed or (inputs.steps + 1) & inputs.steps:
@@ -270,11 +271,11 @@ class DLSGD(RTMLMC):
     .. math:: v = u_K, \qquad x \leftarrow x - \text{lr}\, \bar v
 
     in the notation of `RTMLMC`, which has the same mean. *When.* As the control for `RTMLMC`: it has less variance per
-    step and costs :math:`2^{K+1} - 2 - K` lower gradients per context. Seconds are another matter than lower gradients:
-    with up to 4 levels an estimate took about as long as one of `RTMLMC`, with 8 ten times as long
-    (``004-time-newsvendor`` of ``recipes.papers``), and on a problem of three variables (``004-p1``), or where a batch
-    of contexts keeps an accelerator busy anyway, DL-SGD can be ahead. *Needs* what `RTMLMC` needs; :math:`\beta_0` is
-    less critical.
+    step and costs :math:`2^{K+1} - 2 - K` lower gradients per context. Seconds differ less than lower gradients: an
+    estimate took about as long as one of `RTMLMC` with up to 4 levels, and ten times as long with 8
+    (``004-time-newsvendor`` of ``recipes.papers``). DL-SGD can be ahead on a problem of three variables (``004-p1``),
+    or where a batch of contexts keeps an accelerator busy anyway. *Needs* what `RTMLMC` needs; :math:`\beta_0` is less
+    critical.
 
     *Cost per step* and context: :math:`2^{K+1} - 2 - K` + N lower gradients, N - 1 Hessian-vector products, one upper
     gradient, one cross product. *Draws*: as `RTMLMC`; with the same generator the same contexts and the same paths.
@@ -282,11 +283,11 @@ class DLSGD(RTMLMC):
     Args:
         upper, lower, lr, lower_lr, levels, neumann_steps, neumann, neumann_rate, implicit_term, smoothness, cap: see
             `RTMLMC`.
-        level_sampling, base_level: the defaults; others, which would have no effect, are refused.
+        level_sampling, base_level: only the defaults; other values would have no effect and are refused.
         tasks_per_step, lower_batch, upper_batch, warm_start, lower_init: see `RTMLMC`.
         upper_optimizer, check_finite, generator, vectorize, hvp, process_group: see `BilevelOptimizer`.
 
-    *Departures from the paper*: those of `RTMLMC` that it has, so that the text's setting is
+    *Departures from the paper*: those of `RTMLMC` that apply here. The text's setting:
 
         >>> PAPER = {"neumann": "product", "neumann_rate": 0.5, "cap": False}
         >>> import torch, bilevel_optim as bo
@@ -333,12 +334,12 @@ class DLSGD(RTMLMC):
     _one_level = True
 
     def _depths(self, contexts: Contexts) -> list[int]:
-        """The last level, for all of them."""
+        """Return the last level for every context."""
         return [self.levels] * contexts.count
 
 
 def _share(depths: list[int], rank: int, world: int) -> list[int]:
-    """The contexts of one process: the deepest first, each to the process with the least to do."""
+    """Return the contexts of one process: the deepest come first, each goes to the least loaded process."""
     loads, shares = [0] * world, [[] for _ in range(world)]  # type: tuple[list[int], list[list[int]]]
     for slot in sorted(range(len(depths)), key=lambda i: -depths[i]):
         to = loads.index(min(loads))

@@ -17,7 +17,7 @@ __all__ = ["ESMAML"]
 
 
 class ESMAML(Initialised, ZerothOrder):
-    r"""Evolution-strategies MAML: a zeroth-order gradient of the loss after adaptation, in the initial point.
+    r"""Evolution-strategies MAML: a zeroth-order gradient, in the initial point, of the loss after adaptation.
 
     Let :math:`\Phi_N(x) = f(x, y_N(x))`, with :math:`y_N(x)` the result of N = ``lower_steps`` steps on g that start at
     y = x (adaptation; as for `MAML`, the *last* upper parameters are that initial point). With antithetic pairs of
@@ -27,7 +27,7 @@ class ESMAML(Initialised, ZerothOrder):
         h = \frac1Q \sum_{j=1}^Q \frac{\Phi_N(x + \sigma u_j) - \Phi_N(x - \sigma u_j)}{2\sigma}\, u_j, \qquad
         x \leftarrow x - \text{lr}\; h .
 
-    With ``lower_directions`` R the adaptation steps are evolution strategies too: in place of :math:`\nabla_y g` they
+    With ``lower_directions`` R, the adaptation steps use evolution strategies too: in place of :math:`\nabla_y g` they
     take
 
     .. math::
@@ -35,18 +35,18 @@ class ESMAML(Initialised, ZerothOrder):
         v_k \sim \mathcal N(0, I),
 
     whose mean is the gradient of :math:`g_\tau = \mathbb E\, g(x, y + \tau v)`; its relative variance is (p + 1)/R.
-    Every step and task has directions of its own, which all paths share. ``adapt`` makes such steps as well.
+    Every step and task has its own directions, which all paths share. ``adapt`` makes such steps as well.
 
     *When.* MAML without any derivative through the adaptation or of the upper loss; with ``lower_directions`` without
     any derivative at all. *Needs* values of f and first derivatives of g in y, or values of g. Its relative variance is
     (p + 1)/Q in p dimensions, so use it for small models.
 
     *Cost per step*: N (2Q + 1) lower gradients, each made from 2R values of g with ``lower_directions``, and 2Q + 1
-    values of f. *Draws*, memory, buffers: as `PZOBO`; :math:`v_k` are torch's random numbers, as those of dropout are,
-    so that ``compile`` leaves such steps as they are. The live y is set to the adapted :math:`y_N(x)`.
+    values of f. *Draws*, memory, buffers: as `PZOBO`; :math:`v_k` are torch's random numbers, like those of dropout, so
+    that ``compile`` leaves such steps uncompiled. The live y is set to the adapted :math:`y_N(x)`.
 
     Args:
-        upper: upper parameters; the last of them are copies of the lower parameters, and start these.
+        upper: upper parameters; the last of them are copies of the lower parameters, which start from them.
         lower: lower parameters, those of the model that the losses evaluate.
         lr: learning rate of x.
         lower_lr: learning rate of the adaptation steps.
@@ -96,9 +96,9 @@ class ESMAML(Initialised, ZerothOrder):
     lower_smoothing: float = number(default=1e-2, above=0)
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """Differences of the loss after paths that start at the perturbed initial point."""
+        """Return differences of the loss after paths that start at the perturbed initial point."""
         self._initial(oracle)
-        oracle.session.note_reached(oracle.x)  # the paths start there
+        oracle.session.note_reached(oracle.x)  # where the paths start
         estimate, spent = self._followed(oracle, inputs, full_zeroth_order, from_upper=True), oracle.session.counts
         if self.lower_directions:
             spent["loss"] += 2 * self.lower_directions * spent["lower_grad"]
@@ -106,7 +106,7 @@ class ESMAML(Initialised, ZerothOrder):
         return estimate
 
     def _objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
-        """With a lower loss whose gradient is made from its values, if asked for."""
+        """Return the objectives; with ``lower_directions``, the lower gradient is estimated from values."""
         f, g = super()._objectives(upper, lower)
         if not self.lower_directions:
             return f, g

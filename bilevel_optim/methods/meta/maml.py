@@ -1,4 +1,4 @@
-"""MAML, first-order MAML, ANIL and implicit MAML: learning where (or near what) the lower problems of tasks start."""
+"""MAML, first-order MAML, ANIL and implicit MAML: learning the start or the proximal centre of tasks' lower solves."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["ANIL", "FOMAML", "MAML", "Initialised", "iMAML"]
 
 
 class Initialised(BilevelOptimizer):
-    """A method whose lower solves start from upper parameters: the last of them, one for each lower parameter."""
+    """Base class of the methods whose lower solves start from the last upper parameters, one for each lower one."""
 
-    _responds = False  # the start is a response
+    _responds = False  # y depends on x through its start, not only through the lower loss
 
     def _initial(self, oracle: Oracle) -> Vector:
-        """The upper tensors where the lower ones start."""
+        """Return the upper tensors from which the lower ones start."""
         if any_sharded(oracle.y):
             raise ValueError(
                 f"{type(self).__name__} cannot start sharded lower parameters (DTensor) from upper ones: leave the "
@@ -47,27 +47,27 @@ class Initialised(BilevelOptimizer):
         return Vector(start)
 
     def _learned_start(self, oracle: Oracle) -> Vector:
-        """The initial point."""
+        """Return the initial point."""
         return self._initial(oracle)
 
     def load_start(self) -> None:
-        """Write the initial point that was learned into the live lower parameters, those of the model."""
+        """Write the learned initial point into the live lower parameters, those of the model."""
         lower = Vector(self.parameters("lower"))
         lower.copy_(self.parameters("upper")[-len(lower) :])
 
     def _begun(self, oracle: Oracle, inputs: StepInputs) -> tuple[Oracle, StepInputs]:
-        """Where adaptation starts, with a lower optimizer that begins anew."""
+        """Return the oracle at the start of adaptation, and inputs with a fresh lower optimizer."""
         start = Vector(
             s.expand_as(t).to(t.dtype, copy=True) for s, t in zip(self._initial(oracle), oracle.y, strict=True)
         )
         return oracle.at(lower=start), replace(inputs, solver=None)
 
     def _through_start(self, oracle: Oracle, estimate: Estimate, derivative: Vector) -> Estimate:
-        """The estimate with the derivative in the initial point added."""
+        """Return the estimate with the derivative in the initial point added."""
         extra = derivative if oracle.lanes is None else Vector(t.sum(0) for t in derivative)
         head = len(oracle.x) - len(extra)
         oracle.session.note_reached(extra)
-        # Where x and y have different types, each has its own.
+        # x and y may have different types.
         extra = Vector(t.to(s.dtype) for t, s in zip(extra, oracle.x[head:], strict=True))
         gradient = Vector([*estimate.gradient[:head], *Vector(estimate.gradient[head:]) + extra])
         return replace(estimate, gradient=gradient)
@@ -80,34 +80,34 @@ class MAML(Initialised, ITD):
               x \leftarrow x - \text{lr}\, \frac{d}{dx} f(x, y_T(x))
 
     for each task of ``tasks=``, and the mean over them. The *last* upper parameters are the initial values of the lower
-    ones, in the same order; the losses read the lower ones (the model). Other upper parameters may stand before them.
-    One step is MAML, more are multi-step MAML; a proximal term :math:`\tfrac\lambda2\|y - x\|^2` may be in g (with one
-    step it makes no difference, because it is flat at y = x).
+    ones, in the same order; the losses read the lower ones (the model). Other upper parameters may precede them.
+    One step is MAML, more are multi-step MAML; g may contain a proximal term :math:`\tfrac\lambda2\|y - x\|^2` (with
+    one step it makes no difference, because it is flat at y = x).
 
-    *When.* Few-shot learning, as the baseline that everybody knows. *Needs* second derivatives and one graph per lower
-    step. It does not converge to a solution of the bilevel problem: few steps are part of the model. The exact
-    derivative through the steps, as in `ITD`, and through their start. After training, ``adapt`` gives the parameters
-    for a new task, and ``load_start()`` puts the initial values into the lower parameters.
+    *When.* Few-shot learning, as the best-known baseline. *Needs* second derivatives and one graph per lower step. It
+    does not converge to a solution of the bilevel problem: few steps are part of the model. The derivative is exact,
+    through the steps as in `ITD` and through their start. After training, ``adapt`` gives the parameters for a new
+    task, and ``load_start()`` writes the initial values into the lower parameters.
 
     *Cost per step* and task, T lower steps: T lower gradients (2 T with ``checkpoint``), T Hessian-vector and T cross
     products, 1 upper gradient. *Draws*: one lower batch for each lower step, then one upper batch.
 
     Args:
-        upper: upper parameters; the last of them are copies of the lower parameters, and start these.
+        upper: upper parameters; the last of them are copies of the lower parameters, which start from them.
         lower: lower parameters, those of the model that the losses evaluate.
         lr: learning rate of x.
         lower_lr: learning rate of the adaptation.
         lower_steps: adaptation steps T.
-        truncate: differentiate only the last that many steps; fewer than ``lower_steps`` leave out the derivative in
-            the initial value. Default: None, all of them.
-        checkpoint: keep only the iterates, and make the graphs again. Default: False.
-        warm_start: with tasks, whether the live y is set to the mean of the adapted values; adaptation always starts at
-            x. Default: True.
+        truncate: number of last steps to differentiate; fewer than ``lower_steps`` leave out the derivative in the
+            initial value. Default: None, all of them.
+        checkpoint: keep only the iterates, and rebuild the graphs. Default: False.
+        warm_start: with tasks, set the live y to the mean of the adapted values; adaptation always starts at x.
+            Default: True.
         upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
             lower_batch, upper_batch, lower_init, lower_clip, lower_projection: see `BilevelOptimizer`. ``lower_init``
             has no effect.
 
-    State: that of the lower optimizer, which starts anew at each step.
+    State: the lower optimizer's, which is reset at each step.
 
     Raises:
         ValueError: for an argument out of its range, or at the first step if the shapes do not fit.
@@ -130,14 +130,14 @@ class MAML(Initialised, ITD):
     declared = MethodInfo(
         paper="arXiv:1703.03400",
         family="meta",
-        when="few-shot learning: the baseline that everybody knows",
+        when="few-shot learning: the best-known baseline",
         cost="T lower (2 T with checkpoint), 1 upper, T hvp, T jvp",
         initial=True,
         lower_optimizer="differentiable",
     )
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """Backpropagation through adaptation, from the initial point."""
+        """Backpropagate through adaptation from the initial point."""
         oracle, inputs = self._begun(oracle, inputs)
         estimate = super().estimate(oracle, inputs)
         return estimate if estimate.start is None else self._through_start(oracle, estimate, estimate.start)
@@ -149,8 +149,8 @@ class ANIL(MAML):
     .. math:: w_0 = x_2, \quad w_{t+1} = w_t - \alpha \nabla_w g(x_1, w_t), \qquad
               (x_1, x_2) \leftarrow (x_1, x_2) - \text{lr}\, \frac{d}{d(x_1, x_2)} f(x_1, w_T(x_1, x_2))
 
-    The upper parameters are those of the body, :math:`x_1`, and then copies of those of the head, :math:`x_2`, which
-    start the lower ones. *When.* As cheap as it gets with almost the accuracy of `MAML`. *Needs* second derivatives of
+    The upper parameters are those of the body, :math:`x_1`, and then copies of those of the head, :math:`x_2`, from
+    which the lower ones start. *When.* Almost the accuracy of `MAML` at the least cost. *Needs* second derivatives of
     the head's loss, in the body too. (Without a learned initial head it is `ITD` over tasks.)
 
     *Cost per step* and *Draws*: as `MAML`; the body is evaluated at each step, unless the losses keep features.
@@ -165,7 +165,7 @@ class ANIL(MAML):
     State: as `MAML`.
 
     Raises:
-        ValueError: as `MAML`, and at the first step if there is no upper parameter beside the initial head.
+        ValueError: as `MAML`, and at the first step if there is no upper parameter besides the initial head.
 
     Example:
         >>> import torch, bilevel_optim as bo
@@ -189,7 +189,7 @@ class ANIL(MAML):
     )
 
     def _initial(self, oracle: Oracle) -> Vector:
-        """As for `MAML`, after the body."""
+        """Return the initial head, which follows the body among the upper parameters."""
         if len(oracle.x) == len(oracle.y):
             raise ValueError(
                 "ANIL needs upper parameters beside the initial values of the lower ones: those of the body that the "
@@ -199,12 +199,12 @@ class ANIL(MAML):
 
 
 class FOMAML(Initialised):
-    r"""First-order MAML: MAML with the derivative of the adaptation taken for the identity.
+    r"""First-order MAML: MAML with the identity in place of the derivative of the adaptation.
 
     .. math:: y_0 = x, \quad y_{t+1} = y_t - \alpha \nabla_y g(x, y_t), \qquad
               x \leftarrow x - \text{lr}\, (\nabla_x f + \nabla_y f)(x, y_T)
 
-    *When.* No second derivatives are wanted; long adaptation, whose exact derivative is costly and not much better.
+    *When.* To avoid second derivatives; for long adaptation, whose exact derivative is costly and not much better.
     *Needs* first derivatives only. The gradient is biased by :math:`O(\alpha T)`.
 
     *Cost per step* and task: ``lower_steps`` lower gradients, 1 upper gradient. *Draws*: as `MAML`.
@@ -241,11 +241,11 @@ class FOMAML(Initialised):
     )
 
     def _draws(self, inputs: DrawInputs) -> list[Draw]:
-        """Those of the lower steps, then an upper one."""
+        """Return one lower draw for each lower step, then an upper draw."""
         return [LOWER] * self.lower_steps + [UPPER]
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """The gradient after adaptation, as if that were the identity in the initial point."""
+        """Return the gradient after adaptation, as if adaptation were the identity in the initial point."""
         oracle, inputs = self._begun(oracle, inputs)
         here = inputs.run_lower_steps(oracle, self.lower_steps)
         loss, grad_x, grad_y = here.oracle.upper(oracle.f.draw(once=True))
@@ -306,11 +306,11 @@ class iMAML(Initialised, AID):
     lower_solver: InitVar[Callable[[], Any] | None] = fixed(default=None)
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """Adaptation from the initial point, then the linear system."""
+        """Adapt from the initial point, then solve the linear system."""
         return super().estimate(*self._begun(oracle, inputs))
 
     def _objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
-        """With the proximal term in the lower loss."""
+        """Return the objectives, with the proximal term in the lower loss."""
         f, g = super()._objectives(upper, lower)
         if not self.proximal:
             return f, g

@@ -1,4 +1,4 @@
-"""What RAHGD and RAGDA share: the restarted iteration of x over Nesterov's method on y."""
+"""Base classes of RAHGD, RAGDA and their perturbed variants: restarted momentum on x over Nesterov's method on y."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Accelerated", "Perturbed"]
 class Accelerated(Restarted, BilevelOptimizer):
     """Base class of the methods that move x by `Momentum` and y by `AGD`; the arguments are those of `RAHGD`."""
 
-    _constants: ClassVar[Callable[..., Constants]] = Constants.bilevel  # those of the problems that the method is for
+    _constants: ClassVar[Callable[..., Constants]] = Constants.bilevel  # for the problem class of the method
     _theorem: ClassVar[Callable[..., dict[str, Any]]] = Constants.first_order
     _hypergradient_draws: ClassVar[list[Draw]] = [UPPER, LOWER]
     _estimate_reads = ("previous", "sum", "perturbation")
@@ -51,14 +51,14 @@ class Accelerated(Restarted, BilevelOptimizer):
         options["lower_optimizer"] = agd_or(options["lower_optimizer"], options["lower_momentum"])
 
     def _draws(self, inputs: DrawInputs) -> list[Draw] | None:
-        """Those of the lower steps, which are more when an epoch begins; then those of the hypergradient."""
+        """Return the draws of the lower steps, which are more when an epoch begins, then those of the hypergradient."""
         if self.lower_tol > 0:
             return None
         fresh = Progress.now(inputs.numbers, inputs.upper_memory).step == 0
         return [LOWER] * sum(self._solves(fresh)) + self._hypergradient_draws
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """The lower steps and the hypergradient, both at the look-ahead point."""
+        """Run the lower steps and return the hypergradient, both at the look-ahead point."""
         ahead = self._iteration.look_ahead(_point(oracle.x, inputs))
         now = ahead.progress
         here = self._solved(oracle.at(upper=ahead.point), inputs, now.step == 0)
@@ -71,12 +71,12 @@ class Accelerated(Restarted, BilevelOptimizer):
         )
 
     def _graph_key(self, steps: int, numbers: Mapping[str, Any]) -> Any:
-        """The first step of an epoch is the host's."""
+        """Cache key for the next step's graph; None for the first step of an epoch, which runs eagerly."""
         now = Progress.of(numbers)
         return (self._iteration, now.swapped) if now.step or now.swapped else None
 
     def _static_diagnostics(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        """Where the run stands."""
+        """Return the number of restarts and the step within the epoch."""
         now = Progress.of(numbers)
         return {
             name: torch.tensor(n, device="cpu") for name, n in (("restarts", now.restarts), ("epoch_step", now.step))
@@ -84,10 +84,10 @@ class Accelerated(Restarted, BilevelOptimizer):
 
     @abstractmethod
     def _hypergradient(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """The estimate where the lower steps have led to."""
+        """Return the estimate at the end of the lower steps."""
 
     def _solved(self, oracle: Oracle, inputs: StepInputs, fresh: bool) -> LowerResult:
-        """Where the lower steps lead to; the momentum of `AGD` does not last from one solve to the next."""
+        """Run the lower solves; the momentum of `AGD` is not carried from one solve to the next."""
         zero = fresh and self.lower_restart == "zero"
         here = LowerResult(oracle.at(lower=oracle.y.zeros_like()) if zero else oracle, [], {})
         for steps in self._solves(fresh):
@@ -97,18 +97,18 @@ class Accelerated(Restarted, BilevelOptimizer):
         return here
 
     def _solves(self, fresh: bool) -> list[int]:
-        """Steps of each lower solve, of which there are two when an epoch begins."""
+        """Return the steps of each lower solve; an epoch begins with two solves."""
         if not fresh:
             return [self.lower_steps]
         twice = self.lower_steps if self.lower_restart == "zero" else 0
         return [twice if self.restart_steps is None else self.restart_steps, self.lower_steps]
 
     def update(self, x: Vector, gradient: Vector, inputs: StepInputs) -> Update:
-        """One step of the iteration of x."""
+        """Make one step of the iteration of x."""
         return self._iteration.update(_point(x, inputs), gradient)
 
     def _without_lookahead(self, inputs: StepInputs) -> StepInputs:
-        """The look-ahead point of swapped parameters is where they are."""
+        """Return inputs whose look-ahead point is x itself, as for swapped parameters."""
         return replace(inputs, numbers={**inputs.numbers, "swapped": True})
 
     @classmethod
@@ -128,20 +128,20 @@ class Accelerated(Restarted, BilevelOptimizer):
         gradient_bound: float | None = None,
         **options: Any,
     ) -> Self:
-        r"""The method with the constants of its theorem: after it has converged, the gradient is of the order of eps.
+        r"""Return the method with its theorem's constants, for a final gradient of the order of eps.
 
         ``lr`` = :math:`1/(4 \tilde L)`, :math:`\theta = \min(4 (\tilde\rho\, \epsilon\, \text{lr}^2)^{1/4}, 1)`,
         :math:`B = \sqrt{\epsilon/\tilde\rho}`, :math:`K = 1/\theta` rounded, ``lower_lr`` = :math:`1/\ell`,
-        ``lower_momentum`` = :math:`(\sqrt\kappa - 1)/(\sqrt\kappa + 1)`. The numbers of lower and of CG steps are the
-        sufficient ones, with the tolerances that imply the accuracy :math:`\sigma = \min(\epsilon^2, \epsilon/2)` to
-        stop earlier; an epoch may begin with up to 100 times as many lower steps.
+        ``lower_momentum`` = :math:`(\sqrt\kappa - 1)/(\sqrt\kappa + 1)`. The numbers of lower and CG steps are
+        sufficient ones; tolerances that imply the accuracy :math:`\sigma = \min(\epsilon^2, \epsilon/2)` stop them
+        earlier. An epoch may begin with up to 100 times as many lower steps.
 
         The perturbed methods, whose theorem promises second-order stationary points, have the corrected
         :math:`\theta = (\tilde\rho\, \epsilon\, \text{lr}^2)^{1/4}` (half of that, as printed, contradicts the proof),
         :math:`K = 2\chi/\theta`, :math:`B = \sqrt{\epsilon/\tilde\rho}/(288 \chi^2)`,
         :math:`r = \min(\theta B/(20 K), \tilde L B^2/(4 C))` and
-        :math:`\chi = \log(800\, \chi \sqrt{d}/(\zeta \theta^3))`, d the number of upper variables. Constants of proof
-        quality: very small steps and very long epochs.
+        :math:`\chi = \log(800\, \chi \sqrt{d}/(\zeta \theta^3))`, d the number of upper variables. These constants
+        serve the proof: steps are very small and epochs very long.
 
         Args:
             upper: upper parameters.
@@ -149,19 +149,19 @@ class Accelerated(Restarted, BilevelOptimizer):
             ell: Lipschitz constant of the gradients of f and g.
             mu: strong convexity of g in y (strong concavity of f, for minimax methods).
             rho: Lipschitz constant of their second derivatives.
-            M: Lipschitz constant of f; for bilevel methods, and needed there.
-            nu: Lipschitz constant of the third derivatives of g; likewise.
+            M: Lipschitz constant of f; required for bilevel methods, not for others.
+            nu: Lipschitz constant of the third derivatives of g; required for bilevel methods, not for others.
             eps: target of the gradient norm.
-            restart_period: K. In the place of ``eps``: :math:`\theta = 1/K` exactly and
-                :math:`\epsilon = \tilde L^2/(16 K^4 \tilde\rho)`. For a perturbed method, which needs ``eps``,
-                another K than that of the theorem.
+            restart_period: K. In place of ``eps``: :math:`\theta = 1/K` exactly and
+                :math:`\epsilon = \tilde L^2/(16 K^4 \tilde\rho)`. A perturbed method needs ``eps``; this K then
+                replaces the theorem's.
             failure: for perturbed methods, allowed probability :math:`\zeta` of failure. Default: 0.1.
-            gradient_bound: for perturbed methods, C, a bound of the gradient of f(x, y*(x)). Default: None, leave out
+            gradient_bound: for perturbed methods, C, a bound on the gradient of f(x, y*(x)). Default: None, leave out
                 its term.
             options: any other argument of the constructor, or the same ones to override a constant.
 
         Raises:
-            TypeError: for a constant that the theorem of this method does not have, or needs.
+            TypeError: if a constant that the method's theorem needs is missing, or one is given that it does not have.
             ValueError: for constants out of range, or unless one of ``eps`` and ``restart_period`` is given.
 
         Example:

@@ -49,7 +49,7 @@ class RAGDA(Accelerated, MinimaxOptimizer):
         momentum, restart_radius, restart_period, lower_momentum, lower_restart, restart_steps, lower_tol, on_converged:
             see `RAHGD`.
         newton_correction: add the adjoint term. Default: False.
-        linear_steps: most iterations of CG, for ``newton_correction``. Default: 10.
+        linear_steps: maximum iterations of CG, for ``newton_correction``. Default: 10.
         warm_start, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, lower_clip,
             lower_projection: see `BilevelOptimizer`.
 
@@ -90,15 +90,15 @@ class RAGDA(Accelerated, MinimaxOptimizer):
 
     @property
     def _stationary(self) -> bool:
-        """Only with the adjoint term."""
+        """True only with the adjoint term."""
         return self.newton_correction
 
     def _hypergradient(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """The gradient in x, with the adjoint term if that is asked for."""
+        """Return the gradient in x, with the adjoint term if requested."""
         if not self.newton_correction:
             return danskin(oracle, inputs.rule(oracle.y))
         sample, solve = oracle.f.draw(), partial(linear.cg, steps=self.linear_steps)
-        # The right-hand side is the error of y and no smooth function of x, so that the last solution is no start.
+        # The right-hand side is the error of y, not a smooth function of x, so the last solution is no warm start.
         return replace(implicit(oracle, solve, upper_sample=sample, lower_sample=sample.mapped(neg)), memory={})
 
 
@@ -108,20 +108,20 @@ class PRAGDA(Perturbed, RAGDA):
     As `RAGDA`; in addition, whenever an epoch begins, :math:`x \leftarrow x + \xi` with :math:`\xi` uniform on the ball
     of radius r, the first epoch included unless ``perturb_initial=False`` (as the paper prints it).
 
-    *When.* The start, or the way, may come close to a saddle point of :math:`\max_y f(x, y)`.
+    *When.* The start or the path may come close to a saddle point of :math:`\max_y f(x, y)`.
 
     *Cost per step*: as `RAGDA`. *Draws*: as `RAGDA`; the perturbations use ``generator``.
 
     Args:
         upper, lower, lr, lower_lr, lower_steps: as for `RAGDA`, as all options that are not named here.
-        perturbation: r >= 0, in units of x; small against B. Default: 1e-3.
+        perturbation: radius r >= 0, in units of x; small compared with B. Default: 1e-3.
         perturb_initial: perturb the initial point too, see `PRAHGD`. Default: True.
         options: as for `RAGDA`.
 
     *Departures from the paper*, the largest first. ``lower_momentum`` is 0, so that the ascent is *not* accelerated
     unless you set it, to :math:`(\sqrt\kappa - 1)/(\sqrt\kappa + 1)`. When an epoch begins y is kept; the paper sets
-    it to zero and solves twice. The initial point is perturbed too, without which a run that starts at a saddle point
-    ends there. r and B are numbers of yours, not the theorem's (:meth:`from_theory`). Its algorithm as printed:
+    it to zero and solves twice. The initial point is perturbed too; otherwise a run that starts at a saddle point ends
+    there. You choose r and B; the theorem's are in :meth:`from_theory`. Its algorithm as printed:
 
         >>> def printed(kappa):  # kappa: the condition number of f in y
         ...     momentum = (kappa**0.5 - 1) / (kappa**0.5 + 1)

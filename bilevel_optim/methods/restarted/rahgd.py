@@ -29,28 +29,29 @@ class RAHGD(Accelerated):
     epoch starts at x. An epoch that lasts K steps ends the run; the output is the average of its look-ahead points up
     to the shortest step of its second half (:meth:`averaged_parameters`).
 
-    *When.* Deterministic (full-batch) problems that are badly conditioned. With ``lower_momentum``, both tuned and
-    restarts off, it came to a small gradient on two problems with 0.57 and 0.14 of the calls of `AID` at condition
-    number 1000, 0.77 and 0.41 at 100, and no fewer at 10 (``recipes.benchmarks.conditioning``): the gain grows with the
-    condition number, and is not the square root of the steps. Try ``momentum=0`` too, which keeps that on y: on both
-    it needed as few calls at 100 (``003-kappa-quartic``, ``003-kappa-quadratic`` of ``recipes.papers``). *Needs* what
-    `AID` needs, and smooth losses. With noisy hypergradients the restart test fires on noise: use `AID`, or a large B.
+    *When.* Deterministic (full-batch) problems that are badly conditioned. On two problems, with ``lower_momentum``,
+    restarts off and both methods tuned, it reached a small gradient with fewer calls than `AID`: 0.57 and 0.14 of them
+    at condition number 1000, 0.77 and 0.41 at 100, but no fewer at 10 (``recipes.benchmarks.conditioning``). The gain
+    grows with the condition number, and is not the square root of the steps. Try ``momentum=0`` too, which keeps the
+    momentum on y: on both problems it needed as few calls at 100 (``003-kappa-quartic``, ``003-kappa-quadratic`` of
+    ``recipes.papers``). *Needs* what `AID` needs, and smooth losses. With noisy hypergradients the restart test fires
+    on noise: use `AID`, or a large B.
 
     *Choosing B* (``restart_radius``). ``B / lr`` is the hypergradient norm above which every step restarts, so that the
     method is gradient descent; with an infinite B it never restarts. Sweep it by decades. *Choosing the rest*: ``lr``
     up to 1/L (a step size that is only just stable for gradient descent is too large for momentum); ``lower_lr`` =
     :math:`1/\ell` with ``lower_momentum`` = :math:`(\sqrt\kappa - 1)/(\sqrt\kappa + 1)`, :math:`\kappa` the condition
-    number of g in y, and lower steps enough (some :math:`\sqrt\kappa`): momentum
-    on x amplifies what a lower solve leaves over, and with too few steps the iteration does not settle.
-    :meth:`from_theory` has the constants of the theorems, which are safe and very small.
+    number of g in y, and enough lower steps (some :math:`\sqrt\kappa`): momentum on x amplifies the remaining lower
+    error, and with too few steps the iteration does not settle. :meth:`from_theory` has the constants of the theorems,
+    which are safe and very small.
 
     *Cost per step*: ``lower_steps`` + 1 lower gradients, 1 upper gradient, at most ``linear_steps`` (+ 1 for a warm
     start) Hessian-vector products, 1 cross product; ``restart_steps`` more lower gradients when an epoch begins; one
     host synchronisation for the restart test. *Memory*: four more tensors of the size of x. *Draws*: one lower batch
     for each lower step, then one upper batch, then one lower batch shared by all products.
 
-    The hypergradient is that *at w*, where the loss returned is evaluated too; between steps the live upper parameters
-    hold x. The momentum belongs to ``step``: with another optimizer over x after ``backward``, w is x.
+    The hypergradient and the returned loss are evaluated *at w*; between steps the live upper parameters hold x. The
+    momentum belongs to ``step``: with another optimizer over x after ``backward``, w is x.
 
     Args:
         upper: upper parameters x.
@@ -63,18 +64,18 @@ class RAHGD(Accelerated):
         restart_radius: B > 0, in units of x; ``math.inf`` for never. Default: None, 5 times the length of the first
             step.
         restart_period: K >= 1. Default: 100.
-        lower_momentum: momentum of the lower steps in [0, 1), forgotten between solves. Default: 0, which every stable
+        lower_momentum: momentum of the lower steps in [0, 1), reset between solves. Default: 0, which every stable
             ``lower_lr`` allows.
-        linear_steps: most iterations of CG. Default: 10.
-        lower_restart: ``"keep"``: y goes on from where it is when an epoch begins; ``"zero"``: it is set to zero and
-            solved twice, as the paper prints it (not for networks). Default: ``"keep"``.
+        linear_steps: maximum iterations of CG. Default: 10.
+        lower_restart: when an epoch begins, ``"keep"``: y stays; ``"zero"``: y is set to zero and solved twice, as the
+            paper prints it (not for networks). Default: ``"keep"``.
         restart_steps: additional lower steps when an epoch begins. Default: None, 0 with ``"keep"`` and ``lower_steps``
             with ``"zero"``.
         lower_tol: stop a lower solve after a step that found a gradient of at most this norm (host synchronisations).
             Default: 0, make all steps.
-        linear_tol: stop CG when the residual is below this part of the right-hand side. Default: 0.
-        linear_atol: stop CG when the residual is below this norm. Default: 0.
-        linear_start: where the first CG starts, ``"zero"`` or ``"y"``, the lower solution, as in the paper. Default:
+        linear_tol: stop CG when the residual is below this fraction of the right-hand side. Default: 0.
+        linear_atol: stop CG when the residual norm is below this value. Default: 0.
+        linear_start: start of the first CG, ``"zero"`` or ``"y"``, the lower solution, as in the paper. Default:
             ``"zero"``.
         damping: solve with :math:`H + \delta I`; biases the hypergradient. Default: 0.
         on_converged: ``"stop"``: once ``converged``, ``step`` does nothing and returns the last loss; ``"continue"``:
@@ -89,8 +90,8 @@ class RAHGD(Accelerated):
     formula above is plain gradient descent* unless you set it: the right value needs :math:`\kappa`, and a ``lower_lr``
     that is only just stable without momentum may diverge with it. When an epoch begins y is kept; the paper sets it to
     zero and solves twice. The first CG starts at zero, not at y. B is 5 times the length of the first step, the numbers
-    of steps are constants, and nothing is tied to the accuracy (:meth:`from_theory` does that). As in the paper, a run
-    ends with an epoch of K steps, after which ``step`` does nothing. Its algorithm as printed:
+    of steps are constants, and nothing depends on the accuracy (with :meth:`from_theory` it does). As in the paper, a
+    run ends with an epoch of K steps, after which ``step`` does nothing. Its algorithm as printed:
 
         >>> def printed(kappa):  # kappa: the condition number of g in y
         ...     momentum = (kappa**0.5 - 1) / (kappa**0.5 + 1)
@@ -133,7 +134,7 @@ class RAHGD(Accelerated):
     damping: float = number(default=0.0, least=0, finite=False)
 
     def _hypergradient(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """Implicit differentiation by conjugate gradients, from the last solution."""
+        """Return the implicit hypergradient by conjugate gradients, started from the last solution."""
         tol, atol = self.linear_tol, self.linear_atol
         solve = partial(linear.cg, steps=self.linear_steps, tol=tol, atol=atol, damping=self.damping)
         first = oracle.y if self.linear_start == "y" else None
@@ -151,22 +152,22 @@ class PRAHGD(Perturbed, RAHGD):
 
     The perturbation of the initial point is part of w until the first ``step``, also for another optimizer over x.
 
-    *When.* The start, or the way, may come close to a saddle point. ``restart_period`` has to cover the time of escape.
-    r should be small against B (0.02 B; with r of the order of B a minimum keeps triggering restarts).
+    *When.* The start or the path may come close to a saddle point. ``restart_period`` must cover the escape time. r
+    should be small compared with B (0.02 B; with r of the order of B a minimum keeps triggering restarts).
 
     *Cost per step*, *memory*: as `RAHGD`. *Draws*: as `RAHGD`; the perturbations use ``generator``.
 
     Args:
         upper, lower, lr, lower_lr, lower_steps: as for `RAHGD`, as all options that are not named here.
-        perturbation: r >= 0, in units of x. Default: 1e-3.
+        perturbation: radius r >= 0, in units of x. Default: 1e-3.
         perturb_initial: perturb the initial point too: the first hypergradient is evaluated there, and x moves there
             with the first update. Default: True.
         restart_radius: B. Default: None, 5 times the length of the first step, and at least 50 r.
         options: as for `RAHGD`.
 
-    *Departures from the paper*, the largest first: those of `RAHGD`, above all that ``lower_momentum`` is 0; the
-    initial point is perturbed too, without which a run that starts at a saddle point ends there; r and B are numbers
-    of yours, not the theorem's (:meth:`from_theory`). Its algorithm as printed:
+    *Departures from the paper*, the largest first: those of `RAHGD`, above all that ``lower_momentum`` is 0. The
+    initial point is perturbed too; otherwise a run that starts at a saddle point ends there. You choose r and B; the
+    theorem's are in :meth:`from_theory`. Its algorithm as printed:
 
         >>> def printed(kappa):  # kappa: the condition number of g in y
         ...     momentum = (kappa**0.5 - 1) / (kappa**0.5 + 1)

@@ -25,14 +25,14 @@ from ...problem.vector import Vector
 __all__ = ["LookAhead", "Momentum", "Position", "Progress", "Restarted", "held"]
 
 AUTOMATIC_RADIUS = 5.0  # restart radius in lengths of the first step
-LARGEST_PERTURBATION = 0.02  # in restart radii: more than that keeps triggering restarts at a minimum
+LARGEST_PERTURBATION = 0.02  # in restart radii: a larger one keeps triggering restarts at a minimum
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands, in plain numbers, as an optimizer keeps them in ``numbers``."""
+    """Progress of a run in plain numbers, as an optimizer keeps them in ``numbers``."""
 
-    step: int = 0  # k, steps made in the present epoch
+    step: int = 0  # k, steps made in the current epoch
     restarts: int = 0
     travelled: float = 0.0  # sum of the squared steps of the epoch, in the metric of the learning rates
     shortest: float = math.inf  # smallest squared step in the second half of the epoch
@@ -47,23 +47,23 @@ class Progress:
 
     @classmethod
     def of(cls, numbers: Mapping[str, Any]) -> Self:
-        """Read from plain numbers; those of a run that has not begun are missing."""
+        """Build from plain numbers; a run that has not begun has none."""
         return cls(**{name: numbers[name] for name in _NAMES if name in numbers})
 
     @classmethod
     def now(cls, numbers: Mapping[str, Any], memory: Mapping[str, Vector]) -> Self:
-        """The same before a step; a new epoch begins where there is a parameter of which nothing is remembered."""
+        """Return the progress before a step; a parameter without state starts a new epoch."""
         now = cls.of(numbers)
         known = "previous" in memory and "sum" in memory
         return now if known or now.swapped or now.step == 0 else now.afresh()
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """The same as plain numbers."""
+        """Progress as plain numbers."""
         return {name: getattr(self, name) for name in _NAMES}
 
     def afresh(self) -> Self:
-        """At the beginning of another epoch, without momentum."""
+        """Return the progress at the start of another epoch, without momentum."""
         return replace(self, step=0, travelled=0.0, shortest=math.inf, rates=None)
 
 
@@ -72,12 +72,12 @@ _NAMES = tuple(field.name for field in fields(Progress))
 
 @dataclass(frozen=True)
 class Position:
-    """A point, and all else that a step from it depends on.
+    """A point, and everything else that a step from it depends on.
 
     Attributes:
         x: the point.
-        memory: what is remembered of it.
-        numbers: where the run stands, see `Progress`.
+        memory: the state of x.
+        numbers: progress of the run, see `Progress`.
         groups: the parameter groups of x, with their learning rates.
         generator: source of the perturbations.
         ranks: processes that must have the same perturbation.
@@ -91,16 +91,16 @@ class Position:
     ranks: Ranks
 
     def rates(self, now: Progress) -> list[float]:
-        """The learning rate of each group in this epoch."""
+        """Return the learning rate of each group in this epoch."""
         return now.rates or [float(group["lr"]) for group in self.groups]
 
     def each(self, values: Sequence[float]) -> list[float]:
-        """The values of the groups for each of their tensors."""
+        """Return the value of its group for each tensor."""
         return [v for group, v in zip(self.groups, values, strict=True) for _ in group["params"]]
 
 
 class LookAhead(NamedTuple):
-    """Where a gradient is wanted, what is to be remembered until the update, and where the run stands."""
+    """The point for the next gradient, the state to keep until the update, and the progress of the run."""
 
     point: Vector
     memory: dict[str, Vector]
@@ -111,7 +111,7 @@ class LookAhead(NamedTuple):
 class Momentum:
     """The iteration of x, except the gradient, as functions of values; the arguments are those of `PRAHGD`.
 
-    What it remembers of x is ``previous`` (the last x), ``sum`` (of the look-ahead points of the epoch), ``candidate``
+    The state of x is ``previous`` (the last x), ``sum`` (of the look-ahead points of the epoch), ``candidate``
     (their average up to the shortest step), ``average`` (the output) and, until the first update, ``perturbation``.
     """
 
@@ -123,7 +123,7 @@ class Momentum:
     perturb_initial: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse arguments out of their range."""
+        """Raise if an argument is out of its range."""
         radius, period, noise = self.restart_radius, self.restart_period, self.perturbation
         require("momentum", self.momentum, is_number(self.momentum) and 0 <= self.momentum < 1)
         require("restart_radius", radius, radius is None or (is_number(radius) and radius > 0))
@@ -133,7 +133,7 @@ class Momentum:
         require("perturb_initial", self.perturb_initial, isinstance(self.perturb_initial, bool))
 
     def look_ahead(self, point: Position) -> LookAhead:
-        """Where the next gradient is to be evaluated."""
+        """Return the point at which to evaluate the next gradient."""
         now = Progress.now(point.numbers, point.memory)
         new: dict[str, Vector] = {}
         if now.swapped:
@@ -144,9 +144,9 @@ class Momentum:
         return LookAhead(self._ahead(point.x, {**point.memory, **new}, now)[1], new, now)
 
     def update(self, point: Position, gradient: Vector) -> Update:
-        """One step along a gradient that was evaluated at the look-ahead point; then the restart test.
+        """Make one step along a gradient that was evaluated at the look-ahead point, then test for a restart.
 
-        Costs one host synchronisation, and nothing else of the step depends on the host.
+        Costs one host synchronisation; nothing else in the step depends on the host.
         """
         now = Progress.now(point.numbers, point.memory)
         now = replace(now, rates=point.rates(now))
@@ -154,7 +154,7 @@ class Momentum:
         start, w = self._ahead(point.x, point.memory, now)
         x = w.descended(gradient, rates)
         step = x - start
-        # With its own rate each group is preconditioned; in the rescaled coordinates the rule is the plain one.
+        # Different rates precondition the groups; in the rescaled coordinates the plain rule applies.
         weighted = step * [math.sqrt(largest / rate) if rate > 0 else 0.0 for rate in rates]
         squared, slope = (norm**2 for norm in torch.stack([weighted.norm(), gradient.norm()]).tolist())
 
@@ -185,13 +185,13 @@ class Momentum:
         return Update(x, upper_memory=memory, numbers=now.numbers)
 
     def _ahead(self, x: Vector, memory: Mapping[str, Vector], now: Progress) -> tuple[Vector, Vector]:
-        """The x of this step, and the look-ahead point."""
+        """Return the x of this step, and the look-ahead point."""
         if "perturbation" in memory:
             x = x + memory["perturbation"]
         return x, x + (x - memory["previous"]) * self.momentum if now.step else x
 
     def _shift(self, point: Position, now: Progress) -> Vector:
-        """A point of the ball, in the metric of the groups' learning rates."""
+        """Draw a point of the ball, in the metric of the groups' learning rates."""
         rates = point.rates(now)
         largest = max(rates, default=0.0) or 1.0
         shift = point.ranks.same(uniform_ball(point.x, self.perturbation, point.generator))
@@ -199,7 +199,7 @@ class Momentum:
 
 
 def held(name: str) -> Any:
-    """A hyper-parameter of the iteration, as an attribute of the optimizer that holds it."""
+    """Return a property for a hyper-parameter of the iteration that an optimizer holds."""
 
     def assign(optimizer: Restarted, value: Any) -> None:
         optimizer._iteration = replace(optimizer._iteration, **{name: value})
@@ -208,7 +208,7 @@ def held(name: str) -> Any:
 
 
 class Restarted(Optimizer):
-    """What users see of an optimizer that moves x by `Momentum`; its other arguments are those of the next class.
+    """Public interface of the optimizers that move x by `Momentum`; the next base class takes the other arguments.
 
     Attributes:
         iteration: the iteration of x, with its hyper-parameters.
@@ -225,29 +225,29 @@ class Restarted(Optimizer):
 
     @property
     def _progress(self) -> Progress:
-        """Where the run stands."""
+        """Progress of the run."""
         return Progress.of(self.numbers)
 
     @property
     def converged(self) -> bool:
-        """Whether an epoch has lasted ``restart_period`` steps without a restart."""
+        """True once an epoch has lasted ``restart_period`` steps without a restart."""
         return self._progress.converged
 
     @property
     def restarts(self) -> int:
-        """Restarts so far."""
+        """Number of restarts so far."""
         return self._progress.restarts
 
     @property
     def epoch_step(self) -> int:
-        """Steps made since the last restart."""
+        """Number of steps since the last restart."""
         return self._progress.step
 
     def averaged_parameters(self) -> list[Tensor]:
-        """The method's output, one tensor for each upper parameter.
+        """Return the method's output, one tensor for each upper parameter.
 
-        Once ``converged``: the average of the look-ahead points of the last epoch up to its shortest late step. Before
-        that, the look-ahead point with the smallest gradient estimate so far (the parameters themselves at first).
+        Once ``converged``, it is the average of the look-ahead points of the last epoch up to its shortest late step.
+        Before, it is the look-ahead point with the smallest gradient estimate so far (at first the parameters).
         """
         swapped = self._progress.swapped
         return [(p if swapped else self.state[p].get("average", p)).detach().clone() for p in upper_tensors(self)]
@@ -266,19 +266,19 @@ class Restarted(Optimizer):
         self.numbers = {**self.numbers, "swapped": not self._progress.swapped}
 
     def _finished(self) -> bool:
-        """Whether ``step`` has nothing left to do, and returns the last loss."""
+        """Return True if ``step`` has nothing left to do and returns the last loss."""
         if self._progress.swapped:
             raise RuntimeError("the parameters hold the averaged point; call swap_averaged() again before step")
         return self._progress.converged and self._iteration.on_converged == "stop"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; a new group of x starts a new epoch, without momentum."""
+        """Add a group as in torch; a new group of x starts a new epoch, without momentum."""
         super().add_param_group(param_group)
         if param_group.get("level", "upper") == "upper":
             self.numbers = {**self.numbers, **self._progress.afresh().numbers}
 
 
 def upper_tensors(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters of x, frozen ones included."""
+    """Return the parameters of x, frozen ones included."""
     groups = [group for group in optimizer.param_groups if group.get("level", "upper") == "upper"]
     return [p for group in groups for p in group["params"]]

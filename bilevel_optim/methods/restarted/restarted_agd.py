@@ -31,7 +31,7 @@ class RestartedAGD(Restarted):
               x_{\text{prev}},\, x \leftarrow x,\ w - \text{lr}\,\nabla\Phi(w)
 
     After k steps of an epoch with :math:`k \sum_{i<k} \|x_{i+1} - x_i\|^2 > B^2` the momentum is dropped (and x
-    perturbed, if asked for). An epoch of K steps ends the run.
+    perturbed, if requested). An epoch of K steps ends the run.
 
     *When.* Smooth, deterministic, nonconvex objectives. *Needs* a closure, because the gradient is evaluated at w.
 
@@ -95,7 +95,7 @@ class RestartedAGD(Restarted):
         super().__init__(params, {"lr": lr})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; ``closure`` clears the gradients, computes them at the present values, and returns the loss.
+        """Make one step; ``closure`` clears the gradients, computes them at the current values, and returns the loss.
 
         Returns:
             The loss at the look-ahead point; the last one once the run has finished.
@@ -134,14 +134,14 @@ class RestartedAGD(Restarted):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch, with the key ``"restarts"`` for what does not belong to one parameter."""
+        """Return the state as in torch, with a key ``"restarts"`` for state that belongs to no single parameter."""
         state: dict[str, Any] = super().state_dict()
         generator = None if self.generator is None else self.generator.get_state()
         state["restarts"] = {"numbers": dict(self.numbers), "loss": self._last_loss, "generator": generator}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned, into an optimizer made with the same arguments."""
+        """Load a result of :meth:`state_dict` into an optimizer made with the same arguments."""
         if "restarts" not in state_dict:
             raise ValueError("the state dict is not that of a RestartedAGD: it has no 'restarts' entry")
         super().load_state_dict(state_dict)

@@ -18,7 +18,7 @@ class Constants:
     Attributes:
         ell: Lipschitz constant of the gradients.
         mu: strong convexity of g in y.
-        M: Lipschitz constant of f. None: there is no linear system to be solved.
+        M: Lipschitz constant of f; None if there is no linear system to solve.
         smoothness: :math:`\tilde L`, Lipschitz constant of the gradient of Phi.
         curvature: :math:`\tilde\rho`, Lipschitz constant of its Hessian.
     """
@@ -31,7 +31,10 @@ class Constants:
 
     @classmethod
     def bilevel(cls, *, ell: float, mu: float, rho: float, M: float, nu: float) -> Constants:
-        """Of a bilevel problem; ``rho`` and ``nu`` are the Lipschitz constants of its second and third derivatives."""
+        """Return the constants of a bilevel problem.
+
+        ``rho`` and ``nu`` are the Lipschitz constants of its second and third derivatives.
+        """
         _positive(ell=ell, mu=mu, rho=rho, M=M, nu=nu)
         require("mu", mu, mu <= ell)
         kappa = ell / mu
@@ -47,16 +50,16 @@ class Constants:
 
     @classmethod
     def minimax(cls, *, ell: float, mu: float, rho: float) -> Constants:
-        """Of a minimax problem that is ``mu``-strongly concave in y."""
+        """Return the constants of a minimax problem that is ``mu``-strongly concave in y."""
         _positive(ell=ell, mu=mu, rho=rho)
         require("mu", mu, mu <= ell)
         kappa = ell / mu
         return cls(ell, mu, None, (kappa + 1) * ell, 4 * math.sqrt(2) * kappa**3 * rho)
 
     def first_order(self, size: int, *, eps: float | None = None, restart_period: int | None = None) -> dict[str, Any]:
-        """Arguments of the method without perturbations, for an accuracy or for an epoch length.
+        """Return arguments of the method without perturbations, for an accuracy or for an epoch length.
 
-        ``size`` is the number of upper variables, on which they do not depend.
+        ``size``, the number of upper variables, has no effect.
         """
         if (eps is None) == (restart_period is None):
             raise ValueError("give one of eps and restart_period, the other follows")
@@ -82,7 +85,7 @@ class Constants:
         gradient_bound: float | None = None,
         restart_period: int | None = None,
     ) -> dict[str, Any]:
-        """Arguments of the perturbed method for ``size`` upper variables, success with probability 1 - ``failure``."""
+        """Return arguments of the perturbed method for ``size`` upper variables and failure probability ``failure``."""
         self._require_accuracy(eps)
         require("failure", failure, is_number(failure) and 0 < failure < 1)
         positive = gradient_bound is None or (is_number(gradient_bound) and gradient_bound > 0)
@@ -102,7 +105,7 @@ class Constants:
         return {**self._arguments(theta, period, radius, sigma), "perturbation": perturbation}
 
     def _arguments(self, theta: float, period: int, radius: float, sigma: float) -> dict[str, Any]:
-        """Those that follow for the accuracy ``sigma`` of the hypergradient."""
+        """Return the arguments that follow from the accuracy ``sigma`` of the hypergradient."""
         kappa, L = self.ell / self.mu, self.smoothness
         root = math.sqrt(kappa)
         drift = sigma / (2 * L) + 2 * kappa * radius
@@ -116,7 +119,7 @@ class Constants:
             "lower_momentum": (root - 1) / (root + 1),
             "lower_steps": steps,
             "lower_tol": self.mu * sigma / (2 * L),
-            # The sufficient number from a cold start depends on y*, which nobody knows: the tolerance decides.
+            # The sufficient number from a cold start depends on the unknown y*, so the tolerance decides.
             "restart_steps": 100 * steps,
         }
         if self.M is None:

@@ -36,7 +36,7 @@ class BSA(NeumannMethod):
         lr: learning rate of x.
         lower_lr: learning rate of the lower steps (in the original it decreases within an outer step).
         lower_steps: c > 0, not necessarily an integer.
-        growth: the exponent; 0 for the same number of steps always. Default: 0.5.
+        growth: the exponent; 0 keeps the number of steps constant. Default: 0.5.
         linear_steps: N, the number of terms. Default: 10.
         linear_lr: :math:`\eta`, in the original 1/L. Default: the learning rate of the lower groups.
         warm_start: start y at its last value. Default: True.
@@ -84,11 +84,11 @@ class BSA(NeumannMethod):
         options["lower_steps"] = math.ceil(self._scale)
 
     def _lower_step_count(self, steps: int) -> int:
-        """More and more."""
+        """Return the number of lower steps, which grows with ``steps``."""
         return math.ceil(self._scale * math.pow(steps + 1, self.growth))
 
     def _why_eager(self, tasks: Any = None) -> str:
-        """Because the next steps are longer ones."""
+        """Return why steps run eagerly, if the number of lower steps grows; otherwise an empty string."""
         return "the number of lower steps grows, but that of a graph is fixed (growth=0)" if self.growth > 0 else ""
 
 
@@ -103,8 +103,8 @@ class TTSA(NeumannMethod):
         x &\leftarrow x - \text{lr}\, (\nabla_x f(x, y; \xi) - \nabla^2_{xy} g(x, y; \zeta_0)\, v).
 
     *When.* As a baseline: y follows a slowly moving x, with :math:`\text{lr} \ll \alpha` (in the analysis
-    :math:`\text{lr} \sim k^{-3/5}` and :math:`\alpha \sim k^{-2/5}`, which a ``LambdaLR`` with one function per group
-    gives; set ``linear_lr`` then, which would follow). *Needs* what `BSA` needs.
+    :math:`\text{lr} \sim k^{-3/5}` and :math:`\alpha \sim k^{-2/5}`: use a ``LambdaLR`` with one function per group,
+    and set ``linear_lr``, which follows :math:`\alpha` by default). *Needs* what `BSA` needs.
 
     *Cost per step*: ``lower_steps`` lower gradients, 1 upper gradient, n Hessian-vector products ((N - 1)/2 on
     average), 1 cross product. *Draws*: as `BSA`. Tasks and ranks share n.

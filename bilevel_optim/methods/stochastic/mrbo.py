@@ -28,13 +28,13 @@ class Recursion(NamedTuple):
 
     @classmethod
     def remembered(cls, inputs: DrawInputs) -> Recursion | None:
-        """Where the last step was, if it left all of it."""
+        """Return the recursion of the last step; None if its state is incomplete."""
         y, u = (inputs.memory.get(name) for name in ("previous", "direction"))
         x, h = (inputs.upper_memory.get(name) for name in ("previous", "direction"))
         return None if x is None or y is None or h is None or u is None else cls(x, y, h, u)
 
     def estimate(self, loss: Tensor, diagnostics: dict[str, Tensor]) -> Estimate:
-        """The estimate that h is, which remembers all of this."""
+        """Return h as the estimate, with this recursion as its state."""
         return Estimate(
             loss,
             self.h,
@@ -57,12 +57,12 @@ class MRBO(NeumannMethod):
     *When.* Small batches: noise that is common to both points cancels in the differences, and averages out with the
     weights :math:`\beta`; a good single loop where two evaluations per sample are affordable. *Needs* what `StocBiO`
     needs, and losses that are smooth on every batch. In the analysis :math:`\text{lr}, \alpha \sim k^{-1/3}` and
-    :math:`\beta \sim \text{lr}^2`: the learning rates are moved by schedulers, and ``beta`` and ``lower_beta`` may be
+    :math:`\beta \sim \text{lr}^2`: schedulers change the learning rates, and ``beta`` and ``lower_beta`` may be
     assigned between steps.
 
-    *Cost per step*: 2 lower gradients, 2 upper gradients, 2 Q Hessian-vector products, 2 cross products (half of it in
-    the first step). *Draws*: one lower batch for u, then one upper batch, one lower batch for each product, one for the
-    cross product; each is evaluated at both points.
+    *Cost per step*: 2 lower gradients, 2 upper gradients, 2 Q Hessian-vector products, 2 cross products (half of these
+    in the first step). *Draws*: one lower batch for u, then one upper batch, one lower batch for each product, one for
+    the cross product; each is evaluated at both points.
 
     Args:
         upper: upper parameters x.
@@ -71,11 +71,11 @@ class MRBO(NeumannMethod):
         lower_lr: learning rate of y.
         linear_steps: Q, the number of products. Default: 10.
         linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
-        beta: weight :math:`\beta` in [0, 1] of the present sample of the hypergradient; 1 keeps no memory. Default:
+        beta: weight :math:`\beta` in [0, 1] of the current sample of the hypergradient; 1 keeps no memory. Default:
             0.1.
-        lower_beta: weight :math:`\beta_y` of the present sample of the lower gradient. Default: ``beta``.
+        lower_beta: weight :math:`\beta_y` of the current sample of the lower gradient. Default: ``beta``.
         warm_start: start y at its last value. Default: True.
-        lower_optimizer: takes u for the gradient, so it cannot be one that evaluates gradients itself (``LBFGS``); see
+        lower_optimizer: receives u as the gradient, so it must not evaluate gradients itself (``LBFGS``); see
             `BilevelOptimizer`.
         check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch, upper_batch, lower_init,
             task_memory, lower_clip, lower_projection: see `BilevelOptimizer`.
@@ -119,11 +119,11 @@ class MRBO(NeumannMethod):
             options["lower_beta"] = options["beta"]
 
     def _draws(self, inputs: DrawInputs) -> list[Draw]:
-        """One for u, then those of the series."""
+        """Return a lower draw for u, then the draws of the series."""
         return [LOWER, *self._sample_draws()]
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """Both estimates at the present point and at the last one, on the same samples; then a step of y."""
+        """Update both estimates from the same samples at the current and the last point, then step y."""
         last = Recursion.remembered(inputs)
         zeta, samples = oracle.g.draw(), self._samples(oracle, inputs)
         _, u = oracle.lower(zeta)
@@ -143,13 +143,13 @@ class SUSTAIN(MRBO):
 
     The hypergradient on a sample is that of `BSA`, with
     :math:`v = N \eta \prod_{j=1}^{n} (I - \eta \nabla^2_{yy} g(\zeta_j)) \nabla_y f(\xi)` and n uniform on
-    0, ..., N - 1. All draws, n too, are common to both points; the rest is as in `MRBO`.
+    0, ..., N - 1. Both points share all draws, n included; the rest is as in `MRBO`.
 
     *When.* As `MRBO`, with half of the products and more variance. *Needs* what `MRBO` needs.
 
     *Cost per step*: 2 lower gradients, 2 upper gradients, 2 n Hessian-vector products (N - 1 on average), 2 cross
-    products (half of it in the first step). *Draws*: one lower batch for u, n from ``generator``, then one upper batch,
-    one lower batch for each product, one for the cross product. Tasks and ranks share n.
+    products (half of these in the first step). *Draws*: one lower batch for u, n from ``generator``, then one upper
+    batch, one lower batch for each product, one for the cross product. Tasks and ranks share n.
 
     Args:
         upper: upper parameters x.
@@ -158,10 +158,10 @@ class SUSTAIN(MRBO):
         lower_lr: learning rate of y.
         linear_steps: N, the number of terms. Default: 10.
         linear_lr: :math:`\eta`, in the original 1/L. Default: the learning rate of the lower groups.
-        beta: weight in [0, 1] of the present sample of the hypergradient. Default: 0.1.
-        lower_beta: the same of the lower gradient. Default: ``beta``.
+        beta: weight in [0, 1] of the current sample of the hypergradient. Default: 0.1.
+        lower_beta: the same for the lower gradient. Default: ``beta``.
         warm_start: start y at its last value. Default: True.
-        lower_optimizer: takes u for the gradient; see `BilevelOptimizer`.
+        lower_optimizer: receives u as the gradient; see `BilevelOptimizer`.
         check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch, upper_batch, lower_init,
             task_memory, lower_clip, lower_projection: see `BilevelOptimizer`.
 

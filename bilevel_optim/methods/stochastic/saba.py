@@ -24,17 +24,17 @@ __all__ = ["SABA"]
 
 
 class _Memory(NamedTuple):
-    """The last values of the terms of a sum, and their mean."""
+    """Last values of the terms of a sum, and their mean."""
 
     table: Vector
     mean: Vector
 
     def direction(self, index: int | Tensor, value: Vector) -> Vector:
-        """The mean with one term renewed n times over: unbiased for the mean of the present values."""
+        """Return the mean plus the full change of one term: unbiased for the mean of the current values."""
         return self.mean + (value - Vector(_row(t, index) for t in self.table))
 
     def renewed(self, index: int | Tensor, value: Vector) -> Vector:
-        """The mean with one term renewed."""
+        """Return the mean with one term replaced."""
         return self.mean + (value - Vector(_row(t, index) for t in self.table)) * (1 / len(self.table[0]))
 
 
@@ -45,19 +45,19 @@ def _row(table: Tensor, index: int | Tensor) -> Tensor:
 class SABA(SingleLoop):
     r"""Stochastic average bilevel algorithm (SABA): `SOBA` with SAGA's variance reduction, for finite sums.
 
-    Of each term of both losses the last :math:`\nabla_y g_i,\ \nabla^2_{yy} g_i v,\ \nabla^2_{xy} g_i v` and
-    :math:`\nabla_y f_j,\ \nabla_x f_j` are kept. A step draws i and j, and puts for each quantity t in the updates of
-    `SOBA`
+    The method stores the last :math:`\nabla_y g_i,\ \nabla^2_{yy} g_i v,\ \nabla^2_{xy} g_i v` and
+    :math:`\nabla_y f_j,\ \nabla_x f_j` of each term of both losses. A step draws i and j, and replaces each quantity t
+    in the updates of `SOBA` by
 
     .. math:: t_i - \bar t_i + \tfrac1n \sum_{i'} \bar t_{i'}
 
-    with :math:`\bar t` the values kept; then it keeps :math:`t_i`.
+    with :math:`\bar t` the stored values; then it stores :math:`t_i`.
 
     *When.* Data that can be divided into fixed batches: the step of `SOBA`, with *constant* learning rates and linear
     convergence (for strongly convex f(x, y*(x))). *Needs* `FiniteSum` objectives (a loss without data is a sum of one
     term), what `SOBA` needs, and memory: for n lower and m upper terms 2n + m copies of y, n + m of x. Losses with
-    random numbers of their own (dropout) keep that noise. :math:`\alpha, \eta` at most about 1/(3 L), L the largest
-    curvature of any term.
+    their own random numbers (dropout) keep that noise. :math:`\alpha, \eta` must be at most about 1/(3 L), L the
+    largest curvature of any term.
 
     *Cost per step*: 1 lower gradient, 1 upper gradient, 1 Hessian-vector product, 1 cross product; in the first step n,
     m, n, n, which fill the memory. *Draws*: a term of f, a term of g.
@@ -68,11 +68,11 @@ class SABA(SingleLoop):
         lr: learning rate of x.
         lower_lr: learning rate of y.
         linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
-        warm_start: start y and v at their last values. Default: True. (v begins with the first step from zero,
+        warm_start: start y and v at their last values. Default: True. (The first v is one step from zero,
             :math:`\eta \nabla_y f`.)
         upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, lower_clip,
-            lower_projection: see `BilevelOptimizer`. Each rank keeps a memory; all draw the indices of the first, and
-            need the same numbers of terms.
+            lower_projection: see `BilevelOptimizer`. Each rank keeps a memory; all use the indices that the first one
+            draws, and need the same numbers of terms.
 
     State: ``linear_solution`` (v); ``lower_table``, ``product_table``, ``adjoint_table`` of the lower parameters and
     ``cross_table``, ``direct_table`` of the upper ones, with a row for each term, and their means ``lower_mean``, ...;
@@ -98,7 +98,7 @@ class SABA(SingleLoop):
     arXiv:1407.0202 (SAGA).
     """
 
-    _curvature_margin = 3.0  # of the terms drawn so far; the largest of all is what counts
+    _curvature_margin = 3.0  # curvature is measured on the terms drawn so far, but the largest of all counts
     declared = MethodInfo(
         paper="arXiv:2201.13409",
         family="stochastic",
@@ -111,15 +111,15 @@ class SABA(SingleLoop):
     )
 
     def _estimate_tasks(self, oracle: Oracle, inputs: StepInputs, sampler: Any) -> Estimate:
-        """There is no memory of tasks."""
+        """Raise, because there is no memory of tasks."""
         raise ValueError("SABA remembers every term of its losses and takes no tasks; SOBA does")
 
     def _draws(self, inputs: DrawInputs) -> list[Draw]:
-        """Of each sum a random term, or all of them where nothing is kept of so many."""
+        """Return for each sum a random term, or all terms if there is no memory of that many."""
         return [Draw(level, whole=_kept(inputs, level, inputs.terms(level)) is None) for level in ("upper", "lower")]
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """The step of `SOBA` along SAGA's directions."""
+        """Make the step of `SOBA` along SAGA's directions."""
         rates = inputs.linear_rates(self.linear_lr)
         losses: list[Tensor] = []
 
@@ -154,7 +154,7 @@ class SABA(SingleLoop):
 
 
 class _Averaged(NamedTuple):
-    """SAGA's directions for a sum, and what is to be kept of its terms."""
+    """SAGA's directions for a sum, and the new memory of its terms."""
 
     directions: dict[str, Vector]
     memory: dict[str, Vector]
@@ -165,7 +165,7 @@ class _Averaged(NamedTuple):
 def _averaged(
     oracle: Oracle, inputs: StepInputs, level: str, evaluate: Callable[[Sample], dict[str, Vector]]
 ) -> _Averaged:
-    """SAGA's directions for what ``evaluate`` gives of one term."""
+    """Return SAGA's directions for the quantities that ``evaluate`` returns of one term."""
     objective = oracle.f if level == "upper" else oracle.g
     count = term_count(objective, level)
     kept = _kept(inputs, level, count)
@@ -189,7 +189,7 @@ def _averaged(
 
 
 def _kept(inputs: DrawInputs, level: str, count: int) -> dict[str, _Memory] | None:
-    """The memory of a sum, if every parameter has one for this number of terms."""
+    """Return the memory of a sum; None unless every parameter has one for this number of terms."""
     kept = {}
     for name, is_upper in _QUANTITIES[level].items():
         memory = inputs.upper_memory if is_upper else inputs.memory
@@ -200,7 +200,7 @@ def _kept(inputs: DrawInputs, level: str, count: int) -> dict[str, _Memory] | No
     return kept
 
 
-# What is remembered of a term of each sum, and whether it is shaped like x.
+# Quantities stored for a term of each sum; True if shaped like x.
 _QUANTITIES = {
     "upper": {"direct": True, "adjoint": False},
     "lower": {"lower": False, "product": False, "cross": True},

@@ -20,7 +20,7 @@ __all__ = ["FSLA", "SOBA", "SingleLoop"]
 
 
 class SingleLoop(BilevelOptimizer):
-    """What the methods share that carry v, the solution of the linear system, from step to step.
+    """Base class of the methods that carry v, the solution of the linear system, from step to step.
 
     Args:
         upper, lower, lr, lower_lr: see `BilevelOptimizer`.
@@ -32,7 +32,7 @@ class SingleLoop(BilevelOptimizer):
     linear_lr: float | None = number(default=None, above=0, optional=True)
 
     def _solution(self, inputs: StepInputs) -> Vector | None:
-        """V as the last step left it; None to start."""
+        """Return v from the last step; None at the start."""
         return inputs.memory.get("linear_solution") if self.warm_start else None
 
 
@@ -46,8 +46,8 @@ class SOBA(SingleLoop):
 
     *When.* The cheapest step of all methods with second derivatives, and the simplest single loop. *Needs* a lower loss
     that is strongly convex in y, and :math:`\alpha, \eta \lesssim 1/L` with a smaller ``lr``. With constant learning
-    rates it ends in a neighbourhood of the solution whose size is that of the rates; they are to decrease as
-    :math:`k^{-1/2}`, or see `SABA`.
+    rates it ends in a neighbourhood of the solution, of the size of the rates: let them decrease as :math:`k^{-1/2}`,
+    or see `SABA`.
 
     *Cost per step*: 1 lower gradient, 1 upper gradient, 1 Hessian-vector product, 1 cross product. *Draws*: one lower
     batch, one upper batch.
@@ -58,7 +58,7 @@ class SOBA(SingleLoop):
         lr: learning rate of x.
         lower_lr: learning rate of y.
         linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
-        warm_start: start y and v at their last values. Default: True. (v begins with the first step from zero,
+        warm_start: start y and v at their last values. Default: True. (The first v is one step from zero,
             :math:`\eta \nabla_y f`.)
         upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
             lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see `BilevelOptimizer`.
@@ -90,11 +90,11 @@ class SOBA(SingleLoop):
     )
 
     def _draws(self, inputs: DrawInputs) -> list[Draw]:
-        """One of each."""
+        """Return a lower and an upper draw."""
         return [LOWER, UPPER]
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """One step of y and of v, and the hypergradient with the present v."""
+        """Step y and v once, and return the hypergradient with the current v."""
         rates = inputs.linear_rates(self.linear_lr)
         zeta, xi = system_sample(oracle), oracle.f.draw(once=True)
         loss, grad_x, grad_y = oracle.upper(xi)
@@ -135,7 +135,7 @@ class FSLA(SingleLoop):
         lr: learning rate of x.
         lower_lr: learning rate of y.
         linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
-        beta: weight :math:`\beta` in [0, 1] of the present sample; 1 keeps no memory. May be assigned between steps
+        beta: weight :math:`\beta` in [0, 1] of the current sample; 1 keeps no memory. May be assigned between steps
             (the analysis lets it decrease with ``lr``). Default: 0.1.
         warm_start: start y and v at their last values. Default: True. (The first v is :math:`\eta \nabla_y f`.)
         upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
@@ -171,11 +171,11 @@ class FSLA(SingleLoop):
     beta: float = number(default=0.1, least=0, most=1, saved=True)
 
     def _draws(self, inputs: DrawInputs) -> list[Draw]:
-        """One for y, a pair for v, a pair for h."""
+        """Return a draw for y, a pair for v, and a pair for h."""
         return [LOWER, UPPER, LOWER, UPPER, LOWER]
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """One step of y, one of v, and the recursion of the hypergradient there."""
+        """Step y and v once, and update the recursion of the hypergradient there."""
         here = inputs.run_lower_steps(oracle, 1)
         point = here.oracle
         v, residual = self._linear_step(point, inputs)
@@ -195,7 +195,7 @@ class FSLA(SingleLoop):
         return here.with_lower(estimate)
 
     def _linear_step(self, oracle: Oracle, inputs: StepInputs) -> tuple[Vector, Vector]:
-        """The next v, and the residual of the one before."""
+        """Return the next v, and the residual of the last one."""
         xi, zeta, rates = oracle.f.draw(once=True), system_sample(oracle), inputs.linear_rates(self.linear_lr)
         _, _, grad_y = oracle.upper(xi)
         v = self._solution(inputs)
@@ -208,7 +208,7 @@ class FSLA(SingleLoop):
 
 
 def _direct(oracle: Oracle, xi: Sample, zeta: Sample, v: Vector) -> tuple[Tensor, Vector]:
-    """The loss, and the hypergradient with a given v."""
+    """Return the loss, and the hypergradient with a given v."""
     loss, grad_x = upper_slope(oracle, "upper", xi)
     with oracle.lower_system(zeta, gradient=False) as system:
         return loss, grad_x - system.cross(v)

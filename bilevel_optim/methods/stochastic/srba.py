@@ -32,8 +32,8 @@ class SRBA(SingleLoop):
         D_y = \nabla_y g_i, \qquad D_v = \nabla^2_{yy} g_i\, v - \nabla_y f_j, \qquad
         D_x = \nabla_x f_j - \nabla^2_{xy} g_i\, v,
 
-    all three d are those of the full sums every ``period`` steps; between, with new i and j,
-    :math:`d \leftarrow d + D(x, y, v) - D(x^-, y^-, v^-)`, the last point being where the last step began. Then
+    all three d are those of the full sums every ``period`` steps. In between, with new i and j,
+    :math:`d \leftarrow d + D(x, y, v) - D(x^-, y^-, v^-)`, where the minus marks the start of the last step. Then
 
     .. math::
         y \leftarrow y - \alpha d_y, \qquad v \leftarrow P_R(v - \eta d_v), \qquad x \leftarrow x - \text{lr}\, d_x .
@@ -51,17 +51,17 @@ class SRBA(SingleLoop):
         lower_lr: learning rate of y.
         linear_lr: :math:`\eta`. Default: the learning rate of the lower groups.
         period: steps from one evaluation of the full sums to the next. Default: (n + m)/2.
-        radius: R, of the ball that v stays in. Default: infinite.
-        warm_start: go on from the last y, v and directions; otherwise every step evaluates the full sums. Default:
-            True. (v begins with the first step from zero.)
+        radius: R, radius of the ball that v stays in. Default: infinite.
+        warm_start: continue from the last y, v and directions; otherwise every step evaluates the full sums. Default:
+            True. (The first v is one step from zero.)
         lower_optimizer, check_finite, generator, vectorize, hvp, process_group, lower_clip, lower_projection: see
-            `BilevelOptimizer`. All ranks draw the indices of the first, and need the same numbers of terms.
+            `BilevelOptimizer`. All ranks use the indices that the first draws, and need the same numbers of terms.
 
     State: ``linear_solution`` (v); of the last step ``previous`` (y, x), ``previous_solution``, ``direction`` (of y, of
     x), ``solution_direction``; the lower optimizer's state, and ``initial`` y without warm starts.
 
     Raises:
-        ValueError: for an argument out of its range, for objectives that are no finite sums, and with tasks.
+        ValueError: for an argument out of its range, for objectives that are not finite sums, and with tasks.
 
     Example:
         >>> import torch, bilevel_optim as bo
@@ -78,7 +78,7 @@ class SRBA(SingleLoop):
     Source: Dagréou, Moreau, Vaiter, Ablin (2023), arXiv:2302.08766.
     """
 
-    _curvature_margin = 3.0  # of the terms drawn so far; the largest of all is what counts
+    _curvature_margin = 3.0  # curvature is measured on the terms drawn so far, but the largest of all counts
     declared = MethodInfo(
         paper="arXiv:2302.08766",
         family="stochastic",
@@ -96,21 +96,21 @@ class SRBA(SingleLoop):
     radius: float = number(default=math.inf, above=0, finite=False)
 
     def _estimate_tasks(self, oracle: Oracle, inputs: StepInputs, sampler: object) -> Estimate:
-        """There is no memory of tasks."""
+        """Raise, because there is no memory of tasks."""
         raise ValueError("SRBA goes on from its last step and takes no tasks; SOBA does")
 
     def _graph_key(self, steps: int, numbers: Mapping[str, Any]) -> bool:
-        """Whether it evaluates the full sums."""
+        """Cache key for the next step's graph: True if the step evaluates the full sums."""
         terms = [numbers.get(f"{level}_terms", 1) for level in ("lower", "upper")]
         return not self.warm_start or steps % self._period(*terms) == 0
 
     def _draws(self, inputs: DrawInputs) -> list[Draw]:
-        """Of each sum a random term, or all of them."""
+        """Return for each sum a random term, or all terms."""
         whole = self._begins(inputs, inputs.terms("lower"), inputs.terms("upper"))
         return [Draw("lower", whole), Draw("upper", whole)]
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """One step along the recursive directions."""
+        """Make one step along the recursive directions."""
         n, rates = len(oracle.y), inputs.linear_rates(self.linear_lr)
         loss, v, d = self._recursive(oracle, inputs, rates)
         d_y, d_v, d_x = Vector(d[:n]), Vector(d[n : 2 * n]), Vector(d[2 * n :])
@@ -129,12 +129,12 @@ class SRBA(SingleLoop):
         return self.period or max((lower_terms + upper_terms) // 2, 1)
 
     def _begins(self, inputs: DrawInputs, lower_terms: int, upper_terms: int) -> bool:
-        """Whether a step evaluates the full sums."""
+        """Return True if a step evaluates the full sums."""
         goes_on = self.warm_start and "direction" in inputs.memory and "direction" in inputs.upper_memory
         return not goes_on or inputs.steps % self._period(lower_terms, upper_terms) == 0
 
     def _recursive(self, oracle: Oracle, inputs: StepInputs, rates: list[float]) -> tuple[Tensor, Vector, Vector]:
-        """The upper loss, v, and the directions of y, v, x: of the full sums, or from those of the last step."""
+        """Return the upper loss, v, and the directions of y, v, x: of the full sums, or from those of the last step."""
         names = ("linear_solution", "previous", "previous_solution", "direction", "solution_direction")
         if self._begins(inputs, term_count(oracle.g, "lower"), term_count(oracle.f, "upper")):
             return _directions(oracle, self._solution(inputs), oracle.g.samples(), oracle.f.samples(), rates)
@@ -150,7 +150,7 @@ class SRBA(SingleLoop):
 def _directions(
     oracle: Oracle, v: Vector | None, lower: list[Sample], upper: list[Sample], rates: list[float]
 ) -> tuple[Tensor, Vector, Vector]:
-    """The mean upper loss, v (its first step from zero, if there is none), and the mean directions on these terms."""
+    """Return the mean upper loss, v, and the mean directions on these terms; the first v is one step from zero."""
     losses, f_x, f_y = zip(*(oracle.upper(xi) for xi in upper), strict=True)
     total = Vector((*oracle.y.zeros_like(), *-_mean(f_y), *_mean(f_x)))
     v, found = _mean(f_y) * rates if v is None else v, []

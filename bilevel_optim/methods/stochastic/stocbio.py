@@ -1,4 +1,4 @@
-"""StocBiO and AmIGO: stochastic implicit differentiation with two loops; what the methods with Neumann series share."""
+"""StocBiO and AmIGO: stochastic implicit differentiation with two loops; base class of the Neumann series methods."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["AmIGO", "NeumannMethod", "StocBiO"]
 
 
 class NeumannMethod(BilevelOptimizer):
-    """What the methods with a stochastic Neumann series share: its length and step size, samples, the estimate on them.
+    """Base class of the methods with a stochastic Neumann series: its length, step size, samples and estimate.
 
     Args:
         upper, lower, lr, lower_lr, lower_steps: see `BilevelOptimizer`.
@@ -27,29 +27,29 @@ class NeumannMethod(BilevelOptimizer):
         common: see `BilevelOptimizer`.
     """
 
-    _randomised = False  # one term drawn at random, times their number, instead of the sum of all
+    _randomised = False  # one random term, times the number of terms, instead of the sum of all
 
     linear_steps: int = count(default=10)
     linear_lr: float | None = number(default=None, above=0, optional=True)
 
     def _random_inputs(self) -> dict[str, int]:
-        """Which term of a randomised series it is."""
+        """Return the range of the number of products of a randomised series."""
         return {"products": self.linear_steps} if self._randomised else {}
 
     def _samples(self, oracle: Oracle, inputs: StepInputs) -> ImplicitSamples:
-        """Samples for one estimate, of which a randomised series takes as many as its term needs."""
+        """Draw the samples for one estimate; a randomised series takes as many as its term needs."""
         if not self._randomised:
             return ImplicitSamples.draw(oracle, self.linear_steps)
         return ImplicitSamples.draw_some(oracle, inputs.random_inputs["products"], self.linear_steps - 1)
 
     def _sample_draws(self) -> list[Draw]:
-        """What `_samples` draws; of a randomised series the most that it may."""
+        """Return the draws of `_samples`; for a randomised series, the most it may make."""
         if not self._randomised:
             return [UPPER] + [LOWER] * (self.linear_steps + 1)
         return [UPPER, LOWER, *(Draw("lower", only=("products", k)) for k in range(1, self.linear_steps))]
 
     def _hypergradient(self, oracle: Oracle, samples: ImplicitSamples, inputs: StepInputs) -> Estimate:
-        """The estimate on these samples at the oracle's point; nothing of it is remembered."""
+        """Return the estimate on these samples at the oracle's point, without state."""
         lr = inputs.linear_rates(self.linear_lr)
         if self._randomised:
             steps = len(samples.products) if samples.number is None else samples.number
@@ -59,11 +59,11 @@ class NeumannMethod(BilevelOptimizer):
         return replace(stochastic_implicit(oracle, samples, solve), memory={})
 
     def _draws(self, inputs: DrawInputs) -> list[Draw]:
-        """Those of the lower steps, then those of the series."""
+        """Return the draws of the lower steps, then those of the series."""
         return [LOWER] * self._lower_step_count(inputs.steps) + self._sample_draws()
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """Lower steps, then the series at their end."""
+        """Run the lower steps, then evaluate the series at their end."""
         here = inputs.run_lower_steps(oracle, self._lower_step_count(inputs.steps))
         return here.with_lower(self._hypergradient(here.oracle, self._samples(oracle, inputs), inputs))
 
@@ -76,8 +76,8 @@ class StocBiO(NeumannMethod):
         v &= \eta \sum_{q=0}^{Q} \prod_{j=1}^{q} (I - \eta \nabla^2_{yy} g(x, y; \zeta_j))\, \nabla_y f(x, y; \xi),\\
         x &\leftarrow x - \text{lr}\, (\nabla_x f(x, y; \xi) - \nabla^2_{xy} g(x, y; \zeta_0)\, v).
 
-    *When.* Stochastic losses with batches that are large enough for a Hessian-vector product to mean something; the
-    simplest of the stochastic methods with second derivatives. *Needs* a lower loss that is strongly convex in y, and
+    *When.* Stochastic losses with batches that are large enough for a meaningful Hessian-vector product; the simplest
+    of the stochastic methods with second derivatives. *Needs* a lower loss that is strongly convex in y, and
     :math:`\eta \le 1/L` on every batch. The mean of v is the truncated series at the mean Hessian, with bias
     :math:`O((1 - \eta\mu)^{Q+1})`.
 
@@ -118,7 +118,7 @@ class StocBiO(NeumannMethod):
     declared = MethodInfo(
         paper="arXiv:2010.07962",
         family="stochastic",
-        when="noisy second derivatives, batches large enough for a product to mean something; the simplest",
+        when="noisy second derivatives, batches large enough for a meaningful product; the simplest",
         cost="T lower, 1 upper, Q hvp, 1 jvp; Q = linear_steps",
     )
 
@@ -133,8 +133,8 @@ class AmIGO(BilevelOptimizer):
         x &\leftarrow x - \text{lr}\, (\nabla_x f(x, y; \xi) - \nabla^2_{xy} g(x, y; \zeta_0)\, v).
 
     *When.* As `StocBiO`, and better conditioned by the warm start of v: its error is carried over and shrinks from step
-    to step, so few linear steps do. *Needs* a lower loss that is strongly convex in y, and :math:`\eta < 2/L` on every
-    batch.
+    to step, so few linear steps suffice. *Needs* a lower loss that is strongly convex in y, and :math:`\eta < 2/L` on
+    every batch.
 
     *Cost per step*: ``lower_steps`` lower gradients, 1 upper gradient, ``linear_steps`` Hessian-vector products (one
     less where v starts from zero), 1 cross product. *Draws*: one lower batch for each lower step, one upper batch, one
@@ -173,7 +173,7 @@ class AmIGO(BilevelOptimizer):
     declared = MethodInfo(
         paper="arXiv:2111.14580",
         family="stochastic",
-        when="as StocBiO, with a warm-started linear system: few linear steps do",
+        when="as StocBiO, with a warm-started linear system: few linear steps suffice",
         cost="as StocBiO",
     )
 
@@ -181,12 +181,12 @@ class AmIGO(BilevelOptimizer):
     linear_lr: float | None = number(default=None, above=0, optional=True)
 
     def _draws(self, inputs: DrawInputs) -> list[Draw]:
-        """Those of the lower steps, an upper one, one for each product (the first from zero is none), one more."""
+        """Return the draws of the lower steps, an upper one, one for each product (not for a zero start), one more."""
         products = self.linear_steps - (self._solution(inputs) is None)
         return [LOWER] * self.lower_steps + [UPPER] + [LOWER] * (products + 1)
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """Lower steps, then steps on the linear system from its last solution."""
+        """Run the lower steps, then steps on the linear system from its last solution."""
         here = inputs.run_lower_steps(oracle, self.lower_steps)
         start = self._solution(inputs)
         samples = ImplicitSamples.draw(oracle, self.linear_steps - (start is None))
@@ -195,5 +195,5 @@ class AmIGO(BilevelOptimizer):
         return here.with_lower(estimate if self.warm_start else replace(estimate, memory={}))
 
     def _solution(self, inputs: DrawInputs) -> Vector | None:
-        """V as the last step left it; None to start."""
+        """Return v from the last step; None at the start."""
         return inputs.memory.get("linear_solution") if self.warm_start else None

@@ -24,16 +24,16 @@ __all__ = ["VRBO"]
 class VRBO(NeumannMethod):
     r"""Variance-reduced bilevel optimiser (VRBO): SPIDER on both gradients, with many batches at every q-th step.
 
-    With :math:`z = (x, y)`, :math:`z'` the point before and :math:`\nabla\Phi(z; \xi)` the estimate of `StocBiO`, each
-    outer step adds differences as y moves,
+    With :math:`z = (x, y)`, :math:`z'` the previous point and :math:`\nabla\Phi(z; \xi)` the estimate of `StocBiO`,
+    each outer step adds differences as y moves,
 
     .. math::
         u \leftarrow u + \nabla_y g(z; \zeta) - \nabla_y g(z'; \zeta), \quad
         h \leftarrow h + \nabla\Phi(z; \xi) - \nabla\Phi(z'; \xi), \quad
         y \leftarrow y - \alpha u,
 
-    ``lower_steps`` times, the first difference being that of the last update of x, and once more without a step. Every
-    ``period`` steps u and h are then replaced by means over ``anchor_batches`` batches, and
+    ``lower_steps`` times, and the differences once more without a step. The first difference is that of the last update
+    of x. Every ``period`` steps, means over ``anchor_batches`` batches then replace u and h, and
     :math:`x \leftarrow x - \text{lr}\, h`.
 
     *When.* As a baseline: the differences cost two evaluations per sample at every lower step. *Needs* what `StocBiO`
@@ -43,7 +43,7 @@ class VRBO(NeumannMethod):
     gradient, Q Hessian-vector products and one cross product. At every ``period``-th step 2 T lower gradients, and
     ``anchor_batches`` times one of each. *Draws*: for each difference one lower batch for u, then those of `StocBiO`
     for h (not before an anchor); for an anchor ``anchor_batches`` lower batches, then the others as often. The first
-    step has as many lower batches before all others.
+    step draws the same number of lower batches before all others.
 
     Args:
         upper: upper parameters x.
@@ -56,7 +56,7 @@ class VRBO(NeumannMethod):
         period: outer steps from one anchor to the next. Default: 5.
         anchor_batches: batches of an anchor. Default: 10.
         warm_start: start y at its last value; otherwise every step is an anchor. Default: True.
-        lower_optimizer: takes u for the gradient; see `BilevelOptimizer`.
+        lower_optimizer: receives u as the gradient; see `BilevelOptimizer`.
         check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch, upper_batch, lower_init,
             task_memory, lower_clip, lower_projection: see `BilevelOptimizer`.
 
@@ -92,11 +92,11 @@ class VRBO(NeumannMethod):
     anchor_batches: int = count(default=10, least=1)
 
     def _graph_key(self, steps: int, numbers: Mapping[str, Any]) -> bool:
-        """Whether it begins anew."""
+        """Cache key for the next step's graph: True if the step is an anchor."""
         return steps % self.period == 0
 
     def _draws(self, inputs: DrawInputs) -> list[Draw]:
-        """Those of the differences; around them, where the recursion begins anew, many for each mean."""
+        """Return the draws of the differences; where the recursion restarts, also ``anchor_batches`` for each mean."""
         begins = not self.warm_start or Recursion.remembered(inputs) is None
         if not begins and not self._graph_key(inputs.steps, inputs.numbers):
             return [LOWER, *self._sample_draws()] * (self.lower_steps + 1)
@@ -104,7 +104,7 @@ class VRBO(NeumannMethod):
         return many * begins + [LOWER] * differences + many + self._sample_draws() * self.anchor_batches
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """Lower steps along a recursion, which begins anew with large batches every ``period`` steps."""
+        """Run lower steps along a recursion that restarts from large batches every ``period`` steps."""
         rule, memory = inputs.solver_for(oracle.y)
         last = Recursion.remembered(inputs) if self.warm_start else None
         begins = last is None
@@ -131,7 +131,7 @@ class VRBO(NeumannMethod):
     def _moved(
         self, oracle: Oracle, last: Recursion, inputs: StepInputs, *, with_upper: bool
     ) -> tuple[Recursion, Estimate | None]:
-        """The recursion at the oracle's point, on one pair of samples at both points."""
+        """Return the recursion at the oracle's point, from one pair of samples evaluated at both points."""
         zeta, samples = oracle.g.draw(), self._samples(oracle, inputs) if with_upper else None
         _, u = oracle.lower(zeta)
         estimate = None if samples is None else self._hypergradient(oracle, samples, inputs)
@@ -142,7 +142,7 @@ class VRBO(NeumannMethod):
         return Recursion(oracle.x, oracle.y, h, last.u + (u - before_u)), estimate
 
     def _lower_anchor(self, oracle: Oracle) -> Vector:
-        """The lower gradient on many batches."""
+        """Return the lower gradient averaged over many batches."""
         total = oracle.y.zeros_like()
         for _ in range(self.anchor_batches):
             total = total + oracle.lower(oracle.g.draw(once=True))[1]
@@ -151,7 +151,7 @@ class VRBO(NeumannMethod):
         return total
 
     def _anchor(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """The hypergradient on many batches."""
+        """Return the hypergradient averaged over many batches."""
         share = 1 / self.anchor_batches
         loss, gradient = oracle.x[0].new_zeros(()), oracle.x.zeros_like()
         for _ in range(self.anchor_batches):

@@ -29,9 +29,9 @@ class BSVRB(RecursiveOptimizer):
         + c\,(h_i(x_t, y_{i,t}; \zeta) - h_i(x_{t-1}, y_{i,t-1}; \zeta)),
         \qquad c = 1 - \beta + \frac{1-q}{q (1-\beta)},
 
-    with q the part of the tasks in a step. Version 1 tracks :math:`w_i` (of :math:`\nabla_y g_i`) and :math:`H_i`;
-    version 2 tracks :math:`w_i` and :math:`s_i`, of :math:`\nabla^2_{yy} g_i r_i - \nabla_y f_i`, along which
-    :math:`r_i` descends, and makes no matrix. The direction is STORM over the samples of S,
+    with q the fraction of the tasks in a step. Version 1 tracks :math:`w_i` (of :math:`\nabla_y g_i`) and :math:`H_i`.
+    Version 2 tracks :math:`w_i` and :math:`s_i` (of :math:`\nabla^2_{yy} g_i r_i - \nabla_y f_i`), along which
+    :math:`r_i` descends, and forms no matrix. The direction is STORM over the samples of S,
 
     .. math:: d \leftarrow (1-\beta)(d - \bar q_{t-1}) + \bar q_t, \qquad
         q = \nabla_x f - \nabla^2_{xy} g\, H^{-1} \nabla_y f
@@ -40,7 +40,7 @@ class BSVRB(RecursiveOptimizer):
     and x steps along d, :math:`y_i` along :math:`w_i`.
 
     *When.* As `RSVRB`, its predecessor. Resting rows do not drift along stale trackers, so lower steps need not
-    shrink with q; they lag behind x between visits. *Needs* what `RSVRB` needs; memory per task :math:`p^2 + 3p`
+    shrink with q; the rows lag behind x between visits. *Needs* what `RSVRB` needs; memory per task :math:`p^2 + 3p`
     (version 2: :math:`6p`).
 
     *Cost per step*: as `RSVRB` with matrices, and (version 2) with ``"matrix_free"``. *Draws*: as `RSVRB`.
@@ -61,7 +61,7 @@ class BSVRB(RecursiveOptimizer):
         warm_start, check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_batch, upper_batch,
             lower_init: see `BilevelOptimizer`.
 
-    State: as `RSVRB`, and so are the diagnostics.
+    State: as `RSVRB`, and the diagnostics too.
 
     Raises:
         ValueError: for an argument out of its range.

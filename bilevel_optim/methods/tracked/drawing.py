@@ -1,4 +1,4 @@
-"""Which tasks a step looks at: all of them, what the sampler draws, or a draw by importance."""
+"""Choice of the tasks of a step: all of them, a draw of the sampler, or a draw by importance."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from .rows import Rows
 
 __all__ = ["CHANCES", "Drawing", "Drawn", "Source", "Weighted", "importance_probabilities", "others"]
 
-UNIFORM_PART = 0.2  # of adaptive probabilities, so that 1/p stays bounded
+UNIFORM_PART = 0.2  # uniform fraction of adaptive probabilities, so that 1/p stays bounded
 CHANCES = ("probability", "cumulative")  # tables of adapted probabilities, and of their sums
 
 
 class Drawn(NamedTuple):
-    """What a step looks at.
+    """The tasks of a step, and what has been drawn for them.
 
     Attributes:
-        ids: different tasks in increasing order.
-        scale: 1/m over the share of the draws that were each of them.
-        tables: to be remembered.
-        batches: the data of these tasks, by level; None: not drawn yet.
-        probes: rows for the direction, likewise.
-        others: all other rows, if they are to be brought up to date and it is known which they are.
+        ids: distinct tasks in increasing order.
+        scale: share of the draws of each task over its probability, 1 in expectation over the draws.
+        tables: new tables to store.
+        batches: the data of these tasks, by level; None if not drawn yet.
+        probes: rows for the direction; None if not drawn yet.
+        others: all other rows, if they are known and to be brought up to date.
     """
 
     ids: Tensor
@@ -45,13 +45,13 @@ class Drawn(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What tasks are drawn with.
+    """Inputs of a draw of tasks.
 
     Attributes:
-        generator: of the random numbers.
-        steps: how many were made.
-        tables: what is known of the rows.
-        agreed: gives what all ranks take, from what this one has drawn.
+        generator: source of the random numbers.
+        steps: number of steps made.
+        tables: stored values of the rows.
+        agreed: function from this rank's draw to the draw that all ranks use.
     """
 
     generator: torch.Generator | None
@@ -61,42 +61,42 @@ class Source(NamedTuple):
 
     @classmethod
     def of(cls, inputs: StepInputs) -> Source:
-        """That of a step."""
+        """Return the source for a step."""
         return cls(inputs.generator, inputs.steps, inputs.tables, partial(agreed, inputs=inputs))
 
 
 @dataclass(frozen=True, eq=False)
 class Drawing:
-    """What the sampler draws, taken to be uniform.
+    """Tasks drawn by the sampler, assumed to be uniform.
 
     Attributes:
         task_batch: tasks in a step; None: all of them, without a draw.
-        probes: further rows that are drawn for the direction.
+        probes: number of further rows to draw for the direction.
     """
 
     task_batch: int | None = None
     probes: int = 0
 
     def batch(self, m: int) -> int:
-        """Tasks with data in a step."""
+        """Return the number of tasks with data in a step."""
         return m if self.task_batch is None else min(self.task_batch, m)
 
     def share(self, m: int) -> float:
-        """The part q of the tasks that a step looks at."""
+        """Return the fraction q of the tasks that a step visits."""
         return self.batch(m) / m
 
     def draw(self, sampler: Any, m: int, source: Source) -> Drawn:
-        """The tasks of a step; without a sampler the one problem."""
+        """Draw the tasks of a step; without a sampler, take the one problem."""
         if sampler is None or self.task_batch is None:
             return Drawn(torch.arange(m, device="cpu"), torch.ones(m, dtype=torch.float64, device="cpu"), {})
         return self.some(sampler, m, source)
 
     def draws(self, m: int) -> list[TaskDraw]:
-        """What `draw` draws from the sampler."""
+        """Return the sampler's draws in `draw`."""
         return [] if self.task_batch is None else [TaskDraw("tasks", self.batch(m))]
 
     def some(self, sampler: Any, m: int, source: Source) -> Drawn:
-        """A few tasks."""
+        """Draw a few tasks."""
         drawn = sample(sampler, self.batch(m), source.generator)
         if not isinstance(drawn, Tensor) or drawn.is_floating_point() or drawn.dim() != 1:
             raise ValueError("a few rows need a sampler of task ids: sample(n, generator) must return n row numbers")
@@ -106,21 +106,21 @@ class Drawing:
         return Drawn(ids, counts.double() / self.share(m), {})
 
     def probe(self, m: int, source: Source) -> Tensor:
-        """Rows for the direction, independent of those that see data."""
+        """Draw rows for the direction, independently of those that see data."""
         generator = source.generator
         return source.agreed(torch.randint(m, (self.probes,), generator=generator, device=device_of(generator)))
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What rows remember for later draws."""
+        """Names of the values that rows keep for later draws."""
         return ()
 
     def opened(self, m: int) -> Rows:
-        """Tables for later draws, as they begin."""
+        """Return the initial tables for later draws."""
         return {}
 
     def noted(self, derivatives: Rows, before: Rows) -> Rows:
-        """That, after something was seen of them."""
+        """Return the new `notes` of rows whose derivatives have been measured."""
         return {}
 
 
@@ -129,14 +129,14 @@ class Weighted(Drawing):
     """Tasks drawn with given probabilities, with replacement.
 
     Attributes:
-        chances: the probabilities, and their sums; None: from the sizes of the derivatives last seen, once for each
-            m / task_batch steps.
+        chances: the probabilities and their cumulative sums; None: computed from the sizes of the last derivatives,
+            once every m / task_batch steps.
     """
 
     chances: tuple[Tensor, Tensor] | None = None
 
     def draws(self, m: int) -> list[TaskDraw]:
-        """Nothing: the probabilities decide."""
+        """Return no draws: the probabilities decide, not the sampler."""
         return []
 
     def some(self, sampler: Any, m: int, source: Source) -> Drawn:
@@ -171,24 +171,24 @@ class Weighted(Drawing):
 
 
 def agreed(drawn: Tensor, inputs: StepInputs) -> Tensor:
-    """What the first rank has drawn."""
+    """Return the first rank's draw."""
     if inputs.ranks.world == 1:
         return drawn.cpu()
     return inputs.ranks.same(Vector([drawn.to(inputs.lower[0].device)]))[0].cpu()
 
 
 def others(ids: Tensor, count: int) -> Tensor:
-    """All of so many rows but these."""
+    """Return all of ``count`` rows except these."""
     is_other = torch.ones(count, dtype=torch.bool, device="cpu")
     is_other[ids] = False
     return is_other.nonzero().flatten()
 
 
 def importance_probabilities(sizes: Tensor) -> Tensor:
-    r"""Probabilities :math:`p_i \propto \sqrt{A_i}`, which make :math:`C(p) = \sum_i A_i / p_i` smallest.
+    r"""Return the probabilities :math:`p_i \propto \sqrt{A_i}`, which minimise :math:`C(p) = \sum_i A_i / p_i`.
 
     :math:`C(p)/m` is the factor of the theory's sample complexity. With these it is
-    :math:`(\sum_i \sqrt{A_i})^2 / m`, by :math:`1 + cv^2(\sqrt A)` less than with uniform ones.
+    :math:`(\sum_i \sqrt{A_i})^2 / m`, smaller by a factor of :math:`1 + cv^2(\sqrt A)` than with uniform ones.
 
     Args:
         sizes: :math:`A_i`, the sum of the squared sizes of a task's derivatives; shape (m,).

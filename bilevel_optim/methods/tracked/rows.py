@@ -1,4 +1,4 @@
-"""Per-task rows: what a method remembers of each of m tasks, touched only where a step looks."""
+"""Per-task rows: a method's state of each of m tasks, touched only for the tasks that a step visits."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ...problem.vector import Vector
 __all__ = ["CHUNK", "STAMPS", "Clock", "GraphClock", "Rows", "Table", "about_to_end", "clock_of", "kept", "table_of"]
 
 REBASE = -16.0  # below that, exp(sum of logarithms) leaves too few digits in the differences of prefix sums
-HISTORY = 1 << 14  # steps that are remembered one by one if there is a radius
-CHUNK = 1 << 22  # entries handled at a time when all rows are gone through
-STAMPS = ("log", "drift", "age")  # tables that say at what time a row is valid
+HISTORY = 1 << 14  # steps that are stored one by one if there is a radius
+CHUNK = 1 << 22  # entries handled at a time in a pass over all rows
+STAMPS = ("log", "drift", "age")  # tables that record the time at which a row is valid
 
-Rows = dict[str, Tensor]  # some rows as they are at one time, by name
+Rows = dict[str, Tensor]  # some rows at one time, by name
 Sums = tuple[tuple[float, ...], ...]
 
 
@@ -36,8 +36,8 @@ class Clock(NamedTuple):
         time: number of steps.
         log: :math:`\Lambda`, for each tracker.
         drift, last: G now and at the last step, for each position and learning rate.
-        history: what passed since the last rebase: mixing weight of the first velocity, part of a step, learning rate.
-            Kept only if there is a radius.
+        history: for each step since the last rebase: mixing weight of the first velocity, part of a step, learning
+            rate. Kept only if there is a radius.
     """
 
     time: int
@@ -48,26 +48,26 @@ class Clock(NamedTuple):
 
     @classmethod
     def started(cls, trackers: int, positions: int, rates: int, time: int = 0) -> Clock:
-        """The clock of rows that are all current."""
+        """Return the clock of rows that are all current."""
         zeros = ((0.0,) * rates,) * positions
         return cls(time, (0.0,) * trackers, zeros, zeros)
 
     @property
     def still(self) -> bool:
-        """Whether no row has moved since the last rebase without being looked at."""
+        """True if no row has moved without a visit since the last rebase."""
         return not (any(self.log) or any(map(any, self.drift)))
 
     @property
     def exhausted(self) -> bool:
-        """Whether it is time to bring all rows up to date, and to begin the sums anew."""
+        """True if it is time to bring all rows up to date and restart the sums."""
         return min(self.log) < REBASE or len(self.history) >= HISTORY
 
     def waited(self) -> Clock:
-        """One step later, if no row moves that is not looked at."""
+        """Return the clock one step later, if unvisited rows do not move."""
         return self._replace(time=self.time + 1)
 
     def ticked(self, table: Table, betas: Mapping[str, float], rates: Tensor, tau: float, keep: bool) -> Clock:
-        """One step later, with these mixing weights, learning rates and part of a step."""
+        """Return the clock one step later, for these mixing weights, learning rates and part of a step."""
         numbers: list[float] = rates.tolist()
         levels = {name: old + _lost(betas[name]) for name, old in zip(table.trackers, self.log, strict=True)}
         drift = tuple(
@@ -78,11 +78,11 @@ class Clock(NamedTuple):
         return Clock(self.time + 1, tuple(levels.values()), drift, self.drift, self.history + passed)
 
     def rebased(self) -> Clock:
-        """The clock as it is when all rows are current."""
+        """Return the clock with all rows current at the same time."""
         return Clock.started(len(self.log), len(self.drift), len(self.drift[0]), self.time)
 
     def stamps(self, device: torch.device) -> Rows:
-        """The time and the sums as tensors, of which a row keeps `STAMPS`."""
+        """Return the time and the sums as tensors; a row keeps those named in `STAMPS`."""
         sums = [entry for part in (*self.drift, *self.last) for entry in part]
         time, log, *rest = _taken_apart(
             to_device([self.time, *self.log, *sums], device, torch.float64), len(self.log), len(self.drift)
@@ -92,13 +92,13 @@ class Clock(NamedTuple):
 
 @dataclass(frozen=True)
 class GraphClock:
-    """The clock of a traced step: that of another step, without a history.
+    """Clock of a traced step: like `Clock`, but without a history.
 
-    The host looks at the clock before the step: it makes those itself that would exhaust it.
+    The host checks the clock before each step, and runs eagerly any step that would exhaust it.
 
     Attributes:
         time, log, drift, last: as those of `Clock`.
-        still: whether no row ever moves without being looked at.
+        still: True if no row ever moves without a visit.
     """
 
     time: Tensor
@@ -126,7 +126,7 @@ class GraphClock:
 
 
 def clock_of(found: Any, trackers: int, positions: int, *, still: bool = False) -> Clock | GraphClock:
-    """The clock that was `kept`; in a graph one of which is known whether it is ``still``."""
+    """Return the clock that was `kept`; in a graph, ``still`` says that unvisited rows never move."""
     if not isinstance(found, Tensor):
         return Clock(*found)
     time, log, drift, last = _taken_apart(found, trackers, positions)
@@ -137,7 +137,7 @@ def clock_of(found: Any, trackers: int, positions: int, *, still: bool = False) 
 
 
 def _taken_apart(numbers: Tensor, trackers: int, positions: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Time, logarithms and the two sums of a clock, from one tensor."""
+    """Split one tensor into the time, logarithms and two sums of a clock."""
     rates = (len(numbers) - 1 - trackers) // (2 * positions)
     time, log, *sums = torch.split(numbers, [1, trackers, positions * rates, positions * rates])
     drift, last = (t.view(positions, rates) for t in sums)
@@ -145,7 +145,7 @@ def _taken_apart(numbers: Tensor, trackers: int, positions: int) -> tuple[Tensor
 
 
 def kept(clock: Clock | GraphClock) -> Any:
-    """What an optimizer keeps of a clock: one tensor, an argument of graphs; with a history all as it is."""
+    """Return a clock as an optimizer keeps it: one tensor, an argument of graphs; with a history, a tuple."""
     if isinstance(clock, GraphClock):
         return torch.cat([clock.time.reshape(1), clock.log, clock.drift.flatten(), clock.last.flatten()])
     if clock.history:
@@ -155,42 +155,42 @@ def kept(clock: Clock | GraphClock) -> Any:
 
 
 def about_to_end(found: Tensor, trackers: Sequence[str], betas: Mapping[str, float]) -> bool:
-    """Whether one more step would exhaust the clock that was `kept`."""
+    """Return True if one more step would exhaust the clock that was `kept`."""
     logs = found[1 : 1 + len(trackers)].tolist()
     return any(old + _lost(betas[name]) < REBASE for name, old in zip(trackers, logs, strict=True))
 
 
 def _lost(beta: float) -> float:
-    """What the logarithm of a tracker loses in a step with this weight."""
+    """Return the change of a tracker's logarithm in a step with this weight."""
     return math.log(max(1 - beta, 1e-16))
 
 
 @dataclass(frozen=True)
 class Table:
-    r"""Tensors with one row per task, of which each step changes a few by data and all others by a known rule.
+    r"""Tensors with one row per task; each step changes a few rows by data and all others by a known rule.
 
-    When the row is not looked at, every tracker X shrinks, :math:`X \leftarrow (1-\beta) X`, and every position y moves
-    along its velocity w, :math:`y \leftarrow (1-\tau)\, y + \tau\, \Pi(y - \text{lr}\, w)` with w already shrunk. Both
-    have closed forms in prefix sums over the steps, so a row catches up in one go when it is next looked at, however
-    long that took:
+    In a step that does not visit a row, each of its trackers X shrinks, :math:`X \leftarrow (1-\beta) X`. Each position
+    y moves along its velocity w, :math:`y \leftarrow (1-\tau)\, y + \tau\, \Pi(y - \text{lr}\, w)` with w already
+    shrunk. Both have closed forms in prefix sums over the steps, so a row catches up at once at its next visit, however
+    many steps it missed:
 
     .. math::
         X_t = e^{\Lambda_t - \Lambda_a} X_a, \qquad y_t = y_a - e^{-\Lambda_a} (G_t - G_a)\, w_a,
         \qquad \Lambda_t = \sum_{s<t} \log(1 - \beta_s), \quad G_t = \sum_{s<t} \tau_s \text{lr}_s e^{\Lambda_{s+1}}.
 
-    A row keeps :math:`\Lambda_a` and :math:`G_a` of the time at which it is valid. Nothing here writes: `gather` makes
-    rows, `writes` says where they belong.
+    A row keeps :math:`\Lambda_a` and :math:`G_a` of the time at which it is valid. Nothing here writes: `gather`
+    returns rows, `writes` returns the writes that store them.
 
     Attributes:
-        positions: tensors of the first position y, each (m, ...), or those of the rows that this rank has.
-        tables: everything else by name, likewise: trackers, positions, their values ``NAME_last`` at the last
-            step, whatever else a method keeps, and `STAMPS`.
-        trackers: names of what shrinks.
+        positions: tensors of the first position y, each (m, ...); if rows are split over ranks, this rank's rows.
+        tables: all other tensors by name, with the same rows: trackers, positions, their values ``NAME_last`` at the
+            last step, other state of a method, and `STAMPS`.
+        trackers: names of the tensors that shrink.
         moving: (position, velocity) names.
         groups: for each entry of a row of y, the index of its learning rate.
-        least: lowest eigenvalue of ``H``, which is kept above it also when the row is not looked at; None: not.
-        radius: of the ball :math:`\Pi` projects y to.
-        split: which of all rows these are.
+        least: floor of the eigenvalues of ``H``, also applied to unvisited rows; None: no floor.
+        radius: radius of the ball onto which :math:`\Pi` projects y.
+        split: place of these rows among those of all ranks.
     """
 
     positions: Vector
@@ -204,7 +204,7 @@ class Table:
 
     @property
     def count(self) -> int:
-        """Number of rows, of this rank if they are split."""
+        """Number of rows; if they are split, of this rank's."""
         return len(self.positions[0])
 
     @property
@@ -218,15 +218,15 @@ class Table:
 
     @property
     def width(self) -> int:
-        """Entries of a row without y."""
+        """Number of entries of a row without y."""
         return sum(t[0].numel() for name, t in self.tables.items() if name not in STAMPS)
 
     def spread(self, rates: Tensor) -> Tensor:
-        """Learning rate of each entry of a row of y."""
+        """Return the learning rate of each entry of a row of y."""
         return to_device(rates[self.groups], self.positions[0].device)
 
     def gather(self, ids: Tensor, clock: Clock | GraphClock) -> Rows:
-        """Rows as they are at a time, on the device of y, with the positions' last values as ``NAME_last``."""
+        """Return rows at the clock's time, on the device of y, with the positions' last values as ``NAME_last``."""
         host, ids, home = ids, to_device(ids, self.device), self.positions[0].device
         rows = {name: t[ids] for name, t in self.tables.items()}
         log, drift, age = (rows.pop(name) for name in STAMPS)
@@ -248,12 +248,12 @@ class Table:
             for name, factor in zip(self.trackers, torch.exp(now["log"] - log).unbind(1), strict=True):
                 rows[name] = rows[name] * factor.to(rows[name].dtype).view(-1, *[1] * (rows[name].dim() - 1))
             if self.least is not None:
-                # Once is enough: shrinking and flooring again and again is shrinking by all factors and flooring once.
+                # Once is enough: shrinking and flooring at every step equals all the shrinking, then flooring once.
                 rows["H"] = floor(rows["H"], self.least).value
         return {name: t.to(home) for name, t in rows.items()}
 
     def writes(self, ids: Tensor, rows: Rows, clock: Clock | GraphClock) -> list[Write]:
-        """What puts rows that are valid at a time into the tables."""
+        """Return the writes that store rows, valid at the clock's time, in the tables."""
         there, live = to_device(ids, self.device), self.positions
         valid = {**rows, **clock.stamps(self.device)}
         y = zip(live, shaped(rows["y"], live.lane(0)), strict=True)
@@ -262,18 +262,18 @@ class Table:
         ]
 
     def _at(self, device: torch.device, ids: Tensor, there: Tensor) -> Tensor:
-        """Row numbers on a device, of which the tables' own has them already."""
+        """Return row numbers on a device; ``there`` holds them on the tables' device."""
         return there if there.device == device else to_device(ids, device)
 
     def chunks(self, ids: Tensor) -> Iterator[Tensor]:
-        """Row numbers in parts of bounded size."""
+        """Yield row numbers in parts of bounded size."""
         size = max(CHUNK // max(self.width + sum(t[0].numel() for t in self.positions), 1), 1)
         yield from torch.split(ids, size) if len(ids) else ()
 
     def _confine(
         self, rows: Rows, at: Tensor, along: Tensor, far: Tensor, last: Tensor, clock: Clock, age: Tensor
     ) -> None:
-        """Put y, and ``last``, where it may have touched the sphere, by a recursion in two scalars per step passed."""
+        """Correct y and ``last`` of rows that may have touched the sphere, by a recursion in two scalars per step."""
         y, w, history = at.double(), along.double(), clock.history
         largest = max((lr for *_, lr in history), default=0.0)
         touched = torch.linalg.vector_norm(y - (far + largest).unsqueeze(-1) * w, dim=-1) > self.radius
@@ -293,7 +293,7 @@ class Table:
 
 
 def table_of(rows: Rows, clock: Clock | GraphClock, device: torch.device) -> Rows:
-    """Tables that consist of these rows, but for y, which are all valid at a time."""
+    """Return tables that consist of these rows except y, all valid at the clock's time."""
     stamps, m = clock.stamps(device), len(rows["y"])
     return {name: t.to(device) for name, t in rows.items() if name != "y"} | {
         name: stamps[name].expand(m, *stamps[name].shape).clone() for name in STAMPS

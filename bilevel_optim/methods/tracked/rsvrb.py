@@ -1,4 +1,4 @@
-"""RSVRB: SVRB for very many lower problems, a few of which are looked at in a step."""
+"""RSVRB: SVRB for very many lower problems; a step visits a few of them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["RSVRB", "importance_probabilities"]
 
 
 class RSVRB(RecursiveOptimizer):
-    r"""Randomised SVRB (RSVRB): m lower problems with a memory of each, of which a step looks at a few.
+    r"""Randomised SVRB (RSVRB): m lower problems with a memory of each; a step visits a few of them.
 
-    For :math:`\min_x \frac1m \sum_i f_i(x, y_i^*(x))`. Trackers :math:`u_i, v_i, V_i, H_i, w_i` as in `SVRB`, of which
-    only those of the sampled tasks S see data (:math:`a_i` is 1 over the expected number of draws of i if it was drawn,
-    else 0):
+    For :math:`\min_x \frac1m \sum_i f_i(x, y_i^*(x))`. Trackers :math:`u_i, v_i, V_i, H_i, w_i` as in `SVRB`; only
+    those of the sampled tasks S see data (:math:`a_i` is 1 over the expected number of draws of i if it was drawn, else
+    0):
 
     .. math::
         X_i &\leftarrow \Pi\,[(1-\beta) X_i + a_i\,(h_i(x_t, y_{i,t}; \zeta) - (1-\beta)\, h_i(x_{t-1}, y_{i,t-1};
@@ -39,14 +39,14 @@ class RSVRB(RecursiveOptimizer):
     needs, ``tasks=`` with a sampler of ids, and lower parameters with a leading dimension m. Memory: m rows of
     :math:`dp + p^2 + d + 4p` numbers (``"matrix_free"``: :math:`6p`).
 
-    The randomness of *which* tasks are looked at multiplies all trackers of a task by about one known number
-    :math:`s_i`. Divided by it (as :math:`\Pi` acts on u, v, V and H), d converges where the data are exact; without
-    (the other variants) noise of relative size :math:`\sqrt{\beta/q}/\sqrt2` is left, however exact they are,
-    :math:`q` the part of the tasks in a step. That is why beta is in units of q, and why the weights should be equal.
-    Tasks that are not looked at go on along their old :math:`w_i`, for 1/q steps on average: lower_lr times averaging
-    has to be below about q over the smoothness of g (with probabilities, task_batch times the least of them).
+    The random choice of tasks multiplies all trackers of a task by about one known number :math:`s_i`. Divided by it
+    (as :math:`\Pi` acts on u, v, V and H), d converges if the data are exact. Without the division (the other
+    variants), noise of relative size :math:`\sqrt{\beta/q}/\sqrt2` is left even then, :math:`q` the fraction of the
+    tasks in a step. That is why beta is in units of q, and why the weights should be equal. Unvisited tasks continue
+    along their old :math:`w_i`, for 1/q steps on average. So lower_lr times averaging must be below about q over the
+    smoothness of g (with probabilities, task_batch times the least of them takes the place of q).
 
-    *Cost per step*: that of `SVRB` for ``task_batch`` tasks; the first step looks at all of them. *Draws*: the tasks,
+    *Cost per step*: that of `SVRB` for ``task_batch`` tasks; the first step visits all of them. *Draws*: the tasks,
     then one upper and one lower batch for each, used at two points.
 
     Args:
@@ -59,31 +59,31 @@ class RSVRB(RecursiveOptimizer):
         beta_unit: ``"q"``, beta is multiplied by q = task_batch/m (the theory's scale); ``"absolute"``. Default: "q".
         floor: see `SVRB`.
         task_batch: tasks in a step. Default: 10.
-        probabilities: None, what the sampler draws, taken to be uniform; a tensor of shape (m,), tasks are drawn with
-            these probabilities, with replacement (`importance_probabilities` makes good ones from the sizes of the
-            tasks' derivatives); ``"adaptive"``, likewise from the sizes seen so far, mixed with 20 % uniform.
-        variant: how d is made. ``"self_normalised"``, as above, for nearly everything: it converges if the data are
+        probabilities: None, the sampler draws, assumed to be uniform; a tensor of shape (m,), tasks are drawn with
+            these probabilities, with replacement (`importance_probabilities` computes good ones from the sizes of the
+            tasks' derivatives); ``"adaptive"``, the same from the sizes seen so far, mixed with 20 % uniform.
+        variant: formula for d. ``"self_normalised"``, as above, for nearly everything: it converges if the data are
             exact, and is no worse than the next two if they are noisy; needs equal weights. ``"exact_mean"``: the mean
-            of all :math:`z_i` without :math:`s_i`, to see what the division does; needs equal weights. ``"faithful"``:
-            the paper's, for reproduction: :math:`d \leftarrow (1-\beta)(d - \bar z^{old}_J) + \bar z^{new}_J` over
-            probes J, uniformly drawn and independent of S. ``"matrix_free"``: see `SVRB`, for y too large for
-            matrices, or noisy data of which more samples cost less than p products with second derivatives for each.
-            Default: "self_normalised".
+            of all :math:`z_i` without :math:`s_i`, to see the effect of the division; needs equal weights.
+            ``"faithful"``: the paper's, for reproduction:
+            :math:`d \leftarrow (1-\beta)(d - \bar z^{old}_J) + \bar z^{new}_J` over probes J, drawn uniformly and
+            independently of S. ``"matrix_free"``: see `SVRB`, for y too large for matrices, or noisy data if more
+            samples cost less than p products with second derivatives for each. Default: "self_normalised".
         probes: number of probes. Default: 4 task_batch.
-        state_device: where the rows are kept, such as ``"cpu"`` when they do not fit beside the model. Default: with y.
-        lazy: True leaves rows that a step does not look at behind until they are looked at, or until
-            :meth:`catch_up`; False brings all of them up to date in every step, at a cost that grows with m. The
-            results are the same. Default: None, False only for small states. After so many steps that a row left
-            behind has shrunk by :math:`e^{-16}`, one step brings all up to date, and needs room for a second copy.
+        state_device: device of the rows, such as ``"cpu"`` if they do not fit next to the model. Default: that of y.
+        lazy: True leaves unvisited rows behind until their next visit or :meth:`catch_up`; False brings all of them up
+            to date in every step, at a cost that grows with m. The results are the same. Default: None, False only for
+            small states. Once a row left behind has shrunk by :math:`e^{-16}`, one step brings all up to date, and
+            needs room for a second copy.
         lower_batch, upper_batch: rows per batch of a task. Default: all.
         warm_start, check_finite, generator, vectorize, hvp, process_group, tasks_per_step, lower_init: see
             `BilevelOptimizer`. Processes share the tasks of a step; each has all rows, or, of lower parameters split
             along their first dimension (``DTensor``), its own.
 
     *Departures from the paper*, the largest first. The default variant is not the paper's, which is ``"faithful"``.
-    Steps are constant and beta is 0.1, as with `SVRB`, of which the other departures hold too. 10 tasks in a step, as
-    in its experiments, where its algorithm has one; four probes for each of them, where the text has one in all; and
-    beta in units of q, so that one value does for any number of tasks. The paper's algorithm, and its restarts:
+    Steps are constant and beta is 0.1, as with `SVRB`, whose other departures apply too. A step has 10 tasks, as in the
+    paper's experiments; its algorithm has one. There are four probes for each task; the text has one in all. beta is in
+    units of q, so that one value suits any number of tasks. The paper's algorithm, and its restarts:
 
         >>> PAPER = {"variant": "faithful", "task_batch": 1, "probes": 1, "schedule": "cube_root", "beta": 1.0}
         >>> RESTARTED = {"variant": "faithful", "task_batch": 10, "restarts": 100}
@@ -123,7 +123,7 @@ class RSVRB(RecursiveOptimizer):
         paper="arXiv:2105.02266",
         family="tracked",
         when="up to millions of lower problems, each with a state worth keeping",
-        cost="as SVRB for each task looked at",
+        cost="as SVRB for each visited task",
         tasks="rows",
         random=True,
         lower_steps=False,
@@ -167,7 +167,7 @@ class RSVRB(RecursiveOptimizer):
 
 
 def _chances(given: Any) -> Tensor | None:
-    """The probabilities that are given, as they are; None if they are none."""
+    """Return the given probabilities, not normalised; None if they are invalid."""
     try:
         chances = torch.as_tensor(given, dtype=torch.float64, device="cpu")
     except (TypeError, ValueError, RuntimeError):

@@ -33,15 +33,15 @@ class STABLE(RecursiveOptimizer):
         y^+ &= y - \text{lower\_lr}\, \nabla_y g(x, y; \zeta) - H^{-1} V^\top (x^+ - x).
 
     *When.* As the baseline of `SVRB`, which tracks the first derivatives too and leaves the last term out. That term
-    moves y along with :math:`y^*(x)`, so both levels may have steps of one size. *Needs* what `SVRB` needs.
+    moves y along with :math:`y^*(x)`, so both levels may have steps of the same size. *Needs* what `SVRB` needs.
 
     *Cost per step*: that of `SVRB`, and one more solve. *Draws*: as `SVRB`.
 
-    The term is added by ``step``; after ``backward`` and the step of another optimizer it is missing.
+    ``step`` adds the term; after ``backward`` and the step of another optimizer it is missing.
 
     Args:
         upper: upper parameters x.
-        lower: lower parameters y; with ``tasks=``, one row for each task (all are looked at in every step).
+        lower: lower parameters y; with ``tasks=``, one row for each task (every step visits all of them).
         lr: learning rate of x.
         lower_lr: learning rate of y.
         beta: mixing weight of V and H. Default: 0.1.
@@ -92,7 +92,7 @@ class STABLE(RecursiveOptimizer):
         return {**super()._betas(steps, m), **PLAIN}
 
     def update(self, x: Vector, gradient: Vector, inputs: StepInputs) -> Update:
-        """The step along d, and what y moves with it."""
+        """Make the step along d, and move y with it."""
         update = super().update(x, gradient, inputs)
         if not inputs.tables:
             return update
@@ -101,9 +101,9 @@ class STABLE(RecursiveOptimizer):
         split, y = Split(inputs.lower, inputs.ranks), Vector(map(Split.local, inputs.lower))
         V, H = (Split.local(inputs.tables[name]) for name in ("V", "H"))
         m = len(H)
-        movement = movement[: V.shape[1]]  # of tensors added since, which stand behind the others, nothing is known
+        movement = movement[: V.shape[1]]  # tensors added since then come last, and V does not know them
         size = max(CHUNK // H[0].numel(), 1)
-        right = (V.mT @ movement.to(V)).to(H).unsqueeze(-1)  # autocast may have made it narrower
+        right = (V.mT @ movement.to(V)).to(H).unsqueeze(-1)  # autocast may have lowered its precision
         parts = [
             torch.linalg.solve_ex(h, r).result
             for h, r in zip(torch.split(H, size), torch.split(right, size), strict=True)

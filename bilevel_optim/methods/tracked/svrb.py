@@ -32,31 +32,31 @@ class SVRB(RecursiveOptimizer):
     ``variant="matrix_free"`` for a large one. The noise of the direction is that of a batch :math:`1/\beta` times as
     large, so constant learning rates go further than with fresh estimates. *Needs* second derivatives, a lower loss
     that is strongly convex in y on average, and losses whose noise is smooth in (x, y): the same sample at two near
-    points must give nearly the same. Where examples of a1a are reweighted, moving averages in place of STORM did as
+    points must give nearly the same values. In reweighting examples of a1a, moving averages in place of STORM did as
     well (``002-libsvm-a1a`` of ``recipes.papers``).
 
-    *With tasks* (``tasks=``) the lower tensors have a leading dimension m, one row per task, the loss of a task sees
-    its own row, and every step looks at all of them: m such recursions, and the mean of their hypergradients. `RSVRB`
-    looks at a few tasks per step.
+    *With tasks* (``tasks=``) the lower tensors have a leading dimension m, one row per task. The loss of a task sees
+    its own row, and every step visits all tasks: m such recursions, and the mean of their hypergradients. `RSVRB`
+    visits a few tasks per step.
 
     *Cost per step* (and task): 2 upper and 2 lower gradients, 2 p Hessian-vector and 2 p cross products
     (``"matrix_free"``: 2 of each), one linear solve of size p. *Draws*: one upper and one lower batch, each used at two
-    points. The first step is a plain one: it makes the initial estimates of a batch of its own.
+    points. The first step is a plain one: it makes the initial estimates from its own batch.
 
     Args:
         upper: upper parameters x.
         lower: lower parameters y.
         lr: learning rate of x.
         lower_lr: length of a lower step before averaging, at most a third of the inverse smoothness of g in theory.
-        averaging: :math:`\tau`, the part of a lower step that is made. Default: 1.
+        averaging: :math:`\tau`, the fraction of a lower step to make. Default: 1.
         beta: mixing weight in [0, 1], or a dict of weights by name (``u``, ``v``, ``V``, ``H``, ``w``;
             ``"matrix_free"``: ``w``, ``s``, ``d``); names left out get 0.1. 1 forgets (plain stochastic estimates), 0
             never forgets the first batch. Default: 0.1.
         floor: least eigenvalue of H; half of the strong convexity is good (the strong convexity itself biases).
             Default: 1e-3.
-        ceilings: bounds by name, the norm of ``u`` and ``v``, the spectral norm of ``V`` (``"matrix_free"``: the norm
-            of ``r``). Default: none.
-        radius: of the ball around zero that y stays in. Default: infinite.
+        ceilings: bounds by name, on the norm of ``u`` and ``v`` and the spectral norm of ``V`` (``"matrix_free"``: on
+            the norm of ``r``). Default: none.
+        radius: radius of the ball around zero that y stays in. Default: infinite.
         variant: ``"faithful"``, the paper's; ``"matrix_free"``, where r follows :math:`H^{-1} \nabla_y f` by
             :math:`r \leftarrow r - \tau\, \text{lower\_lr}\; s`, with STORM estimates s of :math:`H r - \nabla_y f` and
             d of :math:`\nabla_x f - \nabla^2_{xy} g\, r`, two products in place of the matrices. Default: "faithful".
@@ -65,10 +65,10 @@ class SVRB(RecursiveOptimizer):
             Default: "constant".
         schedule_offset: :math:`c_0`. Default: 8.
         restarts: T, for stages of T, 2 T, 4 T, ... steps, each with the learning rates and averaging of the last over
-            :math:`\sqrt 2` and half of its beta; everything else goes on. Default: None.
+            :math:`\sqrt 2` and half of its beta; everything else continues. Default: None.
         initial_steps: lower gradient steps before the first estimates. Default: 0.
-        state_device: where the trackers are kept. Default: with y.
-        warm_start: False begins anew at every step, from the first y: plain estimates. Default: True.
+        state_device: device of the trackers. Default: that of y.
+        warm_start: False restarts every step from the first y, with plain estimates. Default: True.
         beta_unit: see `RSVRB`.
         lazy: see `RSVRB`; with one lower problem it makes no difference.
         lower_batch, upper_batch: rows per batch of a task. Default: all.
@@ -76,20 +76,21 @@ class SVRB(RecursiveOptimizer):
 
     *Departures from the paper*, the largest first. Step sizes are constant and beta is 0.1; in the paper's theorem both
     shrink with the step (``schedule="cube_root"``, with a constant of beta that it tunes). The result is the last x,
-    not one drawn from all. No ceilings unless they are given. The matrices are explicit, and the system is solved by
-    them; the paper uses conjugate gradients, which is far cheaper per step where p is large: compare seconds with that
-    in mind. The schedule of the paper, with bounds of your own:
+    not one drawn from all. There are no ceilings unless given. The matrices are explicit and solved directly; the paper
+    uses conjugate gradients, which is far cheaper per step if p is large: compare seconds with that in mind. The
+    schedule of the paper, with bounds of your own:
 
         >>> PAPER = {"schedule": "cube_root", "schedule_offset": 8, "beta": 1.0, "variant": "faithful"}
         >>> import torch, bilevel_optim as bo
         >>> x, y = torch.ones(1, requires_grad=True), torch.zeros(1, requires_grad=True)
         >>> optimizer = bo.SVRB([x], [y], lr=0.1, lower_lr=0.3, floor=0.3, ceilings={"u": 10.0, "v": 10.0}, **PAPER)
 
-    State: of the first lower parameter ``rows.NAME``, with a row for each problem that mixes all lower parameters, for
-    each tracker, for ``y_last`` (y at the last step; likewise r), and for ``log``, ``drift`` and ``age``, which say at
-    what time a row is valid. Of the upper parameters ``direction`` (d) and ``previous`` (x at the last step).
-    ``numbers["clock"]``: the time, and sums over the steps by which rows catch up. ``diagnostics`` has
-    ``projected_NAME``, how many projections changed something in this step, and ``lower_residual``, the norm of w.
+    State: of the first lower parameter ``rows.NAME`` for each tracker, for ``y_last`` (y at the last step; also ``r``
+    and ``r_last``), and for ``log``, ``drift`` and ``age``, which record the time at which a row is valid. Each has a
+    row for each problem, which joins all lower parameters. Of the upper parameters ``direction`` (d) and ``previous``
+    (x at the last step). ``numbers["clock"]``: the time, and sums over the steps by which rows catch up.
+    ``diagnostics`` has ``projected_NAME``, the number of projections that changed something in this step, and
+    ``lower_residual``, the norm of w.
 
     Raises:
         ValueError: for an argument out of its range.

@@ -1,4 +1,4 @@
-"""What is tracked of each lower problem: all derivatives as matrices, or a solution of its linear system."""
+"""Trackers of each lower problem: all derivatives as matrices, or a solution of its linear system."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Blocks", "Matrices", "Measured", "Mix", "Normalised", "Products", "T
 
 Names = tuple[str, ...]
 Mix = Callable[[str, Tensor, Tensor, Tensor], Tensor]  # name, tracker, new, old
-Projected = tuple[Rows, Rows]  # rows in their sets, and as projected_NAME how many projections changed something
+Projected = tuple[Rows, Rows]  # rows in their sets, and as projected_NAME the number of active projections
 
 
 class Measured(NamedTuple):
-    """What two points and one sample gave: the loss, per-task derivatives, and hypergradients where those are sums."""
+    """Results at two points on one sample: the loss, per-task derivatives, and hypergradients if they are sums."""
 
     loss: Tensor
     new: Rows
@@ -32,16 +32,16 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class Trackers(ABC):
-    """A choice of what is tracked.
+    """Base class of the sets of trackers.
 
     Attributes:
         floor: least eigenvalue of H.
         ceilings: radii of the trackers' sets, by name.
-        weighted: the names that have a mixing weight of their own.
-        names: the trackers.
+        weighted: names with their own mixing weight.
+        names: names of the trackers.
         moving: (position, velocity) names.
-        limits: what may have a ceiling.
-        apart: whether derivatives in x are wanted for each task.
+        limits: names that may have a ceiling.
+        apart: True if derivatives in x are needed for each task.
     """
 
     floor: float
@@ -55,47 +55,50 @@ class Trackers(ABC):
 
     @abstractmethod
     def derivatives(self, points: Points, x: Tensor, rows: Rows, at: str = "") -> tuple[Tensor, Tensor, Rows]:
-        """Loss, sum of hypergradients if it is one, and what each task has; at the rows or (``"_last"``) the last."""
+        """Return the loss, the hypergradient if it is a sum over tasks, and the derivatives of each task.
+
+        They are evaluated at the rows' positions; with ``at="_last"``, at those of the last step.
+        """
 
     @abstractmethod
     def shapes(self, d: int, p: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of one row of what is made of each task."""
+        """Return the shapes of one task's derivatives, by name."""
 
     @property
     def shrinking(self) -> Names:
-        """Trackers of a row that shrink if it is not looked at."""
+        """Names of the trackers that shrink in unvisited rows."""
         return self.names
 
     def opened(self, points: Points, x: Tensor, y: Tensor, rates: Tensor) -> Rows:
-        """Positions of tasks that are seen for the first time."""
+        """Return the positions of tasks that are seen for the first time."""
         return {"y": y}
 
     def measure(self, points: Points, rows: Rows, x: Tensor, x_last: Tensor) -> Measured:
-        """Derivatives at (x, rows) and at the last point, on the same samples."""
+        """Return derivatives at (x, rows) and at the last point, on the same samples."""
         loss, total, new = self.derivatives(points, x, rows)
         _, total_last, old = self.derivatives(points, x_last, rows, "_last")
         return Measured(loss, new, old, torch.stack([total, total_last]))
 
     def track(self, rows: Rows, measured: Measured, mix: Mix) -> Projected:
-        """Trackers after the step that ``mix`` makes of each."""
+        """Return the trackers after a step, where ``mix`` updates each."""
         new, old = measured.new, measured.old
         return self.projected({name: mix(name, rows[name], new[name], old[name]) for name in self.names})
 
     def projected(self, rows: Rows) -> Projected:
-        """Trackers in their sets."""
+        """Return the trackers projected onto their sets."""
         return rows, {}
 
     def weights(self, betas: dict[str, float]) -> dict[str, float]:
-        """Mixing weights of all trackers."""
+        """Return the mixing weights of all trackers."""
         return betas
 
     def resting(self, beta: float) -> float:
-        """What rows with mixing weight beta lose of z if they are not looked at."""
+        """Return the fraction of z that unvisited rows with mixing weight beta lose."""
         return beta
 
 
 class Matrices(Trackers):
-    r"""u, v, V, H, w, from which each task has its own hypergradient :math:`z = u - V H^{-1} v`."""
+    r"""Trackers u, v, V, H, w, which give each task its own hypergradient :math:`z = u - V H^{-1} v`."""
 
     weighted: ClassVar[Names] = ("u", "v", "V", "H", "w")
     names: ClassVar[Names] = weighted
@@ -110,7 +113,7 @@ class Matrices(Trackers):
         return {"u": (d,), "v": (p,), "w": (p,), "V": (d, p), "H": (p, p)}
 
     def hypergradients(self, rows: Rows) -> Tensor:
-        """Values of z, shape (n, d)."""
+        """Return z of each row, shape (n, d)."""
         return corrected(rows["u"], rows["V"], rows["H"], rows["v"])
 
     def projected(self, rows: Rows) -> Projected:
@@ -122,9 +125,9 @@ class Matrices(Trackers):
 
 
 class Normalised(Matrices):
-    """The same, divided by the scale that the drawing of tasks gives all trackers: that of the constant 1.
+    """`Matrices` divided by the scale that the drawing of tasks gives all trackers: the tracker of the constant 1.
 
-    A row that is not looked at keeps u, v, V and H, because its trackers and their scale shrink alike. Only w, along
+    An unvisited row keeps u, v, V and H, because its trackers and their scale shrink by the same factor. Only w, along
     which y moves, is not divided.
     """
 
@@ -154,14 +157,14 @@ class Normalised(Matrices):
 
 
 class Blocks(Matrices):
-    """H and w alone are tracked; the other factors of the hypergradient are those of the present sample."""
+    """Trackers H and w alone; the other factors of the hypergradient come from the current sample."""
 
     weighted = names = ("H", "w")
     limits = ()
 
 
 class Products(Trackers):
-    r"""w and s, no matrix: r follows :math:`H^{-1} \nabla_y f` by steps along :math:`s \approx H r - \nabla_y f`.
+    r"""Trackers w and s: r follows :math:`H^{-1} \nabla_y f` by steps along :math:`s \approx H r - \nabla_y f`.
 
     The hypergradient of a task, :math:`\nabla_x f - \nabla^2_{xy} g\, r`, is only ever summed over tasks.
     """

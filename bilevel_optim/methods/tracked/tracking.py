@@ -1,4 +1,4 @@
-"""What the methods with a memory of each lower problem share: rows, two points with one sample, sizes of steps."""
+"""Base class of the methods with a memory of each lower problem: rows, two points with one sample, step sizes."""
 
 from __future__ import annotations
 
@@ -42,18 +42,19 @@ class RecursiveOptimizer(BilevelOptimizer):
     r"""Base class of the single-loop methods with trackers of each of m lower problems.
 
     Without ``tasks`` there is one lower problem, m = 1; with them every lower tensor has a leading dimension m. A step
-    gathers the rows of some problems, and says what becomes of them; all others follow a known rule (`Table`).
+    gathers and updates the rows of some problems; all others follow a known rule (`Table`).
 
     Args:
-        variant: what is tracked, and how d follows from it.
+        variant: the trackers, and the rule for d.
         drawing: chooses the tasks of a step.
         beta, floor, beta_unit, averaging, ceilings, radius, schedule, schedule_offset, restarts, initial_steps,
             state_device, lazy: see `SVRB` and `RSVRB`.
 
-    State: of the first lower parameter ``rows.NAME``, with a row for each problem that mixes all lower parameters, for
-    each tracker, for ``y_last`` (y at the last step; likewise r), and for ``log``, ``drift`` and ``age``, which say at
-    what time a row is valid. Of the upper parameters ``direction`` (d) and ``previous`` (x at the last step).
-    ``numbers["clock"]``: the time, and sums over the steps by which rows catch up: a tensor, or with a radius a tuple.
+    State: of the first lower parameter ``rows.NAME`` for each tracker, for ``y_last`` (y at the last step; also ``r``
+    and ``r_last``), and for ``log``, ``drift`` and ``age``, which record the time at which a row is valid. Each has a
+    row for each problem, which joins all lower parameters. Of the upper parameters ``direction`` (d) and ``previous``
+    (x at the last step). ``numbers["clock"]``: the time, and sums over the steps by which rows catch up: a tensor, or
+    with a radius a tuple.
     """
 
     _fixed_rate = "its averaging weights belong to the rate"
@@ -95,7 +96,7 @@ class RecursiveOptimizer(BilevelOptimizer):
 
     @abstractmethod
     def _parts(self, options: dict[str, Any]) -> tuple[Variant, Drawing]:
-        """Return what is tracked and how d follows from it, and what chooses the tasks of a step."""
+        """Return the variant (trackers, and the rule for d) and the choice of a step's tasks."""
 
     @property
     def _weights(self) -> dict[str, float]:
@@ -104,19 +105,19 @@ class RecursiveOptimizer(BilevelOptimizer):
 
     @property
     def _device(self) -> torch.device | None:
-        """Where rows are kept; None: with y."""
+        """Device of the rows; None: that of y."""
         return cast("torch.device | None", self.state_device)
 
     # ------------------------------------------------------------------------------------------------ draws
 
     def _draws(self, inputs: DrawInputs) -> list[Draw]:
-        """A pair for both points; at the beginning one for each initial step before."""
+        """Return a pair of draws for both points; in the first step, a pair for each initial step comes before."""
         return self._pairs(self._begins(inputs, sum(t.numel() for t in self.parameters("lower"))))
 
     def _task_draws(self, inputs: DrawInputs, sampler: Any) -> list[TaskDraw]:
-        """The tasks, if the sampler chooses them, then their batches; at the beginning those of all tasks, by chunks.
+        """Return the draws of tasks, if the sampler chooses them, and of their batches; at first for all, by chunks.
 
-        That is what one process draws; of several each draws the batches of its own tasks.
+        These are the draws of a single process; with several, each draws the batches of its own tasks.
         """
         x, y = self.parameters("upper"), self.parameters("lower")
         m, d, p = self._rows_of(y), sum(t.numel() for t in x), sum(t.shape[1:].numel() for t in y)
@@ -125,21 +126,21 @@ class RecursiveOptimizer(BilevelOptimizer):
         return batches * math.ceil(m / self._chunk(d, p, m)) if begins else [*self._drawing.draws(m), *batches]
 
     def _pairs(self, begins: bool) -> list[Draw]:
-        """What `Points` draw."""
+        """Return the draws of `Points`."""
         return [UPPER, LOWER] * (1 + self.initial_steps * begins)
 
     def _chunk(self, d: int, p: int, m: int) -> int:
-        """How many of m tasks the first step looks at together; d and p are the sizes of x and of a row of y."""
+        """Return how many of m tasks the first step visits together; d and p are the sizes of x and of a row of y."""
         return max(CHUNK // (p * (d if self._trackers.apart else p)), self._drawing.batch(m), 1)
 
     # ------------------------------------------------------------------------------------------------ steps
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """One step of the recursion for one lower problem."""
+        """Make one step of the recursion for one lower problem."""
         return self._step(oracle, inputs, Vector(t.unsqueeze(0) for t in oracle.y))
 
     def _estimate_tasks(self, oracle: Oracle, inputs: StepInputs, sampler: Any) -> Estimate:
-        """One step of the recursion for the rows of some tasks."""
+        """Make one step of the recursion for the rows of some tasks."""
         task_count(sampler, 1)
         sizes = {t.shape[0] if t.dim() else None for t in oracle.y}
         length = length_of(sampler)
@@ -161,16 +162,16 @@ class RecursiveOptimizer(BilevelOptimizer):
         return (self._on if self._goes_on(table, inputs) else self._begun)(oracle, inputs, table, sampler)
 
     def _remembers(self, inputs: DrawInputs) -> bool:
-        """Whether there are rows to go on from."""
+        """Return True if there are rows to continue from."""
         known = "direction" in inputs.upper_memory and "previous" in inputs.upper_memory
         return self.warm_start and known and len(inputs.tables) > 0
 
     def _begins(self, inputs: DrawInputs, width: int) -> bool:
-        """Whether a step begins anew, as there are no rows of so many entries."""
+        """Return True if a step starts afresh, because there are no rows of ``width`` entries."""
         return not self._remembers(inputs) or inputs.tables["w"].shape[1] != width
 
     def _goes_on(self, table: Table, inputs: StepInputs) -> bool:
-        """Whether there are rows of these parameters, which may have become more."""
+        """Return True if there are rows of these parameters; False if there are none, or parameters were added."""
         if not self._remembers(inputs):
             return False
         moving = {f"{name}{at}" for name, _ in table.moving for at in ("", "_last")} - {"y"}
@@ -185,7 +186,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         return True
 
     def _begun(self, oracle: Oracle, inputs: StepInputs, table: Table, sampler: Any) -> Estimate:
-        """The first step looks at every task, because the recursion has to start close to the truth."""
+        """Make the first step, which visits every task because the recursion must start close to the truth."""
         trackers, m, kinds, p = self._trackers, table.total, int(table.groups.max()) + 1, len(table.groups)
         if math.isfinite(self.radius) and kinds > 1:
             raise ValueError("a radius needs all lower parameters in one group, as they make one step of one length")
@@ -221,11 +222,11 @@ class RecursiveOptimizer(BilevelOptimizer):
         return self._kept(oracle, loss, direction, diagnostics, clock, whole, table=table, tables=tables)
 
     def _on(self, oracle: Oracle, inputs: StepInputs, table: Table, sampler: Any) -> Estimate:
-        """A later step looks at the rows of some tasks; all others follow their rule."""
+        """Make a later step, which visits the rows of some tasks; all others follow their rule."""
         trackers, clock, m = self._trackers, self._clock(inputs), table.total
         drawn, betas = self._chosen(table, inputs, sampler), self._betas(inputs.steps, m)
         n = len(drawn.ids)
-        after = clock.waited() if n < m else clock  # where every row is looked at, no time passes that one could miss
+        after = clock.waited() if n < m else clock  # if every row is visited, none misses the step
         if n < m and not self._rule.rests:
             keep = math.isfinite(self.radius)
             after = clock.ticked(table, betas, _rates(inputs), self._tau(inputs), keep)
@@ -248,19 +249,19 @@ class RecursiveOptimizer(BilevelOptimizer):
         loss = measured.loss / n if trackers.apart else measured.loss
         squares, *sums = look.total(rows["w"].square().sum(), *active.values())
         active = dict(zip(active, sums, strict=True))
-        if look.whole:  # of a few rows the drawing decides too
+        if look.whole:  # the count of a few rows depends on the drawing too
             watching.held(oracle.checks, active, n, self.floor)
         residual = (squares / n).sqrt()
         diagnostics = {**active, "lower_residual": residual, "rows_touched": torch.tensor(n, device="cpu")}
         if look.whole:
             return self._kept(oracle, loss, direction, diagnostics, after, rows, table=table, tables=drawn.tables)
         writes, final, mean = settled(look, rows, self._rule, self.lazy)
-        # Made anew from all rows, the mean is rid of what rounding has added up.
+        # A mean recomputed from all rows is free of accumulated rounding errors.
         direction = direction if mean is None else mean
         return self._kept(oracle, loss, direction, diagnostics, final, table=table, writes=writes, tables=drawn.tables)
 
     def _followed(self, rows: Rows, seen: Rows, active: Rows, inputs: StepInputs, rates: Tensor) -> tuple[Rows, Rows]:
-        """Rows with positions after the step, and before it; and how many projections changed something."""
+        """Return rows with positions after and before the step, and the number of active projections."""
         active, tau = dict(active), self._tau(inputs)
         after = rows | self._drawing.noted({name: seen[name] for name in self._trackers.weighted}, rows)
         for name, velocity in self._trackers.moving:
@@ -286,7 +287,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         writes: Sequence[Write] = (),
         tables: Rows | None = None,
     ) -> Estimate:
-        """The estimate d, and what is to be kept: all rows, or writes into some."""
+        """Return the estimate d with the state to keep: all rows, or writes into some."""
         lower, tables = None, tables or {}
         if rows is not None:
             own = table_of(rows, clock, self._device or oracle.device)
@@ -294,7 +295,7 @@ class RecursiveOptimizer(BilevelOptimizer):
             one = Vector(t.reshape(len(rows["y"]), -1) for t in oracle.y).lane(0)
             parts = zip(shaped(rows["y"], one), oracle.y, strict=True)
             lower = Vector(table.split.whole(part.view_as(t)) for part, t in parts)
-        precise = [t.to(direction.dtype) for t in oracle.x]  # what is remembered of d is not rounded as the step is
+        precise = [t.to(direction.dtype) for t in oracle.x]  # unlike the step, the stored d is not rounded
         return Estimate(
             loss,
             shaped(direction, oracle.x),
@@ -308,7 +309,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         )
 
     def _measured(self, look: Look, oracle: Oracle, inputs: StepInputs, sampler: Any) -> Measured:
-        """Derivatives of the rows looked at, at both points; each rank takes care of a part of the tasks."""
+        """Return derivatives of the visited rows at both points; each rank evaluates a part of the tasks."""
         trackers, table = self._trackers, look.table
         x, x_last = flat(oracle.x)[0], flat(inputs.upper_memory["previous"])[0]
 
@@ -325,14 +326,17 @@ class RecursiveOptimizer(BilevelOptimizer):
         alone = inputs.ranks.world == 1 or sampler is None
         return measured(slice(None)) if alone else shared(look, measured, oracle)
 
-    # ------------------------------------------------------------------------------------------------ sizes of steps
+    # ------------------------------------------------------------------------------------------------ step sizes
 
     def _graph_key(self, steps: int, numbers: Mapping[str, Any]) -> Any:
-        """The host makes the first step, those that bring all rows up to date, and one that warns."""
+        """Cache key for the next step's graph.
+
+        None for the first step, for steps that bring all rows up to date, and for one that warns: they run eagerly.
+        """
         clock = numbers.get("clock")
         if isinstance(clock, tuple) and len(clock[-1]):
-            return False  # for which there is a reason
-        if not isinstance(clock, Tensor):  # but a tuple in older checkpoints
+            return False  # `_why_eager` gives the reason
+        if not isinstance(clock, Tensor):  # a tuple in older checkpoints
             return None
         if self._drifts:
             rows = self.param_groups[-1]["params"][0].shape[:1].numel()
@@ -344,7 +348,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         return tuple(self._weights.items())
 
     def _why_eager(self, tasks: Any = None) -> str:
-        """What the host decides from values or from the number of the step."""
+        """Return why the host must decide from values or from the step count; empty if it need not."""
         if not self._steady:
             return "the sizes of its steps change with their number (schedule, restarts)"
         if tasks is None:
@@ -358,52 +362,52 @@ class RecursiveOptimizer(BilevelOptimizer):
         return ""
 
     def update(self, x: Vector, gradient: Vector, inputs: StepInputs) -> Update:
-        """The step along d, of the present pace."""
-        pace = self._pace(inputs.steps - 1)  # the step has been counted by now
+        """Make the step along d, at the current pace."""
+        pace = self._pace(inputs.steps - 1)  # the step has already been counted
         return super().update(x, gradient if pace == 1.0 else gradient * pace, inputs)
 
     @property
     def _drifts(self) -> bool:
-        """Whether there may be rows that move without being looked at."""
+        """True if unvisited rows may move."""
         return self._drawing.task_batch is not None and not self._rule.rests
 
     def _pace(self, step: int) -> float:
-        """What the schedule and the restarts make of the learning rates at a step."""
+        """Return the factor of the schedule and the restarts on the learning rates at a step."""
         pace = 1.0 if self.schedule == "constant" else max(self.schedule_offset + step, 1.0) ** (-1 / 3)
         if self.restarts is not None:
             pace *= 2.0 ** (-int(math.log2(step / self.restarts + 1)) / 2)
         return pace
 
     def _tau(self, inputs: StepInputs) -> float:
-        """The part of a lower step that is made."""
+        """Return the fraction of a lower step to make."""
         return self.averaging * self._pace(inputs.steps)
 
     @property
     def _steady(self) -> bool:
-        """Whether all steps have the same sizes."""
+        """True if all steps have the same sizes."""
         return self.schedule == "constant" and self.restarts is None
 
     @property
     def _share_lost(self) -> float:
-        """What rows that are not looked at lose of z in a step, in units of the part of the tasks in it."""
+        """Fraction of z that unvisited rows lose in a step, in units of the fraction of the tasks in it."""
         return self._trackers.resting(max(self._weights.values())) if self.beta_unit == "q" and self._steady else 0.0
 
     def _betas(self, steps: int, m: int) -> dict[str, float]:
-        """Mixing weights of the step after so many."""
+        """Return the mixing weights of the next step, after ``steps`` steps."""
         factor = (self._drawing.share(m) if self.beta_unit == "q" else 1.0) * self._pace(steps) ** 2
         return self._trackers.weights({name: min(beta * factor, 1.0) for name, beta in self._weights.items()})
 
     # ------------------------------------------------------------------------------------------------ rows
 
     def catch_up(self) -> None:
-        """Bring every task's row of the lower parameters up to the present step.
+        """Bring every task's row of the lower parameters up to the current step.
 
-        If there are many tasks, the rows that a step does not look at are left behind, so that the cost of a step does
-        not grow with their number: they move by a known rule, and catch up when they are next looked at, or here. Until
-        then the live tensors hold their older values. Results do not depend on it.
+        If there are many tasks, a step leaves the rows that it does not visit behind, so that its cost does not grow
+        with their number. They move by a known rule, and catch up at their next visit, or here. Until then the live
+        tensors hold their older values. Results do not depend on this call.
         """
         inputs = self._inputs(by_level(self.param_groups), self.parameters("upper"), self.parameters("lower"))
-        if len(inputs.tables.get("age", ())) < 2:  # a single row is looked at in every step
+        if len(inputs.tables.get("age", ())) < 2:  # every step visits a single row
             return
         table, clock = self._table(inputs, inputs.lower), self._clock(inputs)
         late = (table.tables["age"] != clock.time).nonzero().flatten()
@@ -413,18 +417,18 @@ class RecursiveOptimizer(BilevelOptimizer):
                     write.table[write.rows] = write.values
 
     def _rows_of(self, lower: Sequence[Tensor]) -> int:
-        """A leading dimension that all have is taken for that of the tasks."""
+        """Return the leading dimension that all tensors share, taken for that of the tasks; 0 if there is none."""
         sizes = {t.shape[0] if t.dim() else 0 for t in lower}
         return sizes.pop() if len(sizes) == 1 else 0
 
     def _place_of(self, name: str, parameter: Tensor) -> torch.device | None:
-        """Tables are where the user wants them, but probabilities, from which is drawn on the host."""
+        """Return the device of a table: the user's choice, except for probabilities, which the host draws from."""
         if name in [TABLE + chance for chance in CHANCES]:
             return torch.device("cpu")
         return (self._device if name.startswith(TABLE) else None) or super()._place_of(name, parameter)
 
     def _table(self, inputs: StepInputs, y: Vector) -> Table:
-        """The rows of all problems; y has one for each."""
+        """Return the rows of all problems; y has one for each."""
         group = [i for i, group in enumerate(inputs.lower_groups) for _ in group["params"]]
         each = [[i] * t.shape[1:].numel() for i, t in zip(group, y, strict=True)]  # t[0] would gather rows of all ranks
         groups = torch.tensor([i for own in each for i in own], device="cpu")
@@ -436,7 +440,7 @@ class RecursiveOptimizer(BilevelOptimizer):
     def _batches(
         self, sampler: Any, ids: Tensor, inputs: StepInputs, *, own: bool = True
     ) -> Callable[[str], Any] | None:
-        """Draws the data of tasks, perhaps this rank's own; None for a single problem, which has its own."""
+        """Return a function that draws the tasks' data, perhaps this rank's own; None for a single problem."""
         if sampler is None:
             return None
         generator = inputs.ranks.own(inputs.generator, inputs.steps, *ids[:1].tolist()) if own else inputs.generator
@@ -446,7 +450,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         return TaskDraws(sampler, ids, len(ids), self._rows_per_batch, generator).batch
 
     def _chosen(self, table: Table, inputs: StepInputs, sampler: Any) -> Drawn:
-        """What a step looks at; with everything that it draws, if that has to be known before."""
+        """Draw the tasks of a step, with everything else that it draws if that must be known before."""
         if sampler is not None and inputs.ranks.group is None and not self._drawing.notes:
             late = stays_current(table, self.lazy) and not self._rule.rests
             drawn = draw_whole(sampler, partial(self._drawn, table.total, late), inputs.random_inputs)
@@ -455,7 +459,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         return self._drawing.draw(sampler, table.total, Source.of(inputs))
 
     def _drawn(self, m: int, late: bool, sampler: Any, random_inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Everything that a step draws from m tasks, in its order; ``late``: the other rows are to catch up."""
+        """Return all draws of a step from m tasks, in order; ``late``: the other rows are to catch up."""
         source = Source(self.generator)
         ids, scale, tables, *_ = self._drawing.draw(sampler, m, source)
         draw, some = self._data(sampler, ids, self.generator), len(ids) < m
@@ -474,6 +478,6 @@ class RecursiveOptimizer(BilevelOptimizer):
 
 
 def _rates(inputs: StepInputs) -> Tensor:
-    """Learning rates of the lower groups."""
+    """Return the learning rates of the lower groups."""
     rates = [group["lr"] for group in inputs.lower_groups]
     return torch.stack([torch.as_tensor(rate, dtype=torch.float64, device="cpu") for rate in rates])

@@ -1,4 +1,4 @@
-"""A variant of a method is what it tracks, and how it makes the direction of x from that."""
+"""Variants of a method: its trackers, and the rule that makes the direction of x from them."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ EAGER = 1 << 16  # entries of all rows together up to which every row is kept cu
 
 @dataclass(frozen=True)
 class Look:
-    """What a step looks at: some rows as they are now, and what is to be done with them.
+    """The rows that a step visits, with everything needed to update them.
 
     Attributes:
         table: all rows.
-        ids, now: numbers of those looked at, in increasing order, and these rows; of rows that are split over ranks
-            those of this rank, counted from its first one.
-        whole: whether every row is looked at.
-        scale: 1/m over the share of the draws that were this task, 1 in expectation over the draws.
+        ids, now: numbers of the visited rows, in increasing order, and these rows. If rows are split over ranks, those
+            of this rank, counted from its first one.
+        whole: True if every row is visited.
+        scale: share of the draws of each task over its probability, 1 in expectation over the draws.
         betas: mixing weights, by name.
-        clocks: now and after the step.
-        drawn: everything that was drawn for it by now.
-        direction: d as it was.
-        trackers, drawing: of the method.
-        inputs: of the step.
+        clocks: clocks before and after the step.
+        drawn: everything already drawn for the step.
+        direction: d before the step.
+        trackers, drawing: those of the method.
+        inputs: those of the step.
     """
 
     table: Table
@@ -55,26 +55,26 @@ class Look:
     inputs: StepInputs
 
     def total(self, *sums: Tensor) -> tuple[Tensor, ...]:
-        """Sums over all rows looked at, from those over this rank's."""
+        """Return sums over all visited rows, from those over this rank's."""
         return self.inputs.ranks.total(*sums) if self.table.split else sums
 
     @property
     def z(self) -> Callable[[Rows], Tensor]:
-        """What makes the hypergradients of rows, where the trackers have all that it takes."""
+        """Function from rows to their hypergradients; needs `Matrices` as trackers."""
         assert isinstance(self.trackers, Matrices)
         return self.trackers.hypergradients
 
     def storm(self, name: str, tracker: Tensor, new: Tensor, old: Tensor) -> Tensor:
-        """The step of a tracker that also shrinks where nobody looks."""
+        """Return a tracker after a STORM step; unvisited rows of it shrink."""
         return storm(tracker, new, old, self.betas[name], self.scale)
 
     def msvr(self, name: str, tracker: Tensor, new: Tensor, old: Tensor) -> Tensor:
-        """The step of a tracker that rests where nobody looks."""
+        """Return a tracker after an MSVR step; unvisited rows of it rest."""
         return msvr(tracker, new, old, self.betas[name], self.drawing.share(self.table.total))
 
 
 def shared(look: Look, measure: Callable[[slice], Measured], oracle: Oracle) -> Measured:
-    """What the ranks measure of the rows looked at: each of its own, or, where every rank has all rows, by turns."""
+    """Measure the visited rows across ranks: each rank its own rows, or, if every rank has all rows, by turns."""
     ranks, split, n, x = look.inputs.ranks, look.table.split, len(look.ids), flat(oracle.x)[0]
     mine, trackers = slice(None) if split else slice(ranks.rank, n, ranks.world), look.trackers
     shapes = trackers.shapes(len(x), look.now["y"].shape[1])
@@ -85,7 +85,7 @@ def shared(look: Look, measure: Callable[[slice], Measured], oracle: Oracle) -> 
         for name in shapes:
             new[name][mine], old[name][mine] = found[name], last[name]
     else:
-        oracle.session.note_reached(oracle.x)  # this rank cannot tell
+        oracle.session.note_reached(oracle.x)  # without rows this rank cannot tell
     if split:
         loss, sums = ranks.total(loss.to(x), sums)
         return Measured(loss, new, old, sums)
@@ -96,14 +96,14 @@ def shared(look: Look, measure: Callable[[slice], Measured], oracle: Oracle) -> 
 
 @dataclass(frozen=True)
 class Variant:
-    """A row of a table of variants.
+    """One variant of a method.
 
     Attributes:
-        trackers: what is tracked.
-        direction: d after a step, from the look, the trackers after the step, and what was measured.
-        mean: d is the mean of all z at all times: it can be made anew from the rows, and needs equal weights.
-        floored: H is kept above its floor also in rows that are not looked at.
-        rests: rows that are not looked at stay as they are.
+        trackers: class of the trackers.
+        direction: returns d after a step, from the look, the trackers after the step, and the measurements.
+        mean: d is the mean of all z at all times: it can be recomputed from the rows, and needs equal weights.
+        floored: H stays above its floor in unvisited rows too.
+        rests: unvisited rows do not change.
     """
 
     trackers: type[Trackers]
@@ -114,14 +114,14 @@ class Variant:
 
 
 def stays_current(table: Table, lazy: bool | None) -> bool:
-    """Whether rows that are not looked at are brought up to date in every step."""
+    """Return True if unvisited rows are brought up to date in every step."""
     return lazy is False or (lazy is None and table.count * table.width <= EAGER)
 
 
 def settled(
     look: Look, rows: Rows, rule: Variant, lazy: bool | None
 ) -> tuple[list[Write], Clock | GraphClock, Tensor | None]:
-    """Writes of the rows looked at and of those to be brought up to date; the clock then; the mean z, if made."""
+    """Return the writes of visited rows and of those brought up to date, the new clock, and the mean z if computed."""
     table, trackers, after = look.table, look.trackers, look.clocks[1]
     final = after.rebased() if after.exhausted else after
     writes = table.writes(look.ids, rows, final)
@@ -137,7 +137,7 @@ def settled(
 
 
 def exact(look: Look, tracked: Rows, measured: Measured) -> Tensor:
-    """The mean of all z, from the change of those looked at."""
+    """Return the mean of all z, updated by the change of the visited ones."""
     z, m = look.z, look.table.total
     if look.whole:
         return look.total(z(tracked).sum(0) / m)[0]
@@ -146,7 +146,7 @@ def exact(look: Look, tracked: Rows, measured: Measured) -> Tensor:
 
 
 def probed(look: Look, tracked: Rows, measured: Measured) -> Tensor:
-    """STORM over z of probes, before and after the step."""
+    """Return d by STORM over z of probes, before and after the step."""
     z, table = look.z, look.table
     if look.whole:
         return look.total(z(tracked).sum(0) / table.total)[0]
@@ -166,12 +166,12 @@ def probed(look: Look, tracked: Rows, measured: Measured) -> Tensor:
 
 
 def summed(look: Look, tracked: Rows, measured: Measured) -> Tensor:
-    """STORM over sums that were measured as such."""
+    """Return d by STORM over hypergradients that were measured as sums."""
     return storm(look.direction, measured.sums[0], measured.sums[1], look.betas["d"])
 
 
 def blockwise(look: Look, tracked: Rows, measured: Measured) -> Tensor:
-    """STORM over hypergradients with this sample's factors and the tracked H, after and before the step."""
+    """Return d by STORM over hypergradients of this sample's factors and the tracked H, after and before the step."""
     weights = (look.scale / look.table.total).to(look.direction)
     new, old = look.total(*(
         weights @ corrected(part["u"], part["V"], rows["H"], part["v"])

@@ -1,4 +1,4 @@
-"""What the methods with a memory of each lower problem warn of, when a step shows it."""
+"""Warnings of the methods with a memory of each lower problem."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ LOUD_BETA, PATIENCE = 0.3, 100
 
 
 def is_loud(beta: float) -> bool:
-    """Whether that is such a weight."""
+    """Return True if `loud` warns of this weight."""
     return beta > LOUD_BETA
 
 
 def loud(checks: Checks, beta: float, steps: int) -> None:
-    """Warn of a weight, in units of the part of the tasks in a step, that lets their drawing be the largest error."""
-    if (
-        steps > PATIENCE and is_loud(beta) and not is_dynamo_compiling()
-    ):  # of a graph the number of the step is no argument
+    """Warn of a weight, in units of the fraction of tasks in a step, that makes their drawing the largest error."""
+    if steps > PATIENCE and is_loud(beta) and not is_dynamo_compiling():  # a graph does not know the step count
         checks.alert(
             "loud beta",
             f"beta = {beta:g} in units of the part of the tasks in a step makes the drawing of tasks the largest "
@@ -33,7 +31,7 @@ def loud(checks: Checks, beta: float, steps: int) -> None:
 
 
 def held(checks: Checks, projected: Rows, rows: int, least: float) -> None:
-    """Warn if the floor decides about the Hessians of half of the rows that were looked at, or more."""
+    """Warn if the floor changes the Hessians of at least half of the visited rows."""
     count: Tensor | None = projected.get("projected_H")
     if count is not None:
         checks.alert_if(

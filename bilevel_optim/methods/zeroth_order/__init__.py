@@ -1,1 +1,1 @@
-"""Methods that perturb x and look at what the lower solve does."""
+"""Methods that perturb x and observe the response of the lower solve."""

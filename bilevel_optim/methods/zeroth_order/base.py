@@ -1,4 +1,4 @@
-"""What the zeroth-order methods share: their arguments, directions and paths."""
+"""Base class of the zeroth-order methods: their arguments, directions and paths."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class ZerothOrder(BilevelOptimizer):
     _difference_step = "smoothing"
 
     def _random_inputs(self) -> dict[str, int]:
-        """The seed of the directions."""
+        """Return the range of the seed of the directions."""
         return {"seed": SEEDS}
 
     def _draws(self, inputs: DrawInputs) -> list[Draw]:
-        """One for each lower step, which all paths share, then an upper one."""
+        """Return one draw for each lower step, shared by all paths, then an upper draw."""
         return [LOWER] * self.lower_steps + [UPPER]
 
     def _drawn_directions(self, oracle: Oracle, inputs: StepInputs) -> Directions:
-        """The directions of this step, the same on every rank."""
+        """Return the directions of this step, the same on every rank."""
         if any_sharded(oracle.live_x):
             raise ValueError(f"{type(self).__name__} cannot perturb sharded upper parameters (DTensor)")
         return Directions(
@@ -64,9 +64,9 @@ class ZerothOrder(BilevelOptimizer):
     def _followed(
         self, oracle: Oracle, inputs: StepInputs, estimator: Callable[..., Estimate], *, from_upper: bool = False
     ) -> Estimate:
-        """An estimate from paths that all start at the oracle's y, or at the last tensors of their own x.
+        """Return an estimate from paths that all start at the oracle's y, or at the last tensors of their own x.
 
-        The samples of all the paths' steps are drawn before the first of them, so that every path sees the same.
+        The samples of all steps are drawn before the first path, so that every path sees the same samples.
         """
         directions, ranks = self._drawn_directions(oracle, inputs), Ranks()
         if self.over_ranks == "directions" and oracle.shared:

@@ -21,8 +21,8 @@ class HOZOG(ZerothOrder):
         x \leftarrow x - \text{lr}\; h .
 
     *When.* The upper loss has no derivative (an error rate, a simulator), or x is small. *Needs* values of f and first
-    derivatives of g in y. The relative variance of the whole hypergradient is (p + 1)/Q, where `PZOBO` has it for the
-    indirect term only; where f does not depend on x directly, the two are the same to second order in :math:`\mu`.
+    derivatives of g in y. The whole hypergradient has relative variance (p + 1)/Q; with `PZOBO` only the indirect term
+    has. If f does not depend on x directly, the two agree to second order in :math:`\mu`.
 
     *Cost per step*: N (Q + 1) lower gradients and Q + 1 values of f (2Q + 1 for central differences). *Draws*, memory,
     buffers and the live y: as `PZOBO`.
@@ -34,7 +34,7 @@ class HOZOG(ZerothOrder):
         lower_lr: learning rate of the lower steps.
         lower_steps: N, the lower steps of every path.
         directions: Q, random directions per step. Default: 8.
-        smoothing: :math:`\mu > 0`, the length of a difference. Default: 1e-2.
+        smoothing: :math:`\mu > 0`, the step of a difference. Default: 1e-2.
         smoothing_mode, direction, scale, difference, over_ranks, warm_start: as for `PZOBO`.
         upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
             lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see `BilevelOptimizer` and
@@ -54,7 +54,7 @@ class HOZOG(ZerothOrder):
         >>> x.grad.round(decimals=3) + 0.0  # y*(x) = x, so the hypergradient is x - 1
         tensor([0., 1.])
 
-    Source: Gu et al. (2021), arXiv:2102.09026; as compared with in arXiv:2110.07004.
+    Source: Gu et al. (2021), arXiv:2102.09026; as compared in arXiv:2110.07004.
     """
 
     declared = MethodInfo(
@@ -69,5 +69,5 @@ class HOZOG(ZerothOrder):
     )
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """Differences of the paths from perturbed x."""
+        """Return differences between the paths from perturbed x."""
         return self._followed(oracle, inputs, full_zeroth_order)

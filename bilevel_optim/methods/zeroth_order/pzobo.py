@@ -26,22 +26,21 @@ class PZOBO(ZerothOrder):
     PZOBO-S: all paths of a step see the same batches in the same order, with the same dropout masks, so that batch
     noise cancels in the differences.
 
-    *When.* Few upper parameters (up to about 10), ``direction="orthogonal"``, a multiple of their number of
-    ``directions``, and a lower solver that cannot be differentiated (``recipes.black_box``); or upper parameters
-    through which a backward pass for each lower step is too expensive (a backbone with a head that adapts: give the
-    head's input as ``features`` of the `Objective`, and it is computed once per path). *Needs* first derivatives of g
+    *When.* A lower solver that cannot be differentiated (``recipes.black_box``) and few upper parameters (up to about
+    10), with ``direction="orthogonal"`` and a multiple of their number of ``directions``. Or upper parameters through
+    which a backward pass for each lower step is too expensive, such as a backbone with a head that adapts: pass the
+    head's input as ``features`` of the `Objective`, and it is computed once per path. *Needs* first derivatives of g
     in y only. Its indirect term has relative variance (p + 1)/Q in p upper dimensions (p - 1 for ``"sphere"`` and
     ``"rademacher"``), which does *not* fall near a stationary point: with few directions in many dimensions it is all
-    noise, and a warning says so.
-    Compare with `FirstOrder`, to see whether the indirect term contributes.
+    noise, and a warning says so. Compare with `FirstOrder`, to see whether the indirect term contributes.
 
     *Cost per step*: N (Q + 1) lower gradients (N (2Q + 1) for central differences), 1 upper gradient. *Memory*: the
-    paths that run together (``vectorize``), however many directions there are: these are made again from their seed,
-    entry by entry, and never stored. *Draws*: one seed from ``generator``; N lower batches, each shared by all paths;
+    paths that run together (``vectorize``), whatever the number of directions, which are regenerated from their seed
+    entry by entry and never stored. *Draws*: one seed from ``generator``; N lower batches, each shared by all paths;
     then one upper batch.
 
-    The live y is set to the end of the unperturbed path. Module buffers (running statistics) advance once per step,
-    there.
+    The live y is set to the end of the unperturbed path. Module buffers (running statistics) advance once per step, on
+    that path.
 
     Args:
         upper: upper parameters x.
@@ -50,7 +49,7 @@ class PZOBO(ZerothOrder):
         lower_lr: learning rate of the lower steps.
         lower_steps: N, the lower steps of every path.
         directions: Q, random directions per step. Default: 8.
-        smoothing: :math:`\mu > 0`, the length of a difference. For a smooth response the bias is
+        smoothing: :math:`\mu > 0`, the step of a difference. For a smooth response the bias is
             :math:`O(\mu^2)`; the rounding error grows as :math:`1/\mu`. Default: 1e-2.
         smoothing_mode: ``"absolute"``, in units of x, or ``"relative"``, in units of the root mean square of each
             tensor. Default: ``"absolute"``.
@@ -58,29 +57,29 @@ class PZOBO(ZerothOrder):
             :math:`\sqrt p`; ``"rademacher"``, entries of 1 and -1; ``"orthogonal"``, exact for a linear response when Q
             is a multiple of p; ``"block_sphere"``, each tensor uniform of norm 1. Default: ``"gaussian"``.
         scale: ``"unbiased"``; ``"none"``, no dimension factor for ``"block_sphere"``; or a number, a multiple of the
-            unbiased one. ``direction="block_sphere", scale="none"`` is what the authors' public code computes: it damps
-            the indirect term of a tensor of :math:`p_l` entries by :math:`1/p_l`, which for networks leaves the direct
+            unbiased one. The authors' public code uses ``direction="block_sphere", scale="none"``: it damps the
+            indirect term of a tensor of :math:`p_l` entries by :math:`1/p_l`, which for networks leaves the direct
             gradient. Default: ``"unbiased"``.
         difference: ``"forward"``, or ``"central"``: both sides, for twice the paths. Default: ``"forward"``.
-        over_ranks: what the ranks of ``process_group`` share. ``"data"``: each has a part of the data, and all follow
-            every path together, exchanging gradients at each of its steps. ``"directions"``: all have the same data
-            and random numbers, and each follows the unperturbed path and those of its part of the directions by
-            itself; one vector like x and a few numbers for each direction are exchanged in a step. With ``tasks``
-            the ranks share these instead. Default: ``"data"``.
+        over_ranks: how the ranks of ``process_group`` divide the work. ``"data"``: each has a part of the data, and all
+            follow every path together, exchanging gradients at each of its steps. ``"directions"``: all have the same
+            data and random numbers, and each follows the unperturbed path and the paths of its part of the directions
+            by itself; a step exchanges one vector like x and a few numbers for each direction. With ``tasks``, the
+            ranks divide the tasks instead. Default: ``"data"``.
         warm_start: start each lower solve at the end of the last unperturbed path. Default: False, as in the paper.
         share_directions_across_tasks: with tasks, one set of directions for all of them, as in the paper; otherwise
             each task has its own, which has less variance. Default: True.
         upper_optimizer, lower_optimizer, check_finite, generator, vectorize, hvp, process_group, tasks_per_step,
             lower_batch, upper_batch, lower_init, task_memory, lower_clip, lower_projection: see `BilevelOptimizer`.
-            Each path has its own optimizer state, which starts anew in every step; the optimizer must treat every entry
-            alone (SGD, Adam; not LBFGS). ``vectorize`` is about the paths: True, all stacked, but no more at a time
-            than have :math:`2^{22}` entries of x and y; chunks of that many; or one after another.
+            Each path has its own optimizer state, which is reset at every step; the optimizer must treat each entry
+            independently (SGD, Adam; not LBFGS). ``vectorize`` applies to the paths: True, all stacked, but at most
+            :math:`2^{22}` entries of x and y at a time; a number, chunks of that many; False, one after another.
 
-    *Departures from the paper*, the largest first. The default is 8 directions; the paper has one in all its
-    experiments, whose indirect term has a relative variance of p + 1. Its experiments move x by Adam
-    (``upper_optimizer``); its theory has plain steps, as here. Its public code computes another estimate than its text
-    (``scale``), warm-starts some runs, and makes the lower steps with momentum or Adam. Two settings, in the text's
-    notation and in the code's:
+    *Departures from the paper*, the largest first. The default is 8 directions; the paper uses one in all its
+    experiments, so that its indirect term has a relative variance of p + 1. Its experiments move x by Adam
+    (``upper_optimizer``); its theory has plain steps, as here. Its public code computes a different estimate from its
+    text (``scale``), warm-starts some runs, and makes the lower steps with momentum or Adam. The settings of the text
+    and of the code:
 
         >>> TEXT = {"directions": 1, "direction": "gaussian", "smoothing": 1e-2, "warm_start": False}
         >>> CODE = {"directions": 1, "direction": "block_sphere", "scale": "none", "smoothing": 1e-2}
@@ -118,11 +117,11 @@ class PZOBO(ZerothOrder):
     share_directions_across_tasks: bool = flag(default=True)
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """Differences of the paths from perturbed x."""
+        """Return differences between the paths from perturbed x."""
         return self._followed(oracle, inputs, partial_zeroth_order)
 
     def _together(self, tasks: int) -> list[slice]:
-        """All tasks share their directions, or each makes a problem of its own."""
+        """Group all tasks if they share their directions; otherwise put each in a group of its own."""
         if self.share_directions_across_tasks:
             return super()._together(tasks)
         return [slice(i, i + 1) for i in range(tasks)]
