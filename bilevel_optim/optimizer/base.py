@@ -549,7 +549,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         branch on values, or read NumPy arrays. Steps over ranks and with sharded parameters are eager.
 
         A compiled CG always makes all its iterations (frozen after convergence), and a randomised series computes all
-        its products (those past its random length do not count). ``oracle_counts`` counts what was computed.
+        its products (those past its random length do not count). ``oracle_counts`` includes all of them.
 
         Args:
             fullgraph: raise if a step cannot be compiled, and change nothing. Default: False.
@@ -640,7 +640,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         return loss
 
     def _look_at_moves(self, loss: float, x: Vector, y: Vector) -> None:
-        """Warn if a step that should have moved x, or y under LBFGS, did not; ``x`` and ``y`` are the values before."""
+        """Warn if x, or y under LBFGS, hardly moved, or if x overshot; ``x`` and ``y`` are their values before."""
         if any_sharded(x):
             return
         size, lr, length = self._slope()
@@ -691,7 +691,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         return size, lr, lr if self._given_length else lr * size
 
     def _look_at(self, losses: Tensor, *, moves: bool) -> None:
-        """Warn once if upper losses have grown; skip minimax methods, and all without ``check_finite``, as it waits."""
+        """Warn once if upper losses have grown, except for minimax methods and without ``check_finite``."""
         state, trend = self._run_state, self._run_state.upper_trend
         if self._one_loss or not self.check_finite:
             return
