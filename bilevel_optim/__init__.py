@@ -20,7 +20,7 @@ from .errors import GradcheckError as GradcheckError
 from .errors import NonFiniteError as NonFiniteError
 from .errors import RankError as RankError
 from .hypergradient import finite_difference as finite_difference
-from .methods import *  # noqa: F403 (the methods are listed there, once)
+from .methods import *  # noqa: F403 (the methods are listed only there)
 from .optimizer.base import BilevelOptimizer as BilevelOptimizer
 from .optimizer.iterate import UniformIterate as UniformIterate
 from .oracle.oracle import Oracle as Oracle
@@ -33,7 +33,7 @@ from .solvers import linear as linear
 from .solvers.agd import AGD as AGD
 from .solvers.epoch_sgd import epoch_sgd as epoch_sgd
 
-# Type checkers read the imports above; a computed list in their sight would be an empty one to them.
+# Type checkers read the imports above. They would take a computed ``__all__`` for an empty list.
 globals()["__all__"] = sorted(
     name
     for name, value in globals().items()
@@ -43,15 +43,15 @@ globals()["__all__"] = sorted(
 
 
 def __dir__() -> list[str]:
-    """What completes ``bilevel_optim.``: the public names alone."""
+    """Return the public names only, for completion."""
     names: list[str] = globals()["__all__"]
     return names
 
 
-if not _TYPE_CHECKING:  # to a type checker it would say that there is any name
+if not _TYPE_CHECKING:  # a type checker would conclude that every name exists
 
     def __getattr__(name: str) -> object:
-        """Say which name was meant: those of methods are easily written with other letters."""
+        """Raise AttributeError with a suggestion, such as a method's name in another case."""
         meant = [known for known in __dir__() if known.lower() == name.lower()]
         hint = f"; did you mean {meant[0]!r}?" if meant else ""
         if hasattr(_optim, name):

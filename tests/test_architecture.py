@@ -1,6 +1,7 @@
 """The house rules that can be seen from outside: who imports, calls, asks, inherits and touches what."""
 
 import ast
+import re
 import subprocess
 import sys
 from abc import ABC
@@ -298,6 +299,18 @@ def generations(cls):
 def test_few_classes_stand_between_a_method_and_torch(name):
     assert generations(methods()[name]) <= 3
     assert bo.BilevelOptimizer.__bases__ == (Options, Optimizer, ABC)
+
+
+def test_what_a_method_overrides_is_in_the_list():
+    """CONTRIBUTING.md names all hooks of the base class that a method of the package, or a base of one, overrides."""
+    base = bo.BilevelOptimizer
+    own = [cls for cls in methods().values() if cls.__module__.startswith("bilevel_optim.")]
+    classes = {part for cls in own for part in cls.__mro__} - {*base.__mro__}
+    made = vars(type("Plain", (base,), {})).keys()  # every class has these without a word
+    hooks = {name for cls in classes for name in vars(cls).keys() & vars(base).keys()} - made - base._options.keys()
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text().split("### What a method may override\n")[1]
+    listed = re.findall(r"^\* `(\w+)`: ", text.split("\n## ")[0], re.M)
+    assert listed == sorted(name for name in hooks if not name.startswith("__"))
 
 
 def test_the_import_brings_in_nothing_heavy():

@@ -1,1 +1,1 @@
-"""The face of ``torch.optim``: groups, verbs, state, and the one place where a step is committed."""
+"""The ``torch.optim`` interface: parameter groups, public methods, state, and the commit of a step."""

@@ -1,4 +1,4 @@
-"""The lower problem alone, for a new task: using what was learned."""
+"""Adaptation to a new task: the lower problem alone, at the learned x."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["lower_solution", "many", "no_upper_loss", "objective_of"]
 
 
 def objective_of(lower: Loss, batch: Any) -> Objective:
-    """The lower loss of a task, called with one batch, if there is any, at every step."""
+    """Return the lower objective of a task, called with the batch, if any, at every step."""
     task = as_objective(lower, "lower")
     if batch is None:
         return task
@@ -28,12 +28,12 @@ def objective_of(lower: Loss, batch: Any) -> Objective:
 
 
 def many(oracle: Oracle, start: Vector, batches: Any) -> tuple[Oracle, Vector]:
-    """The lower problems of several tasks as one, with a start for each.
+    """Return one oracle for the lower problems of several tasks, and the stacked start.
 
     Args:
-        oracle: of the bare lower loss of one task.
-        start: where each starts: tensors of y's shapes, for all, or with a leading dimension for the tasks.
-        batches: the data of the tasks, a pytree of tensors with a leading dimension for them.
+        oracle: oracle of one task's plain lower loss.
+        start: tensors shaped like y, shared by all tasks, or with a leading dimension for the tasks.
+        batches: data of the tasks: a pytree of tensors with a leading dimension for the tasks.
     """
     leaves = [t for t in tree_leaves(batches) if isinstance(t, Tensor)]
     sizes = {len(t) if t.dim() else 0 for t in leaves}
@@ -52,7 +52,7 @@ def many(oracle: Oracle, start: Vector, batches: Any) -> tuple[Oracle, Vector]:
 def lower_solution(
     oracle: Oracle, start: Vector, steps: int, rule_for: Callable[[Vector], LowerRule], *, check_finite: bool, at: int
 ) -> Vector:
-    """Where so many lower steps from a start lead, with a fresh state; ``at``: the outer step that errors name."""
+    """Return y after lower steps from a start, with a fresh state; ``at`` is the outer step that errors name."""
     if [t.shape for t in start] != [t.shape for t in oracle.y]:
         raise ValueError(
             f"Invalid start: the lower parameters have shapes {[tuple(t.shape) for t in oracle.y]}, but it has "
@@ -73,5 +73,5 @@ def lower_solution(
 
 
 def no_upper_loss() -> Never:
-    """Stands for the upper loss, which adaptation does not evaluate."""
+    """Placeholder for the upper loss, which adaptation does not evaluate."""
     raise AssertionError("adaptation evaluates the lower loss only")

@@ -1,15 +1,15 @@
 r"""``lower_lr="auto"``: the rate of the lower steps follows the largest curvature of g, measured before each step.
 
-With :math:`H = \nabla^2_{yy} g(x_k, y_k)` on the step's first lower batch, and :math:`w` what the step before left,
+With :math:`H = \nabla^2_{yy} g(x_k, y_k)` on the step's first lower batch, and :math:`w` from the step before,
 
 .. math::
     u &= w / \|w\| + 0.3\, \nabla_y g / \|\nabla_y g\|, \qquad L = \|H u\| / \|u\|,\\
     L_k &= \max(L \min(\max(L / L_{k-1}, 1), 2),\; 0.95\, L_{k-1}), \qquad w \leftarrow L_k\, H u / \|H u\|,
 
-and the rate is :math:`1 / (1.1 L_k)`: a step of power iteration, which the gradient of g turns to directions that x has
-made stiff, held back where the curvature grows. The first step makes ten of them. Methods that renew one term of a sum
-in each step take :math:`1 / (3 L_k)`. A step whose lower
-steps lead to where g is stiffer, so that its gradient grows or is not finite, is made again with L four times as large.
+and the rate is :math:`1 / (1.1 L_k)`. This is one step of power iteration; the first step makes ten. The gradient of g
+turns it towards directions that x has made stiff, and the rate is smaller while the curvature grows. Methods that
+renew one term of a sum in each step use :math:`1 / (3 L_k)`. If the lower steps lead to a stiffer region, so that the
+gradient of g grows or is not finite, the step is made again with L four times as large.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from .step import CURVATURE, FACTOR, StepInputs
 
 __all__ = ["AUTO", "MARGIN", "SMALLER", "led_away", "require_own_scale", "rule_at", "stiffened", "with_measured_rates"]
 
-AUTO = "auto"  # in the place of a learning rate
+AUTO = "auto"  # in place of a learning rate
 Rule = Callable[[Vector], LowerRule]
 MARGIN = 1.1
 FIRST = 10  # products before the first step
-SMALLER = 3  # how often a step is made again because its lower steps led to where g is stiffer
-STIFFER = 4.0  # how much stiffer it is taken for then
-NEGLIGIBLE = 1e-3  # length of a step over that of y, which lower steps that went away exceed
-DECAY = 0.95  # of the curvature from step to step, at most
-GROWTH = 2.0  # by which a curvature that grows is taken for more than it is, at most
-TURN = 0.3  # of the gradient in the direction
+SMALLER = 3  # most repetitions of a step whose lower steps led to a stiffer region
+STIFFER = 4.0  # factor of the curvature at each repetition
+NEGLIGIBLE = 1e-3  # relative length of a lower step, above which growing lower gradients are no rounding
+DECAY = 0.95  # smallest ratio of the curvature to that of the step before
+GROWTH = 2.0  # largest extra factor for a growing curvature
+TURN = 0.3  # weight of the gradient in the direction
 
 
 def require_own_scale(made: torch.optim.Optimizer, method: str) -> None:
-    """Raise unless the rate of a lower optimizer is one over a curvature."""
+    """Raise unless the rate of a lower optimizer scales as one over a curvature."""
     if not is_known(made) or type(made) not in (SGD, AGD):
         raise ValueError(
             f"Invalid lower_lr value: auto ({type(made).__name__} has a scale of its own, which is not one over a "
@@ -61,14 +61,14 @@ def require_own_scale(made: torch.optim.Optimizer, method: str) -> None:
 def with_measured_rates(
     oracle: Oracle, inputs: StepInputs, draws: Sequence[Draw] | None, *, exact: bool, margin: float
 ) -> tuple[Oracle, StepInputs, Vector, dict[str, Tensor]]:
-    """An oracle and the inputs for a step whose rates follow the curvature; what is remembered, and diagnostics.
+    """Measure the curvature; return the oracle and the inputs of a step with that rate, the state, and diagnostics.
 
     Args:
-        oracle: of the step. The sample that this one looks at is the first one that the other gives.
+        oracle: oracle of the step. The returned one draws the sample that is used here as its first.
         inputs: inputs of the step.
-        draws: what the step draws, if it is known.
-        exact: whether second derivatives may be used; otherwise differences of gradients.
-        margin: the rate is one over so many times the curvature.
+        draws: draws of the step, if known.
+        exact: use second derivatives; if False, differences of gradients.
+        margin: the rate is 1 / (margin * curvature).
     """
     oracle, sample = _with_first_sample(oracle, draws)
     w = _followed(oracle, sample, inputs.memory.get(CURVATURE), exact)
@@ -79,7 +79,7 @@ def with_measured_rates(
 
 
 def led_away(estimate: Estimate) -> bool:
-    """Whether the last lower gradient, which has grown, is more than rounding: a step along it moves y."""
+    """Return True if the last lower gradient, which has grown, exceeds rounding: a step along it moves y."""
     figures = measured(estimate.diagnostics)
     if estimate.lower is None:
         return False
@@ -88,20 +88,20 @@ def led_away(estimate: Estimate) -> bool:
 
 
 def stiffened(inputs: StepInputs, estimate: Estimate) -> StepInputs:
-    """Inputs for the same step with smaller rates, because that estimate's lower steps led away from a solution."""
+    """Return inputs for the same step with smaller rates, after an estimate whose lower steps left the solution."""
     return replace(inputs, memory={**inputs.memory, CURVATURE: estimate.memory[CURVATURE].times(STIFFER)})
 
 
 def rule_at(
     oracle: Oracle, groups: Sequence[dict[str, Any]], rule: Rule, last: Vector | None, *, exact: bool
 ) -> tuple[Oracle, Rule]:
-    """The update of y with rates that follow the curvature at an oracle's point, and the oracle for its steps.
+    """Return the oracle for lower steps, and the update of y with rates from the curvature at the oracle's point.
 
     Args:
-        oracle: of the lower problem.
-        groups: of y.
-        rule: the update without them.
-        last: what was remembered.
+        oracle: oracle of the lower problem.
+        groups: parameter groups of y.
+        rule: update of y without measured rates.
+        last: curvature vector from an earlier step; None if there is none.
         exact: as for `with_measured_rates`.
     """
     oracle, sample = _with_first_sample(oracle, None)
@@ -110,19 +110,19 @@ def rule_at(
 
 
 def _curvature(w: Vector, margin: float) -> tuple[Tensor, Tensor]:
-    """A curvature, and the rate that it allows."""
+    """Return the curvature and the rate that it allows."""
     curvature = w.norm().clamp_min(torch.finfo(w[0].dtype).tiny)
     return curvature, 1 / (margin * curvature)
 
 
 def _scaled(rate: Tensor, groups: Sequence[dict[str, Any]], rule: Rule) -> tuple[list[dict[str, Any]], Rule]:
-    """Groups, and an update, with factors of a rate in place of those that follow it."""
+    """Return groups and an update in which rates that follow the curvature are multiplied by a measured rate."""
     scaled = [{**group, "lr": rate * group["lr"]} if group.get(FACTOR, False) else group for group in groups]
     return scaled, lambda like: rule(like).with_rates([group["lr"] for group in scaled], None)
 
 
 def _with_first_sample(oracle: Oracle, draws: Sequence[Draw] | None) -> tuple[Oracle, Sample]:
-    """The first sample of g, and an oracle that gives it again; what the step draws of f before is drawn before."""
+    """Draw the first sample of g, after the draws of f that precede it; return an oracle that repeats these draws."""
     held: dict[str, list[Sample]] = {"upper": [], "lower": []}
     whole = False
     for draw in draws or ():
@@ -139,7 +139,7 @@ def _with_first_sample(oracle: Oracle, draws: Sequence[Draw] | None) -> tuple[Or
 
 
 def _followed(oracle: Oracle, sample: Sample, last: Vector | None, exact: bool) -> Vector:
-    """The direction of largest curvature, as long as that; of separate lower problems that of the stiffest."""
+    """Return the direction of largest curvature, with the curvature as its norm; of tasks, that of the stiffest."""
     if exact:
         with oracle.lower_system(sample) as system:
             return _iterated(oracle, system.gradient, system.hvp, last)
@@ -154,11 +154,11 @@ def _followed(oracle: Oracle, sample: Sample, last: Vector | None, exact: bool) 
 
 
 def _iterated(oracle: Oracle, gradient: Vector, product: Callable[[Vector], Vector], last: Vector | None) -> Vector:
-    """Steps of power iteration, with products that are the Hessian's."""
+    """Make steps of power iteration with Hessian-vector products."""
     lanes, tiny = oracle.lanes, torch.finfo(gradient[0].dtype).tiny
 
     def step(u: Vector) -> tuple[Tensor, Vector]:
-        """Norm and direction of the product with a vector of length 1."""
+        """Return the norm and the direction of the product with a unit vector."""
         found = product(u if lanes is None else Vector([t.expand(lanes, *t.shape) for t in u]))
         oracle.checks.finite("hvp", found)
         if lanes is None:
@@ -185,6 +185,6 @@ def _iterated(oracle: Oracle, gradient: Vector, product: Callable[[Vector], Vect
 
 
 def _spread(like: Tensor) -> Tensor:
-    """A vector without any symmetry, the same each time."""
+    """Return a deterministic vector without symmetry."""
     found = torch.arange(1, like.numel() + 1, device=like.device).mul(1.7).sin().reshape(like.shape).to(like.dtype)
     return sharded_like(found, like) if is_sharded(like) else found

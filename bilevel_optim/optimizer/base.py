@@ -71,9 +71,9 @@ from .task_mean import task_mean
 from .transaction import Transaction, Write, undo_of, writes_of, writes_of_update
 
 Result = TypeVar("Result")
-KEPT = 1 << 16  # entries of vectors that are kept for diagnostics, which most steps are not asked for
+KEPT = 1 << 16  # most entries of vectors kept unevaluated for diagnostics, because few steps are asked for their norms
 PLAIN = (bool, int, float, str, tuple, type(None))
-# Arguments that ranks may have of their own, or that are compared as something else: groups, and what factories make.
+# Arguments that may differ between ranks, or that are compared in another form (groups, and the optimizers made).
 NOT_COMPARED = (
     "upper", "lower", "lr", "lower_lr", "upper_optimizer", "lower_optimizer", "process_group", "state_device",
     "vectorize",
@@ -93,9 +93,9 @@ UNSET_GRADIENT = (
 )
 
 
-STILL = 20  # the step at which it is looked at whether x and y move
-LITTLE, MUCH = 1e-9, 1e-3  # changes of the upper loss, in its own size: by a step, and by one as long as x or 1
-LOOKS = 100  # steps between looks at the upper loss of a run on an accelerator
+STILL = 20  # number of the step that checks whether x and y move
+LITTLE, MUCH = 1e-9, 1e-3  # relative changes of the upper loss: by a step, and by one as long as max(|x|, 1)
+LOOKS = 100  # steps between checks of the upper loss on an accelerator
 DIVERGES = "Take a smaller lr (a tenth of it to begin with), or ask bo.suggest which rates are stable"
 MOVED = (
     "x has changed between backward() and step(): if another optimizer has made its step along .grad, leave out "
@@ -117,64 +117,63 @@ __all__ = ["REMADE", "BilevelOptimizer", "Loss", "as_objective"]
 class BilevelOptimizer(Options, Optimizer, ABC):
     r"""Base class of the methods for :math:`\min_x f(x, y^*(x))`, :math:`y^*(x) = \arg\min_y g(x, y)`.
 
-    A real ``torch.optim.Optimizer``: ``param_groups`` holds the groups of the upper parameters x, then those of the
-    lower parameters y; each has a ``"level"`` (``"upper"`` or ``"lower"``) and its own ``"lr"``, which schedulers may
-    change.
+    It is a ``torch.optim.Optimizer``. ``param_groups`` holds the groups of the upper parameters x, then those of the
+    lower parameters y. Each group has a ``"level"`` (``"upper"`` or ``"lower"``) and its own ``"lr"``, which schedulers
+    may change.
 
-    A step is a function of values: :meth:`estimate` improves y and estimates the hypergradient, :meth:`update` moves x;
-    neither writes anything. What they return is checked, and then written by this class. A method is a subclass that
-    has these functions, and others of the section "what a method is"; of ``self`` they read hyper-parameters only.
+    Each method is a subclass. Its :meth:`estimate` improves y and estimates the hypergradient; its :meth:`update` moves
+    x. Both return new values and write nothing: this class checks the values, then writes them. From ``self`` they read
+    hyperparameters only.
 
     Args:
-        upper: upper parameters: tensors, ``(name, tensor)`` pairs or group dicts, as ``torch.optim`` takes.
-        lower: lower parameters, likewise.
-        lr: learning rate of the upper update. It may be left out with an ``upper_optimizer``, which then has its own.
-        lower_lr: learning rate of the lower steps. ``"auto"``: 1 / (1.1 L), where L is the largest curvature of g at
-            the present (x, y), from one Hessian-vector product before each step, on its first lower batch (or one
-            difference of gradients, for methods without second derivatives). A group's ``"lr"`` is then a factor of
-            that rate, 1.0 to begin with, which schedulers may change; one that is given with the group stays what it
-            is. A ``lower_optimizer`` that sets a rate itself keeps it. Default: ``"auto"``.
+        upper: upper parameters: tensors, ``(name, tensor)`` pairs or group dicts, as in ``torch.optim``.
+        lower: lower parameters, in the same forms.
+        lr: learning rate of the upper update. Not needed if ``upper_optimizer`` has a rate of its own.
+        lower_lr: learning rate of the lower steps. ``"auto"`` uses 1 / (1.1 L), where L is the largest curvature of g
+            at the current (x, y). L is measured before each step on its first lower batch, by one Hessian-vector
+            product (or one difference of gradients, for methods without second derivatives). A group's ``"lr"`` is then
+            a factor of that rate, initially 1.0, which schedulers may change. A rate set in a group is used as it is,
+            and so is a rate set by ``lower_optimizer``. Default: ``"auto"``.
         lower_steps: lower steps per outer step.
-        warm_start: start each lower solve where the last one ended; otherwise each starts from the value that the lower
-            parameters had at the first step. Default: True.
-        upper_optimizer: makes the optimizer of x from parameter groups, as ``torch.optim.Adam`` or
-            ``lambda groups: torch.optim.Adam(groups, lr=1e-2, betas=(0.5, 0.9))`` do. A rate that it sets stays, and
-            raises if ``lr`` is another one. Its state is in ``state[p]``, under ``upper_optimizer.``. Methods whose
-            update of x is the method do not take it. Default: ``torch.optim.SGD``.
-        lower_optimizer: makes the optimizer of the lower steps, likewise, with ``lower_lr``. With warm starts its state
-            lasts too. Default: ``torch.optim.SGD``.
-        lower_clip: limit lower gradients: a number, the norm over all of y (of each task or copy by itself) above which
-            they are scaled down to it; ``("value", c)``, every entry to [-c, c]. Default: None.
-        lower_projection: takes the list of the lower tensors' values after each lower step, and returns what they are
-            to be, such as ``lambda y: [t.clamp(min=0) for t in y]``. It is differentiated where lower steps are;
-            implicit methods raise ValueError when y is where it changes the solution. Default: None.
-        check_finite: raise `NonFiniteError`, before anything is written, if an oracle returns NaN or infinity; costs
-            one host synchronisation per step. Default: True.
-        generator: source of the method's own random numbers. Default: torch's default one.
-        vectorize: how several copies of y are evaluated: True, all at once under ``torch.func.vmap``; False, in a loop;
-            a number, in chunks of that many. Default: True.
-        hvp: ``"exact"`` Hessian-vector products by double backward, or ``"finite-difference"`` of first-order
-            gradients. Default: ``"exact"``.
-        tasks_per_step: with tasks, how many are drawn for a step. Default: all of a sampler that knows how many it has,
-            else 1.
-        lower_batch, upper_batch: with tasks, how many rows of each task's data an evaluation of g, or of f, draws.
-            Default: all of them.
-        lower_init: a function without arguments that returns where each lower solve starts: the tensors of y, such as
-            weights drawn anew for each step; the optimizer of the lower steps then starts anew too. With tasks, a
-            function of the drawn tasks, whose tensors have a leading dimension for them. Default: the live y.
-        task_memory: with tasks, start the lower solve of each where it ended when the task was last drawn, and at the
-            live y the first time. The sampler has a length and draws ids; a row of the size of y is kept for each.
-            Default: False.
-        process_group: average all oracles over the ranks of this ``torch.distributed`` group, each of which has its own
-            part of the data, the same parameters (compared in the first step) and the same options (compared at the
+        warm_start: start each lower solve where the last one ended. If False, each starts from the values that the
+            lower parameters had at the first step. Default: True.
+        upper_optimizer: function that makes the optimizer of x from parameter groups, such as ``torch.optim.Adam`` or
+            ``lambda groups: torch.optim.Adam(groups, lr=1e-2, betas=(0.5, 0.9))``. If it sets a rate, ``lr`` must be
+            left out or equal to it. Its state is in ``state[p]``, under ``upper_optimizer.``. Methods that define their
+            own update of x do not take it. Default: ``torch.optim.SGD``.
+        lower_optimizer: function that makes the optimizer of the lower steps, with ``lower_lr``. With warm starts its
+            state carries over to the next step. Default: ``torch.optim.SGD``.
+        lower_clip: limit on lower gradients. A number limits the norm over all of y (of each task or copy separately);
+            ``("value", c)`` limits every entry to [-c, c]. Default: None.
+        lower_projection: function that maps the list of the lower tensors' values after each lower step to the
+            projected values, such as ``lambda y: [t.clamp(min=0) for t in y]``. It is differentiated where lower steps
+            are. Implicit methods raise ValueError where it changes the solution. Default: None.
+        check_finite: raise `NonFiniteError` if an oracle returns NaN or infinity, before anything is written. Costs one
+            host synchronisation per step. Default: True.
+        generator: source of the method's own random numbers. Default: torch's default generator.
+        vectorize: how to evaluate several copies of y: True, all at once under ``torch.func.vmap``; False, in a loop; a
+            number, in chunks of that size. Default: True.
+        hvp: ``"exact"`` for Hessian-vector products by double backward, ``"finite-difference"`` for differences of
+            first-order gradients. Default: ``"exact"``.
+        tasks_per_step: number of tasks drawn per step. Default: all tasks if the sampler has a length, else 1.
+        lower_batch, upper_batch: number of rows of each task's data that one evaluation of g, or of f, draws. Default:
+            all rows.
+        lower_init: function without arguments that returns the start of each lower solve: the tensors of y, such as
+            freshly drawn weights. The lower optimizer then starts each solve with a fresh state too. With tasks, it
+            takes the drawn tasks and returns tensors with a leading dimension for them. Default: the live y.
+        task_memory: with tasks, start the lower solve of each task where it ended when the task was last drawn, and the
+            first time at the live y. The sampler must have a length and draw ids. One row of the size of y is stored
+            per task. Default: False.
+        process_group: ``torch.distributed`` group over whose ranks all oracles are averaged. Each rank has its own part
+            of the data, the same parameters (compared in the first step) and the same options (compared at the
             beginning of each step). Default: None.
 
     Attributes:
         oracle_counts: cumulative number of ``upper_grad``, ``lower_grad``, ``hvp``, ``jvp`` and ``loss`` evaluations,
-            each per sample batch: ``hvp`` are products of the Hessian of g in y with a vector, ``jvp`` those of its
+            per sample batch. ``hvp`` counts products of a vector with the Hessian of g in y, ``jvp`` those with its
             cross derivative in x and y.
-        diagnostics: tensors of the last step: ``hypergradient_norm``, and what the method adds.
-        numbers: the plain numbers of the method that change from step to step (restart counters and the like).
+        diagnostics: tensors of the last step: ``hypergradient_norm``, and those that the method adds.
+        numbers: the method's plain numbers that change from step to step, such as restart counters.
     """
 
     upper: InitVar[Params] = option(kw_only=False)
@@ -198,17 +197,17 @@ class BilevelOptimizer(Options, Optimizer, ABC):
     lower_clip: InitVar[Clip | None] = option(default=None)
     lower_projection: InitVar[Projection | None] = option(default=None)
 
-    declared: ClassVar[MethodInfo] = UNDECLARED  # what tables, recipes and tests need to know of a method
+    declared: ClassVar[MethodInfo] = UNDECLARED  # description for the tables, recipes and generic tests
     _variant_of_state = cast("Mapping[str, Any]", MappingProxyType({}))  # a state of another variant is not loaded
-    _saved_options: ClassVar[tuple[str, ...]] = ()  # names of the options that a checkpoint holds
-    _one_loss = False  # whether step takes one loss, from which `_objectives` makes the two
-    _responds = True  # whether the estimate lives on y's response to x in the lower loss
-    _curvature_margin: ClassVar[float] = MARGIN  # with "auto", the lower rate is one over so many times the curvature
-    _joined: ClassVar[Mapping[str, Callable[[Tensor], Tensor]]] = {}  # how diagnostics of parts of the tasks become one
+    _saved_options: ClassVar[tuple[str, ...]] = ()  # names of the options in a checkpoint
+    _one_loss = False  # True if step takes one loss, from which `_objectives` makes the two
+    _responds = True  # False if the estimate does not rely on y's response to x in the lower loss
+    _curvature_margin: ClassVar[float] = MARGIN  # with "auto", the lower rate is 1 / (margin * curvature)
+    _joined: ClassVar[Mapping[str, Callable[[Tensor], Tensor]]] = {}  # by name: reduces stacked diagnostics of tasks
     _estimate_reads: ClassVar[tuple[str, ...] | None] = None  # entries of x's state that `estimate` reads; None: all
     _fixed_rate: ClassVar[str] = ""  # why lower_lr cannot be "auto"
-    _difference_step: ClassVar[str | None] = None  # the option that differences are divided by
-    _arguments = cast("Mapping[str, str]", MappingProxyType({}))  # texts of those that decide about steps over ranks
+    _difference_step: ClassVar[str | None] = None  # name of the option that is the step of finite differences
+    _arguments = cast("Mapping[str, str]", MappingProxyType({}))  # texts of the arguments that ranks compare
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -218,8 +217,8 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             register(cls)
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
-        """As for any class, but that a missing or unknown argument is one of the method, not of a base class."""
-        if arguments or options:  # copies are made without
+        """Report a missing or unknown argument as the method's own, not a base class's."""
+        if arguments or options:  # copying passes none
             try:
                 bound = cls.__signature__.bind(*arguments, **options)  # type: ignore[attr-defined]
             except TypeError as error:
@@ -257,7 +256,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         if self.task_memory:
             self._require_task_memory(values["process_group"])
         self.numbers: dict[str, Any] = {}
-        self._untraced_update = ""  # why a graph does not move x, where its optimizer alone is in the way
+        self._untraced_update = ""  # why a graph does not move x, if the upper optimizer is the only obstacle
         if upper_optimizer is not None:
             require_update_alone(upper_optimizer, lr)
         self._limits = limits_of(values["lower_clip"], values["lower_projection"], interior=self._stationary)
@@ -274,8 +273,8 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         self._default_lr, self._auto = {"upper": lr, "lower": lower_lr}, auto
         self._rules, self._upper_rules = self._new_rules()
         self._diagnostics: dict[str, Any] = {}
-        self._placeholders = False  # the state holds zeros that only show what a step would remember
-        self._captured: Any = None  # makes steps in place of this class, once there is a `compile`
+        self._placeholders = False  # True while the state holds only zeros, shaped like a first step's state
+        self._captured: Any = None  # makes the steps after `compile`
         super().__init__(consistently_named([*as_groups(upper, "upper"), *as_groups(lower, "lower")]), {"lr": lr})
         require_apart(self.param_groups)
         self.param_groups[0][OWN] = b""
@@ -286,7 +285,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             self._lower_checks.require_at_rest()
 
     def _arrange(self, options: dict[str, Any]) -> None:
-        """Check options that depend on each other, and replace those that others decide, before anything is made."""
+        """Check options that depend on each other, and replace those that others determine, before they are stored."""
 
     # ------------------------------------------------------------------------------------------------ verbs
 
@@ -308,25 +307,25 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         tasks: Any = None,
         closure: Callable[[], Any] | None = None,
     ) -> Any:
-        """One outer iteration: improve y, estimate the hypergradient, update x.
+        """Make one outer step: improve y, estimate the hypergradient, update x.
 
         Args:
-            upper: f, a callable or an `Objective`. Without any loss only the update of x is made, from the ``.grad``
-                that :meth:`backward` has set. A callable alone is a closure, unless the method takes one loss.
-            lower: g, likewise; left out for a method that takes one loss.
-            tasks: a sampler of tasks, such as `TensorTasks`: there is one lower problem for each task, the losses are
-                bare callables that take one task's batch, and the hypergradient is the mean over the tasks drawn. Each
-                task starts from the live y (or from ``lower_init``); afterwards the live y holds the mean of the tasks'
-                solutions, or with ``warm_start=False`` what it held before. What a method keeps from step to step
-                beside y (momentum, solutions of linear systems) belongs to the tasks and starts anew at each step.
-            closure: instead of losses, a function that calls :meth:`backward`, as ``torch.optim`` has it; its result is
+            upper: f, a callable or an `Objective`. Without losses, ``step()`` only updates x, from the ``.grad`` that
+                :meth:`backward` has set. A callable alone is a closure, unless the method takes one loss.
+            lower: g, a callable or an `Objective`. Leave it out for a method that takes one loss.
+            tasks: sampler of tasks, such as `TensorTasks`. Each task has its own lower problem, the losses are plain
+                callables that take one task's batch, and the hypergradient is the mean over the drawn tasks. Each task
+                starts from the live y (or from ``lower_init``). After the step the live y holds the mean of the tasks'
+                solutions, or with ``warm_start=False`` its old values. State other than y (momentum, solutions of
+                linear systems) belongs to the tasks and is reset at each step.
+            closure: instead of losses, a function that calls :meth:`backward`, as in ``torch.optim``. Its result is
                 returned.
 
         Returns:
             The upper loss at the point where the hypergradient was estimated, detached; None without losses.
 
         Raises:
-            NonFiniteError: if an oracle returned NaN or infinity; nothing has changed then.
+            NonFiniteError: if an oracle returned NaN or infinity. Nothing has changed then.
             ValueError: at the first step, if a loss is not a scalar or does not depend on the parameters.
         """
         if self._finished():
@@ -344,55 +343,55 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         return self._make_step(upper, lower, tasks, update=True)
 
     def _step_after(self, closure: Any, *, required: bool) -> Any:
-        """Update x after a closure; ``required``: it is one only if it calls :meth:`backward`."""
+        """Call a closure, then update x; with ``required``, a callable that does not call `backward` is a lone loss."""
         before = self._run_state.steps
         with torch.enable_grad():
             result = closure()
         if required and self._run_state.steps == before:
             try:
-                self._objectives(closure, None)  # one loss is not enough
+                self._objectives(closure, None)  # raises: one loss is not enough
             except TypeError as error:
-                self._oracle_options.ranks.failed(error)  # others may have been given two
+                self._oracle_options.ranks.failed(error)  # other ranks may have two losses
                 raise
         self._update()
         return result
 
     @no_dynamo
     def backward(self, upper: Loss, lower: Loss | None = None, *, tasks: Any = None) -> Tensor:
-        """Improve y, and set ``.grad`` of the upper parameters to the estimate of the hypergradient.
+        """Improve y, and set ``.grad`` of the upper parameters to the estimated hypergradient.
 
-        Follow it with gradient clipping, with ``step()``, or with a step of any ``torch.optim`` optimizer over x.
-        Arguments, result and errors as for :meth:`step`.
+        Afterwards, clip gradients if needed, then call ``step()`` or the step of any ``torch.optim`` optimizer of x.
+        Arguments, result and errors are those of :meth:`step`.
         """
         wrapped = vars(self).get("_optimizer")
-        if wrapped is not None:  # Lightning's wrapper inherits from this class, and would keep the results to itself
+        if wrapped is not None:  # Lightning's wrapper inherits from this class, and would store the results in itself
             return wrapped.backward(upper, lower, tasks=tasks)  # type: ignore[no-any-return]
-        self._opt_called = True  # schedulers may go on: it is another optimizer's step that follows
+        self._opt_called = True  # keeps schedulers from warning if another optimizer makes the step
         loss = self._make_step(upper, lower, tasks, update=False)
         self._run_state.written = {id(t): version_of(t) for t in self.parameters("upper")}
         return loss
 
     @explain_bad_call("the number of steps goes by its name, run(upper, lower, steps=10)")
     def run(self, upper: Loss, lower: Loss | None = None, *, steps: int, tasks: Any = None) -> Tensor:
-        """Make many outer steps in one call: the same numbers as that many calls of ``step``.
+        """Make many outer steps in one call, with the same results as that many calls of :meth:`step`.
 
-        After :meth:`compile`, one call checks the guards, and the steps after it follow without the host looking at a
-        value, where each loss draws from a list or a `FiniteSum` of its own or draws nothing: their flags are read
-        once, at the end, and everything is written once. Learning rates are those at the beginning; ``oracle_counts``
-        are those of all the steps, ``diagnostics`` and ``.grad`` of the last one.
+        After :meth:`compile`, the guards are checked once per call. The host then reads no value until the end, where
+        flags are read and results are written once. This requires that each loss draws from its own list or
+        `FiniteSum`, or draws nothing. Learning rates are those at the beginning. ``oracle_counts`` includes all the
+        steps; ``diagnostics`` and ``.grad`` are those of the last one.
 
         Args:
-            upper: as for :meth:`step`.
-            lower: likewise.
-            tasks: likewise.
-            steps: how many.
+            upper: f, as for :meth:`step`.
+            lower: g, as for :meth:`step`.
+            tasks: sampler of tasks, as for :meth:`step`.
+            steps: number of steps.
 
         Returns:
             The upper losses of the steps, shape (steps,).
 
         Raises:
-            NonFiniteError: names the step that failed. What the steps before it did is kept, nothing of it or after,
-                also if anything else fails. An interrupt of compiled steps may undo those of the last half second.
+            NonFiniteError: at the step that failed, which the error names. After any error, the steps before the failed
+                one are kept, and nothing else. An interrupt of compiled steps may undo those of the last half second.
 
         Example:
             >>> import torch, bilevel_optim as bo
@@ -420,11 +419,16 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         still: bool = False,
         start: Start = None,
     ) -> Estimate:
-        """What a step would do, without doing it: the estimate, with the improved y.
+        """Compute the estimate of the next step, with the improved y, without making the step.
 
-        Random numbers are drawn, and data too. The losses and tasks are as for :meth:`step`; ``still`` asks for the
-        estimate at x itself of a method that would look ahead of it; ``start`` gives other lower values to begin at
-        than the present ones, with tasks as a function like ``lower_init``.
+        It draws random numbers and data.
+
+        Args:
+            upper: f, as for :meth:`step`.
+            lower: g, as for :meth:`step`.
+            tasks: sampler of tasks, as for :meth:`step`.
+            still: estimate at x itself, for a method that would estimate at a look-ahead point. Default: False.
+            start: lower values to start from; with tasks, a function like ``lower_init``. Default: the current ones.
         """
         transaction, oracle, groups = self._open_step(upper, lower)
         with transaction, self._run_state.buffers.kept():
@@ -437,7 +441,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
                 start = fresh_start(oracle.y, oracle.lower_names(), self.lower_init)
             estimate = self._estimate(oracle, inputs, tasks, start)
             transaction.conclude()
-            oracle.session.lower_sample = None  # a cycle, as after a step
+            oracle.session.lower_sample = None  # breaks a reference cycle, as after a step
             return replace(estimate, diagnostics=measured(estimate.diagnostics))
 
     @explain_bad_call()
@@ -451,27 +455,27 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         start: Sequence[Tensor] | None = None,
         write: bool = False,
     ) -> Vector:
-        """Lower parameters for a new task, or for many at once: lower steps on its data, at the present x.
+        """Adapt the lower parameters to a new task, or to many at once, by lower steps on its data at the current x.
 
-        The steps are those of training, by the same optimizer with a fresh state; no hypergradient is made, and the
-        counts, the state and the upper parameters stay as they are. Every process adapts by itself.
+        The steps are those of training, by the same optimizer with a fresh state. No hypergradient is computed. Counts,
+        state and upper parameters do not change. Each process adapts separately.
 
         Args:
-            lower: the lower loss of the task, as for ``step``. (A minimax method takes its loss, which y ascends.)
-            batch: what the loss is called with at every step. Default: None, nothing, or the data of an `Objective`.
-            tasks: instead of ``batch``, the data of many tasks, a tensor or a pytree of tensors whose first dimension
-                numbers the tasks: they are solved together, and each takes its own steps. Default: None.
-            steps: how many. Default: ``lower_steps``; has to be given for a method that has none.
-            start: where y starts. Default: the learned start of `MAML` and methods like it, else what the live y holds.
-            write: leave the result, and module buffers, in the live tensors, so that the model is the task's; a later
-                ``step`` starts there. Otherwise they are as before.
+            lower: the task's lower loss, as for :meth:`step`. A minimax method takes its one loss, which y ascends.
+            batch: argument of the loss at every step. Default: None, no argument, or the data of an `Objective`.
+            tasks: instead of ``batch``, the data of many tasks: a tensor, or a pytree of tensors, whose first dimension
+                is the task. They are solved together, and each takes its own steps. Default: None.
+            steps: number of steps. Required for methods without ``lower_steps``. Default: ``lower_steps``.
+            start: initial y. Default: the learned start of `MAML` and similar methods, else the live y.
+            write: write the result, and module buffers, into the live tensors, so that the model is adapted and a later
+                :meth:`step` starts there. Default: False, they do not change.
 
         Returns:
-            The tensors of y, in the order of the lower parameters; with ``tasks`` with a leading dimension for them.
+            The tensors of y, in the order of the lower parameters; with ``tasks``, each with a leading dimension.
 
         Raises:
-            NonFiniteError: if the steps diverge; then everything is as before.
-            ValueError: for an argument out of its range.
+            NonFiniteError: if the steps diverge. Nothing has changed then.
+            ValueError: if an argument is out of range.
 
         Example:
             >>> import torch, bilevel_optim as bo
@@ -531,40 +535,36 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         rtol: float | None = None,
         atol: float | None = None,
     ) -> None:
-        """Compile steps from now on: ``torch.compile`` of the library's own step, your losses included.
+        """Compile all further steps with ``torch.compile``: the library's own step and your losses, as one graph.
 
-        Named and used as ``torch.nn.Module.compile``. The first step of each kind is eager, because it may be the only
-        one (unless a run is resumed); the next ``step(upper, lower)`` or ``backward(upper, lower)`` compiles. Dynamo
-        reads the whole step, and its guards say whether anything that a loss reads has changed; then the step is
-        compiled again. Learning rates are tensors, so that schedules compile nothing anew. A compiled step is compared
-        with an eager one at uses 1, 2, 4, 8, ..., and every 4096. Data of other shapes, other options or other losses
-        make other graphs, at most 16.
+        Use it like ``torch.nn.Module.compile``. The first step of each kind is eager, because it may be the only one
+        (unless a run is resumed). The next ``step(upper, lower)`` or ``backward(upper, lower)`` compiles. Dynamo traces
+        the whole step. Its guards watch everything that a loss reads, and a change recompiles the step. Learning rates
+        are tensors, so schedules do not recompile. Other data shapes, options or losses need other graphs, at most 16.
+        At uses 1, 2, 4, 8, ..., and every 4096, a compiled step is compared with an eager one.
 
-        What Dynamo cannot read runs eagerly from that step on, for that loss, until ``compile`` is called again. There
-        is one warning, and the reason, with the file and line of your code, stands in
-        ``diagnostics["compile_fallback"]``. Losses must not draw random numbers (dropout too), write into tensors that
-        are not their own, change Python values, branch on values, or read NumPy arrays. Steps over ranks and with
-        sharded parameters are eager.
+        If Dynamo cannot trace a step, steps with that loss are eager until ``compile`` is called again. A warning is
+        given once. ``diagnostics["compile_fallback"]`` has the reason, with the file and line of your code. Losses must
+        not draw random numbers (dropout included), write into tensors other than their own, change Python values,
+        branch on values, or read NumPy arrays. Steps over ranks and with sharded parameters are eager.
 
-        A compiled CG makes all its iterations (frozen where it has converged) and a randomised series all its products
-        (of which those of its term count); ``oracle_counts`` has what was computed.
+        A compiled CG always makes all its iterations (frozen after convergence), and a randomised series computes all
+        its products (those past its random length do not count). ``oracle_counts`` includes all of them.
 
         Args:
-            fullgraph: raise where a step cannot be compiled, and leave everything as it was. Default: False.
-            dynamic: must not be True: shapes are those of the data.
-            backend: as ``torch.compile`` takes it; ``"inductor"``, or ``"eager"`` for the graph itself.
-                Default: ``"inductor"``.
-            mode: as ``torch.compile`` takes it, such as ``"reduce-overhead"`` (CUDA graphs). Default: None.
-            options: of the backend. Default: None.
-            unroll: steps in one graph of :meth:`run`, compiled with its first so many steps. Default: 1.
-            rtol: the relative difference from an eager step that is accepted where the two are compared: of the loss,
-                of the hypergradient, and of each vector that the step leaves, by its norm. Default: None, what
-                rounding explains.
-            atol: the absolute difference, which is added to it. Default: None.
+            fullgraph: raise if a step cannot be compiled, and change nothing. Default: False.
+            dynamic: must not be True, because shapes are those of the data.
+            backend: backend of ``torch.compile``, or ``"eager"`` for the graph itself. Default: ``"inductor"``.
+            mode: mode of ``torch.compile``, such as ``"reduce-overhead"`` (CUDA graphs). Default: None.
+            options: options of the backend. Default: None.
+            unroll: number of steps in one graph of :meth:`run`, compiled with its first ``unroll`` steps. Default: 1.
+            rtol: relative tolerance of the comparison with an eager step. It applies to the loss, the hypergradient,
+                and the norm of each vector that the step writes. Default: None, the effect of rounding.
+            atol: absolute tolerance, added to the relative one. Default: None.
 
         Raises:
-            ValueError: for an argument out of its range.
-            RuntimeError: with ``fullgraph``, at a step that cannot be compiled, or here for a method that cannot be.
+            ValueError: if an argument is out of range.
+            RuntimeError: with ``fullgraph``: here if the method cannot be compiled, else at a step that cannot be.
 
         Example:
             >>> import torch, bilevel_optim as bo
@@ -594,19 +594,19 @@ class BilevelOptimizer(Options, Optimizer, ABC):
 
     @property
     def _has_step_hooks(self) -> bool:
-        """Whether something is to be called before or after each step."""
+        """True if step hooks are registered."""
         return has_hooks(self)
 
     @property
     def captured_graphs(self) -> int:
-        """How many graphs stand for steps at present."""
+        """Number of compiled graphs."""
         graphs: int = 0 if self._captured is None else self._captured.graphs
         return graphs
 
     def _oracle(
         self, upper: Loss | None, lower: Loss | None = None, *, groups: dict[str, list[dict[str, Any]]] | None = None
     ) -> Oracle:
-        """The two losses at the present point, as a step sees them; ``groups`` are the parameters', if at hand."""
+        """Return the oracle of both losses at the current point; ``groups`` are the groups by level, if known."""
         f, g = self._objectives(upper, lower)
         groups = groups or by_level(self.param_groups)
         x, y = tensors_of(groups["upper"], "upper"), tensors_of(groups["lower"], "lower")
@@ -616,7 +616,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
     # ------------------------------------------------------------------------------------------------ one step
 
     def _make_step(self, upper: Loss | None, lower: Loss | None, tasks: Any, *, update: bool) -> Tensor:
-        """A step, or all of it but the update of x; with a word if the upper loss has grown."""
+        """Make a step, with or without the update of x, and warn if the upper loss has grown."""
         trend = self._run_state.upper_trend
         if tasks is not None and self._lower_solver is not None:
             raise ValueError("lower_solver= solves one lower problem, and a step with tasks has many")
@@ -640,7 +640,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         return loss
 
     def _look_at_moves(self, loss: float, x: Vector, y: Vector) -> None:
-        """Warn if a step has left x, or y below LBFGS, where it was, and should not have; before it they were these."""
+        """Warn if x, or y under LBFGS, hardly moved, or if x overshot; ``x`` and ``y`` are their values before."""
         if any_sharded(x):
             return
         size, lr, length = self._slope()
@@ -678,11 +678,11 @@ class BilevelOptimizer(Options, Optimizer, ABC):
 
     @property
     def _given_length(self) -> bool:
-        """Whether a step of x has the length lr, whatever that of the gradient is."""
+        """True if the length of a step of x is lr, independent of the gradient's."""
         return False
 
     def _slope(self) -> tuple[float, float, float]:
-        """Norm of ``.grad`` of x, the largest learning rate, and about the length of a step with them."""
+        """Return the norm of ``.grad`` of x, the largest learning rate, and the approximate length of a step."""
         tensors = self.parameters("upper")
         size = float(Vector(p.new_zeros(1) if p.grad is None else p.grad for p in tensors).norm())
         lr = max(float(group["lr"]) for group in by_level(self.param_groups)["upper"])
@@ -691,11 +691,11 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         return size, lr, lr if self._given_length else lr * size
 
     def _look_at(self, losses: Tensor, *, moves: bool) -> None:
-        """Warn once if upper losses have grown, but not where y ascends them; reads them, so with ``check_finite``."""
+        """Warn once if upper losses have grown, except for minimax methods and without ``check_finite``."""
         state, trend = self._run_state, self._run_state.upper_trend
         if self._one_loss or not self.check_finite:
             return
-        # Elsewhere than on the host a look is a wait for the device.
+        # Reading a loss on a device waits for the device.
         looks = losses.is_cpu or state.steps % LOOKS < losses.numel()
         values = [] if not looks else losses.tolist() if losses.dim() else [losses.item()]
         if moves and values and trend.asks(len(values)) and not any_sharded(self.parameters("upper")):
@@ -711,7 +711,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
                 warn(f"{said}: the run makes it worse, unless y began where f is less than at y*(x). {DIVERGES}")
 
     def _made_step(self, upper: Loss | None, lower: Loss | None, tasks: Any, *, update: bool) -> Tensor:
-        """A step, or all of it but the update of x."""
+        """Make a step, compiled or eager, with or without the update of x."""
         if self._captured is not None:
             loss: Tensor = self._captured.step(upper, lower, tasks, update)
             return loss
@@ -724,9 +724,9 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         return results.loss
 
     def _open_step(self, upper: Loss | None, lower: Loss | None) -> tuple[Transaction, Oracle, Groups]:
-        """The two losses at the present point, and a block that leaves everything as it was if a step of them fails.
+        """Return a transaction for a step, the oracle of both losses at the current point, and the groups by level.
 
-        Ranks compare here what decides about the step; one that differs ends it on all of them.
+        Ranks compare their options here; a difference ends the step on all of them.
         """
         ranks, groups = self._oracle_options.ranks, by_level(self.param_groups)
         try:
@@ -739,7 +739,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         return Transaction(self.generator, oracle, self._run_state.buffers), oracle, groups
 
     def _decisive(self, groups: Groups) -> dict[str, str]:
-        """Texts of what decides about a step beside losses, data and values, by name."""
+        """Return the options that determine a step, besides losses, data and values, as texts by name."""
         found: dict[str, Any] = {"method": type(self), "steps made": self._run_state.steps}
         for name, value in vars(self).items():
             if name in self._arguments or (isinstance(value, PLAIN) and not name.startswith("_")):
@@ -760,14 +760,14 @@ class BilevelOptimizer(Options, Optimizer, ABC):
     def _step_inputs(
         self, oracle: Oracle, groups: Groups, random_inputs: Mapping[str, Any] | None = None
     ) -> StepInputs:
-        """What a step is given beside the losses and the point; ``random_inputs`` are drawn unless they are at hand."""
+        """Return the inputs of a step; ``random_inputs`` are drawn if None."""
         if random_inputs is None:
             agreed = partial(self._oracle_options.ranks.agreed, device=oracle.device)
             random_inputs = draw_random_inputs(self._random_inputs(), self.generator, agreed)
         return self._inputs(groups, oracle.live_x, oracle.live_y, oracle.y, random_inputs)
 
     def _compute(self, oracle: Oracle, inputs: StepInputs, tasks: Any, *, update: bool) -> StepResults:
-        """All that a step computes: the estimate, and the new x if it is to move. Only module buffers are written."""
+        """Compute the estimate and, with ``update``, the new x; only module buffers are written."""
         estimate = self._estimate(oracle, inputs, tasks)
         advance_buffers(oracle, estimate.lower)
         new = None
@@ -777,7 +777,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         return StepResults(estimate, new)
 
     def _step_writes(self, oracle: Oracle, results: StepResults) -> list[Write]:
-        """Writes of what a step has computed; ``.grad`` of x is the estimate."""
+        """Return the writes of a step's results, ``.grad`` of x included."""
         (estimate, update), session = results, oracle.session
         numbers = estimate.numbers if update is None else {**estimate.numbers, **update.numbers}
         return [
@@ -793,7 +793,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
     def _result_writes(
         self, figures: Mapping[str, Any], numbers: Mapping[str, Any], found: LossFacts, after: dict[str, Any]
     ) -> list[Write]:
-        """Writes of what a step leaves beside the values of parameters: plain numbers, diagnostics, the run state."""
+        """Return the writes of plain numbers, diagnostics and the run state."""
         diagnostics = {**figures, **self._static_diagnostics(self.numbers), **found.diagnostics()}
         if self._untraced_update:
             diagnostics["compile_fallback"] = self._untraced_update
@@ -805,8 +805,8 @@ class BilevelOptimizer(Options, Optimizer, ABC):
     def _estimate(
         self, oracle: Oracle, inputs: StepInputs, tasks: Any, start: Sequence[Tensor] | None = None
     ) -> Estimate:
-        """The estimate, checked; ``start``: where lower solves begin, if not where they would."""
-        warm = self.warm_start or (tasks is None and self.lower_init is not None)  # which has written y already
+        """Return the checked estimate; ``start`` replaces the usual start of lower solves."""
+        warm = self.warm_start or (tasks is None and self.lower_init is not None)  # lower_init has already written y
         initial = None if warm else inputs.memory.get("initial")
         if start is None and not warm:
             start = oracle.y.clone() if initial is None else initial
@@ -822,7 +822,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         return replace(estimate, memory={**estimate.memory, "initial": here.y})
 
     def _estimated(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """The estimate, with lower rates that follow the curvature where they are to."""
+        """Return the estimate, with lower rates from the curvature if they follow it."""
         if not inputs.follows_curvature:
             estimate = self.estimate(oracle, inputs)
             return estimate if self._lower_solver is None else self._watched(oracle, inputs, estimate)
@@ -838,7 +838,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         return replace(estimate, memory=memory, diagnostics={**estimate.diagnostics, **told})
 
     def _watched(self, oracle: Oracle, inputs: StepInputs, estimate: Estimate) -> Estimate:
-        """The estimate, with a warning if the user's solver has left y where it is no solution."""
+        """Return the estimate; raise an alert if y after the user's solver is not a solution."""
         residual = estimate.diagnostics.get("lower_residual")
         if residual is not None:
             rate = max(inputs.lower_rates, default=0.0)
@@ -847,7 +847,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         return estimate
 
     def _unmeasured_rate(self, lower_lr: str) -> Any:
-        """What the rate is to be that was asked for by a word: None, the measured one, or that of the optimizer."""
+        """Return the lower rate for ``lower_lr="auto"``: the optimizer's own, or None if it is to be measured."""
         method = type(self).__name__
         if lower_lr != AUTO:
             raise ValueError(f"Invalid lower_lr value: {lower_lr} (a number, or 'auto')")
@@ -860,10 +860,10 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         return None
 
     def _checked(self, oracle: Oracle, inputs: StepInputs, make: Callable[[Oracle, StepInputs], Estimate]) -> Estimate:
-        """An estimate whose flags have been read; made again where the method reacts to them."""
+        """Make an estimate and read its flags; make it again if the method or the lower rate reacts to them."""
         if is_dynamo_compiling():
             return make(oracle, inputs)
-        smaller = SMALLER if inputs.follows_curvature else 0  # how often the lower rate may still be made smaller
+        smaller = SMALLER if inputs.follows_curvature else 0  # remaining reductions of the lower rate
         while True:
             estimate, session = make(oracle, inputs), oracle.session
             session.conclude()
@@ -894,7 +894,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         lower: Vector | None = None,
         random_inputs: Mapping[str, Any] = MappingProxyType({}),
     ) -> StepInputs:
-        """What a step of these tensors is given, read from the state; ``lower``: the values of y, if at hand."""
+        """Return the inputs of a step of these tensors, read from the state; ``lower`` holds y's values, if known."""
         if self._placeholders:
             self.state.clear()
             self._placeholders = False
@@ -944,20 +944,20 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         with Transaction(self.generator, device=moved[0].device) as transaction:
             update = self.update(Vector(p.detach() for p in moved), Vector(p.grad for p in moved), inputs)
             transaction.commit(self._update_writes(moved, update, {}), undo_of(self.state, moved, inputs.lower))
-        self._run_state.written = {}  # this was our own
+        self._run_state.written = {}  # our own update has changed the versions
 
     @torch.no_grad()
     def _update_writes_after(self, estimate: Estimate, x: Sequence[Tensor], y: Sequence[Tensor]) -> list[Write]:
-        """Writes of the update of x that follows from an estimate which has been made elsewhere."""
+        """Return the writes of the update of x from an estimate made elsewhere."""
         inputs = self._inputs(by_level(self.param_groups), x, y).after(estimate)
         return self._update_writes(x, self.update(Vector(x).detach(), estimate.gradient, inputs), estimate.numbers)
 
     def _update_writes(self, moved: Sequence[Tensor], update: Update, numbers: dict[str, Any]) -> list[Write]:
-        """Writes of an update of x, after those of an estimate with these numbers."""
+        """Return the writes of an update of x and of plain numbers; ``numbers`` are the estimate's."""
         writes = writes_of_update(self.state, moved, partial(self.parameters, "lower"), update)
         return [*writes, partial(vars(self).update, numbers={**self.numbers, **numbers, **update.numbers})]
 
-    # ------------------------------------------------------------------------------------------------ what is read
+    # ------------------------------------------------------------------------------------------------ results
 
     @property
     def oracle_counts(self) -> dict[str, int]:
@@ -966,7 +966,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
 
     @property
     def diagnostics(self) -> dict[str, Any]:
-        """Tensors of the last step, and plain numbers and words, by name; norms are evaluated when they are read."""
+        """Tensors, plain numbers and texts of the last step, by name; norms are computed when this is read."""
         figures = self._diagnostics
         if any(type(value) is Vector for value in figures.values()):
             figures.update(measured(figures))
@@ -977,10 +977,10 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         self._diagnostics = figures
 
     def metrics(self) -> dict[str, float]:
-        """The loss and the ``diagnostics`` of the last step as floats for a logger, with one host synchronisation.
+        """Return the loss and the ``diagnostics`` of the last step as floats for a logger.
 
-        A scalar goes by its name; of a vector there are ``name/mean`` and ``name/max``, of its entries that are not
-        NaN. Words are left out, and before the first step the dict is empty.
+        Scalars keep their names. A vector becomes ``name/mean`` and ``name/max`` of its entries that are not NaN. Texts
+        are left out. The dict is empty before the first step. This costs one host synchronisation.
 
         Example:
             >>> import torch, bilevel_optim as bo
@@ -993,7 +993,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         return floats({"loss": self._run_state.last_loss, **self.diagnostics})
 
     def _extra_repr(self) -> str:
-        """The method's own arguments, as ``torch.nn.Module.extra_repr`` gives those of a module."""
+        """Return the method's own arguments as text, like ``torch.nn.Module.extra_repr``."""
         common = signature_of(BilevelOptimizer).parameters
         shown = {name: getattr(self, name) for name in signature_of(type(self)).parameters if name in vars(self)}
         shown = {name: value for name, value in shown.items() if name not in common or value != common[name].default}
@@ -1005,7 +1005,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         return ", ".join(plain)
 
     def __repr__(self) -> str:
-        """The method with its arguments, and each group with its level and its optimizer.
+        """Return the method with its arguments, and each group with its level and its optimizer.
 
         Example:
             >>> import torch, bilevel_optim as bo
@@ -1025,7 +1025,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
     # ------------------------------------------------------------------------------------------------ state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; the group must say its ``"level"``, ``"upper"`` or ``"lower"``."""
+        """Add a parameter group, as in ``torch.optim``, with a ``"level"``: ``"upper"`` or ``"lower"``."""
         level = param_group.get("level") if isinstance(param_group, dict) else None
         if isinstance(param_group, dict) and level not in LEVELS:
             raise ValueError(f"Invalid level value: {level} (a group of a BilevelOptimizer is 'upper' or 'lower')")
@@ -1036,20 +1036,21 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             param_group["params"] = [*param_group["params"]]
         require_one_level(param_group, self.param_groups)
         require_usable(param_group)
-        if any(OWN in group for group in self.param_groups[:1]):  # or the constructor looks at all groups at once
+        if any(OWN in group for group in self.param_groups[:1]):  # else the constructor checks all groups at once
             require_apart([*self.param_groups, param_group], len(self.param_groups))
         require_rates([param_group])
         super().add_param_group(param_group)
         if hasattr(self, "_run_state"):
-            self._run_state.found.ranks_agree = False  # of what was added nothing has been compared
+            self._run_state.found.ranks_agree = False  # the new parameters have not been compared
         if level == "lower" and self._stationary:
             self._lower_checks.warn_of_decay(self.param_groups[-1])
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch; what does not belong to one parameter is the entry ``"bilevel"`` of the first group.
+        """Return the optimizer's state, as in ``torch.optim``.
 
-        Together with the parameters themselves (the model's ``state_dict``), and with the position of the data and
-        torch's random state where the losses use them, it continues a run bit for bit.
+        State that belongs to no single parameter is the entry ``"bilevel"`` of the first group. To continue a run bit
+        for bit, also save the parameters (the model's ``state_dict``), and, if the losses use them, the position in the
+        data and torch's random state.
         """
         state: dict[str, Any] = super().state_dict()
         state["state"] = checkpoint.copied(state["state"])  # later steps write into tables
@@ -1066,7 +1067,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         return checkpoint.packed(state, own, self.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned, into an optimizer made with the same arguments."""
+        """Load a result of :meth:`state_dict` into an optimizer made with the same arguments."""
         own, state_dict = checkpoint.unpacked(state_dict, self.param_groups[0]["params"][0].device)
         checkpoint.require_loadable(
             own, state_dict, type(self).__name__, self._variant_of_state, self._saved_options, self.param_groups,
@@ -1076,7 +1077,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         self.param_groups[0][OWN], self._placeholders = b"", False
         self._rules, self._upper_rules = self._new_rules()
         self._run_state.load(own)
-        self._run_state.kinds = checkpoint.saved_types(own)  # of which the first step casts it to those of now
+        self._run_state.kinds = checkpoint.saved_types(own)  # the first step casts the state to the current types
         if own["generator"] is not None and self.generator is not None:
             self.generator.set_state(own["generator"].cpu())
         self.numbers = own["numbers"]
@@ -1084,33 +1085,33 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             setattr(self, name, own["options"][name])
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch keeps three entries and makes the others again; ours must be kept too, the rules excepted.
+        # torch keeps three entries and makes the others again. Ours must be kept too, except the rules.
         own = {k: v for k, v in self.__dict__.items() if k not in REMADE and not k.startswith("_optimizer_")}
         rules, upper_rules = self._new_rules()
         return {**super().__getstate__(), **own, "_rules": rules, "_upper_rules": upper_rules}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.defaults.pop("differentiable", None)  # torch's own optimizers have it; added groups would get it from here
+        self.defaults.pop("differentiable", None)  # torch adds it, and added groups would take it over
 
     def _new_rules(self) -> tuple[LowerRules, LowerRules | None]:
-        """The updates of y and, if it has an optimizer of its own, of x; not made for any parameters yet."""
+        """Return new update rules of y and, if x has an optimizer of its own, of x; not bound to parameters yet."""
         upper = None if self._upper_factory is None else LowerRules(self._upper_factory)
         return LowerRules(self._lower_factory, self._limits), upper
 
     @property
     def _host_update(self) -> bool:
-        """Whether the host moves x, so that a graph holds the estimate alone."""
+        """True if the host moves x, so that a graph holds only the estimate."""
         return self.declared.host_update or bool(self._untraced_update)
 
     def _initialise(self) -> None:
-        """Before the first step, let the state show what a step would remember."""
+        """Fill the state with zeros shaped like a first step's state, before the first step."""
         if self._run_state.steps == 0:
             self.state.update(initial_state(self, self._oracle_options.ranks))
             self._placeholders = bool(self.state)
 
     def parameters(self, level: str) -> list[Tensor]:
-        """The parameters of one level that require a gradient."""
+        """Return the parameters of one level that require a gradient."""
         groups = [group["params"] for group in self.param_groups if group["level"] == level]
         return tensors_of([{"params": [p for params in groups for p in params if p.requires_grad]}], level)
 
@@ -1118,14 +1119,14 @@ class BilevelOptimizer(Options, Optimizer, ABC):
 
     @abstractmethod
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
-        """The improved y and the hypergradient, from the oracle's point; writes nothing."""
+        """Return the improved y and the hypergradient at the oracle's point; write nothing."""
 
     def update(self, x: Vector, gradient: Vector, inputs: StepInputs) -> Update:
-        """The new x; writes nothing. ``inputs`` holds the groups and the memory of these tensors."""
+        """Return the new x; write nothing. ``inputs`` holds the groups and the state of these tensors."""
         return inputs.step_upper(x, gradient)
 
     def _estimate_tasks(self, oracle: Oracle, inputs: StepInputs, sampler: Any) -> Estimate:
-        """The mean of the estimates for the tasks of one draw, made as one problem with stacked y."""
+        """Return the mean of the estimates for the drawn tasks, computed as one problem with stacked y."""
         self._lower_checks.require_elementwise("tasks")
         estimate = task_mean(
             oracle,
@@ -1142,12 +1143,12 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         return estimate if self.warm_start else replace(estimate, lower=None)
 
     def _sets_below(self, tasks: Any) -> bool:
-        """Whether a function of the user writes y before a step."""
+        """Return True if a function of the user writes y before a step."""
         return self._lower_solver is not None or (tasks is None and self.lower_init is not None)
 
     @torch.no_grad()
     def _set_below(self) -> Callable[[], None]:
-        """Let a function of the user write y; gives what puts back y and the random numbers as they were."""
+        """Write y by the user's functions; return a function that restores y and the random states."""
         y = self.parameters("lower")
         before = [(t, t.detach().clone()) for t in y]
         drawn, own = default_state(y[0].device), None if self.generator is None else self.generator.get_state()
@@ -1172,7 +1173,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         return put_back
 
     def _require_task_memory(self, process_group: Any) -> None:
-        """Raise where lower solves of tasks do not start where others ended."""
+        """Raise if the lower solves of tasks cannot start where earlier ones ended."""
         method = type(self)
         if self.lower_init is not None or not self.warm_start:
             other = "lower_init" if self.warm_start else "warm_start=False"
@@ -1184,104 +1185,104 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             raise ValueError("Invalid task_memory value: True (each process would remember other tasks)")
 
     def _remembered_tasks(self, sampler: Any) -> int:
-        """For how many tasks a row is kept."""
+        """Return the number of tasks for which a row is stored."""
         number = length_of(sampler)
         if number is None:
             raise ValueError("task_memory=True takes a sampler of a finite number of tasks, which has a length")
         return number
 
     def _objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
-        """The two objectives of a step."""
+        """Return the two objectives of a step."""
         if upper is None or lower is None:
             raise TypeError(f"{type(self).__name__} takes both losses, upper and lower: step(upper_loss, lower_loss)")
         return as_objective(upper, "upper"), as_objective(lower, "lower")
 
     def _draws(self, inputs: DrawInputs) -> list[Draw] | None:
-        """What the next step draws from its two losses, without tasks, in its order; nothing is drawn here.
+        """Return the draws of the next step without tasks from its two losses, in order; draw nothing.
 
-        An estimate that is made again, after an alert, draws again. None if that is not known before the step:
+        An estimate that is made again, after an alert, draws again. None if the draws are not known before the step:
 
         * `RTMLMC` and `DLSGD` have a lower problem for each context, and no losses of their own to draw from;
-        * with ``lower_tol`` the host decides from values how many lower steps there are;
-        * a method defined elsewhere need not say.
+        * with ``lower_tol`` the host determines the number of lower steps from values;
+        * a method defined elsewhere need not declare them.
         """
         return None
 
     def _task_draws(self, inputs: DrawInputs, sampler: Any) -> list[TaskDraw] | None:
-        """What the next step with tasks draws from the sampler: the tasks, then their batches; nothing is drawn here.
+        """Return the draws of the next step with tasks from the sampler: the tasks, then their batches; draw nothing.
 
-        None if that is not known before the step, as for `_draws`: what `RTMLMC` and `DLSGD` draw follows from the
-        level of each context, a random number, and comes from a generator for each purpose.
+        None if they are not known before the step, as for `_draws`. The draws of `RTMLMC` and `DLSGD` depend on the
+        level of each context, a random number, and come from a separate generator for each purpose.
         """
-        draws = self._draws(replace(inputs, memory={}, tables={}))  # tasks start without what is remembered of y
+        draws = self._draws(replace(inputs, memory={}, tables={}))  # tasks start without the state of y
         if draws is None:
             return None
         return [TaskDraw("tasks", task_count(sampler, self.tasks_per_step)), *of_tasks(draws, self._rows_per_batch)]
 
     @property
     def _rows_per_batch(self) -> dict[str, int | None]:
-        """How many rows of each task's data an evaluation of each loss draws; None: all."""
+        """Number of rows of each task's data that an evaluation of each loss draws; None: all."""
         return {"lower": self.lower_batch, "upper": self.upper_batch}
 
     @property
     def _stationary(self) -> bool:
-        """Whether the estimate takes y for a stationary point of the lower loss alone, as implicit methods do."""
+        """True if the estimate assumes that y is a stationary point of the lower loss, as implicit methods do."""
         return self.declared.second_order and self.declared.lower_optimizer != "differentiable"
 
     def _together(self, tasks: int) -> list[slice]:
-        """Which of the drawn tasks make one stacked problem: all of them."""
+        """Return slices of the drawn tasks, each solved as one stacked problem; by default one with all of them."""
         return [slice(0, tasks)] if tasks else []
 
     def _random_inputs(self) -> dict[str, int]:
-        """What the method draws at random for an estimate beside its samples: by name, of how many numbers one."""
+        """Return the random integers that an estimate needs: name -> n, drawn uniformly from range(n)."""
         return {}
 
     def _finished(self) -> bool:
-        """Whether ``step`` has nothing left to do, and returns the last loss."""
+        """Return True if the run has ended, so that ``step`` only returns the last loss."""
         return False
 
     def _without_lookahead(self, inputs: StepInputs) -> StepInputs:
-        """What makes the next estimate one at x itself, for a method that would look ahead of it."""
+        """Return inputs for an estimate at x itself, for a method that would estimate at a look-ahead point."""
         return inputs
 
     def _graph_key(self, steps: int, numbers: Mapping[str, Any]) -> Any:
-        """What decides, of the number of steps made and of the plain numbers, which operations the next one is made of.
+        """Cache key for the next step's graph, from the step count and the plain numbers; None if it must run eagerly.
 
-        Among the numbers are ``upper_terms`` and ``lower_terms`` of losses that are sums of known terms. For a method
-        with ``host_update``: its estimate. None if the host has to make it.
+        The numbers include ``upper_terms`` and ``lower_terms`` of losses that are finite sums. For a method with
+        ``host_update`` the graph is that of the estimate.
         """
         return self._lower_step_count(steps), numbers
 
     def _why_eager(self, tasks: Any = None) -> str:
-        """Why steps (with these tasks) are not to be compiled; empty if they can be."""
+        """Return why steps (with these tasks) cannot be compiled; empty if they can."""
         return "lower_solver is a function of yours" if self._lower_solver is not None else self.declared.uncaptured
 
     def _lower_step_count(self, steps: int) -> int:
-        """Lower steps of the next outer step, after so many."""
+        """Return the number of lower steps in the next outer step, after ``steps`` outer steps."""
         return self.lower_steps
 
     def _reacts_to(self, numbers: Mapping[str, Any]) -> str | None:
-        """The alert after which the estimate is made again, if there is one, with the plain numbers of a step."""
+        """Return the alert after which `_react` is called and the estimate made again; None: no alert."""
         return None
 
     def _react(self, oracle: Oracle, inputs: StepInputs, estimate: Estimate) -> tuple[Oracle, StepInputs]:
-        """Where and with what the estimate is made again after that alert."""
+        """Return the oracle and the inputs with which the estimate is made again after that alert."""
         raise NotImplementedError
 
     def _learned_start(self, oracle: Oracle) -> Vector:
-        """Where the lower parameters of a new task start: what they hold, unless the start is learned itself."""
+        """Return the start of the lower parameters for a new task: their live values, unless the start is learned."""
         return oracle.y
 
     def _static_diagnostics(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        """Diagnostics of a step that are plain numbers before it."""
+        """Return diagnostics that follow from the plain numbers before a step."""
         return {}
 
     def _rows_of(self, lower: Sequence[Tensor]) -> int | None:
-        """How many rows tables will have that mix these parameters; 0 for a single problem, None if there are none."""
+        """Return the number of rows of the method's tables for these parameters; 0: one problem; None: no tables."""
         return None
 
     def _place_of(self, name: str, parameter: Tensor) -> torch.device | None:
-        """The device of an entry of ``state[parameter]`` that is loaded; None for where it was saved."""
+        """Return the device for a loaded entry of ``state[parameter]``; None: the device it was saved from."""
         if not checkpoint.counts(name):
             return parameter.device
         group = next(group for group in self.param_groups if any([p is parameter for p in group["params"]]))
@@ -1290,7 +1291,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
 
 
 def _write(values: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Let tensors hold these values."""
+    """Copy values into tensors."""
     with torch.no_grad():
         for t, value in values:
             t.copy_(value)

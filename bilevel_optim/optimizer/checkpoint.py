@@ -1,6 +1,6 @@
-"""The form of a checkpoint, such that torch's distributed checkpoints keep all of it; and whether one can be loaded.
+"""Format of a checkpoint, which torch's distributed checkpoints preserve, and checks before it is loaded.
 
-Tensors are with the parameters, each of which has some; everything else is one entry of the first group.
+Every parameter has an entry with its tensors; everything else is one entry of the first group.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ __all__ = [
 ]
 
 CPU = torch.device("cpu")
-OWN = "bilevel"  # the entry of the first parameter group; always there, because loading goes by the entries of groups
-# What torch's Optimizer makes again when it is unpickled, or a scheduler has attached.
+OWN = "bilevel"  # entry of the first parameter group; always present, because loading goes by the entries of groups
+# Attributes that torch's Optimizer makes again when it is unpickled, or that a scheduler has attached.
 REMADE = ("step", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured", "_opt_called")
-STEP = "step"  # of every parameter, so that none of them is without state, which loading takes for a missing one
+STEP = "step"  # an entry of every parameter, because loading takes a parameter without state for a missing one
 COUNTS = tuple(solver + name for solver in SOLVERS for name in ("step", "mu_product"))
 NEEDED = (
     "method", "variant", "shapes", "steps_done", "oracle_counts", "fallback", "generator", "last_loss", "numbers",
     "options",
 )  # fmt: skip
-# Entries of torch's optimizers that are shaped like the parameter (or like stacked copies of it).
+# Entries of torch's optimizers that are shaped like the parameter or like stacked copies of it.
 LIKE = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "sum", "square_avg", "acc_delta")
 
 
 def plain(value: Any) -> Any:
-    """A number of another library as one of Python, which checkpoints can hold."""
+    """Convert a number of another library to a Python number, which checkpoints can hold."""
     if isinstance(value, Integral) and not isinstance(value, bool):
         return int(value)
     return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
@@ -60,9 +60,9 @@ def plain(value: Any) -> Any:
 def packed(
     state_dict: dict[str, Any], own: dict[str, Any], param_groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """A state dict with what does not belong to one parameter, and with an entry for each of them.
+    """Return a state dict that includes ``own``, the state of no single parameter, and an entry for each parameter.
 
-    ``own`` becomes one value, which no tool takes apart: what it consists of differs from step to step.
+    ``own`` is serialised to one value, because its contents differ from step to step.
     """
     state, groups = state_dict["state"], state_dict["param_groups"]
     own = {**own, "shapes": _shapes(param_groups), "kept": _names(state_dict), "tables": _tables(state)}
@@ -77,9 +77,9 @@ def packed(
 
 
 def unpacked(state_dict: dict[str, Any], device: torch.device = CPU) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What :func:`packed` was given, taken apart again; raises unless all of it is there.
+    """Undo :func:`packed`; raise ValueError unless the state dict is complete.
 
-    What was on an accelerator when it was saved, whichever, comes to ``device``.
+    Tensors that were on an accelerator when they were saved are moved to ``device``.
     """
 
     def placed(storage: Any, location: str) -> Any:
@@ -96,7 +96,7 @@ def unpacked(state_dict: dict[str, Any], device: torch.device = CPU) -> tuple[di
             raise ValueError(f"the state dict is damaged: group {i} has the learning rate {group.get('lr')!r}")
     try:
         own: dict[str, Any] = torch.load(io.BytesIO(written), map_location=placed, weights_only=True)
-    except Exception as error:  # torch raises what it likes for bytes that are not its own
+    except Exception as error:  # torch raises errors of many types for foreign bytes
         raise ValueError(f"the state dict is damaged: its {OWN!r} entry cannot be read") from error
     if not isinstance(own, dict) or "kept" not in own:
         raise ValueError("the state dict is incomplete: it does not say what it keeps")
@@ -125,7 +125,7 @@ def unpacked(state_dict: dict[str, Any], device: torch.device = CPU) -> tuple[di
 
 
 def _names(state_dict: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """For each level how many parameters have an entry, by its name."""
+    """Return the number of parameters that have an entry, by level and name."""
     found = {level: Counter[str]() for level in LEVELS}
     for group in state_dict["param_groups"]:
         for key in group["params"]:
@@ -134,17 +134,17 @@ def _names(state_dict: dict[str, Any]) -> dict[str, dict[str, int]]:
 
 
 def _shapes(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Shapes of all parameters."""
+    """Return the shapes of all parameters."""
     return [list(p.shape) for group in groups for p in group["params"]]
 
 
 def types(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of the types of all parameters."""
+    """Return the names of the types of all parameters."""
     return [str(p.dtype).removeprefix("torch.") for group in groups for p in group["params"]]
 
 
 def saved_types(own: Mapping[str, Any]) -> tuple[torch.dtype, ...] | None:
-    """Types of the parameters when a state was saved; None: it does not say."""
+    """Return the types of the parameters when a state was saved; None: unknown."""
     return tuple(getattr(torch, name) for name in own["types"]) if "types" in own else None
 
 
@@ -170,16 +170,16 @@ def require_loadable(
     groups: Sequence[Mapping[str, Any]],
     generator: torch.Generator | None,
 ) -> None:
-    """Raise ValueError unless a state is one of this method, for such parameters.
+    """Raise ValueError unless a state belongs to this method and fits the parameters.
 
     Args:
-        own: what does not belong to one parameter.
+        own: state of no single parameter.
         state: the state dict.
         method: name of the class.
-        variant: hyper-parameters that decide what is remembered.
-        options: names of the hyper-parameters that are saved.
+        variant: hyperparameters that determine the state's entries.
+        options: names of the saved hyperparameters.
         groups: the parameter groups.
-        generator: of the optimizer.
+        generator: generator of the optimizer.
     """
     missing = [name for name in NEEDED if name not in own]
     missing += [f"options[{name!r}]" for name in options if name not in (own.get("options") or {})]
@@ -227,7 +227,7 @@ def require_loadable(
 
 
 def _tables(state: Mapping[Any, Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Shape of each table, and whether it holds real numbers."""
+    """Return the shape of each table, and whether it holds real numbers."""
     return {
         name: [list(value.shape), value.is_floating_point()] if isinstance(value, Tensor) else [type(value).__name__]
         for entries in state.values()
@@ -237,8 +237,8 @@ def _tables(state: Mapping[Any, Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _is_kept(name: str, value: Any) -> bool:
-    """Whether an entry of a parameter is what a step can go on with; of an optimizer that is not torch's all is."""
-    if isinstance(value, Tensor) or name.startswith(TABLE):  # tables are compared with what they were
+    """Return True if a step can continue from an entry of a parameter; entries of unknown optimizers always pass."""
+    if isinstance(value, Tensor) or name.startswith(TABLE):  # tables are compared with their saved form
         return True
     if not name.startswith(SOLVERS):
         return False
@@ -246,7 +246,7 @@ def _is_kept(name: str, value: Any) -> bool:
 
 
 def _require_generator(saved: Any, generator: torch.Generator | None) -> None:
-    """Raise ValueError unless the random numbers of a run can go on with this generator."""
+    """Raise ValueError unless this generator can continue the random numbers of a run."""
     if saved is None:
         return
     if generator is None:
@@ -262,7 +262,7 @@ def _require_generator(saved: Any, generator: torch.Generator | None) -> None:
         ) from error
 
 
-# What the entries are that belong to no parameter.
+# Checks of the entries that belong to no parameter.
 FORMS: dict[str, Callable[[Any], bool]] = {
     "steps_done": is_count,
     "oracle_counts": lambda v: isinstance(v, dict) and {*v} <= {*COUNTERS} and all(map(is_count, v.values())),
@@ -293,9 +293,9 @@ def load_exactly(
     state_dict: dict[str, Any],
     place_of: Callable[[str, Tensor], torch.device | None],
 ) -> None:
-    """``load`` as torch does it, but for its cast of all that is kept to the precision of the parameters.
+    """Call torch's ``load`` without its cast of the state to the precision of the parameters.
 
-    ``place_of`` gives the device of an entry of a parameter's state; None for where it was saved.
+    ``place_of`` returns the device of an entry of a parameter's state; None: the device it was saved from.
     """
     loaded: dict[str, Any] = {}
 
@@ -311,7 +311,7 @@ def load_exactly(
                 name: copied(value, place_of(name, own[key]) if key in own else None) for name, value in entries.items()
             }
 
-    # Hooks see what they would see with torch's loading.
+    # In this order, hooks of the user see the same as with torch's loading.
     handles = (
         optimizer.register_load_state_dict_pre_hook(withhold),
         optimizer.register_load_state_dict_post_hook(fill, prepend=True),
@@ -324,10 +324,10 @@ def load_exactly(
 
 
 def counts(name: str) -> bool:
-    """Whether an entry of a parameter's state counts steps of the lower optimizer, perhaps on the host."""
+    """Return True if an entry of a parameter's state counts steps of an optimizer, perhaps on the host."""
     return name in COUNTS
 
 
 def copied(value: Any, device: torch.device | None = None) -> Any:
-    """A copy that shares no tensor, with its tensors on a device."""
+    """Return a copy that shares no tensor, with its tensors on ``device`` or where they were."""
     return tree_map(lambda t: t.to(device or t.device, copy=True) if isinstance(t, Tensor) else copy.copy(t), value)

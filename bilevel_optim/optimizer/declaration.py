@@ -1,4 +1,4 @@
-"""What a method declares of itself: the tables are made from it, and generic tests and recipes read it."""
+"""A method's description of itself, from which tables are made, and which generic tests and recipes read."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ LOWER_OPTIMIZERS = ("any", "elementwise", "differentiable", "given gradient", "n
 
 @dataclass(frozen=True, kw_only=True)
 class MethodInfo:
-    """What others need to know of a method; a class has it as its attribute ``declared``, right after its docstring.
+    """Description of a method; a class has it as its attribute ``declared``, right after its docstring.
 
     Attributes:
-        paper: such as ``"arXiv:2010.07962"``.
+        paper: reference, such as ``"arXiv:2010.07962"``.
         family: one of `FAMILIES`.
         when: when to choose it, a clause for the tables.
         cost: oracle calls of a step in words, for the tables. T is ``lower_steps``.
         second_order: needs second derivatives of g.
         losses: 2, or 1 for minimax, ``step(loss)``.
-        tasks: ``"stacked"``, each task a copy of y; ``"rows"``, y has a row for each task, which is remembered;
-            ``"required"``, made for tasks alone; ``"none"``.
-        data: ``"any"``, or ``"finite_sum"``: has to know the index of what it draws.
-        initial: its last upper parameters start the lower ones.
+        tasks: ``"stacked"``, each task is a copy of y; ``"rows"``, y has a stored row for each task; ``"required"``,
+            made for tasks only; ``"none"``.
+        data: ``"any"``, or ``"finite_sum"``: needs the index of each draw.
+        initial: its last upper parameters are the start of the lower ones.
         random: draws random numbers of its own.
         copies: keeps several copies of x or y, so that ``vectorize`` matters without tasks too.
         lower_steps: takes ``lower_steps``; otherwise it is a single loop, whose estimate is good once y has settled.
-        lower_optimizer: what ``lower_optimizer`` may be: ``"any"``; ``"elementwise"``, one that treats every entry
-            alone; ``"differentiable"``; ``"given gradient"``, one that asks for one gradient per step; ``"none"``.
-        upper_update: what its update of x is, if that is the method, so that ``upper_optimizer`` cannot replace it.
-        converges: its estimate tends to the hypergradient as y and all else settles.
+        lower_optimizer: accepted kind of ``lower_optimizer``: ``"any"``; ``"elementwise"``, one that treats every entry
+            separately; ``"differentiable"``; ``"given gradient"``, one that asks for one gradient per step; ``"none"``.
+        upper_update: its update of x, if it defines one that ``upper_optimizer`` cannot replace.
+        converges: its estimate tends to the hypergradient as y and its other state settle.
         uncaptured: why ``compile`` does not compile its steps as a whole, if it does not.
-        host_update: the host decides from values how x moves, so that ``compile`` compiles the estimate alone.
-        solves: y tends to y*(x) where x is held.
+        host_update: the host determines from values how x moves, so that ``compile`` compiles only the estimate.
+        solves: y tends to y*(x) if x is fixed.
     """
 
     paper: str
@@ -72,7 +72,7 @@ class MethodInfo:
     host_update: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a word that nobody reads."""
+        """Raise ValueError for an unknown word."""
         allowed = {
             "family": FAMILIES,
             "losses": (1, 2),
@@ -85,13 +85,13 @@ class MethodInfo:
                 raise ValueError(f"Invalid {name} value: {getattr(self, name)} (one of {values})")
 
 
-# What is supposed of a method that says nothing of itself.
+# Assumptions about a method that declares nothing.
 UNDECLARED = MethodInfo(paper="", family="control", when="", cost="", second_order=False)
 REGISTRY: dict[str, type[Any]] = {}  # subclasses of BilevelOptimizer, which this module does not know
 
 
 def register(cls: type[Any]) -> None:
-    """Add a class to the methods; a class with ``declared`` of its own is added when it is defined."""
+    """Add a class to the methods; called when a class with its own ``declared`` is defined."""
     known = REGISTRY.setdefault(cls.__name__, cls)
     if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
         raise ValueError(f"there is another method of the name {cls.__name__}, in {known.__module__}")
@@ -99,5 +99,5 @@ def register(cls: type[Any]) -> None:
 
 
 def methods() -> dict[str, type[Any]]:
-    """The classes that have declared themselves, by name."""
+    """Return the registered classes by name."""
     return dict(sorted(REGISTRY.items()))

@@ -1,4 +1,4 @@
-"""What is read from an optimizer after a step: numbers for a logger, and its text."""
+"""Output of an optimizer: numbers for a logger, and its text."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ NOT_SHOWN = ("params", "param_names", "level", OWN)  # entries of a group that a
 
 
 def floats(values: Mapping[str, Any]) -> dict[str, float]:
-    """The tensors among values as floats, with one host synchronisation.
+    """Return the tensors among values as floats, with one host synchronisation.
 
-    A scalar goes by its name; of a vector there are ``name/mean`` and ``name/max``, of its entries that are not NaN.
+    Scalars keep their names; a vector becomes ``name/mean`` and ``name/max`` of its entries that are not NaN.
     """
     tensors = {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
     found: dict[str, float] = {}
@@ -34,7 +34,7 @@ def floats(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def described(name: str, arguments: str, groups: Sequence[Mapping[str, Any]], optimizers: Mapping[str, str]) -> str:
-    """A method with its arguments, and each group with its level, and the optimizer of that level."""
+    """Return the text of a method with its arguments, and of each group with its level and that level's optimizer."""
     lines = [arguments]
     for i, group in enumerate(groups):
         numbers, tensors = sum(p.numel() for p in group["params"]), len(group["params"])
@@ -49,8 +49,8 @@ def described(name: str, arguments: str, groups: Sequence[Mapping[str, Any]], op
 
 
 def _read(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """The entries of tensors, those of each device brought to the host at once."""
-    found: dict[str, list[float]] = {name: [] for name in tensors}  # in their order
+    """Return the entries of tensors, with one transfer for each device."""
+    found: dict[str, list[float]] = {name: [] for name in tensors}  # keeps the order of tensors
     for device in {t.device for t in tensors.values()}:
         here = {name: t for name, t in tensors.items() if t.device == device}
         entries = iter(torch.cat([t.reshape(-1).double() for t in here.values()]).tolist())

@@ -1,4 +1,4 @@
-"""What a step draws, declared: which batches of the two losses, or of the tasks of a sampler, in which order."""
+"""Declared draws of a step: batches of the two losses, or of a sampler's tasks, in order."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Draw(NamedTuple):
     """One draw from a loss.
 
     Attributes:
-        level: ``"upper"``, from f, or ``"lower"``, from g. (The two of a minimax method draw from one stream.)
-        whole: it is of all terms of a finite sum, in their order, in place of the next sample.
-        only: name and number: it is made only where the random input of this name is at least the number. What is
-            declared has the most that there may be; the first draw from a level is always made.
+        level: ``"upper"``, from f, or ``"lower"``, from g. Both draw from one stream in a minimax method.
+        whole: draw all terms of a finite sum, in order, instead of the next sample.
+        only: name and number: draw only if the random input of this name is at least the number. A declaration lists
+            the most draws that are possible; the first draw from a level is always made.
     """
 
     level: str
@@ -35,8 +35,8 @@ class TaskDraw(NamedTuple):
     """One draw from a sampler of tasks.
 
     Attributes:
-        source: ``"tasks"``, or ``"upper"`` or ``"lower"``, a batch for each of the tasks drawn before.
-        size: how many tasks, or how many rows for each task; None: all rows.
+        source: ``"tasks"``, or ``"upper"`` or ``"lower"`` for a batch of each task drawn before.
+        size: number of tasks, or of rows for each task; None: all rows.
         only: as for `Draw`.
     """
 
@@ -47,14 +47,14 @@ class TaskDraw(NamedTuple):
 
 @values
 class DrawInputs:
-    """What decides which draws a step makes. Of tensors it is whether there are any, and their shapes.
+    """Inputs that determine a step's draws; of tensors, only their presence and shapes count.
 
     Attributes:
         steps: steps made so far.
-        numbers: plain numbers that change from step to step. For a declaration ``upper_terms`` and ``lower_terms`` of
-            losses that are sums of known terms are among them.
-        memory: what earlier steps remembered of y, by name: tensors shaped like y.
-        upper_memory: the same of x.
+        numbers: plain numbers that change from step to step. In a declaration they include ``upper_terms`` and
+            ``lower_terms`` of losses that are finite sums.
+        memory: state of y from earlier steps, by name: tensors shaped like y.
+        upper_memory: state of x from earlier steps, by name.
         tables: tables whose rows mix all the tensors of y, by name.
     """
 
@@ -65,12 +65,12 @@ class DrawInputs:
     tables: dict[str, Tensor]
 
     def terms(self, level: str) -> int:
-        """How many terms the loss of a level has."""
+        """Return the number of terms of a level's loss."""
         return int(self.numbers.get(f"{level}_terms", 1))
 
 
 def of_tasks(draws: Iterable[Draw], rows: Mapping[str, int | None]) -> list[TaskDraw]:
-    """What draws become for tasks; ``rows`` per batch of each level. All rows are drawn once, where first needed."""
+    """Convert draws to draws for tasks, with ``rows`` per batch of each level; all rows are drawn at first use only."""
     found: list[TaskDraw] = []
     known: set[str] = set()
     for level, _, only in draws:

@@ -1,4 +1,4 @@
-"""What stands around the verbs of an optimizer: torch's hooks and profile, and a wall that no compiler looks behind."""
+"""Step hooks, profiler ranges, and a guard that keeps Dynamo out of an optimizer's public methods."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Verb = TypeVar("Verb", bound=Callable[..., Any])
 
 
 def no_dynamo(verb: Verb) -> Verb:
-    """A method that ``torch.compile`` calls, but does not look into; at no cost where nothing is compiled."""
+    """Make a method that ``torch.compile`` calls without tracing it, at no cost without compilation."""
     wall = _disable_dynamo(verb)
 
     @functools.wraps(verb)
@@ -38,7 +38,7 @@ def no_dynamo(verb: Verb) -> Verb:
 
 
 def has_hooks(optimizer: Any) -> bool:
-    """Whether something is to be called before or after each step of an optimizer."""
+    """Return True if an optimizer has step hooks, its own or global ones."""
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
@@ -48,9 +48,9 @@ def has_hooks(optimizer: Any) -> bool:
 
 
 def with_hooks(step: Verb) -> Verb:
-    """``Optimizer.step`` with its hooks and its range in a profile, `no_dynamo`; at no cost where there is none of it.
+    """Wrap ``step`` with torch's hooks, its profiler range and `no_dynamo`, at no cost if none of these is in use.
 
-    torch wraps every ``step`` in the same, hooks or not; it leaves alone what says that it is ``hooked``.
+    torch wraps every ``step`` this way, with or without hooks, unless the function is marked as ``hooked``.
     """
     in_full = Optimizer.profile_hook_step(no_dynamo(step))
 

@@ -14,16 +14,16 @@ __all__ = ["UniformIterate"]
 
 
 class UniformIterate:
-    r"""One of the upper iterates of a run, each with the same chance: what theorems of stochastic methods are about.
+    r"""One of the upper iterates of a run, drawn uniformly, as in the theorems for stochastic methods.
 
     .. math:: \hat x \sim \text{Uniform}\{x_1, \dots, x_T\}
 
-    drawn while the run goes on, without knowing T: the t-th iterate takes the place of the one that is kept with chance
-    1/t. *When.* To do what a theorem says; in practice the last iterate, or a mean of the last ones, is better.
+    It is drawn during the run, without knowing T: the t-th iterate replaces the current choice with probability 1/t.
+    *When.* To follow a theorem; in practice the last iterate, or a mean of the last ones, is better.
 
     Args:
-        optimizer: whose steps are followed, from now on; the present x is the first iterate.
-        generator: of the draws. Default: torch's default one.
+        optimizer: optimizer to follow from now on. The current x is the first iterate.
+        generator: source of the draws. Default: torch's default generator.
 
     Example:
         >>> from bilevel_optim import FirstOrder
@@ -52,9 +52,9 @@ class UniformIterate:
             self.values = [p.detach().clone() for p in upper]
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of iterates so far, and the one that is kept (the generator is the caller's)."""
+        """Return the number of iterates and the current choice; the generator's state is saved by the caller."""
         return {"count": self.count, "values": [v.clone() for v in self.values]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a result of `state_dict`."""
         self.count, self.values = int(state["count"]), [v.clone() for v in state["values"]]

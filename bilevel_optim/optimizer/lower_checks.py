@@ -1,4 +1,4 @@
-"""What an optimizer of a level must be for a method: found out from a dummy parameter, before it is used."""
+"""Checks that a method can use an optimizer of a level, made with a dummy parameter before the first step."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ Factory = Callable[[Any], Optimizer]
 
 
 class LowerChecks:
-    """Requirements on the lower optimizer; what its update has to show is seen once.
+    """Requirements on the lower optimizer; each test of its behaviour is made once.
 
     Args:
-        factory: makes it from parameter groups.
+        factory: function that makes it from parameter groups.
         lr: learning rate of the lower steps.
     """
 
@@ -43,11 +43,11 @@ class LowerChecks:
         self._shown: dict[str, bool] = {}
 
     def probe(self) -> Optimizer:
-        """The lower optimizer made for a dummy parameter, to see what it is."""
+        """Return the lower optimizer made for a dummy parameter."""
         return probe(self.factory, self.lr)
 
     def require(self, kind: str) -> None:
-        """Raise unless it is of a kind that `MethodInfo` names."""
+        """Raise unless it is of this kind, a value of `MethodInfo.lower_optimizer`."""
         checks = {
             "elementwise": self.require_elementwise,
             "differentiable": self._require_differentiable,
@@ -57,7 +57,7 @@ class LowerChecks:
             checks[kind]()
 
     def require_at_rest(self) -> None:
-        """Raise if it moves y where the gradient is zero."""
+        """Raise if it moves y at zero gradient."""
         probe = self.probe()
         if not is_known(probe) and not self._shows("resting", rests_without_gradient):
             raise ValueError(
@@ -83,7 +83,7 @@ class LowerChecks:
             )
 
     def require_elementwise(self, what: str = "copies of y") -> None:
-        """Raise if it would mix what is stacked."""
+        """Raise if it would mix stacked tensors."""
         if not self._shows("elementwise", _keeps_entries_apart):
             raise ValueError(
                 f"Invalid lower_optimizer value: {type(self.probe()).__name__} does not treat every entry alone, so it "
@@ -91,7 +91,7 @@ class LowerChecks:
             )
 
     def _require_given_gradient(self) -> None:
-        """Raise if it asks for gradients at points of its own, where the method has one to give."""
+        """Raise if it evaluates gradients at points of its own, because the method passes one gradient."""
         kind = type(self.probe())
         if issubclass(kind, AGD) or needs_closure(self.probe()):
             raise ValueError(
@@ -100,7 +100,7 @@ class LowerChecks:
             )
 
     def warn_of_decay(self, group: Mapping[str, Any]) -> None:
-        """Warn of a lower group with a penalty that the linear system would not know."""
+        """Warn of weight decay in a lower group, which the linear system ignores."""
         if group.get("weight_decay", self.probe().param_groups[0].get("weight_decay")):
             warn(
                 "weight_decay of the lower_optimizer is not part of the lower loss, so the linear system does not know "
@@ -114,21 +114,23 @@ class LowerChecks:
 
 
 def probe(factory: Factory, lr: Any = None) -> Optimizer:
-    """The optimizer made for a dummy parameter, to see what it is."""
+    """Return the optimizer made for a dummy parameter."""
     group = {"params": [torch.zeros(1, 1, device="cpu", requires_grad=True)]}
     return factory([group if lr is None else {**group, "lr": lr}])
 
 
 def _keeps_entries_apart(factory: Factory, lr: float) -> bool:
-    """Whether the update of an entry depends on that entry and its gradient alone."""
+    """Return True if the update of an entry depends only on that entry and its gradient."""
     made = probe(factory, lr)
     return not isinstance(made, NOT_ELEMENTWISE) and (is_known(made) or acts_elementwise(factory, lr))
 
 
 def rate_of(level: str, rate: Any, factory: Factory | None, method: str) -> Any:
-    """The learning rate of a level: the argument, or what the optimizer made for the level has by itself.
+    """Return the learning rate of a level: the argument, or the rate of the level's optimizer.
 
-    Raises ValueError if the two differ, and TypeError if there is neither.
+    Raises:
+        ValueError: if the argument and a rate that the optimizer sets differ.
+        TypeError: if there is neither.
     """
     name = "lr" if level == "upper" else "lower_lr"
     own, sets = (None, False) if factory is None else own_rate(factory)
@@ -145,7 +147,7 @@ def rate_of(level: str, rate: Any, factory: Factory | None, method: str) -> Any:
 
 
 def place_of_counts(factory: Factory, group: Mapping[str, Any], parameter: torch.Tensor) -> torch.device | None:
-    """Where an optimizer of torch keeps its counts of steps for a parameter of a group; None if no option says so."""
+    """Return the device of a torch optimizer's step counts for a parameter; None if its options do not determine it."""
     dummy = torch.zeros(1, 1, device="cpu", requires_grad=True)
     options = {**factory([{"params": [dummy], "lr": group["lr"]}]).param_groups[0], **group}
     if not {"capturable", "fused"} & options.keys():
@@ -154,16 +156,16 @@ def place_of_counts(factory: Factory, group: Mapping[str, Any], parameter: torch
 
 
 def own_rate(factory: Factory) -> tuple[Any, bool]:
-    """The learning rate of an optimizer made from groups without one, if any, and whether its maker has set it."""
+    """Return the rate of an optimizer made from groups without one, or None, and whether its factory sets it."""
     try:
         made = probe(factory)
         rate = made.param_groups[0].get("lr")
-    except Exception:  # it needs a rate, or will be seen again with one
+    except Exception:  # it needs a rate; other errors come again when it is made with one
         return None, False
     default = inspect.signature(type(made)).parameters.get("lr")
     if rate is None or default is None or default.default is inspect.Parameter.empty or rate != default.default:
         return rate, rate is not None
-    # It is the default, which may have been written out all the same.
+    # The rate is the default, but the factory may still set it explicitly.
     if isinstance(factory, partial):
         return rate, "lr" in factory.keywords
     constants = getattr(getattr(factory, "__code__", None), "co_consts", ())
@@ -171,7 +173,7 @@ def own_rate(factory: Factory) -> tuple[Any, bool]:
 
 
 def require_update_alone(factory: Factory, lr: Any) -> None:
-    """Raise if an upper optimizer asks for hypergradients at points of its own."""
+    """Raise if an upper optimizer evaluates gradients at points of its own."""
     made = probe(factory, lr)
     if not isinstance(made, Optimizer):
         raise TypeError(f"upper_optimizer must return a torch.optim.Optimizer, but returned {type(made).__name__}")
@@ -183,7 +185,7 @@ def require_update_alone(factory: Factory, lr: Any) -> None:
 
 
 def require_unlimited(limits: Limits, method: str) -> None:
-    """Raise if there are limits of lower steps, which a method makes itself."""
+    """Raise if lower steps have limits, for a method that makes its lower steps itself."""
     for name, value in (("lower_clip", limits.clip), ("lower_projection", limits.projection)):
         if value is not None:
             raise ValueError(f"Invalid {name} value: {value} ({method} makes its lower steps itself)")

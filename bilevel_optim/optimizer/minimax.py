@@ -18,28 +18,28 @@ __all__ = ["MinimaxOptimizer", "danskin"]
 class MinimaxOptimizer(BilevelOptimizer):
     """Base class of the methods for one loss that x descends and y ascends, ``step(loss)``.
 
-    To the parts of the library it is a pair of losses, f and -f, whose samples come out of one stream of data.
+    The rest of the library sees a pair of losses, f and -f, whose samples come from one stream of data.
     """
 
     _one_loss = True
     _fixed_rate = "the rates of x and y belong together"
 
     def _objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
-        """The loss, and its negative on the same draws."""
+        """Return the loss, and its negative on the same draws."""
         if upper is None or lower is not None:
             raise TypeError(f"{type(self).__name__} takes one loss, which x descends and y ascends: step(loss)")
         loss = as_objective(upper, "minimax")
         return loss, loss.mapped(neg)
 
     def _estimate_tasks(self, oracle: Oracle, inputs: StepInputs, sampler: Any) -> Never:
-        """A sampler draws for two losses."""
+        """Raise TypeError, because a sampler draws for two losses."""
         raise TypeError(f"{type(self).__name__} takes one loss, and no tasks")
 
 
 def danskin(oracle: Oracle, rule: LowerRule) -> Estimate:
-    """The gradient of f in x at the present y, which is that of max_y f(x, y) if y is the maximiser.
+    """Return the gradient of f in x at the current y, which is that of max_y f(x, y) if y is the maximiser.
 
-    ``rule`` makes the ascent steps, and knows what keeps y where it is.
+    ``rule`` makes the ascent steps; its limits enter the residual.
     """
     loss, grad_x, grad_y = oracle.upper(oracle.f.draw(once=True))
     return Estimate(loss, grad_x, {"lower_residual": rule.residual(oracle.y, -grad_y)})

@@ -1,8 +1,8 @@
-"""Options as fields: a method declares each argument once, and `BilevelOptimizer` makes the rest of it.
+"""Options as fields: a method declares each argument once, and `BilevelOptimizer` derives the rest.
 
-``linear_steps: int = count(default=10)`` in the body of a class is an argument of its constructor, with its check, its
-place in the signature, in the text of the optimizer and in messages about other words, and the attribute
-``self.linear_steps``. A type checker reads the same line (``typing.dataclass_transform``).
+``linear_steps: int = count(default=10)`` in the body of a class declares an argument of its constructor, with its
+check, and the attribute ``self.linear_steps``. It also enters the signature, the optimizer's text and messages about
+misspelt arguments. A type checker reads the same line (``typing.dataclass_transform``).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Option:
     """An argument of a method.
 
     Attributes:
-        check: raises ValueError, given the argument's name and a value that is out of range.
-        default: its default value. Default: none, the argument is required.
-        saved: a user may change the attribute during a run, so that checkpoints hold it.
-        alias: its name as an argument, where the attribute has another one.
-        init: False for one that a subclass fixes: it is no argument then.
-        attribute: name of the attribute that holds it. None: none does, as the annotation is an ``InitVar``.
+        check: function of the argument's name and value that raises ValueError for a value out of range.
+        default: default value. Default: none, the argument is required.
+        saved: checkpoints hold it, because a user may change the attribute during a run.
+        alias: name of the argument, if it differs from the attribute's.
+        init: False for an option that a subclass fixes, which is then not an argument.
+        attribute: name of the attribute that holds it. None if there is none, because the annotation is an ``InitVar``.
         annotation: the argument's type.
     """
 
@@ -57,12 +57,12 @@ def option(
     alias: str | None = None,
     kw_only: bool = True,
 ) -> Any:
-    """An argument with a check of its own, or with that of the base class."""
+    """Declare an argument with a check of its own, or with the base class's check."""
     return Option(check=check, default=default, alias=alias)
 
 
 def fixed(*, default: Any, init: Literal[False] = False) -> Any:
-    """An argument of the base class that a method fixes, and does not take."""
+    """Fix an argument of the base class, which the method then does not take."""
     return Option(default=default, init=init)
 
 
@@ -76,7 +76,7 @@ def number(
     optional: bool = False,
     saved: bool = False,
 ) -> Any:
-    """A real number between bounds: larger than ``above``, at least ``least``, at most ``most``; or None."""
+    """Declare a real number larger than ``above``, at least ``least`` and at most ``most``; or None if ``optional``."""
 
     def valid(value: Any) -> bool:
         if value is None or not is_number(value):
@@ -87,7 +87,7 @@ def number(
 
 
 def count(*, default: Any = REQUIRED, least: int = 0, optional: bool = False, saved: bool = False) -> Any:
-    """An integer that is at least ``least``; or None."""
+    """Declare an integer that is at least ``least``; or None if ``optional``."""
 
     def valid(value: Any) -> bool:
         return optional if value is None else is_count(value) and int(value) >= least
@@ -96,7 +96,7 @@ def count(*, default: Any = REQUIRED, least: int = 0, optional: bool = False, sa
 
 
 def flag(*, default: Any = REQUIRED, optional: bool = False) -> Any:
-    """True or False; or None."""
+    """Declare True or False; or None if ``optional``."""
 
     def valid(value: Any) -> bool:
         return isinstance(value, bool) or (optional and value is None)
@@ -105,7 +105,7 @@ def flag(*, default: Any = REQUIRED, optional: bool = False) -> Any:
 
 
 def choice(*values: str, default: Any = REQUIRED, or_positive: bool = False, alias: str | None = None) -> Any:
-    """One of these words; or a positive number."""
+    """Declare one of these words; or a positive number if ``or_positive``."""
 
     def check(name: str, value: Any) -> None:
         require_choice(name, value, values, or_positive=or_positive)
@@ -114,12 +114,12 @@ def choice(*values: str, default: Any = REQUIRED, or_positive: bool = False, ali
 
 
 def function(*, default: Any = REQUIRED) -> Any:
-    """A function, or None."""
+    """Declare a function, or None."""
     return Option(check=lambda name, value: require(name, value, value is None or callable(value)), default=default)
 
 
 def factory(*, default: Any = REQUIRED) -> Any:
-    """A function that makes an optimizer from parameter groups, or None."""
+    """Declare a function that makes an optimizer from parameter groups, or None."""
 
     def check(name: str, value: Any) -> None:
         if not (value is None or callable(value)):
@@ -130,7 +130,7 @@ def factory(*, default: Any = REQUIRED) -> Any:
 
 
 def chunk(*, default: Any = REQUIRED) -> Any:
-    """True, False, or how many at once."""
+    """Declare True, False, or a chunk size."""
 
     def check(name: str, value: Any) -> None:
         require(name, value, isinstance(value, bool) or (is_count(value) and value > 0))
@@ -159,7 +159,7 @@ class Options:
         annotations = inspect.get_annotations(cls)
         for name, own in [(name, value) for name, value in vars(cls).items() if isinstance(value, Option)]:
             argument = own.alias or name
-            last = known.get(argument, own)  # what is not said again stays
+            last = known.get(argument, own)  # a check or flag that is not repeated is inherited
             annotation = annotations[name]
             annotation = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
             kind = annotation.removeprefix("dataclasses.").removeprefix("InitVar[")

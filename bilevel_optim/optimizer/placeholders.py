@@ -1,6 +1,6 @@
-"""What a state dict shows before the first step: zeros shaped as what a step would remember.
+"""State dict before the first step: zeros shaped like a first step's state.
 
-Distributed checkpoints ask for them, because they load into what is there.
+Distributed checkpoints need them, because they load into existing tensors.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ __all__ = ["initial_state", "initialises"]
 
 
 def initialises(optimizer: Optimizer) -> bool:
-    """Whether an update is asked for only to make the state, as distributed checkpoints do.
+    """Return True if an update is called only to make the state, as distributed checkpoints do.
 
-    They do so with learning rates of zero, and gradients for the lower parameters too, which nobody else gives.
+    They set all learning rates to zero, and gradients of the lower parameters too, which no other caller does.
     """
     groups = optimizer.param_groups
     return not optimizer.state and all(
@@ -36,10 +36,10 @@ def initialises(optimizer: Optimizer) -> bool:
 
 
 def initial_state(optimizer: Any, ranks: Ranks) -> dict[Tensor, dict[str, Any]]:
-    """Zeros shaped as what a first step would remember of each parameter.
+    """Return zeros shaped like each parameter's state after a first step; empty if unknown.
 
-    Found by a step of a twin with parameters of one entry, or, where rows mix all parameters, by one of full size for a
-    single task. Empty where that does not tell.
+    The shapes come from a step of a copy of the optimizer with parameters of one entry. If table rows mix all
+    parameters, the copy has full size, for a single task.
     """
     levels = [(group["level"], p) for group in optimizer.param_groups for p in group["params"]]
     parameters, rows = [p for _, p in levels], optimizer._rows_of([p for level, p in levels if level == "lower"])
@@ -66,12 +66,12 @@ def initial_state(optimizer: Any, ranks: Ranks) -> dict[Tensor, dict[str, Any]]:
 
 
 def _one_row(parameter: Tensor, level: str, rows: int) -> list[int]:
-    """The shape of a parameter if there were a single task."""
+    """Return the shape of a parameter for a single task."""
     return [1, *parameter.shape[1:]] if level == "lower" and rows else list(parameter.shape)
 
 
 def _rows(name: str, value: Any, split: Split | None) -> Any:
-    """Zeros in place of an entry, with a row for each task in place of a table's only one."""
+    """Return zeros shaped like an entry; a table of one row gets a row for each task."""
     if split is None or not isinstance(value, Tensor) or not name.startswith(TABLE):
         return torch.zeros_like(value) if isinstance(value, Tensor) else value
     return split.whole(value.new_zeros(split.count, *value.shape[1:]))
@@ -98,7 +98,7 @@ def _step(twin: Any, tasks: Any) -> None:
 
 
 def _widened(value: Any, parameter: Tensor) -> Any:
-    """Zeros for the parameter in place of an entry for a parameter of one entry, perhaps stacked."""
+    """Return zeros shaped like the parameter, perhaps stacked, for the state of its twin with one entry."""
     n = parameter.dim()
     if not isinstance(value, Tensor):
         return value

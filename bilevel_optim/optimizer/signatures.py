@@ -1,4 +1,4 @@
-"""What a method is called with: all its options by name, and what is said about a call with others."""
+"""Signature of a method, and errors for calls with wrong arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["argument_error", "explain_bad_call", "signature_of", "wrong_call"]
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
-# Words of other libraries and of papers, as they are called here.
+# Words of other libraries and of papers, with the words of this one.
 WORDS = {
     "inner": "lower", "unroll": "lower", "unrolled": "lower", "unrolling": "lower", "y": "lower", "outer": "upper",
     "x": "upper", "cg": "linear", "hvp": "linear", "adjoint": "linear", "ihvp": "linear", "solver": "solver",
@@ -22,11 +22,12 @@ WORDS = {
     "optim": "optimizer", "lr": "lr", "rate": "lr", "learning": "", "num": "", "n": "", "number": "", "of": "",
     "max": "",
 }  # fmt: skip
-PARTS = {"inner": "lower", "outer": "upper", "loss": "", "fn": "", "objective": "", "sampler": "tasks"}  # of a verb
+# The same for arguments of public methods.
+PARTS = {"inner": "lower", "outer": "upper", "loss": "", "fn": "", "objective": "", "sampler": "tasks"}
 WHOLE = {"upper_lr": "lr", "lambda": "nu", "lam": "nu", "penalty": "nu", "upper_steps": "step"}
 
 
-FIRST = ("upper", "lower", "lr", "lower_lr", "lower_steps")  # then what a method adds, then what all of them take
+FIRST = ("upper", "lower", "lr", "lower_lr", "lower_steps")  # then the method's own options, then the common ones
 
 
 def signature_of(cls: type[Options]) -> inspect.Signature:
@@ -57,7 +58,7 @@ def argument_error(
     options: Mapping[str, Any],
     methods: Iterable[type[Any]],
 ) -> TypeError:
-    """What to raise where a method was called with arguments that it does not have; ``methods`` are all there are."""
+    """Return the error for a method's constructor called with wrong arguments; ``methods`` are all known methods."""
     name, known = cls.__name__, signature_of(cls).parameters
     unknown = [option for option in options if option not in known]
     if len(arguments) > 2:
@@ -86,7 +87,7 @@ def _hint(cls: type[Any], option: str, known: list[str], methods: Iterable[type[
 
 
 def explain_bad_call(sentence: str = "") -> Callable[[Verb], Verb]:
-    """For a function: say how it is called, if it is called with other arguments than it has."""
+    """Decorate a function so that a call with wrong arguments raises an error with a hint."""
 
     def decorated(verb: Verb) -> Verb:
         @functools.wraps(verb)
@@ -106,7 +107,7 @@ def explain_bad_call(sentence: str = "") -> Callable[[Verb], Verb]:
 def wrong_call(
     verb: Callable[..., Any], error: TypeError, named: Mapping[str, Any], sentence: str = ""
 ) -> TypeError | None:
-    """What to raise if a function was called with arguments that it does not have; None: the error is from within."""
+    """Return the error for a function called with wrong arguments; None if the error comes from inside the function."""
     if error.__traceback__ is None or error.__traceback__.tb_next is not None:
         return None
     parameters = inspect.signature(verb).parameters

@@ -1,4 +1,4 @@
-"""What an optimizer knows from earlier steps: in ``state`` what belongs to parameters, beside it that of the run."""
+"""State from earlier steps: that of parameters, in ``state``, and that of the run."""
 
 from __future__ import annotations
 
@@ -33,40 +33,40 @@ __all__ = [
 ]
 
 SOLVER = "lower_optimizer."  # prefix of the lower optimizer's entries
-UPPER_SOLVER = "upper_optimizer."  # of the upper one's
+UPPER_SOLVER = "upper_optimizer."  # prefix of the upper optimizer's entries
 SOLVERS = (SOLVER, UPPER_SOLVER)
-TABLE = "rows."  # prefix of tables whose rows mix all lower parameters; they are with the first of these
+TABLE = "rows."  # prefix of tables whose rows mix all lower parameters; the first of these holds them
 
 State = MutableMapping[Tensor, dict[str, Any]]
 
 
 def recalled(state: State, parameters: Sequence[Tensor]) -> dict[str, Vector]:
-    """What is remembered of all these parameters, by name."""
+    """Return the state entries that all these parameters have, by name."""
     return _recalled([state.get(p, _NOTHING) for p in parameters])[0]
 
 
 def remembered(state: State, parameters: Sequence[Tensor]) -> dict[str, Any]:
-    """What is remembered of the lower parameters: of all, tables whose rows mix them, the lower optimizer's state."""
+    """Return the state of the lower parameters: common entries, tables, and the lower optimizer's state."""
     own = [state.get(p, _NOTHING) for p in parameters]
     memory, tables, alone = _recalled(own)
     return {"memory": memory, "tables": tables, "solver": _solver(own, SOLVER) if alone else None}
 
 
 def solver_memory(state: State, parameters: Sequence[Tensor]) -> Memory | None:
-    """What the upper optimizer has remembered of these parameters; None: nothing."""
+    """Return the upper optimizer's state of these parameters; None if there is none."""
     return _solver([state.get(p, _NOTHING) for p in parameters], UPPER_SOLVER)
 
 
 def _solver(own: Sequence[Mapping[str, Any]], prefix: str) -> Memory | None:
-    """Of these states, what an optimizer has remembered; None: nothing."""
+    """Return the state of the optimizer with this prefix; None if there is none."""
     solver = [{k[len(prefix) :]: v for k, v in entries.items() if k.startswith(prefix)} for entries in own]
     return solver if any(solver) else None
 
 
 def _recalled(own: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Vector], dict[str, Tensor], bool]:
-    """Of these states, what all of them have; the tables of the first; whether one may have what the others have not.
+    """Return entries that all states have, the tables of the first, and whether a state may have entries of its own.
 
-    What belongs to an optimizer of a level is left out: some of its parameters may have none.
+    Entries of a level's optimizer are left out, because some of its parameters may have none.
     """
     memory: dict[str, Vector] = {}
     tables: dict[str, Tensor] = {}
@@ -87,7 +87,7 @@ _NOTHING: Mapping[str, Any] = {}
 
 
 def remember(state: State, parameters: Sequence[Tensor], memory: Mapping[str, Vector | None]) -> None:
-    """Write what is to be remembered; None forgets."""
+    """Write state entries; None deletes an entry."""
     for name, vector in memory.items():
         if vector is None:
             for parameter in parameters:
@@ -104,13 +104,13 @@ def write_rows(writes: Iterable[Write]) -> None:
 
 
 def owned(value: Any, parameter: Tensor) -> Any:
-    """A value to be kept: a copy if it is what the live parameter holds, which will change."""
+    """Return a value to store: a copy if it shares memory with the live parameter, which will change."""
     alias = isinstance(value, Tensor) and (is_sharded(value) or value.data_ptr() == parameter.data_ptr())
     return value.clone() if alias else value
 
 
 def remember_solver(state: State, parameters: Sequence[Tensor], memory: Memory, prefix: str = SOLVER) -> None:
-    """Write the state of an optimizer of a level in place of what it was."""
+    """Replace the state of a level's optimizer."""
     for parameter, entries in zip(parameters, memory, strict=True):
         kept = state[parameter]
         for name in [*kept]:
@@ -129,11 +129,11 @@ def remember_tables(state: State, parameters: Sequence[Tensor], tables: Mapping[
 def recast(
     state: State, parameters: Sequence[Tensor], before: Sequence[torch.dtype] | None, kinds: Sequence[torch.dtype]
 ) -> None:
-    """Cast what is remembered of parameters whose types were others before, where it had those types."""
+    """Cast state entries that have the old type of a parameter to its new type."""
     if before is None:
         return
     changes = {pair for pair in zip(before, kinds, strict=False) if pair[0] != pair[1]}
-    # Tables mix all parameters; where one type has become two, they stay.
+    # Tables mix all parameters, so they keep their type if it has become two.
     common = {old: new for old, new in changes if sum(pair[0] == old for pair in changes) == 1}
     for parameter, old, new in zip(parameters, before, kinds, strict=False):
         for name, value in state.get(parameter, _NOTHING).items():
@@ -143,7 +143,7 @@ def recast(
                     state[parameter][name] = value.to(to)
 
 
-# Counts, the times of rows and the chances of tasks have a type of their own.
+# Counts, times of rows and probabilities of tasks have a type of their own.
 OWN_TYPE = (
     *(solver + name for solver in SOLVERS for name in ("step", "mu_product")),
     *(TABLE + name for name in ("log", "drift", "last", "probability", "cumulative")),
@@ -152,19 +152,19 @@ OWN_TYPE = (
 
 @dataclass
 class RunState:
-    """The account of a run, written with each step that is accepted.
+    """State of a run, written with each accepted step.
 
     Attributes:
-        found: what is known about the losses.
+        found: known facts about the losses.
         buffers: module buffers that evaluations change.
-        warned: keys of the warnings that were given.
+        warned: keys of earlier warnings.
         counts: oracle calls.
         steps: outer steps made.
-        last_loss: what the last step returned.
-        trend: how lower solves have gone.
-        upper_trend: how the upper loss has gone.
-        written: how often each upper tensor had been written into at the end of `backward`, by id.
-        kinds: types of all parameters, of which what is remembered has been made.
+        last_loss: result of the last step.
+        trend: trend of lower solves.
+        upper_trend: trend of the upper loss.
+        written: version of each upper tensor at the end of `backward`, by id.
+        kinds: types of all parameters when the state was made.
     """
 
     found: LossFacts = field(default_factory=LossFacts)
@@ -179,18 +179,18 @@ class RunState:
     kinds: tuple[torch.dtype, ...] | None = None
 
     def follow(self, state: State, parameters: Sequence[Tensor]) -> None:
-        """Cast what is remembered if parameters have been cast since (``module.float()``)."""
+        """Cast the state if parameters have been cast since (``module.float()``)."""
         kinds = tuple([p.dtype for p in parameters])
         if kinds != self.kinds:
             recast(state, parameters, self.kinds, kinds)
             self.kinds = kinds
 
     def session(self, options: EvaluationOptions) -> Session:
-        """The bookkeeping of a new step."""
+        """Return the bookkeeping of a new step."""
         return Session.begun(options, self.found, self.buffers, self.warned, self.trend)
 
     def after(self, session: Session, loss: Tensor) -> dict[str, Any]:
-        """What becomes of it with a step."""
+        """Return the attributes' values after a step."""
         counts = {name: count + session.counts[name] for name, count in self.counts.items()}
         return {
             "found": session.found,
@@ -202,24 +202,24 @@ class RunState:
         }
 
     def enter(self, after: dict[str, Any]) -> None:
-        """Write it; may be repeated."""
+        """Write a result of `after`; may be repeated."""
         self.__dict__.update(after)
         self.buffers.complete = True
 
     def saved(self) -> dict[str, Any]:
-        """What a state dict holds of it."""
+        """Return the entries for a state dict."""
         return {
             "steps_done": self.steps,
             "oracle_counts": dict(self.counts),
             "fallback": self.found.fallback,
             "last_loss": self.last_loss,
-            "warned": sorted(self.warned),  # an alert may change how a step is made
+            "warned": sorted(self.warned),  # an alert may change the next steps
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `saved` gave."""
+        """Continue from a result of `saved`."""
         self.steps, self.last_loss = saved["steps_done"], saved["last_loss"]
         self.counts.update(saved["oracle_counts"])
-        self.warned = self.warned | {*saved.get("warned", ())}  # older states have none
-        self.written = {}  # parameters are loaded too, before this or after it
-        self.found = LossFacts(fallback=saved["fallback"])  # first looks are made where a new optimizer makes them
+        self.warned = self.warned | {*saved.get("warned", ())}  # older states have no such entry
+        self.written = {}  # parameters are loaded too, before or after this
+        self.found = LossFacts(fallback=saved["fallback"])  # the other facts are found again, as by a new optimizer

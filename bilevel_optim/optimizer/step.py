@@ -1,4 +1,4 @@
-"""What goes into a step and what comes out of it, as plain values."""
+"""Inputs and results of a step, as plain values."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ __all__ = [
 ]
 
 
-CURVATURE = "curvature"  # what is remembered of y that tasks share
-FACTOR = "auto_lr"  # of a group: whether its rate is a factor of the one that follows the curvature
+CURVATURE = "curvature"  # entry of y's state that tasks share
+FACTOR = "auto_lr"  # entry of a group: its rate is a factor of the rate that follows the curvature
 Groups = dict[str, list[dict[str, Any]]]  # the parameter groups of each level
-Start = Sequence[Tensor] | LowerInit | None  # where lower solves begin, if not where they would
+Start = Sequence[Tensor] | LowerInit | None  # start of lower solves; None: the usual one
 
 
 @values
 class StepInputs(DrawInputs):
-    """What a step is given beside the losses and the point: what decides its draws, and more.
+    """Inputs of a step besides the losses and the point.
 
     Attributes:
         upper_groups, lower_groups: parameter groups with their learning rates and options.
-        lower: y; for an update with what the estimate made of it.
-        solver: the lower optimizer's memory. None: begin anew.
-        upper_solver: the upper optimizer's. None: begin anew.
-        rule: gives the lower optimizer's update for tensors like these.
-        upper_rule: likewise the upper optimizer's; None: x follows a gradient step.
+        lower: y; for an update, y after the estimate.
+        solver: state of the lower optimizer. None: a fresh one.
+        upper_solver: state of the upper optimizer. None: a fresh one.
+        rule: returns the lower optimizer's update for given tensors.
+        upper_rule: returns the upper optimizer's update for given tensors. None: x makes a gradient step.
         generator: source of the method's own random numbers.
-        random_inputs: what the method drew at random for this step, by name.
-        lower_init: where the lower solves of tasks start, if not at the live y.
+        random_inputs: the method's random integers for this step, by name.
+        lower_init: start of the lower solves of tasks. None: the live y.
         ranks: the processes that share the run.
     """
 
@@ -80,20 +80,20 @@ class StepInputs(DrawInputs):
 
     @property
     def follows_curvature(self) -> bool:
-        """Whether learning rates of the lower groups follow the curvature of g."""
+        """True if learning rates of the lower groups follow the curvature of g."""
         return any([group.get(FACTOR, False) for group in self.lower_groups])
 
     def linear_rates(self, linear_lr: float | None) -> list[Rate]:
-        """Step size of a linear solver for each lower tensor: this one, or the learning rate of its group."""
+        """Return the step size of a linear solver for each lower tensor; None takes the learning rate of its group."""
         return self.lower_rates if linear_lr is None else [linear_lr] * len(self.lower_rates)
 
     def anew(self) -> StepInputs:
-        """The same without what was remembered of y: for the lower problems of tasks."""
+        """Return these inputs without the state of y, for the lower problems of tasks."""
         kept = {name: vector for name, vector in self.memory.items() if name == CURVATURE}
         return replace(self, memory=kept, tables={}, solver=None)
 
     def after(self, estimate: Estimate) -> StepInputs:
-        """The same with what an estimate will have left, for the update of x."""
+        """Return these inputs with the state after an estimate, for the update of x."""
         return replace(
             self,
             memory=self.memory | estimate.memory if estimate.memory else self.memory,
@@ -105,7 +105,7 @@ class StepInputs(DrawInputs):
         )
 
     def step_upper(self, x: Vector, gradient: Vector) -> Update:
-        """X after a step of the upper optimizer along a gradient."""
+        """Return x after a step of the upper optimizer along a gradient."""
         if self.upper_rule is None:
             return Update(x.descended(gradient, self.upper_rates))
         rule = self.upper_rule(x)
@@ -115,12 +115,12 @@ class StepInputs(DrawInputs):
         return Update(solved.y, solver=None if rule.plain else solved.memory)
 
     def solver_for(self, like: Vector) -> tuple[LowerRule, Memory]:
-        """The lower optimizer's update for tensors like these, and its memory at the beginning."""
+        """Return the lower optimizer's update for tensors like these, and its initial state."""
         rule = self.rule(like)
         return rule, rule.fresh() if self.solver is None else self.solver
 
     def run_lower_steps(self, oracle: Oracle, steps: int, *, tol: float = 0.0) -> LowerResult:
-        """The oracle's point after lower steps, each on a lower sample of its own."""
+        """Return the result of lower steps from the oracle's point, each on its own lower sample."""
         rule, memory = self.solver_for(oracle.y)
 
         def draw() -> Callable[[Vector], tuple[Tensor, Vector]]:
@@ -135,7 +135,7 @@ class StepInputs(DrawInputs):
         return LowerResult(oracle.at(lower=solved.y), solved.memory, solved.watched(oracle.session), rule.plain)
 
     def step_along(self, oracle: Oracle, gradient: Vector) -> LowerResult:
-        """The oracle's point after one lower step along a given gradient."""
+        """Return the result of one lower step from the oracle's point along this gradient."""
         rule, memory = self.solver_for(oracle.y)
         solved = rule.step(oracle.y, memory, lambda _: (None, gradient))
         require_interior(oracle, rule, solved)
@@ -149,7 +149,7 @@ class StepInputs(DrawInputs):
 
 
 def require_interior(oracle: Oracle, rule: LowerRule, solved: Solved) -> None:
-    """Refuse a y that a projection holds, where the method takes it for a stationary point."""
+    """Refuse a y on the boundary of a projection if the method assumes a stationary point."""
     if solved.projected is not None and rule.limits.interior:
         oracle.checks.refuse(
             "lower_projection holds y where the gradient of the lower loss does not vanish, and there the implicit "
@@ -160,13 +160,13 @@ def require_interior(oracle: Oracle, rule: LowerRule, solved: Solved) -> None:
 
 
 class LowerResult(NamedTuple):
-    """Where lower steps led to.
+    """Result of lower steps.
 
     Attributes:
-        oracle: at the improved y.
-        solver: the lower optimizer's memory there.
-        diagnostics: the last lower gradient, for its norm, and how it changed.
-        plain: the lower optimizer's memory is as it was.
+        oracle: oracle at the improved y.
+        solver: state of the lower optimizer there.
+        diagnostics: the last lower gradient, reported by its norm, and its growth.
+        plain: the lower optimizer's state has not changed.
     """
 
     oracle: Oracle
@@ -175,24 +175,24 @@ class LowerResult(NamedTuple):
     plain: bool = False
 
     def with_lower(self, estimate: Estimate) -> Estimate:
-        """An estimate made there, with y, the lower optimizer's memory, and the diagnostics that it has not itself."""
+        """Add y, the lower optimizer's state and missing diagnostics to an estimate made at this point."""
         together = {**self.diagnostics, **estimate.diagnostics}
         solver = None if self.plain else self.solver
-        covers = estimate.covers_all_vectors and self.plain  # a step of signs hides what the gradient was
+        covers = estimate.covers_all_vectors and self.plain  # a sign step hides a non-finite gradient
         return replace(estimate, lower=self.oracle.y, solver=solver, diagnostics=together, covers_all_vectors=covers)
 
 
 @values
 class Update:
-    """A new x, and what is to be remembered with it.
+    """New x, and the state written with it.
 
     Attributes:
         x: the new values.
-        upper_memory: tensors shaped like x to remember, by name; None forgets.
+        upper_memory: new state entries shaped like x, by name; None deletes an entry.
         numbers: plain numbers that change.
-        lower: a new y, for methods that move it along with x.
-        writes: rows of large tables to be changed.
-        solver: the upper optimizer's memory, if it has any.
+        lower: new y, for methods that move it together with x.
+        writes: changed rows of large tables.
+        solver: state of the upper optimizer, if it has any.
     """
 
     x: Vector
@@ -204,11 +204,11 @@ class Update:
 
 
 class StepResults(NamedTuple):
-    """What a step computes.
+    """Results of a step.
 
     Attributes:
-        estimate: the hypergradient, with the improved y and what is to be remembered.
-        update: the new x; None: it stays.
+        estimate: the hypergradient, with the improved y and the new state.
+        update: the new x; None: x does not change.
     """
 
     estimate: Estimate
@@ -216,5 +216,5 @@ class StepResults(NamedTuple):
 
     @property
     def loss(self) -> Tensor:
-        """The upper loss where the hypergradient was estimated."""
+        """Upper loss at the point where the hypergradient was estimated."""
         return self.estimate.loss.detach()

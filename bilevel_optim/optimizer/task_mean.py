@@ -1,4 +1,4 @@
-"""A step for tasks: the mean of the estimates for those of one draw, made as one problem with stacked y."""
+"""Estimate for tasks: the mean over the drawn tasks, computed as one problem with stacked y."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .step import CURVATURE, StepInputs, replace
 
 __all__ = ["task_mean"]
 
-STARTS = "task_memory"  # the table of where lower solves last ended
+STARTS = "task_memory"  # table of the tasks' last solutions
 
 
 def task_mean(
@@ -35,25 +35,25 @@ def task_mean(
     joined: Mapping[str, Callable[[Tensor], Tensor]],
     remembered: int | None = None,
 ) -> Estimate:
-    """The mean of the estimates for the tasks of one draw, and of the lower values that they end at.
+    """Return the mean of the estimates for the drawn tasks, and of their lower solutions.
 
     Args:
-        oracle: of bare losses, at the point of the step.
-        inputs: of the step.
-        sampler: of tasks.
+        oracle: oracle of the plain losses, at the point of the step.
+        inputs: inputs of the step.
+        sampler: sampler of tasks.
         estimate: makes the estimate of a stacked problem.
-        count: how many tasks are drawn.
-        sizes: of the batches of each level.
-        together: which of so many tasks make one stacked problem.
-        random_inputs: what an estimate needs beside its samples: by name, of how many numbers one.
-        joined: how diagnostics of parts of the tasks become one, by name. Others are stacked.
-        remembered: of how many tasks it is remembered where they ended; None: of none.
+        count: number of tasks to draw.
+        sizes: batch size of each level.
+        together: returns slices of so many tasks, each solved as one stacked problem.
+        random_inputs: random integers that an estimate needs: name -> n, drawn uniformly from range(n).
+        joined: reduces the stacked diagnostics of several slices, by name. Others stay stacked.
+        remembered: number of tasks whose solutions are stored; None: none are.
     """
     drawn = sample(sampler, count, inputs.generator)
     rows = None if remembered is None else _Rows(inputs.tables.get(STARTS), oracle.y, drawn, remembered)
     tasks, share = inputs.ranks.share(drawn, count)
     generator = inputs.ranks.own(inputs.generator, inputs.steps)
-    whole = together(count)  # every part has random inputs of its own
+    whole = together(count)  # every slice has random inputs of its own
     own_inputs = [inputs.random_inputs, *(draw_random_inputs(random_inputs, inputs.generator) for _ in whole[1:])]
     loss, gradient, mean = oracle.x[0].new_zeros(()), oracle.x.zeros_like(), oracle.y.zeros_like()
     draws = TaskDraws(sampler, tasks, share, sizes, generator)
@@ -72,9 +72,9 @@ def task_mean(
         mean = mean + Vector(t.sum(0) / count for t in y)
         if rows is not None:
             rows.ended(some, y)
-        estimates.insert(0, replace(found, start=None, lower=None, solver=None))  # graphs and copies of y go
+        estimates.insert(0, replace(found, start=None, lower=None, solver=None))  # frees graphs and copies of y
     loss, gradient, mean = inputs.ranks.total(loss, gradient, mean)
-    # What belongs to x stays; what belongs to the tasks' y goes with them.
+    # The state of x is kept; that of the tasks' y is dropped.
     last = estimates[-1]
     diagnostics = _over_parts([measured(found.diagnostics) for found in estimates], joined)
     return Estimate(
@@ -90,13 +90,13 @@ def task_mean(
 
 
 class _Rows:
-    """Where the lower solve of each task last ended, as rows of one table.
+    """Last solution of each task's lower problem, as rows of one table.
 
     Args:
-        table: as the last step left it; None: there was none, and all tasks start at y.
+        table: table after the last step; None: there is none, and all tasks start at y.
         y: the live values.
-        ids: of the tasks that were drawn.
-        number: of all tasks.
+        ids: ids of the drawn tasks.
+        number: number of all tasks.
     """
 
     def __init__(self, table: Tensor | None, y: Vector, ids: Any, number: int) -> None:
@@ -110,17 +110,17 @@ class _Rows:
         self._ended: list[tuple[Tensor, Tensor]] = []
 
     def starts(self, ids: Tensor) -> Vector:
-        """The rows of some tasks, as stacked values of y."""
+        """Return the rows of some tasks, as stacked values of y."""
         rows = torch.split(self.table[ids.to(self.table.device)], [t.numel() for t in self.y], dim=1)
         return Vector([row.reshape(len(row), *t.shape).to(t.dtype) for row, t in zip(rows, self.y, strict=True)])
 
     def ended(self, ids: Tensor, y: Vector) -> None:
-        """Note where they have ended."""
+        """Note the solutions of some tasks."""
         rows = torch.cat([t.detach().reshape(len(t), -1).to(self.table.dtype) for t in y], 1)
         self._ended.append((ids.to(self.table.device), rows))
 
     def left(self) -> dict[str, Any]:
-        """What an estimate says of it."""
+        """Return the fields of an estimate that store the noted solutions."""
         ids, rows = (torch.cat(parts) for parts in zip(*self._ended, strict=True))
         if self.is_new:
             return {"tables": {STARTS: self.table.index_copy(0, ids, rows)}}
@@ -128,7 +128,7 @@ class _Rows:
 
 
 def _over_parts(parts: Sequence[dict[str, Any]], joined: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
-    """Diagnostics of several parts of a step: stacked, or joined, unless there is only one."""
+    """Return the diagnostics of several slices of tasks, stacked or reduced; those of a single slice as they are."""
     if len(parts) <= 1:
         return dict(parts[0]) if parts else {}
     return {

@@ -1,4 +1,4 @@
-"""A step that is being made: what fails leaves everything as it was, what is accepted is written whole."""
+"""Transaction of a step: a failed step changes nothing, and an accepted one is written completely."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ CPU = torch.device("cpu")
 
 
 class Transaction:
-    """A block that changes nothing if it raises, unless it was accepted by then.
+    """A block that changes nothing if it raises before its step is accepted.
 
-    Nothing is written while a step is computed. What moves nevertheless is put back: torch's random numbers, the
-    optimizer's, the positions in the data, module buffers, and, after an interrupt, values that were in the live
-    tensors and modes of torch that were on. Until all ranks have come to `conclude`, a failure ends the step on all.
+    Nothing is written while a step is computed. A failure restores the rest: torch's random state, the optimizer's, the
+    positions in the data and module buffers, and, after an interrupt, the storages of the live tensors and torch's
+    modes. Until all ranks have called `conclude`, a failure ends the step on all of them.
 
     Args:
-        generator: of the optimizer.
-        oracle: of the step; None for an update from ``.grad``.
+        generator: generator of the optimizer.
+        oracle: oracle of the step; None for an update from ``.grad``.
         buffers: module buffers that evaluations change.
-        device: of the parameters, without an oracle.
-        alone: other ranks take no part in it.
+        device: device of the parameters, if there is no oracle.
+        alone: other ranks take no part.
     """
 
     __slots__ = (
@@ -85,7 +85,7 @@ class Transaction:
                 self.oracle.session.options.ranks.failed(error)
 
     def conclude(self) -> None:
-        """All ranks have come so far, and from here on evaluate copies of y in one way; else the step ends on all."""
+        """Wait for all ranks, and agree on how to evaluate copies of y; if a rank has failed, raise on all."""
         assert self.oracle is not None
         found, ranks = self.oracle.session.found, self.oracle.session.options.ranks
         if ranks.conclude(self.oracle.device, found.fallback is not None) and found.fallback is None:
@@ -93,9 +93,9 @@ class Transaction:
         self._concluded = True
 
     def commit(self, writes: Sequence[Write], undo: Callable[[], None] | None = None) -> None:
-        """Accept the step and make the writes, each of which may be repeated; an interrupt waits for them.
+        """Accept the step and make the writes; an interrupt waits for them, and may repeat one.
 
-        ``undo`` takes back those that were made, if one of them raises.
+        If a write raises, ``undo`` reverts those that were made.
         """
         with torch.set_grad_enabled(False):
             try:
@@ -107,24 +107,24 @@ class Transaction:
                 raise
 
     def _restore_modes(self, error: BaseException) -> None:
-        """End what an interrupt at the wrong moment has left on."""
+        """End modes that an interrupt has left on."""
         *_, (depth, layers, enabled) = self._before
         while torch._C._len_torch_function_stack() > depth:
             _pop_mode()  # type: ignore[no-untyped-call]
-        if get_dynamic_layer_stack_depth() > layers:  # of vmap, whose block ends them when the last frame lets it go
+        if get_dynamic_layer_stack_depth() > layers:  # vmap's block ends its layers when the last frame releases it
             clear_frames(error.__traceback__)
         if get_dynamic_layer_stack_depth() > layers:
             try:
                 pop_dynamic_layer_stack_and_undo_to_depth(layers)
-            except RuntimeError:  # torch 2.11 ends the last level, and then asks for another one
+            except RuntimeError:  # torch 2.11 ends the last level, then looks for another one
                 if get_dynamic_layer_stack_depth() > layers:
                     raise
         torch.set_grad_enabled(enabled)
 
     def _restore_storages(self) -> None:
-        """Give the live tensors their own, where an interrupt has left another."""
+        """Give the live tensors their own storages back, if an interrupt has left others."""
         if self.oracle is not None:
-            # The oracle's point at the beginning was made of the live tensors' own storages.
+            # The oracle's initial point shares the live tensors' own storages.
             own = (*self.oracle.live_x, *self.oracle.live_y), (*self.oracle.x, *self.oracle.y)
             for live, value in zip(*own, strict=True):
                 if not is_sharded(live) and live.data_ptr() != value.data_ptr():
@@ -140,7 +140,7 @@ class Transaction:
 
 
 def make(writes: Sequence[Write]) -> None:
-    """Make writes, each of which may be repeated; an interrupt waits for them."""
+    """Make writes; an interrupt waits for them, and may repeat one."""
     done = 0
     try:
         while done < len(writes):
@@ -154,9 +154,9 @@ def make(writes: Sequence[Write]) -> None:
 
 
 def writes_of(state: State, oracle: Oracle, estimate: Estimate, update: Update | None = None) -> list[Write]:
-    """Writes of what an estimate has found, and of the update of x made of it; ``.grad`` of x is the estimate."""
+    """Return the writes of an estimate, ``.grad`` of x included, and of the update of x."""
     x, y = oracle.live_x, oracle.live_y
-    # Nobody else's, because gradients are clipped in place.
+    # Copies, because gradients are clipped in place.
     gradients = [gradient.detach().clone() for gradient in estimate.gradient]
     writes: list[Write] = [partial(write_rows, estimate.writes)] if estimate.writes else []
     writes.append(partial(_set_gradients, x, gradients))
@@ -172,21 +172,21 @@ def writes_of(state: State, oracle: Oracle, estimate: Estimate, update: Update |
         lower = estimate.lower if update.lower is None else update.lower
         return writes + _writes_of_values(state, x, y, update, lower)
     if estimate.lower is not None:
-        writes.append(partial(_write_values, y, estimate.lower))  # last, because what is remembered may be what y was
+        writes.append(partial(_write_values, y, estimate.lower))  # last, because the state may hold the old y
     return writes
 
 
 def writes_of_update(
     state: State, moved: Sequence[Tensor], lower: Callable[[], Sequence[Tensor]], update: Update
 ) -> list[Write]:
-    """Writes of an update of x; ``lower`` gives the live lower tensors."""
+    """Return the writes of an update of x; ``lower`` returns the live lower tensors."""
     return _writes_of_values(state, moved, () if update.lower is None else lower(), update, update.lower)
 
 
 def _writes_of_values(
     state: State, x: Sequence[Tensor], y: Sequence[Tensor], update: Update, lower: Vector | None
 ) -> list[Write]:
-    """Writes of an update of x, with a new y: values last, because what is remembered may be what they were."""
+    """Return the writes of an update of x and of a new y; values last, because the state may hold the old ones."""
     writes: list[Write] = []
     if update.writes:
         writes.append(partial(write_rows, update.writes))
@@ -202,10 +202,10 @@ def _writes_of_values(
 
 
 def undo_of(state: State, x: Sequence[Tensor], y: Sequence[Tensor]) -> Callable[[], None]:
-    """What puts back the state of parameters and ``.grad`` of x; made before a step is written.
+    """Return a function that restores the state of parameters and ``.grad`` of x; call this before a step is written.
 
-    Nothing else can be left behind by a write that raises: values come after these, with a look at their form, then
-    plain numbers, which cannot fail; rows of tables come first.
+    A write that raises leaves nothing else behind. Rows of tables are written first; values come after the state, once
+    their shapes have been checked; plain numbers come last and cannot fail.
     """
     entries = [(p, None if (own := state.get(p)) is None else own.copy()) for p in (*x, *y)]
     gradients = [p.grad for p in x]
