@@ -156,7 +156,7 @@ def two(runs: Runs, methods: Sequence[str]) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the recipe; returns the numbers that it writes."""
+    """Run the recipe; return the numbers that it writes."""
     parser = Parser(__doc__, seed=True, device=True)
     parser.data(LOADERS)
     parser.add_argument("--text", type=Path, help="your own folder, a subfolder of text files for each source")
