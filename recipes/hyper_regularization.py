@@ -84,7 +84,7 @@ class Reweighting(Problem):
         return F.softplus(-products / (self.scales if scale is None else scale))
 
     def lower(self, x: Tensor, y: Tensor, index: Index = WHOLE, scale: Tensor | None = None) -> Tensor:
-        """Return the weighted training loss with ridge, summed over y's rows (in a task's loss: one, with ``scale``)."""
+        """Return the weighted training loss with ridge, summed over y's rows (in a task's loss one, with ``scale``)."""
         losses = (x[index].sigmoid() * self.losses(self.train, y, index, scale)).mean(-1)
         return losses.sum() + self.ridge / 2 * y.square().sum()
 

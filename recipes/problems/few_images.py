@@ -148,7 +148,7 @@ FITTED: dict[str, partial[Tensor]] = {
 def trained(
     known: Images, asked: Part, make: Callable[[], nn.Module], lr: float, marks: tuple[int, ...], seed: int
 ) -> list[float]:
-    """Return the accuracies of a network trained on the images, after each of ``marks`` steps: means of three starts."""
+    """Return accuracies of a network trained on the images, after each of ``marks`` steps: means of three starts."""
     found = []
     for start in range(3):
         begin(seed, f"test {start}")

@@ -22,7 +22,7 @@ def load_images(
         name: ``"digits"`` (bundled with scikit-learn, 8x8 pixels), ``"mnist"`` or ``"fashion"`` (through torchvision).
         root: folder of the torchvision data sets.
         download: fetch a missing one.
-        sizes: number of training and of validation examples, drawn at random from the training part of the data set. For
+        sizes: number of training and of validation examples, drawn at random from the training part of the data set. Of
             digits they are drawn from all examples, and the rest is the test part.
         generator: source of the random choice.
     """

@@ -74,7 +74,7 @@ class Net:
         return self.flat.index_put((self.free,), y.view(-1, 3))
 
     def _threads(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        """Return lengths, directions and energies of the threads, and both derivatives of the energies in the length."""
+        """Return lengths, directions and energies of the threads, and two derivatives of the energies in the length."""
         p = self.positions(y)
         apart = p[self.a] - p[self.b]
         length = apart.norm(dim=1)

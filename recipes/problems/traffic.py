@@ -66,7 +66,7 @@ class Traffic:
         return self.free / self.capacity * steep
 
     def _ways(self, cost: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights of the streets, and for each pair of crossings the sum over paths of products of weights."""
+        """Return the street weights, and for each pair of crossings the sum over paths of products of weights."""
         weight, n = (-THETA * cost).exp(), len(self.places)
         return weight, torch.linalg.inv(
             torch.eye(n, dtype=cost.dtype) - cost.new_zeros(n, n).index_put((self.tail, self.head), weight)
