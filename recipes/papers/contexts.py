@@ -72,8 +72,8 @@ EXPERIMENTS = [
         moves=6,
         departures=(
             "one problem of three variables; the theorem is about a class of problems",
-            "the score is a mean of late norms, not the cost to a first small one: a biased method can pass a small norm "
-            "on its way elsewhere",
+            "the score is a mean of late norms, not the cost to a first small one: a biased method can pass a small "
+            "norm on its way elsewhere",
         ),
     )
 ]
