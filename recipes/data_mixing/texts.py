@@ -101,7 +101,7 @@ def newsgroups(root: Path | None, download: bool) -> Texts:
 
 
 def folders(root: Path, target: str) -> Texts:
-    """Load your text files: one subfolder per source, and one for the target, some of whose files are held out."""
+    """Load your text files: one subfolder per source, and one for the target, with some files held out."""
     if not root.is_dir():
         raise SystemExit(f"--text {root} is no folder")
     own = {folder.name: _files(folder) for folder in sorted(root.iterdir()) if folder.is_dir()}
