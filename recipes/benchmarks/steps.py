@@ -2,8 +2,8 @@ r"""Overhead of a step beyond its oracle calls, on a problem so small that littl
 
 Logistic regression with 22 weights (lower) and one log-penalty for each (upper), batches of 64, one thread.
 The tables show microseconds of processor time per step, of every method for sampled losses. For comparison they show
-the same calls of `bo.Oracle` in a plain loop, which gives the cost of the optimizer around them. The same derivatives by
-``torch.autograd.grad`` alone give the cost of the oracles too.
+the same calls of `bo.Oracle` in a plain loop, which gives the cost of the optimizer around them. The same derivatives
+by ``torch.autograd.grad`` alone give the cost of the oracles too.
 
     python -m recipes.benchmarks.overhead --step
     python -m recipes.benchmarks.overhead --step --only soba aid

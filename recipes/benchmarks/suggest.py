@@ -5,7 +5,7 @@ r"""Best suggestion of `bo.suggest` against the best of a grid, on ten problems.
 ``reached`` is the mean upper loss over the last tenth of 300 steps from the start, with the settings of the best
 suggestion. ``grid`` is the same for the best of a grid: five rates of plain descent and five of Adam, each with three
 lower rates (1, 0.3 and 0.1 over the curvature at the start); method and other settings are the same. ``start`` is the
-upper loss with the lower problem solved at the first x. ``diverged`` counts the suggested methods that ended non-finite.
+upper loss with the lower problem solved at the first x. ``diverged`` counts suggested methods that ended non-finite.
 
 The problems: quadratics of condition 10, 1,000 and 1,000 with noisy batches; ridge regression with one penalty per
 feature; softmax regression with one penalty per feature, in full and in batches; weights of training examples with
