@@ -1,18 +1,19 @@
-r"""Audit the labels of your own images or table: a list of suspects, by learned weights and by controls.
+r"""Audit the labels of your own images or table: list suspects, found by learned weights and by controls.
 
 .. math::
     \min_x\ \mathrm{CE}_{trusted}(y^*(x)), \qquad y^*(x) = \arg\min_y \frac1n \sum_i \sigma(x_i)\, \mathrm{CE}_i(y)
 
-    python -m recipes.audit_labels                                       # digits with labels made wrong
+    python -m recipes.audit_labels                                       # digits with corrupted labels
     python -m recipes.audit_labels --data mnist --data-root DIR
-    python -m recipes.audit_labels --images DIR --trusted DIR            # in each a folder for each class
+    python -m recipes.audit_labels --images DIR --trusted DIR            # each with one folder per class
     python -m recipes.audit_labels --table FILE.csv --label COLUMN --trusted FILE.csv --model my_module:make
 
-Trusted rows are those that somebody has checked, ten of each class or so. ``make(shape, classes)`` gives your model for
-inputs of that shape. Upper parameters are a weight for each row, or what each true class is called (a matrix); then a
-new model is trained with them and the trusted rows. Settings of each method are tuned on the trusted rows by halves,
-with the first seed. Where it does not win: matrices that GLC counts, or that one level learns with the model, are as
-good and quicker; weights are worse. At random noise the small loss and any use of the trusted rows are nearly as good.
+Trusted rows have checked labels; about ten per class are enough. ``make(shape, classes)`` returns your model for inputs
+of that shape. Upper parameters are one weight per row, or a matrix of label noise (true class to label); a new model is
+then trained with them and the trusted rows. The settings of each method are tuned on the trusted rows, one half against
+the other, with the first seed. Where it does not win: a matrix counted by GLC, or learned together with the model in
+one level, is as good and quicker; weights are worse. On random noise the small loss and any use of the trusted rows are
+nearly as good.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from .problems import suspects
 from .problems.suspects import NOISE, Batches, Fit, Rows, beside
 
 KEYS = ("trusted accuracy", "average precision", "own accuracy", "accuracy after removal")
-SIZES = {"digits": (1200, 100), "mnist": (4000, 100)}  # rows, and trusted ones
+SIZES = {"digits": (1200, 100), "mnist": (4000, 100)}  # rows, trusted rows
 
 
 def network(shape: Sequence[int], classes: int) -> nn.Module:
-    """An MLP, where there is no model of your own."""
+    """Return the default model, an MLP."""
     return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 128), nn.ReLU(), nn.Linear(128, classes))
 
 
 def learned(seen: Rows, lr: float, marks: Sequence[int], steps: int, *, matrix: bool = False) -> Iterator[Fit]:
-    """Weights of the rows, or what each class is called, such that the model trained so is right on trusted rows."""
+    """Learn row weights, or the matrix of label noise, so that the model trained with them is right on trusted rows."""
     (features, labels), (known, right) = seen.rows, seen.trusted
     begin(seen.seed, "model")
     model = seen.make()
@@ -69,7 +70,7 @@ def learned(seen: Rows, lr: float, marks: Sequence[int], steps: int, *, matrix: 
     yield from beside(seen, len(right) / (len(right) + len(labels)), marks, **found)
 
 
-METHODS: dict[str, tuple[Any, tuple[float, ...]]] = {  # and settings to choose from
+METHODS: dict[str, tuple[Any, tuple[float, ...]]] = {  # method, settings to choose from
     "small-loss": (suspects.oneself, (1e-2, 1.0)),  # decay
     "confident": (suspects.oneself, (1e-2, 1.0)),
     "trusted-only": (suspects.alone, (1e-2, 1.0)),
@@ -82,20 +83,20 @@ METHODS: dict[str, tuple[Any, tuple[float, ...]]] = {  # and settings to choose 
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the recipe; returns the numbers that it writes."""
+    """Run the recipe; return the numbers that it writes."""
     parser = Parser(__doc__, seed=True)
     parser.data(SIZES)
-    files = {"images": "folder of your images", "table": "your CSV file", "trusted": "the same, checked"}
-    for name, text in (files | {"test": "the same, for accuracies"}).items():
+    files = {"images": "folder of your images", "table": "your CSV file", "trusted": "folder or file of trusted rows"}
+    for name, text in (files | {"test": "folder or file of test rows"}).items():
         parser.add_argument(f"--{name}", type=Path, help=text)
-    parser.option("label", "label", "column of the table")
-    parser.option("size", 32, "pixels of a side of your images, to which they are brought")
-    parser.option("model", "recipes.audit_labels:network", "yours, module:function")
-    parser.add_argument("--noise", nargs="+", choices=[*NOISE], help="labels made wrong; default: none of yours")
-    parser.option("share", 0.3, "of the labels that are made wrong", type=share)
+    parser.option("label", "label", "column of the table with the labels")
+    parser.option("size", 32, "side in pixels to which your images are resized")
+    parser.option("model", "recipes.audit_labels:network", "module:function that makes your model")
+    parser.add_argument("--noise", nargs="+", choices=[*NOISE], help="label noise to add; default: none for your data")
+    parser.option("share", 0.3, "share of the labels that are corrupted", type=share)
     parser.methods(METHODS, [*METHODS], "--methods")
-    parser.option("steps", 300, "of SOBA")
-    parser.option("seeds", 3, "of splits, noise and methods")
+    parser.option("steps", 300, "steps of SOBA")
+    parser.option("seeds", 3, "number of seeds, for splits, noise and methods")
     args = parser.parse(arguments)
     own, (module, function) = args.images or args.table, args.model.split(":")
     stem, make = (

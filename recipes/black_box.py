@@ -4,18 +4,18 @@ r"""Tolls on a few roads, where drivers' routes come from a solver that cannot b
     \min_x\ \sum_l v_l\, t_l(v_l) + \tfrac{1}{2} \sum_l c_l x_l^2, \qquad
     v = \text{the flows on the roads with which no driver has a faster route, tolls } x \text{ counted as time}
 
-The lower problem is Beckmann's: a convex potential over the flows y of the routes, which are not negative and sum to
-the demand of each pair of places. `scipy.optimize.minimize` (SLSQP) solves it; autograd sees nothing of that. A solver
-S becomes the lower level of a method that needs only its results by
+The lower problem is Beckmann's: a convex potential over the route flows y, which are nonnegative and sum to the demand
+of each pair of places. `scipy.optimize.minimize` (SLSQP) solves it, invisible to autograd. A solver S becomes the lower
+level of a method that needs only its results by
 
     lower_loss = (y - S(x)).square().sum() / 2        # one lower step of length 1 is one solve
 
     python -m recipes.black_box
     python -m recipes.black_box --tolls 10 --budget 600
 
-What is compared are equal numbers of lower solves. This is what `PZOBO` is good for: few upper parameters, as many
-orthogonal directions as there are of them, exact derivatives of f and differences of the solver alone. With thousands
-of upper parameters and one direction its noise is far larger than what it estimates, and `FirstOrder` does as well.
+Methods are compared at an equal number of lower solves. `PZOBO` suits this case: few upper parameters, one orthogonal
+direction for each of them, exact derivatives of f, and finite differences of the solver only. With thousands of upper
+parameters and one direction, the noise of its estimate is far larger than the estimate, and `FirstOrder` does as well.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ Points = list[dict[str, float]]
 
 
 class Tolls:
-    """A random network: which roads each route uses, times of free roads, capacities, demands.
+    """Random network: the roads of each route, travel times of empty roads, capacities, demands.
 
     Args:
-        tolls: number of roads that may have one, out of twice as many.
-        seed: of the network.
+        tolls: number of roads that may have a toll, half of all roads.
+        seed: seed of the network.
 
     Attributes:
-        solves: lower solves so far.
+        solves: number of lower solves so far.
     """
 
     def __init__(self, tolls: int, seed: int) -> None:
@@ -64,12 +64,12 @@ class Tolls:
         self.y = torch.zeros(PAIRS * ROUTES, dtype=torch.float64, requires_grad=True)
 
     def times(self, v: Tensor) -> Tensor:
-        """Of the roads with these flows (the formula of the Bureau of Public Roads)."""
+        """Return the travel times at these road flows (formula of the Bureau of Public Roads)."""
         return self.free * (1 + CONGESTION * (v / self.capacity) ** 4)
 
     @torch.no_grad()
     def solver(self, x: Tensor) -> Tensor:
-        """Flows of the routes in equilibrium, by SLSQP."""
+        """Return the route flows in equilibrium, by SLSQP."""
         x = x.detach().clone()
         if torch.equal(self.last[0], x):
             return self.last[1]
@@ -94,17 +94,17 @@ class Tolls:
         return self.last[1]
 
     def upper(self) -> Tensor:
-        """Time of all drivers on the road, and what it costs to ask for tolls."""
+        """Upper loss: total travel time plus the cost of collecting tolls."""
         v = self.y @ self.uses
         return (v * self.times(v)).sum() + (self.cost * self.x.square()).sum() / 2
 
     def lower(self) -> Tensor:
-        """Least where y is what the solver gives."""
+        """Lower loss, minimal at the solver's result."""
         return (self.y - self.solver(self.x)).square().sum() / 2
 
     @torch.no_grad()
     def value(self, x: Tensor) -> float:
-        """The upper loss with the drivers' answer to x."""
+        """Return the upper loss at the drivers' response to x."""
         v = self.solver(x) @ self.uses
         return float((v * self.times(v)).sum() + (self.cost * x.square()).sum() / 2)
 
@@ -112,13 +112,13 @@ class Tolls:
 def by_steps(
     make: Callable[..., bo.BilevelOptimizer], problem: Tolls, budget: int, seed: int, **options: Any
 ) -> Points:
-    """Steps of an optimizer with one solve for each path, until the solves are spent."""
+    """Run steps of an optimizer, with one solve per path, until the solves are spent."""
     optimizer = make([problem.x], [problem.y], lower_lr=1.0, lower_steps=1, generator=stream(seed, "method"), **options)
     return _followed(problem, budget, lambda: optimizer.step(problem.upper, problem.lower))
 
 
 def by_differences(problem: Tolls, budget: int, seed: int, *, lr: float, smoothing: float) -> Points:
-    """Gradient steps with forward differences of the upper loss in each coordinate."""
+    """Run gradient steps with forward differences of the upper loss in each coordinate."""
 
     def step() -> None:
         x = problem.x.detach()
@@ -131,7 +131,7 @@ def by_differences(problem: Tolls, budget: int, seed: int, *, lr: float, smoothi
 
 
 def by_search(method: str, problem: Tolls, budget: int, seed: int, *, size: float) -> Points:
-    """One of scipy's searches without derivatives: the best point so far, after each solve."""
+    """Run a derivative-free search of scipy's; return the best point so far after each solve."""
     points: Points = []
 
     def value(x: Any) -> float:
@@ -151,7 +151,7 @@ def by_search(method: str, problem: Tolls, budget: int, seed: int, *, size: floa
 
 
 def by_evolution(problem: Tolls, budget: int, seed: int, *, size: float) -> Points:
-    """CMA-ES (Hansen, 2016): a normal distribution of points, drawn towards the better half of each generation."""
+    """Run CMA-ES (Hansen, 2016): a normal distribution of points moves to the better half of each generation."""
     p, generator = problem.tolls, stream(seed, "method")
     count = 4 + int(3 * torch.tensor(float(p)).log())
     weights = torch.tensor(count / 2 + 0.5, dtype=torch.float64).log() - torch.arange(1, count // 2 + 1).double().log()
@@ -190,7 +190,7 @@ def _followed(problem: Tolls, budget: int, step: Callable[[], Any]) -> Points:
     points: Points = []
     while True:
         solves = problem.solves
-        value = problem.value(problem.x)  # for the table, not counted: it is the first solve of the next step
+        value = problem.value(problem.x)  # for the table; not counted, as the next step begins with this solve
         points.append({"solves": solves, "value": value})
         problem.solves = solves
         try:
@@ -206,7 +206,7 @@ ORTHOGONAL: dict[str, Any] = {"direction": "orthogonal", "vectorize": False}
 
 
 def with_directions(kind: Any, problem: Tolls, budget: int, seed: int, **options: Any) -> Points:
-    """As many orthogonal directions as there are upper parameters."""
+    """Run a method with as many orthogonal directions as upper parameters."""
     return by_steps(partial(kind, directions=problem.tolls, **ORTHOGONAL), problem, budget, seed, **options)
 
 
@@ -233,7 +233,7 @@ SETTINGS: dict[str, dict[str, float]] = {
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the recipe; returns the numbers that it writes."""
+    """Run the recipe; return the numbers that it writes."""
     parser = Parser(__doc__, seed=True)
     parser.methods(METHODS, [*METHODS], "--methods")
     parser.option("tolls", 6, "upper parameters")

@@ -1,15 +1,15 @@
-r"""All methods on one problem, with an equal budget of oracle calls, each with its best learning rate of a grid.
+r"""Compare all methods on one problem at an equal budget of oracle calls, each with its best learning rate of a grid.
 
     python -m recipes.compare                               # per-weight regularisation on scikit-learn's digits
-    python -m recipes.compare --problem quadratic           # closed form: the exact gap to the minimum
+    python -m recipes.compare --problem quadratic           # closed form, exact gap to the minimum
     python -m recipes.compare --problem cleaning --methods aid f2sa-2 --grid 1 10 100
 
 The budget counts a gradient of f or g on one batch as 1, a Hessian-vector or cross product as 2, a value of f as 1/2.
-Every method makes its own update of x (``optimizer.step``), and is judged by the upper loss at (x, y*(x)), with the
-lower problem solved anew, or for the quadratic by its gap to the minimum; the loss at the y that the method holds is
-beside it. All lower solves start where the last ended, but those of ba, which starts cold by definition. The learning
-rate is chosen on a problem of another seed; the grid goes on beyond its ends until no neighbour is better. Means over
-the seeds, with 95 % intervals.
+Every method makes its own update of x (``optimizer.step``). Its score is the upper loss at (x, y*(x)) with an accurate
+lower solve, or the gap to the minimum for the quadratic; the table also shows the loss at the method's own y. All lower
+solves start where the last ended, except those of ba, which starts cold by definition. The learning rate is chosen on a
+problem of another seed; the grid extends beyond its ends until no neighbour is better. Means over the seeds, with 95 %
+intervals.
 """
 
 from __future__ import annotations
@@ -52,28 +52,28 @@ class Quadratic(Problem):
         self.minimum = float(self.upper(best, response @ best))
 
     def lower(self, x: Tensor, y: Tensor, index: Index = WHOLE) -> Tensor:
-        """Solved by A^-1 B x."""
+        """Lower loss, minimised by A^-1 B x."""
         loss: Tensor = y @ self.A @ y / 2 - y @ self.B @ x
         return loss
 
     def upper(self, x: Tensor, y: Tensor, index: Index = WHOLE) -> Tensor:
-        """Squared distance to a target, and a ridge."""
+        """Upper loss: half the squared distance to a target, plus a ridge."""
         return (y - self.c).square().sum() / 2 + 0.05 * x.square().sum()
 
     def solution(self, x: Tensor, start: Tensor) -> Tensor:
-        """In closed form."""
+        """Return y*(x), in closed form."""
         solution: Tensor = torch.linalg.solve(self.A, self.B @ x.detach())
         return solution
 
 
 def regularisation(seed: int) -> Problem:
-    """One ridge weight exp(x) per weight of a classifier with 150 training images; f does not depend on x directly."""
+    """Return a problem with one ridge weight exp(x) per weight of a classifier; f has no direct dependence on x."""
     parts = load_images("digits", None, False, (150, 600), stream(seed, "data"))
     return Regularised(with_bias(parts), ridge=1 / 20, x=torch.full((65, 10), -3.0))
 
 
 def cleaning(seed: int) -> Problem:
-    """One weight per training example, half of whose 500 labels are wrong."""
+    """Return a problem with one weight per training example; half of the 500 labels are wrong."""
     train, val, test = load_images("digits", None, False, (500, 300), stream(seed, "data"))
     labels = corrupted(train.labels, 0.5, 10, stream(seed, "labels"))
     return Cleaning(with_bias([train._replace(labels=labels), val, test]), ridge=1e-3)
@@ -87,7 +87,7 @@ class Setting(NamedTuple):
 
 
 LOWER_STEPS = 10
-TUNING = 1000  # added to the seed for the problem that learning rates are chosen on
+TUNING = 1000  # seed offset of the problem on which learning rates are chosen
 PROBLEMS = {
     "regularisation": Setting(regularisation, (0.3, 3.0, 30.0, 300.0, 3000.0)),
     "quadratic": Setting(Quadratic, (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)),
@@ -96,7 +96,7 @@ PROBLEMS = {
 
 
 def run(problem: Problem, name: str, lr: float, seed: int, budget: float, evaluations: int) -> dict[str, Any]:
-    """One method with one learning rate; stops at the budget, or when it diverges."""
+    """Run one method with one learning rate until the budget is spent or it diverges."""
     begin(seed, "method")
     x, y = problem.start()
     optimizer = EXACT[name]([x], [y], lr=lr, lower_lr=problem.lower_lr, lower_steps=LOWER_STEPS)
@@ -108,7 +108,7 @@ def run(problem: Problem, name: str, lr: float, seed: int, budget: float, evalua
         held, value = (float(problem.upper(x, at).detach()) - minimum for at in (y, solution))
         return {"calls": gradients(optimizer), "value": value, "held": held}
 
-    def spent(_: float) -> float:  # a method that has ended spends no more
+    def spent(_: float) -> float:  # a converged method spends no more calls
         return math.inf if getattr(optimizer, "converged", False) else gradients(optimizer)
 
     found = spend(
@@ -120,14 +120,14 @@ def run(problem: Problem, name: str, lr: float, seed: int, budget: float, evalua
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the recipe; returns the numbers that it writes."""
+    """Run the recipe; return the numbers that it writes."""
     parser = Parser(__doc__, seed=True)
     parser.add_argument("--problem", choices=[*PROBLEMS], default="regularisation", help="default: regularisation")
     parser.methods(EXACT, "all", "--methods")
     parser.settings("problem", {k: {"grid": v.grid} for k, v in PROBLEMS.items()}, grid="learning rates of x")
     parser.option("budget", 2000.0, "oracle calls per run, in gradients")
-    parser.option("evaluations", 5, "points of a curve")
-    parser.option("seeds", 3, "problems that are judged on")
+    parser.option("evaluations", 5, "points per curve")
+    parser.option("seeds", 3, "number of test problems")
     args = parser.parse(arguments)
     make = lru_cache(PROBLEMS[args.problem].make)
     tried: dict[str, dict[str, float]] = {}

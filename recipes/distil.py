@@ -1,4 +1,4 @@
-r"""Distil a data set into one image of each class, or a few: what a network has to see to classify the rest.
+r"""Distil a data set into one image of each class, or a few, on which a network learns to classify the rest.
 
 .. math::
     \min_{x}\ \mathbb{E}_{y_0}\, \mathrm{CE}_{train}(y_T(x, y_0)), \qquad
@@ -8,10 +8,10 @@ r"""Distil a data set into one image of each class, or a few: what a network has
     python -m recipes.distil --data mnist --data-root DIR
     python -m recipes.distil --data mnist --data-root DIR --per-class 10
 
-Each set of images trains three kinds of networks, from three new starts; learning rate and steps (200 at most) of that
-are chosen for each on validation images of the first seed. Controls: images that are chosen, class means or k-means,
-the weights of a softmax classifier as images, whitened means, features matched in random networks, and kernel ridge
-regression, whose derivative needs no library. With ten images a class expect a tie with k-means: compare first.
+Each set of images trains three kinds of networks, each from three new starts; learning rate and steps (at most 200) are
+chosen for each kind on validation images of the first seed. Controls: selected images, class means or k-means, the
+weights of a softmax classifier as images, whitened means, feature matching in random networks, and kernel ridge
+regression, whose derivative needs no library. With ten images per class expect a tie with k-means: compare first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NAMES = {
 
 
 def distil(data: Part, start: Tensor, labels: Tensor, args: Any, seed: int, *, soft: bool = False) -> Images:
-    """Learn the images (``soft``: and their labels) through the lower steps of an MLP that starts anew each time."""
+    """Learn the images (``soft``: also their labels) through the lower steps of an MLP with new weights each time."""
     make = networks(start.shape[1])["MLP"]
     begin(seed, "method")
     model, images, generator = make(), start.clone().requires_grad_(), stream(seed, "batches")
@@ -75,7 +75,7 @@ def distil(data: Part, start: Tensor, labels: Tensor, args: Any, seed: int, *, s
 
 
 def draw(stem: Path, title: str, images: dict[str, Tensor], results: dict[str, dict[str, list[float]]]) -> None:
-    """One image of each class, and bars with the intervals."""
+    """Draw one image of each class, and bars with the intervals."""
     with figure(stem, title, (13, 4.5)) as canvas:
         left, right = canvas.subfigures(1, 2, width_ratios=[3, 2])
         for (name, some), axes in zip(images.items(), left.subplots(len(images), 10, squeeze=False), strict=True):
@@ -95,15 +95,15 @@ def draw(stem: Path, title: str, images: dict[str, Tensor], results: dict[str, d
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the recipe; returns the numbers that it writes."""
+    """Run the recipe; return the numbers that it writes."""
     parser = Parser(__doc__, seed=True)
     parser.data(SETTINGS)
     parser.methods(NAMES, [*NAMES][:-1], "--methods")
     parser.settings("data", SETTINGS, sizes="training and validation images", steps="outer steps",
                     lr="learning rate of the images", lower_lr="lower learning rate")  # fmt: skip
-    parser.option("lower_steps", 20, "lower steps, of the MLP")
-    parser.option("per_class", 1, "images of a class")
-    parser.option("seeds", 3, "of the splits, the methods and the tests")
+    parser.option("lower_steps", 20, "lower steps of the MLP")
+    parser.option("per_class", 1, "images per class")
+    parser.option("seeds", 3, "number of seeds, for splits, methods and tests")
     args = parser.parse(arguments)
     one = args.per_class == 1
     names = {k: v for k, v in NAMES.items() if one or k not in ("weights", "whitened")}
@@ -117,7 +117,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         makers = networks(data.features.shape[1])
         rows = [data.features[data.labels == c] for c in range(10)]
         for name in filter(names.__contains__, args.methods):
-            chooser = CHOSEN.get(name, CHOSEN["centres"])  # which is where the others start
+            chooser = CHOSEN.get(name, CHOSEN["centres"])  # the other methods start there
             generator, began = stream(seed, name), time.perf_counter()
             images = torch.cat([chooser(row, args.per_class, generator) for row in rows])
             known = images, F.one_hot(labels, 10).float()

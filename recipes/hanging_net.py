@@ -4,19 +4,19 @@ r"""Inverse design of a hanging net: 364 rest lengths of its threads, so that it
     \min_{|x_l| \le 0.7} \mathrm{mean}_i (z_i - h(p_i))^2, \qquad
     (p, z) = y^*(x) = \arg\min_y \sum_l \tfrac{k}{2} \max(|y_a - y_b| - e^{x_l}, 0)^2 + \sum_i z_i
 
-15 x 15 nodes of weight 1, held at the border; threads pull and do not push (the maximum is smooth), so that the energy
-is strictly convex. Turned over, as Gaudi did it, the net is a vault with two domes.
+15 x 15 nodes of weight 1, fixed at the border; threads pull but do not push (the maximum is smoothed), so the energy is
+strictly convex. Turned over, as Gaudi did, the net is a vault with two domes.
 
     python -m recipes.hanging_net                         # one target, 4 seconds for each method
     python -m recipes.hanging_net --seeds 3 --seconds 6   # three targets: 3 minutes
 
-Newton's method finds y, and has a Cholesky factor of the Hessian. `AID` is given the positions in variables u with
-y = y0 + R u, in which the Hessian is the identity at the solution: its linear system takes one or two products. All
-searches start at lengths measured on the target times the best factor, and have equal seconds of the processor. RATES
-are the best with seed 100, of 0.03 to 0.8 (Adam) and 0.03 to 0.2 (CMA-ES).
+Newton's method finds y and a Cholesky factor of the Hessian. `AID` gets the positions in variables u with y = y0 + R u,
+in which the Hessian at the solution is the identity: its linear system takes one or two products. All searches start at
+the lengths measured on the target times the best factor, and have equal processor seconds. RATES are the best with seed
+100, from 0.03 to 0.8 (Adam) and 0.03 to 0.2 (CMA-ES).
 
-Where it does not win: the adjoint by hand is as good, and so are lower steps of the library's own, as this problem is
-not stiff (condition number 500; see `recipes.tolls` for one that is).
+Where it does not win: the adjoint by hand is as good, and so are the library's own lower steps, as this problem is not
+stiff (condition number 500; `recipes.tolls` is stiff).
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ STEPS: dict[str, Any] = {"lower_steps": 20, "lower_optimizer": partial(torch.opt
 
 
 def descend(value: Any, start: Tensor, jac: Any = True) -> None:
-    """L-BFGS of SciPy's; without derivatives of ours it takes forward differences."""
+    """Run SciPy's L-BFGS; without our derivatives it takes forward differences."""
     minimize(value, start.numpy().copy(), jac=jac, method="L-BFGS-B", bounds=Bounds(-MOST, MOST),
              options={"maxiter": 10**6, "maxfun": 10**6, "ftol": 0, "gtol": 0, "eps": 1e-6})  # fmt: skip
 
 
 def by_newton(search: Search, rate: float) -> None:
-    """AID at the equilibrium of Newton's method, L-BFGS above."""
+    """Search with L-BFGS above, and AID at the equilibrium of Newton's method below."""
     net, x = search.net, search.x.clone().requires_grad_()
     u, at, root = torch.zeros_like(search.y, requires_grad=True), search.y.clone(), torch.eye(len(search.y)).double()
 
@@ -69,7 +69,7 @@ def by_newton(search: Search, rate: float) -> None:
 
 
 def by_steps(search: Search, rate: float, method: Any, **options: Any) -> None:
-    """Lower steps of the library's own, with momentum, and Adam above. Errors are those of the y that it holds."""
+    """Search with Adam above and the library's lower steps with momentum; errors are those of the method's own y."""
     net, x, y = search.net, search.x.clone().requires_grad_(), search.y.clone().requires_grad_()
     optimizer = method([x], [y], lr=rate, upper_optimizer=torch.optim.Adam, **STEPS, **options)
     while True:
@@ -79,7 +79,7 @@ def by_steps(search: Search, rate: float, method: Any, **options: Any) -> None:
 
 
 def by_hand(search: Search, rate: float) -> None:
-    """The adjoint of the equilibrium, written for this problem, L-BFGS above."""
+    """Search with L-BFGS above and the adjoint of the equilibrium, written for this problem."""
 
     def value(x: Any) -> tuple[float, Any]:
         found = search(x.copy())
@@ -89,7 +89,7 @@ def by_hand(search: Search, rate: float) -> None:
 
 
 def by_evolution(search: Search, rate: float) -> None:
-    """CMA-ES, where the package `cma` is installed."""
+    """Search with CMA-ES; needs the package `cma`."""
     options = {"bounds": [-MOST, MOST], "verbose": -9, "seed": 1, "maxfevals": 10**9}
     importlib.import_module("cma").fmin2(search, search.x.numpy().copy(), rate, options)
 
@@ -106,7 +106,7 @@ RATES = {"ITD, 20 lower steps, Adam": 0.2, "AID, 20 lower steps, Adam": 0.05, "C
 
 
 def shape(net: Net, name: str, seconds: float, rate: float) -> dict[str, Any]:
-    """Rest lengths found by one method; the error is that of a new equilibrium, from the flat net."""
+    """Find rest lengths with one method; the error is that of a new equilibrium, solved from the flat net."""
     search, before = Search(net, seconds), net.solves
     with contextlib.suppress(StopIteration, bo.NonFiniteError):
         METHODS[name](search, rate)
@@ -116,17 +116,17 @@ def shape(net: Net, name: str, seconds: float, rate: float) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the recipe; returns the numbers that it writes."""
+    """Run the recipe; return the numbers that it writes."""
     cma = importlib.util.find_spec("cma") and importlib.import_module("cma")
     parser = Parser(__doc__, seed=True, threads=1)
     parser.methods(METHODS, [name for name in METHODS if name != "CMA-ES" or cma], "--methods")
-    parser.option("side", 15, "nodes on a side")
-    parser.option("seconds", 4.0, "of the processor, for each method")
-    parser.option("rate", 0.0, "of Adam above, or first spread of CMA-ES", shown="tuned")
-    parser.option("seeds", 1, "targets")
+    parser.option("side", 15, "nodes per side")
+    parser.option("seconds", 4.0, "processor seconds for each method")
+    parser.option("rate", 0.0, "learning rate of Adam above, or first spread of CMA-ES", shown="tuned")
+    parser.option("seeds", 1, "number of targets")
     args = parser.parse(arguments)
     nets, results = [Net(args.side, seed) for seed in range(args.seed, args.seed + args.seeds)], {}
-    shape(Net(4, 0), args.methods[0], 0.5, 0.01)  # what torch does but once
+    shape(Net(4, 0), args.methods[0], 0.5, 0.01)  # warms torch up
     with progress(total=len(args.methods) * len(nets), unit="run") as bar:
         for name in args.methods:
             bar.set_description(name)

@@ -4,16 +4,16 @@ r"""Data hyper-cleaning: find corrupted training labels by learning one weight p
     \min_x\ \frac1{|V|} \sum_{i \in V} \mathrm{CE}(W^*(x); a_i, b_i), \qquad
     W^*(x) = \arg\min_W \frac1{|T|} \sum_{i \in T} \sigma(x_i)\, \mathrm{CE}(W; a_i, \tilde b_i) + C \|W\|^2
 
-W is a linear softmax classifier, T a training set in which a part of the labels is replaced by wrong ones, V a small
-clean validation set. The upper loss does not depend on x directly, so all of the hypergradient is indirect.
+W is a linear softmax classifier, T a training set with some labels replaced by wrong ones, V a small clean validation
+set. The upper loss does not depend on x directly, so the whole hypergradient is indirect.
 
     python -m recipes.hyper_cleaning                                      # scikit-learn's digits, about a minute
     python -m recipes.hyper_cleaning --data mnist --data-root DIR         # 20,000 / 5,000 / 10,000 images of MNIST
 
-Problem: arXiv:2307.00126, appendix E. Accuracies are those of the W that a method holds. Lower steps are full-batch SGD
-with Nesterov momentum, which goes on from solve to solve, and the upper ones Adam. Not so of rahgd and prahgd, which
-begin each solve without momentum, and they and paid make their own steps on x; nor do they restart here (the radius is
-infinite), which makes rahgd plain momentum on x. So this is no comparison of them with the others.
+Problem: arXiv:2307.00126, appendix E. Accuracies are those of the method's own W. Lower steps are full-batch SGD with
+Nesterov momentum, which is kept from solve to solve; upper steps are Adam's. Exceptions: rahgd and prahgd begin each
+solve without momentum; they and paid make their own steps on x; and they do not restart here (the radius is infinite),
+so that rahgd is plain momentum on x. This is therefore no comparison of them with the others.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ METHODS: dict[str, partial[Any]] = {
     "rahgd": partial(bo.RAHGD, **RESTARTED),
     "prahgd": partial(bo.PRAHGD, **RESTARTED),
 }
-# Momentum and perturbations of x belong to the method's own step; the others leave x to Adam.
+# Their own steps on x include momentum and perturbations; for the other methods Adam updates x.
 OWN_STEP = ("paid", "rahgd", "prahgd")
 IMAGES = {"sizes": (20_000, 5_000), "lower_steps": 10, "steps": 40, "lr": 0.2, "own_lr": 2000.0}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -58,7 +58,7 @@ NESTEROV = partial(torch.optim.SGD, momentum=MOMENTUM, nesterov=True)
 
 
 def baseline(problem: Cleaning, steps: int) -> tuple[float, float]:
-    """Test accuracy of plain training: after all steps, and at the smallest validation loss."""
+    """Return the test accuracy of plain training: after all steps, and at the smallest validation loss."""
     x, (_, y) = torch.full_like(problem.x, math.inf), problem.start()  # weights of one
     sgd = NESTEROV([y], lr=problem.lower_lr)
     stopped, best = 0.0, math.inf
@@ -72,7 +72,7 @@ def baseline(problem: Cleaning, steps: int) -> tuple[float, float]:
 
 
 def clean(problem: Cleaning, wrong: Tensor, name: str, args: Any) -> dict[str, Any]:
-    """Learn the weights with one method; returns its curves and final numbers."""
+    """Learn the weights with one method; return its curves and final numbers."""
     x, y = problem.start()
     momentum = {"lower_momentum": MOMENTUM} if name.endswith("rahgd") else {"lower_optimizer": NESTEROV}
     rates = {"lr": args.own_lr if name in OWN_STEP else args.lr, "lower_lr": problem.lower_lr}
@@ -107,11 +107,11 @@ def clean(problem: Cleaning, wrong: Tensor, name: str, args: Any) -> dict[str, A
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the recipe; returns the numbers that it writes."""
+    """Run the recipe; return the numbers that it writes."""
     parser = Parser(__doc__, seed=True, device=True, compiled=True)
     parser.data(SETTINGS)
     parser.methods(METHODS, ["aid", "itd", "f2sa"])
-    parser.option("corruption", 0.5, "part of the labels made wrong", type=share)
+    parser.option("corruption", 0.5, "share of corrupted labels", type=share)
     parser.settings(
         "data", SETTINGS, steps="outer steps", lower_steps="lower steps per outer step",
         lr="learning rate of Adam on x", own_lr=f"learning rate of {', '.join(OWN_STEP)}",
@@ -140,7 +140,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     stem = args.out / f"hyper_cleaning_{args.data}"
     curves = {name: r["curve"] for name, r in results.items()}
     heading = title.replace(", ", "\n", 1)
-    size = (5.4, 5.2 + 0.75 * len(results))  # panels below each other, as narrow as a phone
+    size = (5.4, 5.2 + 0.75 * len(results))  # stacked panels, narrow enough for a phone
     with figure(stem, heading, size, dpi=200) as canvas:
         upper, lower = canvas.subfigures(2, 1, height_ratios=[4.6, 0.6 + 0.75 * len(results)])
         losses, accuracies = upper.subplots(2, 1, sharex=True, height_ratios=[2, 3])

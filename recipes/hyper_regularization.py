@@ -1,4 +1,4 @@
-r"""Reweight training examples for a shifted test set: one lower problem, or many of different temperature.
+r"""Reweight training examples for a shifted test set: one lower problem, or many with different temperatures.
 
 .. math::
     \min_\theta\ \frac1m \sum_{i \le m} \frac1{|V|} \sum_{j \in V} \ell_i(w_i^*(\theta); \xi_j), \qquad
@@ -6,21 +6,21 @@ r"""Reweight training examples for a shifted test set: one lower problem, or man
     + \frac\lambda2 \|w\|^2
 
 with the logistic loss :math:`\ell_i(w; a, b) = \log(1 + e^{-b (w^\top a + w_0) / \sigma_i})` of a linear classifier
-with bias. One lower problem has :math:`\sigma = 1`; of many, :math:`\sigma_i` is drawn once from [1, 11], and the lower
-variable is a matrix with one row per problem. V is the test part of the data: this is a study of speed, not of
-generalisation. Of the bundled data a fifth of the training labels is flipped, so that there is something to find.
+with bias. A single lower problem has :math:`\sigma = 1`; for many, each :math:`\sigma_i` is drawn once from [1, 11],
+and the lower variable is a matrix with one row per problem. V is the test part of the data: this is a study of speed,
+not of generalisation. In the bundled data a fifth of the training labels is flipped, to have something to find.
 
     python -m recipes.hyper_regularization                                              # scikit-learn's breast cancer
     python -m recipes.hyper_regularization --tasks 50
     python -m recipes.hyper_regularization --data a9a --data-root DIR                   # w8a, ijcnn1
     python -m recipes.hyper_regularization --data a9a --data-root DIR --tasks 200
 
-Every run ends when its budget of samples is drawn: examples, once for each lower problem that gets them. Methods
-that do not draw lower problems themselves take all of them at each iteration, with an independent batch for each. Step
-sizes are chosen from a grid with the first seed, by the objective at the last iterate; they decay as the analysis of
-each method has it. The weights of the recursive estimates are the library's defaults: constant, where the paper's
-decrease with the step sizes, and like the constant of these not tuned. ``rsvrb`` is the library's default variant, the
-paper's is ``rsvrb-faithful``. Time of evaluation does not count.
+Every run ends when its budget of samples is drawn: each example counts once for each lower problem that uses it.
+Methods that do not draw lower problems themselves take all of them at each iteration, with an independent batch for
+each. Learning rates are chosen from a grid with the first seed, by the objective at the last iterate; they decay as in
+the analysis of each method. The weights of the recursive estimates are the library's defaults and not tuned: they are
+constant, whereas the paper's decrease with the step sizes. ``rsvrb`` is the library's default variant; the paper's is
+``rsvrb-faithful``. Evaluation time does not count.
 
 Problem: arXiv:2105.02266, appendix E (its figures have no numbers, its weights no sigmoid, its sum over the lower
 problems no 1/m).
@@ -54,18 +54,18 @@ CONTROLS = ("ba", "paid", "hozog-1", "pzobo-1")  # offered, but not among the de
 
 
 class Reweighting(Problem):
-    """The data and the losses of the m lower problems, which are sums over them.
+    """Data and losses of the m lower problems; both losses are sums over them.
 
     Args:
-        train: of the lower problems.
-        val: of the upper loss.
+        train: data of the lower problems.
+        val: data of the upper loss.
         ridge: lambda.
-        scales: sigma_i, one for each lower problem. Default: one lower problem with sigma = 1, whose variable is a
-            vector; otherwise it is a matrix with m rows.
+        scales: sigma_i, one for each lower problem; the lower variable is a matrix with m rows. Default: one lower
+            problem with sigma = 1, whose variable is a vector.
     """
 
     def __init__(self, train: Part, val: Part, ridge: float, scales: Tensor | None = None) -> None:
-        # All that matters of an example is its label times its features.
+        # The losses depend on an example only through label times features.
         self.train, self.val = (labels.unsqueeze(1) * features for features, labels in with_bias([train, val]))
         self.convexity = self.ridge = ridge
         self.tasks = None if scales is None else len(scales)
@@ -78,28 +78,28 @@ class Reweighting(Problem):
         self.lower_lr = 1 / (largest / 4 / float(self.scales.min()) ** 2 + ridge)
 
     def losses(self, rows: Tensor, y: Tensor, index: Index, scale: Tensor | None) -> Tensor:
-        """Of the examples; all of y's rows get the same ones, or each a row of indices of its own."""
+        """Return the losses of the examples: the same ones for all rows of y, or one row of indices for each."""
         rows = rows[index]
         products = (rows @ y.mT).mT if rows.dim() <= y.dim() == 2 else (rows @ y.unsqueeze(-1)).squeeze(-1)
         return F.softplus(-products / (self.scales if scale is None else scale))
 
     def lower(self, x: Tensor, y: Tensor, index: Index = WHOLE, scale: Tensor | None = None) -> Tensor:
-        """Weighted training loss with the ridge: summed over y's rows (one, with its ``scale``, in a task's loss)."""
+        """Return the weighted training loss with ridge, summed over y's rows (in a task's loss one, with ``scale``)."""
         losses = (x[index].sigmoid() * self.losses(self.train, y, index, scale)).mean(-1)
         return losses.sum() + self.ridge / 2 * y.square().sum()
 
     def upper(self, x: Tensor, y: Tensor, index: Index = WHOLE, scale: Tensor | None = None) -> Tensor:
-        """Validation loss, summed likewise."""
+        """Return the validation loss, summed in the same way."""
         return self.losses(self.val, y, index, scale).mean(-1).sum()
 
     @torch.no_grad()
     def objective(self, y: Tensor) -> float:
-        """The upper loss on all its data, mean over the lower problems."""
+        """Return the upper loss on all its data, as the mean over the lower problems."""
         return float(self.upper(self.x, y)) / len(self.scales)
 
 
 class Rows(bo.TensorTasks):
-    """The lower problems as tasks, whose rows are indices of examples with the temperature beside each; counts them."""
+    """Lower problems as tasks with rows (index of an example, temperature); counts the examples drawn."""
 
     def __init__(self, problem: Reweighting) -> None:
         scales, self.drawn = problem.scales, 0
@@ -107,11 +107,11 @@ class Rows(bo.TensorTasks):
         super().__init__(train, val)
 
     def lower(self, tasks: Tensor, n: int | None, generator: torch.Generator | None) -> Any:
-        """Training examples."""
+        """Draw training examples."""
         return self._counted(super().lower(tasks, n, generator))
 
     def upper(self, tasks: Tensor, n: int | None, generator: torch.Generator | None) -> Any:
-        """Validation examples."""
+        """Draw validation examples."""
         return self._counted(super().upper(tasks, n, generator))
 
     def _counted(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -120,7 +120,7 @@ class Rows(bo.TensorTasks):
 
 
 def run(problem: Reweighting, method: Method, rates: tuple[float, float], seed: int, args: Any) -> dict[str, Any]:
-    """One method with one pair of step sizes until the budget is drawn."""
+    """Run one method with one pair of learning rates until the budget is drawn."""
     lr, lower_lr = rates
     x, y = problem.start()
     options: dict[str, Any] = {"generator": stream(seed, "method")}
@@ -169,7 +169,7 @@ def run(problem: Reweighting, method: Method, rates: tuple[float, float], seed: 
 
 
 def load(args: Any) -> Reweighting:
-    """The problem that the arguments describe."""
+    """Return the problem that the arguments describe."""
     generator = stream(args.data_seed, "data")
     if args.data == "breast_cancer":
         train, val = load_breast_cancer(args.data_seed)
@@ -187,23 +187,23 @@ def load(args: Any) -> Reweighting:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the recipe; returns the numbers that it writes."""
+    """Run the recipe; return the numbers that it writes."""
     parser = Parser(__doc__, compiled=True)
     parser.data(SETTINGS)
     parser.option("tasks", 1, "number of lower problems")
     parser.methods(STOCHASTIC, "all but some controls")
     parser.option("samples", None, "budget of a run", type=int, shown="20,000 per problem or three passes")
-    parser.option("batch", 32, "examples of a batch")
-    parser.option("task_batch", 10, "lower problems per step, if drawn")
-    parser.option("lr", [1.0, 10.0], "per training example")
-    parser.option("lower_lr", [0.1, 0.5], "in units of 1/L")
+    parser.option("batch", 32, "examples per batch")
+    parser.option("task_batch", 10, "lower problems per step, for methods that draw them")
+    parser.option("lr", [1.0, 10.0], "grid of learning rates of x, per training example")
+    parser.option("lower_lr", [0.1, 0.5], "grid of lower learning rates, in units of 1/L")
     parser.option("ridge", 0.01, "lambda")
-    parser.settings("data", SETTINGS, flipped="part of the labels")
+    parser.settings("data", SETTINGS, flipped="share of flipped labels")
     parser.option("train", None, "training examples", type=int, shown="all (many problems: about 2,000)")
     parser.option("val", None, "validation examples", type=int, shown="all (many problems: 100)")
-    parser.option("evaluations", 12, "points of a curve")
-    parser.option("seeds", 3, "runs with the best step sizes")
-    parser.add_argument("--data-seed", type=int, default=0, help="of splits, flips and temperatures; default: 0")
+    parser.option("evaluations", 12, "points per curve")
+    parser.option("seeds", 3, "runs with the best learning rates")
+    parser.add_argument("--data-seed", type=int, default=0, help="seed of splits, flips and temperatures; default: 0")
     args = parser.parse(arguments)
     many = args.tasks > 1
     fits = [name for name, method in STOCHASTIC.items() if (not method.matrices if many else not method.tasks)]

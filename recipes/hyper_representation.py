@@ -1,4 +1,4 @@
-r"""Hyper-representation: learn the features of a network such that a head trained on them on other data does well.
+r"""Hyper-representation: learn features on which a head, trained on other data, does well.
 
 .. math::
     \min_x\ f(\text{head}^*(x), \text{features}_x; D_{out}), \qquad
@@ -7,13 +7,13 @@ r"""Hyper-representation: learn the features of a network such that a head train
     python -m recipes.hyper_representation                                 # scikit-learn's digits, under a minute
     python -m recipes.hyper_representation --data mnist --data-root DIR    # LeNet, mini-batches of 256
     python -m recipes.hyper_representation --seeds 5                       # intervals, and median curves
-    python -m recipes.hyper_representation --data linear                   # synthetic regression, beside known losses
+    python -m recipes.hyper_representation --data linear                   # synthetic regression, with known losses
     python -m recipes.hyper_representation --data two-layer
 
-Problems: arXiv:2110.07004, 4.1 and 4.2; on MNIST with plain SGD for the lower steps, warm starts, and a normalisation
-of the features that the paper has not, alike for all methods. There the accuracy on MNIST is that on D_out, whose
-labels drive x; here D_in (10,000) and D_out (50,000) are parts of the training set, and the accuracy is that on the
-test set, which nothing sees.
+Problems: arXiv:2110.07004, 4.1 and 4.2. On MNIST all methods use plain SGD for the lower steps, warm starts, and a
+normalisation of the features that the paper does not have. The paper's accuracy on MNIST is that on D_out, whose labels
+drive x. Here D_in (10,000) and D_out (50,000) are parts of the training set, and the accuracy is that on the unseen
+test set.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .problems.images import load_images
 from .problems.networks import lenet
 from .problems.problem import Part
 
-CODE: dict[str, Any] = {"direction": "block_sphere", "scale": "none"}  # what the authors' public code computes
+CODE: dict[str, Any] = {"direction": "block_sphere", "scale": "none"}  # as in the authors' public code
 METHODS: dict[str, partial[Any]] = {
     "pzobo": partial(bo.PZOBO, directions=1),
     "pzobo-16": partial(bo.PZOBO, directions=16),
@@ -60,8 +60,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "linear": {**FIXED, "steps": 100, "lr": 0.05, "lower_steps": 20, "lower_lr": 1e-3},
     "two-layer": {**FIXED, "steps": 100, "lr": 0.01, "lower_steps": 10, "lower_lr": 1e-3, "smoothing": 0.1},
 }
-# Upper loss of "linear" at these steps, measured independently with the same data (seed 0, one run: last digits of the
-# random methods are noise).
+# Upper loss of "linear" at these steps, measured independently on the same data (seed 0, one run: the last digits of
+# the random methods are noise).
 STEPS = (0, 10, 20, 40, 60, 80, 99)
 REFERENCE: dict[str, tuple[float, ...]] = {
     "itd": (508.6, 9.326, 2.666, 0.3416, 0.0489, 0.0181, 0.0123),
@@ -74,11 +74,11 @@ REFERENCE: dict[str, tuple[float, ...]] = {
     "pzobo-256": (508.6, 32.8, 9.94, 1.72, 0.547, 0.342, 0.228),
     "hozog": (508.6, 342.3, 232.5, 122.1, 73.7, 54.0, 40.3),
 }
-CHOSEN = {"linear": [*REFERENCE], "two-layer": ["first-order", "pzobo-code", "itd", "pzobo"]}  # DEFAULT of the others
+CHOSEN = {"linear": [*REFERENCE], "two-layer": ["first-order", "pzobo-code", "itd", "pzobo"]}  # other problems: DEFAULT
 
 
 class Task(NamedTuple):
-    """Fresh parameters and the losses over them."""
+    """New parameters and the losses over them."""
 
     x: list[Tensor]
     y: list[Tensor]
@@ -103,7 +103,7 @@ def classification(
     parts: tuple[Part, Part, Part], make: Callable[[], nn.Module], width: int, batch: int | None,
     generator: torch.Generator, args: Any,
 ) -> Task:  # fmt: skip
-    """A network from ``make``, a linear head; D_in, D_out and test set; full batches or mini-batches."""
+    """Return a task: a network from ``make``, a linear head; D_in, D_out and test set; full batches or mini-batches."""
     inner, outer, test = (part.to(args.device) for part in parts)
     begin(args.seed, "start")
     net, head = make().to(args.device), nn.Linear(width, 10).to(args.device)
@@ -129,19 +129,19 @@ def classification(
 
 
 def digits(args: Any) -> Task:
-    """A network 64-32 with a head of 10 on scikit-learn's digits: 700 / 700 / 397 images."""
+    """Return the task on scikit-learn's digits (700 / 700 / 397 images): a network 64-32 with a head of 10."""
     generator = stream(args.seed, "data")
     parts = load_images("digits", None, False, (700, 700), generator)
     return classification(parts, lambda: nn.Sequential(nn.Linear(64, 32), nn.Tanh()), 32, None, generator, args)
 
 
 def normalised() -> nn.Module:
-    """LeNet's features, normalised: that bounds the curvature of the lower loss, whatever x becomes."""
+    """Return LeNet's features, normalised, which bounds the curvature of the lower loss for any x."""
     return nn.Sequential(lenet(), nn.LayerNorm(84, elementwise_affine=False))
 
 
 def padded(args: Any) -> tuple[Part, Part, Part]:
-    """MNIST as 32x32 images; D_in and D_out of the training set, and the test set."""
+    """Return MNIST as 32x32 images: D_in and D_out from the training set, and the test set."""
     generator = stream(args.seed, "data")
     parts = load_images("mnist", args.data_root, args.download, tuple(args.sizes), generator)
     resize = partial(F.interpolate, size=(32, 32), mode="bilinear", align_corners=False)
@@ -150,12 +150,12 @@ def padded(args: Any) -> tuple[Part, Part, Part]:
 
 
 def mnist(args: Any) -> Task:
-    """LeNet; D_in 10,000 and D_out 50,000 of the training set."""
+    """Return the task on MNIST with LeNet: D_in 10,000 and D_out 50,000 from the training set."""
     return classification(padded(args), normalised, 84, 256, stream(args.seed, "batches"), args)
 
 
 def regression(layers: tuple[int, ...], n: int, ridge: float, args: Any) -> Task:
-    """Features X H (one layer) or sigmoid(sigmoid(X H1) H2); data and start drawn in a fixed order."""
+    """Return a task with features X H (one layer) or sigmoid(sigmoid(X H1) H2); data and start have a fixed order."""
     begin(args.seed, "data")
     shapes = list(pairwise(layers))
 
@@ -190,7 +190,7 @@ PROBLEMS: dict[str, Callable[[Any], Task]] = {
 
 
 def learn(name: str, args: Any) -> dict[str, Any]:
-    """Run one method, with Adam on x; returns its curve and final numbers."""
+    """Run one method, with Adam on x; return its curve and final numbers."""
     task = PROBLEMS[args.data](args)
     begin(args.seed, "method")
     adam = torch.optim.Adam([*task.x, *task.y] if name == ONE_LEVEL else task.x, lr=args.lr)
@@ -224,7 +224,7 @@ def learn(name: str, args: Any) -> dict[str, Any]:
 
 
 def over_seeds(name: str, args: Any) -> dict[str, Any]:
-    """The numbers of one method: median curve and calls, mean seconds, and the last accuracy of each seed."""
+    """Return the numbers of one method over seeds: median curve, mean seconds, and the last accuracy of each seed."""
     runs = [learn(name, Namespace(**{**vars(args), "seed": args.seed + i})) for i in range(args.seeds)]
     if args.seeds == 1:
         return runs[0]
@@ -236,7 +236,7 @@ def over_seeds(name: str, args: Any) -> dict[str, Any]:
 
 
 def two_level(task: Task, name: str, args: Any) -> bo.BilevelOptimizer:
-    """A method with the settings of the data."""
+    """Return a method's optimizer with the settings of the data."""
     setting, kind = SETTINGS[args.data], METHODS[name].func
     options: dict[str, Any] = {"warm_start": setting["warm_start"]}
     if kind in (bo.PZOBO, bo.HOZOG):
@@ -249,7 +249,7 @@ def two_level(task: Task, name: str, args: Any) -> bo.BilevelOptimizer:
 
 
 def report(args: Any, title: str, results: dict[str, Any]) -> None:
-    """Print final losses and accuracies, or losses at some steps beside the known ones."""
+    """Print final losses and accuracies, or losses at some steps next to the known ones."""
     if args.data not in CHOSEN:
         last = {name: {**r["curve"][-1], **r} for name, r in results.items()}
         for one in last.values():
@@ -267,15 +267,15 @@ def report(args: Any, title: str, results: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the recipe; returns the numbers that it writes."""
+    """Run the recipe; return the numbers that it writes."""
     parser = Parser(__doc__, seed=True, device=True)
     parser.data(PROBLEMS)
     parser.methods([*METHODS, ONE_LEVEL], "most of them")
-    parser.option("seeds", 1, "runs of each method, with seeds from --seed on")
+    parser.option("seeds", 1, "runs of each method, the first with --seed, then the next seeds")
     parser.option("sizes", (10_000, 50_000), "D_in and D_out of MNIST", nargs=2)
     parser.settings(
-        "data", SETTINGS, steps="outer steps", lower_steps="lower steps per outer step", lr="of Adam on x",
-        lower_lr="learning rate of the lower steps", smoothing="of pzobo and hozog",
+        "data", SETTINGS, steps="outer steps", lower_steps="lower steps per outer step", lr="rate of Adam on x",
+        lower_lr="learning rate of the lower steps", smoothing="for pzobo and hozog",
     )  # fmt: skip
     args = parser.parse(arguments)
     results = {name: over_seeds(name, args) for name in args.optimizer or CHOSEN.get(args.data, DEFAULT)}

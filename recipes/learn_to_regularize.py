@@ -8,14 +8,14 @@ r"""Learn one ridge weight per feature of a softmax classifier on validation dat
     python -m recipes.learn_to_regularize                                             # scikit-learn's digits, a minute
     python -m recipes.learn_to_regularize --data 20newsgroups --data-root DIR         # 5,657 / 5,657 / 7,532 texts
 
-All methods take plain steps in lambda with one learning rate; lower steps are full-batch gradient steps from the last
-W (Nesterov's for rahgd and prahgd), with the step size 1/L of the training loss. rahgd and prahgd do not restart here:
-the radius is infinite, since the hypergradient grows with the weights at first, which a radius of a few first steps
-takes for divergence. Scores are those of the W that a method holds, W*(lambda) is not solved for: that favours stopping
-early, and methods whose W is not the solution of the lower problem alone. Seconds do not include the evaluation.
+All methods take plain steps in lambda with one learning rate. Lower steps are full-batch gradient steps from the last W
+(Nesterov's for rahgd and prahgd), with step size 1/L of the training loss. rahgd and prahgd do not restart here (the
+radius is infinite): at first the hypergradient grows with the weights, which a radius of a few first steps takes for
+divergence. Scores are those of the method's own W, not of W*(lambda): that favours early stopping, and methods whose W
+does not solve the lower problem alone. Seconds exclude the evaluation.
 
-Problem: arXiv:2307.00126, appendix E (after arXiv:2010.07962). The texts are stripped of headers, footers and quotes,
-which give the groups away and leave 101,811 features; ``--keep-headers`` gives the 130,107 of the papers.
+Problem: arXiv:2307.00126, appendix E (after arXiv:2010.07962). Headers, footers and quotes give the groups away and are
+removed, which leaves 101,811 features; ``--keep-headers`` gives the 130,107 of the papers.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def regularize(problem: Regularised, name: str, args: Any) -> dict[str, Any]:
-    """Learn the penalties with one method; returns its curve and final numbers."""
+    """Learn the penalties with one method; return its curve and final numbers."""
     x, y = problem.start()
     options: dict[str, Any] = {"linear_steps": args.linear_steps} if name in LINEAR else {}
     if name.endswith("rahgd"):
@@ -95,7 +95,7 @@ def regularize(problem: Regularised, name: str, args: Any) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the recipe; returns the numbers that it writes."""
+    """Run the recipe; return the numbers that it writes."""
     parser = Parser(__doc__, seed=True, device=True, compiled=True)
     parser.data(SETTINGS)
     parser.add_argument("--keep-headers", action="store_true", help="keep headers, footers and quotes of the texts")

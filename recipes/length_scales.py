@@ -5,19 +5,19 @@ r"""A kernel machine that ignores irrelevant columns: one length scale for each 
     \alpha_k^* = \arg\min_\alpha \mathrm{loss}(K_{k,k}\, \alpha) + \tfrac{e^\rho}{2} \alpha^T K_{k,k}\, \alpha, \qquad
     K_{ij} = \exp\Bigl(-\tfrac12 \sum_c e^{2 s_c} (X_{ic} - X_{jc})^2\Bigr)
 
-The loss is the logistic one; Newton's method finds both :math:`\alpha`, `AID` gives the hypergradient in as many scales
-as there are columns, Adam follows it. `LengthScales` is a scikit-learn classifier: it learns the scales and gives the
-scaled columns to an SVM, with C and the width of its kernel by cross-validation.
+The loss is logistic. Newton's method finds both :math:`\alpha`, `AID` computes the hypergradient in all scales, and
+Adam steps along it. `LengthScales` is a scikit-learn classifier: it learns the scales, then fits an SVM to the scaled
+columns, with C and the kernel width by cross-validation.
 
-    python -m recipes.length_scales                                     # digits, odd or even: 40 columns of noise more
+    python -m recipes.length_scales                                     # digits, odd or even, with 40 columns of noise
     python -m recipes.length_scales --data ijcnn1 --data-root DIR --extra 0 40 150 --seeds 3
 
-Irrelevant columns are real ones with their rows shuffled; scores are those of balanced test rows. Controls: `direct`
-takes the solutions for constants; an SVM, L1 logistic regression, extra trees, boosting, an SVM on the trees'
-importances, five networks with gates: all tuned by cross-validation but the trees.
+Irrelevant columns are real ones with shuffled rows; scores are those of balanced test rows. Controls: `direct`, which
+treats the solutions as constants; an SVM, L1 logistic regression, extra trees, boosting, an SVM on the trees'
+importances, five networks with gates; all but the trees are tuned by cross-validation.
 
-Where it does not win: without irrelevant columns trees are better, and an SVM on their importances is best; and with
-the squared loss the lower solution has a closed form, through which autograd finds scales that are as good (``ridge``).
+Where it does not win: without irrelevant columns trees are better, and an SVM on their importances is best. With the
+squared loss the lower solution has a closed form, and plain autograd finds scales that are as good (``ridge``).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .problems.kernel_machine import Machine, start
 
 
 def learned_scales(X: Tensor, sign: Tensor, steps: int, lr: float, direct: bool = False) -> Tensor:
-    """Logarithms of the scales; ``direct``: the control, which takes the solutions for constants."""
+    """Learn the logarithms of the scales; ``direct`` is the control, which treats the solutions as constants."""
     machine = Machine(X, sign, start(X))
     options: dict[str, Any] = {"lower_steps": 0, "lower_lr": 1.0, "lower_solver": machine.solve}
     x = [machine.scales, machine.rho]
@@ -62,11 +62,11 @@ def learned_scales(X: Tensor, sign: Tensor, steps: int, lr: float, direct: bool 
 
 
 class LengthScales(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
-    """A scikit-learn classifier of two classes: an SVM on columns whose scales are learned.
+    """Scikit-learn classifier for two classes: an SVM on columns with learned scales.
 
     Args:
-        steps: of Adam.
-        lr: its rate.
+        steps: steps of Adam.
+        lr: learning rate of Adam.
         how: ``"AID"``, ``"ridge"`` (the closed form) or ``"direct"`` (the control without an indirect part).
     """
 
@@ -74,7 +74,7 @@ class LengthScales(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.steps, self.lr, self.how = steps, lr, how
 
     def __sklearn_tags__(self) -> Any:
-        """Two classes."""
+        """Return the tags of a classifier for two classes."""
         tags = super().__sklearn_tags__()
         tags.classifier_tags.multi_class = False
         return tags
@@ -98,26 +98,26 @@ class LengthScales(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return self
 
     def decision_function(self, X: Any) -> Any:
-        """Above zero for the second class."""
+        """Return scores, above zero for the second class."""
         check_is_fitted(self)
         rows = (validate_data(self, X, reset=False, dtype=np.float64) - self.mean_) / self.std_
         return self.svm_.decision_function(rows * self.scales_)
 
     def predict(self, X: Any) -> Any:
-        """The class of each row."""
+        """Return the class of each row."""
         above = self.decision_function(X) > 0
         return self.classes_[above.astype(int)]
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Print the tables, draw the picture."""
+    """Print the tables and draw the picture."""
     parser, own = Parser(__doc__, threads=1), ("AID", "ridge", "direct")
     parser.data(DATA, download=False)
     parser.add_argument("--extra", type=int, nargs="+", default=[0, 40], help="irrelevant columns; default: 0 40")
-    parser.option("rows", 1200, "of training, at most")
+    parser.option("rows", 1200, "training rows, at most")
     parser.option("seeds", 1, "number of splits")
-    parser.option("steps", 80, "of Adam")
-    parser.option("lr", 0.1, "rate of Adam")
+    parser.option("steps", 80, "steps of Adam")
+    parser.option("lr", 0.1, "learning rate of Adam")
     parser.option("methods", [*own, *CONTROLS], "methods")
     args = parser.parse(arguments)
     results: dict[str, dict[str, list[list[float]]]] = {}

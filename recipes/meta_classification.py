@@ -1,10 +1,10 @@
-r"""Meta-learning a centre of linear classifiers: 20 tasks of 10 classes on 512 fixed features.
+r"""Meta-learn a centre of linear classifiers: 20 tasks of 10 classes on 512 fixed features.
 
 .. math::
     \min_x\ E_i\, \ell_i(y_i^*(x); D_i^{\text{query}}), \qquad
     y_i^*(x) = \arg\min_y\ \ell_i(y; D_i^{\text{support}}) + \tfrac\lambda2 \|y - x\|^2, \qquad \lambda = 2
 
-with the softmax loss of a linear classifier. Every method sees the same two losses; RT-MLMC and DL-SGD solve a fresh
+with the softmax loss of a linear classifier. Every method sees the same two losses; RT-MLMC and DL-SGD solve a new
 lower problem to a given accuracy, MAML takes few steps and differentiates through them.
 
     python -m recipes.meta_classification                                             # scikit-learn's digits
@@ -12,12 +12,12 @@ lower problem to a given accuracy, MAML takes few steps and differentiates throu
     python -m recipes.meta_classification --data omniglot --data-root DIR             # alphabets
 
 Shape of the problem: arXiv:2310.18535, section 4.1 (tiny-ImageNet on a pre-trained network there). The features here
-are those of a small network with fixed random weights, so that nothing has to be downloaded; accuracies are those of
-such features. The classes of different tasks are the same for the digits only; on the other data they share nothing but
-their numbers, so that a common centre lowers the loss there (lambda keeps the scores small) and costs accuracy. Step
-sizes of x: lr / sqrt(t); with the default, 200 updates are far from enough, see ``--lr 10``. rt-mlmc has evenly spread
-levels, lower steps of at most 1/L, and all terms of the Neumann series; the paper's has independent levels, no such cap
-and one random term.
+come from a small network with fixed random weights, so that nothing has to be downloaded, and accuracies are those of
+such features. Only the digits have the same classes in all tasks; in the other data sets classes share only their
+numbers, so that a common centre lowers the loss (lambda keeps the scores small) but costs accuracy. The learning rate
+of x is lr / sqrt(t); with the default, 200 updates are far from enough, see ``--lr 10``. rt-mlmc has evenly spread
+levels, lower steps of at most 1/L, and all terms of the Neumann series; the paper's version has independent levels, no
+such cap and one random term.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ METHODS: dict[str, tuple[type[bo.BilevelOptimizer], dict[str, Any]]] = {
 
 @torch.no_grad()
 def evaluate(problem: Centre, test: Part, steps: int = 100, rate: float = 1 / CURVATURE) -> tuple[float, float]:
-    """Test loss and accuracy after so many full-batch steps of adaptation from the centre, mean over all tasks."""
+    """Return test loss and accuracy after ``steps`` full-batch steps of adaptation, mean over all tasks."""
     inputs, labels = problem.support
     y, one_hot = problem.x.expand(len(inputs), -1, -1).clone(), F.one_hot(labels, CLASSES).float()
     for _ in range(steps):
@@ -63,12 +63,12 @@ def evaluate(problem: Centre, test: Part, steps: int = 100, rate: float = 1 / CU
 
 
 def learn(problem: Centre, test: Part, name: str, args: Any) -> dict[str, Any]:
-    """Learn the centre with one method, with plain gradient steps of x."""
+    """Learn the centre with one method and plain gradient steps on x."""
     with torch.no_grad():
         problem.x.zero_()
         problem.y.zero_()
     kind, options = METHODS[name]
-    adapted = name in ("maml", "maml-8", "fomaml")  # by its few steps; the others solve the lower problem
+    adapted = name in ("maml", "maml-8", "fomaml")  # these adapt by few steps; the others solve the lower problem
     options = {"lower_lr": args.adapt_lr, **options} if adapted else {"lower_init": problem.starts, **options}
     if options.get("neumann_steps"):
         options["levels"] = args.levels
@@ -102,17 +102,17 @@ def learn(problem: Centre, test: Part, name: str, args: Any) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the recipe; returns the numbers that it writes."""
+    """Run the recipe; return the numbers that it writes."""
     parser = Parser(__doc__, seed=True, compiled=True)
     parser.data(("digits", "cifar_fs", "omniglot"), download=False)
     parser.methods(METHODS, [*METHODS][:7])
     parser.option("steps", 200, "updates of the centre")
-    parser.option("lr", 1.0, "of x, divided by the root of the step")
+    parser.option("lr", 1.0, "learning rate of x, divided by the root of the step")
     parser.option("levels", 6, "K of RT-MLMC and DL-SGD")
     parser.option("tasks", 20, "number of tasks")
-    parser.option("tasks_per_step", 4, "tasks of a step")
-    parser.option("rows", ROWS, "rows of a lower batch")
-    parser.option("adapt_lr", 0.1, "step of MAML's adaptation")
+    parser.option("tasks_per_step", 4, "tasks per step")
+    parser.option("rows", ROWS, "rows per lower batch")
+    parser.option("adapt_lr", 0.1, "learning rate of MAML's adaptation")
     args = parser.parse(arguments)
     generator = stream(args.seed, "data")
     support, query, test = load_tasks(args.data, args.data_root, args.tasks, (0.6, 0.2, 0.2), generator)

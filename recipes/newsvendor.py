@@ -1,26 +1,25 @@
-r"""Newsvendor with side information, robust to shifts of it: a lower problem for each context.
+r"""Newsvendor decisions robust to shifts of the side information: one lower problem for each context.
 
 .. math::
     \min_x\ E_{\xi} E_{\eta|\xi} \big[ \ell(\varphi(x; y^*(\xi)), \eta) - \lambda \|y^*(\xi) - \xi\|^2 \big], \qquad
     y^*(\xi) = \arg\min_y\ E_{\eta|\xi} \big[ \lambda \|y - \xi\|^2 - \ell(\varphi(x; y), \eta) \big]
 
-:math:`\varphi(x; \cdot)` is a neural network that decides how much to order from 100 numbers of side information,
-:math:`\ell(w, \eta) = h (w - \eta)_+ + b (\eta - w)_+` the cost, smoothed for training. The shift of a context may not
-depend on the demand :math:`\eta` (Wasserstein robustness with side information, WDRO-SI). Baselines: empirical risk
-minimisation (ERM), and WDRO, which shifts every row by itself.
+:math:`\varphi(x; \cdot)` is a neural network that computes the order from 100 numbers of side information;
+:math:`\ell(w, \eta) = h (w - \eta)_+ + b (\eta - w)_+` is the cost, smoothed for training. The shift of a context may
+not depend on the demand :math:`\eta` (Wasserstein robustness with side information, WDRO-SI). Baselines: empirical risk
+minimisation (ERM), and WDRO, which shifts every row separately.
 
     python -m recipes.newsvendor
     python -m recipes.newsvendor --literal-init      # the paper's initialisation of the demand, taken literally
 
 The demand is :math:`10\,\sigma(\text{network}(\xi))` plus noise. With weights from ``torch.nn.init.uniform_`` and its
-default range [0, 1), as the text says, the sigmoid saturates and the demand has mean 10 and no variation at all. Here
-they are uniform on :math:`\pm 1/\sqrt{\text{fan in}}`; ``--literal-init`` shows the trap.
+default range [0, 1), as the paper says, the sigmoid saturates and the mean demand is always 10. Here the weights are
+uniform on :math:`\pm 1/\sqrt{\text{fan in}}`; ``--literal-init`` shows the trap.
 
-Shape of the problem: arXiv:2310.18535, section 4.2. The costs h and b, the widths of the networks, the number of
-updates and their steps are not given there; they are ours. rt-mlmc has evenly spread levels, lower steps of at most
-1/L, and all terms of the Neumann series; rt-mlmc-paper, as the paper's, independent levels, no such cap and one random
-term. The test
-contexts are shifted by ``--shift`` alone.
+Shape of the problem: arXiv:2310.18535, section 4.2. The costs h and b, the network widths, the number of updates and
+the learning rates are not given there; they are ours. rt-mlmc has evenly spread levels, lower steps of at most 1/L, and
+all terms of the Neumann series; rt-mlmc-paper has independent levels, no such cap and one random term, as in the paper.
+The test contexts are shifted by ``--shift`` only.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ METHODS = ("erm", "wdro", "rt-mlmc", "dl-sgd", "aid", "no-implicit", "rt-mlmc-pa
 
 
 class Demand:
-    """The true demand: contexts, and demands given them."""
+    """True distribution of contexts, and of demands given a context."""
 
     def __init__(self, literal: bool, generator: torch.Generator) -> None:
         self.layers = []
@@ -57,40 +56,40 @@ class Demand:
             self.layers.append((weight, bias))
 
     def contexts(self, n: int, generator: torch.Generator) -> Tensor:
-        """Side information, uniform."""
+        """Draw n contexts uniformly."""
         return RANGE * (2 * torch.rand(n, SIDE, generator=generator) - 1)
 
     def mean(self, xi: Tensor) -> Tensor:
-        """Of the demand."""
+        """Return the mean demand."""
         for i, (weight, bias) in enumerate(self.layers):
             xi = F.linear(xi if i == 0 else xi.relu(), weight, bias)
         return 10 * xi.squeeze(-1).sigmoid()
 
     def draw(self, xi: Tensor, generator: torch.Generator) -> Tensor:
-        """Demands, with standard normal noise."""
+        """Draw demands, with standard normal noise."""
         mean = self.mean(xi)
         return mean + torch.randn(mean.shape, generator=generator)
 
 
 def cost(order: Tensor, demand: Tensor) -> Tensor:
-    """The true cost."""
+    """Return the true cost."""
     return HOLDING * (order - demand).relu() + SHORTAGE * (demand - order).relu()
 
 
 def smooth_cost(order: Tensor, demand: Tensor) -> Tensor:
-    """The cost with rounded corners."""
+    """Return the cost with rounded corners."""
     beta = SHARPNESS
     return (HOLDING * F.softplus(beta * (order - demand)) + SHORTAGE * F.softplus(beta * (demand - order))) / beta
 
 
 class Rule(nn.Sequential):
-    """The decision rule: a smooth network of the same shape as the demand's."""
+    """Decision rule: a smooth network of the same shape as the demand's."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(SIDE, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Linear(WIDTH, 1))
 
     def forward(self, xi: Tensor) -> Tensor:
-        """How much to order."""
+        """Return the order."""
         order: Tensor = super().forward(xi).squeeze(-1).sigmoid()  # type: ignore[no-untyped-call]
         return 10 * order
 
@@ -106,19 +105,19 @@ class Newsvendor:
         self.eta = self.demand.draw(rows, generator)
         self.test_xi = self.demand.contexts(args.test_points, generator)
         self.test_eta = self.demand.draw(self.test_xi, generator)
-        # What the rule is shown of a test context, which the demand does not follow.
+        # The rule sees shifted test contexts; the demand follows the true ones.
         self.shown_xi = self.test_xi + args.shift * torch.randn(self.test_xi.shape, generator=generator)
         self.tasks = bo.TensorTasks((rows, self.eta))
 
 
 def constant(problem: Newsvendor) -> float:
-    """Test cost of the best order that knows nothing of the side information."""
+    """Return the test cost of the best constant order, without side information."""
     quantile = torch.quantile(problem.eta.flatten(), SHORTAGE / (HOLDING + SHORTAGE))
     return float(cost(quantile, problem.test_eta).mean())
 
 
 def losses(rule: Rule, y: Tensor, price: float) -> tuple[Loss, Loss]:
-    """Upper and lower loss of rows of one context, which they repeat."""
+    """Return upper and lower loss for batches from one context; every row of a batch repeats the context."""
 
     def upper(batch: tuple[Tensor, Tensor]) -> Tensor:
         xi, eta = batch
@@ -129,7 +128,7 @@ def losses(rule: Rule, y: Tensor, price: float) -> tuple[Loss, Loss]:
 
 
 def learn(problem: Newsvendor, name: str, price: float, args: Any) -> dict[str, Any]:
-    """Learn the rule with one method; returns its curve."""
+    """Learn the rule with one method; return its curve."""
     begin(args.seed, "start")
     rule, y = Rule(), torch.zeros(SIDE, requires_grad=True)
     generator = stream(args.seed, "method")
@@ -179,7 +178,7 @@ def learn(problem: Newsvendor, name: str, price: float, args: Any) -> dict[str, 
 
 
 def _shifted(rule: Rule, xi: Tensor, eta: Tensor, price: float, steps: int = 10) -> Tensor:
-    """Side information moved by Adam to where it is worst, every row by itself."""
+    """Return the side information moved by Adam to its worst case, for every row separately."""
     moved = xi.clone().requires_grad_()
     adam = torch.optim.Adam([moved], lr=0.1, maximize=True)
     for _ in range(steps):
@@ -190,19 +189,19 @@ def _shifted(rule: Rule, xi: Tensor, eta: Tensor, price: float, steps: int = 10)
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the recipe; returns the numbers that it writes."""
+    """Run the recipe; return the numbers that it writes."""
     parser = Parser(__doc__, seed=True)
     parser.methods(METHODS, METHODS[:5])
-    parser.option("price", [1.0, 10.0, 100.0], "lambda; the best is shown")
+    parser.option("price", [1.0, 10.0, 100.0], "grid of lambda; the best is shown")
     parser.option("contexts", 50, "contexts to learn from")
     parser.option("demands", 30, "demands per context")
     parser.option("levels", 4, "K")
     parser.option("steps", 200, "updates of the rule")
-    parser.option("lr", 0.01, "of the rule, divided by the root of the step")
-    parser.option("tasks_per_step", 4, "contexts of a step")
-    parser.option("rows", 4, "rows of a batch of a context")
+    parser.option("lr", 0.01, "learning rate of the rule, divided by the root of the step")
+    parser.option("tasks_per_step", 4, "contexts per step")
+    parser.option("rows", 4, "rows per batch of a context")
     parser.option("test_points", 200_000, "contexts to test on")
-    parser.option("shift", 0.0, "standard deviation of what is added to the test contexts", type=float)
+    parser.option("shift", 0.0, "standard deviation of the noise added to the test contexts", type=float)
     parser.add_argument("--literal-init", action="store_true", help="weights of the demand uniform on [0, 1)")
     args = parser.parse(arguments)
     problem = Newsvendor(args)

@@ -1,10 +1,10 @@
-r"""Escaping a saddle point: gradient methods on a minimax problem with a W-shaped valley.
+r"""Escape a saddle point: gradient methods on a minimax problem with a W-shaped valley.
 
 .. math::
     \min_{x \in R^3} \max_{y \in R^2}\ w(x_3) - 10 y_1^2 + x_1 y_1 - 5 y_2^2 + x_2 y_2
 
-w is even, twice continuously differentiable, has a maximum at 0 and minima at +-0.6: the maximum over y has a strict
-saddle point at the origin, next to which the first start lies. Which methods leave it, after how many steps and oracle
+w is even and twice continuously differentiable, with a maximum at 0 and minima at +-0.6. So the maximum over y has a
+strict saddle point at the origin, close to the first start. Which methods leave it, after how many steps and oracle
 calls?
 
     python -m recipes.saddle_escape                    # a table and a picture, about a minute
@@ -50,7 +50,7 @@ DRAWN = ("pragda", "ragda", "imcn", "gda, lr 0.5")
 
 
 def valley(z: Tensor) -> Tensor:
-    """The W-shaped function."""
+    """Return the W-shaped function w."""
     s, end = ROOT, WIDTH * ROOT
     a = z.abs()
     outer = a - end - s
@@ -62,18 +62,18 @@ def valley(z: Tensor) -> Tensor:
 
 
 def loss(x: Tensor, y: Tensor) -> Tensor:
-    """The objective of both players."""
+    """Return the objective of both players."""
     return valley(x[2]) - 10 * y[0] ** 2 + x[0] * y[0] - 5 * y[1] ** 2 + x[1] * y[1]
 
 
 def gap(x: Tensor) -> float:
-    """How far the maximum over y is from its minimum over x."""
+    """Return the distance of the maximum over y from its minimum over x."""
     x = x.detach()
     return float(valley(x[2]) + x[0] ** 2 / 40 + x[1] ** 2 / 20) - BEST
 
 
 def run(method: Method, start: tuple[float, ...], steps: int, seed: int = 0) -> dict[str, Any]:
-    """Run one method until it ends, has come to the minimum (if it never ends), or diverges."""
+    """Run one method until it ends, diverges, or (if it never ends) reaches the minimum."""
     x = torch.tensor(start, dtype=torch.float64, requires_grad=True)
     y = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     optimizer = method([x], [y], generator=stream(seed, "method"))
@@ -105,7 +105,7 @@ def run(method: Method, start: tuple[float, ...], steps: int, seed: int = 0) -> 
 
 
 def points(result: dict[str, Any]) -> list[dict[str, float]]:
-    """The curve of a run, to be drawn."""
+    """Return the curve of a run, for the plot."""
     third = [x[2] for x in result["path"]]
     w = valley(torch.tensor(third, dtype=torch.float64)).tolist()
     lines = zip(result["calls"], result["gaps"], third, w, strict=True)
@@ -116,7 +116,7 @@ def points(result: dict[str, Any]) -> list[dict[str, float]]:
 
 
 def middle(values: list[Any]) -> object:
-    """Median and, if they differ, range."""
+    """Return the median and, if the values differ, their range."""
     known = [v for v in values if v is not None]
     if len(known) < len(values):
         return f"never in {len(values) - len(known)}" if known else None
@@ -127,11 +127,11 @@ def middle(values: list[Any]) -> object:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the recipe; returns the numbers that it writes."""
+    """Run the recipe; return the numbers that it writes."""
     parser = Parser(__doc__)
     parser.methods(METHODS, "all of them")
     parser.option("seeds", 3, "runs of each perturbed method")
-    parser.option("steps", 3000, "most outer steps")
+    parser.option("steps", 3000, "maximal number of outer steps")
     args = parser.parse(arguments)
     chosen = args.optimizer or [*METHODS]
     rows: list[list[object]] = []

@@ -1,19 +1,19 @@
-r"""Tolls on half of the streets of a grid, where drivers answer in an equilibrium that your own solver finds.
+r"""Tolls on half of the streets of a grid, where your own solver finds the drivers' equilibrium.
 
 .. math::
     \min_{0 \le x \le 10} E(s(v) + x) - x^\top v, \qquad v = \mathrm{flow}(s(v) + x)
     = \arg\min_v \sum_l \Big(v_l s_l(v_l) - \int_0^{v_l} s_l\Big) - E(s(v) + x)
 
-E is what drivers expect to pay, s(v) the times of streets with v drivers (fourth power), flow = E' the drivers who take
-each street at such costs: at each crossing they choose by a logit of the cost ahead.
+E is the drivers' expected cost, s(v) the travel times of streets with v drivers (fourth power), flow = E' the number of
+drivers on each street at these costs: at each crossing they choose by a logit of the cost ahead.
 
     python -m recipes.tolls        # 98 and 398 streets, three networks each: 6 minutes
 
-With tolls on all streets, the marginal cost v s'(v) of a driver is the best, in closed form: its gain is 100 per cent.
-On half of them this rule does harm or little good: drivers move to the free streets. Searches start at the rule times
-its best factor, with equal seconds of the processor. Flows are in a unit of their own for each street, for curvatures
-that are alike: 25 products, not 70 to 150. Where it does not win: the adjoint by hand and, with 49 tolls, slowly,
-finite differences find the same; the library's own lower steps lose on a stiff problem (last row: flows in one unit).
+With tolls on all streets, the best toll is a driver's marginal cost v s'(v), in closed form: its gain is 100 per cent.
+On half of them this rule does harm or little good: drivers move to the free streets. All searches start at the rule
+times its best factor, with equal processor seconds. Each street has its own unit of flow, for similar curvatures: 25
+products, not 70 to 150. Where it does not win: the adjoint by hand finds the same, and so do, slowly, finite
+differences with 49 tolls; the library's own lower steps lose on a stiff problem (last row: flows in one unit).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ SIZES = {"tiny": (3, 4, 8), "small": (5, 6, 30), "large": (10, 11, 60)}  # rows,
 
 
 def descend(value: Any, start: Any, jac: Any = None, method: str = "L-BFGS-B") -> None:
-    """A search of SciPy's, by default L-BFGS; without derivatives of ours, with forward differences."""
+    """Run a search of SciPy's, by default L-BFGS; without our derivatives it takes forward differences."""
     options = {"maxiter": 10**6} if method == "Powell" else {"maxiter": 10**6, "maxfun": 10**6, "eps": 1e-6}
     minimize(value, start, jac=jac, method=method, bounds=Bounds(0, MOST), options=options)
 
 
 def by_aid(search: Search, start: Any, units: float = 1.0, **options: Any) -> None:
-    """The hypergradient of `AID` at the y that Newton's method finds; with options, after the library's own steps."""
+    """Search with the hypergradient of `AID` at Newton's solution y; with options, after the library's own steps."""
     traffic, unit = search.traffic, search.traffic.slopes(search.v) ** (-units / 2)
     x, y = torch.tensor(start, requires_grad=True), (search.v / unit).requires_grad_()
 
@@ -65,7 +65,7 @@ def by_aid(search: Search, start: Any, units: float = 1.0, **options: Any) -> No
 
 
 def by_hand(search: Search, start: Any) -> None:
-    """The adjoint of the equilibrium, written for this problem."""
+    """Search with the adjoint of the equilibrium, written for this problem."""
 
     def value(x: Any) -> tuple[float, Any]:
         found = search(x)
@@ -75,7 +75,7 @@ def by_hand(search: Search, start: Any) -> None:
 
 
 def by_evolution(search: Search, start: Any, spread: float = 0.05) -> None:
-    """CMA-ES, where the package `cma` is installed; the spread is the best of 0.02, 0.05, 0.1, 0.3, 1 with seed 100."""
+    """Search with CMA-ES (needs `cma`); the spread is the best of 0.02, 0.05, 0.1, 0.3, 1 with seed 100."""
     importlib.import_module("cma").fmin2(
         search, start, spread, {"bounds": [0, MOST], "verbose": -9, "seed": 1, "maxfevals": 10**9}
     )
@@ -93,7 +93,7 @@ METHODS: dict[str, Any] = {
 
 
 def compare(size: str, seed: int, args: Any, bar: Any) -> dict[str, dict[str, Any]]:
-    """All methods on one network: the gain as a part of that of tolls on all streets, equilibria, seconds, tolls."""
+    """Run all methods on one network; gains are relative to the gain of tolls on all streets."""
     traffic, found = Traffic(*SIZES[size], seed), dict[str, dict[str, Any]]()
     v = traffic.newton(traffic.free * 0, traffic.capacity, 1.0)
     best = v * traffic.slopes(v)
@@ -123,16 +123,16 @@ def compare(size: str, seed: int, args: Any, bar: Any) -> dict[str, dict[str, An
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the recipe; returns the numbers that it writes."""
+    """Run the recipe; return the numbers that it writes."""
     absent = [] if importlib.util.find_spec("cma") and importlib.import_module("cma") else ["CMA-ES"]
     parser = Parser(__doc__, seed=True, threads=1)
     parser.methods(METHODS, [name for name in METHODS if name not in absent], "--methods")
-    parser.option("sizes", ["small", "large"], f"of {', '.join(SIZES)}", choices=[*SIZES])
-    parser.option("seconds", 8.0, "of the processor, for each search")
-    parser.option("seeds", 3, "networks")
+    parser.option("sizes", ["small", "large"], f"networks, of {', '.join(SIZES)}", choices=[*SIZES])
+    parser.option("seconds", 8.0, "processor seconds for each search")
+    parser.option("seeds", 3, "networks per size")
     args = parser.parse(arguments)
     seeds, results = range(args.seed, args.seed + args.seeds), {}
-    by_aid(Search(Traffic(3, 3, 2, 0)), torch.zeros(12, dtype=torch.float64).numpy())  # what torch does but once
+    by_aid(Search(Traffic(3, 3, 2, 0)), torch.zeros(12, dtype=torch.float64).numpy())  # warms torch up
     with progress(total=len(args.sizes) * len(seeds) * len(args.methods), unit="run") as bar:
         for size in args.sizes:
             runs = [compare(size, seed, args, bar) for seed in seeds]

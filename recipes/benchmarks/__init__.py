@@ -1,1 +1,1 @@
-"""Speed and memory, measured in one run and printed as a table; not part of the tests."""
+"""Benchmarks of speed and memory, each printed as a table; not part of the tests."""

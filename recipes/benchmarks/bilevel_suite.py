@@ -1,4 +1,4 @@
-r"""The standard benchmark of stochastic bilevel methods: equal time for all, from one start, on one grid of step sizes.
+r"""Standard benchmark of stochastic bilevel methods: equal time, the same start, the same grid of step sizes.
 
     python -m recipes.benchmarks.bilevel_suite                                                  # digits, minutes
     python -m recipes.benchmarks.bilevel_suite --problem quadratics --mu 0.01
@@ -17,12 +17,11 @@ problem        lower loss                                                       
 ``digits``     the same on scikit-learn's digits                                             softmax, validation part
 ============== ============================================================================= =========================
 
-The lower step size s and the ratio r are those of the grid, the upper step size is s / r; they decay as the analysis of
-each method has it. The grid is run with the first seed, its best point (by h at the last iterate) with all. Judged is
-the value function h(x) = f(x, y*(x)), from an accurate lower solve whose time does not count; for the quadratics h less
-its minimum. The test error is that of the current y. With ``--compile`` steps run compiled, and the first four, in
-which the graph is made, are not timed. Every finished run is a line of the records; a rerun makes only those that are
-missing.
+The grid has lower step sizes s and ratios r; the upper step size is s / r. Both decay as in the analysis of each
+method. The grid runs with the first seed, its best point (by h at the last iterate) with all. The score is the value
+function h(x) = f(x, y*(x)), from an accurate lower solve whose time does not count; for the quadratics, h minus its
+minimum. The test error is that of the current y. With ``--compile`` steps run compiled; the first four, which make the
+graph, are not timed. Every finished run is a line of the records; a rerun makes only the missing ones.
 
 Benchmark: Dagreou, Ablin, Vaiter, Moreau (2022), arXiv:2201.13409, and github.com/benchopt/benchmark_bilevel.
 """
@@ -53,7 +52,7 @@ from ..problems.value_function import Value
 
 __all__ = ["Logistic", "Quadratics", "main"]
 
-# Step sizes and ratios: three of each, and with --full-grid those of the published runs.
+# Step sizes and ratios: three of each; with --full-grid those of the published runs.
 GRIDS: dict[str, dict[str, tuple[list[float], list[float]]]] = {
     "small": {
         "quadratics": ([0.03, 0.1, 0.3], [3.0, 10.0, 30.0]),
@@ -72,14 +71,14 @@ GRIDS: dict[str, dict[str, tuple[list[float], list[float]]]] = {
 }
 SECONDS = {"digits": 1.0, "quadratics": 10.0, "ijcnn1": 15.0, "mnist": 20.0, "covtype": 60.0}
 CONTROLS = ("ba", "paid", "hozog-1", "pzobo-1", "first-order")  # offered, but not among the default methods
-CAPTURE = 4  # first steps of a run with --compile, in which the graph is made and compared, and which are not timed
-MATRICES = 2**24  # entries of the cross derivative up to which methods that keep it take part by default
+CAPTURE = 4  # first steps of a run with --compile, which make and check the graph, and are not timed
+MATRICES = 2**24  # most entries of the cross derivative for methods that store it to run by default
 
 
 class Quadratics(Problem):
     r"""Finite sums of random quadratics whose value function is known.
 
-    :math:`g_i = \tfrac12 (a_i^\top y)^2 + (u_i^\top x)(v_i^\top y) + c_i^\top y`, and f_i likewise with
+    :math:`g_i = \tfrac12 (a_i^\top y)^2 + (u_i^\top x)(v_i^\top y) + c_i^\top y`, and f_i is similar, plus
     :math:`\tfrac12 (b_i^\top x)^2 + e_i^\top x`. The mean of :math:`a_i a_i^\top` has eigenvalues between ``mu`` and 1,
     that of :math:`u_i v_i^\top` singular values between ``mu`` and 0.1; they are drawn until h is convex.
     """
@@ -104,15 +103,15 @@ class Quadratics(Problem):
         self.minimum = self.value(self.minimiser, self.y).value
 
     def lower(self, x: Tensor, y: Tensor, index: Index = WHOLE) -> Tensor:
-        """Of terms without x alone, which would not matter."""
+        """Return the lower loss, without terms in x alone, which have no effect."""
         return self.g(x, y, index)
 
     def upper(self, x: Tensor, y: Tensor, index: Index = WHOLE) -> Tensor:
-        """With terms in x alone."""
+        """Return the upper loss, with terms in x alone."""
         return self.f(x, y, index) + (self.f.b[index] @ x).square().mean() / 2 + (self.f.e[index] @ x).mean()
 
     def value(self, x: Tensor, start: Tensor) -> Value:
-        """In closed form, and less its minimum."""
+        """Return the value in closed form, minus its minimum."""
         g, f, x = self.g, self.f, x.detach()
         y = -torch.linalg.solve(g.A, g.C.T @ x + g.c.mean(0))
         h = y @ f.A @ y / 2 + x @ f.B @ x / 2 + x @ f.C @ y + f.c.mean(0) @ y + f.e.mean(0) @ x
@@ -121,7 +120,7 @@ class Quadratics(Problem):
 
 
 class _Level:
-    """The random vectors of one level, and their mean matrices."""
+    """Random vectors of one level, and their mean matrices."""
 
     def __init__(self, count: int, dims: tuple[int, int], mu: float, generator: torch.Generator) -> None:
         def normal(*shape: int) -> Tensor:
@@ -144,7 +143,7 @@ class _Level:
         self.A, self.B, self.C = self.a.T @ self.a / count, self.b.T @ self.b / count, self.u.T @ self.v / count
 
     def __call__(self, x: Tensor, y: Tensor, index: Index) -> Tensor:
-        """Mean of the terms with y."""
+        """Return the mean of the terms with y."""
         products = (self.u[index] @ x) * (self.v[index] @ y)
         mean: Tensor = ((self.a[index] @ y).square() / 2 + products + self.c[index] @ y).mean()
         return mean
@@ -154,7 +153,7 @@ class Logistic(Problem):
     """Logistic regression with one penalty exp(x_j) / 2 per feature, chosen on the second part."""
 
     def __init__(self, *parts: Part, seed: int = 0) -> None:
-        # All that matters of an example is its label times its features.
+        # The losses depend on an example only through label times features.
         self.train, self.val = ((labels.unsqueeze(1) * features).double() for features, labels in parts)
         self.sizes = (len(self.train), len(self.val))
         generator, features = stream(seed, "start"), self.train.shape[1]
@@ -162,21 +161,21 @@ class Logistic(Problem):
         self.y = torch.randn(features, generator=generator, dtype=torch.float64)
 
     def lower(self, x: Tensor, y: Tensor, index: Index = WHOLE) -> Tensor:
-        """Training loss with the penalties."""
+        """Return the training loss with the penalties."""
         return F.softplus(-self.train[index] @ y).mean() + x.exp() @ y.square() / 2
 
     def upper(self, x: Tensor, y: Tensor, index: Index = WHOLE) -> Tensor:
-        """Validation loss."""
+        """Return the validation loss."""
         return F.softplus(-self.val[index] @ y).mean()
 
 
 def softmax(parts: Sequence[Part]) -> Regularised:
-    """Softmax regression with one penalty exp(x_c) / 2 per class, chosen on validation data."""
+    """Return softmax regression with one penalty exp(x_c) / 2 per class, chosen on validation data."""
     return Regularised(standardised(parts), ridge=1 / 2, x=torch.full((int(parts[0].labels.max()) + 1,), -2.0))
 
 
 def cleaning(parts: Sequence[Part], corruption: float, seed: int = 0) -> Cleaning:
-    """Data hyper-cleaning; each training label is random with probability ``corruption``."""
+    """Return data hyper-cleaning; each training label is random with probability ``corruption``."""
     train, val, test = standardised(parts)
     generator, labels = stream(seed, "labels"), train.labels
     corrupted = torch.rand(len(labels), generator=generator) < corruption
@@ -186,7 +185,7 @@ def cleaning(parts: Sequence[Part], corruption: float, seed: int = 0) -> Cleanin
 
 
 def covtype(root: Path | None, download: bool) -> Regularised:
-    """Forest cover types: 371,847 training, 92,962 validation and 116,203 test examples."""
+    """Return forest cover types: 371,847 training, 92,962 validation and 116,203 test examples."""
     from sklearn.datasets import fetch_covtype
 
     try:
@@ -199,7 +198,7 @@ def covtype(root: Path | None, download: bool) -> Regularised:
 
 
 def make(args: Any) -> tuple[str, Problem]:
-    """The problem that the arguments describe, and its name among the records."""
+    """Return the problem that the arguments describe, and its name in the records."""
     if args.problem == "quadratics":
         dims = tuple(args.dims)
         label = f"quadratics n={args.examples} dims={dims[0]},{dims[1]} mu={args.mu:g}"
@@ -214,7 +213,7 @@ def make(args: Any) -> tuple[str, Problem]:
 
 
 def run(problem: Problem, name: str, step: float, ratio: float, seed: int, args: Any) -> dict[str, Any]:
-    """One method with one pair of step sizes until its time is up, or it diverges."""
+    """Run one method with one pair of step sizes until its time is up or it diverges."""
     method = STOCHASTIC[name]
 
     def fresh() -> tuple[Tensor, Tensor, bo.BilevelOptimizer, Callable[[], Any]]:
@@ -232,7 +231,7 @@ def run(problem: Problem, name: str, step: float, ratio: float, seed: int, args:
 
         return x, y, optimizer, advance
 
-    with suppress(bo.NonFiniteError):  # what happens only at a first step is not timed
+    with suppress(bo.NonFiniteError):  # exclude one-time costs of a first step
         fresh()[-1]()
     x, y, optimizer, advance = fresh()
     if args.compile:
@@ -264,20 +263,22 @@ def run(problem: Problem, name: str, step: float, ratio: float, seed: int, args:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Make the missing runs; returns the numbers that are written."""
+    """Make the missing runs; return the numbers that are written."""
     parser = Parser(__doc__, compiled=True)
     parser.data(("digits", "quadratics", "ijcnn1", "mnist", "covtype"), flag="--problem")
     parser.methods(STOCHASTIC, "all but some controls", "--methods")
-    parser.settings("problem", {name: {"seconds": value} for name, value in SECONDS.items()}, seconds="time of a run")
+    parser.settings(
+        "problem", {name: {"seconds": value} for name, value in SECONDS.items()}, seconds="time of a run in seconds"
+    )
     parser.option("seeds", 3, "runs with the best step sizes")
-    parser.option("batch", 64, "examples of a batch")
-    parser.option("steps", [0.1], "lower step sizes", shown="three that suit the problem")
+    parser.option("batch", 64, "examples per batch")
+    parser.option("steps", [0.1], "lower step sizes", shown="three for each problem")
     parser.option("ratios", [0.1], "lower step size / upper step size", shown="three")
     parser.add_argument("--full-grid", action="store_true", help="all step sizes and ratios of the published runs")
-    parser.option("evaluations", 10, "points of a curve")
-    parser.option("corruption", 0.5, "of the labels (mnist, digits)", type=share)
+    parser.option("evaluations", 10, "points per curve")
+    parser.option("corruption", 0.5, "share of corrupted labels (mnist, digits)", type=share)
     parser.option("examples", 32_768, "n of the quadratics")
-    parser.option("dims", [100, 10], "of y and x (quadratics)", nargs=2)
+    parser.option("dims", [100, 10], "dimensions of y and x (quadratics)", nargs=2)
     parser.option("mu", 0.01, "minimal curvature (quadratics)")
     parser.set_defaults(steps=None, ratios=None)
     args = parser.parse(arguments)

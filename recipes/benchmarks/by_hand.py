@@ -1,8 +1,8 @@
-"""Algorithms as anybody would write them for one problem, in functions of values: for torch, and the same for JAX.
+"""Hand-written algorithms for one problem, as pure functions for torch and JAX.
 
 An algorithm is called with the oracles of a problem, and returns its start and its step: ``step(x, y, state, draw)``
-gives the new x, y and state; ``draw(level, k)`` is batch k of those that the step takes from a level. They draw and
-compute what the library's methods do, so the iterates are the same.
+returns the new x, y and state; ``draw(level, k)`` is batch k of the step at a level. They draw and compute the same as
+the library's methods, so the iterates agree.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..problems.shapes import BATCHES
 
 __all__ = ["ALGORITHMS", "LR", "RATE", "TORCH", "Api", "Recipe", "compiled", "drawn"]
 
-TERMS = BATCHES  # of each finite sum
+TERMS = BATCHES  # terms of each finite sum
 LR, RATE, NU, MU, DIRECTIONS, BETA = 1e-3, 0.1, 0.1, 1e-2, 8, 0.1
 Vec = tuple[Any, ...]
 Draw = Callable[[str, Any], Any]
@@ -30,16 +30,16 @@ Step = Callable[[Vec, Vec, Any, Draw], tuple[Vec, Vec, Any]]
 
 @dataclass(frozen=True)
 class Api:
-    """What differs between torch and JAX.
+    """Interface to the operations that differ between torch and JAX.
 
     Attributes:
         grad, vjp, vmap: the transformations.
         times: ``times(n, body, start)``, with ``body(k, value)``.
         stack: tuples of arrays, along a new first dimension.
-        each: ``each(n, body)``: the results of ``body(k)`` along a new first dimension, vectors by vectors.
+        each: ``each(n, body)``: the results of ``body(k)`` stacked along a new first dimension.
         either: ``either(on, first, second)``: the result of one of two functions without arguments.
-        put: ``put(table, k, row)``: the table with another row.
-        random: ``random(state, n)``: a number from 0, ..., n - 1, and the state after it.
+        put: ``put(table, k, row)``: the table with row k replaced.
+        random: ``random(state, n)``: a number from 0, ..., n - 1, and the next state.
     """
 
     grad: Callable[..., Any]
@@ -81,54 +81,54 @@ class Oracles:
 
     def __init__(self, api: Api, f: Callable[..., Any], g: Callable[..., Any]) -> None:
         self.api, self.f, self.g = api, f, g
-        self.upper = api.grad(f, argnums=(0, 1))  # in x and y
+        self.upper = api.grad(f, argnums=(0, 1))  # gradients in x and y
         self.lower = api.grad(g, argnums=1)
 
     def products(self, x: Vec, y: Vec, batch: Any, v: Vec) -> tuple[Vec, Vec]:
-        """Cross and Hessian-vector product."""
+        """Return cross and Hessian-vector product."""
         cross, product = self.api.vjp(lambda x, y: self.lower(x, y, batch), x, y)[1](v)
         return cross, product
 
     def hvp(self, x: Vec, y: Vec, batch: Any, v: Vec) -> Vec:
-        """Hessian-vector product."""
+        """Return the Hessian-vector product."""
         product: Vec = self.api.vjp(lambda y: self.lower(x, y, batch), y)[1](v)[0]
         return product
 
     def cross(self, x: Vec, y: Vec, batch: Any, v: Vec) -> Vec:
-        """Cross product."""
+        """Return the product with the cross derivative."""
         product: Vec = self.api.vjp(lambda x: self.lower(x, y, batch), x)[1](v)[0]
         return product
 
     def descended(self, x: Vec, y: Vec, draw: Draw, steps: int) -> Vec:
-        """Lower steps on the first batches."""
+        """Run lower steps on the first batches."""
         body = lambda k, y: plus(y, self.lower(x, y, draw("lower", k)), -RATE)  # noqa: E731
         result: Vec = self.api.times(steps, body, y)
         return result
 
 
 def plus(a: Vec, b: Vec, factor: Any = 1.0) -> Vec:
-    """The vector a + factor b."""
+    """Return the vector a + factor b."""
     return tuple(p + factor * q for p, q in zip(a, b, strict=True))
 
 
 def dot(a: Vec, b: Vec) -> Any:
-    """The inner product."""
+    """Return the inner product."""
     return sum((p * q).sum() for p, q in zip(a, b, strict=True))
 
 
 def mean(rows: Any) -> Vec:
-    """Of vectors along their first dimension."""
+    """Return the mean vector along the first dimension."""
     return tuple(t.mean(0) for t in rows)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """An algorithm, and how many batches it draws from the upper and the lower loss with T lower steps."""
+    """An algorithm, with its numbers of upper and lower batches for T lower steps."""
 
     make: Callable[[Oracles, int], tuple[Callable[[Vec, Vec, Draw], Any], Step]]
     draws: Callable[[int], tuple[int, int]]
-    random: bool = False  # takes numbers from a stream, which the state begins with
-    seeded: bool = False  # the state begins with the seed of the step
+    random: bool = False  # draws random integers; the stream's state comes first in the state
+    seeded: bool = False  # the seed of the step comes first in the state
 
 
 def _nothing(x: Vec, y: Vec, draw: Draw) -> Any:
@@ -136,7 +136,7 @@ def _nothing(x: Vec, y: Vec, draw: Draw) -> Any:
 
 
 def soba(o: Oracles, T: int) -> Any:
-    """One step of each of y, v and x."""
+    """SOBA: one step of each of y, v and x."""
 
     def start(x: Vec, y: Vec, draw: Draw) -> Any:
         return plus(tuple(0 * t for t in y), o.upper(x, y, draw("upper", 0))[1], RATE)
@@ -152,13 +152,13 @@ def soba(o: Oracles, T: int) -> Any:
 
 
 def fsla(o: Oracles, T: int) -> Any:
-    """Steps of y and v, and a recursive estimate; the state is v, y, x and h of the last step."""
+    """FSLA: steps of y and v, and a recursive estimate; the state is v, y, x and h of the last step."""
 
     def direct(x: Vec, y: Vec, v: Vec, draw: Draw) -> Vec:
         return plus(o.upper(x, y, draw("upper", 1))[0], o.cross(x, y, draw("lower", 2), v), -1)
 
     def start(x: Vec, y: Vec, draw: Draw) -> Any:
-        # The first step has no v before it; that the recursion has nothing before it does not matter at x = 0.
+        # The first step has no previous v; the missing previous estimate does not matter at x = 0.
         zero = tuple(0 * t for t in y)
         return zero, y, x, direct(x, y, zero, draw)
 
@@ -174,7 +174,7 @@ def fsla(o: Oracles, T: int) -> Any:
 
 
 def series(o: Oracles, x: Vec, y: Vec, draw: Draw, first: int, upper: int, Q: int) -> Vec:
-    """StocBiO's estimate with a Neumann series, on lower batches from ``first`` on."""
+    """Return StocBiO's estimate with a Neumann series, on lower batches from ``first`` on."""
     direct, b = o.upper(x, y, draw("upper", upper))
 
     def body(k: Any, both: Any) -> Any:
@@ -187,7 +187,7 @@ def series(o: Oracles, x: Vec, y: Vec, draw: Draw, first: int, upper: int, Q: in
 
 
 def one_term(o: Oracles, x: Vec, y: Vec, draw: Draw, first: int, n: Any, N: int) -> Vec:
-    """The estimate with one term of the series in place of all."""
+    """Return the estimate with one random term of the series instead of all."""
     direct, b = o.upper(x, y, draw("upper", 0))
     body = lambda k, v: plus(v, o.hvp(x, y, draw("lower", first + k), v), -RATE)  # noqa: E731
     v = o.api.times(n, body, b)
@@ -195,7 +195,7 @@ def one_term(o: Oracles, x: Vec, y: Vec, draw: Draw, first: int, n: Any, N: int)
 
 
 def stocbio(o: Oracles, T: int) -> Any:
-    """Lower steps, then the series."""
+    """StocBiO: lower steps, then the series."""
 
     def step(x: Vec, y: Vec, state: Any, draw: Draw) -> Any:
         y = o.descended(x, y, draw, T)
@@ -205,7 +205,7 @@ def stocbio(o: Oracles, T: int) -> Any:
 
 
 def bsa(o: Oracles, T: int, steps: int | None = None) -> Any:
-    """Lower steps, then one term."""
+    """BSA: lower steps, then one term of the series."""
 
     def step(x: Vec, y: Vec, state: Any, draw: Draw) -> Any:
         first = T if steps is None else steps
@@ -218,7 +218,7 @@ def bsa(o: Oracles, T: int, steps: int | None = None) -> Any:
 
 
 def mrbo(o: Oracles, T: int, randomised: bool = False) -> Any:
-    """STORM for both gradients; the state is u, h, y and x of the last step."""
+    """MRBO: STORM for both gradients; the state is u, h, y and x of the last step."""
 
     def estimates(x: Vec, y: Vec, draw: Draw, n: Any) -> tuple[Vec, Vec]:
         h = one_term(o, x, y, draw, 1, n, T) if randomised else series(o, x, y, draw, 1, 0, T)
@@ -244,7 +244,7 @@ def mrbo(o: Oracles, T: int, randomised: bool = False) -> Any:
 
 
 def amigo(o: Oracles, T: int) -> Any:
-    """Lower steps, then steps on the linear system from its last solution."""
+    """AmIGO: lower steps, then steps on the linear system from its last solution."""
 
     def start(x: Vec, y: Vec, draw: Draw) -> Any:
         return tuple(0 * t for t in y)
@@ -260,7 +260,7 @@ def amigo(o: Oracles, T: int) -> Any:
 
 
 def aid(o: Oracles, T: int) -> Any:
-    """Lower steps, then a Neumann series at one batch."""
+    """AID: lower steps, then a Neumann series on one batch."""
 
     def step(x: Vec, y: Vec, state: Any, draw: Draw) -> Any:
         y = o.descended(x, y, draw, T)
@@ -271,7 +271,7 @@ def aid(o: Oracles, T: int) -> Any:
 
 
 def ba(o: Oracles, T: int) -> Any:
-    """Lower steps from the first y, which is the state, then conjugate gradients from zero."""
+    """BA: lower steps from the first y, which is the state, then conjugate gradients from zero."""
 
     def start(x: Vec, y: Vec, draw: Draw) -> Any:
         return y
@@ -294,7 +294,7 @@ def ba(o: Oracles, T: int) -> Any:
 
 
 def srba(o: Oracles, T: int) -> Any:
-    """SARAH's recursion of the three directions; the state is v, these, the last point, and the number of the step."""
+    """SRBA: SARAH's recursion for three directions; the state is v, these, the last point and the step number."""
     assert o.api.random is not None
     random = o.api.random
 
@@ -331,7 +331,7 @@ def srba(o: Oracles, T: int) -> Any:
 
 
 def saba(o: Oracles, T: int) -> Any:
-    """SAGA's corrections of the terms of both losses; the state is v, the last values of all terms, and their means."""
+    """SABA: SAGA's correction for both losses; the state is v, the last values of all terms, and their means."""
     assert o.api.random is not None
     random = o.api.random
 
@@ -365,7 +365,7 @@ def saba(o: Oracles, T: int) -> Any:
 
 
 def itd(o: Oracles, T: int) -> Any:
-    """Backpropagation through the lower steps."""
+    """ITD: backpropagation through the lower steps."""
 
     def step(x: Vec, y: Vec, state: Any, draw: Draw) -> Any:
         def unrolled(x: Vec) -> Any:
@@ -379,7 +379,7 @@ def itd(o: Oracles, T: int) -> Any:
 
 
 def f2sa(o: Oracles, T: int) -> Any:
-    """Two copies of y at central nodes; they are the state."""
+    """F2SA: two copies of y at central nodes, which are the state."""
 
     def start(x: Vec, y: Vec, draw: Draw) -> Any:
         return tuple(o.api.stack([t, t]) for t in y)
@@ -405,7 +405,7 @@ def f2sa(o: Oracles, T: int) -> Any:
 
 
 def pzobo(o: Oracles, T: int) -> Any:
-    """Paths from perturbed x and the first y, with the directions of the library; the state begins with a seed."""
+    """PZOBO: paths from perturbed x and the first y, with the library's directions; the state begins with a seed."""
 
     def start(x: Vec, y: Vec, draw: Draw) -> Any:
         return torch.tensor(0), y
@@ -451,12 +451,12 @@ ALGORITHMS = {
 
 
 def drawn(uppers: Any, lowers: Any) -> Draw:
-    """Draws from lists of batches."""
+    """Return a draw function on lists of batches."""
     return lambda level, k: (uppers if level == "upper" else lowers)[k]
 
 
 def compiled(step: Step, x: Vec, y: Vec, state: Any, uppers: Any, lowers: Any) -> Callable[..., Any]:
-    """A step traced and compiled: of x, y, state and the batches."""
+    """Trace and compile a step as a function of x, y, state and the batches."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def plain(x: Vec, y: Vec, state: Any, uppers: Any, lowers: Any) -> Any:

@@ -1,16 +1,16 @@
-r"""How the oracle calls to a stationary point grow with the condition number of the lower problem.
+r"""Oracle calls to a stationary point against the condition number of the lower problem.
 
 Two problems with n = 10 variables at both levels, lower condition number kappa, spectrum of A log-spaced:
 
     quadratic  g = y'Ay/2 - y'A^(1/2)x, f = |y - t|^2/2: the upper objective has condition number kappa too
-    quartic    g = (y - x)'A(y - x)/2, f = y1^4/4 - y1^2/2 + |y_2..n|^2/2: the upper objective has none
+    quartic    g = (y - x)'A(y - x)/2, f = y1^4/4 - y1^2/2 + |y_2..n|^2/2: the upper objective is well conditioned
 
     python -m recipes.benchmarks.conditioning            # kappa = 10, 100, 1000; an hour or less
 
-Each method is run with every setting of a printed grid, and from the best of them on with its neighbours until none is
-better; the table has the fewest calls (all gradients and products) until the true gradient norm is 1e-3. Lower steps
-have size 1/L; those of RAHGD are Nesterov's, with the momentum of the theory. RAHGD does not restart here (the radius
-in the grid is infinite): it is accelerated by momentum at both levels alone.
+Each method runs with every setting of a printed grid, then with the neighbours of the best until none is better. The
+table shows the fewest calls (all gradients and products) until the true gradient norm is 1e-3. Lower steps have size
+1/L; those of RAHGD are Nesterov's, with the momentum of the theory. RAHGD does not restart here (the radius in the grid
+is infinite): only momentum at both levels accelerates it.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class Problem(NamedTuple):
 
 
 def with_spectrum(first: float, last: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """A symmetric matrix with eigenvalues between powers of ten, and its root."""
+    """Return a symmetric matrix with eigenvalues between powers of ten, and its root."""
     basis = torch.linalg.qr(torch.randn(SIZE, SIZE, generator=generator, dtype=torch.float64))[0]
     spectrum = torch.logspace(first, last, SIZE, dtype=torch.float64)
     return basis @ torch.diag(spectrum) @ basis.T, basis @ torch.diag(spectrum.sqrt()) @ basis.T
 
 
 def quadratic(kappa: float, seed: int = 0) -> Problem:
-    """Ill-conditioned at both levels."""
+    """Return a problem that is ill-conditioned at both levels."""
     generator = stream(seed, "data")
     A, root = with_spectrum(0, math.log10(kappa), generator)
     target = torch.randn(SIZE, generator=generator, dtype=torch.float64)
@@ -83,7 +83,7 @@ def quadratic(kappa: float, seed: int = 0) -> Problem:
 
 
 def quartic(kappa: float, seed: int = 0) -> Problem:
-    """A strict saddle point at the origin, ill-conditioned at the lower level only."""
+    """Return a problem with a strict saddle point at the origin, ill-conditioned at the lower level only."""
     A, _ = with_spectrum(-math.log10(kappa), 0, stream(seed, "data"))
     x = torch.tensor([0.1] + [1.0] * (SIZE - 1), dtype=torch.float64, requires_grad=True)
     y = torch.zeros(SIZE, dtype=torch.float64, requires_grad=True)
@@ -100,7 +100,7 @@ def quartic(kappa: float, seed: int = 0) -> Problem:
 
 
 def calls(make: Callable[[float], Problem], kappa: float, name: str, setting: dict[str, Any], most: float) -> float:
-    """Oracle calls until the gradient is small, infinite if that takes more than ``most``."""
+    """Return the oracle calls until the gradient is small; infinite if more than ``most``."""
     problem, options = make(kappa), dict(setting)
     options["lr"] /= problem.smoothness
     if name == "RAHGD":
@@ -120,7 +120,7 @@ def calls(make: Callable[[float], Problem], kappa: float, name: str, setting: di
 
 
 def best(make: Callable[[float], Problem], kappa: float, name: str, most: float) -> Found:
-    """The setting with the fewest calls, which a run that has made as many already is not to be."""
+    """Search for the setting with the fewest calls; a run stops once it exceeds the best so far."""
     fewest = most
 
     def score(setting: dict[str, Any], _: float) -> float:
@@ -135,10 +135,10 @@ def best(make: Callable[[float], Problem], kappa: float, name: str, most: float)
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the benchmark; returns the numbers that it writes."""
+    """Run the benchmark; return the numbers that it writes."""
     parser = Parser(__doc__)
     parser.option("kappa", [10.0, 100.0, 1000.0], "condition numbers")
-    parser.option("most", 100_000, "most oracle calls of one run")
+    parser.option("most", 100_000, "maximal oracle calls of a run")
     args = parser.parse(arguments)
     print("grid (lr in units of 1/L):", flush=True)
     for name, grid in GRID.items():

@@ -1,10 +1,10 @@
-r"""RT-MLMC against DL-SGD: lower steps to a given accuracy, time per estimate, and how both depend on the tasks.
+r"""RT-MLMC against DL-SGD: lower steps to a given accuracy, time per estimate, dependence on the number of tasks.
 
     python -m recipes.benchmarks.contextual --part end-to-end     # the quadratic problem with known solution
     python -m recipes.benchmarks.contextual --part time           # 512 features x 10 classes, 20 tasks
     python -m recipes.benchmarks.contextual --part tasks          # 10, 1,000 and 100,000 tasks
 
-Problems and the numbers beside ours: arXiv:2310.18535.
+Problems, and the published numbers in the tables: arXiv:2310.18535.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ..problems.tasks import CLASSES, FEATURES, Centre
 
 
 class P1:
-    r"""A quadratic contextual problem with noise in every oracle, whose gradient is known.
+    r"""Quadratic contextual problem with noise in every oracle and a known gradient.
 
     :math:`g = \tfrac{1 + 0.1\epsilon}2 (y - Ax - B\xi)^\top H (y - Ax - B\xi) + \tfrac12 \eta^\top y`,
-    :math:`f = \tfrac12 \|y - C\xi - d\|^2 + 0.3\,\eta_f^\top y + \tfrac\rho2 \|x\|^2`; it is a task sampler as well.
+    :math:`f = \tfrac12 \|y - C\xi - d\|^2 + 0.3\,\eta_f^\top y + \tfrac\rho2 \|x\|^2`; also a task sampler.
     """
 
     A = torch.tensor([[1.0, 0.5, -0.3], [0.2, -1.0, 0.8]], dtype=torch.float64)
@@ -45,34 +45,34 @@ class P1:
         self.H = R @ torch.diag(torch.tensor([1.0, 4.0], dtype=torch.float64)) @ R.T
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
-        """Contexts: standard normal."""
+        """Draw standard normal contexts."""
         return torch.randn(n, 2, generator=generator, dtype=torch.float64)
 
     def lower(self, tasks: Tensor, n: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The context, the sign of the noise of the Hessian, and the noise of the gradient."""
+        """Return the context, the sign of the Hessian noise, and the gradient noise."""
         sign = torch.randint(2, (len(tasks), n), generator=generator) * 2.0 - 1
         noise = torch.randn(len(tasks), n, 2, generator=generator, dtype=torch.float64)
         return tasks.unsqueeze(1).expand(-1, n, -1), sign.double(), noise
 
     def upper(self, tasks: Tensor, n: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """The context, and the noise of the gradient."""
+        """Return the context and the gradient noise."""
         noise = torch.randn(len(tasks), n, 2, generator=generator, dtype=torch.float64)
         return tasks.unsqueeze(1).expand(-1, n, -1), noise
 
     def g(self, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """The lower loss."""
+        """Return the lower loss."""
         xi, sign, noise = batch
         r = self.y - self.A @ self.x - xi @ self.B.T
         return (((1 + 0.1 * sign) / 2) * (r @ self.H * r).sum(-1) + 0.5 * noise @ self.y).mean()
 
     def f(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """The upper loss."""
+        """Return the upper loss."""
         xi, noise = batch
         distance = self.y - xi @ self.C.T - self.d
         return (distance.square().sum(-1) / 2 + 0.3 * noise @ self.y).mean() + self.rho / 2 * self.x.square().sum()
 
     def gradient(self) -> Tensor:
-        """Of the true objective, with the lower problems solved exactly."""
+        """Return the gradient of the true objective, with exact lower solutions."""
         return self.rho * self.x.detach() + self.A.T @ (self.A @ self.x.detach() - self.d)
 
 
@@ -80,14 +80,14 @@ METHODS: dict[str, partial[Any]] = {
     "DL-SGD": partial(bo.DLSGD),
     "RT-MLMC": partial(bo.RTMLMC, level_sampling="independent"),
 }
-PAPER = {  # seconds per estimate on the 512 x 10 shape: mean, standard deviation
+PAPER = {  # seconds per estimate at 512 x 10: mean, standard deviation
     "DL-SGD": {6: (2.65e-2, 6.34e-3), 8: (7.23e-2, 7.77e-3), 10: (2.48e-1, 2.75e-2), 12: (9.38e-1, 3.71e-2)},
     "RT-MLMC": {6: (2.73e-2, 1.46e-2), 8: (3.41e-2, 1.85e-2), 10: (4.93e-2, 4.06e-2), 12: (1.08e-1, 5.44e-2)},
 }
 
 
 def end_to_end(levels: list[int], neumann: list[str], seeds: int, budget: int) -> dict[str, Any]:
-    """Lower steps until the true gradient is small, and the noise floor once the budget is used up."""
+    """Count lower steps until the true gradient is small, and measure the noise floor at the end of the budget."""
     rows: list[list[object]] = []
     numbers: dict[str, Any] = {}
     for series in neumann:
@@ -130,14 +130,14 @@ def end_to_end(levels: list[int], neumann: list[str], seeds: int, budget: int) -
 
 
 def classifiers(tasks: int = 20, rows: int = 100, features: int = FEATURES) -> Centre:
-    """Linear classifiers near a common centre, lambda = 2, on random data."""
+    """Return linear classifiers near a common centre, lambda = 2, on random data."""
     generator = stream(0, "data")
     inputs = F.normalize(torch.randn(tasks, rows, features, generator=generator), dim=-1)
     return Centre(Part(inputs, torch.randint(0, CLASSES, (tasks, rows), generator=generator)))
 
 
 def method(problem: Centre, cls: type[bo.RTMLMC], levels: int, count: int) -> bo.RTMLMC:
-    """With lambda = 2 and rows of norm 1 the curvature is between 2 and 2.5."""
+    """Return the optimizer; with lambda = 2 and rows of norm 1 the curvature is between 2 and 2.5."""
     return cls(
         [problem.x], [problem.y], lr=0.0, lower_lr=0.5, levels=levels, neumann_steps=10, smoothness=2.5,
         tasks_per_step=count, generator=stream(1, "method"), lower_init=problem.starts,
@@ -145,7 +145,7 @@ def method(problem: Centre, cls: type[bo.RTMLMC], levels: int, count: int) -> bo
 
 
 def seconds(problem: Centre, optimizer: bo.RTMLMC, repeats: int, state: Tensor | None = None) -> list[float]:
-    """Of each of several estimates, after one to warm up; all from one state of the generator, if it is given."""
+    """Time estimates after a warm-up; all start from ``state`` of the generator, if there is one."""
     times = []
     for _ in range(repeats + 1):
         if state is not None and optimizer.generator is not None:
@@ -155,7 +155,7 @@ def seconds(problem: Centre, optimizer: bo.RTMLMC, repeats: int, state: Tensor |
 
 
 def states_by_level(levels: int) -> dict[int, Tensor]:
-    """States of the generator from which RT-MLMC draws each level, found on a problem of one number."""
+    """Find generator states from which RT-MLMC draws each level, on a problem with one variable."""
     x, y = (torch.zeros(1, requires_grad=True) for _ in range(2))
     generator, found = stream(1, "method"), dict[int, Tensor]()
     optimizer = bo.RTMLMC(
@@ -170,7 +170,7 @@ def states_by_level(levels: int) -> dict[int, Tensor]:
 
 
 def timing(levels: list[int], counts: list[int], repeats: int) -> dict[str, Any]:
-    """Seconds per estimate, means; for one task per step least times, of RT-MLMC for every level, weighted."""
+    """Measure mean seconds per estimate; for one task per step least times, for RT-MLMC weighted over the levels."""
     problem, rows, numbers = classifiers(), [], {}
     for K in levels:
         for count in counts:
@@ -199,7 +199,7 @@ def timing(levels: list[int], counts: list[int], repeats: int) -> dict[str, Any]
 
 
 def many_tasks(sizes: list[int], repeats: int) -> dict[str, Any]:
-    """Seconds per step against the number of tasks that there are."""
+    """Measure seconds per step against the number of tasks."""
     rows, numbers = [], {}
     for m in sizes:
         problem = classifiers(tasks=m, rows=8, features=64)
@@ -211,7 +211,7 @@ def many_tasks(sizes: list[int], repeats: int) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the parts asked for; returns the numbers that are written."""
+    """Run the selected parts; return the numbers that are written."""
     parser = Parser(__doc__)
     parser.add_argument("--part", nargs="+", choices=["end-to-end", "time", "tasks"], default=["end-to-end"])
     parser.option("levels", [6], "K", shown="6 (end-to-end), 6 8 10 12 (time)")
@@ -219,7 +219,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.option("seeds", 5, "runs of each method (end-to-end)")
     parser.option("budget", 600_000, "lower steps; 1: stop at a gradient norm of 0.1")
     parser.option("tasks", [1, 4, 20], "tasks per step (time)")
-    parser.option("repeats", 32, "estimates that a time is the mean of")
+    parser.option("repeats", 32, "timed estimates")
     parser.set_defaults(levels=None)
     args = parser.parse(arguments)
     parts: dict[str, Callable[[], dict[str, Any]]] = {

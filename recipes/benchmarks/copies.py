@@ -1,9 +1,9 @@
-r"""F2SA's copies of y as one batched problem, in chunks, and in a loop: time of one step.
+r"""Time of one step of F2SA with its copies of y in one batch, in chunks, and in a loop.
 
     python -m recipes.benchmarks.copies
 
-Lower problem: data cleaning with an MLP 784-256-10 and mini-batches; 10 lower steps. The variants run in turn, and the
-ratio is taken pair by pair.
+Lower problem: data cleaning with an MLP 784-256-10 and mini-batches; 10 lower steps. The variants alternate, and ratios
+are taken pair by pair.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VARIANTS: dict[str, bool | int] = {"loop": False, "chunks of 2": 2, "stacked": T
 
 
 def seconds(batch: int, order: int, repeats: int, device: str) -> dict[str, tuple[list[float], str | None]]:
-    """Times of the variants, after two steps to warm up, and why there was a loop instead."""
+    """Return the times of the variants after two warm-up steps, and the reason for a fallback to the loop."""
     runs, times = {}, {name: list[float]() for name in VARIANTS}
     for name, vectorize in VARIANTS.items():
         problem = MLPCleaning(8 * batch, 1e-3, device)

@@ -1,13 +1,12 @@
-r"""Memory of one step of PZOBO in a million upper parameters, for growing numbers of directions.
+r"""Memory of one step of PZOBO with a million upper parameters, against the number of directions.
 
     MALLOC_MMAP_THRESHOLD_=65536 python -m recipes.benchmarks.directions
     python -m recipes.benchmarks.directions --directions 4 16 64 256 --direction sphere
 
 x is a layer of 1,000 by 1,000 weights (``--width``), y the layer behind it; two lower steps on one batch of 64.
-Directions are made from their seed wherever they are needed, and the paths run in chunks that do not grow with their
-number. Every row is a process of its own; its peak is that of the process less what it was before the first step. The
-variable makes the C library of Linux give freed memory back at once, so that the peak is of what is in use; it costs
-time.
+Directions are regenerated from their seed where needed, and the paths run in chunks of constant size. Every row is a
+separate process; its peak is that of the process minus the peak before the first step. The variable makes the C library
+of Linux return freed memory at once, so that the peak counts only memory in use; this costs time.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ..common.seeds import begin
 
 
 def measure(directions: int, width: int, direction: str, repeats: int, device: str) -> dict[str, float]:
-    """Median seconds of a step, and peak memory in MiB."""
+    """Measure the median seconds of a step, and peak memory in MiB."""
     begin(0, "data")
     net, head = nn.Linear(width, width, bias=False).to(device), nn.Linear(width, 10).to(device)
     rows, labels = torch.randn(64, width, device=device), torch.randint(0, 10, (64,), device=device)
@@ -57,9 +56,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser = Parser(__doc__, device=True, out=False)
     parser.option("directions", [4, 16, 64, 256], "numbers of directions")
     parser.option("width", 1000, "square root of the number of upper parameters")
-    parser.add_argument("--direction", default="gaussian", choices=KINDS, help="their distribution")
+    parser.add_argument("--direction", default="gaussian", choices=KINDS, help="distribution of the directions")
     parser.option("repeats", 1, "timed steps")
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)  # in a process of its own
+    parser.add_argument(
+        "--one", action="store_true", help=argparse.SUPPRESS
+    )  # internal: one measurement in a separate process
     args = parser.parse(arguments)
     if args.one:
         print(json.dumps(measure(args.directions[0], args.width, args.direction, args.repeats, args.device)))

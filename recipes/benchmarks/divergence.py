@@ -1,10 +1,10 @@
-"""What becomes of runs whose rate is too large: whether they end well, with a word, or badly in silence.
+"""Outcomes of runs with too large learning rates: good, warned, or silently bad.
 
     python -m recipes.benchmarks.divergence
 
-For the ten problems of `recipes.benchmarks.suggest`, every method with its defaults (``lower_lr="auto"`` where it has
-it, 1 / L otherwise) and upper rates from too small to far too large, by plain descent. ``well``: the last upper loss is
-at most 1.1 times the first, nothing was said. ``told``: a warning, or a `NonFiniteError`. ``silent``: neither.
+Every method runs on the ten problems of `recipes.benchmarks.suggest` with its defaults (``lower_lr="auto"`` where
+supported, else 1 / L) and upper rates from too small to far too large, by plain descent. ``well``: no warning, and the
+last upper loss is at most 1.1 times the first. ``told``: a warning, or a `NonFiniteError`. ``silent``: neither.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ METHODS = {
 
 
 def outcome(case: Case, make: partial[bo.BilevelOptimizer], steps: int) -> str:
-    """What is said of a run from where the tensors are, which they keep: well, told, silent, or refused."""
+    """Return the outcome of a run from the current tensors, which are restored: well, told, silent, or refused."""
     tensors = [*case.x, *case.y]
     start = [t.detach().clone() for t in tensors]
     begin(0, "run")
@@ -41,7 +41,7 @@ def outcome(case: Case, make: partial[bo.BilevelOptimizer], steps: int) -> str:
             losses = [float(optimizer.step(f, g, tasks=case.tasks)) for _ in range(steps)]
         except bo.NonFiniteError:
             return "told"
-        except ValueError:  # a method that is not for such a problem
+        except ValueError:  # the method does not support this problem
             return "refused"
         finally:
             for t, value in zip(tensors, start, strict=True):
@@ -57,8 +57,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = Parser(__doc__, out=False)
     parser.option("cases", [*CASES], "problems")
     parser.option("methods", [*METHODS], "methods")
-    parser.option("rates", [*RATES], "of x")
-    parser.option("steps", 300, "of every run")
+    parser.option("rates", [*RATES], "upper learning rates")
+    parser.option("steps", 300, "steps per run")
     args = parser.parse(arguments)
     print(", ".join(f"{k} {v}" for k, v in environment("cpu").items()))
     found: dict[tuple[str, float], list[str]] = {}

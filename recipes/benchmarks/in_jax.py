@@ -1,4 +1,4 @@
-"""The algorithms of `by_hand` in JAX: many steps in one jitted ``lax.scan``."""
+"""Algorithms of `by_hand` in JAX: many steps in one jitted ``lax.scan``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ METHODS = ("soba", "stocbio", "mrbo", "amigo", "fsla", "ttsa", "sustain", "bsa",
 
 
 def _losses(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Those of `shapes` with the same name."""
+    """Return the losses of the problem of this name in `shapes`."""
     import jax
     import jax.numpy as jnp
 
@@ -46,7 +46,7 @@ LOSSES = ("logistic", "softmax")
 
 
 def loop(problem: str, method: str, shape: Shape, steps: int) -> tuple[Callable[[], object], Callable[[], list[Any]]]:
-    """So many steps of a method, from where the last call ended; and the tensors of x and y where that is."""
+    """Return a function that runs ``steps`` steps from the end of its last call, and one that returns x and y."""
     import jax
     import jax.numpy as jnp
 

@@ -1,11 +1,11 @@
-r"""Solvers of the implicit system H v = b on a network that is not at a minimum: the residual against products.
+r"""Solvers of the implicit system H v = b on a network away from a minimum: residual against products.
 
     python -m recipes.benchmarks.linear_systems
 
 H is the Hessian of the training loss of an MLP 784-256-10 on random examples, at its initialisation and after some
 gradient steps; b is the gradient of the validation loss. H has negative eigenvalues there: conjugate gradients stop at
-the first direction of non-positive curvature, a Neumann series grows in such directions, MINRES solves the system as it
-is. Residuals ``|b - H v| / |b|`` are evaluated, not taken from the recursions.
+the first direction of non-positive curvature, a Neumann series grows in such directions, and MINRES solves the
+indefinite system. Residuals ``|b - H v| / |b|`` are evaluated, not taken from the recursions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Product = Callable[[bo.Vector], bo.Vector]
 
 
 def largest(product: Product, start: bo.Vector, steps: int = 30) -> float:
-    """The largest absolute eigenvalue, by power iteration."""
+    """Return the largest absolute eigenvalue, by power iteration."""
     v = start
     for _ in range(steps):
         v = product(v * (1 / v.norm()))
@@ -33,7 +33,7 @@ def largest(product: Product, start: bo.Vector, steps: int = 30) -> float:
 
 
 def lowest(product: Product, start: bo.Vector, bound: float, steps: int = 100) -> float:
-    """The smallest eigenvalue, by power iteration with H - bound I."""
+    """Return the smallest eigenvalue, by power iteration with H - bound I."""
     v = start
     for _ in range(steps):
         v = v * (1 / v.norm())
@@ -43,7 +43,7 @@ def lowest(product: Product, start: bo.Vector, bound: float, steps: int = 100) -
 
 
 def residuals(problem: MLPCleaning, products: list[int]) -> tuple[float, float, dict[str, list[object]]]:
-    """Extreme eigenvalues of H, and for each solver the relative residual after so many products."""
+    """Return extreme eigenvalues of H, and for each solver the relative residuals at the numbers of products."""
     oracle = bo.Oracle([problem.x], problem.net.parameters(), problem.upper, problem.lower)
     *_, b = oracle.upper(oracle.f.draw())
     with oracle.lower_system(oracle.g.draw()) as system:
@@ -67,9 +67,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Print the tables."""
     parser = Parser(__doc__, device=True, out=False)
     parser.option("n", 500, "examples")
-    parser.option("ridges", [1e-4, 1e-2], "weights of the squares of the parameters")
+    parser.option("ridges", [1e-4, 1e-2], "ridge weights")
     parser.option("products", [1, 3, 10, 30, 100, 300], "Hessian-vector products")
-    parser.option("after", 100, "gradient steps of size 0.1, after which it is shown once more")
+    parser.option("after", 100, "gradient steps of size 0.1 before the second table")
     args = parser.parse(arguments)
     print(", ".join(f"{k} {v}" for k, v in environment(args.device).items()))
     for ridge in args.ridges:

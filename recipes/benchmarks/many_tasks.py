@@ -1,13 +1,13 @@
-r"""RSVRB over many lower problems: cost of a step against their number, samples against the theory's factor C(p)/m.
+r"""RSVRB with many lower problems: cost of a step against their number, samples against the theory's factor C(p)/m.
 
     python -m recipes.benchmarks.many_tasks                     # cost and complexity, minutes
     python -m recipes.benchmarks.many_tasks --part cost --tasks 100 10000 1000000
 
-Cost: tasks with d = 10 upper and p = 3 lower dimensions, 10 of them in a step; seconds per step after the first, which
-looks at all tasks, and the memory of the rows. Complexity: quadratic tasks whose hypergradients z_i have sizes s_i,
-drawn uniformly or with probabilities proportional to s_i, at a point that is held: the squared error that the drawing
-gives the direction d with weight beta, and from it the task samples that d has to remember (batch / beta) to have a
-given relative error. The law is
+Cost: tasks with d = 10 upper and p = 3 lower dimensions, 10 of them per step; seconds per step after the first, which
+visits all tasks, and the memory of the rows. Complexity: quadratic tasks whose hypergradients z_i have sizes s_i, drawn
+uniformly or with probabilities proportional to s_i, at a fixed point. The sampling gives the direction d with weight
+beta a squared error; from it follow the task samples that d must average (batch / beta) for a given relative error. The
+law is
 
     E|d - mean z|^2 = beta / (2 - beta) (C(p) - |sum z|^2) / (batch m^2),    C(p) = sum |z_i|^2 / p_i.
 """
@@ -32,7 +32,7 @@ COUNT, DRAWN, BETA = 20, 2, 0.1
 
 
 class Quadratics:
-    """m tasks g = |y|^2/2 - y'(Bx + b), f = |y - c|^2/2, with b and c scaled by s."""
+    """Problem of m tasks g = |y|^2/2 - y'(Bx + b), f = |y - c|^2/2, with b and c scaled by s."""
 
     def __init__(self, scales: Tensor, d: int, p: int) -> None:
         generator, m = stream(0, "data"), len(scales)
@@ -40,24 +40,24 @@ class Quadratics:
         self.b, self.c = (torch.randn(m, p, 1, generator=generator) * scales.view(m, 1, 1) for _ in range(2))
         self.tasks = bo.TensorTasks(torch.cat([self.B, self.b, self.c], -1).unsqueeze(1))
         self.x = torch.zeros(d, requires_grad=True)
-        self.y = self.b[..., 0].clone().requires_grad_()  # the solutions at x = 0
+        self.y = self.b[..., 0].clone().requires_grad_()  # solutions at x = 0
 
     def hypergradients(self) -> Tensor:
-        """Those of the tasks at x = 0, (m, d)."""
+        """Return the hypergradients of the tasks at x = 0, (m, d)."""
         z: Tensor = (self.B.mT @ (self.b - self.c))[..., 0]
         return z
 
     def upper(self, rows: Tensor) -> Tensor:
-        """Upper loss of a task."""
+        """Return the upper loss of a task."""
         return (self.y - rows[0, :, -1]).square().sum() / 2
 
     def lower(self, rows: Tensor) -> Tensor:
-        """Lower loss of a task."""
+        """Return the lower loss of a task."""
         return self.y.square().sum() / 2 - self.y @ (rows[0, :, :-2] @ self.x + rows[0, :, -2])
 
 
 def cost(numbers: list[int], steps: int) -> list[dict[str, Any]]:
-    """Seconds per step and memory for each number of tasks, with uniform and importance sampling."""
+    """Measure seconds per step and memory for each number of tasks, with uniform and importance sampling."""
     found = []
     for m in numbers:
         for kind, variant in (("uniform", "exact_mean"), ("importance", "exact_mean"), ("uniform", "matrix_free")):
@@ -86,7 +86,7 @@ def cost(numbers: list[int], steps: int) -> list[dict[str, Any]]:
 
 
 def noise(problem: Quadratics, chances: Tensor, steps: int, seed: int) -> tuple[float, float]:
-    """Squared error of the direction at a point that is held: measured, and the law."""
+    """Return the squared error of the direction at a fixed point: measured, and by the law."""
     m = len(chances)
     optimizer = bo.RSVRB(
         [problem.x], [problem.y], lr=0.0, lower_lr=0.0, beta=BETA, beta_unit="absolute", task_batch=DRAWN,
@@ -103,7 +103,7 @@ def noise(problem: Quadratics, chances: Tensor, steps: int, seed: int) -> tuple[
 
 
 def complexity(accuracy: float, steps: int) -> list[dict[str, Any]]:
-    """Noise of the direction and samples to an accuracy, for tasks of more and more different sizes."""
+    """Measure the noise of the direction and the samples to an accuracy, for increasingly unequal tasks."""
     found = []
     for spread in (0.0, 1.0, 2.0):
         scales = torch.exp(spread * torch.linspace(-1, 1, COUNT))
@@ -113,7 +113,7 @@ def complexity(accuracy: float, steps: int) -> list[dict[str, Any]]:
             p = torch.full_like(sizes, 1 / COUNT) if kind == "uniform" else bo.importance_probabilities(sizes)
             measured, law = noise(problem, p, steps, 0)
             allowed = accuracy**2 * float(sizes.mean())
-            # The error goes with beta / (2 - beta), so this beta has the error allowed, and remembers 1 / beta steps.
+            # The error scales as beta / (2 - beta): this beta has the allowed error, and averages 1 / beta steps.
             beta = 2 / (1 + (2 - BETA) / BETA * measured / allowed)
             factor = float((sizes / p).sum() / sizes.sum()) / COUNT
             entry = {"spread": spread, "sampling": kind, "factor": factor, "error": measured, "law": law}
@@ -122,13 +122,13 @@ def complexity(accuracy: float, steps: int) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the benchmark; returns the numbers that it writes."""
+    """Run the benchmark; return the numbers that it writes."""
     parser = Parser(__doc__)
     parser.add_argument("--part", choices=("cost", "complexity", "both"), default="both", help="default: both")
     parser.option("tasks", [100, 10_000, 1_000_000], "numbers of tasks")
     parser.option("steps", 100, "timed steps")
     parser.option("accuracy", 0.05, "relative error of d")
-    parser.option("held", 2000, "steps at a point that is held")
+    parser.option("held", 2000, "steps at a fixed point")
     args = parser.parse(arguments)
     result: dict[str, Any] = {}
     if args.part in ("cost", "both"):

@@ -1,12 +1,12 @@
-r"""What the library costs beyond its oracle calls: AID and ITD beside hand-written loops and other libraries.
+r"""Overhead of the library beyond its oracle calls: AID and ITD against hand-written loops and other libraries.
 
 One hypergradient of data cleaning with an MLP 784-256-10 on n = 4000 random examples: T = 100 gradient steps on the
 weighted loss, then conjugate gradients with K = 20 Hessian-vector products (AID, implicit), or backpropagation through
-the steps (ITD, unrolled). Every entry runs in a process of its own; its peak memory is that of the call that is timed,
-with what the process holds by then (libraries, among them the compiler's); the time is the shortest of several
-repetitions, the entries in turn. ``compiled``: after ``optimizer.compile()`` and the calls that make the graph.
+the steps (ITD, unrolled). Every entry runs in its own process. Its peak memory is that of the timed call, with all that
+the process already holds (libraries, including the compiler's). The time is the shortest of several repetitions, with
+the entries in turn. ``compiled``: after ``optimizer.compile()`` and the calls that make the graph.
 
-    python -m recipes.benchmarks.overhead --compiled      # MALLOC_MMAP_THRESHOLD_=65536 before it, for memory alone
+    python -m recipes.benchmarks.overhead --compiled      # prefix MALLOC_MMAP_THRESHOLD_=65536 for memory only
     python -m recipes.benchmarks.overhead --memory        # peak memory against T
     python -m recipes.benchmarks.overhead --step          # a step of every method on a tiny problem
 
@@ -31,12 +31,12 @@ from ..common import Parser, alone, environment, forget_peak, peak, show, timed
 from ..problems.networks import MLPCleaning
 from . import steps
 
-WARM_UP = 4  # calls: seen, traced and compared, compared again, used
+WARM_UP = 4  # calls: observe, trace and compare, compare again, use
 LR, RIDGE, K = 0.1, 0.037, 20  # with this ridge the Hessian is positive definite and CG needs all K iterations
 
 
 class Job(MLPCleaning):
-    """The problem, with the number of lower steps."""
+    """Problem with the number of lower steps."""
 
     def __init__(self, n: int, steps: int, device: str) -> None:
         super().__init__(n, RIDGE, device)
@@ -44,14 +44,14 @@ class Job(MLPCleaning):
 
 
 def library(job: Job, kind: type[bo.BilevelOptimizer], **options: Any) -> Tensor | None:
-    """A method of this library."""
+    """Run a method of this library."""
     optimizer = kind([job.x], job.net.parameters(), lr=0.0, lower_lr=LR, lower_steps=job.steps, **options)
     optimizer.backward(job.upper, job.lower)
     return job.x.grad
 
 
 def captured(job: Job, kind: type[bo.BilevelOptimizer], **options: Any) -> Callable[[], Tensor | None]:
-    """The same after ``compile``, once its graph is made; every call starts at the same y."""
+    """Return a method's compiled hypergradient, once its graph is made; every call starts at the same y."""
     optimizer = kind(
         [job.x], job.net.parameters(), lr=0.0, lower_lr=LR, lower_steps=job.steps, warm_start=False, **options
     )
@@ -67,7 +67,7 @@ def captured(job: Job, kind: type[bo.BilevelOptimizer], **options: Any) -> Calla
 
 
 def hand_implicit(job: Job) -> Tensor:
-    """The same oracles in a plain loop."""
+    """Compute the implicit hypergradient with the same oracles in a plain loop."""
     y: list[Tensor] = list(job.net.parameters())
     for _ in range(job.steps):
         gradients = torch.autograd.grad(job.lower(), y)
@@ -90,7 +90,7 @@ def hand_implicit(job: Job) -> Tensor:
 
 
 def hand_unrolled(job: Job) -> Tensor:
-    """Steps with a graph, written with torch.func.functional_call."""
+    """Unroll the steps by hand, with torch.func.functional_call."""
     names = [name for name, _ in job.net.named_parameters()]
     y = [p.detach().clone().requires_grad_() for p in job.net.parameters()]
 
@@ -105,7 +105,7 @@ def hand_unrolled(job: Job) -> Tensor:
 
 
 def higher_unrolled(job: Job) -> Tensor:
-    """The library higher."""
+    """Unroll the steps with the library higher."""
     import higher
 
     sgd = torch.optim.SGD(job.net.parameters(), lr=LR)
@@ -117,7 +117,7 @@ def higher_unrolled(job: Job) -> Tensor:
 
 
 def torchopt_unrolled(job: Job) -> Tensor:
-    """TorchOpt's MetaSGD."""
+    """Unroll the steps with TorchOpt's MetaSGD."""
     import torchopt
 
     sgd = torchopt.MetaSGD(job.net, lr=LR)
@@ -127,7 +127,7 @@ def torchopt_unrolled(job: Job) -> Tensor:
 
 
 def torchopt_implicit(job: Job) -> Tensor:
-    """TorchOpt's custom_root with conjugate gradients."""
+    """Compute the implicit hypergradient with TorchOpt's custom_root and conjugate gradients."""
     import torchopt
 
     names = [name for name, _ in job.net.named_parameters()]
@@ -170,10 +170,10 @@ ENTRIES: dict[str, tuple[Callable[[Job], Any], str | None]] = {
 
 
 def measure(name: str, n: int, steps: int, device: str) -> dict[str, float]:
-    """Figures of one entry, run once in this process."""
+    """Run one entry once in this process; return its figures."""
     job = Job(n, steps, device)
     torch.autograd.grad(job.lower(), list(job.net.parameters()))  # warm up
-    # The first torch.optim object of a process imports torch's compiler: a second and 100 MiB that are nobody's here.
+    # The first torch.optim object of a process imports torch's compiler: a second and 100 MiB that no entry should pay.
     torch.optim.SGD(job.net.parameters(), lr=LR)
     run = ENTRIES[name][0]
     call = run(job) if name.endswith("compiled") else partial(run, job)
@@ -188,11 +188,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser = Parser(__doc__, device=True, out=False)
     parser.option("n", 4000, "examples")
     parser.option("steps", 100, "lower steps T")
-    parser.option("repeats", 3, "runs of every entry")
+    parser.option("repeats", 3, "runs per entry")
     parser.add_argument("--memory", action="store_true", help="peak memory for T = 10, 50, 100, 200 instead of times")
     parser.add_argument("--step", action="store_true", help="microseconds per step on a tiny problem instead")
-    parser.add_argument("--compiled", action="store_true", help="with compiled steps too")
-    parser.add_argument("--only", nargs="+", help="with --step: these methods")
+    parser.add_argument("--compiled", action="store_true", help="also measure compiled steps")
+    parser.add_argument("--only", nargs="+", help="with --step: only these methods")
     args = parser.parse(arguments)
     if args.step:
         steps.measure(args.only, args.repeats)

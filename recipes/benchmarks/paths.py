@@ -1,11 +1,11 @@
-r"""PZOBO's paths as one batched problem, in chunks, and in a loop: time and peak memory of one step on LeNet.
+r"""Time and peak memory of one step of PZOBO on LeNet, with its paths in one batch, in chunks, and in a loop.
 
     python -m recipes.benchmarks.paths                    # --device cuda on a GPU
     python -m recipes.benchmarks.paths --directions 1 4 16 64 --repeats 5
 
 x are LeNet's features (60,856 parameters), y the last layer; 10 lower steps on one batch of 256 images, with the
-features evaluated once per path. Every row is a process of its own; its peak is that of the process less what it was
-before the first step.
+features evaluated once per path. Every row is a separate process; its peak is that of the process minus the peak before
+the first step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VARIANTS = ("loop", "chunks", "stacked")
 
 
 def measure(variant: str, directions: int, chunk: int, repeats: int, device: str) -> dict[str, float]:
-    """Median seconds of a step, and peak memory in MiB."""
+    """Measure the median seconds of a step, and peak memory in MiB."""
     begin(0, "data")
     net, head = lenet().to(device), nn.Linear(84, 10).to(device)
     images, labels = torch.randn(256, 1, 32, 32, device=device), torch.randint(0, 10, (256,), device=device)
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.option("directions", [1, 4, 16, 64], "numbers of directions")
     parser.option("chunk", 8, "paths per chunk")
     parser.option("repeats", 5, "timed steps")
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # a single measurement, in a process of its own
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # internal: one measurement in a separate process
     args = parser.parse(arguments)
     if args.one:
         print(json.dumps(measure(args.one, args.directions[0], args.chunk, args.repeats, args.device)))

@@ -3,14 +3,14 @@ r"""Seconds, memory and bytes exchanged of a step on 1, 2 and 4 gloo ranks of on
     python -m recipes.benchmarks.ranks
     python -m recipes.benchmarks.ranks --cases rows-split --ranks 1 2 4 --tasks 1000000
 
-x has a weight for each training example (``--examples``), y is a network (``--width``); ranks have equal parts of the
-data; with ``-fsdp2`` the network is sharded, layer by layer. ``rows`` has a lower problem of two variables for each of
+x has one weight per training example (``--examples``), y is a network (``--width``). Ranks have equal parts of the
+data; with ``-fsdp2`` the network is sharded by layer. ``rows`` has a lower problem of two variables for each of
 ``--tasks`` tasks. A row of the table shows the largest figures of the ranks.
 
-*MiB of state* is what the optimizer remembers, *tensors between steps* are those that are alive with parameters and
-data, *at peak* the most of them within a step. *Reduced* are the bytes that a rank gives to sums over the ranks in a
-step (and *gathered* those of the whole that it gets from its parts); beside them is what the method's formula needs: 4
-bytes for each number, without losses, flags and numbers of tasks.
+*MiB of state* is the optimizer's state; *tensors between steps* are all live tensors, parameters and data included; *at
+peak* is their maximum within a step. *Reduced* are the bytes that a rank passes to sums over the ranks in a step;
+*gathered* are the bytes of the whole tensors that it assembles from shards. Next to both is the need by the method's
+formula: 4 bytes per number, without losses, flags and task numbers.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from ..common import Parser, environment, save, show, timed
 from ..common.ledger import Ledger
 from ..common.seeds import begin
 
-T, K, Q, BATCH = 5, 5, 8, 16  # lower steps, products of the linear solver, directions, tasks in a step
-Numbers = Callable[[int, int], int]  # of upper parameters d and lower ones p
+T, K, Q, BATCH = 5, 5, 8, 16  # lower steps, products of the linear solver, directions, tasks per step
+Numbers = Callable[[int, int], int]  # takes the numbers of upper parameters d and lower ones p
 
 
 class Case(NamedTuple):
-    """A method with what a step of it exchanges.
+    """Method with the communication of a step.
 
     Attributes:
         cls, options: the method.
-        reduced: numbers that are summed over the ranks.
-        sharded: the same under FSDP2, where every gradient of the network is reduced, that of a loss by itself.
-        gathered: numbers of the whole that each rank gets from the shards: parameters in each forward and each backward
-            pass, vectors that are multiplied with second derivatives.
+        reduced: count of numbers summed over the ranks.
+        sharded: the same under FSDP2, where every gradient of the network is reduced, separately for each loss.
+        gathered: count of numbers each rank gathers from the shards: parameters in each forward and each backward
+            pass, and vectors multiplied by second derivatives.
     """
 
     cls: type[bo.BilevelOptimizer]
@@ -82,7 +82,7 @@ CASES = (*NETWORK, *FULLY, *ROWS)
 
 
 class Contexts:
-    """Tasks whose data follow from their numbers, so that none are stored."""
+    """Tasks whose data are computed from their numbers, so that none are stored."""
 
     def __init__(self, tasks: int) -> None:
         self.tasks = tasks
@@ -100,7 +100,7 @@ class Contexts:
 
 
 class Made(NamedTuple):
-    """What is measured, and how many numbers a step of it has to exchange."""
+    """Step to measure, and how many numbers it must exchange."""
 
     optimizer: bo.BilevelOptimizer
     step: Callable[[], Any]
@@ -110,7 +110,7 @@ class Made(NamedTuple):
 
 
 def rows(case: str, world: int, tasks: int) -> Made:
-    """A method with a row for each task."""
+    """Return a method with one row per task."""
     x, y = torch.ones(4, requires_grad=True), torch.zeros(tasks, 2)
     if world > 1 and case == "rows-split":
         y = distribute_tensor(y, init_device_mesh("cpu", (world,)), [Shard(0)])
@@ -130,7 +130,7 @@ def rows(case: str, world: int, tasks: int) -> Made:
 
 
 def network(case: str, rank: int, world: int, examples: int, width: int) -> Made:
-    """The same for a network; the directions of a zeroth-order method need the same data on all ranks."""
+    """Return a method on a network; splitting zeroth-order directions needs the same data on all ranks."""
     name = case.removesuffix("-fsdp2")
     chosen = NETWORK[name]
     begin(0, "data")
@@ -163,9 +163,9 @@ def network(case: str, rank: int, world: int, examples: int, width: int) -> Made
 
 
 def measured(case: str, rank: int, world: int, args: argparse.Namespace) -> dict[str, float]:
-    """Figures of one rank of the group."""
+    """Return the figures of one rank of the group."""
     made = rows(case, world, args.tasks) if case in ROWS else network(case, rank, world, args.examples, args.width)
-    made.step()  # the first one checks, and makes what later ones remember
+    made.step()  # the first step runs checks and creates the state
     seconds = median(timed(made.step, "cpu")[1] for _ in range(args.repeats))
     state = [t for entries in made.optimizer.state.values() for t in entries.values() if isinstance(t, Tensor)]
     local = [t.to_local() if isinstance(t, DTensor) else t for t in state]
@@ -199,7 +199,7 @@ def measure(rank: int, world: int, args: argparse.Namespace, folder: str) -> Non
 
 
 def largest(world: int, args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """The largest figures of all ranks, by the case."""
+    """Return the largest figures over all ranks, by case."""
     with tempfile.TemporaryDirectory() as folder:
         if world == 1:
             measure(0, 1, args, folder)

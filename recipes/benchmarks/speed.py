@@ -1,9 +1,9 @@
-r"""Processor time of a step of every method: eager, compiled, by hand and in JAX, on problems of five sizes.
+r"""Processor time per step of every method: eager, compiled, by hand and in JAX, on problems of five sizes.
 
-    python -m recipes.benchmarks.speed                                     # hours: one record after the other
+    python -m recipes.benchmarks.speed                                     # hours
     python -m recipes.benchmarks.speed --problems logistic --methods soba aid itd
     python -m recipes.benchmarks.speed --problems mlp lenet --methods aid-neumann itd f2sa --entries eager step hand
-    python -m recipes.benchmarks.speed --device cuda                       # the tables of a GPU, by the clock
+    python -m recipes.benchmarks.speed --device cuda                       # the tables of a GPU, wall-clock time
 
 ============ ================================================================== =======================
 problem      lower variables                                                    upper variables
@@ -15,19 +15,19 @@ problem      lower variables                                                    
 ``tasks``    a head for each of 16 tasks with 25 images                         a body of four convolutions
 ============ ================================================================== =======================
 
-``eager`` is ``optimizer.step``; ``step`` the same after ``optimizer.compile()``; ``run`` is ``optimizer.run`` of many
-steps at once after ``compile(unroll=8)``; ``hand`` is the algorithm in plain functions, traced and compiled, a step at
-a time; ``jax`` the same functions in JAX, many steps in one jitted scan (``pip install bilevel-optim[bench]``). Ten
-lower steps and products where there are any, five for the last two problems; one lower step where that is a method's
-default (TTSA).
+``eager`` is ``optimizer.step``; ``step`` is the same after ``optimizer.compile()``; ``run`` is ``optimizer.run`` of
+many steps at once after ``compile(unroll=8)``; ``hand`` is the algorithm in plain functions, traced and compiled, one
+step at a time; ``jax`` is the same functions in JAX, many steps in one jitted scan (``pip install
+bilevel-optim[bench]``). Methods make ten lower steps and products, five on the last two problems, and one lower step if
+that is their default (TTSA).
 
-Every record is a process of its own, on one thread, whose entries are timed in turn; the figures are medians over the
-rounds. Compile times are seconds of the first calls less what these take later: cold with an empty cache of Inductor,
-warm in a second process with the cache of the first. The difference is the largest one from the eager iterates after
-three calls of so many steps, over their largest entry. A rerun makes only the records that are missing.
+Every record is a separate process on one thread, whose entries are timed in turn; figures are medians over the rounds.
+Compile times are seconds of the first calls minus those of later ones: cold with an empty Inductor cache, warm in a
+second process with the cache of the first. The difference is the largest deviation from the eager iterates after three
+calls, relative to their largest entry. A rerun makes only the missing records.
 
-With ``--device`` problems are there, there is no ``jax``, and times are by the clock, with the device waited for at the
-end of each call.
+With ``--device`` the problems are on that device, there is no ``jax``, and times are wall-clock, with a synchronisation
+at the end of each call.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ from .by_hand import ALGORITHMS, DIRECTIONS, LR, MU, NU, RATE, TORCH, Oracles, c
 
 ENTRIES = ("eager", "step", "run", "hand", "jax")
 STEPS = {"logistic": 32, "softmax": 32, "mlp": 32, "lenet": 8, "tasks": 8}
-MATRICES = 2**22  # entries of the cross derivative up to which methods that keep it are measured
-CALLS = 3  # of every entry before it is timed
+MATRICES = 2**22  # most entries of the cross derivative for methods that store it to be measured
+CALLS = 3  # calls of every entry before it is timed
 PLACES = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"}
 Advance = Callable[[], object]
 
 
-# Methods that `recipes.common.methods` does not have for sampled losses, or that are measured in another configuration.
+# Methods missing from `recipes.common.methods` for sampled losses, or measured in another configuration.
 OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "aid-neumann": (bo.AID, {"linear_solver": "neumann"}),
     "anil": (bo.ANIL, {}),
@@ -94,20 +94,22 @@ OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def offered() -> dict[str, tuple[Any, dict[str, Any]]]:
-    """Every method in one configuration, and AID in two."""
+    """Return every method in one configuration, and AID in two."""
     plain = {name: method.make for name, method in STOCHASTIC.items() if "-" not in name}  # no variants
     return {**{name: (make.func, make.keywords) for name, make in plain.items()}, **OTHERS}
 
 
 def optimizer_of(name: str, problem: Shape) -> tuple[bo.BilevelOptimizer, tuple[Any, ...], dict[str, Any]]:
-    """A method on a problem: the optimizer, and what its ``step`` takes."""
+    """Return a method's optimizer on a problem, and the arguments of its ``step``."""
     cls, arguments = offered()[name]
     declared, known = cls.declared, inspect.signature(cls.__init__).parameters
     if name in STOCHASTIC and STOCHASTIC[name].matrices and problem.entries > MATRICES:
         raise ValueError(f"matrices of {problem.entries:,} entries")
     arguments = {**arguments, "lr": LR, "lower_lr": RATE}
     for steps in ("lower_steps", "linear_steps"):
-        if steps in known and known[steps].default != 1:  # who makes one lower step by default is made for it
+        if (
+            steps in known and known[steps].default != 1
+        ):  # keep a default of one lower step, for which the method is designed
             arguments[steps] = problem.steps
     if "floor" in known:
         arguments["floor"] = 0.02
@@ -133,7 +135,7 @@ def optimizer_of(name: str, problem: Shape) -> tuple[bo.BilevelOptimizer, tuple[
 
 
 def library(name: str, problem: Shape, entry: str, steps: int) -> tuple[Advance, bo.BilevelOptimizer]:
-    """So many steps of a method: one by one, or at once."""
+    """Return a function that runs steps of a method, one by one or at once, and the optimizer."""
     optimizer: Any
     optimizer, losses, extra = optimizer_of(name, problem)
     if entry != "eager":
@@ -149,7 +151,7 @@ def library(name: str, problem: Shape, entry: str, steps: int) -> tuple[Advance,
 
 
 def by_hand(name: str, problem: Shape, steps: int) -> tuple[Advance, Callable[[], tuple[Any, ...]]]:
-    """So many steps by hand, and where they have led."""
+    """Return a function that runs steps by hand, and one that returns the iterates."""
     recipe = ALGORITHMS[name]
     start, step = recipe.make(Oracles(TORCH, problem.f, problem.g), problem.steps)
     (up, low), (uppers, lowers) = recipe.draws(problem.steps), problem.streams()
@@ -176,7 +178,7 @@ def by_hand(name: str, problem: Shape, steps: int) -> tuple[Advance, Callable[[]
 def make(
     problem: str, name: str, entry: str, steps: int, device: str = "cpu"
 ) -> tuple[Advance, Callable[[], Sequence[Any]], Any]:
-    """An entry: so many steps, the values of x and y, and the optimizer, if it has one."""
+    """Return an entry: a function that runs the steps, one for the values of x and y, and the optimizer or None."""
     own = shape(problem, device=device)
     if entry == "hand":
         return *by_hand(name, own, steps), None
@@ -187,13 +189,13 @@ def make(
 
 
 def difference(found: Sequence[Any], expected: Sequence[Tensor]) -> float:
-    """The largest difference, over the largest entry."""
+    """Return the largest difference, relative to the largest entry."""
     pairs = [(torch.as_tensor(a), b) for a, b in zip(found, expected, strict=True)]
     return float(max((a - b).abs().max() for a, b in pairs) / max(b.abs().max() for _, b in pairs))
 
 
 def possible(problem: str, name: str, entries: Sequence[str], device: str = "cpu") -> list[str]:
-    """Those that there are."""
+    """Return the entries that exist for a method and problem."""
     hand = name in ALGORITHMS and not ALGORITHMS[name].random and problem != "tasks"
     jax = (
         device == "cpu"
@@ -207,7 +209,7 @@ def possible(problem: str, name: str, entries: Sequence[str], device: str = "cpu
 def measure(
     problem: str, name: str, entries: Sequence[str], steps: int, rounds: int, device: str = "cpu"
 ) -> dict[str, Any]:
-    """All figures of a method on a problem, in this process; without rounds, only the compile times."""
+    """Measure a method on a problem in this process; without rounds, only the compile times."""
     torch.set_num_threads(1)
     clock = time.process_time if device == "cpu" else time.perf_counter
     advances: dict[str, Advance] = {}
@@ -251,7 +253,7 @@ def measure(
 def record(
     problem: str, name: str, entries: Sequence[str], steps: int, rounds: int, device: str
 ) -> dict[str, Any] | str:
-    """The figures of two processes: all with an empty cache, and the compile times with what it then holds."""
+    """Return the figures of two processes: all with an empty cache, then compile times with the filled cache."""
     with tempfile.TemporaryDirectory() as cache:
         options = (
             "--one",
@@ -275,7 +277,7 @@ def record(
 
 
 def line(name: str, r: dict[str, Any]) -> list[object]:
-    """A row of the table."""
+    """Return a row of the table."""
     us = r["us"]
 
     def ratio(a: str, b: str) -> float | None:
@@ -297,7 +299,7 @@ HEADER = (
 
 
 def plot(stem: Path, results: dict[str, dict[str, dict[str, Any]]]) -> None:
-    """A panel for each problem: microseconds per step of every entry."""
+    """Plot microseconds per step of every entry, one panel per problem."""
     with figure(stem, "Microseconds of processor time per step, one thread", (5.5 * len(results), 8)) as canvas:
         axes = canvas.subplots(1, len(results), squeeze=False)[0]
         for axis, (problem, rows) in zip(axes, results.items(), strict=True):
@@ -313,15 +315,15 @@ def plot(stem: Path, results: dict[str, dict[str, dict[str, Any]]]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any] | None:
-    """Make the missing records; returns the numbers that are written."""
+    """Make the missing records; return the numbers that are written."""
     parser = Parser(__doc__, device=True)
     parser.add_argument("--problems", nargs="+", choices=[*SHAPES], default=[*SHAPES], help="default: all")
     parser.methods(offered(), [*offered()], "--methods")
     parser.add_argument("--entries", nargs="+", choices=ENTRIES, default=[*ENTRIES], help="default: all")
-    parser.option("rounds", 5, "of timing")
-    parser.option("inner", 32, "steps of a call", shown=", ".join(f"{n} ({p})" for p, n in STEPS.items()))
+    parser.option("rounds", 5, "rounds of timing")
+    parser.option("inner", 32, "steps per call", shown=", ".join(f"{n} ({p})" for p, n in STEPS.items()))
     parser.set_defaults(inner=None)
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # a record, in a process of its own
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # internal: one record in a separate process
     parser.add_argument("--cache", help=argparse.SUPPRESS)
     parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse(arguments)

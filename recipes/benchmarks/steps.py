@@ -1,9 +1,9 @@
-r"""What a step costs beyond its oracle calls, on a problem so small that nothing but overhead is left.
+r"""Overhead of a step beyond its oracle calls, on a problem so small that little but overhead is left.
 
 Logistic regression with 22 weights (lower) and one log-penalty for each (upper), batches of 64, one thread.
-Microseconds of processor time per step, of every method for sampled losses; beside them the same calls of `bo.Oracle`
-in a plain loop (what the shell around them costs), and the same derivatives by ``torch.autograd.grad`` alone (what the
-oracles cost too).
+The tables show microseconds of processor time per step, of every method for sampled losses. For comparison they show
+the same calls of `bo.Oracle` in a plain loop, which gives the cost of the optimizer around them. The same derivatives
+by ``torch.autograd.grad`` alone give the cost of the oracles too.
 
     python -m recipes.benchmarks.overhead --step
     python -m recipes.benchmarks.overhead --step --only soba aid
@@ -50,26 +50,26 @@ class Problem:
         return [(rows, (rows @ weights > 0).float()) for rows in inputs]
 
     def next(self, batches: list[Batch]) -> Batch:
-        """Batches in turn."""
+        """Return the next batch, in turn."""
         self.drawn += 1
         return batches[self.drawn % BATCHES]
 
     def lower(self, batch: Batch, y: Tensor | None = None) -> Tensor:
-        """Training loss with its penalties."""
+        """Return the training loss with its penalties."""
         y = self.y if y is None else y
         return F.binary_cross_entropy_with_logits(batch[0] @ y, batch[1]) + 0.05 * (self.x.exp() * y.square()).sum()
 
     def upper(self, batch: Batch) -> Tensor:
-        """Validation loss."""
+        """Return the validation loss."""
         return F.binary_cross_entropy_with_logits(batch[0] @ self.y, batch[1])
 
     def objectives(self) -> tuple[bo.Objective, bo.Objective]:
-        """As the library takes them."""
+        """Return both losses as objectives of the library."""
         return bo.Objective(self.upper, self.val), bo.Objective(self.lower, self.train)
 
 
 def cg(product: Callable[[Tensor], Tensor], b: Tensor, v: Tensor, steps: int) -> Tensor:
-    """Conjugate gradients, as anybody writes them."""
+    """Run plain conjugate gradients."""
     r = b - product(v)
     p, rr = r, r @ r
     for _ in range(steps):
@@ -82,7 +82,7 @@ def cg(product: Callable[[Tensor], Tensor], b: Tensor, v: Tensor, steps: int) ->
 
 
 def oracles(name: str) -> Callable[[int], None]:
-    """A plain loop over the library's oracles."""
+    """Return a plain loop over the library's oracles."""
     problem = Problem()
     oracle = bo.Oracle([problem.x], [problem.y], *problem.objectives())
     state = {"y": oracle.y, "v": oracle.y.zeros_like(), "copies": stack([oracle.y, oracle.y])}
@@ -139,7 +139,7 @@ def oracles(name: str) -> Callable[[int], None]:
 
 
 def by_hand(name: str) -> Callable[[int], None]:
-    """The same with nothing but torch."""
+    """Return the same loop in torch only."""
     problem = Problem()
     x, y, state = problem.x, problem.y, {"v": torch.zeros(22)}
 
@@ -206,7 +206,7 @@ def by_hand(name: str) -> Callable[[int], None]:
 
 
 def library(method: Method) -> Callable[[int], None]:
-    """The method itself."""
+    """Return a loop over the method's own steps."""
     problem = Problem()
     options = {"linear_lr": RATE} if method.series else {"floor": 0.02} if method.floor else {}
     optimizer = method.make([problem.x], [problem.y], lr=1e-3, lower_lr=RATE, **options)
@@ -228,7 +228,7 @@ def _repeated(step: Callable[[], object]) -> Callable[[int], None]:
 
 
 def measure(only: list[str] | None, rounds: int) -> None:
-    """Print the table; all entries of a method in turn, medians of several rounds."""
+    """Print the table: medians of several rounds, with all entries of a method in turn."""
     torch.set_num_threads(1)
     plain = {name: method for name, method in STOCHASTIC.items() if not method.tasks}
     plain["f2sa"] = plain["f2sa-1"]._replace(make=partial(bo.F2SA, lower_steps=T, order=2, nu=NU))

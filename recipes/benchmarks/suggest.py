@@ -1,15 +1,15 @@
-r"""The best suggestion of `bo.suggest` beside the best of a grid, over ten problems.
+r"""Best suggestion of `bo.suggest` against the best of a grid, on ten problems.
 
     python -m recipes.benchmarks.suggest
 
-``reached`` is the mean upper loss over the last tenth of 300 steps from the start with the settings of the best
-suggestion; ``grid`` that with the best of five rates of plain descent and five of Adam, each with three lower rates
-(1, 0.3 and 0.1 over the curvature at the start), of the same method with its other settings. ``start`` is the upper
-loss with the lower problem solved at the first x. ``diverged``: how many of the suggested methods ended non-finite.
+``reached`` is the mean upper loss over the last tenth of 300 steps from the start, with the settings of the best
+suggestion. ``grid`` is the same for the best of a grid: five rates of plain descent and five of Adam, each with three
+lower rates (1, 0.3 and 0.1 over the curvature at the start); method and other settings are the same. ``start`` is the
+upper loss with the lower problem solved at the first x. ``diverged`` counts suggested methods that ended non-finite.
 
-The problems: quadratics of condition 10, 1,000 and 1,000 with noisy batches; ridge regression with a penalty for each
-feature; softmax regression with a penalty for each feature, whole and in batches; weights of training examples with
-noisy labels below softmax regression, and below a network with one hidden layer; a learned linear representation of
+The problems: quadratics of condition 10, 1,000 and 1,000 with noisy batches; ridge regression with one penalty per
+feature; softmax regression with one penalty per feature, in full and in batches; weights of training examples with
+noisy labels for softmax regression, and for a network with one hidden layer; a learned linear representation of
 few-shot regression tasks; a learned shift of a quartic.
 """
 
@@ -31,11 +31,11 @@ from ..common import Parser, environment, progress, show
 from ..common.seeds import begin, stream
 
 STEPS = 300
-PARTS = (1.0, 0.3, 0.1)  # of the inverse curvature, lower rates of the grid
+PARTS = (1.0, 0.3, 0.1)  # lower rates of the grid, times the inverse curvature
 
 
 class Case(NamedTuple):
-    """Live tensors, the losses, and a sampler of tasks if there is one."""
+    """Live tensors, losses, and a task sampler if there is one."""
 
     x: Sequence[Tensor]
     y: Sequence[Tensor]
@@ -45,7 +45,7 @@ class Case(NamedTuple):
 
 
 def quadratic(kappa: float, noise: float = 0.0) -> Case:
-    """24 lower and 7 upper variables, a log-spaced spectrum; f is convex."""
+    """Return a quadratic with 24 lower and 7 upper variables and a log-spaced spectrum; f is convex."""
     generator, n, m = stream(0, "data"), 24, 7
     basis = torch.linalg.qr(torch.randn(n, n, generator=generator))[0]
     H = basis @ torch.diag(torch.logspace(0, math.log10(kappa), n)) @ basis.T
@@ -62,14 +62,14 @@ def quadratic(kappa: float, noise: float = 0.0) -> Case:
 
 
 def examples(n: int, width: int, classes: int = 5, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Features, half of which say nothing, and labels of a random softmax model."""
+    """Return features, half of them irrelevant, and labels of a random softmax model."""
     truth = torch.randn(width // 2, classes, generator=stream(0, "truth"))
     features = torch.randn(n, width, generator=stream(seed, "features"))
     return features, (features[:, : width // 2] @ truth).argmax(1)
 
 
 def ridge() -> Case:
-    """A penalty for each of 40 features of a linear regression, of which 10 matter."""
+    """Return linear regression with one penalty for each of 40 features; 10 matter."""
     generator = stream(0, "data")
     A, B = torch.randn(2, 60, 40, generator=generator)
     truth = torch.cat([torch.randn(10, generator=generator), torch.zeros(30)])
@@ -82,7 +82,7 @@ def ridge() -> Case:
 
 
 def penalties(batches: bool) -> Case:
-    """A penalty for each feature of softmax regression."""
+    """Return softmax regression with one penalty per feature."""
     (A, a), (B, b) = examples(160, 64, seed=1), examples(320, 64, seed=2)
     x, y = torch.full((64,), -3.0, requires_grad=True), torch.zeros(64, 5, requires_grad=True)
 
@@ -103,7 +103,7 @@ def penalties(batches: bool) -> Case:
 
 
 def labels(hidden: int) -> Case:
-    """A weight for each of 200 training examples, 40 per cent of whose labels are random."""
+    """Return one weight for each of 200 training examples; 40 per cent of the labels are random."""
     begin(0, "weights")
     (A, a), (B, b) = examples(200, 20, seed=1), examples(200, 20, seed=2)
     wrong = torch.rand(200, generator=stream(0, "wrong")) < 0.4
@@ -120,7 +120,7 @@ def labels(hidden: int) -> Case:
 
 
 def representation() -> Case:
-    """A linear map to 3 features that 8 regression tasks share."""
+    """Return a linear map to 3 features, shared by 8 regression tasks."""
     generator = stream(0, "data")
     shared = torch.randn(10, 3, generator=generator)
     features = torch.randn(2, 8, 12, 10, generator=generator)
@@ -137,7 +137,7 @@ def representation() -> Case:
 
 
 def quartic() -> Case:
-    """G grows like the fourth power of the distance, so that its curvature changes on the way."""
+    """Return a problem whose lower loss grows like the fourth power, so that its curvature changes on the way."""
     x, y = torch.full((4,), 3.0, requires_grad=True), torch.zeros(4, requires_grad=True)
     weight = torch.tensor([1.0, 2.0, 4.0, 8.0])
     return Case(
@@ -160,7 +160,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 def reached(case: Case, make: Callable[[], bo.BilevelOptimizer], steps: int) -> float:
-    """The mean upper loss over the last tenth of the steps from where the tensors are, which they keep."""
+    """Return the mean upper loss over the last tenth of the steps from the current tensors, which are restored."""
     start = [t.detach().clone() for t in (*case.x, *case.y)]
     begin(0, "run")
     optimizer, losses = make(), list[float]()
@@ -178,7 +178,7 @@ def reached(case: Case, make: Callable[[], bo.BilevelOptimizer], steps: int) -> 
 
 
 def best_of_grid(case: Case, suggestion: bo.Suggestion, name: str, steps: int) -> float:
-    """The least that the method reaches with the rates of a grid."""
+    """Return the least upper loss that the method reaches with the rates of a grid."""
     row = suggestion.rows[name]
     center = row.rates.get("SGD", row.settings["lr"])
     kinds: dict[type[torch.optim.Optimizer], list[float]] = {
@@ -201,7 +201,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = Parser(__doc__, out=False)
     parser.option("cases", [*CASES], "problems")
     parser.option("methods", ["AID", "ITD", "F2SA", "SOBA", "FirstOrder"], "methods")
-    parser.option("steps", STEPS, "of every run")
+    parser.option("steps", STEPS, "steps per run")
     parser.option("max-seconds", 300.0, "budget of each suggestion")
     args = parser.parse(arguments)
     print(", ".join(f"{k} {v}" for k, v in environment("cpu").items()))

@@ -1,4 +1,4 @@
-"""What the programs share: the command line, the loops that time and tune, the methods by name, and what is written."""
+"""Shared by the programs: command line, loops that time and tune, methods by name, output files."""
 
 from .arguments import Parser, share
 from .intervals import Interval, interval

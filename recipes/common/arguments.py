@@ -1,4 +1,4 @@
-"""The command line of the programs: arguments whose types, checks and help follow from their defaults."""
+"""Command line of the programs: types, checks and help texts follow from the defaults of the arguments."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ __all__ = ["Parser", "share"]
 
 
 def positive(text: str) -> float:
-    """A number above zero."""
+    """Parse a number above zero."""
     if not (value := float(text)) > 0:
         raise argparse.ArgumentTypeError(f"must be positive, not {text}")
     return value
 
 
 def count(text: str) -> int:
-    """A whole number above zero."""
+    """Parse a whole number above zero."""
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be positive, not {text}")
     return value
 
 
 def share(text: str) -> float:
-    """A number between 0 and 1."""
+    """Parse a number between 0 and 1."""
     if not 0 <= (value := float(text)) <= 1:
         raise argparse.ArgumentTypeError(f"must be between 0 and 1, not {text}")
     return value
@@ -42,15 +42,15 @@ def _words(value: Any) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Arguments of a program, described by the first line of its docstring.
+    """Argument parser of a program, described by the first line of its docstring.
 
     Args:
         doc: the docstring.
         seed: offer ``--seed``.
         device: offer ``--device``.
-        out: offer ``--out``, the folder of what is written.
+        out: offer ``--out``, the output folder.
         compiled: offer ``--compile``.
-        threads: the default of ``--threads``; one where seconds of the processor are counted, which are those of all.
+        threads: default of ``--threads``; 1 where processor seconds are counted, as they add up over threads.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class Parser(argparse.ArgumentParser):
         if device:
             self.add_argument("--device", default="cpu", help="default: cpu")
         if out:
-            self.option("out", Path("results"), "folder of what is written")
+            self.option("out", Path("results"), "output folder")
         if compiled:
-            self.add_argument("--compile", action="store_true", help="steps run compiled, where they can be")
-        shown = "those that it takes" if threads is None else threads
-        self.add_argument("--threads", type=count, default=threads, help=f"of torch; default: {shown}")
+            self.add_argument("--compile", action="store_true", help="compile the steps where possible")
+        shown = "chosen by torch" if threads is None else threads
+        self.add_argument("--threads", type=count, default=threads, help=f"threads of torch; default: {shown}")
 
     def option(self, name: str, default: Any, text: str, *, shown: str | None = None, **options: Any) -> None:
-        """``--name``, of the type of its default (several, if that is a list); numbers must be positive."""
+        """Add ``--name``, of the type of its default (a list takes several values); numbers must be positive."""
         several = isinstance(default, (list, tuple))
         kind = type(default[0] if several else default)
         options = {"type": KINDS.get(kind, kind), "nargs": "+" if several else None, **options}
@@ -85,13 +85,13 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(f"--{name.replace('_', '-')}", default=default, help=text.replace("%", "%%"), **options)
 
     def methods(self, names: Iterable[str], default: Sequence[str] | str, flag: str = "--optimizer") -> None:
-        """Which methods to run; a text for the default says what the program will choose."""
+        """Add the argument for the methods to run; a default that is a text describes the program's choice."""
         chosen = None if isinstance(default, str) else list(default)
         self.add_argument(flag, nargs="+", choices=[*names], default=chosen, metavar="NAME",
                           help=f"of {', '.join(names)}; default: {_words(default)}")  # fmt: skip
 
     def data(self, names: Iterable[str], *, flag: str = "--data", download: bool = True) -> None:
-        """Which data, the first by default, and where they are."""
+        """Add the arguments for the data set (default: the first) and for its folder."""
         choices = [*names]
         self.add_argument(flag, choices=choices, default=choices[0], help=f"default: {choices[0]}")
         self.add_argument("--data-root", type=Path, help="folder of downloaded data")
@@ -99,7 +99,7 @@ class Parser(argparse.ArgumentParser):
             self.add_argument("--download", action="store_true", help="fetch missing data into --data-root")
 
     def settings(self, key: str, table: Mapping[str, Mapping[str, Any]], **texts: str) -> None:
-        """Arguments whose defaults depend on the argument ``key``: columns of a table with a row for each choice."""
+        """Add arguments whose defaults depend on ``key``: the columns of a table with one row per choice of ``key``."""
         for name, text in texts.items():
             defaults = {row: values[name] for row, values in table.items()}
             shown = ", ".join(f"{_words(value)} ({row})" for row, value in defaults.items())
@@ -115,6 +115,6 @@ class Parser(argparse.ArgumentParser):
                 setattr(args, name, table[getattr(args, key)][name])
         if args.threads is not None:
             torch.set_num_threads(args.threads)
-            if importlib.util.find_spec("threadpoolctl"):  # threads of scipy's that wait count as seconds too
+            if importlib.util.find_spec("threadpoolctl"):  # waiting threads of scipy count as seconds too
                 importlib.import_module("threadpoolctl").threadpool_limits(args.threads)
         return args

@@ -18,13 +18,13 @@ class Interval(NamedTuple):
     high: float
 
     def __str__(self) -> str:
-        if math.isinf(self.high):  # of one value
+        if math.isinf(self.high):  # a single value
             return f"{self.mean:.4g}"
         return f"{self.mean:.4g} [{self.low:.4g}, {self.high:.4g}]"
 
 
 def interval(values: Sequence[float], level: float = 0.95) -> Interval:
-    """Of the mean of values that vary about normally (Student's t), at a level of confidence."""
+    """Return the confidence interval of the mean (Student's t: the values should be about normal)."""
     from scipy.special import stdtrit
 
     mean = statistics.fmean(values)

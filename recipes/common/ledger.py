@@ -1,4 +1,4 @@
-"""Bytes of tensors that are alive, and of those that processes exchange."""
+"""Count the bytes of live tensors, and of those that processes exchange."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ KINDS = {
 
 
 def _size(tree: Any) -> int:
-    """Bytes of the tensors in it."""
+    """Return the bytes of all tensors in a tree."""
     return sum(t.numel() * t.element_size() for t in tree_leaves(tree) if isinstance(t, Tensor))
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts bytes while it is active.
+    """Mode that counts bytes while it is active.
 
     Args:
-        known: tensors that are there already.
+        known: tensors that exist already.
 
     Attributes:
-        peak: most bytes of tensors that were alive at once, of those made since.
-        sent: bytes that each kind of collective was given, of shards and the whole those of the whole.
+        peak: peak bytes of live tensors: the known ones, and those made since.
+        sent: bytes for each kind of collective; where shards form a whole tensor, the bytes of the whole.
     """
 
     def __init__(self, known: Sequence[Tensor] = ()) -> None:
@@ -46,7 +46,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # comes again as the operations on its shards
+            return NotImplemented  # torch calls again with the operations on the shards
         found = func(*args, **(kwargs or {}))
         name = func.__name__.replace("_", "")
         kind = next((k for k in KINDS if "c10d" in func.namespace and k in name), None)
@@ -63,5 +63,5 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.alive[local.untyped_storage()] = True
 
     def bytes(self) -> int:
-        """Of the tensors that are alive now."""
+        """Return the bytes of the tensors that are alive now."""
         return sum(storage.nbytes() for storage in self.alive)

@@ -1,4 +1,4 @@
-"""The methods by name, with their settings on the two kinds of problems on which the programs compare all of them."""
+"""Methods by name, with their settings for the two kinds of problems on which the programs compare all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .sampling import IndexObjective, IndexTerms
 
 __all__ = ["ELSEWHERE", "EXACT", "PAPER", "STOCHASTIC", "Method", "decaying", "growing_penalty"]
 
-# Arguments that make a method that of its paper, where the library's defaults are others; by the name of the class.
+# Arguments that give the paper's version where the library's defaults differ, by class name.
 PAPER: dict[str, dict[str, Any]] = {
     "RTMLMC": {"neumann": "product", "neumann_rate": 0.5, "level_sampling": "independent", "cap": False},
     "DLSGD": {"neumann": "product", "neumann_rate": 0.5, "cap": False},
@@ -29,7 +29,7 @@ PAPER: dict[str, dict[str, Any]] = {
 
 
 def growing_penalty(optimizer: bo.F2SA, exponent: float = 1 / 7) -> bo.F2SA:
-    """F2SA of Kwon et al.: its penalty 1/nu grows as (1 + t)^exponent with the steps t."""
+    """Make the penalty 1/nu of F2SA grow as (1 + t)^exponent with the steps t, as in Kwon et al."""
     first, made = optimizer.nu, 0
 
     def grow(*_: object) -> None:
@@ -46,12 +46,12 @@ class Method(NamedTuple):
 
     Attributes:
         make: called with x, y, ``lr`` and ``lower_lr``.
-        decay: exponents a with which the step sizes of x and of y fall, as (1 + t / 100)^-a at iteration t.
-        series: whether ``linear_lr`` is to stay at the first ``lower_lr``.
-        terms: whether it needs losses that are finite sums of known terms.
-        floor: whether it takes a lower bound ``floor`` of the curvature of the lower loss.
-        matrices: whether it keeps the lower Hessian and the cross derivative as matrices.
-        tasks: whether it draws some of many lower problems at each step by itself.
+        decay: exponents a of x and y: their learning rates fall as (1 + t / 100)^-a at iteration t.
+        series: True if ``linear_lr`` stays at the first ``lower_lr``.
+        terms: True if it needs losses that are finite sums of known terms.
+        floor: True if it takes a lower bound ``floor`` of the curvature of the lower loss.
+        matrices: True if it stores the lower Hessian and the cross derivative as matrices.
+        tasks: True if it draws its own subset of many lower problems at each step.
     """
 
     make: partial[Any]
@@ -65,7 +65,7 @@ class Method(NamedTuple):
     def optimizer(
         self, x: Tensor, y: Tensor, *, lr: float, lower_lr: float, convexity: float, **options: Any
     ) -> bo.BilevelOptimizer:
-        """The optimizer with these step sizes, for a lower loss of (about) this strong convexity."""
+        """Return the optimizer with these learning rates, for a lower loss of (about) this strong convexity."""
         if self.series:
             options["linear_lr"] = lower_lr
         if self.floor:
@@ -76,11 +76,11 @@ class Method(NamedTuple):
     def objective(
         self, loss: Callable[[Tensor], Tensor], size: int, batch: int, seed: int, tasks: int | None = None
     ) -> IndexObjective | IndexTerms:
-        """A loss of indices in the form that the method needs; its ``drawn`` counts the examples."""
+        """Wrap a loss of indices in the form that the method needs; ``drawn`` counts the examples."""
         return (IndexTerms if self.terms else IndexObjective)(loss, size, batch, seed, tasks)
 
 
-# The methods for losses without noise (recipes.compare).
+# Methods for deterministic losses (recipes.compare).
 EXACT: dict[str, partial[Any]] = {
     "aid": partial(bo.AID),
     "aid-neumann": partial(bo.AID, linear_solver="neumann"),
@@ -102,7 +102,7 @@ EXACT: dict[str, partial[Any]] = {
     "rahgd": partial(bo.RAHGD),
 }
 
-# The methods for sampled losses.
+# Methods for sampled losses.
 HALF, THIRD = (1 / 2, 1 / 2), (1 / 3, 1 / 3)
 STOCHASTIC: dict[str, Method] = {
     "aid": Method(partial(bo.AID, lower_steps=10, linear_steps=10)),
@@ -138,7 +138,7 @@ STOCHASTIC: dict[str, Method] = {
     "vrbo": Method(partial(bo.VRBO, lower_steps=10, linear_steps=10)),
 }
 
-# Why a method is in neither list, or in one of them only; by the name of the class.
+# Reasons why a method is missing from one list or from both, by class name.
 MINIMAX = dict.fromkeys(("GDA", "PRAGDA", "RAGDA", "iMCN"), "minimax, one loss (recipes.saddle_escape)")
 META = dict.fromkeys(("ANIL", "ESMAML", "FOMAML", "MAML", "iMAML"), "x is an initial point of y")
 ELSEWHERE: dict[str, dict[str, str]] = {
@@ -167,7 +167,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
 
 
 def decaying(optimizer: bo.BilevelOptimizer, method: Method) -> torch.optim.lr_scheduler.LambdaLR:
-    """The scheduler of the method's decay, with one step per iteration."""
+    """Return the scheduler of the method's decay; step it once per iteration."""
 
     def factor(level: str) -> Callable[[int], float]:
         exponent = method.decay[level == "lower"]

@@ -1,4 +1,4 @@
-"""Measurements in a process of their own, for their peak memory."""
+"""Run measurements in separate processes, to get the peak memory of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["alone", "forget_peak", "peak"]
 
 
 def alone(module: str, *arguments: object) -> dict[str, Any] | str:
-    """What ``python -m module`` prints last, as JSON; the last line of its error, if it fails."""
+    """Run ``python -m module``; return its last line parsed as JSON, or the last line of its error if it fails."""
     command = [sys.executable, "-W", "ignore", "-m", module, *map(str, arguments)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
@@ -25,9 +25,9 @@ def alone(module: str, *arguments: object) -> dict[str, Any] | str:
 
 
 def forget_peak(device: str = "cpu") -> float:
-    """Count `peak` from here on, and give its start; on a CPU under Linux only.
+    """Reset `peak` and return its value now; on a CPU, resetting works under Linux only.
 
-    Of what was freed before, the C library may hold a part still, unless ``MALLOC_MMAP_THRESHOLD_=65536`` is set.
+    The C library may still hold memory that was freed before, unless ``MALLOC_MMAP_THRESHOLD_=65536`` is set.
     """
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
@@ -38,7 +38,7 @@ def forget_peak(device: str = "cpu") -> float:
 
 
 def peak(device: str = "cpu") -> float:
-    """Most memory in MiB so far: of this process, or of the accelerator since its count was reset."""
+    """Return the peak memory in MiB: of this process, or of the accelerator since the last reset."""
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -1,4 +1,4 @@
-"""Results of runs in a file, one line of JSON each, so that what was interrupted goes on where it stopped."""
+"""Results of runs in a file, one line of JSON each, so that interrupted work resumes where it stopped."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ Result = dict[str, Any]
 
 
 class Missing(LookupError):
-    """A result that is not there, and was not to be made."""
+    """Raised for a missing result where no run is allowed."""
 
 
 class Records:
-    """What runs gave, by what was run; several processes may share the file of one experiment.
+    """Results by unit of work; several processes may share the file of one experiment.
 
     Args:
-        path: of the file; what is there is taken over, but a last line that was cut off. Default: None, kept in memory
-            alone.
-        frozen: whether a result that is not there is an error, `Missing`, and nothing is run.
+        path: the file; its complete lines are read first. Default: None, which keeps results in memory only.
+        frozen: run nothing, and raise `Missing` for a missing result.
     """
 
     def __init__(self, path: Path | None = None, *, frozen: bool = False) -> None:
         self.path, self.frozen, self.made = path, frozen, 0
         self.results: dict[str, Result] = {}
-        self.read = 0  # bytes of the file
+        self.read = 0  # bytes read so far
         if path is not None and path.exists() and not frozen:
             whole = path.read_bytes()
             if not whole.endswith(b"\n"):
@@ -36,7 +35,7 @@ class Records:
         self.refresh()
 
     def refresh(self) -> None:
-        """Take over what others have written since."""
+        """Read the results that other processes have written since."""
         if self.path is None or not self.path.exists():
             return
         with self.path.open("rb") as file:
@@ -49,7 +48,7 @@ class Records:
                 self.results[_key(entry["unit"])] = entry["result"]
 
     def get(self, unit: Mapping[str, Any], run: Callable[[], Mapping[str, Any]]) -> Result:
-        """The result of a unit, which is run if it was not yet."""
+        """Return the result of a unit; run it if there is none yet."""
         key = _key(unit)
         if key not in self.results:
             self.refresh()
@@ -57,7 +56,7 @@ class Records:
             if self.frozen:
                 raise Missing(key)
             line = json.dumps({"unit": unit, "result": run()})
-            # A result is what can be read again, so that it is the same whether it was just made or not.
+            # Parsed from the line, so that a new result equals one that is read from the file.
             self.results[key] = json.loads(line)["result"]
             self.made += 1
             if self.path is not None:

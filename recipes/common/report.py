@@ -1,4 +1,4 @@
-"""What the programs print and write: tables, figures, and JSON files of the numbers and where they came from."""
+"""Output of the programs: tables, figures, and JSON files with the numbers and their origin."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import bilevel_optim
 
 __all__ = ["CALLS", "draw", "environment", "figure", "plot", "rows", "save", "save_json", "show", "table"]
 
-# Oracle calls, as they head the columns of tables.
+# Oracle calls, and the headers of their columns.
 CALLS = {"upper_grad": "f grads", "lower_grad": "g grads", "hvp": "HVPs", "jvp": "cross", "loss": "f values"}
 Points = Sequence[Mapping[str, Any]]  # a curve
 Panels = Sequence[tuple[str, str, dict[str, Any]]]  # x, y, and options of the axis
 
 
 def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Machine and versions, to be kept beside every number."""
+    """Return machine and versions, to be stored with every number."""
     device = torch.device(device)
     return {
         "bilevel_optim": bilevel_optim.__version__,
@@ -36,7 +36,7 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Rows under a header in aligned columns, numbers to the right."""
+    """Format rows under a header in aligned columns, all but the first aligned to the right."""
     cells = [[*map(str, header)], *([_text(cell) for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     lines = [
@@ -52,7 +52,7 @@ def show(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) ->
 
 
 def rows(results: Mapping[str, Mapping[str, Any]], *keys: str, calls: int = 0) -> list[list[object]]:
-    """A row for each method: its name, those of its numbers that are asked for, and its first so many `CALLS`."""
+    """Return one row per method: its name, the numbers named by ``keys``, and the first ``calls`` of `CALLS`."""
     found = []
     for name, r in results.items():
         counts = r.get("oracle_calls") or {}
@@ -61,13 +61,13 @@ def rows(results: Mapping[str, Mapping[str, Any]], *keys: str, calls: int = 0) -
 
 
 def save_json(path: Path, numbers: Mapping[str, Any]) -> None:
-    """Write the numbers of a run, making the folder if need be."""
+    """Write the numbers of a run, and create the folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(numbers, indent=1) + "\n")
 
 
 def save(args: argparse.Namespace, stem: Path, numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the numbers with the arguments, machine and versions beside them to ``stem``.json; returns all of it."""
+    """Write numbers, arguments, machine and versions to ``stem``.json, and return them all."""
     arguments = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
     whole = {"arguments": arguments, "environment": environment(getattr(args, "device", "cpu")), **numbers}
     save_json(Path(f"{stem}.json"), whole)
@@ -77,7 +77,7 @@ def save(args: argparse.Namespace, stem: Path, numbers: Mapping[str, Any]) -> di
 
 @contextmanager
 def figure(stem: Path, title: str, size: tuple[float, float], dpi: int = 110) -> Iterator[Any]:
-    """A new figure, which is written to ``stem``.png in the end."""
+    """Yield a new figure, which is written to ``stem``.png at the end."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -92,7 +92,7 @@ def figure(stem: Path, title: str, size: tuple[float, float], dpi: int = 110) ->
 
 
 def draw(axis: Any, curves: Mapping[str, Points], x: str, y: str, **options: Any) -> None:
-    """The curves of several methods, y against x, at the points that have y."""
+    """Draw the curves of several methods, y against x, at the points that have y."""
     from matplotlib import colormaps
 
     colours = colormaps["tab10" if len(curves) <= 10 else "tab20"]
@@ -104,7 +104,7 @@ def draw(axis: Any, curves: Mapping[str, Points], x: str, y: str, **options: Any
 
 
 def plot(stem: Path, title: str, curves: Mapping[str, Points], panels: Panels, rows: int = 1) -> None:
-    """A figure with several panels of the same curves."""
+    """Write a figure with several panels of the same curves."""
     columns = len(panels) // rows
     with figure(stem, title, (5.5 * columns, 4.5 * rows)) as canvas:
         axes = canvas.subplots(rows, columns, squeeze=False)

@@ -1,4 +1,4 @@
-"""Loops that time steps without what is measured between them, and that tune learning rates."""
+"""Loops that time steps, without the evaluations between them, and loops that tune learning rates."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ COST = {"upper_grad": 1.0, "lower_grad": 1.0, "hvp": 2.0, "jvp": 2.0, "loss": 0.
 
 
 def gradients(optimizer: bo.BilevelOptimizer) -> float:
-    """Oracle calls in units of one gradient: a Hessian-vector or cross product is 2, a value of f 1/2."""
+    """Return the oracle calls in units of one gradient: a Hessian-vector or cross product is 2, a value of f 1/2."""
     return sum(COST[name] * calls for name, calls in optimizer.oracle_counts.items())
 
 
 def progress(items: Iterable[Any] | None = None, label: str = "", **options: Any) -> Any:
-    """A progress bar, on a terminal only."""
+    """Return a progress bar, shown on a terminal only."""
     return tqdm(items, desc=f"{label:12}", **{"unit": "step", "disable": None, **options})
 
 
 def synchronize(device: torch.device | str) -> None:
-    """Wait for the accelerator, if it is one."""
+    """Wait for the accelerator, if the device is one."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
 
 
 def timed(function: Callable[[], T], device: torch.device | str = "cpu") -> tuple[T, float]:
-    """Its result, and the seconds that it took."""
+    """Call a function; return its result and the seconds it took."""
     start = time.perf_counter()
     result = function()
     synchronize(device)
@@ -55,10 +55,11 @@ def train(
     first: bool = False,
     device: torch.device | str = "cpu",
 ) -> list[Point]:
-    """Make so many steps; returns the curve of what is measured, with the steps and seconds until then.
+    """Run ``steps`` steps; return the curve of the measurements, each with the steps and seconds until then.
 
-    Measured is after the first step, after every so many, and after the last, given their number and what the last one
-    returned (``first``: also before any, given 0 and None). Values that are not finite end the curve, as NaN.
+    ``measure`` is called after the first step, after every ``every`` steps and after the last, with the number of steps
+    and the result of the last one; with ``first`` also before any step, with 0 and None. A `NonFiniteError` ends the
+    curve with a point of NaN.
     """
     curve: list[Point] = [{"step": 0, "seconds": 0.0, **measure(0, None)}] if first else []
     seconds = 0.0
@@ -86,11 +87,11 @@ def spend(
     evaluations: int,
     judged: Sequence[str],
 ) -> Point:
-    """Make steps until a budget is spent; returns the last point, with the whole ``curve`` and whether it ``diverged``.
+    """Run steps until a budget is spent; return the last point, with the whole ``curve`` and the flag ``diverged``.
 
-    ``spent`` is called with the seconds of the steps so far. The points are denser at the beginning; one that passes
-    several of them at once stands for all, so that the curves of different seeds correspond. The last point is within
-    the budget: what a step gains that goes beyond it does not count. What a run is judged by is infinite if it
+    ``spent`` is called with the seconds of the steps so far. Points are denser at the beginning. A step that passes
+    several of them fills all with the same point, so that the curves of different seeds correspond. The last point is
+    within the budget: the gain of a step beyond it does not count. The numbers ``judged`` are infinite if the run
     diverged.
     """
     curve: list[Point] = []
@@ -98,7 +99,7 @@ def spend(
     used, cost = spent(0.0), 0.0
     while not diverged:
         passed = 1 + math.floor(evaluations * min(used / budget, 1.0) ** 0.5 + 1e-9)
-        last = used + cost > budget  # another step like the one before would go beyond
+        last = used + cost > budget  # another step of the same cost would exceed the budget
         if passed > len(curve) or last:
             point = {"seconds": seconds, "steps": steps, **measure()}
             if diverged := not all(math.isfinite(value) for value in point.values() if value is not None):
@@ -130,13 +131,13 @@ def tuned(
     score: str,
     seeds: int = 1,
 ) -> dict[str, tuple[list[Point], list[Point]]]:
-    """For each method all runs of the grid with the first seed, and the best of them with its runs of other seeds.
+    """Return for each method all runs of the grid with the first seed, and all runs of the best setting.
 
-    The best is that with the least ``score``.
+    The best setting has the least ``score`` with the first seed; it runs with the other seeds too.
     """
     names, found = [*names], {}
     with warnings.catch_warnings(), progress(total=len(names) * (len(grid) + seeds - 1), unit="run") as bar:
-        warnings.simplefilter("ignore", bo.BilevelWarning)  # what noise does is what is compared
+        warnings.simplefilter("ignore", bo.BilevelWarning)  # effects of noise are part of the comparison
 
         def counted(name: str, setting: Any, seed: int) -> Point:
             bar.set_description(name)
@@ -152,7 +153,7 @@ def tuned(
 
 
 def median_curve(curves: Sequence[Sequence[Point]]) -> list[Point]:
-    """Medians of the corresponding points of several curves, of what all of them have."""
+    """Return medians of the corresponding points of several curves, for the keys that all of them have."""
 
     def median(values: list[Any]) -> Any:
         return statistics.median_low(values) if isinstance(values[0], int) else statistics.median(values)
@@ -164,7 +165,7 @@ def median_curve(curves: Sequence[Sequence[Point]]) -> list[Point]:
 
 
 def summary(results: Mapping[str, Sequence[Point]], score: str, *keys: str) -> dict[str, Point]:
-    """Medians over the seeds, and the range of the score; the best method first."""
+    """Return medians over the seeds, and the range of the score; the best method comes first."""
     found: dict[str, Point] = {}
     for name, runs in results.items():
         (medians,) = median_curve([[{key: r[key] for key in (score, *keys)}] for r in runs])

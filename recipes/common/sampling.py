@@ -1,4 +1,4 @@
-"""Losses of the indices of examples, as objectives that count what is drawn."""
+"""Objectives whose loss takes indices of examples, and which count the examples drawn."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["IndexBatches", "IndexObjective", "IndexTerms"]
 
 
 class IndexBatches:
-    """Batches of indices, a new random order in every pass; what does not fill a batch is left out of the pass.
+    """Batches of indices in a new random order in every pass; a pass drops its last incomplete batch.
 
     Args:
-        size: number of examples; the largest size of a batch.
-        batch: size of a batch.
-        seed: of the orders.
-        tasks: makes batches of shape (tasks, batch), drawn with replacement, an independent sample for each task.
-            Default: one sample, without this dimension.
+        size: number of examples; batches are not larger.
+        batch: batch size.
+        seed: seed of the orders.
+        tasks: number of tasks; batches then have shape (tasks, batch), drawn with replacement, independently for each
+            task. Default: None, batches of shape (batch,).
     """
 
     def __init__(self, size: int, batch: int, seed: int, tasks: int | None = None) -> None:
@@ -44,7 +44,7 @@ class IndexBatches:
 
 
 class IndexObjective(bo.Objective):
-    """A loss of indices, on `IndexBatches`."""
+    """Objective of a loss of indices, on `IndexBatches`."""
 
     def __init__(
         self, loss: Callable[[Tensor], Tensor], size: int, batch: int, seed: int, tasks: int | None = None
@@ -54,19 +54,19 @@ class IndexObjective(bo.Objective):
 
     @property
     def drawn(self) -> int:
-        """Examples so far."""
+        """Number of examples drawn so far."""
         return self.batches.drawn
 
 
 class IndexTerms(bo.FiniteSum):
-    """A loss of indices as a finite sum of fixed batches, in a random order, for methods with a memory of every term.
+    """Finite sum of a loss of indices over fixed batches, in a random order, for methods that remember every term.
 
     Args:
         loss: called with the indices of a batch.
-        size: number of examples; the largest size of a batch.
-        batch: size of a batch; about so, if it does not divide ``size``.
-        seed: of the order and of the draws.
-        tasks: how many samples a batch counts for. Default: 1.
+        size: number of examples; batches are not larger.
+        batch: batch size; approximate if it does not divide ``size``.
+        seed: seed of the order and of the draws.
+        tasks: number of samples that a batch counts as. Default: 1.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class IndexTerms(bo.FiniteSum):
         self.count, self.drawn = tasks or 1, 0
 
     def term(self, index: int, *, once: bool = False) -> Any:
-        """The sample of one term, counted."""
+        """Return the sample of one term, and count its examples."""
         sample = super().term(index, once=once)
         self.drawn += self.count * len(sample.batch)
         return sample

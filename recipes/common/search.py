@@ -1,4 +1,4 @@
-"""The best setting of a grid: successive halving, then all neighbours of the best one, also beyond the grid."""
+"""Search a grid for the best setting: successive halving, then the neighbours of the best one, also off the grid."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Setting = dict[str, Any]
 
 
 class Axis(NamedTuple):
-    """Values of a hyper-parameter, in order.
+    """Ordered values of a hyper-parameter.
 
     Attributes:
-        values: at least one; with one alone there is nothing to choose.
-        least: beyond it there is nothing.
-        most: beyond it there is nothing.
-        extends: whether the grid may go on beyond its ends, by the ratio of the last two values; a best value at an end
-            where it may not is at an edge.
+        values: one or more; with one there is nothing to choose.
+        least: smallest possible value.
+        most: largest possible value.
+        extends: True if the search may leave the grid, by the ratio of the last two values; otherwise a best value at
+            an end of the grid is at an edge.
     """
 
     values: tuple[Any, ...]
@@ -29,7 +29,7 @@ class Axis(NamedTuple):
     extends: bool = True
 
     def neighbours(self, value: Any) -> list[Any]:
-        """Values beside one: of the grid, or beyond its ends by the ratio there; none where it is closed."""
+        """Return the values next to one: on the grid, or beyond its ends by the ratio there, if the axis extends."""
         if len(self.values) < 2:
             return []
         found = []
@@ -38,7 +38,7 @@ class Axis(NamedTuple):
             onward = [v for v in ordered if (v > value if up else v < value)]
             if 0 < len(onward) < len(ordered):
                 found.append(onward[0])
-            elif onward:  # before the first: towards the grid
+            elif onward:  # beyond the first value: go back towards the grid
                 nearer = self._beyond(value, ordered[1] / ordered[0])
                 found.append(min(nearer, ordered[0]) if up else max(nearer, ordered[0]))
             elif self.extends:
@@ -51,18 +51,18 @@ class Axis(NamedTuple):
 
 
 def axis(*values: Any, least: float = 0.0, most: float = math.inf, extends: bool = True) -> Axis:
-    """An `Axis` of these values."""
+    """Return an `Axis` of these values."""
     return Axis(values, least, most, extends)
 
 
 class Found(NamedTuple):
-    """What a search found.
+    """Result of a search.
 
     Attributes:
         setting: the best one.
         score: its score.
-        edges: hyper-parameters at whose value a neighbour was not tried, since the runs were used up, or since the axis
-            is closed there though there is something beyond.
+        edges: hyper-parameters with an untried neighbour: no runs were left, or the axis does not extend beyond its
+            end.
     """
 
     setting: Setting
@@ -82,19 +82,18 @@ def search(
 ) -> Found:
     """Minimise a score over a grid.
 
-    All settings are run with the first share of the budget, a part of them with the next, and so on; the best are run
-    with all of it. From the best of these the search goes on to a better neighbour, also beyond the grid, until
-    there is none: the result is at no edge, and at least as good as everything beside it.
+    All settings run with the first share of the budget, the better ones with the next share, and so on; the best run
+    with the whole budget. The search then moves to a better neighbour, on or off the grid, until there is none: the
+    result is at no edge, and at least as good as all its neighbours.
 
     Args:
         grid: values of each hyper-parameter.
-        score: called with a setting and the share of the budget; infinite for what diverged. Less is better.
-        shares: shares of the budget of the rounds before the last, which has all.
-        keep: part of the settings that a round leaves to the next.
-        moves: most runs of neighbours.
-        joint: pairs of hyper-parameters that are moved together too, as one may be good only with another value of the
-            other.
-        blind: whether a setting's score with a share of the budget says nothing; then the round leaves all settings.
+        score: called with a setting and the share of the budget; infinite if the run diverged. Less is better.
+        shares: shares of the budget of the rounds before the last, which has the whole budget.
+        keep: part of the settings that a round passes to the next.
+        moves: maximal number of runs of neighbours.
+        joint: pairs of hyper-parameters that also move together, as the best value of one may depend on the other.
+        blind: returns True if a setting's score at this share says nothing; the round then keeps all settings.
     """
     settings = [
         dict(zip(grid, values, strict=True)) for values in itertools.product(*(a.values for a in grid.values()))

@@ -10,10 +10,10 @@ __all__ = ["begin", "derived", "stream"]
 
 
 def derived(seed: int, name: str) -> int:
-    """Seed of the stream of this name: for ``"data"`` that of the run, and for any other a hash of both.
+    """Return the seed of the named stream: the run's own for ``"data"``, otherwise a hash of seed and name.
 
-    Two generators with one seed draw the same numbers: a network of a learner that is drawn from the seed of the data
-    starts as the network that made the data.
+    Two generators with one seed draw the same numbers: a learner's network drawn with the seed of the data would start
+    as the network that made the data.
     """
     if name == "data":
         return seed
@@ -21,10 +21,10 @@ def derived(seed: int, name: str) -> int:
 
 
 def stream(seed: int, name: str, device: torch.device | str = "cpu") -> torch.Generator:
-    """A new generator of the stream of this name."""
+    """Return a new generator for the named stream."""
     return torch.Generator(device).manual_seed(derived(seed, name))
 
 
 def begin(seed: int, name: str) -> None:
-    """Let torch's own generator, of which modules draw their weights, begin the stream of this name."""
+    """Start the named stream in torch's global generator, from which modules draw their weights."""
     torch.manual_seed(derived(seed, name))

@@ -1,1 +1,1 @@
-"""How much of each source of text a language model is to be trained on: ``python -m recipes.data_mixing``."""
+"""Learn the shares of text sources for training a language model: ``python -m recipes.data_mixing``."""

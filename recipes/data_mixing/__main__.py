@@ -1,26 +1,25 @@
-r"""Data mixing: learn how much of each source of text a language model should be trained on, for a target domain.
+r"""Data mixing: learn the shares of text sources on which to train a language model for a target domain.
 
 .. math::
     \min_x\ \mathrm{CE}_{\text{target}}(\theta^*(x)), \qquad
     \theta^*(x) = \arg\min_\theta \sum_k \mathrm{softmax}(x)_k\, \mathrm{CE}_k(\theta)
 
 \theta is a small character transformer. The sources are docstrings and code of Python's standard library, torch's C++
-headers, and shuffled words; the target is the prose of Python's help, of which only a validation part is seen while x
-is learned. Then models are trained from scratch on each mixture, all with the same number of characters, and judged by
-another part of the target. All is done with several seeds: on what is learned with one, the model of that seed is
-trained, so that intervals say how learning varies too.
+headers, and shuffled words. The target is the prose of Python's help; learning x sees only a validation part of it.
+Then models are trained from scratch on each mixture, all with the same number of characters, and judged on another part
+of the target. Each seed learns shares and trains a model on them, so that intervals include the variation of learning.
 
-    python -m recipes.data_mixing --seed 1                                           # a quarter of an hour of a core
+    python -m recipes.data_mixing --seed 1                                           # a quarter of an hour on one core
     python -m recipes.data_mixing --data 20newsgroups --data-root DIR
-    python -m recipes.data_mixing --text DIR --target NAME      # a folder of your own text files for each source
+    python -m recipes.data_mixing --text DIR --target NAME      # one folder of your text files per source
     torchrun --nproc-per-node 2 -m recipes.data_mixing --parallel fsdp --scale 1m    # sharded over two processes
 
 Controls: equal shares; training on (another part of) the target itself; DoReMi (arXiv:2305.10429), which does not know
-the target; the method without the indirect term. For two sources the learned share is beside a grid of shares.
+the target; the method without the indirect term. For two sources the learned share is compared with a grid of shares.
 
-The method for language models: ScaleBiO (arXiv:2406.19976). Weights are those of this tokenizer, these texts and this
-length of training: they do not carry over to others. Settings are tuned for ``--scale tiny`` only, with the seeds of
-``--seed 0`` and the grid in view, so that figures to be trusted are those of other seeds.
+The method for language models: ScaleBiO (arXiv:2406.19976). Weights hold only for this tokenizer, these texts and this
+length of training. Settings are tuned for ``--scale tiny`` only, with the seeds of ``--seed 0`` and the grid in view:
+trust only figures of other seeds.
 """
 
 from __future__ import annotations
@@ -41,24 +40,24 @@ from .network import SIZES, Ranks, ranks_of
 from .texts import LOADERS, Texts, folders
 from .training import excess, mean_curve, trained, valleys
 
-# The arguments that runs depend on.
+# Arguments that change the results of runs.
 COMMON = ("data", "scale", "length", "batch", "lower_lr", "parallel", "device")
 LEARNING = (*COMMON, "steps", "warmup", "lower_steps", "lr")
 TRAINING = (*COMMON, "train_steps", "judged")
 
 
 class Runs:
-    """The runs of the program, of which those in the records are not made again.
+    """Runs of the program; recorded ones are not repeated.
 
     Args:
-        args: of the command line.
+        args: arguments of the command line.
         texts: sources and target.
-        records: what was run before.
-        ranks: that run together.
+        records: results of earlier runs.
+        ranks: the ranks that run together.
 
     Attributes:
-        seeds: of learning, and of training on what was learned.
-        processor: seconds that each unit has taken of the processor, when it was run.
+        seeds: seeds of learning, and of training on the learned shares.
+        processor: processor seconds of each unit, when it was run.
     """
 
     def __init__(self, args: Any, texts: Texts, records: Records, ranks: Ranks) -> None:
@@ -67,11 +66,11 @@ class Runs:
         self.processor: dict[str, float] = {}
 
     def _setting(self, names: Sequence[str]) -> dict[str, Any]:
-        own = {"texts": self.texts.digest()} if self.args.text else {}  # which may have changed since
+        own = {"texts": self.texts.digest()} if self.args.text else {}  # own files may have changed since
         return {name: getattr(self.args, name) for name in names} | {"ranks": self.ranks.world} | own
 
     def _made(self, unit: Mapping[str, Any], run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The result of a unit, with the processor's seconds that it took."""
+        """Return the result of a unit, with its processor seconds."""
 
         def timed() -> dict[str, Any]:
             start = time.process_time()
@@ -82,7 +81,7 @@ class Runs:
         return result
 
     def learn(self, name: str, sources: Sequence[str]) -> dict[str, Any]:
-        """Shares of these sources by a method or by DoReMi: of each seed, their means, and the mean curve."""
+        """Learn shares by a method or by DoReMi: return those of each seed, their means, and the mean curve."""
         texts = {source: self.texts.sources[source] for source in sources}
 
         def run(seed: int) -> dict[str, Any]:
@@ -101,7 +100,7 @@ class Runs:
         }
 
     def judge(self, found: Mapping[str, Any], label: str) -> dict[str, Any]:
-        """Models trained from scratch on what each seed has found: their losses, an interval, and the mean curve."""
+        """Train models from scratch on the shares of each seed: return losses, an interval, and the mean curve."""
         texts = {**self.texts.sources, "target": self.texts.target["train"]}
         test, curves = self.texts.target["test"], []
 
@@ -122,12 +121,12 @@ class Runs:
         }  # fmt: skip
 
     def given(self, weights: Mapping[str, float]) -> dict[str, Any]:
-        """Shares that nothing has to be learned for."""
+        """Return fixed shares in the form of learned ones."""
         return {"weights of seeds": [dict(weights) for _ in self.seeds]}
 
 
 def several(runs: Runs, methods: Sequence[str]) -> dict[str, Any]:
-    """All sources: what each method and control finds, and how well a model does that is trained on it."""
+    """Learn shares of all sources by each method and control, and judge models trained on them."""
     names = [*runs.texts.sources]
     equal = dict.fromkeys(names, 1 / len(names))
     found = {name: runs.learn(name, names) for name in (*methods, "doremi")}
@@ -136,7 +135,7 @@ def several(runs: Runs, methods: Sequence[str]) -> dict[str, Any]:
 
 
 def two(runs: Runs, methods: Sequence[str]) -> dict[str, Any]:
-    """Two sources: the learned share beside a grid."""
+    """Compare learned shares of two sources with a grid."""
     first, second = runs.texts.pair
     shares = sorted(runs.args.grid)
     grid = {s: runs.judge(runs.given({first: s, second: 1 - s}), f"grid {s:g}") for s in shares}
@@ -156,25 +155,25 @@ def two(runs: Runs, methods: Sequence[str]) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the recipe; returns the numbers that it writes."""
+    """Run the recipe; return the numbers that it writes."""
     parser = Parser(__doc__, seed=True, device=True)
     parser.data(LOADERS)
-    parser.add_argument("--text", type=Path, help="your own folder, a subfolder of text files for each source")
-    parser.option("target", "target", "the subfolder of --text that the model is to be good at")
+    parser.add_argument("--text", type=Path, help="your own folder, with a subfolder of text files for each source")
+    parser.option("target", "target", "subfolder of --text with the target domain")
     parser.methods(METHODS, list(METHODS))
     parser.add_argument("--scale", choices=[*SIZES], default="tiny", help="parameters of the model; default: tiny")
     parser.add_argument("--parallel", choices=["ddp", "fsdp"], default="ddp",
                         help="under torchrun: each rank has the model, or a shard (FSDP2); default: ddp")  # fmt: skip
-    parser.add_argument("--resume", action="store_true", help="take over what is in the records in --out")
-    parser.settings("scale", SIZES, length="characters of a window", batch="windows in a batch, of all ranks",
+    parser.add_argument("--resume", action="store_true", help="reuse the records in --out")
+    parser.settings("scale", SIZES, length="characters per window", batch="windows per batch, over all ranks",
                     lower_lr="of Adam on the model")  # fmt: skip
     parser.option("steps", 120, "steps of the shares")
-    parser.option("warmup", 20, "of them, first steps in which the shares rest")
-    parser.option("lower_steps", 5, "steps of the model for each")
-    parser.option("lr", 0.05, "of Adam on the logits of the shares")
+    parser.option("warmup", 20, "first steps, in which the shares are fixed")
+    parser.option("lower_steps", 5, "steps of the model for each step of the shares")
+    parser.option("lr", 0.05, "rate of Adam on the logits of the shares")
     parser.option("train_steps", 300, "steps of each model trained from scratch")
-    parser.option("seeds", 5, "of learning, each with a model trained from scratch on what it gives")
-    parser.option("judged", 512, "windows of the held-out part that they are judged by")
+    parser.option("seeds", 5, "number of seeds; each learns shares and trains a model on them")
+    parser.option("judged", 512, "windows of the held-out part, for the final losses")
     parser.option("grid", [0.2, 0.35, 0.5, 0.65, 0.8], "shares of the first of two sources", type=share)
     args = parser.parse(arguments)
     ranks, start = ranks_of(args.device), time.perf_counter()
@@ -199,7 +198,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 def records_of(stem: Path, args: Any, ranks: Ranks) -> Records:
-    """The records, which the first rank writes; the others know what was there in the beginning."""
+    """Return the records: the first rank writes them; the others read them once at the start."""
     path = Path(f"{stem}.jsonl")
     if not args.resume and not ranks.rank:
         path.unlink(missing_ok=True)
@@ -255,17 +254,17 @@ def report(numbers: dict[str, Any], stem: Path, args: Any) -> dict[str, Any]:
 
 
 def loss_of(result: Mapping[str, Any]) -> tuple[float, str]:
-    """The mean of the losses, and its interval."""
+    """Return the mean loss and its interval."""
     return result["loss"].mean, bounds(result["loss"])
 
 
 def bounds(found: Interval) -> str:
-    """An interval without its mean."""
+    """Format an interval without its mean."""
     return f"{found.low:.4f} to {found.high:.4f}"
 
 
 def truth(axis: Any, pair: Mapping[str, Any]) -> None:
-    """The losses of the grid with their intervals, and the learned shares."""
+    """Draw the losses of the grid with their intervals, and the learned shares."""
     shares, grid = [float(s) for s in pair["grid"]], [r["loss"] for r in pair["grid"].values()]
     axis.errorbar(shares, [r.mean for r in grid], [(r.high - r.low) / 2 for r in grid], label="grid", capsize=3)
     for name, r in pair["learned"].items():

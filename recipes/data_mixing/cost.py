@@ -1,10 +1,10 @@
-"""Memory and communication of a step of each method on each rank, measured beside what is worked out.
+"""Memory and communication of a step of each method on each rank, measured and by formula.
 
     python -m recipes.data_mixing.cost --scale 1m
     torchrun --nproc-per-node 2 -m recipes.data_mixing.cost --scale 1m --parallel fsdp
 
-Counted are the bytes of all tensors that are alive, and those that collectives are given; not the process's memory.
-Batches are as small as can be, so that little of it are activations, which are as in training.
+Counts the bytes of all live tensors, and those passed to collectives, not the memory of the process. Batches are as
+small as possible, so that activations, which are as in training, add little.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["STATE", "gradients", "main", "measured"]
 
 
 def measured(name: str, args: Any, ranks: Ranks) -> dict[str, Any]:
-    """State, peak and communication of the third step of a method, in units of the parameters of the whole model."""
+    """Measure state, peak and communication of a method's third step, in units of the whole model's parameters."""
     setting = METHODS[name]
     model = network(args, 0, ranks, keep=setting.kept)
     texts = {k: torch.randint(90, (1000,), generator=stream(0, "data")) for k in "ab"}
@@ -36,9 +36,9 @@ def measured(name: str, args: Any, ranks: Ranks) -> dict[str, Any]:
         [x], model.parameters(), lr=0.1, lower_lr=1e-3, lower_optimizer=torch.optim.Adam,
         process_group=ranks.group, **inner,
     )  # fmt: skip
-    whole = sum(p.numel() * p.element_size() for p in model.parameters())  # of a DTensor: of all its shards
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())  # a DTensor counts all its shards
     with warnings.catch_warnings(), Ledger([*model.parameters()]) as ledger:
-        warnings.simplefilter("ignore", bo.BilevelWarning)  # the values mean nothing
+        warnings.simplefilter("ignore", bo.BilevelWarning)  # the values are meaningless here
         for _ in range(3):
             before, ledger.sent = dict(optimizer.oracle_counts), {}
             held, ledger.peak = ledger.bytes(), 0
@@ -52,15 +52,15 @@ def measured(name: str, args: Any, ranks: Ranks) -> dict[str, Any]:
 
 
 # Tensors of the size of the parameters that stay between steps: parameters, Adam's two moments for each copy of them,
-# what the method remembers.
+# the method's state.
 STATE = {"f2sa": 1 + 2 + 4, "aid": 1 + 2 + 1, "soba": 1 + 2 + 1, "first-order": 1 + 2}
 
 
 def gradients(name: str, lower_steps: int, sharded: bool) -> int:
-    """Gradients of the size of the parameters that a step averages over the ranks; one of finite differences is two.
+    """Return how many gradients of the parameters' size a step averages over ranks; a finite difference is two.
 
-    FSDP2 reduces those of the parameters also where only those of the shares are asked for, and those of the two losses
-    of ``F2SA``, which are differentiated one after the other, by themselves.
+    FSDP2 also reduces gradients of the parameters when only those of the shares are needed, and reduces the two losses
+    of ``F2SA`` separately, as they are differentiated one after the other.
     """
     products = int(LINEAR["linear_steps"])
     if name == "f2sa":
@@ -70,12 +70,12 @@ def gradients(name: str, lower_steps: int, sharded: bool) -> int:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the program; returns the numbers that it writes."""
+    """Run the program; return the numbers that it writes."""
     parser = Parser(__doc__, device=True)
     parser.methods(METHODS, list(METHODS))
     parser.add_argument("--scale", choices=[*SIZES], default="1m", help="parameters of the model; default: 1m")
     parser.add_argument("--parallel", choices=["ddp", "fsdp"], default="ddp", help="default: ddp")
-    parser.option("lower_steps", 2, "of a step")
+    parser.option("lower_steps", 2, "lower steps per step")
     args = parser.parse(arguments)
     ranks = ranks_of(args.device)
     args.length, args.batch = 16, 2 * ranks.world

@@ -1,4 +1,4 @@
-r"""Weights of the sources, learned by a bilevel method or by DoReMi."""
+r"""Shares of the sources, learned by a bilevel method or by DoReMi."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["METHODS", "Batches", "Setting", "doremi", "learned", "losses"]
 
 
 class Setting(NamedTuple):
-    """A method with its settings.
+    """Method with its settings.
 
     Attributes:
         make: called with x, y and learning rates.
-        single: one lower step per step, so many more steps.
-        kept: second derivatives, which need full parameters in a backward pass (FSDP2).
+        single: True if a step has one lower step, which needs more steps.
+        kept: True for second derivatives, which need full parameters in a backward pass (FSDP2).
     """
 
     make: partial[Any]
@@ -34,10 +34,10 @@ class Setting(NamedTuple):
     kept: bool = False
 
 
-# Damping, because the lower Hessian has negative eigenvalues, along which the linear system would grow without end.
+# Damping, because the lower Hessian has negative eigenvalues, along which the linear solve would diverge.
 LINEAR: dict[str, Any] = {"linear_solver": "fixed_point", "linear_steps": 4, "linear_lr": 0.1, "damping": 0.03}
 METHODS: dict[str, Setting] = {
-    # The copies of y differ by what nu adds, and by noise of their training, which is divided by nu: it is to be large.
+    # Large nu: the copies of y also differ by training noise, which the estimate divides by nu.
     "f2sa": Setting(partial(bo.F2SA, order=1, nu=1.0, normalize=False, vectorize=False)),
     "aid": Setting(
         partial(
@@ -50,15 +50,15 @@ METHODS: dict[str, Setting] = {
 
 
 class Batches:
-    """Endless batches of windows, as many of each text; the ranks draw alike, and each takes its part.
+    """Endless batches with equally many windows of each text; all ranks draw the same, and each takes its part.
 
     Args:
-        texts: from which windows are drawn.
-        each: windows of a text in a batch, over all ranks.
-        length: of a window, less one.
-        seed: of the draws.
-        ranks: that share a batch.
-        name: of the stream of draws.
+        texts: texts from which windows are drawn.
+        each: windows per text in a batch, over all ranks.
+        length: length of a window, minus one.
+        seed: seed of the draws.
+        ranks: ranks that share a batch.
+        name: name of the random stream.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Batches:
 
 
 def losses(model: nn.Module, batch: Tensor) -> Tensor:
-    """Losses of the windows of each text, of shape (texts, windows)."""
+    """Return the losses of the windows of each text, of shape (texts, windows)."""
     found: Tensor = model(batch.flatten(0, 1)).view(batch.shape[:2])
     return found
 
@@ -83,7 +83,7 @@ def losses(model: nn.Module, batch: Tensor) -> Tensor:
 def problem(
     texts: Mapping[str, Tensor], target: Tensor, model: nn.Module, args: Any, seed: int, ranks: Ranks
 ) -> tuple[Tensor, bo.Objective, bo.Objective]:
-    """Logits of equal shares, and the two losses: that of the target, and the weighted one of the texts."""
+    """Return logits of equal shares, and the two losses: of the target, and of the weighted texts."""
     x = torch.zeros(len(texts), requires_grad=True, device=ranks.device)
     each = max(args.batch // len(texts), 1)
 
@@ -99,18 +99,18 @@ def problem(
 
 
 def named(texts: Mapping[str, Tensor], shares: Tensor) -> dict[str, float]:
-    """Shares by the names of the texts."""
+    """Return the shares by text name."""
     return dict(zip(texts, shares.tolist(), strict=True))
 
 
 def learned(
     name: str, texts: Mapping[str, Tensor], target: Tensor, args: Any, seed: int, ranks: Ranks
 ) -> dict[str, Any]:
-    """Learn the shares of the texts by a method: their mean over the second half of the steps, with the curve.
+    """Learn the shares of the texts by a method; return their mean over the second half of the steps, and the curve.
 
-    First the model is trained on equal shares for ``args.warmup`` steps: gradients at a new model see little more than
-    which characters are frequent. Then its learning rate falls to zero, as it does where mixtures are judged: what
-    noise there is in its training is noise in the shares.
+    First the model is trained on equal shares for ``args.warmup`` steps, because gradients at a new model reflect
+    little more than character frequencies. Then its learning rate falls to zero, as in the training that judges
+    mixtures: noise in the model's training is noise in the shares.
     """
     setting = METHODS[name]
     model = network(args, seed, ranks, keep=setting.kept)
@@ -151,9 +151,9 @@ def learned(
 
 
 def doremi(texts: Mapping[str, Tensor], args: Any, seed: int, ranks: Ranks) -> dict[str, Any]:
-    """Shares by group DRO over the excess loss over a reference model: their mean over the steps (arXiv:2305.10429).
+    """Learn shares by group DRO on the excess loss over a reference model; return their mean (arXiv:2305.10429).
 
-    Step size 1 and smoothing 1e-3 are the paper's; the excess is clipped for each window, not for each character.
+    Step size 1 and smoothing 1e-3 are the paper's; the excess is clipped per window, not per character.
     """
     count = len(texts)
     equal = torch.full((count,), 1 / count, device=ranks.device)

@@ -1,4 +1,4 @@
-"""A small character transformer in plain torch, of several sizes, alone or over ranks."""
+"""Small character transformer in plain torch, of several sizes, in one process or over ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .texts import VOCABULARY
 
 __all__ = ["SIZES", "Ranks", "Transformer", "mean_over", "network", "ranks_of", "shared"]
 
-# What a model of about so many parameters has, and is trained with.
+# Dimensions and training settings by approximate number of parameters.
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"width": 48, "layers": 1, "heads": 2, "length": 32, "batch": 32, "lower_lr": 1e-2},
     "1m": {"width": 144, "layers": 4, "heads": 4, "length": 128, "batch": 32, "lower_lr": 3e-3},
@@ -28,11 +28,11 @@ SIZES: dict[str, dict[str, Any]] = {
     "30m": {"width": 560, "layers": 8, "heads": 8, "length": 256, "batch": 32, "lower_lr": 6e-4},
     "100m": {"width": 768, "layers": 14, "heads": 12, "length": 256, "batch": 32, "lower_lr": 4e-4},
 }
-NEAR = 4  # characters that are embedded together
+NEAR = 4  # characters embedded together
 
 
 class Ranks(NamedTuple):
-    """This process among others."""
+    """Rank of this process, number of ranks, process group and device."""
 
     rank: int = 0
     world: int = 1
@@ -41,26 +41,26 @@ class Ranks(NamedTuple):
 
 
 def ranks_of(device: str) -> Ranks:
-    """The processes that torchrun has started; without it, this one alone."""
+    """Return the ranks that torchrun has started; without it, a single rank."""
     if "WORLD_SIZE" not in os.environ:
         return Ranks(device=device)
     if device != "cpu":
         device = f"{device}:{os.environ['LOCAL_RANK']}"
         torch.get_device_module(device).set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group()  # gloo for tensors of the host, NCCL for those of a GPU
+        dist.init_process_group()  # gloo for CPU tensors, NCCL for CUDA tensors
     return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, device)
 
 
 def shared(batch: Tensor, ranks: Ranks) -> Tensor:
-    """This rank's part of a batch that all have drawn alike, by its last but one dimension."""
+    """Return this rank's part of a batch that all ranks have drawn, split along dimension -2."""
     if batch.shape[-2] % ranks.world:
         raise SystemExit(f"{batch.shape[-2]} windows cannot be shared by {ranks.world} ranks: choose another --batch")
     return batch[..., ranks.rank :: ranks.world, :].to(ranks.device)
 
 
 def mean_over(ranks: Ranks, value: Tensor) -> Tensor:
-    """The mean over the ranks."""
+    """Return the mean over the ranks."""
     if ranks.group is not None:
         dist.all_reduce(value, group=ranks.group)
         value = value / ranks.world
@@ -68,7 +68,7 @@ def mean_over(ranks: Ranks, value: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention to what came before, then a network for each character."""
+    """Causal attention, then an MLP for each character."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -87,17 +87,17 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A decoder that predicts the next character.
+    """Decoder that predicts the next character.
 
     Args:
-        width, layers, heads: of the blocks.
-        length: most characters that it reads.
-        vocabulary: how many characters there are. Default: `VOCABULARY`.
+        width, layers, heads: dimensions of the blocks.
+        length: maximal number of input characters.
+        vocabulary: number of characters. Default: `VOCABULARY`.
     """
 
     def __init__(self, width: int, layers: int, heads: int, length: int, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        # A character is embedded together with those before it, which attention would spend most of a short run on.
+        # Embeds each character with those before it; attention would take most of a short run to learn this.
         self.embeddings = nn.ModuleList(nn.Embedding(vocabulary, width) for _ in range(NEAR))
         self.place = nn.Parameter(0.02 * torch.randn(length, width))
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
@@ -107,7 +107,7 @@ class Transformer(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def scores(self, given: Tensor) -> Tensor:
-        """Of each next character, after each of those that are given."""
+        """Return the scores of the next character after each given one."""
         x = self.place[: given.shape[1]].expand(*given.shape, -1)
         for k, embedding in enumerate(self.embeddings):
             x = x + F.pad(embedding(given[:, : given.shape[1] - k]), (0, 0, k, 0))
@@ -117,19 +117,19 @@ class Transformer(nn.Module):
         return found
 
     def forward(self, characters: Tensor) -> Tensor:
-        """Mean cross-entropy of each sequence of characters, in nats for each that is predicted."""
+        """Return the mean cross-entropy of each sequence, in nats per predicted character."""
         scores = self.scores(characters[:, :-1])
         losses = F.cross_entropy(scores.flatten(0, 1), characters[:, 1:].flatten(), reduction="none")
         return losses.view(len(characters), -1).mean(1)
 
 
 def network(args: Any, seed: int, ranks: Ranks, *, keep: bool = False, replicate: bool = False) -> nn.Module:
-    """A new model, the same on all ranks or a shard of it on each.
+    """Return a new model, the same on all ranks or with a shard on each.
 
     Args:
         args: ``scale`` and ``length``; ``parallel``, ``"fsdp"`` to shard it.
-        seed: of its parameters.
-        ranks: that hold it.
+        seed: seed of its parameters.
+        ranks: ranks that hold it.
         keep: keep full parameters for second derivatives (FSDP2).
         replicate: wrap it for a training loop that calls ``backward`` itself (DDP).
     """

@@ -1,4 +1,4 @@
-"""Sources and a target as characters: texts that come with Python and torch, the 20 Newsgroups, or your own files."""
+"""Sources and a target as characters: texts shipped with Python and torch, the 20 Newsgroups, or your own files."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from ..problems.problem import folder
 __all__ = ["LOADERS", "VOCABULARY", "Texts", "encoded", "folders", "python", "windows"]
 
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
-VOCABULARY = len(CHARACTERS) + 1  # the last stands for all others
+VOCABULARY = len(CHARACTERS) + 1  # the last number means any other character
 CODES = bytes(CHARACTERS.find(chr(i)) % VOCABULARY for i in range(256))
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 LIMIT = 400_000  # characters of each source
-SHORTEST = 2_000  # of them, and of a part of the target
+SHORTEST = 2_000  # minimal characters of a source, and of a part of the target
 
 
 class Texts(NamedTuple):
-    """What models are trained on, and what they are to be good at.
+    """Training sources and target domain.
 
     Attributes:
         sources: texts by name.
-        target: ``train`` (for the control that is trained on it), ``validation`` (the upper loss) and ``test``.
-        pair: the two sources that a grid of shares is made of.
+        target: ``train`` (for the control trained on it), ``validation`` (for the upper loss) and ``test``.
+        pair: the two sources of the grid of shares.
     """
 
     sources: dict[str, Tensor]
@@ -41,23 +41,23 @@ class Texts(NamedTuple):
     pair: tuple[str, str]
 
     def digest(self) -> int:
-        """A number that is another one, if a text is."""
+        """Return a checksum of all texts."""
         return zlib.crc32(b"".join(t.numpy().tobytes() for t in (*self.sources.values(), *self.target.values())))
 
 
 def encoded(text: str) -> Tensor:
-    """Characters as numbers below `VOCABULARY`."""
+    """Return characters as numbers below `VOCABULARY`."""
     return torch.frombuffer(bytearray(text.encode("ascii", "replace").translate(CODES)), dtype=torch.uint8).long()
 
 
 def windows(text: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
-    """Windows of length + 1 characters at random places."""
+    """Draw windows of length + 1 characters at random places."""
     starts = torch.randint(len(text) - length, (count, 1), generator=generator)
     return text[starts + torch.arange(length + 1)]
 
 
 def python() -> Texts:
-    """Docstrings and code of the standard library, torch's C++ headers, shuffled words; target: Python's help."""
+    """Load docstrings and code of the standard library, torch's C++ headers, shuffled words; target: Python's help."""
     docstrings, code = [], []
     for text, tree in _modules():
         whole = [node for node in ast.walk(tree) if isinstance(node, DOCUMENTED) and ast.get_docstring(node)]
@@ -83,7 +83,7 @@ def python() -> Texts:
 
 
 def newsgroups(root: Path | None, download: bool) -> Texts:
-    """The 20 Newsgroups by their first names (comp, rec, ...); target: soc.religion.christian."""
+    """Load the 20 Newsgroups by first name (comp, rec, ...); target: soc.religion.christian."""
     where, goal = folder(root, "20newsgroups"), "soc.religion.christian"
     posts, groups = texts_of(where, "train", download)
     tests, test_groups = texts_of(where, "test", download)
@@ -101,12 +101,12 @@ def newsgroups(root: Path | None, download: bool) -> Texts:
 
 
 def folders(root: Path, target: str) -> Texts:
-    """Text files of your own: a subfolder for each source, and one for the target, of which some are held out."""
+    """Load your text files: one subfolder per source, and one for the target, with some files held out."""
     if not root.is_dir():
         raise SystemExit(f"--text {root} is no folder")
     own = {folder.name: _files(folder) for folder in sorted(root.iterdir()) if folder.is_dir()}
     goal = own.pop(target, [])
-    if len(goal) == 1:  # a file alone is cut, at empty lines
+    if len(goal) == 1:  # a single file is split at empty lines
         goal = [part for part in goal[0].split("\n\n") if part.strip()]
     sources = {name: encoded("\n\n".join(_shuffled(texts))[:LIMIT]) for name, texts in own.items()}
     short = [name for name, text in sources.items() if len(text) < SHORTEST]
@@ -130,7 +130,7 @@ LOADERS: dict[str, Callable[[Path | None, bool], Texts]] = {
 
 
 def _files(folder: Path) -> list[str]:
-    """The texts of a folder and of the folders in it."""
+    """Read the texts of a folder and its subfolders."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     shown = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
     return [path.read_text(encoding="utf-8", errors="replace") for path in shown]
@@ -143,7 +143,7 @@ def _shuffled(items: Iterable[str] | Iterable[Path]) -> list[Any]:
 
 
 def _parts(texts: Sequence[str], parts: Sequence[float]) -> dict[str, Tensor]:
-    """Shares of the texts, in a random order."""
+    """Split the texts, in random order, by shares."""
     texts, found, start = _shuffled(texts), {}, 0.0
     for name, part in zip(("train", "validation", "test"), parts, strict=False):
         found[name] = encoded("\n\n".join(texts[round(start * len(texts)) : round((start + part) * len(texts))]))
@@ -152,12 +152,12 @@ def _parts(texts: Sequence[str], parts: Sequence[float]) -> dict[str, Tensor]:
 
 
 def _modules() -> Iterator[tuple[str, ast.Module]]:
-    """Sources and syntax trees of the standard library's modules, in a random order."""
+    """Yield source and syntax tree of the standard library's modules, in random order."""
     for path in _shuffled(sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))):
         if {"site-packages", "test", "tests", "pydoc_data"} & {*path.parts}:
             continue
         try:
             text = path.read_text()
             yield text, ast.parse(text)
-        except (SyntaxError, UnicodeDecodeError):  # templates, and files that are to be wrong
+        except (SyntaxError, UnicodeDecodeError):  # templates, and files with intended errors
             continue

@@ -1,4 +1,4 @@
-"""Models trained from scratch on a mixture, which is what weights are judged by."""
+"""Train models from scratch on a mixture, to judge its shares."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["excess", "mean_curve", "mixed", "trained", "valleys"]
 
 
 def mixed(texts: Sequence[Tensor], weights: Sequence[float], count: int, length: int, g: torch.Generator) -> Tensor:
-    """A batch of windows: of each text its share, rounded up or down at random (systematic sampling)."""
+    """Return a batch of windows: each text's share, rounded up or down at random (systematic sampling)."""
     ends = torch.tensor([0.0, *weights], dtype=torch.float64).cumsum(0)
     ends = (ends / ends[-1] * count + torch.rand((), generator=g, dtype=torch.float64)).floor().long()
     counts = ends.diff().tolist()
@@ -27,7 +27,7 @@ def mixed(texts: Sequence[Tensor], weights: Sequence[float], count: int, length:
 def trained(
     texts: Sequence[Tensor], weights: Sequence[float], test: Tensor, args: Any, seed: int, ranks: Ranks
 ) -> list[dict[str, float]]:
-    """Train a model from scratch with these shares of the texts: its held-out loss against the characters seen."""
+    """Train a model from scratch on these shares; return the held-out loss against the characters seen."""
     model, generator = network(args, seed, ranks, replicate=True), stream(seed, "batches")
     adam = torch.optim.Adam(model.parameters(), lr=args.lower_lr)
     rate = torch.optim.lr_scheduler.OneCycleLR(adam, args.lower_lr, args.train_steps, cycle_momentum=False)
@@ -48,14 +48,14 @@ def trained(
 
 
 def mean_curve(curves: Sequence[Sequence[Mapping[str, float]]]) -> list[dict[str, float]]:
-    """The mean over the seeds."""
+    """Return the mean curve over the seeds."""
     return [
         {key: sum(p[key] for p in points) / len(points) for key in points[0]} for points in zip(*curves, strict=True)
     ]
 
 
 def valleys(grid: Mapping[float, Sequence[float]]) -> list[float]:
-    """Of each seed, the share with the least loss by a parabola through those of a grid; of two or one, the better."""
+    """Return each seed's share of least loss: the vertex of a fitted parabola, or the best of a grid of one or two."""
     if len(grid) < 3:
         seeds = range(len(next(iter(grid.values()))))
         return [min(grid, key=lambda share: grid[share][k]) for k in seeds]
@@ -68,5 +68,5 @@ def valleys(grid: Mapping[float, Sequence[float]]) -> list[float]:
 
 
 def excess(found: Sequence[float], best: Sequence[float]) -> Interval:
-    """How much is found beyond the best, seed by seed."""
+    """Return the interval of the excess over the best, paired by seed."""
     return interval([a - b for a, b in zip(found, best, strict=True)])

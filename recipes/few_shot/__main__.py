@@ -1,10 +1,10 @@
-"""Meta-train on N-way K-shot episodes and test on classes never seen.
+"""Meta-train on N-way K-shot episodes and test on unseen classes.
 
-    python -m recipes.few_shot                                    # scikit-learn's digits: less than a minute
+    python -m recipes.few_shot                                    # scikit-learn's digits, less than a minute
     python -m recipes.few_shot --data omniglot --data-root DIR --download --rotations
     python -m recipes.few_shot --data miniimagenet --data-root DIR --backbone resnet12 --shot 5 --augment --device cuda
 
-``--learners`` has the meta-learners; `compare` tunes their learning rates, `benchmark` times them.
+``--learners`` selects the meta-learners; `compare` tunes their learning rates, `benchmark` times them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .training import interval
 
 
 def _logged(path: Path) -> Any:
-    """Appends the figures of a step to a file, a line of JSON each."""
+    """Return a function that appends the figures of a step to a file, as one line of JSON."""
 
     def log(step: int, figures: Mapping[str, float]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ def _logged(path: Path) -> Any:
 
 @torch.no_grad()
 def nearest(episodes: Episodes, count: int) -> dict[str, float]:
-    """What the label of the nearest support image gives, by distances of pixels: the control that learns nothing."""
+    """Return the accuracy of the nearest support image by pixel distance, the control that learns nothing."""
     found = []
     for support, query in episodes.fixed(count, TEST_SEED):
         near = torch.cdist(query.images.flatten(2), support.images.flatten(2)).argmin(-1)
@@ -52,16 +52,16 @@ def nearest(episodes: Episodes, count: int) -> dict[str, float]:
 
 
 def main(given: list[str] | None = None) -> dict[str, Any]:
-    """Run the program; returns the numbers that it writes."""
+    """Run the program; return the numbers that it writes."""
     parser = arguments(__doc__)
     parser.methods(LEARNERS, DEFAULT, "--learners")
-    parser.option("lr", 3e-3, "of the outer optimizer")
+    parser.option("lr", 3e-3, "learning rate of the outer optimizer")
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
     parser.add_argument("--picture", action="store_true", help="draw features of unseen classes, before and after")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoints in --out")
+    parser.add_argument("--resume", action="store_true", help="resume from the checkpoints in --out")
     args = parser.parse(given)
     if args.threads is None and args.data == "digits":
-        torch.set_num_threads(1)  # images of 16x16 are not worth a second one, which waits if its core is busy
+        torch.set_num_threads(1)  # a second thread does not pay for 16x16 images, and waits if its core is busy
     episodes = episodes_of(args)
     stem = args.out / f"few_shot_{args.data}_{args.backbone}_{args.way}way_{args.shot}shot"
     results = {}

@@ -1,4 +1,4 @@
-"""The bodies: CNN4 and ResNet-12, and the normalisation that few-shot learning argues about."""
+"""Bodies CNN4 and ResNet-12, with a choice of batch statistics."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Norm(nn.Module):
 
     Args:
         width: number of channels.
-        statistics: ``"batch"``, those of the images of the call, in evaluation too: support and query of an episode are
-            normalised apart, and the query images see each other (transductive; what the public code of MAML and of
-            PZOBO does). ``"support"``: those of the support images alone, for the query too (`Body` is told how many
-            come first). ``"running"``: in training as ``"batch"``, in evaluation the means over training images that
-            `calibrate` has set, so that an image does not see any other.
+        statistics: ``"batch"``: those of the images of the call, in evaluation too. Support and query of an episode are
+            normalised separately, and the query images see each other (transductive, as in the public code of MAML
+            and of PZOBO). ``"support"``: those of the support images, for the query too (`Body` sets how many come
+            first). ``"running"``: as ``"batch"`` in training; in evaluation the means over training images set by
+            `calibrate`, so that no image sees another.
     """
 
     mean: Tensor
@@ -36,8 +36,8 @@ class Norm(nn.Module):
         self.register_buffer("mean", torch.zeros(width))
         self.register_buffer("variance", torch.ones(width))
         self.statistics = statistics
-        self.first: int | None = None  # images of the call that statistics are taken of; None: all
-        self.seen: list[tuple[Tensor, Tensor]] | None = None  # statistics of the calls, while they are collected
+        self.first: int | None = None  # number of images that the statistics use; None: all
+        self.seen: list[tuple[Tensor, Tensor]] | None = None  # statistics of the calls, while `calibrate` collects them
 
     def forward(self, images: Tensor) -> Tensor:
         if self.statistics == "running" and not self.training:
@@ -56,12 +56,12 @@ class Norm(nn.Module):
 
 
 class Body(nn.Module):
-    """A backbone: images (n, channels, size, size) to features (n, width).
+    """Backbone: images (n, channels, size, size) to features (n, width).
 
     Args:
-        layers: of it.
-        channels, size: of the images.
-        gain: mean squared length of its features over that of `cnn4`'s, both untrained.
+        layers: its layers.
+        channels, size: channels and size of the images.
+        gain: mean squared norm of its features relative to `cnn4`'s, both untrained.
     """
 
     def __init__(self, layers: nn.Module, channels: int, size: int, gain: float = 1.0) -> None:
@@ -72,7 +72,7 @@ class Body(nn.Module):
             self.width: int = self(torch.zeros(2, channels, size, size)).shape[1]
 
     def forward(self, images: Tensor, known: Tensor | None = None) -> Tensor:
-        """Features of the images; ``known`` are images that statistics are taken of instead."""
+        """Return the features of the images; ``known`` are images that the statistics use instead."""
         images = images.to(memory_format=self.layout)
         if known is None:
             return cast(Tensor, self.layers(images))
@@ -87,7 +87,7 @@ class Body(nn.Module):
 
 @torch.no_grad()
 def calibrate(body: Body, batches: Iterable[Tensor]) -> None:
-    """Set the statistics of evaluation to the means of those of these batches of images."""
+    """Set the evaluation statistics to the mean statistics of these batches of images."""
     training = body.training
     body.train()
     for norm in body.norms:
@@ -107,7 +107,7 @@ def calibrate(body: Body, batches: Iterable[Tensor]) -> None:
 
 
 def cnn4(channels: int, size: int, statistics: str = "batch", width: int = 32) -> Body:
-    """Four times convolution, ReLU, pooling, normalisation: 28,896 parameters and 800 features of 84x84 images."""
+    """Return a CNN4: four times convolution, ReLU, pooling, norm; 28,896 parameters, 800 features of 84x84 images."""
     layers: list[nn.Module] = []
     for i in range(4):
         # Pooling before ReLU gives the same numbers for a quarter of the work.
@@ -131,7 +131,7 @@ class _Residual(nn.Module):
 
 
 def resnet12(channels: int, size: int, statistics: str = "batch", width: int = 64) -> Body:
-    """ResNet-12 with widths 64-160-320-640: 12,424,320 parameters, 640 features of images of any size."""
+    """Return a ResNet-12, widths 64-160-320-640: 12,424,320 parameters, 640 features of images of any size."""
     widths = [channels, width, width * 5 // 2, width * 5, width * 10]
     blocks = [_Residual(a, b, statistics) for a, b in pairwise(widths)]
     layers = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten())

@@ -1,11 +1,11 @@
-"""Time and peak memory of one meta-step of every learner, beside a loop written by hand.
+"""Time and peak memory of one meta-step of every learner, compared with a loop written by hand.
 
     python -m recipes.few_shot.benchmark
     python -m recipes.few_shot.benchmark --backbone resnet12 --size 84 --shot 5 --tasks 1 --repeats 1 --device cuda
 
-Random images, each entry in a process of its own. Times are the shortest of the repetitions: CPU time of the process on
-a CPU, so that other processes count little. The loops by hand go through the tasks one by one, as a training script
-would; the norm of the meta-gradient shows that they compute the same (PZOBO's direction is random).
+Images are random, and each entry runs in its own process. Times are the shortest of the repetitions; on a CPU they are
+CPU times of the process, so that other processes count little. The loops by hand take the tasks one by one, as a
+training script would. The norm of the meta-gradient shows that both compute the same (PZOBO's direction is random).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from .episodes import Batch, Episodes
 from .learners import LEARNERS, Adapting, HeadAdapting, Learner, make
 from .training import clock
 
-Pair = tuple[list[Tensor], Tensor]  # derivatives in the body (and the start), and the loss
+Pair = tuple[list[Tensor], Tensor]  # gradients of the body (and the start), and the loss
 Values = list[Tensor]
-TINY = 1e-30  # conjugate gradients may have converged
+TINY = 1e-30  # avoids 0 / 0 once conjugate gradients have converged
 KEYS = ("seconds", "mebibytes", "norm")
 
 
@@ -44,7 +44,7 @@ def _loss(features: Tensor, labels: Tensor, head: Values, ridge: float = 0.0) ->
 
 
 def _steps(learner: HeadAdapting, features: Tensor, labels: Tensor, *, graph: bool) -> tuple[Values, Values]:
-    """The head before and after the lower steps."""
+    """Return the head before and after the lower steps."""
     group, steps = learner.optimizer.param_groups[-1], learner.optimizer.lower_steps
     momentum = learner.momentum
     begun = [p.detach().clone().requires_grad_() for p in learner.start]
@@ -59,7 +59,7 @@ def _steps(learner: HeadAdapting, features: Tensor, labels: Tensor, *, graph: bo
 
 
 def hand_first_order(learner: HeadAdapting, support: Batch, query: Batch) -> Pair:
-    """Head steps on fixed features, then the gradient of the query loss in the body."""
+    """Run head steps on fixed features, then take the gradient of the query loss in the body."""
     with torch.no_grad():
         features = learner.body(support.images)
     _, head = _steps(learner, features, support.labels, graph=False)
@@ -68,7 +68,7 @@ def hand_first_order(learner: HeadAdapting, support: Batch, query: Batch) -> Pai
 
 
 def hand_anil(learner: HeadAdapting, support: Batch, query: Batch) -> Pair:
-    """Backpropagation through the head steps, into body and start."""
+    """Backpropagate through the head steps, into body and start."""
     begun, head = _steps(learner, learner.body(support.images), support.labels, graph=True)
     loss = _loss(learner.body(query.images), query.labels, head)
     start = begun if "start" in learner.network else []
@@ -76,7 +76,7 @@ def hand_anil(learner: HeadAdapting, support: Batch, query: Batch) -> Pair:
 
 
 def hand_aid(learner: HeadAdapting, support: Batch, query: Batch) -> Pair:
-    """Head steps, then conjugate gradients and a product with the cross derivative."""
+    """Run head steps, then conjugate gradients and a product with the cross derivative."""
     body = [*learner.body.parameters()]
     with torch.no_grad():
         features = learner.body(support.images)
@@ -102,7 +102,7 @@ def hand_aid(learner: HeadAdapting, support: Batch, query: Batch) -> Pair:
 
 
 def hand_pzobo(learner: HeadAdapting, support: Batch, query: Batch) -> Pair:
-    """Head steps from the body and from a perturbed one; one direction."""
+    """Run head steps on the body and on a perturbed one; one direction."""
     body, mu = [*learner.body.parameters()], 0.1
     directions = [torch.randn_like(p) for p in body]
     ends = []
@@ -121,7 +121,7 @@ def hand_pzobo(learner: HeadAdapting, support: Batch, query: Batch) -> Pair:
 
 
 def hand_maml(learner: Adapting, support: Batch, query: Batch, *, graph: bool = True) -> Pair:
-    """Everything adapts; backpropagation through the steps, or only at their end."""
+    """Adapt all parameters; backpropagate through the steps, or (without graph) only at their end."""
     rate, steps = learner.optimizer.param_groups[-1]["lr"], learner.optimizer.lower_steps
     start = [p.detach().clone().requires_grad_() for p in learner.start]
     names = [name for name, _ in learner.body.named_parameters()]
@@ -150,7 +150,7 @@ HAND: dict[str, Callable[..., Pair]] = {
 
 
 def by_hand(name: str, learner: Learner, episodes: Episodes) -> None:
-    """A meta-step by hand: ``.grad`` of what is meta-learned."""
+    """Run a meta-step by hand, which sets ``.grad`` of the meta-learned parameters."""
     drawn = episodes.sample(learner.tasks, learner.generator)
     support, query = (get(drawn, None, learner.generator) for get in (episodes.lower, episodes.upper))
     total: list[Tensor] = []
@@ -164,14 +164,14 @@ def by_hand(name: str, learner: Learner, episodes: Episodes) -> None:
 
 
 def random_episodes(args: argparse.Namespace) -> Episodes:
-    """Episodes of noise."""
+    """Return episodes of noise images."""
     pixels = torch.randint(0, 256, (2 * args.way, args.shot + args.query, 3, args.size, args.size), dtype=torch.uint8)
     images = Images("noise", {"train": pixels}, (0.5,) * 3, (0.25,) * 3)
     return Episodes(images, "train", way=args.way, shot=args.shot, query=args.query, device=args.device)
 
 
 def measured(args: argparse.Namespace) -> dict[str, float]:
-    """Seconds of a meta-step, peak memory, and the norm of the first meta-gradient after the warm-up."""
+    """Measure seconds of a meta-step, peak memory, and the norm of the first meta-gradient after the warm-up."""
     begin(0, "data")
     episodes = random_episodes(args)
     body = BACKBONES[args.backbone](3, args.size).to(args.device)
@@ -197,14 +197,14 @@ def measured(args: argparse.Namespace) -> dict[str, float]:
 
 
 def main(given: list[str] | None = None) -> dict[str, Any]:
-    """Print the table; returns its figures."""
+    """Print the table; return its figures."""
     parser = Parser(__doc__, device=True, out=False)
     parser.add_argument("--backbone", choices=[*BACKBONES], default="cnn4", help="default: cnn4")
     parser.option("size", 32, "height and width of the images")
-    parser.option("way", 5, "classes of an episode")
-    parser.option("shot", 1, "support images of a class")
-    parser.option("query", 5, "query images of a class")
-    parser.option("tasks", 4, "episodes of a meta-step")
+    parser.option("way", 5, "classes per episode")
+    parser.option("shot", 1, "support images per class")
+    parser.option("query", 5, "query images per class")
+    parser.option("tasks", 4, "episodes per meta-step")
     parser.option("repeats", 5, "timed meta-steps")
     parser.methods(LEARNERS, [*LEARNERS], "--learners")
     parser.add_argument("--alone", help=argparse.SUPPRESS)

@@ -1,10 +1,10 @@
-"""All meta-learners with equal budgets: learning rates tuned on validation classes, several seeds for the best.
+"""Compare meta-learners at equal budgets: learning rates tuned on validation classes, several seeds for the best.
 
     python -m recipes.few_shot.compare --data cifar_fs --data-root DIR --shot 5 --seconds 20
 
-Every run is written to a record as soon as it is done (``--out``), and one that is there is not made again, so that the
-program can be stopped and started at any time; ``--limit`` stops it after so many seconds. The grid of a learner is
-extended until its best learning rate is inside of it.
+Every finished run is written to a record in ``--out`` and not repeated, so the program can be stopped and restarted at
+any time; after ``--limit`` seconds it begins no further run. The grid of a learner is extended until its best learning
+rate is inside.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from .experiment import arguments, episodes_of, one
 from .learners import LEARNERS
 
 Run = dict[str, Any]
-# Where the search for a learning rate of Adam begins; Reptile moves by plain steps of this length.
+# First learning rates of the search, where they differ from Adam's; Reptile takes plain steps.
 START = {"reptile": 0.3}
 FACTOR = 10**0.5
 
 
 class Records:
-    """The runs of one comparison, in a file.
+    """Runs of one comparison, in a file.
 
     Args:
-        path: of the file.
-        facts: what all runs have in common; a file with other facts is refused.
+        path: the file.
+        facts: settings shared by all runs; a file with other facts is refused.
     """
 
     def __init__(self, path: Path, facts: dict[str, Any]) -> None:
@@ -46,16 +46,16 @@ class Records:
             self.runs = saved["runs"]
 
     def find(self, name: str, lr: float, seed: int) -> Run | None:
-        """A run that is there."""
+        """Return a recorded run, or None."""
         keys = ("learner", "lr", "seed")
         return next((r for r in self.runs if tuple(r[k] for k in keys) == (name, lr, seed)), None)
 
     def tried(self, name: str) -> list[Run]:
-        """The runs that choose the learning rate of a learner: those of the first seed."""
+        """Return the runs that tune the learning rate of a learner: those of the first seed."""
         return [r for r in self.runs if (r["learner"], r["seed"]) == (name, 0)]
 
     def keep(self, run: Run) -> None:
-        """Add a run, or what is new of it, and write the file."""
+        """Add or replace a run, and write the file."""
         keys = ("learner", "lr", "seed")
         others = [r for r in self.runs if any(r[k] != run[k] for k in keys)]
         self.runs = [*others, run]
@@ -67,9 +67,9 @@ class Records:
 
 
 def merit(run: Run) -> tuple[float, float, float]:
-    """What the best run is the largest of: best validation accuracy, then the last one, then the smaller learning rate.
+    """Key to rank runs, larger is better: best validation accuracy, last accuracy, smaller learning rate.
 
-    Runs tie in the first if none improves on its start, which they share: there the last tells which harms least.
+    The best accuracies tie if no run improves on the common start; the last one then shows which harms least.
     """
     last = 0.0 if run["diverged"] else float(run["curve"][-1]["accuracy"])
     return float(run["validation"]), last, -float(run["lr"])
@@ -78,9 +78,9 @@ def merit(run: Run) -> tuple[float, float, float]:
 def tuned(
     name: str, run: Callable[[str, float, int], Run], start: float, most: int, known: Iterable[Run] = ()
 ) -> list[Run]:
-    """Runs of seed 0 with growing and falling learning rates, until the best is between two others, or after ``most``.
+    """Run seed 0 with larger and smaller learning rates until the best lies between two others, or ``most`` are run.
 
-    Best is that of the largest `merit`; ``known`` are runs that are there already.
+    The best run has the largest `merit`; ``known`` are runs already made.
     """
     rates = [_rounded(start * FACTOR**k) for k in (-1, 0, 1)]
     found = {r["lr"]: r for r in known} | {rate: run(name, rate, 0) for rate in rates}
@@ -90,14 +90,14 @@ def tuned(
 
 
 def _beyond(runs: Collection[Run]) -> float | None:
-    """The learning rate that comes next, beside the grid; None if the best is inside of it."""
+    """Return the next learning rate beyond the grid; None if the best is inside."""
     best, rates = max(runs, key=merit)["lr"], [r["lr"] for r in runs]
     factor = 1 / FACTOR if best == min(rates) else FACTOR if best == max(rates) else None
     return _rounded(best * factor) if factor else None
 
 
 def _grid(runs: list[Run]) -> str:
-    """The learning rates that were tried, and what is to be known of the best."""
+    """Return a text with the learning rates tried, and remarks on the best."""
     rates = [r["lr"] for r in runs]
     notes = ["edge"] if _beyond(runs) else []
     if all(r["best_step"] == 0 for r in runs):
@@ -110,7 +110,7 @@ def _rounded(rate: float) -> float:
 
 
 def compare(args: argparse.Namespace, episodes: dict[str, Episodes], records: Records) -> bool:
-    """Make the runs that are missing; whether all are there."""
+    """Make the missing runs; return True if all are complete."""
     begun = time.monotonic()
 
     def made(name: str, lr: float, seed: int, test: bool) -> Run:
@@ -118,7 +118,7 @@ def compare(args: argparse.Namespace, episodes: dict[str, Episodes], records: Re
         if found is None or (test and "test" not in found):
             if args.limit and time.monotonic() - begun > args.limit:
                 raise TimeoutError
-            # A run that is tested later goes on from its end.
+            # A run that is tested later resumes from its end.
             checkpoint = args.out / "checkpoints" / f"{records.path.stem}_{name}_{lr:g}_{seed}.pt"
             found = one(_settings(args, name), episodes, name, lr, seed, test=test, checkpoint=checkpoint)
             records.keep(found)
@@ -148,7 +148,7 @@ def _settings(args: argparse.Namespace, name: str) -> argparse.Namespace:
 
 
 def report(records: Records, title: str, thresholds: list[float]) -> None:
-    """Print the tables: accuracies, learning rates that were tried, time to accuracies."""
+    """Print the tables: accuracies, learning rates tried, time to given accuracies."""
     rows, times, curves = [], [], {}
     for name in dict.fromkeys(r["learner"] for r in records.runs):
         tried = records.tried(name)
@@ -177,14 +177,14 @@ def _seconds_to(run: Run, level: float) -> float | None:
 
 
 def main(given: list[str] | None = None) -> dict[str, Any]:
-    """Run the program; returns the records."""
+    """Run the program; return the records."""
     parser = arguments(__doc__)
     parser.methods(LEARNERS, [*LEARNERS], "--learners")
-    parser.option("seeds", 3, "of the best learners")
+    parser.option("seeds", 3, "seeds of the best learners")
     parser.option("best", 4, "learners that get all seeds")
-    parser.option("most", 6, "learning rates of a learner")
-    parser.add_argument("--rates", type=float, help="the learning rate that the search begins with; default: 0.003")
-    parser.add_argument("--limit", type=float, help="begin no run after so many seconds")
+    parser.option("most", 6, "largest number of learning rates per learner")
+    parser.add_argument("--rates", type=float, help="first learning rate of the search; default: 0.003")
+    parser.add_argument("--limit", type=float, help="seconds after which no run begins")
     parser.option("thresholds", [0.3, 0.35, 0.4, 0.5, 0.6, 0.8, 0.9], "accuracies whose time is shown")
     args = parser.parse(given)
     keys = ("data", "size", "way", "shot", "query", "tasks", "backbone", "statistics", "augment", "rotations",

@@ -1,4 +1,4 @@
-"""N-way K-shot episodes as a sampler of tasks, and augmentation on the device."""
+"""Task sampler of N-way K-shot episodes, and augmentation on the device."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ __all__ = ["Batch", "Episodes", "augmented"]
 class Batch(NamedTuple):
     """Images (..., n, channels, height, width), normalised, and labels (..., n) from 0 to N - 1.
 
-    ``known``, if not None, are images beside which those of the batch are seen (the support of a query), so that
-    statistics can be taken from them.
+    ``known``, if not None, are further images for batch statistics (the support of a query).
     """
 
     images: Tensor
@@ -28,7 +27,7 @@ class Batch(NamedTuple):
 
 
 class Episodes:
-    """Draws N-way K-shot episodes; a sampler as ``optimizer.step(..., tasks=)`` takes them.
+    """Sampler of N-way K-shot episodes, for ``optimizer.step(..., tasks=)``.
 
     A task is a row of image numbers: K support and then Q query images of each of N classes, all different. Its lower
     data are the support, its upper data the query; every class is drawn with the same probability.
@@ -39,10 +38,10 @@ class Episodes:
         way: N.
         shot: K.
         query: Q, query images of each class.
-        rotations: classes turned by 90, 180 and 270 degrees are classes of their own (Omniglot).
-        augment: shift, flip and colour jitter, differently for each image.
-        beside: give the support images along with the query, as ``known``.
-        device: of the batches.
+        rotations: add classes rotated by 90, 180 and 270 degrees as new classes (Omniglot).
+        augment: shift, flip and colour jitter, drawn for each image.
+        beside: pass the support images with the query, as ``known``.
+        device: device of the batches.
     """
 
     def __init__(
@@ -74,29 +73,29 @@ class Episodes:
         )
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
-        """Tasks, shape (n, N, K + Q): numbers of images, plus the number of all images for each quarter turn."""
+        """Draw tasks (n, N, K + Q): image numbers, plus the number of all images for each quarter turn."""
         total = self.classes * self.turns
         classes = torch.rand(n, total, generator=generator).topk(self.way).indices
         images = torch.rand(n, self.way, self.each, generator=generator).topk(self.shot + self.query).indices
         return classes.unsqueeze(-1) * self.each + images
 
     def lower(self, tasks: Tensor, n: int | None, generator: torch.Generator | None) -> Batch:
-        """The support of each task, or n images of it with replacement."""
+        """Return the support of each task, or n of its images drawn with replacement."""
         return self._batch(tasks[..., : self.shot], n, generator)
 
     def upper(self, tasks: Tensor, n: int | None, generator: torch.Generator | None) -> Batch:
-        """The query of each task, likewise."""
+        """Return the query of each task, or n of its images drawn with replacement."""
         batch = self._batch(tasks[..., self.shot :], n, generator)
         return batch._replace(known=self.lower(tasks, None, generator).images) if self.beside else batch
 
     def fixed(self, count: int, seed: int, at_once: int = 20) -> Iterator[tuple[Batch, Batch]]:
-        """The same episodes each time, in parts: support and query."""
+        """Yield the same episodes each time, in parts: support and query."""
         tasks = self.sample(count, stream(seed, "data"))
         for part in torch.split(tasks, at_once):
             yield self.lower(part, None, None), self.upper(part, None, None)
 
     def _batch(self, ids: Tensor, n: int | None, generator: torch.Generator | None) -> Batch:
-        """Images in turns of the classes: the first of each, the second of each, and so on."""
+        """Return images interleaved by class: the first of each class, the second of each, and so on."""
         flat = ids.mT.flatten(1)
         labels = torch.arange(self.way).repeat(ids.shape[-1]).expand(flat.shape)
         if n is not None:
@@ -114,16 +113,15 @@ class Episodes:
         return Batch(self.normalised(pixels), labels.to(self.device))
 
     def normalised(self, pixels: Tensor) -> Tensor:
-        """Pixels as a body takes them."""
+        """Convert pixels to the input of a body."""
         return (pixels.to(self.device).float() / 255 - self._mean) / self._std
 
 
 def augmented(images: Tensor, generator: torch.Generator | None = None, *, jitter: float = 0.4) -> Tensor:
-    """Images (n, channels, size, size) between 0 and 1, each shifted, perhaps flipped, its colours changed.
+    """Augment images (n, channels, size, size) between 0 and 1 by random shift, flip and colour changes.
 
     The shift is a crop of the image padded by an eighth of its size; brightness, contrast and saturation change by
-    factors between 1 - ``jitter`` and 1 + ``jitter``. Numbers are drawn on the CPU, so that they are the same on every
-    device.
+    factors between 1 - ``jitter`` and 1 + ``jitter``. Numbers are drawn on the CPU, so that every device gets the same.
     """
     n, size, pad = len(images), images.shape[-1], images.shape[-1] // 8
     device = images.device

@@ -1,4 +1,4 @@
-"""One training run from its settings, as the programs of this package make them."""
+"""Training runs from the settings of this package's programs."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ TEST_SEED = 2
 
 
 def arguments(doc: str | None) -> Parser:
-    """Arguments of the data, the episodes, the body and the training."""
+    """Return a parser with the arguments for data, episodes, body and training."""
     parser = Parser(doc, device=True)
     parser.data(DATA)
     parser.add_argument("--tables", type=Path, help="folder of miniImageNet's split tables; default: --data-root")
     parser.option("cache", default_cache(), "folder of decoded images")
-    parser.add_argument("--size", type=int, help="height and width of the images; default: that of the data")
-    parser.option("way", 5, "classes of an episode")
-    parser.option("shot", 1, "support images of a class")
-    parser.option("query", 5, "query images of a class")
-    parser.option("tasks", 4, "episodes of a meta-step")
+    parser.add_argument("--size", type=int, help="height and width of the images; default: by data set")
+    parser.option("way", 5, "classes per episode")
+    parser.option("shot", 1, "support images per class")
+    parser.option("query", 5, "query images per class")
+    parser.option("tasks", 4, "episodes per meta-step")
     parser.add_argument("--backbone", choices=[*BACKBONES], default="cnn4", help="default: cnn4")
-    parser.add_argument("--statistics", choices=STATISTICS, default="batch", help="of normalisation; default: batch")
+    parser.add_argument("--statistics", choices=STATISTICS, default="batch", help="for normalisation; default: batch")
     parser.add_argument("--augment", action="store_true", help="shift, flip and colour jitter of training images")
-    parser.add_argument("--rotations", action="store_true", help="turned training classes are classes of their own")
+    parser.add_argument("--rotations", action="store_true", help="rotated training classes are new classes")
     parser.add_argument("--autocast", action="store_true", help="evaluate the body in bfloat16")
     parser.add_argument("--outer", choices=[*OUTER], default="adam", help="outer optimizer; default: adam")
-    parser.add_argument("--schedule", choices=[*SCHEDULES], default="constant", help="of lr over --steps")
+    parser.add_argument("--schedule", choices=[*SCHEDULES], default="constant", help="schedule of lr over --steps")
     parser.option("clip", 10.0, "largest norm of the gradient")
-    parser.add_argument("--steps", type=int, help="meta-steps of a run; default: as many as --seconds allow")
+    parser.add_argument("--steps", type=int, help="meta-steps per run; default: as many as --seconds allow")
     parser.settings(
         "data", BUDGETS, seconds="of meta-steps of a run, CPU time on a CPU; not with --steps",
         evaluations="on validation classes during a run", episodes="of a validation", test_episodes="of the test",
@@ -52,7 +52,7 @@ def arguments(doc: str | None) -> Parser:
 
 
 def episodes_of(args: argparse.Namespace) -> dict[str, Episodes]:
-    """Episodes of the three splits."""
+    """Return the episodes of the three splits."""
     images = load(args.data, args.data_root, args.cache, size=args.size, download=args.download, tables=args.tables)
     common = {"way": args.way, "shot": args.shot, "query": args.query, "device": args.device,
               "beside": args.statistics == "support"}  # fmt: skip
@@ -61,7 +61,7 @@ def episodes_of(args: argparse.Namespace) -> dict[str, Episodes]:
 
 
 def learner_of(args: argparse.Namespace, name: str, seed: int, episodes: Episodes) -> Learner:
-    """A new learner with weights of this seed."""
+    """Return a new learner with weights of this seed."""
     channels, size = episodes.pixels.shape[-3], episodes.pixels.shape[-1]
     with torch.random.fork_rng(devices=[]):
         begin(seed, "start")
@@ -80,7 +80,7 @@ def one(
     checkpoint: Path | None = None,
     log: Any = None,
 ) -> dict[str, Any]:
-    """Train, and test what did best on the validation classes."""
+    """Train, and test the checkpoint that is best on the validation classes."""
     learner = learner_of(args, name, seed, episodes["train"])
     how = Training(
         lr=lr, steps=args.steps, seconds=None if args.steps else args.seconds, outer=args.outer, clip=args.clip,

@@ -1,7 +1,7 @@
-"""The meta-learners through one interface: bilevel optimizers on a head or on everything, and two without a lower loop.
+"""Meta-learners with one interface: bilevel optimizers on a head or all parameters, and two without a lower loop.
 
-All of them see episodes of the same classes. `Learner.backward` sets ``.grad`` of what is meta-learned, for any
-``torch.optim`` optimizer to follow; `Learner.scores` adapts to the support of unseen classes and scores their query.
+All of them see episodes of the same classes. `Learner.backward` sets ``.grad`` of the meta-learned parameters, for use
+by any ``torch.optim`` optimizer; `Learner.scores` adapts to the support of unseen classes and scores their query.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ __all__ = ["LEARNERS", "Adapting", "HeadAdapting", "Learner", "Metric", "Reptile
 
 
 def _apart(batch: Batch) -> Iterator[Batch]:
-    """The batch of each task."""
+    """Yield the batch of each task."""
     for i, images in enumerate(batch.images):
         yield Batch(images, batch.labels[i], None if batch.known is None else batch.known[i])
 
 
 class Learner(ABC):
-    """A meta-learner of a body.
+    """Meta-learner of a body.
 
     Args:
         body: the backbone.
-        way: classes of an episode.
-        tasks: episodes of a meta-step.
-        generator: of everything random in training.
+        way: classes per episode.
+        tasks: episodes per meta-step.
+        generator: source of all randomness in training.
         autocast: evaluate the body in bfloat16.
 
     Attributes:
-        network: everything that is learned, and what adaptation starts from.
-        upper: the tensors that the outer optimizer moves.
+        network: all learned parameters, including the start of adaptation.
+        upper: the tensors that the outer optimizer updates.
     """
 
     def __init__(self, body: Body, way: int, *, tasks: int, generator: torch.Generator, autocast: bool = False) -> None:
@@ -54,27 +54,27 @@ class Learner(ABC):
 
     @abstractmethod
     def backward(self, episodes: Episodes) -> Tensor:
-        """Draw the episodes of a meta-step and set ``.grad``; returns the mean query loss."""
+        """Draw the episodes of a meta-step and set ``.grad``; return the mean query loss."""
 
     @abstractmethod
     def scores(self, support: Batch, query: Batch) -> Tensor:
-        """Scores (tasks, query images, way) of a batch of each of several tasks, after adaptation to their support."""
+        """Return scores (tasks, query images, way) of the query of each task, after adaptation to its support."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All that training goes on from."""
+        """Return the state from which training resumes."""
         return {"network": self.network.state_dict(), "generator": self.generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Load a saved state."""
         self.network.load_state_dict(state["network"])
         self.generator.set_state(state["generator"])
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the last meta-step, beside its loss."""
+        """Return figures of the last meta-step, besides its loss."""
         return {}
 
     def features(self, batch: Batch) -> Tensor:
-        """Features of the images of one task."""
+        """Return the features of the images of one task."""
         with self._cast():
             return self.body(batch.images, batch.known).float() if self.autocast else self._plain(batch)
 
@@ -86,7 +86,7 @@ class Learner(ABC):
         return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()
 
     def each_task(self, batch: Batch) -> Tensor:
-        """Features of several tasks, each normalised by itself."""
+        """Return the features of several tasks, each normalised separately."""
         return torch.stack([self.features(part) for part in _apart(batch)])
 
     def _head(self) -> nn.Linear:
@@ -97,12 +97,12 @@ class Learner(ABC):
 
 
 class Bilevel(Learner):
-    """A learner whose gradient is that of a `BilevelOptimizer`, which takes the episodes as its tasks."""
+    """Learner whose gradient comes from a `BilevelOptimizer`, with episodes as its tasks."""
 
     optimizer: bo.BilevelOptimizer
     upper_loss: bo.Objective
     lower_loss: bo.Objective
-    start: list[Tensor]  # where adaptation starts
+    start: list[Tensor]  # start of adaptation
 
     def _optimizer(
         self,
@@ -140,7 +140,7 @@ class Bilevel(Learner):
 
 
 class _Part:
-    """What a head's loss reads of a batch, of one task or of several stacked ones: features and labels."""
+    """Features and labels of a batch, read by a head's loss; of one task or of several stacked tasks."""
 
     def __init__(self, learner: Learner) -> None:
         self.learner = learner
@@ -153,19 +153,19 @@ class _Part:
 
 
 class HeadAdapting(Bilevel):
-    r"""The body is the upper variable, a linear head the lower one, as in ANIL and in the experiments of PZOBO.
+    r"""Learner with the body as upper variable and a linear head as lower one, as in ANIL and PZOBO's experiments.
 
     .. math:: g_i(x, w) = \ell(w; \phi_x(S_i)) + \tfrac\rho2 \|w\|^2, \qquad f_i(x, w) = \ell(w; \phi_x(D_i))
 
-    Features are computed once for each body and batch (``Objective(features=)``), so that lower steps cost what the
-    head costs. The head starts at zero, later at the mean of the heads that the last episodes ended with, or, for a
-    method that learns where to start, there.
+    Features are computed once for each body and batch (``Objective(features=)``), so that lower steps cost only the
+    head. The head starts at zero, later at the mean of the final heads of the last episodes; a method that learns the
+    start uses it.
 
     Args:
         ridge: :math:`\rho`.
-        momentum: of the lower steps.
-        initial: whether the method learns where the head starts.
-        options: of the optimizer.
+        momentum: momentum of the lower steps.
+        initial: True if the method learns the start of the head.
+        options: options of the optimizer.
         common: see `Learner`.
     """
 
@@ -201,7 +201,7 @@ class HeadAdapting(Bilevel):
     def scores(self, support: Batch, query: Batch) -> Tensor:
         features, count = self.each_task(support), len(support.images)
         group = next(g for g in self.optimizer.param_groups if g["level"] == "lower")
-        # The heads of all tasks together, where `optimizer.adapt` is for one.
+        # All tasks at once, as `optimizer.adapt` adapts to one only.
         heads = [p.detach().expand(count, *p.shape).clone().requires_grad_() for p in self.start]
         weight, bias = heads
         steps = self.optimizer._lower_factory([{"params": heads, "lr": group["lr"]}])
@@ -217,10 +217,10 @@ class HeadAdapting(Bilevel):
 
 
 class Adapting(Bilevel):
-    """Everything adapts, from an initial point that is learned: MAML and its kin.
+    """Learner that adapts all parameters from a learned initial point, as MAML and its relatives do.
 
     Args:
-        method, momentum, options, common: as of `HeadAdapting`.
+        method, momentum, options, common: see `HeadAdapting`.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class Adapting(Bilevel):
 
 
 class Reptile(Adapting):
-    """Reptile: the initial point moves towards where a few steps on the whole episode end."""
+    """Reptile: the initial point moves towards the result of a few steps on the whole episode."""
 
     def backward(self, episodes: Episodes) -> Tensor:
         drawn = episodes.sample(self.tasks, self.generator)
@@ -276,13 +276,12 @@ class Reptile(Adapting):
 
 
 class Metric(Learner):
-    r"""A head in closed form: prototypes (ProtoNet), or ridge regression that is differentiated through (R2-D2).
+    r"""Learner with a closed-form head: prototypes (ProtoNet), or differentiable ridge regression (R2-D2).
 
     Args:
-        head: ``"prototypes"``: scores are minus squared distances to the mean of each class, ten times the mean over
-            features, since their sum makes the softmax hard before anything is learned; ``"ridge"``:
-            :math:`W = Z^T (Z Z^T + \lambda I)^{-1} Y`, with a scale, an offset and :math:`\lambda` that are
-            learned.
+        head: ``"prototypes"``: scores are minus squared distances to the mean of each class, as ten times the mean over
+            features, because their sum would saturate the softmax at the start; ``"ridge"``:
+            :math:`W = Z^T (Z Z^T + \lambda I)^{-1} Y`, with learned scale, offset and :math:`\lambda`.
         common: see `Learner`.
     """
 
@@ -309,7 +308,7 @@ class Metric(Learner):
         classes = F.one_hot(support.labels, self.way).to(known)
         if self.head == "prototypes":
             means = classes.mT @ known / classes.sum(1).unsqueeze(-1)
-            near = 2 * asked @ means.mT - means.square().sum(-1).unsqueeze(1)  # but for what is equal for all classes
+            near = 2 * asked @ means.mT - means.square().sum(-1).unsqueeze(1)  # up to a term equal for all classes
             return near * (10 / self.body.width)
         log_lambda, log_scale, offset = self.scales.parameters()
         inner = known @ known.mT
@@ -325,16 +324,16 @@ HEAD: dict[str, Any] = {
 }  # the lower problem of arXiv:2110.07004, with its code's momentum
 STEPS: dict[str, Any] = {"lower_lr": 0.01, "lower_steps": 30}
 PATHS: dict[str, Any] = {**STEPS, "directions": 1, "smoothing": 0.1, "warm_start": True}
-# One joint step from a head that is zero tells the body nothing: f has no gradient in it.
+# With one joint step from a zero head, the gradient of f in the body would be zero.
 JOINT: dict[str, Any] = {"joint_steps": 10, "joint_lr": 0.05, "eta": 5.0}
 ADAPT: dict[str, Any] = {"lower_lr": 0.4, "lower_steps": 1}
 SLOW: dict[str, Any] = {"lower_lr": 0.1}
 NEAR: dict[str, Any] = {**SLOW, "proximal": 2.0, "linear_steps": 3}
 
-# Plain steps of these sizes suit CNN4. Where features are longer they diverge, so that they are divided by `Body.gain`.
+# Plain steps of these sizes suit CNN4. They diverge with larger features, so they are divided by `Body.gain`.
 SCALED = ("anil", "maml", "fomaml", "imaml", "reptile")
 
-# Each learner: its class, the method if it is a bilevel one, and the rest of the arguments.
+# Class of each learner, and its arguments, with the method if it is a bilevel one.
 LEARNERS: dict[str, tuple[type[Learner], dict[str, Any]]] = {
     "pzobo": (HeadAdapting, {"method": bo.PZOBO, **HEAD, "options": PATHS}),
     "pzobo-code": (
@@ -372,7 +371,7 @@ def make(
     autocast: bool = False,
     vectorize: bool | int = True,
 ) -> Learner:
-    """The learner of this name for a body, with the settings of `LEARNERS`."""
+    """Return the learner of this name for a body, with the settings of `LEARNERS`."""
     kind, settings = LEARNERS[name]
     if autocast and name.startswith("pzobo"):
         raise SystemExit("pzobo takes differences of lower solves, which bfloat16 would drown: no --autocast")

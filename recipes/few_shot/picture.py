@@ -1,4 +1,4 @@
-"""What a body has learned: features of images of unseen classes in two dimensions, before and after."""
+"""Picture of a body's features of unseen classes in two dimensions, before and after training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["picture", "projected", "separation"]
 
 @torch.no_grad()
 def features(learner: Learner, episodes: Episodes, classes: int = 8, images: int = 15) -> Tensor:
-    """Features (classes, images, width) of the first images of the first classes, normalised together."""
+    """Return features (classes, images, width) of the first images of the first classes, normalised together."""
     ids = torch.arange(classes).unsqueeze(1) * episodes.each + torch.arange(min(images, episodes.each))
     shown = episodes.normalised(episodes.pixels[ids.flatten().to(episodes.pixels.device)])
     found: Tensor = learner.body(shown).unflatten(0, ids.shape).cpu()
@@ -25,14 +25,14 @@ def features(learner: Learner, episodes: Episodes, classes: int = 8, images: int
 
 
 def separation(features: Tensor) -> float:
-    """Variance between the means of the classes over that within the classes."""
+    """Return the ratio of the variance between class means to the variance within classes."""
     means = features.mean(1)
     within = (features - means.unsqueeze(1)).square().sum(-1).mean()
     return float((means - means.mean(0)).square().sum(-1).mean() / within)
 
 
 def projected(features: Tensor) -> Tensor:
-    """Along the two directions in which the means of the classes differ most."""
+    """Project features on the two directions in which the class means differ most."""
     means = features.mean(1)
     centred = means - means.mean(0)
     _, _, directions = torch.linalg.svd(centred, full_matrices=False)
@@ -41,7 +41,7 @@ def projected(features: Tensor) -> Tensor:
 
 
 def picture(stem: Path, title: str, bodies: dict[str, Tensor]) -> dict[str, float]:
-    """Draw the features of each body, with the means of the classes; returns their separations."""
+    """Draw the features of each body, with the class means; return their separations."""
     found = {name: separation(values) for name, values in bodies.items()}
     with figure(stem, title, (5.0 * len(bodies), 4.5)) as canvas:
         axes: Any = canvas.subplots(1, len(bodies), squeeze=False)[0]

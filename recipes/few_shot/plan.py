@@ -1,4 +1,4 @@
-"""What a run is going to do and how long that takes, said before anything heavy is imported."""
+"""Announce what a run will do and how long it takes, before the heavy imports."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ __all__ = ["BUDGETS", "DEFAULT", "plan"]
 
 DEFAULT = ("protonet", "first-order", "aid", "anil")  # learners
 LONG = {"seconds": 60.0, "evaluations": 5, "episodes": 100, "test_episodes": 600}
-# Of a learner. Digits are for a look at it: all is over within a minute.
+# Budgets per learner. Digits are a quick demonstration, within a minute in total.
 BUDGETS: dict[str, dict[str, Any]] = {
     "digits": {"seconds": 3.0, "evaluations": 2, "episodes": 40, "test_episodes": 200},
     **dict.fromkeys(("omniglot", "cifar_fs", "fc100", "miniimagenet"), LONG),
 }
-EVALUATION = 0.007  # seconds of an episode of digits with cnn4, on one core
+EVALUATION = 0.007  # seconds per episode of digits with cnn4, on one core
 START = 6  # seconds: imports, data, the figure
 
 
 def plan(arguments: Sequence[str] | None) -> str:
-    """The sentence; of the arguments it knows those that it speaks of, without their checks."""
+    """Return the announcement; it parses only the arguments that it mentions, without checks."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--data", default="digits")
     parser.add_argument("--backbone", default="cnn4")

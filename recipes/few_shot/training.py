@@ -1,4 +1,4 @@
-"""Training by an outer optimizer, evaluation on fixed episodes, checkpoints."""
+"""Training with an outer optimizer, evaluation on fixed episodes, checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OUTER: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "sgd": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9, nesterov=True),
 }
-SCHEDULES: dict[str, Callable[[float], float]] = {  # a factor of the learning rate, at a share of the training
+SCHEDULES: dict[str, Callable[[float], float]] = {  # factor of the learning rate at a share of the training
     "constant": lambda share: 1.0,
     "cosine": lambda share: 0.5 * (1 + math.cos(math.pi * min(share, 1.0))),
     "steps": lambda share: 1.0 if share < 0.5 else 0.1 if share < 0.8 else 0.01,
@@ -36,20 +36,20 @@ Log = Callable[[int, Mapping[str, float]], None]
 
 
 def clock(device: torch.device | str) -> float:
-    """Seconds: of this process on a CPU, which other processes do not lengthen; on the clock for an accelerator."""
+    """Return seconds: processor time of this process on a CPU, wall-clock time for an accelerator."""
     synchronize(device)
     return time.process_time() if torch.device(device).type == "cpu" else time.perf_counter()
 
 
 def interval(accuracies: Tensor) -> dict[str, float]:
-    """Mean over episodes, and half of its 95 % interval."""
+    """Return the mean over episodes, and half the width of its 95 % interval."""
     half = 1.96 * float(accuracies.std()) / len(accuracies) ** 0.5 if len(accuracies) > 1 else math.nan
     return {"accuracy": float(accuracies.mean()), "interval": half, "episodes": len(accuracies)}
 
 
 @contextmanager
 def _evaluating(learner: Learner) -> Any:
-    """In evaluation mode, with what adaptation writes put back."""
+    """Context in evaluation mode, which restores what adaptation changes."""
     before = {name: value.clone() for name, value in learner.network.state_dict().items()}
     learner.network.eval()
     try:
@@ -60,14 +60,14 @@ def _evaluating(learner: Learner) -> Any:
 
 
 def evaluate(learner: Learner, episodes: Episodes, count: int, seed: int, training: Episodes | None = None) -> Tensor:
-    """Accuracy of each of so many fixed episodes.
+    """Return the accuracy of each of ``count`` fixed episodes.
 
     Args:
-        learner: adapts to each of them; is afterwards what it was before.
-        episodes: of classes that it has not seen.
-        count: episodes.
-        seed: of these.
-        training: episodes for the statistics of a body that normalises with those of training (``running``).
+        learner: adapts to each of them; left unchanged.
+        episodes: episodes of unseen classes.
+        count: number of episodes.
+        seed: seed of the episodes.
+        training: episodes for the statistics of a body with ``running`` normalisation.
     """
     with torch.no_grad(), _evaluating(learner):
         if training is not None and any(norm.statistics == "running" for norm in learner.body.norms):
@@ -76,7 +76,7 @@ def evaluate(learner: Learner, episodes: Episodes, count: int, seed: int, traini
 
 
 def _correct(learner: Learner, support: Batch, query: Batch) -> Tensor:
-    """Accuracy of each episode; none where adaptation diverges."""
+    """Return the accuracy of each episode; zero if adaptation diverges."""
     try:
         scores = learner.scores(support, query)
     except bo.NonFiniteError:
@@ -86,17 +86,17 @@ def _correct(learner: Learner, support: Batch, query: Batch) -> Tensor:
 
 @dataclass
 class Training:
-    """How a learner is trained.
+    """Settings of a training run.
 
     Attributes:
-        lr: of the outer optimizer.
-        steps: meta-steps; None: as many as ``seconds`` allow.
-        seconds: of meta-steps, evaluation not counted (see `clock`); None: no limit.
+        lr: learning rate of the outer optimizer.
+        steps: number of meta-steps; None: as many as ``seconds`` allow.
+        seconds: time of meta-steps without evaluation (see `clock`); None: no limit.
         outer: one of `OUTER`.
         schedule: one of `SCHEDULES`, over the ``steps``; with seconds alone the rate is constant.
-        clip: largest norm of the gradient; None: any.
-        evaluations: on validation classes, evenly spread over the training.
-        episodes: validation episodes of each.
+        clip: largest norm of the gradient; None: no clipping.
+        evaluations: number of evaluations on validation classes, evenly spread over the training.
+        episodes: validation episodes per evaluation.
     """
 
     lr: float
@@ -109,7 +109,7 @@ class Training:
     episodes: int = 100
 
     def share(self, step: int, seconds: float) -> float:
-        """How much of the training is done."""
+        """Return the completed share of the training."""
         return max(step / self.steps if self.steps else 0.0, seconds / self.seconds if self.seconds else 0.0)
 
 
@@ -123,22 +123,22 @@ def train(
     checkpoint: Path | None = None,
     log: Log | None = None,
 ) -> dict[str, Any]:
-    """Meta-train; the learner is left with what did best on the validation classes.
+    """Meta-train; the learner ends with the parameters that were best on the validation classes.
 
     Args:
-        learner: what is trained.
-        episodes: of training classes.
-        validation: of validation classes, which choose the best checkpoint.
+        learner: the learner to train.
+        episodes: episodes of training classes.
+        validation: episodes of validation classes, which select the best checkpoint.
         how: budget, learning rate and so on.
-        label: of the progress bar.
-        checkpoint: file that everything is saved to at each evaluation; if it is there, training goes on from it, bit
-            for bit if it is for a number of steps.
+        label: label of the progress bar.
+        checkpoint: file to which everything is saved at each evaluation. If it exists, training resumes from it,
+            bitwise equal if the budget is a number of steps.
         log: called at each evaluation with the step and a flat dict of figures, such as
             ``lambda step, figures: [writer.add_scalar(k, v, step) for k, v in figures.items()]``.
 
     Returns:
-        The ``curve`` (step, seconds, loss, validation accuracy and interval), the best accuracy and its step, whether
-        the run ``diverged``.
+        The ``curve`` (step, seconds, loss, validation accuracy and interval), the best accuracy and its step, and the
+        flag ``diverged``.
     """
     outer = OUTER[how.outer](learner.upper, lr=how.lr)
     step, seconds, diverged = 0, 0.0, False
@@ -162,7 +162,7 @@ def train(
     else:
         measure(math.nan)
     with warnings.catch_warnings(), _bar(label, how, step, seconds) as bar:
-        warnings.simplefilter("ignore", bo.BilevelWarning)  # noise of few directions is what is compared
+        warnings.simplefilter("ignore", bo.BilevelWarning)  # the noise of few directions is part of the comparison
         while how.share(step, seconds) < 1:
             start = clock(learner.device)
             factor = SCHEDULES[how.schedule](step / how.steps if how.steps else 0.0)
@@ -195,7 +195,7 @@ def train(
 
 
 def _bar(label: str, how: Training, step: int, seconds: float) -> Any:
-    """Of the meta-steps, or of the seconds if these are given."""
+    """Return a progress bar of the meta-steps, or of the seconds if there is no number of steps."""
     if how.steps:
         return progress(None, label, total=how.steps, initial=step)
     form = "{desc}{percentage:3.0f}%|{bar}| {n:.1f} of {total:.1f} s{postfix}"
@@ -203,7 +203,7 @@ def _bar(label: str, how: Training, step: int, seconds: float) -> Any:
 
 
 def _save(path: Path, state: dict[str, Any]) -> None:
-    """Write a file that is either the old one or the new one, whatever happens."""
+    """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     torch.save(state, part)

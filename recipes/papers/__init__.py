@@ -1,1 +1,1 @@
-"""The experiments of five papers as data, one runner for all of them, and verdicts that are computed."""
+"""Experiments of five papers as data, with one runner and computed verdicts."""

@@ -1,8 +1,8 @@
-"""Run experiments of the papers, and judge their claims.
+"""Run experiments of the papers and judge their claims.
 
 python -m recipes.papers list
 python -m recipes.papers run 003-saddle                              # resumes where it stopped
-python -m recipes.papers run 003-cleaning-0.2 --data-root DIR        # DIR has the folders of the data sets
+python -m recipes.papers run 003-cleaning-0.2 --data-root DIR        # DIR has one folder per data set
 python -m recipes.papers run 003-saddle --scale smoke
 python -m recipes.papers report                                      # RESULTS.md from the records
 """
@@ -23,16 +23,16 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the program."""
     parser = Parser(__doc__, out=False)
     parser.add_argument("action", choices=["list", "run", "report"])
-    parser.add_argument("ids", nargs="*", metavar="ID", help="experiments to run, or beginnings of their names")
+    parser.add_argument("ids", nargs="*", metavar="ID", help="experiments to run, or prefixes of their names")
     parser.add_argument("--scale", choices=["smoke", "cpu", "full"], default="cpu", help="default: cpu")
-    parser.add_argument("--data-root", type=Path, help="folder with a folder for each data set")
+    parser.add_argument("--data-root", type=Path, help="folder with one folder per data set")
     parser.add_argument(
         "--arms",
         nargs="+",
         metavar="NAME",
-        help="make the runs of these alone, and do not judge; rule: those that the verdict needs",
+        help="run only these arms, and do not judge; rule: the arms that the verdict needs",
     )
-    parser.add_argument("--out", type=Path, help="folder of the records; default: that of the page, for cpu alone")
+    parser.add_argument("--out", type=Path, help="folder of the records; default for the scale cpu: that of the page")
     args = parser.parse(arguments)
     if args.action == "list":
         show("Experiments", ("", "data", "claim"), [[e.id, e.data or "-", e.claim] for e in EXPERIMENTS.values()])

@@ -1,4 +1,4 @@
-"""The lower bound on stochastic first-order calls, on its own hard instance (arXiv:2509.02937, theorem 4.1)."""
+"""Lower bound on stochastic first-order calls, on its own hard instance (arXiv:2509.02937, theorem 4.1)."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from .runner import follow
 
 __all__ = ["EXPERIMENTS", "Chain"]
 
-RIDGE, STATIONARY = 0.2, 0.25  # lambda; the gradient norm eps of f in units where x / beta is the variable
+RIDGE, STATIONARY = 0.2, 0.25  # lambda; the target gradient norm eps of f in the variable x / beta
 
 
 class Chain:
-    r"""The separable pair f(x), g = y^2/2, where f hides a chain of ``length`` coordinates in ten times as many.
+    r"""Separable pair f(x), g = y^2/2, where f hides a chain of ``length`` coordinates in ten times as many.
 
     .. math:: f(x) = f_{nc}(U^T \rho(x)) + \tfrac\lambda2 \|x\|^2, \qquad \rho(x) = x / \sqrt{1 + \|x\|^2/R^2}
 
-    In the units of the text x is x / beta, and f divided by L1 beta^2 / 155. The gradient in the coordinates that are
-    not yet found is zero but for one call in :math:`1/\gamma`.
+    Compared with the text, x is x / beta, and f is divided by L1 beta^2 / 155. The gradient in coordinates not yet
+    found is zero, except in one of :math:`1/\gamma` calls.
 
     Args:
-        length: T.
-        gamma: chance of news.
-        seed: of U and of the noise.
+        length: length T of the chain.
+        gamma: probability that a call shows the coordinates not yet found.
+        seed: seed of U and of the noise.
     """
 
     def __init__(self, length: int, gamma: float, seed: int) -> None:
@@ -43,12 +43,12 @@ class Chain:
         self.y = torch.zeros(1, dtype=torch.float64, requires_grad=True)
 
     def coordinates(self, x: Tensor) -> Tensor:
-        """u, the chain's coordinates of x."""
+        """Return u, the chain's coordinates of x."""
         found: Tensor = self.basis.T @ (x / (1 + x.square().sum() / self.radius**2).sqrt())
         return found
 
     def slope(self, u: Tensor) -> Tensor:
-        """Gradient of f_nc."""
+        """Return the gradient of f_nc."""
         v = u.detach().requires_grad_()
         with torch.enable_grad():
             before = torch.cat([v.new_ones(1), v[:-1]])
@@ -57,23 +57,23 @@ class Chain:
         return gradient
 
     def noisy(self, u: Tensor) -> Tensor:
-        """The same of one call: what lies beyond the last coordinate that is found is seen now and then."""
+        """Return the gradient of one call: coordinates beyond the last one found are visible only at random."""
         found = (u.detach().abs() > 0.25).nonzero()
         last = int(found[-1]) + 1 if len(found) else 0
         news = (torch.rand((), dtype=u.dtype) < self.gamma) / self.gamma
         return self.slope(u) * torch.where(torch.arange(len(u)) < last, 1.0, news)
 
     def upper(self) -> Tensor:
-        """A loss whose gradient is the noisy one."""
+        """Return an upper loss with the noisy gradient."""
         u = self.coordinates(self.x)
         return self.noisy(u) @ u + RIDGE / 2 * self.x.square().sum()
 
     def lower(self) -> Tensor:
-        """Of y alone."""
+        """Return the lower loss, which depends on y only."""
         return self.y.square().sum() / 2
 
     def norm(self) -> float:
-        """Of the true gradient."""
+        """Return the norm of the true gradient."""
         x = self.x.detach().requires_grad_()
         u = self.coordinates(x)
         (gradient,) = torch.autograd.grad(self.slope(u) @ u + RIDGE / 2 * x.square().sum(), x)
@@ -90,14 +90,14 @@ def _phi(t: Tensor) -> Tensor:
 
 
 class Order(NamedTuple):
-    """Of F2SA, and the accuracy: eps is the first one's divided by the root of ``finer``."""
+    """Order of F2SA, and the accuracy: eps is the coarse one divided by the root of ``finer``."""
 
     order: int
     finer: int
 
 
 def run(trial: Trial) -> list[Point]:
-    """Until the true gradient is small, or the calls are spent."""
+    """Run until the true gradient is small or the calls are spent."""
     scale, make = trial.scale, trial.make
     problem = Chain(scale["length"] * make.finer, scale["gamma"] / make.finer, trial.seed)
     begin(trial.seed, "noise")
@@ -109,7 +109,7 @@ def run(trial: Trial) -> list[Point]:
         return float(optimizer.oracle_counts["upper_grad"])
 
     @lru_cache(maxsize=1)
-    def norm(_: float) -> float:  # once for each point
+    def norm(_: float) -> float:  # computed once per point
         return problem.norm()
 
     def measure() -> dict[str, Any]:
@@ -122,13 +122,13 @@ def run(trial: Trial) -> list[Point]:
 
 
 def experiment(order: int) -> Experiment:
-    """Of one order."""
+    """Return the experiment for one order."""
     coarse, fine = "eps", "eps / sqrt(2)"
     return Experiment(
         id=f"001-bound-{order}",
         paper="arXiv:2509.02937",
         figure="theorem 4.1",
-        claim=f"no order helps against eps^-4: the calls of F2SA-{order} grow at least so on the hard instance",
+        claim=f"no order helps against eps^-4: the calls of F2SA-{order} grow at least that fast on the hard instance",
         value="4 log10 sqrt(2) = 0.602, or more",
         run=run,
         arms={
@@ -147,10 +147,10 @@ def experiment(order: int) -> Experiment:
         shares=(),
         moves=12,
         departures=(
-            "the printed formulas are repaired: Psi and Phi, the condition of Psi, and x / beta in rho",
-            "chains of 10 and 20 coordinates in 100 and 200, seen in one of 10 and of 20 calls",
-            "all orders make the same calls here, since f does not depend on y: F2SA-2 stands for them",
-            "0.05 below 0.602 still counts as that",
+            "the printed formulas are corrected: Psi and Phi, the condition of Psi, and x / beta in rho",
+            "chains of 10 and 20 coordinates in 100 and 200 dimensions, visible in one of 10 and one of 20 calls",
+            "all orders make the same calls here, since f does not depend on y: F2SA-2 represents them",
+            "a value 0.05 below 0.602 still counts",
         ),
     )
 

@@ -1,4 +1,4 @@
-"""All experiments by their names."""
+"""All experiments by name."""
 
 from __future__ import annotations
 

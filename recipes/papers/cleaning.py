@@ -1,4 +1,4 @@
-"""Data hyper-cleaning (arXiv:2307.00126, figure 4): which part of RAHGD is its gain due to?"""
+"""Data hyper-cleaning (arXiv:2307.00126, figure 4): the part of RAHGD to which its gain is due."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RIDGE = 1e-3
 
 @lru_cache(maxsize=8)  # all seeds of an arm
 def problem_of(seed: int, data: str, root: Path | None, sizes: tuple[int, int], share: float) -> Cleaning:
-    """Images of one seed, a share of whose training labels is wrong."""
+    """Return the problem of one seed, with a share of wrong training labels."""
     generator = stream(seed, "data")
     folder = None if root is None else root / data
     train, val, test = load_images(data, folder, False, sizes, generator)
@@ -35,7 +35,7 @@ def problem_of(seed: int, data: str, root: Path | None, sizes: tuple[int, int], 
 
 
 def run(trial: Trial) -> list[Point]:
-    """Until the oracle calls are spent."""
+    """Run until the oracle calls are spent."""
     scale: Mapping[str, Any] = trial.scale
     root = trial.root if scale["data"] != "digits" else None
     return descend(trial, problem_of(trial.seed, scale["data"], root, tuple(scale["sizes"]), scale["share"]))
@@ -44,12 +44,12 @@ def run(trial: Trial) -> list[Point]:
 CG: dict[str, Any] = {"linear_steps": 6}
 AGD: dict[str, Any] = {**CG, "lower_momentum": 0.9, "on_converged": "continue"}
 GRID = {"lr": axis(300.0, 3000.0, 30000.0), "lower_steps": axis(10, 50, least=1), "rate": axis(2.0)}
-# B is a length; infinite, there are no restarts.
+# The radius is the length B; if it is infinite, there are no restarts.
 OUTER = {**GRID, "theta": axis(0.1, 0.3, most=1.0), "radius": axis(10.0, 100.0, math.inf)}
 
 
 def rahgd(kind: type[bo.RAHGD], x: Any, y: Any, *, theta: float, radius: float, **options: Any) -> bo.RAHGD:
-    """With the momentum 1 - theta, restarted beyond this radius."""
+    """Return RAHGD or PRAHGD with momentum 1 - theta, restarted beyond this radius."""
     return kind(x, y, momentum=1 - theta, restart_radius=radius, **options)
 
 
@@ -57,7 +57,7 @@ ARMS = {
     "RAHGD": Arm(partial(rahgd, bo.RAHGD, **AGD), OUTER),
     "PRAHGD": Arm(partial(rahgd, bo.PRAHGD, **AGD, perturbation=1e-3), OUTER),
     "RAHGD, inner GD": Arm(partial(rahgd, bo.RAHGD, **{**AGD, "lower_momentum": 0.0}), OUTER),
-    "RAHGD, outer GD": Arm(partial(bo.RAHGD, **AGD, momentum=0.0), GRID, "Nesterov's momentum on y alone"),
+    "RAHGD, outer GD": Arm(partial(bo.RAHGD, **AGD, momentum=0.0), GRID, "Nesterov's momentum on y only"),
     "AID": Arm(partial(bo.AID, **CG), GRID),
     "ITD": Arm(bo.ITD, GRID),
     "BA": Arm(partial(bo.BA, **CG), {**GRID, "lower_steps": axis(10, 50, least=1)}, "cold starts, as in its paper"),
@@ -66,12 +66,13 @@ ARMS = {
 
 
 def experiment(share: float) -> Experiment:
-    """With this share of wrong labels."""
+    """Return the experiment with this share of wrong labels."""
     return Experiment(
         id=f"003-cleaning-{share:g}",
         paper="arXiv:2307.00126",
         figure=f"figure 4{'a' if share < 0.3 else 'b'}",
-        claim=f"RAHGD has the lowest validation loss at equal cost, by its momentum on x ({share:.0%} wrong labels)",
+        claim="RAHGD has the lowest validation loss at equal cost, due to its momentum on x "
+        f"({share:.0%} wrong labels)",
         value="no figure in the text: RAHGD and PRAHGD fastest",
         run=run,
         arms=ARMS,
@@ -94,12 +95,12 @@ def experiment(share: float) -> Experiment:
         },
         shares=(0.3,),
         moves=40,
-        equal=(("AID", "PAID"),),  # until it perturbs, near a stationary point
+        equal=(("AID", "PAID"),),  # equal until PAID perturbs, near a stationary point
         departures=(
             "1,000 training and 300 validation images at the scale cpu (20,000 and 5,000 in the paper)",
-            "6 steps of conjugate gradients, lower steps of 2/L (the weights of 1/2 halve the curvature), lower "
+            "6 steps of conjugate gradients, lower step size 2/L (the weights of 1/2 halve the curvature), lower "
             "momentum 0.9; the paper chooses these from a grid and does not print the result",
-            "zero start of W and of the weights; the budget is ours",
+            "W and the weights start at zero; the budget is ours",
         ),
         data="mnist",
     )  # fmt: skip

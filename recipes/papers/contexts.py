@@ -1,4 +1,4 @@
-"""Lower steps of RT-MLMC and DL-SGD to a given accuracy (arXiv:2310.18535, its main claim)."""
+"""Lower steps of RT-MLMC and DL-SGD to a given accuracy (arXiv:2310.18535, main claim)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["EXPERIMENTS"]
 
 
 def run(trial: Trial) -> list[Point]:
-    """Until the lower steps are spent; the score of a point is the norm of the true gradient."""
+    """Run until the lower steps are spent; the score of a point is the norm of the true gradient."""
     problem, used = P1((0.0, 0.0, 0.0)), 0
     options: dict[str, Any] = {"levels": trial.scale["levels"], **trial.setting}
     optimizer = trial.make(
@@ -46,7 +46,7 @@ EXPERIMENTS = [
         id="004-p1",
         paper="arXiv:2310.18535",
         figure="theorem 1",
-        claim="after equally many lower steps RT-MLMC is nearer to a stationary point than DL-SGD, by its levels "
+        claim="after equally many lower steps RT-MLMC is nearer to a stationary point than DL-SGD, due to its levels "
         "(a quadratic)",
         value="eps^-4 against eps^-6 samples",
         run=run,
@@ -71,8 +71,9 @@ EXPERIMENTS = [
         shares=(),
         moves=6,
         departures=(
-            "one problem of three variables; the theorem is about all of a class",
-            "late norms, not the first passage of one: a biased method can pass a small norm on its way elsewhere",
+            "one problem of three variables; the theorem is about a class of problems",
+            "the score is a mean of late norms, not the cost to a first small one: a biased method can pass a small "
+            "norm on its way elsewhere",
         ),
     )
 ]

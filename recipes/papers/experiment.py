@@ -1,4 +1,4 @@
-"""What an experiment is: a claim of a paper, how it is tried, and the rule by which it holds or fails."""
+"""Data of an experiment: a claim of a paper, how to test it, and the rule by which it holds or fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["RULES", "SEARCH_SEEDS", "Arm", "Better", "Experiment", "Point", "Tri
 Point = dict[str, Any]
 SEARCH_SEEDS = (1000, 1001, 1002)  # settings are chosen with these seeds, and judged with others
 RATES = ("lr", "lower_lr")
-STILL = "direct only"  # the control without the indirect term, which may have nothing to move x by
+STILL = "direct only"  # the control without the indirect term, which may have no gradient in x
 JOINT = (
     *(("lr", other) for other in ("rate", "nu", "lower_lr", "lower_steps", "theta")),
     ("adam", "rate"),
@@ -22,20 +22,20 @@ JOINT = (
     ("theta", "radius"),
     ("theta", "restart_radius"),
 )
-NOT_TUNED = "not tuned"  # what a claim about one arm says if its learning rate is given
-RULES = 2  # of runs and verdicts; records that were made under others are not judged
+NOT_TUNED = "not tuned"  # words of a claim about one arm whose learning rate is fixed
+RULES = 2  # version of the rules for runs and verdicts; records under other rules are not judged
 
 
 class Trial(NamedTuple):
-    """What one run is given.
+    """Inputs of one run.
 
     Attributes:
-        make: of the arm.
-        setting: chosen from the arm's grid.
-        seed: of data and method.
-        budget: what is to be spent.
+        make: the arm's ``make``.
+        setting: setting from the arm's grid.
+        seed: seed of data and method.
+        budget: budget to spend.
         scale: the numbers of the scale.
-        root: folder of the data sets, if given.
+        root: folder of the data sets, or None.
     """
 
     make: Any
@@ -48,12 +48,12 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True)
 class Arm:
-    """A method, or a control, with what is tuned of it.
+    """Method or control, with its tuned hyper-parameters.
 
     Attributes:
-        make: what the experiment's ``run`` makes the method from.
-        grid: hyper-parameters to be chosen for the least score.
-        note: what differs from the paper, or is to be known.
+        make: object from which the experiment's ``run`` makes the method.
+        grid: hyper-parameters to choose for the least score.
+        note: departure from the paper, or another remark.
     """
 
     make: Any
@@ -63,19 +63,19 @@ class Arm:
 
 @dataclass(frozen=True, kw_only=True)
 class Better:
-    """One arm has a lower score than others, and owes it to what a control lacks.
+    """Rule: one arm has a lower score than others, due to a part that a control lacks.
 
     Attributes:
         method: the arm.
-        rivals: arms that it must be better than, all of them.
-        control: the arm without what the claim is about, and with all else. Its part in the gain over the best rival
-            decides whether the gain is due to that: at most half. Default: None, for a claim that is refuted without
-            one; it cannot hold.
-        without: hyper-parameters of the method that belong to what the claim is about. All others that are searched for
-            the method are searched for the control.
+        rivals: arms that must all be worse.
+        control: the arm that lacks only the part that the claim is about. The gain is due to that part if the control
+            has at most half of the gain over the best rival. Default: None, for a claim that is refuted without a
+            control; it cannot hold.
+        without: hyper-parameters of the part that the claim is about. All others that are searched for the method must
+            be searched for the control.
         least: smallest difference that counts.
-        speed: whether the claim is about a given budget. Otherwise it is about what is reached in the end, and the
-            budget has to be enough: what the worse arm gains in its last half is less than half of the difference.
+        speed: True if the claim is about a given budget. Otherwise it is about the final score, and the budget must
+            suffice: the worse arm gains less than half of the difference in the last half of the budget.
     """
 
     method: str
@@ -87,16 +87,16 @@ class Better:
 
     @property
     def arms(self) -> tuple[str, ...]:
-        """All that are judged."""
+        """All arms that are judged."""
         return tuple(dict.fromkeys((self.method, *self.rivals, *((self.control,) if self.control else ()))))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Within:
-    """The score of one arm, less that of another if there is one, lies in an interval.
+    """Rule: the score of one arm, optionally minus that of another, lies in an interval.
 
-    A learning rate that is given, and not searched, decides such a score as much as the method does: without a grid of
-    it there is no verdict, unless the claim says that the arms are `NOT_TUNED`.
+    A fixed learning rate influences such a score as much as the method does. Without a grid of learning rates there is
+    no verdict, unless the claim says that the arms are `NOT_TUNED`.
     """
 
     arm: str
@@ -106,41 +106,41 @@ class Within:
 
     @property
     def arms(self) -> tuple[str, ...]:
-        """All that are judged."""
+        """All arms that are judged."""
         return (self.arm, self.minus) if self.minus else (self.arm,)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """A claim and how it is tried.
+    """Claim and its test.
 
     Attributes:
-        id: such as ``"003-saddle"``; the number is that of the paper.
-        paper: such as ``"arXiv:2307.00126"``.
-        figure: what of the paper.
-        claim: in a sentence.
-        value: the paper's value, or what its text says.
-        run: makes one run; returns its curve, whose points have ``spent``, ``seconds`` and ``score``, less being
-            better. The first point is the start; a run that diverged ends with an infinite score.
-        arms: by name.
-        rule: by which the claim holds.
-        score: what the score is, in words.
-        unit: what the budget counts.
-        scales: for each scale ``budget``, ``seeds`` and what else ``run`` reads. ``search``: False for the middle of
-            every grid instead of a search.
-        target: the score of a run is the logarithm (base 10) of what was spent when the curve came down to this; of
-            the whole budget if it never did. Default: None, the score of the last points.
-        late: part of the budget whose points count: the score is their mean. Default: 0, the last point alone.
-        whole: the paper's budget, in the same unit. Default: None, where its text has none.
-        joint: pairs of hyper-parameters that the search moves together too.
+        id: name such as ``"003-saddle"``; the number identifies the paper.
+        paper: the paper, such as ``"arXiv:2307.00126"``.
+        figure: figure, theorem or table of the paper.
+        claim: the claim in a sentence.
+        value: the paper's value, or the words of its text.
+        run: makes one run; returns its curve, whose points have ``spent``, ``seconds`` and ``score`` (less is better).
+            The first point is the start; a run that diverged ends with an infinite score.
+        arms: arms by name.
+        rule: rule by which the claim holds.
+        score: description of the score.
+        unit: unit of the budget.
+        scales: for each scale ``budget``, ``seeds`` and other values that ``run`` reads. ``search``: False takes the
+            middle of every grid instead of a search.
+        target: if set, the score of a run is the base-10 logarithm of the cost at which the curve first reaches this
+            value, or of the whole budget if it never does. Default: None, the score of the last points.
+        late: last part of the budget over which the score is averaged. Default: 0, the last point only.
+        whole: the paper's budget, in the same unit. Default: None, if its text has none.
+        joint: pairs of hyper-parameters that the search also moves together.
         shares: shares of the budget of the first rounds of the search.
-        moves: most runs beside the best setting.
-        departures: from the paper, all of them.
-        data: name of the folder of the data below ``--data-root``. Default: None, nothing is read.
-        like: name of the experiment whose runs these are, judged by another rule. Default: its own.
-        equal: pairs of arms that are the same by construction. All others have to differ.
-        seconds: whether the paper counts seconds, in this figure or in its headline: then the row is judged at equal
-            seconds too.
+        moves: maximal number of runs of neighbours in the search.
+        departures: all departures from the paper.
+        data: name of the data folder below ``--data-root``. Default: None, no data are read.
+        like: name of the experiment whose runs are judged here by another rule. Default: its own.
+        equal: pairs of arms that are equal by construction. All others must differ.
+        seconds: True if the paper counts seconds, in this figure or in its headline: the row is then also judged at
+            equal seconds.
     """
 
     id: str
@@ -167,7 +167,7 @@ class Experiment:
     seconds: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a rule about arms that there are not, and a control that is not tried at its own best setting."""
+        """Raise if the rule names a missing arm, or the control is not searched for its own best setting."""
         if missing := [n for n in (*self.rule.arms, *(n for pair in self.equal for n in pair)) if n not in self.arms]:
             raise ValueError(f"{self.id}: no arm {missing[0]}")
         rule = self.rule
@@ -178,9 +178,9 @@ class Experiment:
                 raise ValueError(f"{self.id}: {min(fixed)} is searched for {rule.method}, but not for {rule.control}")
 
     def untuned(self, scale: str) -> dict[str, list[str]]:
-        """Of each arm that is judged by itself, the learning rates that are given and not searched.
+        """Return for each arm of a `Within` rule its learning rates that are fixed and not searched.
 
-        What comes down to a target has one, if only in the code.
+        An arm that runs to a target has a learning rate, if only in the code.
         """
         if isinstance(self.rule, Better) or NOT_TUNED in self.claim:
             return {}
@@ -195,11 +195,11 @@ class Experiment:
 
     @property
     def source(self) -> str:
-        """Name of the experiment whose records it uses."""
+        """Name of the experiment whose records this one uses."""
         return self.like or self.id
 
     def config(self, scale: str) -> dict[str, Any]:
-        """All that decides the numbers, as plain data: kept beside the records, which belong to it."""
+        """Return all inputs that determine the numbers, as plain data to store with the records."""
         grids = {
             name: {key: list(a.values) for key, a in arm.grid.items() if len(a.values) > 1}
             for name, arm in self.arms.items()
@@ -208,5 +208,5 @@ class Experiment:
         return {"scale": scale, **numbers, "grids": grids, "shares": list(self.shares), "moves": self.moves}
 
     def part(self, scale: str) -> float | None:
-        """The budget as a part of the paper's."""
+        """Return the budget as a part of the paper's."""
         return None if self.whole is None else self.scales[scale]["budget"] / self.whole

@@ -1,4 +1,4 @@
-"""Runs of methods on a problem without noise, judged by the upper loss where the lower problem is solved anew."""
+"""Runs of methods on a deterministic problem, scored by the upper loss at an accurate lower solution."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ Score = Callable[[Any, Tensor, Tensor], float]
 
 @torch.no_grad()
 def upper_loss(problem: Problem, x: Tensor, solution: Tensor) -> float:
-    """f(x, y*(x))."""
+    """Return f(x, y*(x))."""
     return float(problem.upper(x, solution))
 
 
 @torch.no_grad()
 def tested(problem: Softmax, x: Tensor, solution: Tensor) -> float:
-    """Loss on the test data."""
+    """Return the loss on the test data."""
     return float(F.cross_entropy(problem.test.features @ solution, problem.test.labels))
 
 
 def descend(trial: Trial, problem: Problem, score: Score = upper_loss, **options: Any) -> list[Point]:
-    """Steps of one method until its oracle calls are spent, scored by a function of x and y*(x).
+    """Run one method until its oracle calls are spent, scored by a function of x and y*(x).
 
-    In the setting, ``rate`` is the lower learning rate in units of 1/L, and ``adam`` the learning rate of Adam on x in
-    place of the method's own step.
+    In the setting, ``rate`` is the lower learning rate in units of 1/L; ``adam`` is the learning rate of Adam on x,
+    which replaces the method's own step.
     """
     begin(trial.seed, "start")
     x, y = problem.start()

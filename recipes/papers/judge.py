@@ -1,4 +1,4 @@
-"""Verdicts: what seeds in pairs say of a claim, by rule."""
+"""Verdicts on claims, by rules for paired seeds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Figures = Callable[[str, Interval], str]
 
 
 class Verdict(NamedTuple):
-    """A word, and why."""
+    """Verdict word and its reason."""
 
     word: str
     reason: str
@@ -31,18 +31,18 @@ class Verdict(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """What the seeds gave.
+    """Results over the seeds.
 
     Attributes:
-        scores: of each arm, one for each seed, in the same order.
-        gains: how much each arm's mean score fell in the last half of its budget.
-        edges: of each arm, hyper-parameters whose best value is at the edge of what was tried.
-        start: the untrained learner's scores, one for each seed. Default: None, where nothing is trained.
-        ignorant: scores of the best answer that knows nothing of the inputs, if the experiment has it.
+        scores: scores of each arm, one per seed, in the same order.
+        gains: decrease of each arm's mean score in the last half of its budget.
+        edges: hyper-parameters of each arm whose best value is at the edge of the search.
+        start: the untrained learner's scores, one per seed. Default: None, if nothing is trained.
+        ignorant: scores of the best answer that ignores the inputs, if the experiment has it.
         part: the budget as a part of the paper's, if its text has one.
-        alike: pairs of arms with the same numbers, which the experiment does not declare to be equal.
-        untuned: of arms that are judged by themselves, learning rates that are given and not searched.
-        falls: of arms whose score is when they come to a target, how much their curves fell, one for each seed.
+        alike: pairs of arms with the same numbers that the experiment does not declare equal.
+        untuned: fixed learning rates of the arms of a `Within` rule.
+        falls: for arms scored by their cost to a target, the decrease of their curves, one per seed.
     """
 
     scores: Mapping[str, Sequence[float]]
@@ -56,28 +56,28 @@ class Evidence(NamedTuple):
     falls: Mapping[str, Sequence[float]] = MappingProxyType({})
 
     def moved(self, arm: str) -> bool:
-        """Whether training moved it from its start, by more than the interval."""
+        """Return True if training moved the arm from its start by more than the interval."""
         if arm in self.falls:
             return interval(self.falls[arm]).low > 0
         return self.start is None or interval(_less(self.start, self.scores[arm])).low > 0
 
     def nothing(self, moved: Sequence[str], varied: Sequence[str]) -> str:
-        """Why arms say nothing: training did not move one of the first, or no seed differs in all of the others."""
+        """Explain why arms prove nothing: training did not move one of ``moved``, or no seed of ``varied`` differs."""
         if still := [arm for arm in moved if not self.moved(arm)]:
             return f"training did not move {' and '.join(still)} from the start"
         if varied and all(len({*self.scores[arm]}) == 1 for arm in varied):
-            return f"one trajectory, since all seeds of {' and '.join(varied)} give the same"
+            return f"one trajectory: all seeds of {' and '.join(varied)} give the same score"
         return ""
 
 
 def judge(rule: Better | Within, evidence: Evidence) -> Verdict:
-    """Whether a claim holds, in words that say with how much of the paper's budget."""
+    """Judge a claim; the verdict word states the part of the paper's budget."""
     seeds, start = len(evidence.scores[rule.arms[0]]), evidence.start
     if seeds < FEWEST:
         return Verdict(UNDECIDED, f"{seeds} seeds, fewer than {FEWEST}")
     if start is not None and evidence.ignorant is not None and interval(_less(evidence.ignorant, start)).low > 0:
         return Verdict(UNDECIDED, f"the untrained start {_mean(start)} knows what it is to find: the best answer that "
-                       f"knows nothing has {_mean(evidence.ignorant)}")  # fmt: skip
+                       f"ignores the inputs has {_mean(evidence.ignorant)}")  # fmt: skip
     if same := [pair for pair in evidence.alike if {*pair} <= {*rule.arms}]:
         return Verdict(UNDECIDED, f"{' and '.join(same[0])} give the same numbers: one of them is the other")
     word, reason = _better(rule, evidence) if isinstance(rule, Better) else _within(rule, evidence)
@@ -89,7 +89,7 @@ def judge(rule: Better | Within, evidence: Evidence) -> Verdict:
 def _better(rule: Better, evidence: Evidence) -> Verdict:
     scores, edges, method = evidence.scores, evidence.edges, evidence.scores[rule.method]
     differences = {r: interval(_less(scores[r], method)) for r in rule.rivals}
-    # One of several rivals is ahead by chance more often than one alone; all of them are behind less often.
+    # With several rivals, one is ahead by chance more often than a single rival; all are behind less often.
     careful = {r: interval(_less(scores[r], method), 1 - 0.05 / len(rule.rivals)) for r in rule.rivals}
 
     def figures(rival: str, found: Interval) -> str:
@@ -112,7 +112,7 @@ def _better(rule: Better, evidence: Evidence) -> Verdict:
         return Verdict(UNDECIDED, f"{', '.join(at_edge)} at an edge ({text})")
     if not rule.speed and (late := [r for r in rule.rivals if evidence.gains[r] > differences[r].mean / 2]):
         return Verdict(UNDECIDED, f"budget too small for {', '.join(late)} ({text})")
-    # What is beaten because it stands still, and a control that does, show nothing: they may be broken.
+    # A rival or control that does not move proves nothing: it may be broken.
     near = [rule.method, best, *([rule.control] if rule.control not in (None, STILL) else [])]
     if why := evidence.nothing(near, [rule.method, best]):
         return Verdict(UNDECIDED, f"{why} ({text})")
@@ -125,10 +125,10 @@ def _better(rule: Better, evidence: Evidence) -> Verdict:
     if surplus.high < 0:
         return Verdict(OTHER, text)
     if surplus.low <= 0:
-        return Verdict(UNDECIDED, f"the control's part in the gain is about half ({text})")
+        return Verdict(UNDECIDED, f"the control has about half of the gain ({text})")
     if open_axes := edges.get(rule.control):
         return Verdict(UNDECIDED, f"{', '.join(open_axes)} of the control at an edge ({text})")
-    # Those further behind count for a claim that holds; that the gain is another's does not hang on them.
+    # Rivals further behind matter only for a claim that holds, not for NOT DUE TO METHOD.
     if why := next(filter(None, (evidence.nothing([rival], [rule.method, rival]) for rival in rule.rivals)), ""):
         return Verdict(UNDECIDED, f"{why} ({text})")
     return Verdict(HOLDS, text)
@@ -136,7 +136,7 @@ def _better(rule: Better, evidence: Evidence) -> Verdict:
 
 def _worse(rule: Better, evidence: Evidence, rival: str, careful: Mapping[str, Interval], figures: _Figures) -> Verdict:
     text, found = figures(rival, careful[rival]), careful[rival]
-    # At the edge of the grid of the rival it is only better still.
+    # A rival at the edge of its grid could only be better.
     if open_axes := evidence.edges.get(rule.method):
         return Verdict(UNDECIDED, f"{', '.join(open_axes)} of {rule.method} at an edge ({text})")
     if not rule.speed and evidence.gains[rule.method] > -found.mean / 2:
@@ -161,7 +161,7 @@ def _within(rule: Within, evidence: Evidence) -> Verdict:
         return Verdict(UNDECIDED, f"{why} ({text})")
     if not inside and not (found.high < rule.low or found.low > rule.high):
         return Verdict(UNDECIDED, text)
-    # To the bound that the score is on its way to.
+    # Compare with the bounds towards which the score moves.
     ahead = [b for b in (rule.low, rule.high) if math.isfinite(b) and (b - found.mean) * -fall > 0]
     if ahead and 2 * abs(fall) > min(abs(b - found.mean) for b in ahead):
         return Verdict(UNDECIDED, f"not settled, it moved by {-fall:.2g} in the last half of the budget ({text})")

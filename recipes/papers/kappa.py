@@ -1,4 +1,4 @@
-"""Calls to a stationary point of badly conditioned problems (arXiv:2307.00126, the rates of its theorems)."""
+"""Calls to a stationary point of badly conditioned problems (arXiv:2307.00126, rates of its theorems)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["EXPERIMENTS"]
 
 
 def rahgd(x: Any, y: Any, *, kappa: float, theta: float, agd: bool = True, **options: Any) -> bo.RAHGD:
-    """With the momentum of the theory on y, and 1 - theta on x."""
+    """Return RAHGD with the momentum of the theory on y, and 1 - theta on x."""
     root = math.sqrt(kappa) if agd else 1.0
     return bo.RAHGD(
         x, y, momentum=1 - theta, lower_momentum=(root - 1) / (root + 1), on_converged="continue", **options
@@ -26,12 +26,12 @@ def rahgd(x: Any, y: Any, *, kappa: float, theta: float, agd: bool = True, **opt
 
 
 def plain(kind: type[bo.BilevelOptimizer], x: Any, y: Any, *, kappa: float, **options: Any) -> bo.BilevelOptimizer:
-    """A method that does not know the condition number."""
+    """Return a method that does not use the condition number."""
     return kind(x, y, **options)
 
 
 def run(trial: Trial, make: Callable[[float, int], Problem]) -> list[Point]:
-    """Until the true gradient is small, or the calls are spent; the score of a point is its norm."""
+    """Run until the true gradient is small or the calls are spent; the score of a point is its norm."""
     kappa = trial.scale["kappa"]
     problem, setting = make(kappa, trial.seed), dict(trial.setting)
     setting["lr"] /= problem.smoothness
@@ -64,12 +64,13 @@ ARMS = {
 
 
 def experiment(name: str, make: Callable[[float, int], Problem], what: str) -> Experiment:
-    """On one of the two problems."""
+    """Return the experiment on one of the two problems."""
     return Experiment(
         id=f"003-kappa-{name}",
         paper="arXiv:2307.00126",
         figure="theorem",
-        claim=f"at condition number 100 RAHGD needs fewer calls than AID, ITD and BA, by its momentum on x ({what})",
+        claim="at condition number 100 RAHGD needs fewer calls than AID, ITD and BA, due to its momentum on x "
+        f"({what})",
         value="kappa^3.25 eps^-1.75 against kappa^4 eps^-2 (AID)",
         run=partial(run, make=make),
         arms=ARMS,
@@ -86,11 +87,11 @@ def experiment(name: str, make: Callable[[float, int], Problem], what: str) -> E
         target=TARGET,
         shares=(),
         moves=40,
-        departures=("two problems of 10 variables at each level; the theorems are about all of a class",),
+        departures=("two problems of 10 variables at each level; the theorems are about a class of problems",),
     )
 
 
 EXPERIMENTS = [
     experiment("quadratic", quadratic, "both levels ill-conditioned"),
-    experiment("quartic", quartic, "a saddle point; the lower level alone ill-conditioned"),
+    experiment("quartic", quartic, "a saddle point; only the lower level is ill-conditioned"),
 ]

@@ -1,4 +1,4 @@
-"""What the theorems say of errors: exponents, with an interval over random problems."""
+"""Laws of errors in the theorems: exponents, with an interval over random problems."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .experiment import Arm, Experiment, Point, Trial, Within
 
 __all__ = ["EXPERIMENTS"]
 
-SIZE = 6  # of y
+SIZE = 6  # entries of y
 
 
 def response(trial: Trial, p: int, **options: Any) -> tuple[Tensor, Tensor]:
-    """Estimates of PZOBO's hypergradient on a random problem with a curved response, and the exact one."""
+    """Return PZOBO's hypergradient estimates on a random problem with a curved response, and the exact one."""
     generator = stream(trial.seed, "data")
     B, c = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((SIZE, p), (SIZE,)))
     x = (torch.randn(p, generator=stream(trial.seed, "start"), dtype=torch.float64) / p**0.5).requires_grad_()
@@ -49,12 +49,12 @@ def response(trial: Trial, p: int, **options: Any) -> tuple[Tensor, Tensor]:
 
 
 def slope(ends: list[float], ratio: float) -> float:
-    """Of the logarithm, for arguments of this ratio."""
+    """Return the slope in log-log scale between two values whose arguments have this ratio."""
     return math.log(ends[1] / ends[0]) / math.log(ratio)
 
 
 def of_variance(trial: Trial) -> list[Point]:
-    """How far the exponents are from 1 and -1: of the number of upper parameters, and of that of directions."""
+    """Measure the distance of two exponents from 1 and -1: in the numbers of upper parameters and of directions."""
     sizes, counts = trial.scale["sizes"], trial.scale["counts"]
     by_size, by_count = [], []
     for p in sizes:
@@ -69,7 +69,7 @@ def of_variance(trial: Trial) -> list[Point]:
 
 
 def of_levels(trial: Trial) -> list[Point]:
-    """log2 of the error of the mean of DL-SGD, for each level more: where the lower noise is all there is, and in x."""
+    """Measure the log2 change per level of the error of DL-SGD's mean over many contexts."""
     errors = []
     for levels in trial.scale["depths"]:
         problem = P1()
@@ -88,7 +88,7 @@ def law(
     name: str, paper: str, figure: str, claim: str, value: str, run: Callable[[Trial], list[Point]], rule: Within,
     score: str, departure: str, **numbers: Any,
 ) -> Experiment:  # fmt: skip
-    """One law, at three numbers of seeds."""
+    """Return the experiment of one law, with three numbers of seeds."""
     fewer = {key: n // 10 if key in ("repeats", "contexts") else n for key, n in numbers.items()}
     scales = {
         "smoke": {"budget": 1, "seeds": 3, **fewer},
@@ -104,19 +104,18 @@ def law(
 EXPERIMENTS = [
     law(
         "000-law-variance", "arXiv:2110.07004", "proposition 2",
-        "the relative variance is proportional to p/Q: to the number p of upper parameters, and to one over that of "
-        "directions, Q",
+        "the relative variance is proportional to p/Q, with p upper parameters and Q directions",
         "exponents 1 and -1: distance 0", of_variance, Within(arm="PZOBO", low=-math.inf, high=0.2),
-        "the larger distance of the two measured exponents from 1 and -1, both of which are in the records",
+        "the larger distance of the two measured exponents from 1 and -1 (both are in the records)",
         "random problems with 6 lower variables and a quadratic response; p = 8 and 64 with one direction, Q = 1 and 8 "
         "with p = 16",
         sizes=(8, 64), counts=(1, 8), repeats=200,
     ),
     law(
         "004-law-levels", "arXiv:2310.18535", "lemma 2",
-        "the bias falls like 2^(-K/2) with the number of levels, or faster", "-1/2 for each level, or less", of_levels,
+        "the bias falls like 2^(-K/2) with the number K of levels, or faster", "-1/2 per level, or less", of_levels,
         Within(arm="DL-SGD", low=-3.0, high=-0.4), "slope of logarithms",
-        "one quadratic problem of three variables; the noise of 4,000 contexts is in the error",
+        "one quadratic problem of three variables; the error includes the noise of 4,000 contexts",
         depths=(1, 4), contexts=4000,
     ),
 ]  # fmt: skip

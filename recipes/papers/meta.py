@@ -1,4 +1,4 @@
-"""Meta-learning a centre of linear classifiers (arXiv:2310.18535, figures 1, 2, 4 and table 2)."""
+"""Meta-learn a centre of linear classifiers (arXiv:2310.18535, figures 1, 2, 4 and table 2)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ ROWS = 8
 
 @lru_cache(maxsize=8)  # all seeds of an arm
 def parts_of(seed: int, tasks: int) -> tuple[Part, ...]:
-    """Support, query and test rows of the tasks of one seed: scikit-learn's digits, turned."""
+    """Return support, query and test rows of the tasks of one seed: scikit-learn's digits, rotated."""
     return load_tasks("digits", None, tasks, (0.6, 0.2, 0.2), stream(seed, "data"))
 
 
 def run(trial: Trial, adapted: bool = False) -> list[Point]:
-    """So many updates of the centre; the score is the test loss after adaptation, as the method adapts."""
+    """Run the updates of the centre; the score is the test loss after the method's own kind of adaptation."""
     scale, setting = trial.scale, dict(trial.setting)
     begin(trial.seed, "start")
     support, query, test = parts_of(trial.seed, scale["tasks"])
@@ -65,13 +65,13 @@ def run(trial: Trial, adapted: bool = False) -> list[Point]:
 
 
 def levels_of(trial: Trial) -> int:
-    """Those of the arm; half of them at the scale smoke."""
+    """Return the arm's number of levels; half of it at the scale smoke."""
     levels: int = trial.setting["levels"]
     return levels // 2 if trial.scale.get("half") else levels
 
 
 def timed(trial: Trial) -> list[Point]:
-    """log10 of the time of an estimate of DL-SGD over that of RT-MLMC."""
+    """Measure log10 of DL-SGD's time per estimate over RT-MLMC's."""
     problem, levels, count = classifiers(), levels_of(trial), trial.scale["count"]
     spent = []
     for kind in (bo.DLSGD, bo.RTMLMC):
@@ -89,7 +89,7 @@ META = Experiment(
     id="004-meta",
     paper="arXiv:2310.18535",
     figure="figures 1, 2 and 4",
-    claim="RT-MLMC generalises better than MAML with 1 and more steps and than BSVRB v2, by its deep lower solves",
+    claim="RT-MLMC generalises better than MAML with 1 and more steps and than BSVRB v2, due to its deep lower solves",
     value="no figure in the text: RT-MLMC best, MAML better with more steps",
     run=run,
     arms={
@@ -118,16 +118,16 @@ META = Experiment(
     },
     moves=6,
     departures=(
-        "features of a small network with random weights, of digits turned by the angle of the task; in the paper "
+        "features of a small network with random weights, on digits rotated by an angle of the task; in the paper "
         "tiny-ImageNet on a trained network",
-        "MAML adapts by its own number of steps in the test too, the others by 100 full-batch steps",
+        "in the test MAML adapts by its own number of steps, the others by 100 full-batch steps",
         "step sizes lr / sqrt(t); all terms of the Neumann series, evenly spread levels",
     ),
 )
 
 
 def evolved(directions: int, lower_directions: int = 0, kind: str = "gaussian") -> Arm:
-    """ES-MAML with one step of adaptation and so many pairs of directions, if any in the adaptation too."""
+    """Return ES-MAML with one step of adaptation and these numbers of pairs of directions, above and in adaptation."""
     options: dict[str, Any] = {"directions": directions, "direction": kind, "lower_directions": lower_directions}
     return Arm(partial(bo.ESMAML, **options), ONE)
 
@@ -136,7 +136,7 @@ EVOLUTION = Experiment(
     id="000-esmaml",
     paper="arXiv:2110.07004",
     figure="section 5, a sentence",
-    claim="with its variance ES-MAML does not come near MAML",
+    claim="ES-MAML does not come near MAML, because of its variance",
     value="no figure: the variance is too large for the target accuracy of MAML",
     run=run,
     arms={
@@ -153,8 +153,8 @@ EVOLUTION = Experiment(
     moves=10,
     departures=(
         *META.departures[:1],
-        "8 pairs of directions: the paper has no number",
-        "in the test all adapt by one gradient step, also what was trained with adaptation by values",
+        "8 pairs of directions: the paper gives no number",
+        "in the test all arms adapt by one gradient step, including the arm trained with adaptation by values",
     ),
 )
 
@@ -163,14 +163,14 @@ def growth(
     name: str, figure: str, where: str, count: int, times: tuple[tuple[int, str], ...],
     run: Callable[[Trial], list[Point]], *departures: str,
 ) -> Experiment:  # fmt: skip
-    """The ratio of the times at the most and at the fewest of these levels; beside each stands the paper's ratio."""
+    """Return an experiment on the growth of the time ratio from the fewest to the most levels."""
     few, many = f"{times[0][0]} levels", f"{times[-1][0]} levels"
-    repeats = 1 if count > 1 else 5  # one task alone draws deep levels rarely
+    repeats = 1 if count > 1 else 5  # a single task rarely draws deep levels
     return Experiment(
         id=name,
         paper="arXiv:2310.18535",
         figure=figure,
-        claim=f"the ratio of DL-SGD's to RT-MLMC's time for an estimate grows from {times[0][0]} to {many} ({where})",
+        claim=f"the ratio of DL-SGD's to RT-MLMC's time per estimate grows from {times[0][0]} to {many} ({where})",
         value=f"{', '.join(value for _, value in times)} at {', '.join(f'{k}' for k, _ in times)} levels: a growth of "
         f"{math.log10(float(times[-1][1]) / float(times[0][1])):.2f}",
         run=run,
@@ -184,8 +184,8 @@ def growth(
             "full": {"budget": 1, "seeds": 20, "count": count, "deep": 10, "shallow": 50 * repeats},
         },
         departures=(
-            "seconds by the clock, of a machine that had other work; the paper's are those of its machine, so that the "
-            "growth alone is judged",
+            "wall-clock seconds on a machine with other work; the paper's are those of its machine, so that only the "
+            "growth is judged",
             *departures,
         ),
     )
@@ -201,6 +201,6 @@ EXPERIMENTS = [
         20,
         ((6, "0.97"), (8, "2.1"), (10, "5.0")),
         timed,
-        "random data of the same shape; how many tasks the paper has at once is not said",
+        "random data of the same shape; the paper does not say how many tasks it takes at once",
     ),
 ]

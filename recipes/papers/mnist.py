@@ -26,7 +26,7 @@ __all__ = ["EXPERIMENTS"]
 
 @lru_cache(maxsize=3)
 def parts_of(seed: int, data: str, root: Path | None, sizes: tuple[int, int]) -> tuple[Part, Part, Part]:
-    """D_in, D_out and the test set of one seed."""
+    """Return D_in, D_out and the test set of one seed."""
     if data == "digits":
         return load_images("digits", None, False, sizes, stream(seed, "data"))
     folder = None if root is None else root / data
@@ -34,7 +34,7 @@ def parts_of(seed: int, data: str, root: Path | None, sizes: tuple[int, int]) ->
 
 
 def run(trial: Trial) -> list[Point]:
-    """So many updates of the features; the score is the error of features and head on the test set, in percent."""
+    """Run the updates of the features; the score is the error on the test set, in percent."""
     scale, setting, made = trial.scale, dict(trial.setting), 0
     parts = parts_of(trial.seed, scale["data"], trial.root, tuple(scale["sizes"]))
     network = (lambda: nn.Sequential(nn.Linear(64, 32), nn.Tanh()), 32) if scale["data"] == "digits" else (lenet, 84)
@@ -64,26 +64,26 @@ LINEAR = {**ADAM, "linear_lr": axis(0.1, 1.0)}
 PATHS: dict[str, Any] = {"directions": 1, "smoothing": 0.01}
 LENET: dict[str, Any] = {"data": "mnist", "batch": 256, "sizes": [10_000, 50_000]}
 ARMS = {
-    "PZOBO": Arm(partial(bo.PZOBO, **PATHS), ADAM, "one Gaussian direction, as the text has it"),
+    "PZOBO": Arm(partial(bo.PZOBO, **PATHS), ADAM, "one Gaussian direction, as in the text"),
     "PZOBO, code": Arm(
         partial(bo.PZOBO, **PATHS, **CODE),
         ADAM,
-        "blocks of norm 1 and no dimension factor, as the authors' public code has it",
+        "blocks of norm 1 and no dimension factor, as in the authors' public code",
     ),
     "StocBiO": Arm(partial(bo.StocBiO, linear_steps=10), LINEAR),
     "AID-FP": Arm(partial(bo.AID, linear_solver="fixed_point", linear_steps=10), LINEAR),
     "AID-CG": Arm(partial(bo.AID, linear_steps=10), ADAM),
-    "direct only": Arm(bo.FirstOrder, ADAM, "no indirect term at all: the control"),
+    "direct only": Arm(bo.FirstOrder, ADAM, "the control, without an indirect term"),
 }
 
 
 def experiment(name: str, method: str, what: str, like: str = "") -> Experiment:
-    """The claim about one of the two PZOBOs."""
+    """Return the experiment about one of the two versions of PZOBO."""
     return Experiment(
         id=name,
         paper="arXiv:2110.07004",
         figure="figure 3",
-        claim=f"{what} has a lower error than StocBiO, AID-FP and AID-CG, by its indirect term (LeNet on MNIST)",
+        claim=f"{what} has a lower error than StocBiO, AID-FP and AID-CG, due to its indirect term (LeNet on MNIST)",
         value="accuracy above 0.98, others near 0.93",
         run=run,
         arms=ARMS,
@@ -103,12 +103,12 @@ def experiment(name: str, method: str, what: str, like: str = "") -> Experiment:
         moves=4,
         departures=(
             "100 updates at the scale cpu (1,000 in the paper)",
-            "the error is that on the test set, which nothing sees; in the paper that on D_out, whose labels drive x",
+            "the error is that on the unseen test set; in the paper that on D_out, whose labels drive x",
             "D_in and D_out are 10,000 and 50,000 images of the training set; in the paper's code the test set and the "
             "training set",
             "Adam with 0.001 for the lower steps of all methods, as in the code; a ridge of 0.01 on the head; the "
             "learning rate of Adam on x is constant",
-            "the settings of the baselines are not in the text: 10 products, and what the grid has",
+            "the settings of the baselines are not in the text: here 10 products, and the best of the grid",
             "a difference of less than 0.3 percent does not count",
         ),
         data="mnist",
@@ -119,5 +119,5 @@ def experiment(name: str, method: str, what: str, like: str = "") -> Experiment:
 
 EXPERIMENTS = [
     experiment("000-mnist", "PZOBO", "PZOBO"),
-    experiment("000-mnist-code", "PZOBO, code", "what the authors' code computes", like="000-mnist"),
+    experiment("000-mnist-code", "PZOBO, code", "PZOBO as in the authors' code", like="000-mnist"),
 ]

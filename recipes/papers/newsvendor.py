@@ -22,7 +22,7 @@ __all__ = ["EXPERIMENTS"]
 
 @lru_cache(maxsize=9)  # all seeds of an arm
 def data(seed: int, demands: int, shift: float, test_points: int) -> Newsvendor:
-    """Of one seed."""
+    """Return the data of one seed."""
     return Newsvendor(
         SimpleNamespace(
             seed=seed, literal_init=False, contexts=50, demands=demands, test_points=test_points, shift=shift
@@ -31,7 +31,7 @@ def data(seed: int, demands: int, shift: float, test_points: int) -> Newsvendor:
 
 
 def run(trial: Trial) -> list[Point]:
-    """So many updates; the score is the mean cost on test contexts."""
+    """Run the updates; the score is the mean cost on test contexts."""
     scale = trial.scale
     problem = data(trial.seed, scale["demands"], scale["shift"], scale["test_points"])
     args = SimpleNamespace(
@@ -44,7 +44,7 @@ def run(trial: Trial) -> list[Point]:
 
 
 def ratio(trial: Trial) -> list[Point]:
-    """log10 of the time of an estimate of DL-SGD over that of RT-MLMC."""
+    """Measure log10 of DL-SGD's time per estimate over RT-MLMC's."""
     scale, price = trial.scale, 10.0
     problem = data(trial.seed, 30, 0.0, 100)
     begin(trial.seed, "start")
@@ -73,15 +73,15 @@ ARMS = {
     "ERM": Arm(
         "rt-mlmc",
         {"lr": LR, "price": axis(1e6)},
-        "as WDRO-SI with lambda = 1e6, where no shift is worth its price: ERM on the same draws, so that seeds pair",
+        "WDRO-SI with lambda = 1e6, where no shift is worth its price: ERM on the same draws, so that seeds pair",
     ),
-    "ERM, plain": Arm("erm", {"lr": LR, "price": axis(1e6)}, "on draws of its own"),
+    "ERM, plain": Arm("erm", {"lr": LR, "price": axis(1e6)}, "with its own draws"),
 }
 
 
 def experiment(name: str, demands: int, shift: float = 0.0) -> Experiment:
-    """With so many demands per context, and so much noise on the test contexts."""
-    what = "" if not shift else f", the test contexts seen with noise of standard deviation {shift:g}"
+    """Return the experiment with this number of demands per context and this noise on the test contexts."""
+    what = "" if not shift else f", test contexts with noise of standard deviation {shift:g}"
     problem = {"demands": demands, "shift": shift}
     return Experiment(
         id=name,
@@ -104,12 +104,12 @@ def experiment(name: str, demands: int, shift: float = 0.0) -> Experiment:
         moves=6,
         joint=(("lr", "price"),),
         departures=(
-            "h = 1, b = 4, networks 100-64-64-1, the number of updates and of rows are ours: the text has none of them",
+            "h = 1, b = 4, networks 100-64-64-1 and the numbers of updates and rows are ours; none are in the text",
             "the true weights are uniform on +-1/sqrt(fan in): the printed [0, 1) makes the demand constant",
             "step sizes lr / sqrt(t), not 1/sqrt(t) and then 1/t",
             "5,000 test points at the scale cpu (200,000 in the paper), the same for all methods of a seed",
-            "200 updates at the scale cpu: with 50 contexts nothing that was tried is better by then than the best "
-            "order that is the same for all contexts (ignorant, in the records)",
+            "200 updates at the scale cpu: with 50 contexts no tested method is better by then than the best constant "
+            "order (ignorant, in the records)",
             "a difference of less than 0.005 does not count",
             *(() if not shift else ("the paper has no shifted test set; robustness should show on one",)),
         ),
@@ -124,12 +124,12 @@ EXPERIMENTS = [
         1,
         ((2, "2.5"), (4, "4.2"), (6, "8.3"), (8, "13.6")),
         ratio,
-        "the runs are those of four earlier rows, one for each number of levels, which asked for the paper's own "
-        "ratios and did not hold (UNDECIDED at 2 levels, FAILS at 4, 6 and 8); the claim about the growth was written "
-        "after them, and from 2 to 4 levels nothing grows",
+        "the runs are those of four earlier rows, one per number of levels, which tested the paper's own ratios and "
+        "did not hold (UNDECIDED at 2 levels, FAILS at 4, 6 and 8); the claim about the growth was written after "
+        "them, and from 2 to 4 levels there is no growth",
         "networks 100-64-64-1 and lambda = 10: the text has neither",
-        "one context at a time: of several the deepest level decides, which hides the ratio, and how many the paper "
-        "has at once is not said",
+        "one context at a time: with several, the deepest level dominates, which hides the ratio; the paper does not "
+        "say how many it takes at once",
     ),
     experiment("004-newsvendor-30", 30),
     experiment("004-newsvendor-shift", 30, 3.0),

@@ -1,4 +1,4 @@
-"""The error of F2SA-p in nu (arXiv:2509.02937, its lemma on the bias)."""
+"""Error of F2SA-p in nu (arXiv:2509.02937, lemma on the bias)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZE = 6
 
 
 def run(trial: Trial) -> list[Point]:
-    """The slope of the logarithm of the error against that of nu, of one random problem with a quartic in f."""
+    """Measure the slope of log error against log nu, on one random problem with a quartic in f."""
     generator = stream(trial.seed, "data")
 
     def random(*shape: int) -> torch.Tensor:
@@ -48,7 +48,7 @@ def run(trial: Trial) -> list[Point]:
 
 
 def experiment(order: int) -> Experiment:
-    """Of one order."""
+    """Return the experiment for one order."""
     nu = {1: (4e-4, 2e-4), 2: (4e-3, 2e-3), 3: (4e-3, 2e-3), 4: (2e-2, 1e-2)}[order]
     return Experiment(
         id=f"001-order-{order}",

@@ -1,4 +1,4 @@
-"""The folder of an experiment's results, and the page that is made from all of them."""
+"""Result folders of the experiments, and the page made from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["RESULTS", "config_of", "current", "keep", "page", "summary", "write_
 RESULTS = Path(__file__).parent / "results"
 INTRODUCTION = """# The papers' experiments
 
-What became of the headline of each of the five papers:
+The headline of each of the five papers, and our result:
 
 {headlines}
 
@@ -31,34 +31,34 @@ What became of the headline of each of the five papers:
 Made by `python -m recipes.papers report` from the records in `results/`, at the scale `cpu`, whose sizes and budgets
 suit a small machine (below, with all departures from the papers). Verdicts are computed, by the rules of `judge.py`:
 
-* **HOLDS**: the 95 % interval of the paired differences lies above the smallest one that counts, for every rival;
-  training moved the method, every rival and the control from their start by more than the interval (the control
-  `direct only` excepted); and more than half of the gain is lost by a control, which has all but what the claim is
-  about, at its own best setting.
-* **FAILS**: it lies below minus that for some rival, with an interval corrected for the number of rivals.
-* **TIE**: the corrected interval lies within the smallest difference that counts, on both sides of zero.
-* **NOT DUE TO METHOD**: it would hold, but the control has at least half of the gain over the best rival; the other
-  rivals do not matter then.
-* **UNDECIDED**: none of these, or a best setting is at an edge, a score has not settled, a start knows the answer,
-  there are fewer than three seeds or no control, no seed differs from another, or the budget is too small; or two arms
-  give the same numbers that are not to be the same, or the score of an arm by itself is at a learning rate that was
-  given and not searched, of which the claim says nothing.
-* **... AT n % OF THE BUDGET**: with so much of what the paper has.
+* **HOLDS**: for every rival, the 95 % interval of the paired differences lies above the smallest difference that
+  counts; training moved the method, every rival and the control from their start by more than the interval (except the
+  control `direct only`); and a control that lacks only the claimed cause, at its own best setting, loses more than half
+  of the gain.
+* **FAILS**: for some rival the interval, corrected for the number of rivals, lies below minus that difference.
+* **TIE**: for some rival the corrected interval lies within the smallest difference that counts, on both sides of zero.
+* **NOT DUE TO METHOD**: the claim would hold, but the control has at least half of the gain over the best rival; the
+  other rivals do not matter then.
+* **UNDECIDED**: none of these; or a best setting is at an edge, a score has not settled, the start already knows the
+  answer, there are fewer than three seeds or no control, all seeds give the same, or the budget is too small; or two
+  arms that should differ give the same numbers; or the claim is about the score of an arm with a fixed learning rate
+  that was not searched, without saying so.
+* **... AT n % OF THE BUDGET**: with this part of the paper's budget.
 
-Scores: less is better, and what a step gains beyond the budget does not count; in brackets 95 % intervals over seeds.
-Every method has the best setting of a grid, which goes on until no neighbour is better, by the median of three other
-seeds than those it is judged with. *Untrained* is the score of the start. Where the paper counts seconds there is a
-verdict at equal seconds too. They are those of a machine that had other work at the time.
+Less is better for all scores; the gain of a step beyond the budget does not count. Brackets are 95 % intervals over
+seeds. Every method has its best setting of a grid, which is extended until no neighbour is better, by the median of
+three seeds other than those of the verdict. *Untrained* is the score of the start. If the paper counts seconds, there
+is also a verdict at equal seconds, measured on a machine with other work at the time.
 """
 NOT_AGAIN = "not run again under the present rules"
 
 
 def config_of(experiment: Experiment, scale: str, folder: Path) -> None:
-    """Write what decides the numbers beside the records; refuse records that were made with something else."""
+    """Write the inputs of the numbers next to the records; refuse records with other inputs."""
     path, config = folder / "config.json", json.loads(json.dumps(experiment.config(scale)))
     known = json.loads(path.read_text()) if path.exists() else {"config": config, "environment": environment()}
 
-    def decisive(numbers: dict[str, Any]) -> dict[str, Any]:  # a setting stands beside its record anyway
+    def decisive(numbers: dict[str, Any]) -> dict[str, Any]:  # records contain their setting
         return {key: value for key, value in numbers.items() if key not in ("grids", "shares", "moves", "seeds")}
 
     if decisive(known["config"]) != decisive(config):
@@ -67,7 +67,7 @@ def config_of(experiment: Experiment, scale: str, folder: Path) -> None:
 
 
 def current(experiment: Experiment, results: Path) -> Path:
-    """The records, if they were made under the present rules; `Missing` otherwise."""
+    """Return the path of the records; raise `Missing` if they were not made under the present rules."""
     folder = results / experiment.source
     path = folder / "config.json"
     if not path.exists():
@@ -78,7 +78,7 @@ def current(experiment: Experiment, results: Path) -> Path:
 
 
 def summary(experiment: Experiment, outcome: Outcome, scale: str = "cpu") -> dict[str, Any]:
-    """The verdict and the figures that it is made from."""
+    """Return the verdict and the figures behind it."""
     part = experiment.part(scale)
     return {
         "verdict": outcome.verdict.word,
@@ -101,18 +101,18 @@ def summary(experiment: Experiment, outcome: Outcome, scale: str = "cpu") -> dic
 
 
 def turning(experiment: Experiment, outcome: Outcome) -> str:
-    """What would change the verdict, in a sentence."""
+    """Return what would change the verdict."""
     rule, scores, word, reason = experiment.rule, outcome.scores, *outcome.verdict
     if word == "UNDECIDED" and "edge" in reason:
         return "a search that goes on beyond the edge"
     if word == "UNDECIDED" and ("budget too small" in reason or "not settled" in reason):
         return "a larger budget"
     if word == "UNDECIDED" and "did not move" in reason:
-        return "a budget or a problem with which training moves the start"
+        return "a budget or a problem with which training leaves the start"
     if word == "UNDECIDED" and "one trajectory" in reason:
         return "data or starts that differ from seed to seed"
     if word == "UNDECIDED" and "same numbers" in reason:
-        return "arms that are not the same"
+        return "arms that differ"
     if word == "UNDECIDED" and "not tuned" in reason:
         return "a search of the learning rates"
     if not isinstance(rule, Better):
@@ -134,11 +134,11 @@ def turning(experiment: Experiment, outcome: Outcome) -> str:
         return gap + (", or the paper's budget, if it turns the order" if "BUDGET" in word else "")
     if word.startswith("HOLDS"):
         return f"{best} better by {mean - rule.least:.3g}, or a control with half of the gain"
-    return f"a difference to {best} that leaves {rule.least:g} out" + _seeds(pairs[best], rule.least)
+    return f"a difference to {best} whose interval excludes {rule.least:g}" + _seeds(pairs[best], rule.least)
 
 
 def _seeds(values: list[float], bound: float) -> str:
-    """How many seeds it would take for the interval to leave a bound out, if mean and spread stay."""
+    """Return how many seeds would make the interval exclude a bound, at the same mean and spread."""
     found = interval(values)
     away, half = abs(found.mean - bound), found.high - found.mean
     if not away or half <= away:
@@ -148,7 +148,7 @@ def _seeds(values: list[float], bound: float) -> str:
 
 
 def keep(experiment: Experiment, outcome: Outcome, folder: Path, scale: str = "cpu") -> dict[str, Any]:
-    """Write the verdict and a picture of the curves of the first seed."""
+    """Write the verdict, and a picture of the curves of the first seed."""
     found = json.loads(json.dumps(summary(experiment, outcome, scale)))
     save_json(folder / "verdict.json", found)
     if experiment.like:
@@ -157,7 +157,7 @@ def keep(experiment: Experiment, outcome: Outcome, folder: Path, scale: str = "c
     positive = all(p["score"] > 0 for curve in curves.values() for p in curve)
     aim = re.search(
         r"calls (?:of f )?to an? (.+?) of ", experiment.score
-    )  # the score is when, the curve what comes down to it
+    )  # such a score is the cost to a target; the curve shows the quantity itself
     axis = {"ylabel": aim[1] if aim else experiment.score, **({"yscale": "log"} if positive else {})}
     panels = [("spent", "score", {**axis, "xlabel": experiment.unit}), ("seconds", "score", axis)]
     plot(folder / "curves", f"{experiment.id} (seed 0)", curves, panels, rows=2)
@@ -165,7 +165,7 @@ def keep(experiment: Experiment, outcome: Outcome, folder: Path, scale: str = "c
 
 
 def page(experiments: Iterable[Experiment], results: Path = RESULTS, scale: str = "cpu") -> str:
-    """The page of all experiments, judged anew from their records: sorted by paper, one line a row."""
+    """Return the page of all experiments, judged from their records: sorted by paper, one line per row."""
     known = sorted(experiments, key=lambda e: e.paper)
     counts, tables, details = Counter[str](), dict[str, list[str]](), list[str]()
     judged, missing = dict[str, Mapping[str, Any]](), dict[str, str]()
@@ -208,14 +208,14 @@ def page(experiments: Iterable[Experiment], results: Path = RESULTS, scale: str 
     return re.sub(r"\n{3,}", "\n\n", "\n".join(text)).rstrip() + "\n"
 
 
-NOT_RUN = """Hours of one core are estimates. The records of a row that was "not run again under the present rules" are
-of earlier rules, which an audit of these experiments found wanting: remove its folder in `results/` before you run it.
+NOT_RUN = """Hours of one core are estimates. A row "not run again under the present rules" has records of earlier
+rules, which an audit of these experiments found inadequate: remove its folder in `results/` before you run it.
 """
 HEADER = "| row | claim | paper | ours | control | untrained | verdict | part of the paper's budget | minutes |"
 
 
 def _ours(experiment: Experiment, found: Mapping[str, Any]) -> str:
-    """The score of the method and of the best rival, with intervals."""
+    """Return the scores of the method and of the best rival, with intervals."""
     rule = experiment.rule
     if not isinstance(rule, Better):
         return str(found["reason"]).rsplit("(", 1)[-1].split(" and [")[0]
@@ -229,7 +229,7 @@ def _command(experiment: Experiment) -> str:
 
 
 def _missing(experiment: Experiment, why: str, scale: str) -> str:
-    """Of a row that there is no verdict of: the claim, why, what it costs, and the command."""
+    """Return the line of a row without a verdict: claim, reason, cost and command."""
     line, cost = f"`{experiment.id}`: {experiment.claim}; {why}.", COSTS.get(experiment.id)
     if cost is not None:
         budget = experiment.scales[scale]["budget"]
@@ -281,14 +281,14 @@ def _details(experiment: Experiment, found: Mapping[str, Any], scale: str) -> st
 
 
 def write_page(experiments: Iterable[Experiment]) -> Path:
-    """Write the page beside the experiments, and judge again what the records are complete of."""
+    """Write the page, and judge again all experiments with complete records."""
     known = list(experiments)
     for experiment in known:
         try:
             records = Records(current(experiment, RESULTS), frozen=True)
             found = summary(experiment, execute(experiment, "cpu", records))
         except Missing:
-            (RESULTS / experiment.id / "verdict.json").unlink(missing_ok=True)  # of what was searched before
+            (RESULTS / experiment.id / "verdict.json").unlink(missing_ok=True)  # the verdict of an earlier search
             continue
         save_json(RESULTS / experiment.id / "verdict.json", found)
     path = Path(__file__).parent / "RESULTS.md"

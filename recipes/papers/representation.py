@@ -22,7 +22,7 @@ __all__ = ["EXPERIMENTS"]
 
 
 def run(trial: Trial) -> list[Point]:
-    """Until the oracle calls are spent; the score is the loss that all methods see, after N lower steps from y_0."""
+    """Run until the oracle calls are spent; the score is the loss of all methods after N lower steps from y_0."""
     scale, setting = trial.scale, dict(trial.setting)
     task = regression(
         tuple(scale["layers"]), scale["n"], scale["ridge"], SimpleNamespace(seed=trial.seed, device="cpu")
@@ -42,7 +42,7 @@ def run(trial: Trial) -> list[Point]:
 
     def measure() -> dict[str, float]:
         loss = float(probe.backward(task.upper, task.lower))
-        with torch.no_grad():  # where a method will find its first y
+        with torch.no_grad():  # restore the start of y for the method
             for live, first in zip(task.y, start, strict=True):
                 live.copy_(first)
         return {"score": math.log10(loss)}
@@ -51,20 +51,20 @@ def run(trial: Trial) -> list[Point]:
 
 
 def arms(lr: dict[str, Any], smoothing: float, linear_steps: int) -> dict[str, Arm]:
-    """Those of the figure, and what the authors' code computes; ``lr`` by name."""
+    """Return the arms of the figure, and PZOBO as in the authors' code; ``lr`` is by name."""
     random: dict[str, Any] = {"smoothing": smoothing}
     makes: dict[str, tuple[Any, str]] = {
-        "PZOBO": (partial(bo.PZOBO, directions=1, **random), "one Gaussian direction, as the text has it"),
+        "PZOBO": (partial(bo.PZOBO, directions=1, **random), "one Gaussian direction, as in the text"),
         "PZOBO, code": (
             partial(bo.PZOBO, directions=1, **random, **CODE),
-            "blocks of norm 1 and no dimension factor, as the authors' public code has it",
+            "blocks of norm 1 and no dimension factor, as in the authors' public code",
         ),
         "PZOBO, 16": (partial(bo.PZOBO, directions=16, **random), "16 directions"),
         "HOZOG": (partial(bo.HOZOG, directions=1, **random), ""),
         "AID-FP": (partial(bo.AID, linear_solver="fixed_point", linear_steps=linear_steps), ""),
         "AID-CG": (partial(bo.AID, linear_steps=linear_steps), ""),
         "ITD": (partial(bo.ITD), ""),
-        "direct only": (partial(bo.FirstOrder), "no indirect term at all: the control"),
+        "direct only": (partial(bo.FirstOrder), "the control, without an indirect term"),
     }
     return {name: Arm(make, {"lr": lr.get(name, lr[""])}, note) for name, (make, note) in makes.items()}
 
@@ -85,13 +85,13 @@ TWO_VALUE = "fastest; 2.5e-4 (step 99) in the authors' notebook, AID-FP 1.5e-4, 
 
 
 def pair(name: str, figure: str, value: str, **fields: Any) -> list[Experiment]:
-    """The claim about the method of the text, and about that of the authors' code."""
+    """Return the claim about the method of the text, and the claim about that of the authors' code."""
     literal = Experiment(
         id=name, figure=figure, claim=f"{CLAIM} ({name.split('-')[1]})", value=value,
         rule=Better(method="PZOBO", rivals=RIVALS, control="direct only", speed=True), **COMMON, **fields,
     )  # fmt: skip
     code = Experiment(
-        id=f"{name}-code", figure=figure, claim=f"the same of what the authors' code computes ({name.split('-')[1]})",
+        id=f"{name}-code", figure=figure, claim=f"the same for PZOBO as in the authors' code ({name.split('-')[1]})",
         value=value, like=name,
         rule=Better(method="PZOBO, code", rivals=RIVALS, control="direct only", speed=True), **COMMON, **fields,
     )  # fmt: skip
@@ -112,7 +112,7 @@ EXPERIMENTS = [
         shares=(),
         moves=4,
         whole=4100,
-        departures=("learning rates of Adam are searched for all; in the paper 0.05 (HOZOG in its code 0.1)",),
+        departures=("Adam's learning rates are searched for all methods; in the paper 0.05 (HOZOG in its code 0.1)",),
     ),
     *pair(
         "000-twolayer",
@@ -127,7 +127,7 @@ EXPERIMENTS = [
         whole=2100,
         departures=(
             "1,000 examples at the scale cpu (5,000 in the paper's code)",
-            "learning rates as in the paper and its code (0.01; HOZOG 0.2), none searched",
+            "learning rates as in the paper and its code (0.01; HOZOG 0.2), without a search",
         ),
     ),
 ]

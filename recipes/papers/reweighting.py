@@ -27,7 +27,7 @@ from .experiment import Arm, Better, Experiment, Point, Trial
 
 __all__ = ["EXPERIMENTS"]
 
-# The set that a split is drawn from, its training and its validation examples (the test part in the paper).
+# Source of a split, numbers of its training and validation examples (the test part in the paper).
 SPLITS = {
     "a1a": ("a9a", 1605, 30_956),
     "w1a": ("w8a", 2477, 47_272),
@@ -36,7 +36,7 @@ SPLITS = {
 
 @lru_cache(maxsize=1)
 def whole(name: str, root: Path | None) -> Part:
-    """All examples."""
+    """Return all examples of a data set."""
     if name == "breast_cancer":
         parts = load_breast_cancer(0)
     else:
@@ -46,7 +46,7 @@ def whole(name: str, root: Path | None) -> Part:
 
 @lru_cache(maxsize=8)  # all seeds of an arm
 def problem_of(seed: int, root: Path | None, data: str, most: int, tasks: int, ridge: float) -> Reweighting:
-    """A random split of one seed, with at most so many validation examples."""
+    """Return the problem on a random split of one seed, with at most ``most`` validation examples."""
     source, train, val = SPLITS.get(data, (data, 300, 269))
     examples = whole(source, root)
     generator = stream(seed, "data")
@@ -57,7 +57,7 @@ def problem_of(seed: int, root: Path | None, data: str, most: int, tasks: int, r
 
 
 def run(trial: Trial) -> list[Point]:
-    """Until the samples are drawn; the score is h(x) = f(x, y*(x)) in units of its value at equal weights."""
+    """Run until the samples are drawn; the score is h(x) = f(x, y*(x)) in units of its value at equal weights."""
     scale: Mapping[str, Any] = trial.scale
     problem = problem_of(trial.seed, trial.root, scale["data"], scale["val"], scale["tasks"], scale["ridge"])
     method: Method = trial.make
@@ -84,15 +84,15 @@ def run(trial: Trial) -> list[Point]:
 
 
 class Averages(Matrices):
-    """Moving averages of fresh samples: what STORM is without the correction at the last point."""
+    """Moving averages of new samples: STORM without the correction at the last point."""
 
     def track(self, rows: Rows, measured: Measured, mix: Mix) -> tuple[Rows, Rows]:
-        """(1 - beta) X + beta h, which is STORM with the new value in place of the old one."""
+        """Return (1 - beta) X + beta h, which is STORM with the new value in place of the old one."""
         return super().track(rows, measured._replace(old=measured.new), mix)
 
 
 class Average(bo.SVRB):
-    """SVRB with moving averages, by a variant that SVRB itself does not have: it cannot be taken for the method."""
+    """SVRB with moving averages, a variant that SVRB itself does not offer."""
 
     _VARIANTS: ClassVar = {"average": Variant(Averages, exact)}
 
@@ -103,12 +103,12 @@ CUBE_ROOT: dict[str, Any] = {"schedule": "cube_root"}
 
 
 def arms(*names: str) -> dict[str, Arm]:
-    """Methods with their own decay of the step sizes."""
+    """Return methods with their own decay of the step sizes."""
     return {name: Arm(STOCHASTIC[name], RATES) for name in names}
 
 
 def one(data: str) -> Experiment:
-    """One lower problem."""
+    """Return the experiment with one lower problem."""
     problem = {"data": data, "tasks": 1, "ridge": 0.01}
     svrb = Method(partial(bo.SVRB, **CUBE_ROOT), floor=True, matrices=True)
     average = Method(partial(Average, variant="average", **CUBE_ROOT), floor=True, matrices=True)
@@ -117,13 +117,13 @@ def one(data: str) -> Experiment:
         id=f"002-libsvm-{data}",
         paper="arXiv:2105.02266",
         figure="figure 1",
-        claim=f"SVRB is the fastest per sample, by its variance reduction ({data})",
+        claim=f"SVRB is the fastest per sample, due to its variance reduction ({data})",
         value="no figure in the text: SVRB fastest in samples and in time",
         run=run,
         arms={
             "SVRB": Arm(svrb, STORM),
-            "SVRB, average": Arm(average, STORM, "moving averages in place of STORM: all of SVRB but the correction"),
-            "SVRB, no memory": Arm(fresh, RATES, "a Hessian of 32 rows: it freezes"),
+            "SVRB, average": Arm(average, STORM, "moving averages instead of STORM: SVRB without the correction"),
+            "SVRB, no memory": Arm(fresh, RATES, "its Hessian is that of 32 rows, and it stalls"),
             **arms("stable", "ttsa", "stocbio", "bsa"),
         },
         rule=Better(
@@ -140,13 +140,13 @@ def one(data: str) -> Experiment:
         shares=(0.2,),
         moves=30,
         departures=(
-            f"random splits of the larger set ({SPLITS[data][0]}), another for each seed; 5,000 validation examples "
+            f"random splits of the larger set ({SPLITS[data][0]}), a new one per seed; 5,000 validation examples "
             "and 20,000 samples at the scale cpu",
             "weights are sigmoids; ridge 0.01; batches of 32: the text has none of these",
             "baselines with their own decay of the step sizes, not 1/sqrt(t) for x and 1/t for y",
             "c0 = 8; the constant of beta is at most 1",
-            "SVRB with a floor of lambda / 2, no ceilings, and explicit matrices: the paper uses conjugate gradients, "
-            "which decides about equal seconds",
+            "SVRB has a floor of lambda / 2, no ceilings, and explicit matrices; the paper uses conjugate gradients, "
+            "which matters at equal seconds",
         ),
         data="libsvm",
         seconds=True,
@@ -154,14 +154,14 @@ def one(data: str) -> Experiment:
 
 
 def many(data: str, tasks: int) -> Experiment:
-    """Many lower problems of different temperature."""
+    """Return the experiment with many lower problems of different temperatures."""
     problem = {"data": data, "tasks": tasks, "ridge": 0.01}
     rsvrb = partial(bo.RSVRB, variant="faithful")
     return Experiment(
         id=f"002-tasks-{data}-{tasks}",
         paper="arXiv:2105.02266",
         figure="figure 2",
-        claim=f"RE-RSVRB is the fastest per sample, by looking at 10 of {tasks} tasks at a time ({data})",
+        claim=f"RE-RSVRB is the fastest per sample, because a step uses only 10 of {tasks} tasks ({data})",
         value="no figure in the text: RE-RSVRB fastest in most cases",
         run=run,
         arms={
@@ -186,11 +186,11 @@ def many(data: str, tasks: int) -> Experiment:
         shares=(0.05, 0.2),
         moves=6,
         departures=(
-            f"random splits of {SPLITS[data][0]}, another for each seed; 100 validation examples, as in the paper",
-            "the baselines take all tasks at each step; weights are sigmoids; a mean over the tasks, not their sum",
-            "stages of 100, 200, ... steps: the text has no lengths",
+            f"random splits of {SPLITS[data][0]}, a new one per seed; 100 validation examples, as in the paper",
+            "the baselines take all tasks at each step; weights are sigmoids; a mean over tasks, not their sum",
+            "stages of 100, 200, ... steps: the text gives no lengths",
             "40 probes, beta in units of q, a floor of lambda / 2",
-            "1,000 samples for each task at the scale cpu",
+            "1,000 samples per task at the scale cpu",
         ),
         data="libsvm",
         seconds=True,

@@ -1,4 +1,4 @@
-"""The runner: settings chosen with some seeds, judged with others; every run is kept, so that it is made once."""
+"""Runner of the experiments: settings are chosen with some seeds and judged with others; every run is recorded."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from .judge import Evidence, Verdict, judge
 
 __all__ = ["Outcome", "alike", "complete", "execute", "follow", "middle"]
 
-POINTS = 24  # of a curve that is kept
-FEW = 5  # steps, with fewer of which a round of a search is blind
+POINTS = 24  # points of a recorded curve
+FEW = 5  # minimal number of steps for a round of a search to be informative
 
 
 class Outcome(NamedTuple):
-    """What an experiment gave.
+    """Results of an experiment.
 
     Attributes:
-        found: of each arm, the setting that was chosen.
-        runs: of each arm, the result for each seed.
-        scores: of each arm, with equal budgets.
-        start: scores of the untrained learner; None where nothing is trained.
-        verdict: with equal budgets.
-        timed: with equal seconds; None where the paper does not count them.
-        seconds: of all runs, those of the search too.
+        found: chosen setting of each arm.
+        runs: result of each arm and seed.
+        scores: scores of each arm at equal budgets.
+        start: scores of the untrained learner; None if nothing is trained.
+        verdict: verdict at equal budgets.
+        timed: verdict at equal seconds; None if the paper does not count them.
+        seconds: total of all runs, including the search.
     """
 
     found: dict[str, Found]
@@ -54,7 +54,7 @@ def execute(
     root: Path | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
-    """Make the runs of an experiment that are missing in the records, and judge."""
+    """Make the missing runs of an experiment, and judge it."""
     found, runs = complete(experiment, scale, records, root, say)
     return judged(experiment, scale, found, runs, sum(r["seconds"] for r in records.results.values()))
 
@@ -67,7 +67,7 @@ def complete(
     say: Callable[[str], None],
     only: Sequence[str] = (),
 ) -> tuple[dict[str, Found], dict[str, list[Point]]]:
-    """Make the missing runs of all arms, or of some; returns the settings chosen and the results for each seed."""
+    """Make the missing runs of all arms, or of some; return the chosen settings and the results of each seed."""
     numbers = experiment.scales[scale]
     found: dict[str, Found] = {}
     runs: dict[str, list[Point]] = {}
@@ -78,7 +78,7 @@ def complete(
 
         def made() -> Point:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", bo.BilevelWarning)  # what goes wrong is seen in the scores
+                warnings.simplefilter("ignore", bo.BilevelWarning)  # failures show in the scores
                 curve = experiment.run(trial)
             result = summarised(experiment, curve, trial.budget, keep=seed not in SEARCH_SEEDS)
             say(f"{experiment.id} {name} {setting} seed {seed} share {share:g}: {result['score']:.5g}")
@@ -120,11 +120,10 @@ def _blind(run: Callable[[dict[str, Any], int, float], Point], setting: dict[str
 
 
 class _Median:
-    """The score of a setting: its median over the seeds of the search, infinite if it diverged with one of them.
+    """Score of a setting: its median over the seeds of the search, infinite if a run diverged.
 
-    With the whole budget the third seed is left out where two are no better than the best setting so far: the median
-    is not either. A setting that is asked for again has the score that it had. Of two that do not come to a target the
-    nearer is better.
+    With the whole budget the third seed is skipped if two are no better than the best setting so far, as then the
+    median is no better either. Scores are cached. Of two settings that miss a target the nearer is better.
     """
 
     def __init__(self, run: Callable[[dict[str, Any], int, float], Point]) -> None:
@@ -138,7 +137,7 @@ class _Median:
         return self.known[key]
 
     def median(self, setting: dict[str, Any], share: float) -> float:
-        """With as few runs as tell whether it is the best so far."""
+        """Compute the median with the fewest runs that show whether it is the best so far."""
         found: list[float] = []
         for seed in SEARCH_SEEDS:
             result = self.run(setting, seed, share)
@@ -154,7 +153,7 @@ class _Median:
 
 
 def middle(arm: Arm) -> dict[str, Any]:
-    """The setting in the middle of its grid."""
+    """Return the setting in the middle of the arm's grid."""
     return {key: a.values[len(a.values) // 2] for key, a in arm.grid.items()}
 
 
@@ -165,7 +164,7 @@ def follow(
     budget: float,
     evaluations: int = 12,
 ) -> list[Point]:
-    """Make steps until the budget is spent, or they diverge; returns the curve of what is measured (``score``)."""
+    """Run steps until the budget is spent or they diverge; return the curve of the measurements (``score``)."""
     found = spend(
         step, lambda: {"spent": spent(), **measure()}, budget=budget, spent=lambda _: spent(), evaluations=evaluations,
         judged=(),
@@ -177,7 +176,7 @@ def follow(
 def judged(
     experiment: Experiment, scale: str, found: dict[str, Found], runs: dict[str, list[Point]], spent: float
 ) -> Outcome:
-    """The verdicts of what was run."""
+    """Judge the runs of an experiment."""
     rule, budget = experiment.rule, experiment.scales[scale]["budget"]
     edges = {name: f.edges for name, f in found.items()}
     scores = {name: [_finite(r["score"], r) for r in results] for name, results in runs.items()}
@@ -194,7 +193,7 @@ def judged(
     if trained and experiment.target is not None:
         falls = {name: [_fall(r["curve"]) for r in results] for name, results in runs.items()}
     evidence = Evidence(scores, gains, edges, start, ignorant, experiment.part(scale), same, untuned, falls)
-    # The same for all arms: when the first of those that are compared has spent its budget. Of a time to a target, all.
+    # Equal seconds: those in which the fastest judged arm spends its budget; with a target, all seconds of each run.
     shortest = min(statistics.fmean(r["seconds"] for r in runs[name]) for name in rule.arms)
     timed = {
         name: [
@@ -211,10 +210,10 @@ def judged(
 
 
 def alike(experiment: Experiment, runs: Mapping[str, Sequence[Point]]) -> list[tuple[str, str]]:
-    """Pairs of arms that went the same way with every seed, and are not declared to be equal.
+    """Return pairs of arms with the same curves for every seed that are not declared equal.
 
-    The whole curves are compared: two arms that never come down to a target have one score, and are not the same. Arms
-    that did not move from their start say nothing.
+    It compares whole curves, because two different arms that never reach a target have the same score. It ignores arms
+    that did not move from their start.
     """
     ways = {
         name: [[p["score"] for p in r["curve"]] for r in results]
@@ -227,17 +226,17 @@ def alike(experiment: Experiment, runs: Mapping[str, Sequence[Point]]) -> list[t
 
 
 def _fall(curve: Sequence[Point]) -> float:
-    """How much the curve fell; nothing, if the run diverged."""
+    """Return the decrease of the curve; zero if the run diverged."""
     return float(curve[0]["score"] - _finite(curve[-1]["score"], {"curve": curve}))
 
 
 def _finite(score: float, run: Point) -> float:
-    """What diverged counts as if it had not begun."""
+    """Return the score, or the start's score if the run diverged."""
     return score if math.isfinite(score) else float(run["curve"][0]["score"])
 
 
 def scored(experiment: Experiment, curve: Sequence[Point], unit: str, budget: float) -> float:
-    """The score of a run when so much was spent: of its last point within that, whatever a step beyond it gained."""
+    """Return the score of a run at a budget: that of the last point within it, without steps beyond."""
     if experiment.target is not None:
         hits = (p[unit] for p in curve if p["score"] <= experiment.target)
         return math.log10(max(min(next(hits, math.inf), budget), 1e-9))
@@ -247,7 +246,7 @@ def scored(experiment: Experiment, curve: Sequence[Point], unit: str, budget: fl
 
 
 def summarised(experiment: Experiment, curve: list[Point], budget: float, keep: bool) -> Point:
-    """What is kept of a run: its score, the score at half of the budget, and some points of its curve."""
+    """Return the record of a run: its score, the score at half of the budget, and some points of its curve."""
     last = curve[-1]
     result: Point = {
         "score": scored(experiment, curve, "spent", budget),
@@ -271,7 +270,7 @@ def summarised(experiment: Experiment, curve: list[Point], budget: float, keep: 
 
 
 def _short(value: Any) -> Any:
-    """Six digits, which keeps the files small."""
+    """Round to six digits, to keep the files small."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, Mapping):

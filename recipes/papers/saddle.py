@@ -1,4 +1,4 @@
-"""Leaving the saddle point of the W-shaped minimax problem (arXiv:2307.00126, figure 3)."""
+"""Escape from the saddle point of the W-shaped minimax problem (arXiv:2307.00126, figure 3)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ ROOTS: dict[str, Any] = {"lower_lr": 1 / 20, "lower_momentum": ASCENT["lower_mom
 
 
 def pragda(x: list[torch.Tensor], y: list[torch.Tensor], *, theta: float, **options: Any) -> bo.PRAGDA:
-    """With the momentum 1 - theta."""
+    """Return PRAGDA with momentum 1 - theta."""
     return bo.PRAGDA(
         x, y, momentum=1 - theta, restart_period=400, perturbation=1e-3, on_converged="continue", **ROOTS, **options
     )
 
 
 def run(trial: Trial, start: tuple[float, ...]) -> list[Point]:
-    """Until the minimum or the end of the budget of gradients and products; the score of a point is the gap."""
+    """Run to the minimum or the end of the budget; the score of a point is the gap."""
     begin(trial.seed, "start")
     x = torch.tensor(start, dtype=torch.float64, requires_grad=True)
     y = torch.zeros(2, dtype=torch.float64, requires_grad=True)
@@ -84,7 +84,7 @@ EXPERIMENTS = [
         id="003-saddle-near",
         paper="arXiv:2307.00126",
         figure="figure 3a",
-        claim="PRAGDA comes to the minimum with fewer calls than iMCN, by its momentum (beside the saddle)",
+        claim="PRAGDA reaches the minimum with fewer calls than iMCN, due to its momentum (start near the saddle)",
         value="no figure in the text: PRAGDA faster than iMCN",
         run=partial(run, start=STARTS["beside the saddle"]),
         arms=ARMS,
@@ -100,9 +100,10 @@ EXPERIMENTS = [
         shares=(),
         moves=40,
         departures=(
-            "the text says nothing of GDA, which is shown beside them",
-            "the printed grid of step sizes diverges (10 to 5,000); here steps of 1/20 for y, all others searched",
-            "PRAGDA perturbs its first point too, without which it would begin with an escape by rounding",
+            "GDA is shown for comparison; the text does not mention it",
+            "the printed grid of step sizes diverges (10 to 5,000); here the step size of y is 1/20, all others are "
+            "searched",
+            "PRAGDA also perturbs its first point; otherwise its first escape would be due to rounding",
             "a joint product counts as one call",
         ),
     )

@@ -1,4 +1,4 @@
-"""Few upper parameters and a lower solver that cannot be differentiated: what PZOBO is good for (arXiv:2110.07004)."""
+"""PZOBO (arXiv:2110.07004) with few upper parameters and a lower solver that cannot be differentiated."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .experiment import Arm, Better, Experiment, Point, Trial
 
 __all__ = ["EXPERIMENTS"]
 
-LEAST = 1e-6  # of the gap, that a score goes down to
+LEAST = 1e-6  # smallest part of the gap in a score
 
 
 @lru_cache(maxsize=16)  # all seeds
 def reference(tolls: int, seed: int, solves: int) -> tuple[float, float]:
-    """The upper loss without tolls, and the least that two long searches find."""
+    """Return the upper loss without tolls, and the least loss of two long searches."""
     ends = [METHODS[name](Tolls(tolls, seed), solves, seed, size=0.5) for name in ("Nelder-Mead", "COBYLA")]
     return ends[0][0]["value"], min(points[-1]["value"] for points in ends)
 
 
 def run(trial: Trial) -> list[Point]:
-    """Until the lower solves are spent; the score is log10 of what is left of the gap to the best tolls."""
+    """Run until the lower solves are spent; the score is log10 of the remaining gap to the best tolls."""
     scale: Any = trial.scale
     start, best = reference(scale["tolls"], trial.seed, scale["reference"])
     begun = time.perf_counter()
@@ -32,7 +32,7 @@ def run(trial: Trial) -> list[Point]:
     seconds = time.perf_counter() - begun
 
     def score(value: float) -> float:
-        gap = max(start - best, LEAST * start)  # tolls may be of no use at all
+        gap = max(start - best, LEAST * start)  # tolls may not help at all
         return math.log10(max((value - best) / gap, LEAST)) if math.isfinite(value) else math.inf
 
     return [
@@ -47,10 +47,10 @@ EXPERIMENTS = [
     Experiment(
         id="000-solver",
         paper="arXiv:2110.07004",
-        figure="ours, to the method's use",
-        claim="with 8 upper parameters and a lower solver of scipy's PZOBO with 8 orthogonal directions comes nearer "
-        "to the solution than HOZOG, finite differences, CMA-ES, Nelder-Mead and COBYLA at equal lower solves, by its "
-        "differences of the solver",
+        figure="our own, on the method's use",
+        claim="with 8 upper parameters and a lower solver from scipy, PZOBO with 8 orthogonal directions comes nearer "
+        "to the solution than HOZOG, finite differences, CMA-ES, Nelder-Mead and COBYLA at equal lower solves, due to "
+        "its differences of the solver",
         value="not in the paper",
         run=run,
         arms={
@@ -74,7 +74,7 @@ EXPERIMENTS = [
             least=0.1,
             speed=True,
         ),
-        score="log10 of the part of the gap to the best known tolls that is left",
+        score="log10 of the remaining part of the gap to the best known tolls",
         unit="lower solves",
         scales={
             "smoke": {"tolls": 3, "budget": 24, "seeds": 3, "reference": 60, "search": False},
@@ -86,13 +86,13 @@ EXPERIMENTS = [
         joint=(("lr", "smoothing"),),
         departures=(
             "not an experiment of the paper: random networks of roads, a problem of our own",
-            "the tolls are at zero in the beginning, where the direct gradient is zero: the control stays there",
-            "scipy's searches and CMA-ES count with the best point so far, the others with the present one",
-            "a difference of 0.1, a fifth of what is left, does not count",
-            "the best known tolls are the better end of two long searches from one start: on two of the eight networks "
-            "CMA-ES came below them, so that a score of others there is that of a local minimum",
-            "with as many orthogonal directions as tolls PZOBO, HOZOG and finite differences are the same but for "
-            "errors of second order, by construction: their tie says nothing of the method",
+            "the tolls start at zero, where the direct gradient is zero: the control stays there",
+            "scipy's searches and CMA-ES are scored at their best point so far, the others at the current one",
+            "a difference of 0.1, a fifth of the remaining gap, does not count",
+            "the best known tolls are the better result of two long searches from one start: on two of the eight "
+            "networks CMA-ES came below them, so that the scores of others there are those of a local minimum",
+            "with as many orthogonal directions as tolls, PZOBO, HOZOG and finite differences agree by construction up "
+            "to second-order errors: their tie says nothing about the method",
         ),
     )
 ]

@@ -1,4 +1,4 @@
-"""Learning to regularise 20 Newsgroups with full batches (arXiv:2307.00126, figure 5; arXiv:2110.07004, figure 5)."""
+"""Learn to regularise 20 Newsgroups with full batches (arXiv:2307.00126, figure 5; arXiv:2110.07004, figure 5)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["EXPERIMENTS"]
 
 
 def run(trial: Trial, entries: bool = False) -> list[Point]:
-    """Until the oracle calls are spent; the score is the test loss at y*(x). ``entries``: a penalty for each of y."""
+    """Run until the oracle calls are spent; the score is the test loss at y*(x). ``entries``: one penalty per entry."""
     scale: Mapping[str, Any] = trial.scale
     problem, _, _ = problem_of(trial.seed, scale["data"], trial.root, scale["least"], 10**6, scale["tol"])
     problem.x = torch.zeros_like(problem.y) if entries else torch.zeros(len(problem.y), 1)
@@ -53,7 +53,7 @@ EXPERIMENTS = [
         id="003-news",
         paper="arXiv:2307.00126",
         figure="figure 5",
-        claim="RAHGD has the lowest test loss at equal cost, by its momentum on x",
+        claim="RAHGD has the lowest test loss at equal cost, due to its momentum on x",
         value="no figure in the text: RAHGD and PRAHGD fastest",
         run=run,
         arms={
@@ -66,11 +66,11 @@ EXPERIMENTS = [
             "PRAHGD": Arm(partial(bo.PRAHGD, **AGD, perturbation=1e-3), GRID),
         },
         rule=Better(method="RAHGD", rivals=("AID", "ITD", "BA", "PAID"), control="RAHGD, outer GD", speed=True),
-        equal=(("AID", "PAID"),),  # until it perturbs, near a stationary point
+        equal=(("AID", "PAID"),),  # equal until PAID perturbs, near a stationary point
         departures=(
             SIZES,
             "10 steps of conjugate gradients, lower momentum 0.9; the paper chooses these from a grid",
-            "zero start of y and of the penalties; 600 gradients are about 17 outer steps of RAHGD",
+            "y and the penalties start at zero; 600 gradients are about 17 outer steps of RAHGD",
         ),
         **COMMON,
     ),
@@ -78,7 +78,7 @@ EXPERIMENTS = [
         id="000-news",
         paper="arXiv:2110.07004",
         figure="figure 5",
-        claim="PZOBO has a lower test loss than AID-FP, AID-CG and ITD at equal cost, by its indirect term",
+        claim="PZOBO has a lower test loss than AID-FP, AID-CG and ITD at equal cost, due to its indirect term",
         value="no figure in the text: PZOBO slightly ahead of HOZOG, both faster than AID and ITD",
         run=partial(run, entries=True),
         arms={
@@ -98,9 +98,9 @@ EXPERIMENTS = [
         ),
         departures=(
             SIZES,
-            "one penalty per entry of y, as in the paper; Adam on x for PZOBO and HOZOG (which optimiser is not said), "
-            "plain steps for the others",
-            "5 lower steps, the left panel alone; warm starts for all",
+            "one penalty per entry of y, as in the paper; Adam on x for PZOBO and HOZOG (the paper does not name the "
+            "optimiser), plain steps for the others",
+            "5 lower steps, as in the left panel only; warm starts for all",
         ),
         **{**COMMON, "moves": 12},
     ),

@@ -1,4 +1,4 @@
-"""Gradient calls of F2SA-p against the accuracy (arXiv:2509.02937, theorem 3.1), on a noisy quadratic."""
+"""Gradient calls of F2SA-p against accuracy (arXiv:2509.02937, theorem 3.1), on a noisy quadratic."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from .experiment import Arm, Experiment, Point, Trial, Within
 __all__ = ["EXPERIMENTS"]
 
 SIZE, BLOCK = 4, 256
-PULL = 4.0  # norm of the part of the hypergradient by way of y, at the solution
+PULL = 4.0  # norm of the indirect part of the hypergradient at the solution
 
 
 class Accuracy(NamedTuple):
-    """Of F2SA of this order: the first or the second of the scale's accuracies."""
+    """Order of F2SA, and index of one of the scale's two accuracies."""
 
     order: int
     which: int
 
 
 class Noise:
-    """Standard normal vectors, without end."""
+    """Endless standard normal vectors."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Drawn in blocks."""
+        """Yield vectors, drawn in blocks."""
         while True:
             yield from torch.randn(BLOCK, SIZE, generator=self.generator, dtype=torch.float64)
 
 
 class Quadratic:
-    """y*(x) = x and the hypergradient F x + b, whose part by way of y, F x, is -b at the solution.
+    """Problem with y*(x) = x and hypergradient F x + b, whose indirect part F x is -b at the solution.
 
-    A difference of order p errs by about nu^p |b| there. Without b its error would vanish with the gradient, and no
-    accuracy would ask for a small nu. A gradient in y is that of a batch: its noise is normal, of variance 1 / batch.
+    A difference of order p has an error of about nu^p |b| there. Without b the error would vanish with the gradient,
+    and no accuracy would need a small nu. Gradients in y have the normal noise of a batch, with variance 1 / batch.
     """
 
     def __init__(self, seed: int, batch: float = math.inf) -> None:
@@ -54,7 +54,7 @@ class Quadratic:
         self.F = torch.linspace(0.5, 1, SIZE, dtype=torch.float64)
         away, b = torch.nn.functional.normalize(torch.randn(2, SIZE, generator=generator, dtype=torch.float64))
         self.b = PULL * b
-        self.x = ((away - self.b) / self.F).requires_grad_()  # where the gradient is of norm 1
+        self.x = ((away - self.b) / self.F).requires_grad_()  # the gradient has norm 1 there
         self.y = self.x.detach().clone().requires_grad_()
         self.noise, self.level = Noise(stream(seed, "noise")), batch**-0.5
         self.upper = bo.Objective(self._upper, self.noise)
@@ -69,18 +69,18 @@ class Quadratic:
         return loss
 
     def norm(self) -> float:
-        """Of the true hypergradient."""
+        """Return the norm of the true hypergradient."""
         return float((self.F * self.x.detach() + self.b).norm())
 
 
 def shape(order: int, eps: float) -> tuple[float, float]:
-    """The theorem's nu and batch but for constants: nu^p ~ eps, batch ~ 1 / (nu eps)^2."""
+    """Return the theorem's nu and batch up to constants: nu^p ~ eps, batch ~ 1 / (nu eps)^2."""
     nu = (eps / PULL) ** (1 / order)
     return nu, (nu * eps) ** -2
 
 
 def run(trial: Trial) -> list[Point]:
-    """Until the mean norm of the hypergradient over all points is eps; the score is that mean in units of eps."""
+    """Run until the mean norm of the hypergradient over all points is eps; the score is that mean over eps."""
     order, which = trial.make
     scale, eps = trial.scale, trial.scale["eps"][which]
     nu, batch = (factor * trial.setting[key] for factor, key in zip(shape(order, eps), ("nu", "batch"), strict=True))
@@ -100,7 +100,7 @@ def run(trial: Trial) -> list[Point]:
             until = total
         if steps == look:
             if total - until > eps * (look - look // 2):
-                break  # its noise alone is too much: it will never come to that mean
+                break  # its noise alone is too large ever to reach that mean
             look, until = 2 * look, total
     calls = sum(optimizer.oracle_counts[key] for key in ("upper_grad", "lower_grad")) * batch
     score = total / (steps + 1) / eps if math.isfinite(total) else math.inf
@@ -108,15 +108,15 @@ def run(trial: Trial) -> list[Point]:
 
 
 def experiment(order: int) -> Experiment:
-    """Of one order."""
+    """Return the experiment for one order."""
     exponent = 4 + 2 / order
     grid = {"nu": axis(0.5, 1.0), "batch": axis(1.0, 2.0)}
-    note = "nu and the batch in units of (eps / 4)^(1/p) and of 1 / (nu eps)^2, each accuracy with its own best ones"
+    note = "nu in units of (eps / 4)^(1/p), the batch in units of 1 / (nu eps)^2, the best ones for each accuracy"
     return Experiment(
         id=f"001-theorem-{order}",
         paper="arXiv:2509.02937",
         figure="theorem 3.1",
-        claim=f"with steps of a length in proportion to eps, not tuned, the calls of F2SA-{order} to a mean "
+        claim=f"with steps of length proportional to eps, not tuned, the calls of F2SA-{order} to a mean "
         f"hypergradient of norm eps grow like eps^-{exponent:g}",
         value=f"4 + 2/p = {exponent:g}, an upper bound",
         run=run,
@@ -134,15 +134,15 @@ def experiment(order: int) -> Experiment:
         moves=24,
         joint=(("nu", "batch"),),
         departures=(
-            "one quadratic problem of 4 variables at each level; the theorem is about all of a class",
-            "an upper bound: a smaller exponent would not contradict the theorem, but show that something else than "
-            "the order decides here",
+            "one quadratic problem of 4 variables at each level; the theorem is about a class of problems",
+            "an upper bound: a smaller exponent would not contradict the theorem, but would show that something other "
+            "than the order is decisive here",
             "steps of length eps / 2, where the theorem has eps / (6 L); nu and the batch are searched at each "
-            "accuracy as multiples of the theorem's, by factors of 2: what is measured is whether the best multiples, "
-            "and eps^2 times the number of steps, stay the same; the exponent is known to about 0.3",
-            "a gradient of a batch is drawn as one with less noise, and counted as so many calls; three lower steps "
-            "with large batches in place of many with small rates, which cost the same",
-            "noise of the gradients in y alone: the library takes the difference in x on one sample, where additive "
+            "accuracy as multiples of the theorem's, by factors of 2. The experiment measures whether the best "
+            "multiples, and eps^2 times the number of steps, stay the same; the exponent is known to about 0.3",
+            "the gradient of a batch is drawn as one gradient with less noise, and counted as that many calls; three "
+            "lower steps with large batches replace many with small rates, at the same cost",
+            "only gradients in y have noise: the library takes the difference in x on one sample, where additive "
             "noise cancels",
         ),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A few images of each class for a whole data set: chosen, averaged or fitted without a lower level, and their test."""
+"""Baselines of `recipes.distil`: a few images per class, selected, averaged or fitted without a lower level; tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MARKS = (20, 60, 200)  # steps of the final training after which it may stop
 
 
 def networks(pixels: int, hidden: int = 128) -> dict[str, Callable[[], nn.Sequential]]:
-    """Makers of the classifiers, for square images of ten classes."""
+    """Return functions that make the classifiers, for square images of ten classes."""
     side = math.isqrt(pixels)
 
     def cnn() -> nn.Sequential:
@@ -37,12 +37,12 @@ def networks(pixels: int, hidden: int = 128) -> dict[str, Callable[[], nn.Sequen
 
 
 def random(rows: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Some of a class."""
+    """Select random images of a class."""
     return rows[torch.randperm(len(rows), generator=generator)[:count]]
 
 
 def herding(rows: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Those whose running mean stays nearest to the mean of the class (Welling, 2009)."""
+    """Select images whose running mean stays nearest to the mean of the class (Welling, 2009)."""
     chosen: list[int] = []
     for k in range(count):
         distance = ((k + 1) * rows.mean(0) - rows[chosen].sum(0) - rows).norm(dim=1)
@@ -52,7 +52,7 @@ def herding(rows: Tensor, count: int, generator: torch.Generator) -> Tensor:
 
 
 def centres(rows: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Of k-means in a class; of one image the mean."""
+    """Return the k-means centres of a class; for one image the mean."""
     from sklearn.cluster import KMeans
 
     if count == 1:
@@ -62,7 +62,7 @@ def centres(rows: Tensor, count: int, generator: torch.Generator) -> Tensor:
 
 
 def weights(data: Part, start: Tensor, labels: Tensor, generator: torch.Generator, *, lr: float, steps: int) -> Tensor:
-    """The weights of a softmax classifier as images, as bright as the real ones: one for a class."""
+    """Return the weights of a softmax classifier, scaled by their standard deviation, as one image per class."""
     weight = torch.zeros(10, start.shape[1], requires_grad=True)
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def weights(data: Part, start: Tensor, labels: Tensor, generator: torch.Generato
 
 
 def whitened(data: Part, start: Tensor, labels: Tensor, generator: torch.Generator, *, shrinkage: float) -> Tensor:
-    """Linear discriminants as images: class means times the inverse of the covariance within classes."""
+    """Return linear discriminants as images: class means times the inverse of the within-class covariance."""
     means = torch.stack([data.features[data.labels == c].mean(0) for c in range(10)])
     within = torch.cov((data.features - means[data.labels]).T)
     within += shrinkage * within.diagonal().mean() * torch.eye(len(within))
@@ -82,7 +82,7 @@ def whitened(data: Part, start: Tensor, labels: Tensor, generator: torch.Generat
 
 
 def matched(data: Part, start: Tensor, labels: Tensor, generator: torch.Generator, *, lr: float, steps: int) -> Tensor:
-    """Each class with the mean features of the real one, in CNNs of random weights (arXiv:2110.04181)."""
+    """Match the mean features of each real class in CNNs with random weights (arXiv:2110.04181)."""
     make, images = networks(start.shape[1])["CNN"], start.clone().requires_grad_()
 
     def means(features: Tensor, y: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def matched(data: Part, start: Tensor, labels: Tensor, generator: torch.Generato
 
 
 def kernel(data: Part, start: Tensor, labels: Tensor, generator: torch.Generator, *, lr: float, steps: int) -> Tensor:
-    """On which kernel ridge regression does well, with the tangent kernel of a wide MLP (arXiv:2011.00050)."""
+    """Fit images for kernel ridge regression with the tangent kernel of a wide MLP (arXiv:2011.00050)."""
     images, targets = start.clone().requires_grad_(), F.one_hot(labels, 10) - 0.1
 
     def tangent(a: Tensor, b: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ FITTED: dict[str, partial[Tensor]] = {
 def trained(
     known: Images, asked: Part, make: Callable[[], nn.Module], lr: float, marks: tuple[int, ...], seed: int
 ) -> list[float]:
-    """Accuracy of a network after each of these steps on the few images, mean of three random starts."""
+    """Return accuracies of a network trained on the images, after each of ``marks`` steps: means of three starts."""
     found = []
     for start in range(3):
         begin(seed, f"test {start}")
@@ -165,7 +165,7 @@ def trained(
 
 
 def tuned(known: Images, val: Part, make: Callable[[], nn.Module], seed: int) -> tuple[float, int]:
-    """Learning rate and steps that are best on validation images; the grid goes on until its best is inside."""
+    """Return the best learning rate and steps on validation images; the grid grows until the best is inside."""
     tried: dict[int, tuple[float, int]] = {}
     best = -3
     while True:

@@ -1,4 +1,4 @@
-"""Images as rows of pixels: bundled with a dependency, or read by torchvision from a folder."""
+"""Images as rows of pixels, bundled with a dependency or read by torchvision from a folder."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from .problem import Part, folder
 
 __all__ = ["load_images"]
 
-MEAN, STD = 0.1307, 0.3081  # of MNIST's pixels
+MEAN, STD = 0.1307, 0.3081  # MNIST's pixels
 
 
 def load_images(
     name: str, root: Path | None, download: bool, sizes: tuple[int, int], generator: torch.Generator
 ) -> tuple[Part, Part, Part]:
-    """Training, validation and test part of a data set of ten classes.
+    """Return training, validation and test part of a data set of ten classes.
 
     Args:
         name: ``"digits"`` (bundled with scikit-learn, 8x8 pixels), ``"mnist"`` or ``"fashion"`` (through torchvision).
         root: folder of the torchvision data sets.
         download: fetch a missing one.
-        sizes: number of training and of validation examples, drawn at random from the training part of the data set (of
-            all of digits, the rest of which is the test part).
-        generator: of the random choice.
+        sizes: number of training and of validation examples, drawn at random from the training part of the data set. Of
+            digits they are drawn from all examples, and the rest is the test part.
+        generator: source of the random choice.
     """
     if name == "digits":
         from sklearn.datasets import load_digits

@@ -1,4 +1,4 @@
-"""Tables with irrelevant columns, and what else can be done with them."""
+"""Tables with irrelevant columns, and classifiers to compare with `recipes.length_scales`."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ TESTED = 8000  # rows of ijcnn1
 
 
 def _balanced(labels: Tensor, n: int, generator: torch.Generator) -> Tensor:
-    """Rows, as many of each class, in random order."""
+    """Return row numbers with equal counts of each class, in random order."""
     found = [torch.nonzero(labels == value).flatten() for value in torch.unique(labels)]
     rows = torch.cat([r[torch.randperm(len(r), generator=generator)[: n // len(found)]] for r in found])
     return rows[torch.randperm(len(rows), generator=generator)]
 
 
 def load(name: str, root: Path | None, rows: int, extra: int, seed: int) -> tuple[Any, Any, Any, Any]:
-    """Training rows and labels, test rows and labels, of two classes; ``extra`` columns are shuffled copies.
+    """Return training rows and labels, test rows and labels, of two classes; ``extra`` columns are shuffled copies.
 
-    ``"digits"``: odd or even, half of the rows are for training at most. ``"ijcnn1"``: see `load_libsvm`.
+    ``"digits"``: odd or even; at most half of the rows are for training. ``"ijcnn1"``: see `load_libsvm`.
     """
     generator = stream(seed, "data")
     if name == "digits":
@@ -61,7 +61,7 @@ def load(name: str, root: Path | None, rows: int, extra: int, seed: int) -> tupl
 
 
 def ridge_scales(X: Tensor, sign: Tensor, steps: int, lr: float) -> Tensor:
-    """Logarithms of scales by the rival that needs no library: kernel ridge regression, solved inside the graph."""
+    """Learn the logarithms of scales without the library: kernel ridge regression, solved inside the graph."""
     scales, rho = start(X).requires_grad_(), X.new_tensor(-2.0).requires_grad_()
     adam, even = torch.optim.Adam([scales, rho], lr=lr), torch.arange(len(X)) % 2 == 0
     for _ in range(steps):
@@ -77,7 +77,7 @@ def ridge_scales(X: Tensor, sign: Tensor, steps: int, lr: float) -> Tensor:
 
 
 class Weighted(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
-    """An SVM on columns scaled by a power of the importances of extra trees."""
+    """SVM on columns scaled by a power of the importances of extra trees."""
 
     def __init__(self, power: float = 1.0, C: float = 1.0, gamma: float = 1.0) -> None:
         self.power, self.C, self.gamma = power, C, gamma
@@ -90,22 +90,22 @@ class Weighted(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return self
 
     def predict(self, X: Any) -> Any:
-        """Classes."""
+        """Return the class of each row."""
         return self.svm_.predict(X * self.scale_)
 
     def decision_function(self, X: Any) -> Any:
-        """Above zero for the second class."""
+        """Return scores, above zero for the second class."""
         return self.svm_.decision_function(X * self.scale_)
 
 
 class Gated(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
-    """The mean of networks of two hidden layers, each column times a gate whose size is penalised (L1)."""
+    """Mean of networks with two hidden layers; each column has a gate with an L1 penalty."""
 
     def __init__(self, penalty: float = 1e-3, networks: int = 1, epochs: int = 200, seed: int = 0) -> None:
         self.penalty, self.networks, self.epochs, self.seed = penalty, networks, epochs, seed
 
     def fit(self, X: Any, y: Any) -> Gated:
-        """Adam with batches of 128."""
+        """Fit the networks by Adam with batches of 128."""
         self.classes_, codes = np.unique(y, return_inverse=True)
         rows, targets, self.nets_ = torch.tensor(X).float(), torch.tensor(codes).float(), []
         for k in range(self.networks):
@@ -128,17 +128,17 @@ class Gated(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     @torch.no_grad()
     def decision_function(self, X: Any) -> Any:
-        """Above zero for the second class."""
+        """Return scores, above zero for the second class."""
         rows = torch.tensor(X).float()
         return torch.stack([net(rows * gate).squeeze(1) for gate, net in self.nets_]).mean(0).numpy()
 
     def predict(self, X: Any) -> Any:
-        """Classes."""
+        """Return the class of each row."""
         return self.classes_[(self.decision_function(X) > 0).astype(int)]
 
 
 def _searched(model: Any, grid: Mapping[str, Any], cv: int = 5) -> Any:
-    """The best of a grid by cross-validation, on standardised columns."""
+    """Return a model that standardises columns and takes the best of a grid by cross-validation."""
     return make_pipeline(StandardScaler(), GridSearchCV(model, grid, cv=cv, scoring="roc_auc"))
 
 

@@ -1,4 +1,4 @@
-"""Kernel logistic regression with a scale for each column, on two folds."""
+"""Kernel logistic regression with one scale per column, on two folds."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["Machine", "kernel", "start"]
 
 
 def start(X: Tensor) -> Tensor:
-    """Logarithms of equal scales, with which a distance is about one."""
+    """Return the logarithms of equal scales for which distances are about one."""
     return X.new_full((X.shape[1],), -math.log(X.shape[1]) / 2)
 
 
 def kernel(A: Tensor, B: Tensor, scales: Tensor) -> Tensor:
-    """The Gaussian kernel of rows with rows; ``scales`` are logarithms."""
+    """Return the Gaussian kernel matrix of two sets of rows; ``scales`` are logarithms."""
     A, B = A * scales.exp(), B * scales.exp()
     squares = A.square().sum(1)[:, None] + B.square().sum(1) - 2 * A @ B.T
     return (squares.clamp_min(0) / -2).exp()
@@ -34,30 +34,30 @@ class Machine:
         self.alpha = [X.new_zeros(int(fold.sum())).requires_grad_() for fold in self.folds]
 
     def blocks(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Of each fold: the kernel within it, that of the other rows with it, and its signs."""
+        """Return for each fold its kernel, the kernel of the other rows with it, and its signs."""
         K = kernel(self.X, self.X, self.scales)
         return [(K[fold][:, fold], K[~fold][:, fold], self.sign[fold]) for fold in self.folds]
 
     def lower(self) -> Tensor:
-        """Both penalised losses."""
+        """Return the sum of both penalised losses."""
         pairs = zip(self.blocks(), self.alpha, strict=True)
         parts = [F.softplus(-s * (K @ a)).mean() + self.rho.exp() / 2 * (a @ K @ a) for (K, _, s), a in pairs]
         return torch.stack(parts).sum()
 
     def upper(self) -> Tensor:
-        """The loss of each on the other rows."""
+        """Return the mean loss of both solutions on the respective other rows."""
         pairs = zip(self.blocks(), self.alpha, reversed(self.folds), strict=True)
         return torch.stack([F.softplus(-self.sign[rows] * (K @ a)).mean() for (_, K, _), a, rows in pairs]).mean()
 
     @torch.no_grad()
     def solve(self) -> None:
-        """Newton's method writes both solutions, from where they were."""
+        """Write both solutions by Newton's method, from their last values."""
         penalty = self.rho.exp()
         for (K, _, sign), live in zip(self.blocks(), self.alpha, strict=True):
             a = live.clone()
             for _ in range(20):
                 wrong = (-sign * (K @ a)).sigmoid()
-                slope = penalty * a - sign * wrong / len(a)  # the gradient is K times this
+                slope = penalty * a - sign * wrong / len(a)  # the gradient is K @ slope
                 if slope.norm() < 1e-9:
                     break
                 curvature = wrong * (1 - wrong) / len(a)

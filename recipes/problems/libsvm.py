@@ -1,4 +1,4 @@
-"""Binary classification sets in LIBSVM's text format, from the files that LIBSVM's site offers, compressed or not."""
+"""Binary classification sets in LIBSVM's text format, read from the files of LIBSVM's site, compressed or not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .problem import Part, folder
 __all__ = ["load_breast_cancer", "load_libsvm"]
 
 URL = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/binary/"
-# Number of features (a part may lack the last ones), and the names of the two files on the site.
+# Number of features (a part may lack the last ones), and names of the two files on the site.
 SETS = {
     "a9a": (123, "a9a", "a9a.t"),
     "w8a": (300, "w8a", "w8a.t"),
@@ -30,14 +30,14 @@ HELD_OUT = 0.2  # of the training examples, where there is no test file
 
 
 def load_libsvm(name: str, root: Path | None, download: bool, seed: int = 0) -> tuple[Part, Part]:
-    """Training and test part.
+    """Return training and test part.
 
     Args:
         name: ``"a9a"``, ``"w8a"`` or ``"ijcnn1"``.
         root: folder with ``NAME`` and ``NAME.t``, plain or with the suffix ``.gz``, ``.bz2`` or ``.xz``. Without the
-            second, a fifth of the first is held out, and a line says so.
+            second, a fifth of the first is held out, with a printed note.
         download: fetch missing files into ``root``.
-        seed: of the choice of what is held out.
+        seed: seed of the choice of held-out examples.
     """
     features, *files = SETS[name]
     root = folder(root, name)
@@ -55,7 +55,7 @@ def load_libsvm(name: str, root: Path | None, download: bool, seed: int = 0) -> 
 
 
 def load_breast_cancer(seed: int) -> tuple[Part, Part]:
-    """The 569 standardised examples bundled with scikit-learn: 300 for training, 269 to test."""
+    """Return the 569 standardised examples bundled with scikit-learn: 300 for training, 269 for testing."""
     from sklearn.datasets import load_breast_cancer as bundled
 
     bunch = bundled()

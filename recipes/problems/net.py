@@ -1,4 +1,4 @@
-"""A net of threads that hangs under its weight, and a Newton solver of its equilibrium."""
+"""A net of threads that hangs under its weight, and a Newton solver for its equilibrium."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ..common.seeds import stream
 
 __all__ = ["MOST", "Net", "Search"]
 
-MOST = 0.7  # of the logarithm of a rest length, and of its negative
-STIFFNESS, SLACK = 100.0, 0.02  # of a thread; how softly it goes slack
+MOST = 0.7  # bound on the absolute logarithm of a rest length
+STIFFNESS, SLACK = 100.0, 0.02  # stiffness of a thread; width of the smooth transition to slack
 
 
 class Net:
-    """Nodes of a square mesh of width 1, of weight 1, held at the border; threads pull, and do not push.
+    """Square mesh of width 1; nodes have weight 1 and are fixed at the border; threads pull, but do not push.
 
     So the energy is strictly convex in the positions, and the equilibrium is unique and smooth in the rest lengths.
 
     Args:
-        side: nodes on a side.
-        seed: of the target: two bowls at random places.
+        side: nodes per side.
+        seed: seed of the target, two bowls at random places.
     """
 
     def __init__(self, side: int, seed: int) -> None:
@@ -48,17 +48,17 @@ class Net:
         self.start = self.measured(found.x)
 
     def measured(self, factor: float) -> Tensor:
-        """The rule: threads are so many times as long as on the target, where nodes are not moved sideways."""
+        """Return the rule's lengths: ``factor`` times those on the target, without sideways moves of the nodes."""
         ends = self.goal
         apart: Tensor = ends[self.a] - ends[self.b]
         return (factor * apart.square().sum(1).sqrt()).log().clamp(-MOST, MOST)
 
     def error(self, x: Tensor) -> float:
-        """Root mean square of the heights above the target, in an equilibrium found from the flat net."""
+        """Return the root mean square height above the target, in the equilibrium found from the flat net."""
         return math.sqrt(self.upper(self.newton(x, self.flat[self.free].flatten())[0]))
 
     def target(self, place: Tensor) -> Tensor:
-        """Height of the surface there."""
+        """Return the height of the target surface at a place."""
         window = (torch.pi * place / (self.side - 1)).sin().clamp_min(0).prod(-1)
         width = 0.034 * self.side**2
         depth: Tensor = sum((d * (-(place - c).square().sum(-1) / width).exp() for c, d in self.bowls), torch.zeros(()))
@@ -66,15 +66,15 @@ class Net:
 
     @property
     def goal(self) -> Tensor:
-        """The target at the places of the flat net."""
+        """Return the target at the places of the flat net."""
         return torch.cat([self.flat[:, :2], self.target(self.flat[:, :2])[:, None]], 1)
 
     def positions(self, y: Tensor) -> Tensor:
-        """Of all nodes, from those of the free ones."""
+        """Return the positions of all nodes from those of the free ones."""
         return self.flat.index_put((self.free,), y.view(-1, 3))
 
     def _threads(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        """Lengths, directions, energies of the threads, and derivatives of these in the length."""
+        """Return lengths, directions and energies of the threads, and two derivatives of the energies in the length."""
         p = self.positions(y)
         apart = p[self.a] - p[self.b]
         length = apart.norm(dim=1)
@@ -86,16 +86,16 @@ class Net:
         return length, apart / length[:, None], energy, force, STIFFNESS * (slope**2 + pull * SLACK**2 / 2 / root**3)
 
     def lower(self, x: Tensor, y: Tensor) -> Tensor:
-        """The energy, with logarithms of the rest lengths x and positions y of the free nodes."""
+        """Return the energy; x are logarithms of the rest lengths, y the positions of the free nodes."""
         return self._threads(x, y)[2].sum() + y.view(-1, 3)[:, 2].sum()
 
     def upper(self, y: Tensor) -> Tensor:
-        """Mean square of the heights above the target."""
+        """Return the mean square height above the target."""
         nodes = y.view(-1, 3)
         return (nodes[:, 2] - self.target(nodes[:, :2])).square().mean()
 
     def derivatives(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradient and Hessian of the energy in y."""
+        """Return gradient and Hessian of the energy in y."""
         length, way, _, force, stiff = self._threads(x, y)
         n, tension = self.side**2, (force / length)[:, None, None]
         block = stiff[:, None, None] * way[:, :, None] * way[:, None] + tension * (
@@ -110,7 +110,7 @@ class Net:
 
     @torch.no_grad()
     def newton(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The equilibrium, from the positions y, and the Cholesky factor of the Hessian there."""
+        """Solve for the equilibrium from y; return it with the Cholesky factor of its Hessian."""
         self.solves += 1
         for _ in range(200):
             gradient, hessian = self.derivatives(x, y)
@@ -126,7 +126,7 @@ class Net:
 
     @torch.no_grad()
     def adjoint(self, x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
-        """The gradient of `upper` at the equilibrium, by hand."""
+        """Return the gradient of `upper` at the equilibrium, derived by hand."""
         with torch.enable_grad():
             (outer,) = torch.autograd.grad(self.upper(z := y.clone().requires_grad_()), z)
         v = torch.zeros_like(self.flat)
@@ -135,14 +135,14 @@ class Net:
         return stiff * ((v[self.a] - v[self.b]) * way).sum(1) * x.exp()
 
     def draw(self, axis: Any, p: Tensor) -> None:
-        """The net with these positions of its nodes, in three dimensions; the border is that of the flat one."""
+        """Draw the net with node positions p in three dimensions."""
         for i, j in zip(self.a.tolist(), self.b.tolist(), strict=True):
             axis.plot(*p[[i, j]].T.tolist(), color="C0", linewidth=0.8)
         axis.set(zlim=(-0.3 * self.side, 0.3), box_aspect=(1, 1, 0.4))
         axis.view_init(25, -60)
 
     def picture(self, stem: Path, title: str, x: list[float], name: str, curves: dict[str, Any]) -> None:
-        """The net before, with the rest lengths x of a method, and the target, beside the errors of all methods."""
+        """Draw the net before, the net with a method's rest lengths x, the target, and the errors of all methods."""
         with figure(stem, title, (10, 8)) as canvas:
             search = Search(self, math.inf)
             before = self.positions(search.y)
@@ -158,7 +158,7 @@ class Net:
 
 
 class Search:
-    """The best rest lengths until the time is over, and how the error fell."""
+    """Best rest lengths until the time is over, and the curve of the error."""
 
     def __init__(self, net: Net, seconds: float) -> None:
         self.net, self.x = net, net.start
@@ -168,7 +168,7 @@ class Search:
         self.keep(self.x, float(net.upper(self.y)))
 
     def keep(self, x: Any, value: float) -> float:
-        """Note a value; stops the search when the time is over."""
+        """Record a value; stop the search when the time is over."""
         passed = time.process_time() - self.start
         if passed > self.seconds:
             raise StopIteration

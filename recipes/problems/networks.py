@@ -1,4 +1,4 @@
-"""Networks, and data cleaning with one of them on random data: what steps of a realistic size are timed on."""
+"""Networks, and data cleaning with one of them on random data, for timing steps of a realistic size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["MLPCleaning", "lenet"]
 
 
 def lenet() -> nn.Sequential:
-    """LeNet's features: 84 of images of 32x32 pixels, 60,856 parameters."""
+    """Return LeNet's feature layers: 84 features of 32x32 images, 60,856 parameters."""
     return nn.Sequential(
         *(nn.Conv2d(1, 6, 5), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)),
@@ -25,12 +25,12 @@ def lenet() -> nn.Sequential:
 
 
 class MLPCleaning:
-    """One weight per example (upper), an MLP 784-256-10 (lower).
+    """Data cleaning: one weight per example (upper), an MLP 784-256-10 (lower).
 
     Args:
-        n: number of training, and of validation examples.
+        n: number of training and of validation examples.
         ridge: weight of the squares of the MLP's parameters.
-        device: of everything.
+        device: device of all tensors.
     """
 
     def __init__(self, n: int, ridge: float, device: str) -> None:
@@ -48,11 +48,11 @@ class MLPCleaning:
         parameters: Iterable[Tensor] | None = None,
         x: Tensor | None = None,
     ) -> Tensor:
-        """Weighted training loss, of another network with its parameters, or with other weights, if they are given."""
+        """Return the weighted training loss; optionally of another network with its parameters, or other weights x."""
         losses = F.cross_entropy((net or self.net)(self.X[index]), self.t[index], reduction="none")
         ridge = sum(p.square().sum() for p in (self.net.parameters() if parameters is None else parameters))
         return ((self.x if x is None else x)[index].sigmoid() * losses).mean() + self.ridge * ridge
 
     def upper(self, index: Index = WHOLE, net: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Validation loss."""
+        """Return the validation loss."""
         return F.cross_entropy((net or self.net)(self.Xv[index]), self.tv[index])

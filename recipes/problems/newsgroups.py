@@ -1,4 +1,4 @@
-"""The 20 Newsgroups texts as sparse tf-idf features, and a product with them that can be differentiated twice."""
+"""The 20 Newsgroups texts as sparse tf-idf features, and a matrix product that can be differentiated twice."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["SparseFeatures", "load_newsgroups", "stripped", "texts_of"]
 
 
 class SparseFeatures:
-    """A constant sparse matrix of features, one row per example, with fast products both ways.
+    """Constant sparse matrix of features, one row per example, with fast products by it and its transpose.
 
-    ``features @ W`` can be differentiated any number of times in W, and vmapped: several W at once are one product.
-    torch's own sparse products transpose the matrix again in every backward pass; this one keeps the transpose.
+    ``features @ W`` can be differentiated any number of times in W, and vmapped: a batch of W is one product. torch's
+    own sparse products transpose the matrix in every backward pass; this class keeps the transpose.
     """
 
     def __init__(self, matrix: Tensor) -> None:
@@ -41,7 +41,7 @@ class SparseFeatures:
         return product
 
     def __getitem__(self, index: slice | Tensor) -> SparseFeatures:
-        """All, or a copy of some rows, which is slow: keep it."""
+        """Return all rows, or a copy of some, which is slow to make: reuse it."""
         if isinstance(index, slice):
             if index != slice(None):
                 raise NotImplementedError("rows of sparse features are taken by a tensor of indices")
@@ -50,7 +50,7 @@ class SparseFeatures:
         return SparseFeatures(whole.index_select(0, index).coalesce())
 
     def largest_singular_value(self, iterations: int = 50) -> float:
-        """By power iteration."""
+        """Return the largest singular value, by power iteration."""
         v = torch.rand(self.shape[1], 1, generator=stream(0, "power iteration")).to(self.matrix.device)
         u = v
         for _ in range(iterations):
@@ -60,7 +60,7 @@ class SparseFeatures:
 
 
 class _Product(torch.autograd.Function):
-    """A W or A' W with a constant sparse A."""
+    """Product A W or A' W with a constant sparse A."""
 
     generate_vmap_rule = False
 
@@ -78,7 +78,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], features: SparseFeatures, transpose: bool, other: Tensor) -> Any:
-        # The copies stand side by side as columns.
+        # The copies become columns of one matrix.
         columns = other.movedim(dims[2] or 0, 1)
         product = _Product.apply(features, transpose, columns.reshape(len(columns), -1))
         return product.reshape(len(product), *columns.shape[1:]), 1
@@ -87,15 +87,15 @@ class _Product(torch.autograd.Function):
 def load_newsgroups(
     root: Path | None, download: bool, keep: bool, seed: int, least: int = 1
 ) -> tuple[Part, Part, Part]:
-    """Training, validation (stratified halves of the official training part) and test part.
+    """Return training, validation (stratified halves of the official training part) and test part.
 
     Args:
         root: a folder with ``train.jsonl.xz`` and ``test.jsonl.xz`` (one object with ``group`` and ``text`` per line),
             with the unpacked ``20news-bydate`` archive, or scikit-learn's cache.
         download: let scikit-learn fetch the texts into ``root``.
         keep: keep headers, footers and quoted replies, which give the group away.
-        seed: of the split.
-        least: number of texts that a word is in, or it is no feature.
+        seed: seed of the split.
+        least: minimal number of texts that contain a word, for the word to be a feature.
     """
     from scipy.sparse import csr_matrix
     from sklearn.model_selection import train_test_split
@@ -119,7 +119,7 @@ def load_newsgroups(
 
 @lru_cache(maxsize=1)
 def _vectors(root: Path, download: bool, keep: bool, least: int) -> tuple[Any, Any, list[int], list[int]]:
-    """Features and numbers of the groups, of the training and the test part."""
+    """Return features of training and test part, then their group numbers."""
     from sklearn.feature_extraction.text import TfidfVectorizer
 
     (train, train_groups), (test, test_groups) = (texts_of(root, part, download) for part in ("train", "test"))
@@ -132,7 +132,7 @@ def _vectors(root: Path, download: bool, keep: bool, least: int) -> tuple[Any, A
 
 
 def texts_of(root: Path, part: str, download: bool) -> tuple[list[str], list[str]]:
-    """Texts and group names of the part ``train`` or ``test``; see `load_newsgroups`."""
+    """Return texts and group names of the part ``train`` or ``test``; see `load_newsgroups`."""
     lines, folder = root / f"{part}.jsonl.xz", root / f"20news-bydate-{part}"
     if lines.exists():
         with lzma.open(lines, "rt", encoding="utf-8", newline="\n") as file:
@@ -151,7 +151,7 @@ def texts_of(root: Path, part: str, download: bool) -> tuple[list[str], list[str
 
 
 def stripped(texts: list[str]) -> list[str]:
-    """Without headers, footers and quotes, as scikit-learn's ``remove=`` does it."""
+    """Remove headers, footers and quotes, as scikit-learn's ``remove=`` does."""
     from sklearn.datasets import _twenty_newsgroups as rules
 
     return [

@@ -1,4 +1,4 @@
-"""Bilevel problems of five sizes on random data, as live closures and as functions: what steps are timed on."""
+"""Bilevel problems of five sizes on random data, as live closures and as functions, for timing steps."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ Loss = Callable[[Sequence[Tensor], Sequence[Tensor], Batch], Tensor]
 
 @dataclass
 class Shape:
-    """A problem with its live tensors.
+    """Problem with its live tensors.
 
     Attributes:
-        title: what it is.
+        title: description.
         x, y: live upper and lower tensors.
         f, g: the losses as functions of values of x and y and a batch.
         live_f, live_g: the same as closures over the live tensors.
-        batches: of the upper and of the lower loss, in the order that they come in, again and again.
+        batches: batches of the upper and of the lower loss, cycled in order.
         tasks: a sampler, if there are many lower problems.
-        steps: lower steps, and products.
+        steps: number of lower steps, and of products.
     """
 
     title: str
@@ -51,38 +51,38 @@ class Shape:
 
     @property
     def entries(self) -> int:
-        """Of the cross derivative."""
+        """Return the number of entries of the cross derivative."""
         return sum(t.numel() for t in self.x) * sum(t.numel() for t in self.y)
 
     def give_rows(self) -> None:
-        """Give every task a row of y, for methods that remember it."""
+        """Give every task its own row of y, for methods that store it."""
         for t in self.y:
             t.data = t.detach().expand(TASKS, *t.shape).clone()
 
     def objectives(self) -> tuple[Any, Any]:
-        """Both losses as the library takes them: on batches, or on what the sampler draws."""
+        """Return both losses as objectives on batches, or as closures for the sampler."""
         if self.tasks is not None:
             return self.live_f, self.live_g
         return bo.Objective(self.live_f, self.batches[0]), bo.Objective(self.live_g, self.batches[1])
 
     def terms(self) -> tuple[Any, Any]:
-        """The same as finite sums of the batches."""
+        """Return both losses as finite sums of the batches."""
         whole = (tuple(map(torch.cat, zip(*batches, strict=True))) for batches in self.batches)
         return tuple(  # type: ignore[return-value]
             bo.FiniteSum(loss, data, SIZE) for loss, data in zip((self.live_f, self.live_g), whole, strict=True)
         )
 
     def saddle(self) -> Any:
-        """One loss, of which y is a maximiser (x descends, y ascends)."""
+        """Return one minimax loss (x descends, y ascends)."""
         return bo.Objective(lambda b: sum(t.square().sum() for t in self.x) / 2 - self.live_g(b), self.batches[1])
 
     def streams(self) -> tuple[Any, Any]:
-        """Upper and lower batches without end."""
+        """Return endless upper and lower batches."""
         return cycle(self.batches[0]), cycle(self.batches[1])
 
 
 def logistic(generator: torch.Generator, dtype: torch.dtype) -> Shape:
-    """Of the size of ijcnn1: 22 weights, one penalty exp(x_j) for each."""
+    """Return a problem of the size of ijcnn1: 22 weights, with one penalty exp(x_j) each."""
     weights = torch.randn(22, generator=generator, dtype=dtype)
 
     def batches() -> list[Batch]:
@@ -109,7 +109,7 @@ def logistic(generator: torch.Generator, dtype: torch.dtype) -> Shape:
 def cleaning(
     title: str, net: nn.Module, size: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype, steps: int = 10
 ) -> Shape:
-    """Weights sigmoid(x_i) of the training examples of a classifier."""
+    """Return a problem with weights sigmoid(x_i) of the training examples of a classifier."""
     net = net.to(dtype)
     names, y = [name for name, _ in net.named_parameters()], tuple(net.parameters())
     x = (torch.zeros(BATCHES * SIZE, dtype=dtype).requires_grad_(),)
@@ -143,7 +143,7 @@ def cleaning(
 
 
 def tasks(generator: torch.Generator, dtype: torch.dtype) -> Shape:
-    """16 tasks of 5 classes; x is a body of four convolutions that all share, y a head of each task's own."""
+    """Return 16 tasks of 5 classes; x is a shared body of four convolutions, y one head per task."""
     width, layers = 32, []
     for channels in (1, width, width, width):
         layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
@@ -185,14 +185,14 @@ SHAPES: dict[str, Callable[[torch.Generator, torch.dtype], Shape]] = {
 
 
 def shape(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Shape:
-    """A problem, the same at every call, on whatever device."""
+    """Return a problem by name, with the same data at every call and on any device."""
     with torch.random.fork_rng():
         begin(0, "start")
         made = SHAPES[name](stream(0, "data"), dtype)
     if device == "cpu":
         return made
     for t in (*made.x, *made.y):
-        t.data = t.detach().to(device)  # the losses read these very tensors
+        t.data = t.detach().to(device)  # in place, as the losses read these tensors
     there = [[tuple(t.to(device) for t in batch) for batch in batches] for batches in made.batches]
     made.batches = there[0], there[1]
     made.tasks = None if made.tasks is None else made.tasks.to(device)

@@ -1,4 +1,4 @@
-"""Rows with labels that may be wrong, a few trusted rows, noise to plant, and controls that find suspects."""
+"""Label audits: rows with uncertain labels, trusted rows, label noise to add, and controls that find suspects."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ BATCH, MARKS, WORDS = 64, (50, 150, 500), 50
 
 
 class Data(NamedTuple):
-    """What is audited.
+    """Data of an audit.
 
     Attributes:
-        rows: features and labels, some of which may be wrong.
-        trusted: rows that somebody has checked.
-        test: rows that accuracies are of, if there are any.
-        where: of each row, its file or line.
-        classes: their names.
+        rows: features and labels; some labels may be wrong.
+        trusted: rows with checked labels.
+        test: rows for accuracies, or None.
+        where: file or line of each row.
+        classes: names of the classes.
     """
 
     rows: Part
@@ -44,7 +44,7 @@ class Data(NamedTuple):
 
 
 def load(args: Any, sizes: Mapping[str, tuple[int, int]], seed: int) -> Data:
-    """What the arguments of the command line ask for."""
+    """Load the data that the command line asks for."""
     if args.images or args.table:
         if not args.trusted:
             raise SystemExit("--images and --table need --trusted: rows that somebody has checked")
@@ -55,7 +55,7 @@ def load(args: Any, sizes: Mapping[str, tuple[int, int]], seed: int) -> Data:
 
 
 def shipped(name: str, root: Path | None, download: bool, sizes: tuple[int, int], seed: int) -> Data:
-    """Digits or MNIST, with right labels."""
+    """Load digits or MNIST, with right labels."""
     rows, trusted, test = (
         Part(part.features.unflatten(1, (1, round(part.features.shape[1] ** 0.5), -1)), part.labels)
         for part in load_images(name, root, download, sizes, stream(seed, "data"))
@@ -64,7 +64,7 @@ def shipped(name: str, root: Path | None, download: bool, sizes: tuple[int, int]
 
 
 def images(root: Path, trusted: Path, test: Path | None, size: int) -> Data:
-    """Folders with a folder of images for each class, as torchvision's ImageFolder reads them."""
+    """Load folders that contain one folder of images per class, in the layout of torchvision's ImageFolder."""
     from torchvision import transforms
     from torchvision.datasets import ImageFolder
 
@@ -85,7 +85,7 @@ def images(root: Path, trusted: Path, test: Path | None, size: int) -> Data:
 
 
 def table(file: Path, trusted: Path, test: Path | None, label: str) -> Data:
-    """CSV files with a header: numbers are standardised, and of words each is a column of zeros and ones."""
+    """Load CSV files with a header: numbers are standardised, each word becomes a column of zeros and ones."""
     (whole, lines), *others = (read(path, label) if path else ([], []) for path in (file, trusted, test))
     classes = sorted({row[label] for row in whole})
     columns = list[Callable[[str], list[float]]]()
@@ -114,7 +114,7 @@ def table(file: Path, trusted: Path, test: Path | None, label: str) -> Data:
 
 
 def measured(values: Sequence[str]) -> Callable[[str], list[float]] | None:
-    """A column of numbers, standardised."""
+    """Return a function that standardises a column of numbers; None if some are not numbers."""
     try:
         numbers = torch.tensor([float(value) for value in values])
     except ValueError:
@@ -124,13 +124,13 @@ def measured(values: Sequence[str]) -> Callable[[str], list[float]] | None:
 
 
 def among(values: Sequence[str]) -> Callable[[str], list[float]] | None:
-    """A column of words, as zeros and ones."""
+    """Return a function that encodes a column of words as zeros and ones; None if there are too many words."""
     words = sorted({*values})
     return None if len(words) > WORDS else lambda value: [float(value == word) for word in words]
 
 
 def read(path: Path, label: str) -> tuple[list[dict[str, str]], list[int]]:
-    """Rows of a CSV file, and the lines at which they end."""
+    """Read the rows of a CSV file, and the lines at which they end."""
     with path.open(newline="") as file:
         reader = csv.DictReader(file)
         if label not in (reader.fieldnames or ()):
@@ -140,20 +140,20 @@ def read(path: Path, label: str) -> tuple[list[dict[str, str]], list[int]]:
 
 
 def numbered(names: Sequence[str], classes: Sequence[str], where: Any) -> Tensor:
-    """Labels as numbers."""
+    """Return labels as numbers."""
     if unknown := sorted({*names} - {*classes}):
         raise SystemExit(f"{where} has classes that the untrusted rows lack: {', '.join(unknown)}")
     return torch.tensor([classes.index(name) for name in names])
 
 
 def at_random(labels: Tensor, share: float, classes: int, g: torch.Generator) -> Tensor:
-    """A share of the labels is any other class."""
+    """Replace a share of the labels by random other classes."""
     wrong = torch.rand(len(labels), generator=g) < share
     return (labels + wrong * torch.randint(1, classes, labels.shape, generator=g)) % classes
 
 
 def in_pairs(labels: Tensor, share: float, classes: int, g: torch.Generator) -> Tensor:
-    """Of every second class twice the share of the labels is the next class."""
+    """Replace labels of every second class by the next class, twice the share of them."""
     wrong = (torch.rand(len(labels), generator=g) < 2 * share) & (labels % 2 == 1)
     return (labels + wrong.long()) % classes
 
@@ -178,14 +178,14 @@ class Batches:
 
 
 class Rows(NamedTuple):
-    """What a method sees.
+    """Inputs of a method.
 
     Attributes:
-        rows: with the labels that are given.
-        trusted: rows.
-        make: a new model.
-        classes: how many.
-        seed: of starts and batches.
+        rows: rows with the given labels.
+        trusted: rows with checked labels.
+        make: returns a new model.
+        classes: number of classes.
+        seed: seed of starts and batches.
     """
 
     rows: Part
@@ -196,14 +196,14 @@ class Rows(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """A model, and what it says that a true class (row) is called (column), where it is known."""
+    """A model and, if known, the matrix of label noise: true class (row) to label (column)."""
 
     model: nn.Module
     called: Tensor | None = None
 
     @torch.no_grad()
     def truth(self, features: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Probabilities of the classes, for rows that are called so, if that is given."""
+        """Return probabilities of the classes; given the labels, if there are any and the label noise is known."""
         self.model.eval()
         found = torch.cat([self.model(part).softmax(1) for part in torch.split(features, 1000)])
         self.model.train()
@@ -212,31 +212,31 @@ class Fit(NamedTuple):
         return found
 
     def judged(self, part: Part) -> tuple[float, float]:
-        """Accuracy, and the negative cross-entropy."""
+        """Return accuracy and negative cross-entropy."""
         found = self.truth(part.features)
         right = found.gather(1, part.labels[:, None]).clamp_min(1e-6)
         return float((found.argmax(1) == part.labels).double().mean()), float(right.log().mean())
 
 
-Method = Callable[[Rows, float, Sequence[int]], Iterator[Fit]]  # with a setting, at each of these steps
+Method = Callable[[Rows, float, Sequence[int]], Iterator[Fit]]  # takes a setting, and the steps at which to yield
 
 
 def oneself(seen: Rows, decay: float, marks: Sequence[int]) -> Iterator[Fit]:
-    """The model trained on the labels as they are given."""
+    """Train the model on the given labels."""
     return train(
         seen, lambda model, i: F.cross_entropy(model(seen.rows.features[i]), seen.rows.labels[i]), decay, marks
     )
 
 
 def alone(seen: Rows, decay: float, marks: Sequence[int]) -> Iterator[Fit]:
-    """The model trained on the trusted rows only."""
+    """Train the model on the trusted rows only."""
     return oneself(seen._replace(rows=seen.trusted), decay, marks)
 
 
 def beside(
     seen: Rows, share: float, marks: Sequence[int], weights: Tensor | None = None, called: Tensor | None = None
 ) -> Iterator[Fit]:
-    """The model trained on the trusted rows too: their share of the loss, weights of rows, what classes are called."""
+    """Train the model on all rows: trusted ones have a share of the loss; optional row weights and label noise."""
     (features, labels), (known, right) = seen.rows, seen.trusted
     held = iter(Batches(len(right), stream(seen.seed, "held")))
 
@@ -254,7 +254,7 @@ def beside(
 
 
 def corrected(seen: Rows, first: float, marks: Sequence[int]) -> Iterator[Fit]:
-    """GLC (arXiv:1802.05300): what each class is called by a model of so many steps, on trusted rows; trained so."""
+    """Train by GLC (arXiv:1802.05300): estimate the label noise on trusted rows with a model of ``first`` steps."""
     *_, fit = oneself(seen, 1e-2, (round(first),))
     true = F.one_hot(seen.trusted.labels, seen.classes).float()
     called = (true.T @ fit.truth(seen.trusted.features) + 1e-6) / (true.sum(0)[:, None] + 1e-6 * seen.classes)
@@ -262,7 +262,7 @@ def corrected(seen: Rows, first: float, marks: Sequence[int]) -> Iterator[Fit]:
 
 
 def joint(seen: Rows, share: float, marks: Sequence[int]) -> Iterator[Fit]:
-    """The model and what each class is called, learned together on all rows: one level, both fit the labels."""
+    """Learn model and label noise together on all rows, in one level: both fit the labels."""
     (features, labels), (known, right) = seen.rows, seen.trusted
     held = iter(Batches(len(right), stream(seen.seed, "held")))
     x = (4 * torch.eye(seen.classes)).requires_grad_()
@@ -278,7 +278,7 @@ def joint(seen: Rows, share: float, marks: Sequence[int]) -> Iterator[Fit]:
 def train(
     seen: Rows, loss: Callable[[nn.Module, Tensor], Tensor], decay: float, marks: Sequence[int], *more: dict[str, Any]
 ) -> Iterator[Fit]:
-    """A new model trained by AdamW, at each of these steps; the loss is of a model and the numbers of some rows."""
+    """Train a new model by AdamW, and yield it at each of ``marks``; the loss takes a model and row numbers."""
     begin(seen.seed, "model")
     model = seen.make()
     adam = torch.optim.AdamW([{"params": model.parameters()}, *more], 3e-3, weight_decay=decay, fused=True)
@@ -292,9 +292,10 @@ def train(
 
 
 def confident(seen: Rows, decay: float, steps: int, folds: int) -> tuple[Tensor, Tensor]:
-    """Confident learning (arXiv:1911.00068): scores and guesses by probabilities of models that did not see the row.
+    """Return scores and guesses of confident learning (arXiv:1911.00068), from models that did not see the row.
 
-    Suspect is a row whose most probable class, of those above the mean of the rows that are called so, is not its own.
+    A class counts for a row if its probability exceeds the mean over the rows with this label. A row is a suspect if
+    the most probable of these classes is not its label.
     """
     rows, count = seen.rows, len(seen.rows.labels)
     fold = torch.randperm(count, generator=stream(seen.seed, "folds")) % folds
@@ -311,7 +312,7 @@ def confident(seen: Rows, decay: float, steps: int, folds: int) -> tuple[Tensor,
 
 
 def tuned(run: Method, grid: Sequence[float], seen: Rows) -> tuple[float, int, float]:
-    """The setting and the steps that are best on the half of the trusted rows that was not seen; its accuracy."""
+    """Return the setting and the steps that are best on the unseen half of the trusted rows, and the accuracy."""
     half = torch.arange(len(seen.trusted.labels)) % 2 == 0
     tried = dict[tuple[float, int], list[tuple[float, float]]]()
     for setting in grid:
@@ -324,7 +325,7 @@ def tuned(run: Method, grid: Sequence[float], seen: Rows) -> tuple[float, int, f
 
 
 def audited(run: Method, tuned: tuple[float, int, float], seen: Rows, data: Data, folds: int = 0) -> dict[str, Any]:
-    """Scores, guesses and numbers of a method; with folds, scores are those of `confident` learning."""
+    """Return scores, guesses and numbers of a method; with folds, the scores are those of `confident`."""
     setting, steps, accuracy = tuned
     start, labels = time.perf_counter(), seen.rows.labels
     (fit,) = run(seen, setting, (steps,))
@@ -348,7 +349,7 @@ def audited(run: Method, tuned: tuple[float, int, float], seen: Rows, data: Data
 
 
 def listed(score: Tensor, guess: Tensor, seen: Rows, data: Data) -> list[list[Any]]:
-    """Index, file or line, label, score and guess of each row, the worst first."""
+    """Return index, file or line, label, score and guess of each row, the worst first."""
     labels = seen.rows.labels
     return [
         [i, data.where[i], data.classes[labels[i]], float(score[i]), data.classes[guess[i]]]
@@ -357,7 +358,7 @@ def listed(score: Tensor, guess: Tensor, seen: Rows, data: Data) -> list[list[An
 
 
 def write(path: Path, rows: Sequence[Sequence[Any]]) -> None:
-    """The list as a CSV file."""
+    """Write the list as a CSV file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -368,7 +369,7 @@ def write(path: Path, rows: Sequence[Sequence[Any]]) -> None:
 def picture(
     stem: Path, title: str, bars: Mapping[str, Mapping[str, Mapping[str, float]]], rows: Sequence[Any], data: Data
 ) -> None:
-    """Bars of the methods for each noise, and the worst thirty where rows are images."""
+    """Draw bars of the methods for each noise and, if rows are images, the worst thirty."""
     pictures = data.rows.features.dim() == 4
     with figure(stem, title, (14 if pictures else 7, 3 + 3.5 * len(bars))) as canvas:
         left, *right = canvas.subfigures(1, 2) if pictures else [canvas]

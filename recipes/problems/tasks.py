@@ -1,4 +1,4 @@
-"""Data sets as many classification tasks with the same number of classes, on features of a small fixed network."""
+"""Data sets split into classification tasks of equally many classes, on features of a small fixed network."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Centre:
     Args:
         support: rows of the lower losses.
         query: rows of the upper losses. Default: the same.
-        classes: of a task.
+        classes: number of classes per task.
     """
 
     def __init__(self, support: Part, query: Part | None = None, classes: int = CLASSES) -> None:
@@ -56,32 +56,32 @@ class Centre:
         self.y = torch.zeros_like(self.x, requires_grad=True)
 
     def upper(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Query loss."""
+        """Return the query loss."""
         return F.cross_entropy(batch[0] @ self.y, batch[1])
 
     def lower(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Support loss near the centre."""
+        """Return the support loss with the penalty on the distance to the centre."""
         return self.upper(batch) + LAMBDA / 2 * (self.y - self.x).square().sum()
 
     def starts(self, ids: Tensor) -> Tensor:
-        """Each lower solve starts at the centre."""
+        """Return the starts of the lower solves: the centre."""
         return self.x.detach().expand(len(ids), *self.x.shape)
 
 
 def load_tasks(
     name: str, root: Path | None, count: int, shares: tuple[float, float, float], generator: torch.Generator
 ) -> tuple[Part, ...]:
-    """Support, query and test rows of every task (tasks, rows, 512), with labels (tasks, rows) of ten classes.
+    """Return support, query and test rows of every task (tasks, rows, 512), with labels (tasks, rows) of ten classes.
 
     Args:
-        name: ``"digits"``: scikit-learn's digits, each task with an angle that its images are turned by;
+        name: ``"digits"``: scikit-learn's digits, rotated by an angle of each task;
             ``"cifar_fs"``: the folders ``<class>/*.png`` of the CIFAR-FS download, a task is two superclasses of
             CIFAR-100; ``"omniglot"``: torchvision's folders ``images_background/<alphabet>/<character>/*.png``, a task
             is ten characters of one alphabet.
         root: folder of the downloaded data set.
         count: number of tasks.
-        shares: parts of a class's images that are support, query and test rows.
-        generator: of the random choices.
+        shares: shares of a class's images for support, query and test rows.
+        generator: source of the random choices.
     """
     if name == "digits":
         images = _digits(count, generator)
@@ -97,10 +97,10 @@ def load_tasks(
 
 
 def _features(images: Tensor) -> Tensor:
-    """512 features of a convolutional network with fixed random weights (seed 0), centred and of norm 5.
+    """Return 512 features of a convolutional network with fixed random weights (seed 0), centred and of norm 5.
 
-    It has learned nothing, unlike the pre-trained network of the paper; the norm bounds the curvature of the softmax
-    loss by 12.5.
+    The network is untrained, unlike the paper's pre-trained one; the norm bounds the curvature of the softmax loss by
+    12.5.
     """
     state = torch.get_rng_state()
     begin(0, "features")
@@ -165,7 +165,7 @@ def _omniglot(root: Path, count: int) -> Tensor:
 
 
 def _read(folder: Path, rows: int, size: int, mode: str) -> Tensor:
-    """The first images of a folder, as (rows, channels, size, size) between 0 and 1."""
+    """Read the first images of a folder, as (rows, channels, size, size) between 0 and 1."""
     from PIL import Image
     from torchvision.transforms.functional import pil_to_tensor
 

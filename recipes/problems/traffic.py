@@ -1,4 +1,4 @@
-"""Traffic on a grid of streets: an equilibrium with soft choice of routes, and its Newton solver."""
+"""Traffic on a grid of streets: an equilibrium with soft route choice, and its Newton solver."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from ..common.seeds import stream
 
 __all__ = ["MOST", "Search", "Traffic"]
 
-MOST = 10.0  # of a toll
-THETA = 2.0  # how sure drivers are of the fastest route
+MOST = 10.0  # largest toll
+THETA = 2.0  # sharpness of the drivers' logit choice
 LINEAR, QUARTIC = 0.1, 0.5  # slope of a street's time in its flow / capacity, and the term of its fourth power
 
 
 class Traffic:
     """Drivers between pairs of crossings; at each crossing they choose the next street by a logit of the cost ahead.
 
-    The flows v are in equilibrium where v = flow(s(v) + tolls), with s the times of streets with these flows. They are
-    the one stationary point of `lower`, as it is strictly convex in s(v) (Baillon, Cominetti, 2008).
+    The flows v are in equilibrium if v = flow(s(v) + tolls), where s(v) are the travel times at these flows. They are
+    the only stationary point of `lower`, which is strictly convex in s(v) (Baillon, Cominetti, 2008).
 
     Args:
-        rows, columns: of the grid; streets lead both ways.
-        pairs: of places between which drivers travel.
-        seed: of the network.
+        rows, columns: size of the grid; streets lead both ways.
+        pairs: number of pairs of places between which drivers travel.
+        seed: seed of the network.
 
     Attributes:
-        solves: equilibria so far.
-        tollable: half of the streets, the others are free.
+        solves: number of equilibria solved so far.
+        tollable: half of the streets; the others are free.
     """
 
     def __init__(self, rows: int, columns: int, pairs: int, seed: int) -> None:
@@ -55,40 +55,40 @@ class Traffic:
         self.solves = 0
 
     def times(self, v: Tensor, rule: Tensor | float = 0.0) -> Tensor:
-        """s(v): of streets with these flows, and so many times v s'(v), the time that a driver costs all others."""
+        """Return s(v), the travel times at flows v, plus ``rule`` times v s'(v), the time a driver costs all others."""
         u = v / self.capacity
         return self.free * (1 + (1 + rule) * LINEAR * u + (1 + 4 * rule) * QUARTIC * u.clamp_min(0) ** 4)
 
     def slopes(self, v: Tensor, rule: Tensor | float = 0.0) -> Tensor:
-        """Derivatives of `times`."""
+        """Return the derivatives of `times`."""
         u = v / self.capacity
         steep = (1 + rule) * LINEAR + 4 * (1 + 4 * rule) * QUARTIC * u.clamp_min(0) ** 3
         return self.free / self.capacity * steep
 
     def _ways(self, cost: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights of the streets, and sums over all ways between crossings of the product of their weights."""
+        """Return the street weights, and for each pair of crossings the sum over paths of products of weights."""
         weight, n = (-THETA * cost).exp(), len(self.places)
         return weight, torch.linalg.inv(
             torch.eye(n, dtype=cost.dtype) - cost.new_zeros(n, n).index_put((self.tail, self.head), weight)
         )
 
     def expected(self, cost: Tensor) -> Tensor:
-        """What all drivers expect to pay (time, tolls and the worth of a choice) if streets cost so much."""
+        """Return the expected cost of all drivers (time, tolls and value of choice) at these street costs."""
         ways = self._ways(cost)[1]
         return -(self.demand * (ways[self.start, self.end] / ways[self.end, self.end]).log()).sum() / THETA
 
     def lower(self, tolls: Tensor, v: Tensor) -> Tensor:
-        """Its stationary point is the equilibrium."""
+        """Return the lower loss, stationary at the equilibrium."""
         u = v / self.capacity
         own = self.free * v * (LINEAR / 2 * u + 0.8 * QUARTIC * u.clamp_min(0) ** 4)  # v s(v) less the integral of s
         return own.sum() - self.expected(self.times(v) + tolls)
 
     def social(self, tolls: Tensor, v: Tensor) -> Tensor:
-        """What drivers expect to pay, less the tolls, which are not lost."""
+        """Return the expected cost of all drivers minus the tolls, which are not lost."""
         return self.expected(self.times(v) + tolls) - (tolls * v).sum()
 
     def flow(self, cost: Tensor) -> tuple[Tensor, Tensor]:
-        """Flows if streets cost so much, and their derivatives, which are symmetric and negative semidefinite."""
+        """Return the flows at these street costs, and their derivatives (symmetric, negative semidefinite)."""
         weight, ways = self._ways(cost)
         i, j, o, d = self.tail, self.head, self.start, self.end
         share = torch.zeros_like(ways).index_put((o, d), self.demand / ways[o, d], accumulate=True)
@@ -103,7 +103,7 @@ class Traffic:
 
     @torch.no_grad()
     def newton(self, tolls: Tensor, v: Tensor, rule: Tensor | float = 0.0) -> Tensor:
-        """The equilibrium, by Newton's method with halved steps, from these flows."""
+        """Return the equilibrium, by Newton's method with step halving from flows v."""
         self.solves += 1
         found, slope = self.flow(self.times(v, rule) + tolls)
         for _ in range(50):
@@ -121,14 +121,14 @@ class Traffic:
 
     @torch.no_grad()
     def adjoint(self, tolls: Tensor, v: Tensor) -> Tensor:
-        """The gradient of `social` at the equilibrium, by hand."""
+        """Return the gradient of `social` at the equilibrium, derived by hand."""
         slope, own = self.flow(self.times(v) + tolls)[1], self.slopes(v)
         # d social = v . (s'(v) dv + d tolls) - v . d tolls - tolls . dv, with dv = slope (s'(v) dv + d tolls)
         price: Tensor = torch.linalg.solve((torch.eye(len(v), dtype=v.dtype) - slope * own).T, v * own - tolls)
         return slope @ price
 
     def draw(self, axis: Any, v: Tensor, colour: Tensor, label: str) -> None:
-        """The streets, wider where more drive; grey where the colour is not a number."""
+        """Draw the streets, wider for larger flows; grey where the colour is NaN."""
         from matplotlib import colormaps
         from matplotlib.collections import LineCollection
 
@@ -144,7 +144,7 @@ class Traffic:
         axis.axis("off")
 
     def picture(self, stem: Path, title: str, found: dict[str, dict[str, Any]], shown: str) -> None:
-        """Streets without tolls and with those of one method, beside the gains of all."""
+        """Draw the streets without tolls and with those of one method, and the gains of all methods."""
         with figure(stem, f"{title}: wide where many drive, grey where free", (17, 5)) as canvas:
             axes, search = canvas.subplots(1, 3), Search(self)
             for axis, name in zip(axes, ("no toll", shown), strict=False):
@@ -159,19 +159,19 @@ class Traffic:
 
 
 class Search:
-    """Solves the equilibrium for tolls on the tollable half, and keeps the best until the time is over."""
+    """Objective of a search: solves the equilibrium for tolls on the tollable half; keeps the best within the time."""
 
     def __init__(self, traffic: Traffic, seconds: float = math.inf) -> None:
         self.traffic, self.v, self.end = traffic, traffic.capacity.clone(), time.process_time() + seconds
         self.best, self.x, self.solves = math.inf, torch.zeros(len(traffic.tollable)).double(), traffic.solves
 
     def tolls(self, x: Any) -> Tensor:
-        """Of all streets."""
+        """Return the tolls of all streets."""
         zero = torch.zeros(self.traffic.streets, dtype=torch.float64)
         return zero.index_put((self.traffic.tollable,), torch.as_tensor(x, dtype=torch.float64))
 
     def keep(self, x: Any, value: float) -> float:
-        """Note a value; stops the search when the time is over."""
+        """Record a value; stop the search when the time is over."""
         if time.process_time() > self.end:
             raise StopIteration
         if value < self.best:
@@ -184,7 +184,7 @@ class Search:
         return self.keep(x, float(self.traffic.social(self.tolls(x), v)))
 
     def rule(self, factor: float) -> Tensor:
-        """Each tollable street asks for so many times its marginal cost, in the equilibrium with these tolls."""
+        """Return the rule's tolls: ``factor`` times the marginal cost of each tollable street, in their equilibrium."""
         half = self.tolls(torch.full_like(self.x, factor))
         v = self.traffic.newton(torch.zeros_like(half), self.traffic.capacity, half)
         return (half * v * self.traffic.slopes(v))[self.traffic.tollable].clamp_max(MOST)

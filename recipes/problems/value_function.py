@@ -1,4 +1,4 @@
-"""The value function h(x) = f(x, y*(x)) and its gradient by an accurate lower solve: what methods are judged by."""
+"""Value function h(x) = f(x, y*(x)) and its gradient, by an accurate lower solve, to score the methods."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import bilevel_optim as bo
 
 __all__ = ["Value", "lower_solution", "value_and_gradient"]
 
-Loss = Callable[[Tensor, Tensor], Tensor]  # of x and y
+Loss = Callable[[Tensor, Tensor], Tensor]  # takes x and y
 
 
 class Value(NamedTuple):
-    """The value function at a point, its gradient, and the lower solution there."""
+    """Value function at a point, its gradient, and the lower solution."""
 
     value: float
     gradient: Tensor
@@ -28,8 +28,8 @@ def lower_solution(
 ) -> Tensor:
     """Minimise g(x, .) by Newton's method with conjugate gradients and backtracking, down to a gradient norm ``tol``.
 
-    g must be strongly convex in y. Ends earlier where rounding allows no progress, or after so many Newton steps, each
-    of at most so many products with the Hessian (default: twice the size of y).
+    g must be strongly convex in y. The solve ends earlier if rounding prevents progress, or after ``steps`` Newton
+    steps, each of at most ``products`` products with the Hessian (default: twice the size of y).
     """
     x, y = x.detach(), start.detach().clone()
 
@@ -48,7 +48,7 @@ def lower_solution(
         while rate > 1e-6:
             point = (y.detach() - rate * direction).requires_grad_()
             new_value, new_gradient = gradient_at(point)
-            # Close to the solution the values differ by less than their rounding; the gradients still tell.
+            # Near the solution the values differ by less than their rounding; the gradient norms are still informative.
             if new_value <= value - 1e-4 * rate * slope or float(new_gradient.detach().norm()) < 0.5 * norm:
                 break
             rate /= 2
@@ -59,14 +59,14 @@ def lower_solution(
 
 
 def value_and_gradient(upper: Loss, lower: Loss, x: Tensor, start: Tensor, *, tol: float) -> Value:
-    r"""h(x) and its gradient :math:`\nabla_x f - \nabla^2_{xy} g\, [\nabla^2_{yy} g]^{-1} \nabla_y f` at y*(x).
+    r"""Return h(x) and its gradient :math:`\nabla_x f - \nabla^2_{xy} g\, [\nabla^2_{yy} g]^{-1} \nabla_y f` at y*(x).
 
     Args:
         upper: f on all its data.
         lower: g on all its data.
         x: the point.
-        start: where the lower solve starts.
-        tol: norm of the lower gradient at which it ends, and relative residual of the linear system.
+        start: start of the lower solve.
+        tol: norm of the lower gradient at which the solve ends, and relative residual of the linear system.
     """
     y = lower_solution(lower, x, start, tol=tol).requires_grad_()
     x = x.detach().clone().requires_grad_()

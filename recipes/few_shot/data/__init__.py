@@ -1,4 +1,4 @@
-"""Images by class, in three splits of classes: loaders, checks of what they find, and a memory-mapped cache."""
+"""Images by class, in three splits of classes: loaders with checks, and a memory-mapped cache."""
 
 from .images import Images
 from .sets import DATA, load

@@ -1,4 +1,4 @@
-"""Which classes of CIFAR-100 and of miniImageNet are for training, validation and test."""
+"""Training, validation and test classes of CIFAR-100 and of miniImageNet."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HELD = ("val", "test")
 
 
 def cifar_splits(name: str) -> dict[str, list[str]]:
-    """Names of the classes of each split of CIFAR-FS or FC100, in alphabetical order."""
+    """Return the class names of each split of CIFAR-FS or FC100, in alphabetical order."""
     classes = sorted(word for words in SUPERCLASSES.values() for word in words.split())
     if name == "cifar_fs":
         held = {split: CIFAR_FS[split].split() for split in HELD}
@@ -39,12 +39,12 @@ def cifar_splits(name: str) -> dict[str, list[str]]:
 
 
 def read_tables(root: Path, tables: Path | None, counts: dict[str, int]) -> dict[str, dict[str, list[str]]]:
-    """The split tables of Ravi and Larochelle: for each split the file names of each class.
+    """Read the split tables of Ravi and Larochelle: for each split the file names of each class.
 
     Args:
-        root: where ``train.csv``, ``val.csv`` and ``test.csv`` are, or anywhere below; also packed (``.csv.gz``).
-        tables: another such folder, looked at first.
-        counts: classes that each split must have.
+        root: folder with ``train.csv``, ``val.csv`` and ``test.csv``, at any depth; also packed (``.csv.gz``).
+        tables: another such folder, searched first.
+        counts: required number of classes of each split.
     """
     places = [place for place in (tables, root) if place is not None]
     found = {}

@@ -1,4 +1,4 @@
-"""Images by class, and the memory-mapped cache that they are decoded into once."""
+"""Images by class, and a memory-mapped cache of the decoded images."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Images:
     """Images of the classes of each split.
 
     Attributes:
-        name: of the data set.
+        name: name of the data set.
         pixels: for each of `SPLITS` a uint8 tensor (classes, images of a class, channels, height, width).
-        mean, std: of each channel, for pixels between 0 and 1.
-        note: what is particular about this copy; empty if nothing is.
+        mean, std: mean and deviation of each channel, for pixels between 0 and 1.
+        note: remark on this copy, if it is unusual; else empty.
     """
 
     name: str
@@ -50,26 +50,26 @@ class Images:
 
 
 def default_cache() -> Path:
-    """Where decoded images are kept, if nothing else is said."""
+    """Return the default folder of decoded images."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bilevel_optim"
 
 
 def fingerprint(files: Iterable[Path], *also: object) -> str:
-    """Changes whenever a file, its size or time, or one of the other values does."""
+    """Return a hash that changes if a file's name, size or time changes, or one of the other values."""
     facts = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return hashlib.sha256(repr((facts, also)).encode()).hexdigest()[:16]
 
 
 def cached(cache: Path, key: str, shape: Sequence[int], rows: Callable[[], Rows]) -> Tensor:
-    """The uint8 array with these rows, memory-mapped; made by ``rows``, with a progress bar, unless it is there.
+    """Return a memory-mapped uint8 array; if the cache lacks it, ``rows`` makes it, with a progress bar.
 
-    It gets its name only when it is whole, so that what an interruption leaves behind is never taken for it.
+    The file gets its name only when it is complete, so that an interrupted one is never used.
 
     Args:
         cache: folder of the arrays.
         key: name of the array, which must change with its content.
-        shape: of the array.
-        rows: gives its rows in order.
+        shape: shape of the array.
+        rows: yields its rows in order.
     """
     path = cache / f"{key}.npy"
     found = _mapped(path, shape)
@@ -97,7 +97,7 @@ def cached(cache: Path, key: str, shape: Sequence[int], rows: Callable[[], Rows]
 
 
 def _mapped(path: Path, shape: Sequence[int]) -> Tensor | None:
-    """The array of a file; None if there is none, or it is not what it should be."""
+    """Return the array of a file; None if there is none, or its shape or type is wrong."""
     try:
         array = np.load(path, mmap_mode="c")  # copy on write, because torch has no read-only tensors
     except (OSError, ValueError, EOFError):
@@ -106,7 +106,7 @@ def _mapped(path: Path, shape: Sequence[int]) -> Tensor | None:
 
 
 def decoded(files: Sequence[Path], size: int, mode: str) -> np.ndarray[Any, Any]:
-    """Image files as uint8 (images, channels, size, size)."""
+    """Decode image files to uint8 (images, channels, size, size)."""
     return np.stack([_decoded(path, size, mode) for path in files])
 
 
@@ -125,7 +125,7 @@ def _decoded(path: Path, size: int, mode: str) -> np.ndarray[Any, Any]:
 
 
 def resized(images: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
-    """Uint8 images (n, channels, h, w) at another size, averaged over what a pixel covers."""
+    """Resize uint8 images (n, channels, h, w), with antialiasing."""
     if images.shape[-1] == size:
         return images
     small = torch.nn.functional.interpolate(
@@ -137,6 +137,6 @@ def resized(images: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
 
 
 def each(classes: Sequence[np.ndarray[Any, Any]], size: int) -> Iterator[np.ndarray[Any, Any]]:
-    """The images of one class after the other, at the size."""
+    """Yield the images of each class in turn, resized."""
     for images in classes:
         yield resized(images, size)

@@ -1,4 +1,4 @@
-"""The pickle files that few-shot data sets come in, read without running what they may contain."""
+"""Reader of the pickle files of few-shot data sets, which runs no code from them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 __all__ = ["labelled", "unpickled"]
 
-# Pickles name the functions that make their objects; these are all that numpy's arrays need.
+# Pickles name the functions that build their objects; numpy's arrays need only these.
 NUMPY = {"_reconstruct", "ndarray", "dtype", "scalar", "_frombuffer"}
 PLAIN = {("_codecs", "encode"), ("collections", "OrderedDict"), ("copyreg", "_reconstructor"), ("builtins", "object"),
          ("builtins", "bytearray")}  # fmt: skip
@@ -24,7 +24,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def unpickled(path: Path) -> dict[str, Any]:
-    """The dict in a pickle file of arrays, lists and texts; its keys as text."""
+    """Read the dict in a pickle file of arrays, lists and texts; return it with text keys."""
     try:
         with path.open("rb") as file:
             found = _Unpickler(file, encoding="latin1").load()
@@ -36,9 +36,9 @@ def unpickled(path: Path) -> dict[str, Any]:
 
 
 def labelled(path: Path) -> list[np.ndarray[Any, Any]]:
-    """The images of each class of a pickle, as uint8 (images, channels, height, width).
+    """Return the images of each class of a pickle, as uint8 (images, channels, height, width).
 
-    Read are the two common forms, ``image_data`` with ``class_dict`` (class -> indices), and ``data`` with ``labels``.
+    Reads the two common forms: ``image_data`` with ``class_dict`` (class -> indices), and ``data`` with ``labels``.
     """
     content = unpickled(path)
     pixels = np.asarray(content.get("image_data", content.get("data")))

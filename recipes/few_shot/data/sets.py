@@ -1,4 +1,4 @@
-"""The data sets: what each looks like on the disk, and what to do when it does not."""
+"""Data sets: their layout on disk, and errors with advice if it differs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ __all__ = ["DATA", "load"]
 Array = np.ndarray[Any, Any]
 MINI = {"train": 64, "val": 16, "test": 20}
 FC100 = {"train": 60, "val": 20, "test": 20}
-PER_CLASS = 600  # images of a class of miniImageNet and of CIFAR-100
-PACKED = 160  # of the packed part of CIFAR-100
+PER_CLASS = 600  # images per class of miniImageNet and of CIFAR-100
+PACKED = 160  # images per class of the packed part of CIFAR-100
 CHARACTERS, DRAWERS = {"train": 1100, "val": 100, "test": 423}, 20  # of Omniglot
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CIFAR = (0.507, 0.487, 0.441), (0.267, 0.256, 0.276)
@@ -41,14 +41,14 @@ def load(
     download: bool = False,
     tables: Path | None = None,
 ) -> Images:
-    """The images of a data set, decoded and resized once into the cache.
+    """Return the images of a data set, decoded and resized once into the cache.
 
     Args:
         name: one of `DATA`.
         root: folder of the data set's files; digits need none.
         cache: folder of the decoded images.
-        size: height and width. Default: that which is usual for the data set.
-        download: fetch CIFAR-100 or Omniglot by torchvision, if they are not there.
+        size: height and width. Default: the usual size of the data set.
+        download: fetch CIFAR-100 or Omniglot by torchvision, if missing.
         tables: folder of miniImageNet's split tables. Default: ``root``.
     """
     if name == "digits":
@@ -71,7 +71,7 @@ def _kept(
     read: Callable[[Sequence[Any]], Iterable[Array]],
     channels: int = 3,
 ) -> dict[str, Tensor]:
-    """Each split from the cache, or read."""
+    """Return each split from the cache, or read it."""
     mark = fingerprint(files, size)
     return {
         split: cached(
@@ -82,7 +82,7 @@ def _kept(
 
 
 def _require_count(what: str, counts: dict[str, int], expected: int) -> None:
-    """Raise unless every class has so many images."""
+    """Raise unless every class has the expected number of images."""
     wrong = [f"{name} has {count}" for name, count in counts.items() if count != expected]
     if wrong:
         raise SystemExit(
@@ -95,7 +95,7 @@ def _require_count(what: str, counts: dict[str, int], expected: int) -> None:
 
 
 def _class_folders(root: Path) -> dict[str, list[Path]]:
-    """Image files by the name of their folder."""
+    """Return the image files by folder name."""
     found: dict[str, list[Path]] = {}
     for path in sorted(root.rglob("*")):
         if path.suffix.lower() in SUFFIXES:
@@ -116,7 +116,7 @@ def _from_folders(size: int, mode: str, classes: Sequence[Sequence[Path]]) -> It
 
 
 def _pickled(name: str, paths: dict[str, Path], cache: Path, size: int, counts: dict[str, int]) -> dict[str, Tensor]:
-    """The splits of three pickle files, which are read only if the cache has not got them."""
+    """Return the splits of three pickle files, which are read only if the cache lacks them."""
     mark = fingerprint(paths.values(), size)
 
     def rows(split: str) -> Iterable[Array]:
@@ -134,7 +134,7 @@ def _pickled(name: str, paths: dict[str, Path], cache: Path, size: int, counts: 
 
 
 def _three(root: Path, *patterns: str) -> dict[str, Path]:
-    """Three files, named by a pattern of the split; empty if none is there."""
+    """Find three files, named by a pattern of the split; empty if there are none."""
     for pattern in patterns:
         names = {split: pattern.format(split) for split in SPLITS}
         found = {split: path for split, name in names.items() for path in sorted(root.rglob(name))[:1]}
@@ -175,7 +175,7 @@ def _mini_imagenet(root: Path, cache: Path, size: int, tables: Path | None) -> I
 def _mini_classes(
     root: Path, names: dict[str, list[str]], found: dict[str, list[Path]], by_name: dict[str, Path]
 ) -> dict[str, list[Path]]:
-    """The files of each class: those of the table, or whatever is in the folder of the class."""
+    """Return the files of each class: those of the table, or all in the folder of the class."""
     classes = {}
     for label, wanted in names.items():
         there = [by_name[name] for name in wanted if name in by_name]
@@ -239,7 +239,7 @@ def _original_cifar(name: str, root: Path, splits: dict[str, list[str]], cache: 
 
 
 def _packed_cifar(name: str, path: Path, splits: dict[str, list[str]], cache: Path, size: int) -> Images:
-    """A packed part of CIFAR-100: ``classes.csv`` and ``images.u8.xz``, (100, n, 3, 32, 32) as differences."""
+    """Read a packed part of CIFAR-100: ``classes.csv`` and ``images.u8.xz``, (100, n, 3, 32, 32) as differences."""
     table = path.with_name("classes.csv")
     if not table.exists():
         raise SystemExit(f"{table} is missing beside {path.name}")
@@ -272,7 +272,7 @@ def _unpacked_cifar(path: Path) -> Array:
 
 
 def _omniglot(root: Path, cache: Path, size: int, download: bool) -> Images:
-    """1623 characters in a fixed random order: 1100 for training, 100 for validation, 423 for test; ink is 255."""
+    """Load 1623 characters in a fixed random order: 1100 for training, 100 validation, 423 test; ink is 255."""
     order = torch.randperm(sum(CHARACTERS.values()), generator=stream(0, "data"))
     parts = torch.split(order, [*CHARACTERS.values()])
     splits: dict[str, Sequence[int]] = {s: p.tolist() for s, p in zip(CHARACTERS, parts, strict=True)}
@@ -321,7 +321,7 @@ def _from_npz(paths: Sequence[Path], size: int) -> Callable[[Sequence[int]], Ite
             for path in paths:
                 try:
                     whole.append(np.load(path)["images"])
-                except Exception as error:  # zipfile, zlib and numpy have their own
+                except Exception as error:  # zipfile, zlib and numpy raise different errors
                     raise SystemExit(f"{path} is damaged ({error}): copy it again") from error
         first = len(whole[0])
         for i in wanted:
@@ -332,9 +332,9 @@ def _from_npz(paths: Sequence[Path], size: int) -> Callable[[Sequence[int]], Ite
 
 
 def _digits(size: int) -> Images:
-    """Scikit-learn's digits: digits without a symmetry are eight classes, one for each way to lay a square.
+    """Load scikit-learn's digits: a digit without symmetry gives eight classes, its rotations and reflections.
 
-    Nine is left out, because it is a turned six.
+    Nine is left out, as it is a rotated six.
     """
     from sklearn.datasets import load_digits
 
