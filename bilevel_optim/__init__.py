@@ -43,7 +43,7 @@ globals()["__all__"] = sorted(
 
 
 def __dir__() -> list[str]:
-    """What completes ``bilevel_optim.``: the public names alone."""
+    """Return the public names, for completion."""
     names: list[str] = globals()["__all__"]
     return names
 
