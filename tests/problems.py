@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 
 import bilevel_optim as bo
 from bilevel_optim.oracle.substitution import Substitution
-from bilevel_optim.problem.vector import Vector
 
 
 def seeded(seed=0):
@@ -41,7 +40,7 @@ def assign(tensors, new):
 def substituted(live, values):
     """Evaluate with other tensors in place of the live ones in every torch call, as a compiled step does."""
     variables = [
-        Vector(v.detach().requires_grad_(t.requires_grad) for v, t in zip(own or ts, ts, strict=True))
+        bo.Vector(v.detach().requires_grad_(t.requires_grad) for v, t in zip(own or ts, ts, strict=True))
         for ts, own in zip(live, values, strict=True)
     ]
     with Substitution((t for ts in live for t in ts), (v for vs in variables for v in vs), stacked=False):

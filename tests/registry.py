@@ -1,4 +1,31 @@
-"""One row per method and variant: the arguments that tests give it; what a method is, its class declares."""
+"""One row per method and variant: the arguments that tests give it; what a method is, its class declares.
+
+A worked example: the new method ``bo.Mine`` takes ``linear_steps``, ``linear_solver``, ``damping`` and ``growth``::
+
+    SETTINGS["Mine"] = {
+        "": {"linear_steps": 30},  # the plain row, named "Mine": accurate on the quadratic problem
+        "neumann": {"linear_solver": "neumann", "linear_steps": 200},  # a variant, named "Mine-neumann"
+    }
+    TOLERANCES["Mine-neumann"] = 1e-4  # relative error of its hypergradient, if not 1e-8; None: not compared
+    SINGLE["Mine"] = ({"damping": 0.1}, 1e-4)  # float32: other arguments, and a tolerance other than 5e-6
+    HALF["Mine"] = {"damping": 0.1}  # autocast to bfloat16: other arguments; None: not tested
+    ALIKE["Mine"] = {"growth": 0.0}  # arguments with which all outer steps make equally many lower steps
+    ERRORS["Mine"] = {"damping": [-1.0]}  # values that it must refuse
+
+Only ``SETTINGS`` is required here (``test_every_public_method_has_a_row``); ``CALLS`` in ``test_oracle_calls.py`` and
+the table in ``docs/gpu.md`` must have the method too. `MOMENTUM` lists rows whose x does not follow gradient descent.
+
+A row runs in each test with ``@each()``, and with ``@each(condition)`` if it meets the condition, which most often asks
+for the plain row, or reads ``declared``:
+
+* ``generic/test_truth.py``: y and the hypergradient, as far as it declares ``solves`` and ``converges``;
+* the rest of ``generic/``: purity, interface, state, draws, evaluation, tasks, limits, adapting, diagnostics;
+* ``compiled/``: its compiled steps are its eager ones, or it falls back for the reason in ``uncaptured``;
+* ``faults/``, ``ranks/test_equal.py``, ``test_oracle_calls.py``, and ``devices/`` on the simulated GPU;
+* ``fuzz/``: some examples of its family, whose members are drawn at random.
+
+Tests with a tuple of names, such as those of ``tools/``, do not run it unless it is added there.
+"""
 
 from __future__ import annotations
 

@@ -204,7 +204,6 @@ class BilevelOptimizer(Options, Optimizer, ABC):
     _responds = True  # False if the estimate does not rely on y's response to x in the lower loss
     _curvature_margin: ClassVar[float] = MARGIN  # with "auto", the lower rate is 1 / (margin * curvature)
     _joined: ClassVar[Mapping[str, Callable[[Tensor], Tensor]]] = {}  # by name: reduces stacked diagnostics of tasks
-    _estimate_reads: ClassVar[tuple[str, ...] | None] = None  # entries of x's state that `estimate` reads; None: all
     _fixed_rate: ClassVar[str] = ""  # why lower_lr cannot be "auto"
     _difference_step: ClassVar[str | None] = None  # name of the option that is the step of finite differences
     _arguments = cast("Mapping[str, str]", MappingProxyType({}))  # texts of the arguments that ranks compare

@@ -244,8 +244,8 @@ class Session:
         trend: trend of lower solves; also a copy.
         buffers_skipped: whether some module would have updated buffers.
         lower_sample: the last sample that g was evaluated on.
-        reached: levels whose loss was seen to depend on something in this step.
-        unreached: indices of the lower tensors that no evaluation of the lower loss has reached in this step.
+        depends_on_something: levels whose loss was seen to depend on something in this step.
+        never_reached: indices of the lower tensors that no evaluation of the lower loss has reached in this step.
     """
 
     options: EvaluationOptions = field(default_factory=EvaluationOptions)

@@ -135,8 +135,11 @@ def compared(row, rounding=None, both=None, **arguments):
             assert close([now], [value], rounding), name
         else:
             assert now == value or now == pytest.approx(value, rel=rounding), name
-    for name in ("upper_grad",) if row.options.get("neumann") == "product" else ("upper_grad", "lower_grad"):
-        assert eager.oracle_counts[name] == captured.oracle_counts[name]
+    counts, expected = captured.oracle_counts, eager.oracle_counts
+    if row.options.get("neumann") == "product":  # of a random number of products all are made
+        assert counts["upper_grad"] == expected["upper_grad"]
+    else:
+        assert {**counts, "hvp": 0} == {**expected, "hvp": 0}
     return captured
 
 
@@ -611,13 +614,6 @@ def test_a_tensor_that_is_written_in_place_is_an_argument():
             scale.mul_(1.1)
         results.append((x.detach(), y.detach()))
     assert close(*results, 1e-12)
-    assert graphs(optimizer) == 1
-
-
-def test_lambdas_made_anew_are_the_same_losses():
-    (_, _, _, _), (optimizer, _, x, y) = simple(lambda x, y: lambda: base(x, y))
-    for _ in range(6):
-        optimizer.step(lambda: (y - 1).square().sum(), lambda: base(x, y))
     assert graphs(optimizer) == 1
 
 

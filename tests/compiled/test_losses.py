@@ -406,7 +406,7 @@ def numbers():
 
 # The attack changes each of the others too.
 SHOWN = (
-    "schedule", "default argument", "list of objects", "context", "float of an object", "attribute of its own",
+    "schedule", "default argument", "list of objects", "entry", "context", "float of an object", "attribute of its own",
     "branch", "list of tensors", "value of a tensor",
 )  # fmt: skip
 

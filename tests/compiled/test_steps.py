@@ -15,7 +15,7 @@ from .test_compile import Regression
 
 pytestmark = pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
 # The others with --slow: what Dynamo reads of a step takes seconds.
-SHOWN, WITH_TASKS = ("SOBA", "F2SA"), ("SOBA", "RSVRB")
+SHOWN = ("SOBA", "RSVRB")
 STEPS, AT_ONCE = 6, 20  # of these, some are compared with eager steps, and the others follow each other
 
 
@@ -32,9 +32,9 @@ def followed(monkeypatch):
     return found
 
 
-def ends(row, compiled, **options):
+def ends(row, compiled):
     """Losses, parameters and counts after some steps and a run, and why steps were eager."""
-    problem = Regression(row, **options)
+    problem = Regression(row, tasks=True)
     optimizer = problem.optimizer(row)
     torch.manual_seed(0)
     if compiled:
@@ -48,10 +48,11 @@ def ends(row, compiled, **options):
     return [t.detach() for t in values], optimizer
 
 
-def compared(row, request, **options):
-    if row.name not in (WITH_TASKS if options else SHOWN) and not request.config.getoption("--slow"):
+@each(lambda row: row.takes_tasks and row.declared.losses == 2 and row.name != "F2SA")
+def test_rows_with_tasks(row, request):
+    if row.name not in SHOWN and not request.config.getoption("--slow"):
         pytest.skip("like others: run with --slow")
-    (right, eager), (found, optimizer) = (ends(row, compiled, **options) for compiled in (False, True))
+    (right, eager), (found, optimizer) = (ends(row, compiled) for compiled in (False, True))
     rounding = max(row.rounding * 100, 1e-10)
     torch.testing.assert_close(found, right, rtol=rounding, atol=rounding)
     reason = optimizer.diagnostics.get("compile_fallback", "")
@@ -59,16 +60,6 @@ def compared(row, request, **options):
     assert bool(optimizer.captured_graphs) == (not reason)
     if row.options.get("neumann") != "product":  # of a random number of products all are made
         assert {**optimizer.oracle_counts, "hvp": 0} == {**eager.oracle_counts, "hvp": 0}
-
-
-@each(lambda row: row.declared.tasks != "required")
-def test_rows(row, request):
-    compared(row, request)
-
-
-@each(lambda row: row.takes_tasks and row.declared.losses == 2 and row.name != "F2SA")
-def test_rows_with_tasks(row, request):
-    compared(row, request, tasks=True)
 
 
 def test_options_that_change_in_a_run_are_followed():
@@ -92,26 +83,6 @@ def test_options_that_change_in_a_run_are_followed():
         left.append([t.detach() for t in (*problem.x, *problem.y)])
     torch.testing.assert_close(*left, rtol=1e-11, atol=1e-12)
     assert optimizer.captured_graphs == 4
-
-
-@pytest.mark.parametrize("make", [losses.checkpointed, losses.own_function, losses.attention], ids=lambda f: f.__name__)
-def test_what_losses_do(make):
-    """With second derivatives, which Dynamo's own forms of these have not, or wrong ones."""
-    reasons, graphs = losses.compared(make, steps=8)
-    assert not any(reasons)
-    assert graphs == 1
-
-
-def test_what_a_loss_reads_is_followed():
-    """The penalty is doubled by hand between two steps."""
-
-    def make(x, y):
-        held = {"w": 1.0}
-        return lambda: losses.base(x, y, held["w"]), lambda: held.update(w=2.0)
-
-    reasons, graphs = losses.compared(make, steps=10)
-    assert not any(reasons)
-    assert graphs == 2
 
 
 @pytest.mark.parametrize("make", [losses.counter, losses.dropout, losses.branch], ids=lambda f: f.__name__)

@@ -14,7 +14,7 @@ import bilevel_optim as bo
 
 from ..problems import Quadratic, Tasks, same, seeded, values
 from ..registry import each
-from .normalised import Normalised
+from .batch_norm_problem import BatchNormProblem
 
 FEW = ("AID", "ITD", "F2SA", "PZOBO", "SOBA", "SABA", "VRBO", "SVRB", "RSVRB", "PRAHGD", "MAML", "RTMLMC")
 
@@ -60,7 +60,7 @@ def test_checking_changes_nothing(row):
 
 @each(("AID", "ITD", "F2SA", "SVRB"))
 def test_checking_leaves_running_statistics(row):
-    problem = Normalised(row)
+    problem = BatchNormProblem(row)
     optimizer = problem.optimizer(short=True)
     problem.run(optimizer)
     before = problem.buffers()
@@ -72,7 +72,7 @@ def test_checking_leaves_running_statistics(row):
 def test_a_failed_step_leaves_running_statistics(row):
     """The running mean was NaN for ever."""
     how = "nan" if row.name in FEW else "raise"
-    problem = Normalised(row)
+    problem = BatchNormProblem(row)
     optimizer = problem.optimizer(short=True, lower_batch=4, upper_batch=4)
     for _ in range(2):
         before = problem.buffers()

@@ -8,7 +8,6 @@ import torch
 
 import bilevel_optim as bo
 from bilevel_optim.problem.values import replace
-from bilevel_optim.problem.vector import Vector
 
 from ..problems import Given, Quadratic, seeded, values
 from ..registry import each
@@ -97,9 +96,9 @@ class Failing(bo.SOBA):
     def estimate(self, oracle, given):
         found = super().estimate(oracle, given)
         if self.how == "gradient":
-            return replace(found, gradient=Vector(t.float() for t in found.gradient))
+            return replace(found, gradient=bo.Vector(t.float() for t in found.gradient))
         if self.how == "lower":
-            return replace(found, lower=Vector(t[:2] for t in found.lower))
+            return replace(found, lower=bo.Vector(t[:2] for t in found.lower))
         return found
 
 

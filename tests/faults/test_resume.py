@@ -9,7 +9,7 @@ import bilevel_optim as bo
 
 from ..problems import Given, assign, same, seeded, values
 from ..registry import each
-from .normalised import Normalised
+from .batch_norm_problem import BatchNormProblem
 
 
 def drawn(objectives, n):
@@ -153,7 +153,7 @@ def test_buffers_advance_once_per_step_and_counts_continue(row, tasks):
         pytest.skip("takes no such problem")
 
     def make():
-        problem = Normalised(row, tasks)
+        problem = BatchNormProblem(row, tasks)
         return problem, problem.optimizer(short=True, lower_batch=4, upper_batch=4)
 
     (problem, optimizer), (twin, other) = make(), make()
@@ -179,7 +179,7 @@ def test_buffers_advance_once_per_step_and_counts_continue(row, tasks):
 
 @each(("RTMLMC", "DLSGD"))
 def test_buffers_advance_once_per_step_with_conjugate_gradients(row):
-    problem = Normalised(row)
+    problem = BatchNormProblem(row)
     optimizer = problem.optimizer(short=True, lower_batch=4, upper_batch=4, neumann="cg")
     for k in (1, 2):
         problem.run(optimizer)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import bilevel_optim as bo
-from bilevel_optim.solvers.linear import cg, fixed_point, minres, neumann, neumann_term
 
 from ..problems import Quadratic
 from ..registry import each
@@ -73,22 +72,22 @@ def test_steps_at_the_solution_and_a_rough_start_are_not_taken_for_diverging():
         problem.run(optimizer, 3)  # a warning would be an error
 
 
-@pytest.mark.parametrize("solve", [neumann, fixed_point])
+@pytest.mark.parametrize("solve", [bo.linear.neumann, bo.linear.fixed_point])
 @pytest.mark.parametrize(("eigenvalues", "lr", "diverged"), [((1.0, 2.0), 0.5, False), ((1.0, 5.0), 0.5, True)])
 def test_a_series_that_diverges_says_so(solve, eigenvalues, lr, diverged):
     H, b = torch.diag(torch.tensor(eigenvalues)), bo.Vector([torch.ones(2)])
     result = solve(quadratic(H), b, steps=10, lr=lr)
     assert bool(result.diverged) == diverged
     assert float(result.relative) == pytest.approx(float(result.residual) / 2**0.5)
-    assert bool(neumann_term(quadratic(H), b, steps=9, terms=10, lr=lr).diverged) == diverged
+    assert bool(bo.linear.neumann_term(quadratic(H), b, steps=9, terms=10, lr=lr).diverged) == diverged
     lanes = solve(lambda v: v * torch.tensor([1.0, max(eigenvalues)]), [torch.ones(2, 3)], steps=9, lr=lr, lanes=True)
     assert lanes.diverged.tolist() == [False, diverged]
 
 
 def test_negative_curvature_makes_a_series_grow_and_minres_does_not():
     H, b = torch.diag(torch.tensor([1.0, -0.5])), bo.Vector([torch.ones(2)])
-    assert neumann(quadratic(H), b, steps=20, lr=0.5).diverged
-    assert not minres(quadratic(H), b, steps=20).diverged
+    assert bo.linear.neumann(quadratic(H), b, steps=20, lr=0.5).diverged
+    assert not bo.linear.minres(quadratic(H), b, steps=20).diverged
 
 
 def test_a_residual_that_grows_a_little_is_told_once_it_has_added_up():
@@ -96,7 +95,7 @@ def test_a_residual_that_grows_a_little_is_told_once_it_has_added_up():
     apply, b, v = quadratic(torch.diag(torch.tensor([1.0, -0.1]))), bo.Vector([torch.ones(2)]), None
     told = []
     for _ in range(200):
-        result = fixed_point(apply, b, v, steps=2, lr=0.1)
+        result = bo.linear.fixed_point(apply, b, v, steps=2, lr=0.1)
         v = result.solution
         told.append(bool(result.diverged))
     assert not any(told[:100])
@@ -106,9 +105,9 @@ def test_a_residual_that_grows_a_little_is_told_once_it_has_added_up():
 
 def test_solvers_at_a_vanishing_right_hand_side_do_not_diverge():
     H = torch.diag(torch.tensor([1.0, 2.0]))
-    for solve in (cg, minres):
+    for solve in (bo.linear.cg, bo.linear.minres):
         assert not solve(quadratic(H), [torch.zeros(2)], [torch.full((2,), 1e-9)], steps=1).diverged
-    assert not fixed_point(quadratic(H), [torch.zeros(2)], [torch.full((2,), 1e-9)], steps=3, lr=0.5).diverged
+    assert not bo.linear.fixed_point(quadratic(H), [torch.zeros(2)], [torch.full((2,), 1e-9)], steps=3, lr=0.5).diverged
 
 
 @pytest.mark.parametrize(

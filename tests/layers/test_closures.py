@@ -14,10 +14,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bilevel_optim as bo
+from bilevel_optim import Vector
 from bilevel_optim.oracle.copies import evaluate_copies
 from bilevel_optim.oracle.evaluation import in_place
 from bilevel_optim.oracle.session import EvaluationOptions, Session
-from bilevel_optim.problem.vector import Vector, stack
+from bilevel_optim.problem.vector import stack
 
 from ..problems import substituted
 

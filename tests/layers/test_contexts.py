@@ -20,7 +20,6 @@ from bilevel_optim.solvers.contexts import (
     draw_levels,
     level_probabilities,
 )
-from bilevel_optim.solvers.epoch_sgd import epoch_sgd
 
 from ..problems import P0, P1, Given, close, z_scores
 
@@ -121,13 +120,13 @@ def test_epochs_of_one_problem_are_means_of_gradient_steps():
     """y -> y - beta (y - x) from 4 with x = 1: means of geometric sums; a run can be continued at any epoch."""
     x, y = torch.ones(1, requires_grad=True), torch.full((1,), 4.0, requires_grad=True)
     oracle = bo.Oracle([x], [y], lambda: y.sum(), lambda: (y - x).square().sum() / 2)
-    means, expected = epoch_sgd(oracle, oracle.y, 4, lambda e: [0.9 * 2.0**-e]), 3.0
+    means, expected = bo.epoch_sgd(oracle, oracle.y, 4, lambda e: [0.9 * 2.0**-e]), 3.0
     assert oracle.session.counts["lower_grad"] == 2**5 - 2 - 4
     for e, mean in enumerate(means, 1):
         contraction = 1 - 0.9 * 2.0**-e
         expected *= (1 - contraction ** (2**e)) / (2**e * (1 - contraction))
         assert float(mean[0]) == pytest.approx(1 + expected, rel=1e-14)
-    rest = epoch_sgd(oracle, means[1], 2, lambda e: [0.9 * 2.0**-e], first=3)
+    rest = bo.epoch_sgd(oracle, means[1], 2, lambda e: [0.9 * 2.0**-e], first=3)
     assert [float(mean[0]) for mean in rest] == [float(mean[0]) for mean in means[2:]]
     assert bo.epoch_sgd(oracle, oracle.y, 4, rates=0.9) == means
     assert float(y.detach()) == 4.0

@@ -13,11 +13,10 @@ import pytest
 import torch
 
 import bilevel_optim as bo
+from bilevel_optim import linear
 from bilevel_optim.kernels import cg, registry, seeded
 from bilevel_optim.kernels.counter import mixed, mixed_number, units
 from bilevel_optim.problem.random import hashed
-from bilevel_optim.problem.vector import Vector
-from bilevel_optim.solvers import linear
 
 from ..problems import close
 
@@ -156,7 +155,7 @@ def test_conjugate_gradients_made_of_the_step():
     for steps in range(1, 5):
         v, r, p, rr, negative = cg.cg_step(v, r, p, torch.einsum("nij,nj->ni", H, p), rr, active)
         active = active & ~negative
-        expected = linear.cg(lambda q: Vector([torch.einsum("nij,nj->ni", H, q[0])]), [b], steps=steps, lanes=True)
+        expected = linear.cg(lambda q: bo.Vector([torch.einsum("nij,nj->ni", H, q[0])]), [b], steps=steps, lanes=True)
         close(v[active], expected.solution[0][active], 1e-11)  # of the third lane another iterate is kept
         close(rr[active].sqrt(), expected.residual[active], 1e-11)
         assert torch.equal(~active, expected.indefinite)
@@ -170,10 +169,10 @@ def test_solver_on_flat_vectors_is_the_solver(lanes):
     H = A @ A.mT / 9 + torch.eye(9) * torch.tensor([1.0, 1.0, -9.0 if lanes else 1.0]).view(-1, 1, 1)
 
     def product(v):
-        return Vector(torch.einsum("nij,nj->ni", H, torch.cat([*v], 1)).split([4, 5], 1))
+        return bo.Vector(torch.einsum("nij,nj->ni", H, torch.cat([*v], 1)).split([4, 5], 1))
 
-    b = Vector(b)
-    for start in (None, Vector([torch.randn(3, 4), torch.randn(3, 5)])):
+    b = bo.Vector(b)
+    for start in (None, bo.Vector([torch.randn(3, 4), torch.randn(3, 5)])):
         v, r = linear._begun(product, b, start, lanes)
         for steps, tol in ((3, 0.0), (30, 1e-6)):
             found = linear._fused(product, b, v, r, linear._Stop(steps, tol, 0.0, tol), lanes)

@@ -5,8 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from bilevel_optim import Vector
-from bilevel_optim.solvers import linear
+from bilevel_optim import Vector, linear
 from bilevel_optim.solvers.linear import cg, direct, fixed_point, minres, neumann, neumann_term
 
 from ..problems import close

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from bilevel_optim import AGD
-from bilevel_optim.problem.vector import Vector
+from bilevel_optim import AGD, Vector
 from bilevel_optim.solvers.functional import updated
 from bilevel_optim.solvers.lower import LowerRule, Solved, rates_of
 from bilevel_optim.solvers.unrolling import can_be_unrolled, update_vjp

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from bilevel_optim.problem.vector import Vector, stack
+from bilevel_optim import Vector
+from bilevel_optim.problem.vector import stack
 
 
 def random(dtype=torch.float64):

@@ -29,7 +29,6 @@ class Accelerated(Restarted, BilevelOptimizer):
     _constants: ClassVar[Callable[..., Constants]] = Constants.bilevel  # for the problem class of the method
     _theorem: ClassVar[Callable[..., dict[str, Any]]] = Constants.first_order
     _hypergradient_draws: ClassVar[list[Draw]] = [UPPER, LOWER]
-    _estimate_reads = ("previous", "sum", "perturbation")
     _fixed_rate = "its analysis ties the rates of x and y and the momentum together"
 
     lr: InitVar[float] = option()

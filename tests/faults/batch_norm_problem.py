@@ -1,4 +1,4 @@
-"""A problem whose network has running statistics, for every method, with and without tasks."""
+"""A problem with a BatchNorm layer, for every method, with and without tasks; its losses can be made to fail."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ import bilevel_optim as bo
 from ..problems import Problem, seeded, values
 
 
-class Normalised(Problem):
+class BatchNormProblem(Problem):
     """x are a bias and a penalty, y a head (or, with one loss, weights) behind a BatchNorm layer without parameters."""
 
     lr = 0.05

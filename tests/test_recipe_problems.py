@@ -1,4 +1,4 @@
-"""What the programs are made of: data, batches, problems and their value functions, the tables of methods."""
+"""Problems of the recipes: their data, batches, losses, gradients and value functions."""
 
 import bz2
 import gzip
