@@ -40,8 +40,8 @@ class Estimate:
         tables: new tables whose rows mix all the tensors of y, by name; they are remembered with the first of these.
         writes: rows of large tables to be changed.
         numbers: plain numbers that change, by name.
-        covers_all_vectors: every vector that an oracle gave has been added into the gradient, y or the memory. So these are not
-            finite if one of the vectors was not, and no others need be checked.
+        covers_all_vectors: every vector that an oracle gave has been added into the gradient, y or the memory. So these
+            are not finite if one of the vectors was not, and no others need be checked.
     """
 
     loss: Tensor
