@@ -149,30 +149,28 @@ def is_generator(name: str, value: Any) -> None:
 class Options:
     """Base of a class whose annotated fields are its options."""
 
-    _options: ClassVar[Mapping[str, Option]] = {}
+    _own_options: ClassVar[Mapping[str, Option]] = {}  # declared in the class itself, by the name of the argument
+    _options: ClassVar[Mapping[str, Option]] = {}  # with those of its base classes
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        known: dict[str, Option] = {}
-        for base in reversed(cls.__mro__[1:]):
-            known |= vars(base).get("_options", {})
-        annotations = inspect.get_annotations(cls)
-        for name, own in [(name, value) for name, value in vars(cls).items() if isinstance(value, Option)]:
-            argument = own.alias or name
-            last = known.get(argument, own)  # a check or flag that is not repeated is inherited
+        annotations, own = inspect.get_annotations(cls), dict[str, Option]()
+        for name, value in [(name, value) for name, value in vars(cls).items() if isinstance(value, Option)]:
             annotation = annotations[name]
             annotation = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
             kind = annotation.removeprefix("dataclasses.").removeprefix("InitVar[")
-            stored = kind == annotation and (last is own or last.attribute is not None)
-            known[argument] = replace(
-                own,
-                check=own.check or last.check,
-                saved=own.saved or last.saved,
-                attribute=name if stored else None,
-                annotation=annotation if kind == annotation else kind.removesuffix("]"),
-            )
+            stored, annotation = kind == annotation, annotation if kind == annotation else kind.removesuffix("]")
+            own[value.alias or name] = replace(value, attribute=name if stored else None, annotation=annotation)
             delattr(cls, name)
-        cls._options = known
+        cls._own_options = own
+        cls._options = known = dict[str, Option]()
+        for base in reversed(cls.__mro__):
+            for argument, value in vars(base).get("_own_options", {}).items():
+                last = known.get(argument, value)  # a check or flag that is not repeated is inherited
+                attribute = None if last.attribute is None else value.attribute
+                known[argument] = replace(
+                    value, check=value.check or last.check, saved=value.saved or last.saved, attribute=attribute
+                )
 
     def _checked_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the value of each option, checked.

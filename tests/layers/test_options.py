@@ -94,6 +94,16 @@ def test_options_that_depend_on_each_other_are_arranged_before_they_are_stored()
     assert made(kind="b").loud
 
 
+def test_a_mixin_does_not_bring_back_defaults_of_the_base_class():
+    class Mixin(bo.BilevelOptimizer):
+        pass
+
+    class Joined(Mixin, bo.PZOBO):
+        pass
+
+    assert made(Joined, lower_steps=1).warm_start is made(bo.PZOBO, lower_steps=1).warm_start is False
+
+
 def test_saved_options_are_those_that_say_so_inherited_ones_included():
     assert made()._saved_options == ("weight",)
     assert made(bo.PZOBO, lower_steps=1)._saved_options == ("directions", "smoothing")
