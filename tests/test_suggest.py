@@ -11,6 +11,7 @@ import bilevel_optim as bo
 from bilevel_optim.checking import suggest as module
 from bilevel_optim.checking.clock import TimeLimit
 from bilevel_optim.checking.spectrum import Spectrum, lanczos
+from bilevel_optim.checking.trials import Trials
 
 from .problems import Quadratic, same, seeded, values
 
@@ -219,6 +220,18 @@ def test_tasks_modules_and_what_may_be_overridden():
             bo.suggest([x], module.parameters(), mean, ridge, methods=[wrong])
     with pytest.raises(ValueError, match=r"Invalid name value: SOBA \(choose one of 'AID', 'ITD'\)"):
         suggestion.make("SOBA")
+
+
+@pytest.mark.parametrize("count", [1, 4, 20])
+def test_trials_with_tasks_make_as_many_steps_as_those_without(count):
+    """Up to eight tasks, whose gradients count as one."""
+    x, y = torch.zeros(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+    tasks = bo.TensorTasks(torch.randn(count, 3, 2, generator=seeded(0)))
+    losses = [bo.Objective(lambda batch: (y - batch).square().mean() + (y - x).square().sum())] * 2
+    trials = Trials([x, y], *losses, tasks, lambda: True)
+    outcome = trials.made(lambda: bo.AID([x], [y], lr=0.01, lower_steps=3, linear_steps=3), 200)
+    each = outcome.gradients / outcome.steps / count
+    assert outcome.steps == math.ceil(200 * min(count, 8) / (each * count))
 
 
 @pytest.mark.parametrize("looks", [0, 40, 150, 280])

@@ -186,6 +186,7 @@ def suggest(
     on the terminal shows the progress.
 
     *Cost*: about 20,000 gradients for each method and 40,000 for the two best, unless ``max_seconds`` ends the trials.
+    With tasks up to eight times as many: the gradients of the tasks of a step, up to eight, count as one.
 
     Args:
         upper_params: upper parameters, as a method takes them.

@@ -122,7 +122,7 @@ class Trials:
 
         Args:
             make: makes the optimizer.
-            gradients: cost after which the trial ends.
+            gradients: cost after which the trial ends; those of up to `TOGETHER` tasks count as one.
             after: called with the optimizer at the end of the trial.
             stop: returns True to end the trial early.
         """
