@@ -240,7 +240,7 @@ def test_there_is_an_end(monkeypatch, looks):
     x, y, f, g = penalized()
     left = iter(range(looks))
     monkeypatch.setattr(TimeLimit, "over", property(lambda clock: next(left, None) is None))
-    suggestion = bo.suggest([x], [y], f, g, methods=["AID", "F2SA"])
+    suggestion = suggest([x], [y], f, g, methods=["AID", "F2SA"])
     assert next(left, None) is None
     assert "ended the trials early" in str(suggestion)
     assert set(suggestion.rows) | set(suggestion.rejected) == {"AID", "F2SA"}
