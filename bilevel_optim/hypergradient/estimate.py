@@ -64,7 +64,7 @@ class Estimate:
 
     @property
     def tensors_to_check(self) -> list[Tensor] | None:
-        """Tensors that are not finite if a vector of an oracle was not. None: check the vectors themselves."""
+        """Tensors that are not finite if a vector of an oracle was not; if None, check the vectors themselves."""
         if not self.covers_all_vectors:
             return None
         found = [*self.gradient]
