@@ -185,7 +185,7 @@ class Options:
         values = {name: given.get(name, one.default) for name, one in known.items()}
         for name, one in known.items():
             if values[name] is REQUIRED:
-                raise TypeError(f"missing a required argument: {name!r}")
+                raise TypeError(f"{type(self).__name__}: missing a required argument: {name!r}")
             if one.check is not None:
                 one.check(name, values[name])
         return values

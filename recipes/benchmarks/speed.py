@@ -102,14 +102,12 @@ def offered() -> dict[str, tuple[Any, dict[str, Any]]]:
 def optimizer_of(name: str, problem: Shape) -> tuple[bo.BilevelOptimizer, tuple[Any, ...], dict[str, Any]]:
     """Return a method's optimizer on a problem, and the arguments of its ``step``."""
     cls, arguments = offered()[name]
-    declared, known = cls.declared, inspect.signature(cls.__init__).parameters
+    declared, known = cls.declared, inspect.signature(cls).parameters
     if name in STOCHASTIC and STOCHASTIC[name].matrices and problem.entries > MATRICES:
         raise ValueError(f"matrices of {problem.entries:,} entries")
     arguments = {**arguments, "lr": LR, "lower_lr": RATE}
     for steps in ("lower_steps", "linear_steps"):
-        if (
-            steps in known and known[steps].default != 1
-        ):  # keep a default of one lower step, for which the method is designed
+        if steps in known and known[steps].default != 1:  # a method designed for one lower step keeps it
             arguments[steps] = problem.steps
     if "floor" in known:
         arguments["floor"] = 0.02
