@@ -156,7 +156,10 @@ class Options:
         super().__init_subclass__(**arguments)
         annotations, own = inspect.get_annotations(cls), dict[str, Option]()
         for name, value in [(name, value) for name, value in vars(cls).items() if isinstance(value, Option)]:
-            annotation = annotations[name]
+            if (annotation := annotations.get(name)) is None:
+                raise TypeError(
+                    f"option {name!r} of {cls.__name__} has no type: write {name}: int = ..., or what it is"
+                )
             annotation = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
             kind = annotation.removeprefix("dataclasses.").removeprefix("InitVar[")
             stored, annotation = kind == annotation, annotation if kind == annotation else kind.removesuffix("]")

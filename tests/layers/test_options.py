@@ -19,6 +19,7 @@ class Own(bo.AID):
     """A method of a user: other defaults, arguments of its own, and one that it fixes."""
 
     lower_steps: int = count(default=3)
+    linear_steps: int = option(default=5)  # with the check of the base class
     linear_solver: str = fixed(default="minres")
     weight: float = number(default=0.5, least=0, most=1, saved=True)
     most: float | None = number(default=None, above=0, optional=True)
@@ -102,6 +103,13 @@ def test_a_mixin_does_not_bring_back_defaults_of_the_base_class():
         pass
 
     assert made(Joined, lower_steps=1).warm_start is made(bo.PZOBO, lower_steps=1).warm_start is False
+
+
+def test_an_option_needs_a_type():
+    with pytest.raises(TypeError, match="option 'depth' of Untyped has no type: write depth: int"):
+
+        class Untyped(bo.AID):
+            depth = count(default=1)
 
 
 def test_saved_options_are_those_that_say_so_inherited_ones_included():
