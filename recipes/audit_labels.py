@@ -9,11 +9,11 @@ r"""Audit the labels of your own images or table: list suspects, found by learne
     python -m recipes.audit_labels --table FILE.csv --label COLUMN --trusted FILE.csv --model my_module:make
 
 Trusted rows have checked labels; about ten per class are enough. ``make(shape, classes)`` returns your model for inputs
-of that shape. Upper parameters are one weight per row, or a matrix of label noise (true class to label); a new model is
-then trained with them and the trusted rows. The settings of each method are tuned on the trusted rows, one half against
-the other, with the first seed. Where it does not win: a matrix counted by GLC, or learned together with the model in
-one level, is as good and quicker; weights are worse. On random noise the small loss and any use of the trusted rows are
-nearly as good.
+of that shape. The upper parameters are one weight per row, or a matrix of label noise (true class to label). A new
+model is then trained with them and the trusted rows. Settings are tuned with the first seed, by training with one half
+of the trusted rows and scoring on the other. Where it does not win: a matrix estimated by GLC, or learned jointly with
+the model in one level, is as good and faster; weights are worse. On random noise, the small-loss criterion and any use
+of the trusted rows are nearly as good.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def network(shape: Sequence[int], classes: int) -> nn.Module:
 
 
 def learned(seen: Rows, lr: float, marks: Sequence[int], steps: int, *, matrix: bool = False) -> Iterator[Fit]:
-    """Learn row weights, or the matrix of label noise, so that the model trained with them is right on trusted rows."""
+    """Learn row weights, or the matrix of label noise, by the trained model's loss on the trusted rows."""
     (features, labels), (known, right) = seen.rows, seen.trusted
     begin(seen.seed, "model")
     model = seen.make()
@@ -131,7 +131,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             ("", *keys, "seconds"),
             [[n, *c, max(found[n]["seconds"])] for n, c in cells.items()],
         )
-        print(f"The best model on trusted rows is that of {best}: see {stem}_{noise}_{best}.csv")
+        print(f"Best model on trusted rows: {best}, see {stem}_{noise}_{best}.csv")
     suspects.picture(stem, f"{title}; label: guess of {best}?", bars, *lists[best][:2])
     return save(args, stem, {"results": results})
 

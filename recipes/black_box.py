@@ -5,8 +5,8 @@ r"""Tolls on a few roads, where drivers' routes come from a solver that cannot b
     v = \text{the flows on the roads with which no driver has a faster route, tolls } x \text{ counted as time}
 
 The lower problem is Beckmann's: a convex potential over the route flows y, which are nonnegative and sum to the demand
-of each pair of places. `scipy.optimize.minimize` (SLSQP) solves it, invisible to autograd. A solver S becomes the lower
-level of a method that needs only its results by
+of each pair of places. `scipy.optimize.minimize` (SLSQP) solves it outside autograd. A method that needs only the
+results of a solver S takes it as the lower level, through
 
     lower_loss = (y - S(x)).square().sum() / 2        # one lower step of length 1 is one solve
 
@@ -35,7 +35,7 @@ from .common import Parser, interval, save, show
 from .common.seeds import stream
 
 PAIRS, ROUTES = 4, 3  # pairs of places, and routes of each
-CONGESTION = 1.0  # by how much a road is slower at its capacity
+CONGESTION = 1.0  # relative increase of a road's travel time at its capacity
 Points = list[dict[str, float]]
 
 
@@ -131,7 +131,7 @@ def by_differences(problem: Tolls, budget: int, seed: int, *, lr: float, smoothi
 
 
 def by_search(method: str, problem: Tolls, budget: int, seed: int, *, size: float) -> Points:
-    """Run a derivative-free search of scipy's; return the best point so far after each solve."""
+    """Run one of SciPy's derivative-free searches; return the best point so far after each solve."""
     points: Points = []
 
     def value(x: Any) -> float:
@@ -190,7 +190,7 @@ def _followed(problem: Tolls, budget: int, step: Callable[[], Any]) -> Points:
     points: Points = []
     while True:
         solves = problem.solves
-        value = problem.value(problem.x)  # for the table; not counted, as the next step begins with this solve
+        value = problem.value(problem.x)  # not counted, because the next step starts with this solve
         points.append({"solves": solves, "value": value})
         problem.solves = solves
         try:
@@ -198,7 +198,7 @@ def _followed(problem: Tolls, budget: int, step: Callable[[], Any]) -> Points:
         except bo.NonFiniteError:
             return points
         if not solves < problem.solves <= budget or not problem.x.isfinite().all():
-            return points  # spent, diverged, or at rest
+            return points  # budget spent, diverged, or stationary
 
 
 Method = Callable[..., Points]

@@ -1,4 +1,4 @@
-r"""Compare all methods on one problem at an equal budget of oracle calls, each with its best learning rate of a grid.
+r"""Compare all methods on one problem at an equal budget of oracle calls, each with its best learning rate.
 
     python -m recipes.compare                               # per-weight regularisation on scikit-learn's digits
     python -m recipes.compare --problem quadratic           # closed form, exact gap to the minimum
@@ -6,10 +6,10 @@ r"""Compare all methods on one problem at an equal budget of oracle calls, each 
 
 The budget counts a gradient of f or g on one batch as 1, a Hessian-vector or cross product as 2, a value of f as 1/2.
 Every method makes its own update of x (``optimizer.step``). Its score is the upper loss at (x, y*(x)) with an accurate
-lower solve, or the gap to the minimum for the quadratic; the table also shows the loss at the method's own y. All lower
-solves start where the last ended, except those of ba, which starts cold by definition. The learning rate is chosen on a
-problem of another seed; the grid extends beyond its ends until no neighbour is better. Means over the seeds, with 95 %
-intervals.
+lower solve, or the gap to the minimum for the quadratic; the table also shows the loss at the method's own y. Each
+lower solve starts where the last one ended, except for ba, which always starts cold. The learning rate is chosen on a
+problem with another seed, from a grid that is extended until no neighbour is better. Figures are means over the seeds,
+with 95 % intervals.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-r"""Distil a data set into one image of each class, or a few, on which a network learns to classify the rest.
+r"""Distil a data set into one or a few images per class, from which a network learns to classify the rest.
 
 .. math::
     \min_{x}\ \mathbb{E}_{y_0}\, \mathrm{CE}_{train}(y_T(x, y_0)), \qquad
@@ -8,10 +8,10 @@ r"""Distil a data set into one image of each class, or a few, on which a network
     python -m recipes.distil --data mnist --data-root DIR
     python -m recipes.distil --data mnist --data-root DIR --per-class 10
 
-Each set of images trains three kinds of networks, each from three new starts; learning rate and steps (at most 200) are
+Each set of images trains three kinds of networks, each from three new starts. Learning rate and steps (at most 200) are
 chosen for each kind on validation images of the first seed. Controls: selected images, class means or k-means, the
 weights of a softmax classifier as images, whitened means, feature matching in random networks, and kernel ridge
-regression, whose derivative needs no library. With ten images per class expect a tie with k-means: compare first.
+regression, which plain autograd differentiates. With ten images per class expect a tie with k-means: compare first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NAMES = {
 
 
 def distil(data: Part, start: Tensor, labels: Tensor, args: Any, seed: int, *, soft: bool = False) -> Images:
-    """Learn the images (``soft``: also their labels) through the lower steps of an MLP with new weights each time."""
+    """Learn the images (``soft``: also their labels) by unrolling an MLP's training, from new weights at each step."""
     make = networks(start.shape[1])["MLP"]
     begin(seed, "method")
     model, images, generator = make(), start.clone().requires_grad_(), stream(seed, "batches")
@@ -59,7 +59,7 @@ def distil(data: Part, start: Tensor, labels: Tensor, args: Any, seed: int, *, s
     optimizer = bo.ITD(
         upper, model.parameters(), lr=args.lr, lower_lr=args.lower_lr, lower_steps=args.lower_steps,
         lower_optimizer=partial(torch.optim.SGD, momentum=0.9),
-        lower_init=lambda: [p.detach() for p in make().parameters()],  # new weights for each step
+        lower_init=lambda: [p.detach() for p in make().parameters()],
     )  # fmt: skip
     adam = torch.optim.Adam(upper, args.lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, args.steps)

@@ -1,4 +1,4 @@
-r"""Inverse design of a hanging net: 364 rest lengths of its threads, so that it hangs in the shape of two bowls.
+r"""Inverse design of a hanging net: choose the rest lengths of 364 threads so that it takes the shape of two bowls.
 
 .. math::
     \min_{|x_l| \le 0.7} \mathrm{mean}_i (z_i - h(p_i))^2, \qquad
@@ -10,13 +10,13 @@ strictly convex. Turned over, as Gaudi did, the net is a vault with two domes.
     python -m recipes.hanging_net                         # one target, 4 seconds for each method
     python -m recipes.hanging_net --seeds 3 --seconds 6   # three targets: 3 minutes
 
-Newton's method finds y and a Cholesky factor of the Hessian. `AID` gets the positions in variables u with y = y0 + R u,
-in which the Hessian at the solution is the identity: its linear system takes one or two products. All searches start at
-the lengths measured on the target times the best factor, and have equal processor seconds. RATES are the best with seed
-100, from 0.03 to 0.8 (Adam) and 0.03 to 0.2 (CMA-ES).
+Newton's method finds y and a Cholesky factor of the Hessian. `AID` works in variables u with y = y0 + R u, in which the
+Hessian at the solution is the identity, so that its linear system takes one or two products. All searches start at the
+lengths measured on the target times the best factor, and have equal processor seconds. RATES are the best with seed
+100, out of 0.03 to 0.8 (Adam) and 0.03 to 0.2 (CMA-ES).
 
-Where it does not win: the adjoint by hand is as good, and so are the library's own lower steps, as this problem is not
-stiff (condition number 500; `recipes.tolls` is stiff).
+Where it does not win: the adjoint by hand is as good, and so are the library's own lower steps, because this problem is
+not stiff (condition number 500; `recipes.tolls` is stiff).
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ STEPS: dict[str, Any] = {"lower_steps": 20, "lower_optimizer": partial(torch.opt
 
 
 def descend(value: Any, start: Tensor, jac: Any = True) -> None:
-    """Run SciPy's L-BFGS; without our derivatives it takes forward differences."""
+    """Run SciPy's L-BFGS, with forward differences if ``jac`` is None."""
     minimize(value, start.numpy().copy(), jac=jac, method="L-BFGS-B", bounds=Bounds(-MOST, MOST),
              options={"maxiter": 10**6, "maxfun": 10**6, "ftol": 0, "gtol": 0, "eps": 1e-6})  # fmt: skip
 
 
 def by_newton(search: Search, rate: float) -> None:
-    """Search with L-BFGS above, and AID at the equilibrium of Newton's method below."""
+    """Search with L-BFGS on the hypergradient of AID, at the equilibrium found by Newton's method."""
     net, x = search.net, search.x.clone().requires_grad_()
     u, at, root = torch.zeros_like(search.y, requires_grad=True), search.y.clone(), torch.eye(len(search.y)).double()
 
@@ -69,7 +69,7 @@ def by_newton(search: Search, rate: float) -> None:
 
 
 def by_steps(search: Search, rate: float, method: Any, **options: Any) -> None:
-    """Search with Adam above and the library's lower steps with momentum; errors are those of the method's own y."""
+    """Search with Adam on x and the library's lower steps with momentum; errors are those of the method's own y."""
     net, x, y = search.net, search.x.clone().requires_grad_(), search.y.clone().requires_grad_()
     optimizer = method([x], [y], lr=rate, upper_optimizer=torch.optim.Adam, **STEPS, **options)
     while True:
@@ -79,7 +79,7 @@ def by_steps(search: Search, rate: float, method: Any, **options: Any) -> None:
 
 
 def by_hand(search: Search, rate: float) -> None:
-    """Search with L-BFGS above and the adjoint of the equilibrium, written for this problem."""
+    """Search with L-BFGS on the gradient of the adjoint method, written by hand for this problem."""
 
     def value(x: Any) -> tuple[float, Any]:
         found = search(x.copy())
@@ -102,11 +102,11 @@ METHODS: dict[str, Any] = {
     "finite differences, L-BFGS": lambda search, rate: descend(search, search.x, jac=None),
     "CMA-ES": by_evolution,
 }
-RATES = {"ITD, 20 lower steps, Adam": 0.2, "AID, 20 lower steps, Adam": 0.05, "CMA-ES": 0.1}  # Adam's; first spread
+RATES = {"ITD, 20 lower steps, Adam": 0.2, "AID, 20 lower steps, Adam": 0.05, "CMA-ES": 0.1}  # of Adam; first spread
 
 
 def shape(net: Net, name: str, seconds: float, rate: float) -> dict[str, Any]:
-    """Find rest lengths with one method; the error is that of a new equilibrium, solved from the flat net."""
+    """Find rest lengths with one method; return its error, in the equilibrium solved again from the flat net."""
     search, before = Search(net, seconds), net.solves
     with contextlib.suppress(StopIteration, bo.NonFiniteError):
         METHODS[name](search, rate)
@@ -122,11 +122,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.methods(METHODS, [name for name in METHODS if name != "CMA-ES" or cma], "--methods")
     parser.option("side", 15, "nodes per side")
     parser.option("seconds", 4.0, "processor seconds for each method")
-    parser.option("rate", 0.0, "learning rate of Adam above, or first spread of CMA-ES", shown="tuned")
+    parser.option("rate", 0.0, "learning rate of Adam, or first spread of CMA-ES", shown="tuned")
     parser.option("seeds", 1, "number of targets")
     args = parser.parse(arguments)
     nets, results = [Net(args.side, seed) for seed in range(args.seed, args.seed + args.seeds)], {}
-    shape(Net(4, 0), args.methods[0], 0.5, 0.01)  # warms torch up
+    shape(Net(4, 0), args.methods[0], 0.5, 0.01)  # warm-up
     with progress(total=len(args.methods) * len(nets), unit="run") as bar:
         for name in args.methods:
             bar.set_description(name)

@@ -13,7 +13,7 @@ set. The upper loss does not depend on x directly, so the whole hypergradient is
 Problem: arXiv:2307.00126, appendix E. Accuracies are those of the method's own W. Lower steps are full-batch SGD with
 Nesterov momentum, which is kept from solve to solve; upper steps are Adam's. Exceptions: rahgd and prahgd begin each
 solve without momentum; they and paid make their own steps on x; and they do not restart here (the radius is infinite),
-so that rahgd is plain momentum on x. This is therefore no comparison of them with the others.
+so that rahgd is plain momentum on x. Do not compare these three with the other methods.
 """
 
 from __future__ import annotations

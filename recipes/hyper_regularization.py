@@ -8,7 +8,7 @@ r"""Reweight training examples for a shifted test set: one lower problem, or man
 with the logistic loss :math:`\ell_i(w; a, b) = \log(1 + e^{-b (w^\top a + w_0) / \sigma_i})` of a linear classifier
 with bias. A single lower problem has :math:`\sigma = 1`; for many, each :math:`\sigma_i` is drawn once from [1, 11],
 and the lower variable is a matrix with one row per problem. V is the test part of the data: this is a study of speed,
-not of generalisation. In the bundled data a fifth of the training labels is flipped, to have something to find.
+not of generalisation. In the bundled data a fifth of the training labels is flipped, as something to find.
 
     python -m recipes.hyper_regularization                                              # scikit-learn's breast cancer
     python -m recipes.hyper_regularization --tasks 50
@@ -22,8 +22,8 @@ the analysis of each method. The weights of the recursive estimates are the libr
 constant, whereas the paper's decrease with the step sizes. ``rsvrb`` is the library's default variant; the paper's is
 ``rsvrb-faithful``. Evaluation time does not count.
 
-Problem: arXiv:2105.02266, appendix E (its figures have no numbers, its weights no sigmoid, its sum over the lower
-problems no 1/m).
+Problem: arXiv:2105.02266, appendix E. Its figures have no numbers, its weights have no sigmoid, and its sum over the
+lower problems has no factor 1/m.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ class Reweighting(Problem):
         self.lower_lr = 1 / (largest / 4 / float(self.scales.min()) ** 2 + ridge)
 
     def losses(self, rows: Tensor, y: Tensor, index: Index, scale: Tensor | None) -> Tensor:
-        """Return the losses of the examples: the same ones for all rows of y, or one row of indices for each."""
+        """Return the loss of each example, for the same examples in all rows of y or one row of indices per row."""
         rows = rows[index]
         products = (rows @ y.mT).mT if rows.dim() <= y.dim() == 2 else (rows @ y.unsqueeze(-1)).squeeze(-1)
         return F.softplus(-products / (self.scales if scale is None else scale))
 
     def lower(self, x: Tensor, y: Tensor, index: Index = WHOLE, scale: Tensor | None = None) -> Tensor:
-        """Return the weighted training loss with ridge, summed over y's rows (in a task's loss one, with ``scale``)."""
+        """Return the weighted training loss with ridge, summed over the rows of y (in a task: one, with ``scale``)."""
         losses = (x[index].sigmoid() * self.losses(self.train, y, index, scale)).mean(-1)
         return losses.sum() + self.ridge / 2 * y.square().sum()
 
@@ -120,7 +120,7 @@ class Rows(bo.TensorTasks):
 
 
 def run(problem: Reweighting, method: Method, rates: tuple[float, float], seed: int, args: Any) -> dict[str, Any]:
-    """Run one method with one pair of learning rates until the budget is drawn."""
+    """Run one method with one pair of learning rates until the budget is spent."""
     lr, lower_lr = rates
     x, y = problem.start()
     options: dict[str, Any] = {"generator": stream(seed, "method")}

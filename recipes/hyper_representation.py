@@ -11,8 +11,8 @@ r"""Hyper-representation: learn features on which a head, trained on other data,
     python -m recipes.hyper_representation --data two-layer
 
 Problems: arXiv:2110.07004, 4.1 and 4.2. On MNIST all methods use plain SGD for the lower steps, warm starts, and a
-normalisation of the features that the paper does not have. The paper's accuracy on MNIST is that on D_out, whose labels
-drive x. Here D_in (10,000) and D_out (50,000) are parts of the training set, and the accuracy is that on the unseen
+normalisation of the features that the paper does not have. The paper measures accuracy on MNIST on D_out, whose labels
+determine x. Here D_in (10,000) and D_out (50,000) are parts of the training set, and accuracy is measured on the unseen
 test set.
 """
 
@@ -78,7 +78,7 @@ CHOSEN = {"linear": [*REFERENCE], "two-layer": ["first-order", "pzobo-code", "it
 
 
 class Task(NamedTuple):
-    """New parameters and the losses over them."""
+    """Newly drawn parameters, and the losses as functions of them."""
 
     x: list[Tensor]
     y: list[Tensor]
@@ -249,7 +249,7 @@ def two_level(task: Task, name: str, args: Any) -> bo.BilevelOptimizer:
 
 
 def report(args: Any, title: str, results: dict[str, Any]) -> None:
-    """Print final losses and accuracies, or losses at some steps next to the known ones."""
+    """Print final losses and accuracies, or losses at some steps next to the reference values."""
     if args.data not in CHOSEN:
         last = {name: {**r["curve"][-1], **r} for name, r in results.items()}
         for one in last.values():
@@ -259,7 +259,7 @@ def report(args: Any, title: str, results: dict[str, Any]) -> None:
         return
     found: list[list[object]] = []
     for name, r in results.items():
-        losses = {p["step"] - 1: p["loss"] for p in r["curve"]}  # before the step's update of x
+        losses = {p["step"] - 1: p["loss"] for p in r["curve"]}  # a curve's loss precedes its step's update of x
         found.append([name, *(losses.get(k) for k in STEPS), r["seconds"]])
         if args.data == "linear" and name in REFERENCE:
             found.append(["  reference", *REFERENCE[name], None])

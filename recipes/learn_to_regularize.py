@@ -10,9 +10,9 @@ r"""Learn one ridge weight per feature of a softmax classifier on validation dat
 
 All methods take plain steps in lambda with one learning rate. Lower steps are full-batch gradient steps from the last W
 (Nesterov's for rahgd and prahgd), with step size 1/L of the training loss. rahgd and prahgd do not restart here (the
-radius is infinite): at first the hypergradient grows with the weights, which a radius of a few first steps takes for
-divergence. Scores are those of the method's own W, not of W*(lambda): that favours early stopping, and methods whose W
-does not solve the lower problem alone. Seconds exclude the evaluation.
+radius is infinite): at first the hypergradient grows with the weights, and a radius of a few first steps would take
+this for divergence. Scores are those of the method's own W, not of W*(lambda). This favours early stopping, and methods
+whose W does not minimise the lower loss alone. Seconds exclude the evaluation.
 
 Problem: arXiv:2307.00126, appendix E (after arXiv:2010.07962). Headers, footers and quotes give the groups away and are
 removed, which leaves 101,811 features; ``--keep-headers`` gives the 130,107 of the papers.

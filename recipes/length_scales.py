@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser, own = Parser(__doc__, threads=1), ("AID", "ridge", "direct")
     parser.data(DATA, download=False)
     parser.add_argument("--extra", type=int, nargs="+", default=[0, 40], help="irrelevant columns; default: 0 40")
-    parser.option("rows", 1200, "training rows, at most")
+    parser.option("rows", 1200, "maximal number of training rows")
     parser.option("seeds", 1, "number of splits")
     parser.option("steps", 80, "steps of Adam")
     parser.option("lr", 0.1, "learning rate of Adam")

@@ -5,15 +5,15 @@ r"""Meta-learn a centre of linear classifiers: 20 tasks of 10 classes on 512 fix
     y_i^*(x) = \arg\min_y\ \ell_i(y; D_i^{\text{support}}) + \tfrac\lambda2 \|y - x\|^2, \qquad \lambda = 2
 
 with the softmax loss of a linear classifier. Every method sees the same two losses; RT-MLMC and DL-SGD solve a new
-lower problem to a given accuracy, MAML takes few steps and differentiates through them.
+lower problem to a given accuracy, MAML takes a few steps and differentiates through them.
 
     python -m recipes.meta_classification                                             # scikit-learn's digits
     python -m recipes.meta_classification --data cifar_fs --data-root DIR             # superclasses of CIFAR-100
     python -m recipes.meta_classification --data omniglot --data-root DIR             # alphabets
 
 Shape of the problem: arXiv:2310.18535, section 4.1 (tiny-ImageNet on a pre-trained network there). The features here
-come from a small network with fixed random weights, so that nothing has to be downloaded, and accuracies are those of
-such features. Only the digits have the same classes in all tasks; in the other data sets classes share only their
+come from a small network with fixed random weights, so that nothing has to be downloaded; such features limit the
+accuracy. Only the digits have the same classes in all tasks; in the other data sets classes share only their
 numbers, so that a common centre lowers the loss (lambda keeps the scores small) but costs accuracy. The learning rate
 of x is lr / sqrt(t); with the default, 200 updates are far from enough, see ``--lr 10``. rt-mlmc has evenly spread
 levels, lower steps of at most 1/L, and all terms of the Neumann series; the paper's version has independent levels, no
@@ -68,7 +68,7 @@ def learn(problem: Centre, test: Part, name: str, args: Any) -> dict[str, Any]:
         problem.x.zero_()
         problem.y.zero_()
     kind, options = METHODS[name]
-    adapted = name in ("maml", "maml-8", "fomaml")  # these adapt by few steps; the others solve the lower problem
+    adapted = name in ("maml", "maml-8", "fomaml")  # these adapt by a few steps; the others solve the lower problem
     options = {"lower_lr": args.adapt_lr, **options} if adapted else {"lower_init": problem.starts, **options}
     if options.get("neumann_steps"):
         options["levels"] = args.levels
@@ -125,7 +125,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     size = f"{args.tasks} tasks of {CLASSES} classes, {support.labels.shape[1]} support rows"
     title = f"Meta-learning a centre, {args.data}, {size}, {args.steps} updates"
     header = ("", "test loss", "accuracy", "loss, exact", "accuracy", "ms/step", *[*CALLS.values()][:4])
-    show(f"{title}\nadapted as the method does, and exactly", header, [zero, *rows(results, *figures, calls=4)])
+    show(f"{title}\nadapted by the method's own steps, and exactly", header, [zero, *rows(results, *figures, calls=4)])
     stem = args.out / f"meta_classification_{args.data}"
     axis = {"ylabel": "test loss after adaptation", "yscale": "log"}
     panels = [("step", "loss", {**axis, "xlabel": "updates"}), ("seconds", "loss", {**axis, "xscale": "log"})]

@@ -19,7 +19,7 @@ uniform on :math:`\pm 1/\sqrt{\text{fan in}}`; ``--literal-init`` shows the trap
 Shape of the problem: arXiv:2310.18535, section 4.2. The costs h and b, the network widths, the number of updates and
 the learning rates are not given there; they are ours. rt-mlmc has evenly spread levels, lower steps of at most 1/L, and
 all terms of the Neumann series; rt-mlmc-paper has independent levels, no such cap and one random term, as in the paper.
-The test contexts are shifted by ``--shift`` only.
+The test contexts are shifted only if ``--shift`` is set.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def learn(problem: Newsvendor, name: str, price: float, args: Any) -> dict[str, 
 
 
 def _shifted(rule: Rule, xi: Tensor, eta: Tensor, price: float, steps: int = 10) -> Tensor:
-    """Return the side information moved by Adam to its worst case, for every row separately."""
+    """Return the worst-case side information, which Adam finds for every row separately."""
     moved = xi.clone().requires_grad_()
     adam = torch.optim.Adam([moved], lr=0.1, maximize=True)
     for _ in range(steps):

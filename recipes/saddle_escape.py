@@ -67,13 +67,13 @@ def loss(x: Tensor, y: Tensor) -> Tensor:
 
 
 def gap(x: Tensor) -> float:
-    """Return the distance of the maximum over y from its minimum over x."""
+    """Return the difference between the maximum over y and the minimum of this over x."""
     x = x.detach()
     return float(valley(x[2]) + x[0] ** 2 / 40 + x[1] ** 2 / 20) - BEST
 
 
 def run(method: Method, start: tuple[float, ...], steps: int, seed: int = 0) -> dict[str, Any]:
-    """Run one method until it ends, diverges, or (if it never ends) reaches the minimum."""
+    """Run one method until it stops by itself, diverges, or (without a stopping rule) reaches the minimum."""
     x = torch.tensor(start, dtype=torch.float64, requires_grad=True)
     y = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     optimizer = method([x], [y], generator=stream(seed, "method"))
@@ -146,7 +146,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             summary = {k: [r[k] for r in results] for k in ("hit", "steps", "restarts", "error", "gradients", "hvps")}
             numbers.append({"start": start, "method": name, **summary})
             rows.append([f"{start}: {name}", *map(middle, summary.values())])
-    header = ("", "steps to 1e-8", "steps in all", "restarts", "error of x3", "gradients to 1e-8", "HVPs to 1e-8")
+    header = ("", "steps to 1e-8", "total steps", "restarts", "error of x3", "gradients to 1e-8", "HVPs to 1e-8")
     title = "W-shaped minimax problem"
     show(f"{title} (medians, ranges in brackets)", header, rows)
     stem = args.out / "saddle_escape"

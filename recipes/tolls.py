@@ -11,9 +11,9 @@ drivers on each street at these costs: at each crossing they choose by a logit o
 
 With tolls on all streets, the best toll is a driver's marginal cost v s'(v), in closed form: its gain is 100 per cent.
 On half of them this rule does harm or little good: drivers move to the free streets. All searches start at the rule
-times its best factor, with equal processor seconds. Each street has its own unit of flow, for similar curvatures: 25
-products, not 70 to 150. Where it does not win: the adjoint by hand finds the same, and so do, slowly, finite
-differences with 49 tolls; the library's own lower steps lose on a stiff problem (last row: flows in one unit).
+times its best factor, with equal processor seconds. Each street has its own unit of flow, which makes the curvatures
+similar: 25 products instead of 70 to 150. Where it does not win: the adjoint by hand finds the same tolls; so do finite
+differences with 49 tolls, slowly. The library's own lower steps lose on a stiff problem (last row: flows in one unit).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ SIZES = {"tiny": (3, 4, 8), "small": (5, 6, 30), "large": (10, 11, 60)}  # rows,
 
 
 def descend(value: Any, start: Any, jac: Any = None, method: str = "L-BFGS-B") -> None:
-    """Run a search of SciPy's, by default L-BFGS; without our derivatives it takes forward differences."""
+    """Run one of SciPy's searches, by default L-BFGS, with forward differences if ``jac`` is None."""
     options = {"maxiter": 10**6} if method == "Powell" else {"maxiter": 10**6, "maxfun": 10**6, "eps": 1e-6}
     minimize(value, start, jac=jac, method=method, bounds=Bounds(0, MOST), options=options)
 
 
 def by_aid(search: Search, start: Any, units: float = 1.0, **options: Any) -> None:
-    """Search with the hypergradient of `AID` at Newton's solution y; with options, after the library's own steps."""
+    """Search with the hypergradient of `AID`, at Newton's solution y or, with options, after the library's steps."""
     traffic, unit = search.traffic, search.traffic.slopes(search.v) ** (-units / 2)
     x, y = torch.tensor(start, requires_grad=True), (search.v / unit).requires_grad_()
 
@@ -65,7 +65,7 @@ def by_aid(search: Search, start: Any, units: float = 1.0, **options: Any) -> No
 
 
 def by_hand(search: Search, start: Any) -> None:
-    """Search with the adjoint of the equilibrium, written for this problem."""
+    """Search with the gradient of the adjoint method, written by hand for this problem."""
 
     def value(x: Any) -> tuple[float, Any]:
         found = search(x)
@@ -132,7 +132,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.option("seeds", 3, "networks per size")
     args = parser.parse(arguments)
     seeds, results = range(args.seed, args.seed + args.seeds), {}
-    by_aid(Search(Traffic(3, 3, 2, 0)), torch.zeros(12, dtype=torch.float64).numpy())  # warms torch up
+    by_aid(Search(Traffic(3, 3, 2, 0)), torch.zeros(12, dtype=torch.float64).numpy())  # warm-up
     with progress(total=len(args.sizes) * len(seeds) * len(args.methods), unit="run") as bar:
         for size in args.sizes:
             runs = [compare(size, seed, args, bar) for seed in seeds]

@@ -18,10 +18,10 @@ problem        lower loss                                                       
 ============== ============================================================================= =========================
 
 The grid has lower step sizes s and ratios r; the upper step size is s / r. Both decay as in the analysis of each
-method. The grid runs with the first seed, its best point (by h at the last iterate) with all. The score is the value
-function h(x) = f(x, y*(x)), from an accurate lower solve whose time does not count; for the quadratics, h minus its
-minimum. The test error is that of the current y. With ``--compile`` steps run compiled; the first four, which make the
-graph, are not timed. Every finished run is a line of the records; a rerun makes only the missing ones.
+method. The grid runs with the first seed; its best point, by h at the last iterate, runs with all seeds. The score is
+the value function h(x) = f(x, y*(x)), from an accurate lower solve whose time does not count; for the quadratics, it is
+h minus its minimum. The test error is that of the current y. With ``--compile`` steps run compiled; the first four,
+which make the graph, are not timed. Every finished run is a line of the records; a rerun adds only the missing runs.
 
 Benchmark: Dagreou, Ablin, Vaiter, Moreau (2022), arXiv:2201.13409, and github.com/benchopt/benchmark_bilevel.
 """
@@ -71,8 +71,8 @@ GRIDS: dict[str, dict[str, tuple[list[float], list[float]]]] = {
 }
 SECONDS = {"digits": 1.0, "quadratics": 10.0, "ijcnn1": 15.0, "mnist": 20.0, "covtype": 60.0}
 CONTROLS = ("ba", "paid", "hozog-1", "pzobo-1", "first-order")  # offered, but not among the default methods
-CAPTURE = 4  # first steps of a run with --compile, which make and check the graph, and are not timed
-MATRICES = 2**24  # most entries of the cross derivative for methods that store it to run by default
+CAPTURE = 4  # first steps of a run with --compile; they make and check the graph, and are not timed
+MATRICES = 2**24  # methods that store the cross derivative run by default up to this number of entries
 
 
 class Quadratics(Problem):

@@ -1,8 +1,8 @@
 """Hand-written algorithms for one problem, as pure functions for torch and JAX.
 
 An algorithm is called with the oracles of a problem, and returns its start and its step: ``step(x, y, state, draw)``
-returns the new x, y and state; ``draw(level, k)`` is batch k of the step at a level. They draw and compute the same as
-the library's methods, so the iterates agree.
+returns the new x, y and state; ``draw(level, k)`` is batch k of the step at a level. Each algorithm draws and computes
+the same as the library's method, so their iterates agree.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def mean(rows: Any) -> Vec:
 
 @dataclass(frozen=True)
 class Recipe:
-    """An algorithm, with its numbers of upper and lower batches for T lower steps."""
+    """An algorithm, and its numbers of upper and lower batches for T lower steps."""
 
     make: Callable[[Oracles, int], tuple[Callable[[Vec, Vec, Draw], Any], Step]]
     draws: Callable[[int], tuple[int, int]]
@@ -271,7 +271,7 @@ def aid(o: Oracles, T: int) -> Any:
 
 
 def ba(o: Oracles, T: int) -> Any:
-    """BA: lower steps from the first y, which is the state, then conjugate gradients from zero."""
+    """BA: lower steps from the first y (the state), then conjugate gradients from zero."""
 
     def start(x: Vec, y: Vec, draw: Draw) -> Any:
         return y
@@ -294,7 +294,7 @@ def ba(o: Oracles, T: int) -> Any:
 
 
 def srba(o: Oracles, T: int) -> Any:
-    """SRBA: SARAH's recursion for three directions; the state is v, these, the last point and the step number."""
+    """SRBA: SARAH's recursion for three directions; the state is v, they, the last point and the step number."""
     assert o.api.random is not None
     random = o.api.random
 
@@ -379,7 +379,7 @@ def itd(o: Oracles, T: int) -> Any:
 
 
 def f2sa(o: Oracles, T: int) -> Any:
-    """F2SA: two copies of y at central nodes, which are the state."""
+    """F2SA with central nodes; the state is its two copies of y."""
 
     def start(x: Vec, y: Vec, draw: Draw) -> Any:
         return tuple(o.api.stack([t, t]) for t in y)

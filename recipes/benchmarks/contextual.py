@@ -170,7 +170,7 @@ def states_by_level(levels: int) -> dict[int, Tensor]:
 
 
 def timing(levels: list[int], counts: list[int], repeats: int) -> dict[str, Any]:
-    """Measure mean seconds per estimate; for one task per step least times, for RT-MLMC weighted over the levels."""
+    """Measure mean seconds per estimate; with one task per step, from least times, weighted over RT-MLMC's levels."""
     problem, rows, numbers = classifiers(), [], {}
     for K in levels:
         for count in counts:

@@ -3,10 +3,10 @@ r"""Memory of one step of PZOBO with a million upper parameters, against the num
     MALLOC_MMAP_THRESHOLD_=65536 python -m recipes.benchmarks.directions
     python -m recipes.benchmarks.directions --directions 4 16 64 256 --direction sphere
 
-x is a layer of 1,000 by 1,000 weights (``--width``), y the layer behind it; two lower steps on one batch of 64.
-Directions are regenerated from their seed where needed, and the paths run in chunks of constant size. Every row is a
-separate process; its peak is that of the process minus the peak before the first step. The variable makes the C library
-of Linux return freed memory at once, so that the peak counts only memory in use; this costs time.
+x is a layer of 1,000 by 1,000 weights (``--width``), y the next layer; two lower steps on one batch of 64. Directions
+are regenerated from their seed where needed, and the paths run in chunks of constant size. Every row is a separate
+process; its peak is that of the process minus the peak before the first step. The environment variable makes the C
+library of Linux return freed memory at once, so that the peak counts only memory in use; this costs time.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ r"""RSVRB with many lower problems: cost of a step against their number, samples
 
 Cost: tasks with d = 10 upper and p = 3 lower dimensions, 10 of them per step; seconds per step after the first, which
 visits all tasks, and the memory of the rows. Complexity: quadratic tasks whose hypergradients z_i have sizes s_i, drawn
-uniformly or with probabilities proportional to s_i, at a fixed point. The sampling gives the direction d with weight
-beta a squared error; from it follow the task samples that d must average (batch / beta) for a given relative error. The
-law is
+uniformly or with probabilities proportional to s_i, at a fixed point. With weight beta, sampling gives the direction d
+a squared error. It determines how many task samples d must average (batch / beta) for a given relative error. The law
+is
 
     E|d - mean z|^2 = beta / (2 - beta) (C(p) - |sum z|^2) / (batch m^2),    C(p) = sum |z_i|^2 / p_i.
 """

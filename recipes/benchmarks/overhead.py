@@ -2,9 +2,9 @@ r"""Overhead of the library beyond its oracle calls: AID and ITD against hand-wr
 
 One hypergradient of data cleaning with an MLP 784-256-10 on n = 4000 random examples: T = 100 gradient steps on the
 weighted loss, then conjugate gradients with K = 20 Hessian-vector products (AID, implicit), or backpropagation through
-the steps (ITD, unrolled). Every entry runs in its own process. Its peak memory is that of the timed call, with all that
-the process already holds (libraries, including the compiler's). The time is the shortest of several repetitions, with
-the entries in turn. ``compiled``: after ``optimizer.compile()`` and the calls that make the graph.
+the steps (ITD, unrolled). Every entry runs in its own process. Its peak memory is that of the timed call, including
+everything that the process already holds (libraries, the compiler). The time is the shortest of several repetitions,
+with the entries in turn. ``compiled``: after ``optimizer.compile()`` and the calls that make the graph.
 
     python -m recipes.benchmarks.overhead --compiled      # prefix MALLOC_MMAP_THRESHOLD_=65536 for memory only
     python -m recipes.benchmarks.overhead --memory        # peak memory against T
@@ -173,7 +173,7 @@ def measure(name: str, n: int, steps: int, device: str) -> dict[str, float]:
     """Run one entry once in this process; return its figures."""
     job = Job(n, steps, device)
     torch.autograd.grad(job.lower(), list(job.net.parameters()))  # warm up
-    # The first torch.optim object of a process imports torch's compiler: a second and 100 MiB that no entry should pay.
+    # The first torch.optim object of a process imports torch's compiler, which costs a second and 100 MiB.
     torch.optim.SGD(job.net.parameters(), lr=LR)
     run = ENTRIES[name][0]
     call = run(job) if name.endswith("compiled") else partial(run, job)

@@ -5,12 +5,12 @@ r"""Seconds, memory and bytes exchanged of a step on 1, 2 and 4 gloo ranks of on
 
 x has one weight per training example (``--examples``), y is a network (``--width``). Ranks have equal parts of the
 data; with ``-fsdp2`` the network is sharded by layer. ``rows`` has a lower problem of two variables for each of
-``--tasks`` tasks. A row of the table shows the largest figures of the ranks.
+``--tasks`` tasks. Each row of the table shows the largest figures over the ranks.
 
 *MiB of state* is the optimizer's state; *tensors between steps* are all live tensors, parameters and data included; *at
 peak* is their maximum within a step. *Reduced* are the bytes that a rank passes to sums over the ranks in a step;
-*gathered* are the bytes of the whole tensors that it assembles from shards. Next to both is the need by the method's
-formula: 4 bytes per number, without losses, flags and task numbers.
+*gathered* are the bytes of the whole tensors that it assembles from shards. Next to each is the number of bytes by the
+method's formula: 4 bytes per number, without losses, flags and task numbers.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Contexts:
 
 
 class Made(NamedTuple):
-    """Step to measure, and how many numbers it must exchange."""
+    """Step to measure, and the count of numbers that it must exchange."""
 
     optimizer: bo.BilevelOptimizer
     step: Callable[[], Any]

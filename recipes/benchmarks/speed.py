@@ -62,7 +62,7 @@ from .by_hand import ALGORITHMS, DIRECTIONS, LR, MU, NU, RATE, TORCH, Oracles, c
 
 ENTRIES = ("eager", "step", "run", "hand", "jax")
 STEPS = {"logistic": 32, "softmax": 32, "mlp": 32, "lenet": 8, "tasks": 8}
-MATRICES = 2**22  # most entries of the cross derivative for methods that store it to be measured
+MATRICES = 2**22  # methods that store the cross derivative are measured up to this number of entries
 CALLS = 3  # calls of every entry before it is timed
 PLACES = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"}
 Advance = Callable[[], object]

@@ -220,7 +220,7 @@ def main(arguments: list[str] | None = None) -> None:
         grid = best_of_grid(case, found, best, args.steps)
         rows.append([name, best, found.start, ends[best], grid, diverged, found.gradients, found.took])
     header = ["problem", "best", "start", "reached", "grid", "diverged", "gradients", "seconds"]
-    show("suggestions of bo.suggest beside a grid", header, rows)
+    show("suggestions of bo.suggest, compared with a grid", header, rows)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
         device: offer ``--device``.
         out: offer ``--out``, the output folder.
         compiled: offer ``--compile``.
-        threads: default of ``--threads``; 1 where processor seconds are counted, as they add up over threads.
+        threads: default of ``--threads``; 1 where processor seconds are counted, because they add up over threads.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--threads", type=count, default=threads, help=f"threads of torch; default: {shown}")
 
     def option(self, name: str, default: Any, text: str, *, shown: str | None = None, **options: Any) -> None:
-        """Add ``--name``, of the type of its default (a list takes several values); numbers must be positive."""
+        """Add ``--name`` with the type of its default (a list takes several values); numbers must be positive."""
         several = isinstance(default, (list, tuple))
         kind = type(default[0] if several else default)
         options = {"type": KINDS.get(kind, kind), "nargs": "+" if several else None, **options}
@@ -85,7 +85,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(f"--{name.replace('_', '-')}", default=default, help=text.replace("%", "%%"), **options)
 
     def methods(self, names: Iterable[str], default: Sequence[str] | str, flag: str = "--optimizer") -> None:
-        """Add the argument for the methods to run; a default that is a text describes the program's choice."""
+        """Add the argument for the methods to run; a default that is a string describes the program's own choice."""
         chosen = None if isinstance(default, str) else list(default)
         self.add_argument(flag, nargs="+", choices=[*names], default=chosen, metavar="NAME",
                           help=f"of {', '.join(names)}; default: {_words(default)}")  # fmt: skip
@@ -115,6 +115,6 @@ class Parser(argparse.ArgumentParser):
                 setattr(args, name, table[getattr(args, key)][name])
         if args.threads is not None:
             torch.set_num_threads(args.threads)
-            if importlib.util.find_spec("threadpoolctl"):  # waiting threads of scipy count as seconds too
+            if importlib.util.find_spec("threadpoolctl"):  # idle threads of SciPy consume processor seconds too
                 importlib.import_module("threadpoolctl").threadpool_limits(args.threads)
         return args

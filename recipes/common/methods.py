@@ -161,7 +161,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         **MINIMAX,
         **META,
         **dict.fromkeys(("PRAHGD", "RAHGD"), "restarts need exact gradients (recipes.learn_to_regularize)"),
-        **dict.fromkeys(("DLSGD", "RTMLMC"), "for contexts that are met once (recipes.meta_classification)"),
+        **dict.fromkeys(("DLSGD", "RTMLMC"), "for contexts that occur once (recipes.meta_classification)"),
     },
 }
 

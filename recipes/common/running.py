@@ -55,7 +55,7 @@ def train(
     first: bool = False,
     device: torch.device | str = "cpu",
 ) -> list[Point]:
-    """Run ``steps`` steps; return the curve of the measurements, each with the steps and seconds until then.
+    """Run ``steps`` steps; return the curve of the measurements, each with the steps and seconds so far.
 
     ``measure`` is called after the first step, after every ``every`` steps and after the last, with the number of steps
     and the result of the last one; with ``first`` also before any step, with 0 and None. A `NonFiniteError` ends the
@@ -89,10 +89,10 @@ def spend(
 ) -> Point:
     """Run steps until a budget is spent; return the last point, with the whole ``curve`` and the flag ``diverged``.
 
-    ``spent`` is called with the seconds of the steps so far. Points are denser at the beginning. A step that passes
-    several of them fills all with the same point, so that the curves of different seeds correspond. The last point is
-    within the budget: the gain of a step beyond it does not count. The numbers ``judged`` are infinite if the run
-    diverged.
+    ``spent`` is called with the seconds of the steps so far. Points are denser at the beginning. If a step passes
+    several points, all of them get the same values, so that the curves of different seeds correspond. The last point is
+    within the budget: the gain of a step beyond it does not count. The values named in ``judged`` are infinite if the
+    run diverged.
     """
     curve: list[Point] = []
     seconds, steps, diverged = 0.0, 0, False

@@ -1,4 +1,4 @@
-"""Objectives whose loss takes indices of examples, and which count the examples drawn."""
+"""Objectives that pass indices of examples to their loss, and count the examples drawn."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class IndexObjective(bo.Objective):
 
 
 class IndexTerms(bo.FiniteSum):
-    """Finite sum of a loss of indices over fixed batches, in a random order, for methods that remember every term.
+    """Finite sum of a loss of indices over fixed batches, in a random order, for methods that store every term.
 
     Args:
         loss: called with the indices of a batch.

@@ -1,4 +1,4 @@
-"""Search a grid for the best setting: successive halving, then the neighbours of the best one, also off the grid."""
+"""Search for the best setting: successive halving on a grid, then moves to better neighbours, on or off the grid."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Axis(NamedTuple):
     """Ordered values of a hyper-parameter.
 
     Attributes:
-        values: one or more; with one there is nothing to choose.
+        values: one or more; a single value is not searched.
         least: smallest possible value.
         most: largest possible value.
         extends: True if the search may leave the grid, by the ratio of the last two values; otherwise a best value at
@@ -61,8 +61,8 @@ class Found(NamedTuple):
     Attributes:
         setting: the best one.
         score: its score.
-        edges: hyper-parameters with an untried neighbour: no runs were left, or the axis does not extend beyond its
-            end.
+        edges: hyper-parameters with an untried neighbour, because no runs were left or the axis does not extend
+            beyond its end.
     """
 
     setting: Setting
@@ -93,7 +93,7 @@ def search(
         keep: part of the settings that a round passes to the next.
         moves: maximal number of runs of neighbours.
         joint: pairs of hyper-parameters that also move together, as the best value of one may depend on the other.
-        blind: returns True if a setting's score at this share says nothing; the round then keeps all settings.
+        blind: returns True if a setting's score at this share is uninformative; the round then keeps all settings.
     """
     settings = [
         dict(zip(grid, values, strict=True)) for values in itertools.product(*(a.values for a in grid.values()))

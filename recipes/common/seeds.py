@@ -12,8 +12,8 @@ __all__ = ["begin", "derived", "stream"]
 def derived(seed: int, name: str) -> int:
     """Return the seed of the named stream: the run's own for ``"data"``, otherwise a hash of seed and name.
 
-    Two generators with one seed draw the same numbers: a learner's network drawn with the seed of the data would start
-    as the network that made the data.
+    Two generators with the same seed draw the same numbers: a learner's network drawn with the seed of the data would
+    start as the network that generated the data.
     """
     if name == "data":
         return seed

@@ -14,12 +14,12 @@ of the target. Each seed learns shares and trains a model on them, so that inter
     python -m recipes.data_mixing --text DIR --target NAME      # one folder of your text files per source
     torchrun --nproc-per-node 2 -m recipes.data_mixing --parallel fsdp --scale 1m    # sharded over two processes
 
-Controls: equal shares; training on (another part of) the target itself; DoReMi (arXiv:2305.10429), which does not know
+Controls: equal shares; training on (another part of) the target itself; DoReMi (arXiv:2305.10429), which does not see
 the target; the method without the indirect term. For two sources the learned share is compared with a grid of shares.
 
-The method for language models: ScaleBiO (arXiv:2406.19976). Weights hold only for this tokenizer, these texts and this
-length of training. Settings are tuned for ``--scale tiny`` only, with the seeds of ``--seed 0`` and the grid in view:
-trust only figures of other seeds.
+The method for language models: ScaleBiO (arXiv:2406.19976). Learned shares are valid only for this tokenizer, these
+texts and this length of training. Settings are tuned for ``--scale tiny`` only, with the seeds of ``--seed 0`` and
+knowledge of the grid: trust only figures of other seeds.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Runs:
         }  # fmt: skip
 
     def given(self, weights: Mapping[str, float]) -> dict[str, Any]:
-        """Return fixed shares in the form of learned ones."""
+        """Return fixed shares in the format of learned ones."""
         return {"weights of seeds": [dict(weights) for _ in self.seeds]}
 
 
@@ -166,11 +166,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
                         help="under torchrun: each rank has the model, or a shard (FSDP2); default: ddp")  # fmt: skip
     parser.add_argument("--resume", action="store_true", help="reuse the records in --out")
     parser.settings("scale", SIZES, length="characters per window", batch="windows per batch, over all ranks",
-                    lower_lr="of Adam on the model")  # fmt: skip
+                    lower_lr="learning rate of Adam on the model")  # fmt: skip
     parser.option("steps", 120, "steps of the shares")
-    parser.option("warmup", 20, "first steps, in which the shares are fixed")
+    parser.option("warmup", 20, "first steps, with fixed shares")
     parser.option("lower_steps", 5, "steps of the model for each step of the shares")
-    parser.option("lr", 0.05, "rate of Adam on the logits of the shares")
+    parser.option("lr", 0.05, "learning rate of Adam on the logits of the shares")
     parser.option("train_steps", 300, "steps of each model trained from scratch")
     parser.option("seeds", 5, "number of seeds; each learns shares and trains a model on them")
     parser.option("judged", 512, "windows of the held-out part, for the final losses")

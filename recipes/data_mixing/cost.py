@@ -3,8 +3,8 @@
     python -m recipes.data_mixing.cost --scale 1m
     torchrun --nproc-per-node 2 -m recipes.data_mixing.cost --scale 1m --parallel fsdp
 
-Counts the bytes of all live tensors, and those passed to collectives, not the memory of the process. Batches are as
-small as possible, so that activations, which are as in training, add little.
+Counts the bytes of all live tensors and those passed to collectives, not the memory of the process. Batches are as
+small as possible, so that activations, which are those of training, add little.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ class Norm(nn.Module):
         statistics: ``"batch"``: those of the images of the call, in evaluation too. Support and query of an episode are
             normalised separately, and the query images see each other (transductive, as in the public code of MAML
             and of PZOBO). ``"support"``: those of the support images, for the query too (`Body` sets how many come
-            first). ``"running"``: as ``"batch"`` in training; in evaluation the means over training images set by
-            `calibrate`, so that no image sees another.
+            first). ``"running"``: like ``"batch"`` in training; in evaluation, the means over training images that
+            `calibrate` has set, so that no image sees another.
     """
 
     mean: Tensor
@@ -36,7 +36,7 @@ class Norm(nn.Module):
         self.register_buffer("mean", torch.zeros(width))
         self.register_buffer("variance", torch.ones(width))
         self.statistics = statistics
-        self.first: int | None = None  # number of images that the statistics use; None: all
+        self.first: int | None = None  # number of leading images that the statistics use; None: all
         self.seen: list[tuple[Tensor, Tensor]] | None = None  # statistics of the calls, while `calibrate` collects them
 
     def forward(self, images: Tensor) -> Tensor:

@@ -36,17 +36,17 @@ def arguments(doc: str | None) -> Parser:
     parser.option("query", 5, "query images per class")
     parser.option("tasks", 4, "episodes per meta-step")
     parser.add_argument("--backbone", choices=[*BACKBONES], default="cnn4", help="default: cnn4")
-    parser.add_argument("--statistics", choices=STATISTICS, default="batch", help="for normalisation; default: batch")
+    parser.add_argument("--statistics", choices=STATISTICS, default="batch", help="of normalisation; default: batch")
     parser.add_argument("--augment", action="store_true", help="shift, flip and colour jitter of training images")
-    parser.add_argument("--rotations", action="store_true", help="rotated training classes are new classes")
+    parser.add_argument("--rotations", action="store_true", help="add rotated training classes as new classes")
     parser.add_argument("--autocast", action="store_true", help="evaluate the body in bfloat16")
     parser.add_argument("--outer", choices=[*OUTER], default="adam", help="outer optimizer; default: adam")
     parser.add_argument("--schedule", choices=[*SCHEDULES], default="constant", help="schedule of lr over --steps")
     parser.option("clip", 10.0, "largest norm of the gradient")
     parser.add_argument("--steps", type=int, help="meta-steps per run; default: as many as --seconds allow")
     parser.settings(
-        "data", BUDGETS, seconds="of meta-steps of a run, CPU time on a CPU; not with --steps",
-        evaluations="on validation classes during a run", episodes="of a validation", test_episodes="of the test",
+        "data", BUDGETS, seconds="seconds of meta-steps per run, CPU time on a CPU; not with --steps",
+        evaluations="validations per run", episodes="episodes per validation", test_episodes="episodes of the test",
     )  # fmt: skip
     return parser
 

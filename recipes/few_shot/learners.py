@@ -157,9 +157,9 @@ class HeadAdapting(Bilevel):
 
     .. math:: g_i(x, w) = \ell(w; \phi_x(S_i)) + \tfrac\rho2 \|w\|^2, \qquad f_i(x, w) = \ell(w; \phi_x(D_i))
 
-    Features are computed once for each body and batch (``Objective(features=)``), so that lower steps cost only the
-    head. The head starts at zero, later at the mean of the final heads of the last episodes; a method that learns the
-    start uses it.
+    Features are computed once for each body and batch (``Objective(features=)``), so that lower steps evaluate only the
+    head. The head starts at zero, later at the mean of the final heads of the last episodes; a method that learns its
+    start uses that instead.
 
     Args:
         ridge: :math:`\rho`.

@@ -42,8 +42,8 @@ def plan(arguments: Sequence[str] | None) -> str:
         f"{args.backbone}: {each} each, then {args.test_episodes} test episodes of classes never seen. "
     )
     if args.steps:
-        return text + "How long that takes, the bar of each says."
+        return text + "The progress bar of each shows how long that takes."
     if (args.data, args.backbone, args.device) != ("digits", "cnn4", "cpu"):
-        return text + f"That takes {count * args.seconds / 60:.2g} minutes, and what evaluation takes."
+        return text + f"That takes {count * args.seconds / 60:.2g} minutes, plus the evaluations."
     episodes = (1 + args.evaluations) * args.episodes + args.test_episodes
     return text + f"That takes about {START + count * (args.seconds + episodes * EVALUATION):.0f} s."

@@ -27,7 +27,7 @@ OUTER: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "sgd": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9, nesterov=True),
 }
-SCHEDULES: dict[str, Callable[[float], float]] = {  # factor of the learning rate at a share of the training
+SCHEDULES: dict[str, Callable[[float], float]] = {  # completed share of the training -> factor of the rate
     "constant": lambda share: 1.0,
     "cosine": lambda share: 0.5 * (1 + math.cos(math.pi * min(share, 1.0))),
     "steps": lambda share: 1.0 if share < 0.5 else 0.1 if share < 0.8 else 0.01,

@@ -1,10 +1,12 @@
 """Run experiments of the papers and judge their claims.
 
-python -m recipes.papers list
-python -m recipes.papers run 003-saddle                              # resumes where it stopped
-python -m recipes.papers run 003-cleaning-0.2 --data-root DIR        # DIR has one folder per data set
-python -m recipes.papers run 003-saddle --scale smoke
-python -m recipes.papers report                                      # RESULTS.md from the records
+    python -m recipes.papers list
+    python -m recipes.papers run 003-saddle
+    python -m recipes.papers run 003-cleaning-0.2 --data-root DIR
+    python -m recipes.papers run 003-saddle --scale smoke
+    python -m recipes.papers report
+
+A run resumes where it stopped. DIR has one folder per data set. ``report`` writes RESULTS.md from the records.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ def main(arguments: list[str] | None = None) -> None:
         "--arms",
         nargs="+",
         metavar="NAME",
-        help="run only these arms, and do not judge; rule: the arms that the verdict needs",
+        help="run only these arms, without a verdict; 'rule': the arms that the verdict needs",
     )
-    parser.add_argument("--out", type=Path, help="folder of the records; default for the scale cpu: that of the page")
+    parser.add_argument("--out", type=Path, help="folder of the records; default for the scale cpu: the page's folder")
     args = parser.parse(arguments)
     if args.action == "list":
         show("Experiments", ("", "data", "claim"), [[e.id, e.data or "-", e.claim] for e in EXPERIMENTS.values()])

@@ -1,4 +1,4 @@
-"""Data hyper-cleaning (arXiv:2307.00126, figure 4): the part of RAHGD to which its gain is due."""
+"""Data hyper-cleaning (arXiv:2307.00126, figure 4), and which part of RAHGD its gain is due to."""
 
 from __future__ import annotations
 

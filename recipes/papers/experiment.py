@@ -53,7 +53,7 @@ class Arm:
     Attributes:
         make: object from which the experiment's ``run`` makes the method.
         grid: hyper-parameters to choose for the least score.
-        note: departure from the paper, or another remark.
+        note: a departure from the paper or another remark.
     """
 
     make: Any
@@ -131,7 +131,7 @@ class Experiment:
         target: if set, the score of a run is the base-10 logarithm of the cost at which the curve first reaches this
             value, or of the whole budget if it never does. Default: None, the score of the last points.
         late: last part of the budget over which the score is averaged. Default: 0, the last point only.
-        whole: the paper's budget, in the same unit. Default: None, if its text has none.
+        whole: the paper's budget, in the same unit. Default: None, if its text does not say.
         joint: pairs of hyper-parameters that the search also moves together.
         shares: shares of the budget of the first rounds of the search.
         moves: maximal number of runs of neighbours in the search.
@@ -208,5 +208,5 @@ class Experiment:
         return {"scale": scale, **numbers, "grids": grids, "shares": list(self.shares), "moves": self.moves}
 
     def part(self, scale: str) -> float | None:
-        """Return the budget as a part of the paper's."""
+        """Return the budget as a fraction of the paper's."""
         return None if self.whole is None else self.scales[scale]["budget"] / self.whole

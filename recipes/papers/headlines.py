@@ -1,7 +1,7 @@
-"""The headline of each paper and what became of it, in a sentence for a reader who has to choose a method.
+"""The headline of each paper and its outcome, in a few sentences for readers who choose a method.
 
-A sentence is written for the verdicts of some rows. Where these change, the page leaves the sentence out until it has
-been written anew: it never claims what the records do not show.
+An outcome is written for the verdicts of some rows. If these change, the page omits it until it is rewritten, so that
+the page never claims what the records do not show.
 """
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ from typing import Any, NamedTuple
 
 __all__ = ["COSTS", "HEADLINES", "Cost", "Headline", "headlines"]
 
-STALE = "The verdicts have changed since this was summarised: see the rows."
+STALE = "The verdicts have changed since this summary was written: see the rows."
 
 
 class Headline(NamedTuple):
-    """What a paper is known for.
+    """The claim that a paper is known for, and its outcome.
 
     Attributes:
         paper: such as ``"arXiv:2307.00126"``.
-        name: of its methods.
+        name: name of its methods.
         claim: the headline.
-        outcome: what came out; ``{mean[row][arm]}`` is the mean score of an arm, ``{power[row][arm]}`` ten to that
-            power.
-        rows: the verdict of each row for which the outcome was written; that at equal seconds after ``" @ seconds"``.
-        missing: rows that the headline needs, and which were not run then.
+        outcome: our result; ``{mean[row][arm]}`` is the mean score of an arm, ``{power[row][arm]}`` ten to that power.
+        rows: verdicts for which the outcome was written, by row; ``" @ seconds"`` marks a verdict at equal seconds.
+        missing: rows that the headline needs and that had not been run.
     """
 
     paper: str
@@ -36,12 +35,12 @@ class Headline(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Of a row: hours of one core, with this budget if it is another than that of the scale cpu, and what else to know.
+    """Cost of running a row.
 
     Attributes:
-        hours: of one core, estimated.
-        budget: for which this is the cost. Default: None, that of the scale cpu.
-        note: what belongs to it.
+        hours: estimated hours of one core.
+        budget: budget with this cost. Default: None, that of the scale cpu.
+        note: further remark.
     """
 
     hours: float
@@ -72,7 +71,7 @@ HEADLINES = (
         "Variance reduction (STORM) in every estimate makes stochastic bilevel training the fastest per sample, with "
         "one lower problem or many.",
         "**Not shown.** With one lower problem (a1a, 20,000 samples) SVRB is ahead of STABLE, TTSA, StocBiO and BSA, "
-        "but the same method with plain moving averages is as good ({mean[002-libsvm-a1a][SVRB]:.3f} and "
+        "but plain moving averages instead of STORM are as good ({mean[002-libsvm-a1a][SVRB]:.3f} and "
         "{mean[002-libsvm-a1a][SVRB, average]:.3f} of the loss at the start; STABLE "
         "{mean[002-libsvm-a1a][stable]:.3f}), and at equal seconds StocBiO is ahead. Many lower problems: not run.",
         {"002-libsvm-a1a": "NOT DUE TO METHOD", "002-libsvm-a1a @ seconds": "FAILS"},
@@ -86,8 +85,8 @@ HEADLINES = (
         "**Fails on its two small problems.** The method as written ends at a loss of "
         "{power[000-linear][PZOBO]:.2g} where AID has {power[000-linear][AID-CG]:.2g} (linear), and at "
         "{power[000-twolayer][PZOBO]:.2g} where AID has {power[000-twolayer][AID-FP]:.1g} (two "
-        "layers, 71 % of the paper's budget, its learning rates). What the authors' code computes does beat AID at "
-        "equally many gradients, but leaving the indirect term out altogether is better still, and at equal seconds "
+        "layers, 71 % of the paper's budget, its learning rates). The version in the authors' code does beat AID at "
+        "equally many gradients, but omitting the indirect term altogether is better still, and at equal seconds "
         "AID is ahead. Deep networks (LeNet on MNIST): not run.",
         {
             "000-linear": "FAILS",
@@ -111,8 +110,8 @@ HEADLINES = (
         "leaves a saddle in {power[003-saddle-near][PRAGDA]:.0f} calls (iMCN {power[003-saddle-near][iMCN]:.0f}), "
         "without momentum in {power[003-saddle-near][no momentum]:.0f}. With a fifth of the labels wrong RAHGD ends at "
         "a validation loss of {mean[003-cleaning-0.2][RAHGD]:.3f} where AID has {mean[003-cleaning-0.2][AID]:.3f}; "
-        "plain descent on x has {mean[003-cleaning-0.2][RAHGD, outer GD]:.3f}, so it is the momentum of the lower "
-        "steps that gains. On 20 Newsgroups RAHGD ends at a test loss of {mean[003-news][RAHGD]:.3f} where AID has "
+        "plain descent on x has {mean[003-cleaning-0.2][RAHGD, outer GD]:.3f}, so the gain is due to the momentum of "
+        "the lower steps. On 20 Newsgroups RAHGD ends at a test loss of {mean[003-news][RAHGD]:.3f} where AID has "
         "{mean[003-news][AID]:.3f}; its settings there lie at the edge of the search, so that row is undecided.",
         {
             "003-kappa-quartic": "NOT DUE TO METHOD",
@@ -149,14 +148,14 @@ HEADLINES = (
     Headline(
         "arXiv:2509.02937",
         "F2SA-p",
-        "Differences of order p bring the gradient calls down from eps^-6 to eps^-(4 + 2/p), so that F2SA-2 beats F2SA "
-        "at the same cost.",
+        "Differences of order p reduce the gradient calls from eps^-6 to eps^-(4 + 2/p), so that F2SA-2 beats F2SA at "
+        "the same cost.",
         "**Not decided.** A hypergradient of the same small norm takes 10^{mean[001-theorem-1][eps / 10]:.1f} calls "
         "with p = 1 and 10^{mean[001-theorem-2][eps / 10]:.1f} with p = 2. Whether they grow like eps^-6 and eps^-5 is "
-        "open, since some runs at the coarser accuracy did not come to it. The error of the hypergradient falls like "
-        "nu^p, measured {mean[001-order-1][F2SA]:.2f}, {mean[001-order-2][F2SA]:.2f}, {mean[001-order-3][F2SA]:.2f}, "
-        "{mean[001-order-4][F2SA]:.2f} for p = 1 to 4. Whether F2SA-2 is better on 20 Newsgroups, no row here shows "
-        "yet.",
+        "open, since some runs did not reach the coarser accuracy. The error of the hypergradient falls like nu^p, "
+        "with measured exponents {mean[001-order-1][F2SA]:.2f}, {mean[001-order-2][F2SA]:.2f}, "
+        "{mean[001-order-3][F2SA]:.2f}, {mean[001-order-4][F2SA]:.2f} for p = 1 to 4. No row here shows yet whether "
+        "F2SA-2 is better on 20 Newsgroups.",
         {
             **{f"001-order-{p}": "HOLDS" for p in (1, 2, 3, 4)},
             "001-theorem-1": "UNDECIDED",
@@ -168,8 +167,8 @@ HEADLINES = (
 
 
 def headlines(judged: Mapping[str, Mapping[str, Any]], missing: Mapping[str, str]) -> list[str]:
-    """A table with a row for each paper: its headline, what came out, and the rows that show it or were not run."""
-    lines = ["| paper | its headline | what came out | shown by |", "|---|---|---|---|"]
+    """Return a table with a row for each paper: headline, outcome, and the rows that show it or were not run."""
+    lines = ["| paper | its headline | our result | shown by |", "|---|---|---|---|"]
     for headline in HEADLINES:
         ids = [row for row in headline.rows if " @ " not in row]
         if not {*ids, *headline.missing} & (judged.keys() | missing.keys()):
@@ -182,7 +181,7 @@ def headlines(judged: Mapping[str, Mapping[str, Any]], missing: Mapping[str, str
 
 
 def _outcome(headline: Headline, judged: Mapping[str, Mapping[str, Any]]) -> str:
-    """The sentence with its figures, if it is about the verdicts that there are."""
+    """Return the outcome with its figures, or `STALE` if it was written for other verdicts."""
     words = {row: found["verdict"] for row, found in judged.items()}
     words |= {f"{row} @ seconds": (found["at equal seconds"] or "").split(":")[0] for row, found in judged.items()}
     if any(words.get(row) != word for row, word in headline.rows.items()) or {*headline.missing} & judged.keys():

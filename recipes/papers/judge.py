@@ -62,7 +62,7 @@ class Evidence(NamedTuple):
         return self.start is None or interval(_less(self.start, self.scores[arm])).low > 0
 
     def nothing(self, moved: Sequence[str], varied: Sequence[str]) -> str:
-        """Explain why arms prove nothing: training did not move one of ``moved``, or no seed of ``varied`` differs."""
+        """Explain why arms prove nothing: one of ``moved`` did not train, or all seeds of ``varied`` agree."""
         if still := [arm for arm in moved if not self.moved(arm)]:
             return f"training did not move {' and '.join(still)} from the start"
         if varied and all(len({*self.scores[arm]}) == 1 for arm in varied):
@@ -76,10 +76,10 @@ def judge(rule: Better | Within, evidence: Evidence) -> Verdict:
     if seeds < FEWEST:
         return Verdict(UNDECIDED, f"{seeds} seeds, fewer than {FEWEST}")
     if start is not None and evidence.ignorant is not None and interval(_less(evidence.ignorant, start)).low > 0:
-        return Verdict(UNDECIDED, f"the untrained start {_mean(start)} knows what it is to find: the best answer that "
+        return Verdict(UNDECIDED, f"the untrained start {_mean(start)} already knows the answer: the best one that "
                        f"ignores the inputs has {_mean(evidence.ignorant)}")  # fmt: skip
     if same := [pair for pair in evidence.alike if {*pair} <= {*rule.arms}]:
-        return Verdict(UNDECIDED, f"{' and '.join(same[0])} give the same numbers: one of them is the other")
+        return Verdict(UNDECIDED, f"{' and '.join(same[0])} give the same numbers: they are the same method")
     word, reason = _better(rule, evidence) if isinstance(rule, Better) else _within(rule, evidence)
     if word != UNDECIDED and evidence.part is not None and evidence.part < 0.995:
         word += f" AT {float(f'{100 * evidence.part:.2g}'):g} % OF THE BUDGET"
@@ -112,7 +112,7 @@ def _better(rule: Better, evidence: Evidence) -> Verdict:
         return Verdict(UNDECIDED, f"{', '.join(at_edge)} at an edge ({text})")
     if not rule.speed and (late := [r for r in rule.rivals if evidence.gains[r] > differences[r].mean / 2]):
         return Verdict(UNDECIDED, f"budget too small for {', '.join(late)} ({text})")
-    # A rival or control that does not move proves nothing: it may be broken.
+    # A rival or control that does not move may be broken.
     near = [rule.method, best, *([rule.control] if rule.control not in (None, STILL) else [])]
     if why := evidence.nothing(near, [rule.method, best]):
         return Verdict(UNDECIDED, f"{why} ({text})")

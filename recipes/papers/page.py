@@ -40,10 +40,10 @@ suit a small machine (below, with all departures from the papers). Verdicts are 
 * **NOT DUE TO METHOD**: the claim would hold, but the control has at least half of the gain over the best rival; the
   other rivals do not matter then.
 * **UNDECIDED**: none of these; or a best setting is at an edge, a score has not settled, the start already knows the
-  answer, there are fewer than three seeds or no control, all seeds give the same, or the budget is too small; or two
-  arms that should differ give the same numbers; or the claim is about the score of an arm with a fixed learning rate
-  that was not searched, without saying so.
-* **... AT n % OF THE BUDGET**: with this part of the paper's budget.
+  answer, there are fewer than three seeds or no control, all seeds give the same score, or the budget is too small; or
+  two arms that should differ give the same numbers; or the claim is about an arm whose learning rate is fixed and was
+  not searched, and does not say so.
+* **... AT n % OF THE BUDGET**: with this share of the paper's budget.
 
 Less is better for all scores; the gain of a step beyond the budget does not count. Brackets are 95 % intervals over
 seeds. Every method has its best setting of a grid, which is extended until no neighbour is better, by the median of
@@ -54,7 +54,7 @@ NOT_AGAIN = "not run again under the present rules"
 
 
 def config_of(experiment: Experiment, scale: str, folder: Path) -> None:
-    """Write the inputs of the numbers next to the records; refuse records with other inputs."""
+    """Write the inputs of the runs next to the records; refuse records with other inputs."""
     path, config = folder / "config.json", json.loads(json.dumps(experiment.config(scale)))
     known = json.loads(path.read_text()) if path.exists() else {"config": config, "environment": environment()}
 
@@ -62,7 +62,7 @@ def config_of(experiment: Experiment, scale: str, folder: Path) -> None:
         return {key: value for key, value in numbers.items() if key not in ("grids", "shares", "moves", "seeds")}
 
     if decisive(known["config"]) != decisive(config):
-        raise SystemExit(f"the records in {folder} were made with other numbers: remove them, or put these back")
+        raise SystemExit(f"the records in {folder} were made with other inputs: remove them or restore the inputs")
     save_json(path, {**known, "config": config})
 
 
@@ -104,11 +104,11 @@ def turning(experiment: Experiment, outcome: Outcome) -> str:
     """Return what would change the verdict."""
     rule, scores, word, reason = experiment.rule, outcome.scores, *outcome.verdict
     if word == "UNDECIDED" and "edge" in reason:
-        return "a search that goes on beyond the edge"
+        return "a search beyond the edge"
     if word == "UNDECIDED" and ("budget too small" in reason or "not settled" in reason):
         return "a larger budget"
     if word == "UNDECIDED" and "did not move" in reason:
-        return "a budget or a problem with which training leaves the start"
+        return "a budget or problem with which training moves away from the start"
     if word == "UNDECIDED" and "one trajectory" in reason:
         return "data or starts that differ from seed to seed"
     if word == "UNDECIDED" and "same numbers" in reason:
@@ -128,10 +128,10 @@ def turning(experiment: Experiment, outcome: Outcome) -> str:
     mean = statistics.fmean(pairs[best])
     if rule.control is not None and (word.startswith("NOT DUE") or "control" in reason):
         share = statistics.fmean(scores[best]) - statistics.fmean(scores[rule.control])
-        return f"a control that has less than half of the gain of {mean:.3g} over {best}; it has {share:.3g}"
+        return f"a control with less than half of the gain of {mean:.3g} over {best}; it has {share:.3g}"
     if word.startswith(("FAILS", "TIE")):
         gap = f"{rule.method} better by {max(rule.least - mean, 0):.3g}, so that {best} is behind"
-        return gap + (", or the paper's budget, if it turns the order" if "BUDGET" in word else "")
+        return gap + (", or the paper's budget, if it reverses the order" if "BUDGET" in word else "")
     if word.startswith("HOLDS"):
         return f"{best} better by {mean - rule.least:.3g}, or a control with half of the gain"
     return f"a difference to {best} whose interval excludes {rule.least:g}" + _seeds(pairs[best], rule.least)
@@ -288,7 +288,7 @@ def write_page(experiments: Iterable[Experiment]) -> Path:
             records = Records(current(experiment, RESULTS), frozen=True)
             found = summary(experiment, execute(experiment, "cpu", records))
         except Missing:
-            (RESULTS / experiment.id / "verdict.json").unlink(missing_ok=True)  # the verdict of an earlier search
+            (RESULTS / experiment.id / "verdict.json").unlink(missing_ok=True)  # from an earlier search
             continue
         save_json(RESULTS / experiment.id / "verdict.json", found)
     path = Path(__file__).parent / "RESULTS.md"

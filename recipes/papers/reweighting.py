@@ -123,7 +123,7 @@ def one(data: str) -> Experiment:
         arms={
             "SVRB": Arm(svrb, STORM),
             "SVRB, average": Arm(average, STORM, "moving averages instead of STORM: SVRB without the correction"),
-            "SVRB, no memory": Arm(fresh, RATES, "its Hessian is that of 32 rows, and it stalls"),
+            "SVRB, no memory": Arm(fresh, RATES, "its Hessian comes from 32 rows only, and it stalls"),
             **arms("stable", "ttsa", "stocbio", "bsa"),
         },
         rule=Better(

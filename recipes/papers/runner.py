@@ -122,8 +122,8 @@ def _blind(run: Callable[[dict[str, Any], int, float], Point], setting: dict[str
 class _Median:
     """Score of a setting: its median over the seeds of the search, infinite if a run diverged.
 
-    With the whole budget the third seed is skipped if two are no better than the best setting so far, as then the
-    median is no better either. Scores are cached. Of two settings that miss a target the nearer is better.
+    With the whole budget the third seed is skipped if two are no better than the best setting so far, because then the
+    median is no better either. Scores are cached. Of two settings that miss a target, the nearer one is better.
     """
 
     def __init__(self, run: Callable[[dict[str, Any], int, float], Point]) -> None:

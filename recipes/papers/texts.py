@@ -19,7 +19,7 @@ __all__ = ["EXPERIMENTS"]
 
 
 def run(trial: Trial, entries: bool = False) -> list[Point]:
-    """Run until the oracle calls are spent; the score is the test loss at y*(x). ``entries``: one penalty per entry."""
+    """Run until the oracle calls are spent; the score is the test loss at y*(x). ``entries``: a penalty per entry."""
     scale: Mapping[str, Any] = trial.scale
     problem, _, _ = problem_of(trial.seed, scale["data"], trial.root, scale["least"], 10**6, scale["tol"])
     problem.x = torch.zeros_like(problem.y) if entries else torch.zeros(len(problem.y), 1)

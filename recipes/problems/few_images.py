@@ -1,4 +1,4 @@
-"""Baselines of `recipes.distil`: a few images per class, selected, averaged or fitted without a lower level; tests."""
+"""Tests and baselines of `recipes.distil`: a few images per class, selected, averaged or fitted in one level."""
 
 from __future__ import annotations
 

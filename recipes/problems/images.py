@@ -16,14 +16,14 @@ MEAN, STD = 0.1307, 0.3081  # MNIST's pixels
 def load_images(
     name: str, root: Path | None, download: bool, sizes: tuple[int, int], generator: torch.Generator
 ) -> tuple[Part, Part, Part]:
-    """Return training, validation and test part of a data set of ten classes.
+    """Return the training, validation and test parts of a data set of ten classes.
 
     Args:
         name: ``"digits"`` (bundled with scikit-learn, 8x8 pixels), ``"mnist"`` or ``"fashion"`` (through torchvision).
         root: folder of the torchvision data sets.
         download: fetch a missing one.
-        sizes: number of training and of validation examples, drawn at random from the training part of the data set. Of
-            digits they are drawn from all examples, and the rest is the test part.
+        sizes: number of training and of validation examples, drawn at random from the training part of the data set.
+            For digits they are drawn from all examples, and the rest is the test part.
         generator: source of the random choice.
     """
     if name == "digits":

@@ -30,7 +30,7 @@ HELD_OUT = 0.2  # of the training examples, where there is no test file
 
 
 def load_libsvm(name: str, root: Path | None, download: bool, seed: int = 0) -> tuple[Part, Part]:
-    """Return training and test part.
+    """Return the training and test parts.
 
     Args:
         name: ``"a9a"``, ``"w8a"`` or ``"ijcnn1"``.

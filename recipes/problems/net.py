@@ -23,7 +23,7 @@ STIFFNESS, SLACK = 100.0, 0.02  # stiffness of a thread; width of the smooth tra
 class Net:
     """Square mesh of width 1; nodes have weight 1 and are fixed at the border; threads pull, but do not push.
 
-    So the energy is strictly convex in the positions, and the equilibrium is unique and smooth in the rest lengths.
+    The energy is therefore strictly convex in the positions; the equilibrium is unique and smooth in the rest lengths.
 
     Args:
         side: nodes per side.
@@ -158,7 +158,7 @@ class Net:
 
 
 class Search:
-    """Best rest lengths until the time is over, and the curve of the error."""
+    """Best rest lengths found within the time, and the curve of the error."""
 
     def __init__(self, net: Net, seconds: float) -> None:
         self.net, self.x = net, net.start

@@ -87,7 +87,7 @@ class _Product(torch.autograd.Function):
 def load_newsgroups(
     root: Path | None, download: bool, keep: bool, seed: int, least: int = 1
 ) -> tuple[Part, Part, Part]:
-    """Return training, validation (stratified halves of the official training part) and test part.
+    """Return the training and validation parts (stratified halves of the official training part) and the test part.
 
     Args:
         root: a folder with ``train.jsonl.xz`` and ``test.jsonl.xz`` (one object with ``group`` and ``text`` per line),
@@ -119,7 +119,7 @@ def load_newsgroups(
 
 @lru_cache(maxsize=1)
 def _vectors(root: Path, download: bool, keep: bool, least: int) -> tuple[Any, Any, list[int], list[int]]:
-    """Return features of training and test part, then their group numbers."""
+    """Return the features of the training and test parts, then their group numbers."""
     from sklearn.feature_extraction.text import TfidfVectorizer
 
     (train, train_groups), (test, test_groups) = (texts_of(root, part, download) for part in ("train", "test"))

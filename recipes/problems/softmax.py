@@ -16,7 +16,7 @@ __all__ = ["Cleaning", "Regularised", "Softmax", "corrupted", "standardised", "w
 
 
 class Softmax(Problem):
-    """Base of problems with the validation loss above; subclasses define the training loss with hyper-parameters.
+    """Base class of problems with a validation loss as upper loss; subclasses define the training loss.
 
     Args:
         parts: training, validation and test data; ``y`` is a matrix of features and classes.

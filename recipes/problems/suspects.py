@@ -153,7 +153,7 @@ def at_random(labels: Tensor, share: float, classes: int, g: torch.Generator) ->
 
 
 def in_pairs(labels: Tensor, share: float, classes: int, g: torch.Generator) -> Tensor:
-    """Replace labels of every second class by the next class, twice the share of them."""
+    """Replace twice the share of the labels of every second class by the next class."""
     wrong = (torch.rand(len(labels), generator=g) < 2 * share) & (labels % 2 == 1)
     return (labels + wrong.long()) % classes
 
@@ -203,7 +203,7 @@ class Fit(NamedTuple):
 
     @torch.no_grad()
     def truth(self, features: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Return probabilities of the classes; given the labels, if there are any and the label noise is known."""
+        """Return class probabilities, conditional on the labels if these are passed and the label noise is known."""
         self.model.eval()
         found = torch.cat([self.model(part).softmax(1) for part in torch.split(features, 1000)])
         self.model.train()
@@ -236,7 +236,7 @@ def alone(seen: Rows, decay: float, marks: Sequence[int]) -> Iterator[Fit]:
 def beside(
     seen: Rows, share: float, marks: Sequence[int], weights: Tensor | None = None, called: Tensor | None = None
 ) -> Iterator[Fit]:
-    """Train the model on all rows: trusted ones have a share of the loss; optional row weights and label noise."""
+    """Train the model on all rows, with a share of the loss for trusted ones; row weights and label noise optional."""
     (features, labels), (known, right) = seen.rows, seen.trusted
     held = iter(Batches(len(right), stream(seen.seed, "held")))
 

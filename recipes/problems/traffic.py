@@ -159,7 +159,7 @@ class Traffic:
 
 
 class Search:
-    """Objective of a search: solves the equilibrium for tolls on the tollable half; keeps the best within the time."""
+    """Objective of a search: solves the equilibrium for tolls on the tollable half; keeps the best tolls in time."""
 
     def __init__(self, traffic: Traffic, seconds: float = math.inf) -> None:
         self.traffic, self.v, self.end = traffic, traffic.capacity.clone(), time.process_time() + seconds
