@@ -90,7 +90,7 @@ EXPERIMENTS = [
             "scipy's searches and CMA-ES are scored at their best point so far, the others at the current one",
             "a difference of 0.1, a fifth of the remaining gap, does not count",
             "the best known tolls are the better result of two long searches from one start: on two of the eight "
-            "networks CMA-ES came below them, so that the scores of others there are those of a local minimum",
+            "networks CMA-ES found better ones, so that the scores of others there are those of a local minimum",
             "with as many orthogonal directions as tolls, PZOBO, HOZOG and finite differences agree by construction up "
             "to second-order errors: their tie says nothing about the method",
         ),
