@@ -1,7 +1,7 @@
 """Private names of torch that the package uses: why each of them, and what public name would do.
 
 A name is a path (``torch._guards.tracing``), an attribute of something of torch (``.name``), or a text by which torch
-calls it (``"name"``); a star at the end stands for several.
+calls it (``"name"``); a star at the end matches several.
 """
 
 import ast
@@ -141,7 +141,7 @@ NAMES = [
     ),
     Name('"_zero_grad_profile_name"', "optimizer/checkpoint.py", "likewise", "likewise"),
     Name('"_warned_capturable_if_run_uncaptured"', "optimizer/checkpoint.py", "likewise", "likewise"),
-    # ------------------------------------------------------------------------------------ what is switched on
+    # ------------------------------------------------------------------------------------ switches
     Name(
         "torch.autograd.profiler._is_profiler_enabled",
         "problem/profiling.py",
@@ -228,7 +228,7 @@ def dotted(node: ast.AST, known: dict[str, str]) -> str:
 
 
 def imported(tree: ast.AST) -> dict[str, str]:
-    """What a module imports of torch: the path of each name."""
+    """Return a module's imports of torch: the path of each name."""
     known: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -56,12 +56,12 @@ def close(a, b, atol, rtol=0.0):
 
 
 def z_scores(sample, mean):
-    """Of a sample's mean, in units of its standard error."""
+    """Return the sample's deviation from a mean, in units of its standard error."""
     return (sample.mean(0) - mean) / (sample.std(0) / len(sample) ** 0.5)
 
 
 class Problem:
-    """Live tensors, losses, and what is true of them."""
+    """Live tensors, losses, and their exact solution."""
 
     x: list[Tensor]
     y: list[Tensor]
@@ -72,7 +72,7 @@ class Problem:
 
     @property
     def losses(self):
-        """What ``step`` and ``backward`` take."""
+        """Arguments of ``step`` and ``backward``."""
         return self.upper, self.lower
 
     def apply(self, verb):
@@ -155,7 +155,7 @@ class Quadratic(Problem):
         return [self.direct(y) + self.D.T @ self.adjoint(y)]
 
     def hessian(self):
-        """Of the (quadratic) upper objective x -> f(x, y*(x))."""
+        """Hessian of the (quadratic) upper objective x -> f(x, y*(x))."""
         DA = torch.linalg.solve(self.A, self.D)
         return self.Q + self.R @ DA + DA.T @ self.R.T + DA.T @ self.P @ DA
 
@@ -281,7 +281,7 @@ class Tasks(Problem):
         return torch.linalg.solve(self.A.mean(1), self.D.mean(1) @ self.x[0].detach() + self.e.mean(1))
 
     def solution(self):
-        """What y tends to: the mean of the solutions, or all of them."""
+        """Limit of y: the mean of the solutions, or all of them."""
         return [self.solutions() if self.y[0].dim() == 2 else self.solutions().mean(0)]
 
     def hypergradients(self):

@@ -44,7 +44,7 @@ from .problems import Cleaning, Problem, Quadratic, Saddle, Tasks, seeded
 
 ARGUMENTS = {"lr": 0.1, "lower_lr": 0.1, "lower_steps": 3}
 
-# Every method in the configurations worth testing, "" being the plain one: its arguments beside those above for the
+# Every method in the configurations worth testing, "" being the plain one: its arguments besides those above for the
 # quadratic problem, where an estimate can be accurate.
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "AID": {
@@ -129,7 +129,7 @@ TOLERANCES = {
     **{"F2SA": 1e-6, "F2SA-1": 1e-5, "F2SA-3": 1e-6, "AID-differences": 1e-7, "ESMAML": 1e-6},
 }
 MOMENTUM = ("RAHGD", "PRAHGD", "RAGDA", "RAGDA-newton", "PRAGDA")  # x does not follow gradient descent
-# What makes all outer steps alike, and what suits low precision.
+# Arguments for equal outer steps, and for low precision.
 ALIKE: dict[str, dict[str, Any]] = {"BA": {"growth": 0.0}, "BSA": {"growth": 0.0}}
 SINGLE: dict[str, tuple[dict[str, Any], float]] = {
     "F2SA": ({"nu": 1e-2}, 2e-3),
@@ -165,7 +165,7 @@ class Row:
 
     @property
     def rounding(self):
-        """What divides rounding errors by a small step leaves of 1e-12."""
+        """Precision left of 1e-12, as finite differences divide rounding errors by a small step."""
         return 1e-8 if "hvp" in self.options else 1e-12 / min(self.options.get("nu", 1.0), 0.1)
 
     @property
@@ -217,7 +217,7 @@ class Row:
 
 
 def rows():
-    """Those of all methods that have settings by now."""
+    """Return the rows of all methods that have settings."""
     return [
         Row(methods()[name], variant, options) for name, found in SETTINGS.items() for variant, options in found.items()
     ]

@@ -50,7 +50,7 @@ def module_of(target):
 
 
 def imported(path, nodes=None):
-    """What a module imports of the package: for each name the module that it is of, and its name there; None: all."""
+    """Return a module's imports from the package: for each name its module and its name there; None means all."""
     package, found = parts_of(path)[:-1], {}
     for node in ast.walk(TREES[path]) if nodes is None else nodes:
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -140,7 +140,7 @@ def test_torch_distributed_is_named_in_one_folder():
             assert "from torch.distributed" not in text, path
 
 
-# How a step is made is no business of users: these modules ask the optimizer for its parts. Methods do by ``self``.
+# The parts of a step are private: these modules ask the optimizer for them. Methods do so by ``self``.
 STEPPING = {
     "compiled/steps.py": "makes steps in place of the optimizer",
     "compiled/pure.py": "the step as a function of values",
@@ -185,14 +185,14 @@ def definitions(tree, outer=()):
 
 
 def origin(path, name):
-    """Where a name of a module comes from, and what it is called there."""
+    """Return the origin of a module's name, and its name there."""
     while name in IMPORTED[path]:
         path, name = IMPORTED[path][name][0], IMPORTED[path][name][1]
     return path, name
 
 
 def uses():
-    """Where each function is used: by the module and name of those of a module, by the name of those of a class."""
+    """Return the uses of each function: by module and name for a module's functions, by name for a class's."""
     found = defaultdict(list)
     for path in MODULES:
         for node in ast.walk(TREES[path]):
@@ -216,7 +216,7 @@ def public():
     return found
 
 
-# What is called by others than the package, and is not in its public names.
+# Called from outside the package, without being public names.
 CALLED = {
     "compiled/rewrites.py _function_of.Own.setup_context": "by torch.autograd.Function",
     "kernels/programs.py perturbed": "a program is launched by the name of its reference",
@@ -272,7 +272,7 @@ def test_few_modules_ask_whether_dynamo_reads_them():
 
 
 def test_no_class_declares_what_another_assigns():
-    """A class assigns its own attributes; what is data, and made by a decorator, is declared."""
+    """A class assigns its own attributes; dataclass fields are declared."""
     data = ("dataclass", "values", "NamedTuple", "TypedDict", "total=", "Protocol", "Trackers")
     found = {}
     for path in MODULES:

@@ -69,7 +69,7 @@ def test_a_bad_setting_is_refused_with_its_cause(cls, problem, steps, options, c
 
 
 class OnlyOnce(torch.autograd.Function):
-    """The identity, of which there is no second derivative."""
+    """The identity without a second derivative."""
 
     @staticmethod
     def forward(ctx, y):
@@ -293,7 +293,7 @@ def test_initialised_methods_are_checked(features):
 
 
 def planted(fault):
-    """A pair of losses, one of which has a fault, on 4 upper and 3 lower variables, and who is at fault."""
+    """Return a pair of losses on 4 upper and 3 lower variables, one with a fault, and the name of the faulty one."""
     a, b = torch.randn(3, 4, generator=seeded(1)), torch.randn(3, generator=seeded(2))
     x, y = torch.randn(4, generator=seeded(3)).requires_grad_(), torch.zeros(3, requires_grad=True)
 

@@ -211,7 +211,7 @@ def test_the_program(tmp_path, capsys):
     pair = numbers["two sources"]
     learnt = pair["learned"]["f2sa"]
     shares = [w["headers"] for w in learnt["weights of seeds"]]
-    assert shares[0] != shares[1]  # each seed learns, and a model is trained on what it has found
+    assert shares[0] != shares[1]  # each seed learns shares, and a model is trained on them
     assert learnt["distance"].mean == pytest.approx(sum(shares) / 2 - pair["optimum"].mean)
     best = pair["grid"][f"{pair['best of grid']:g}"]["losses"]
     assert learnt["regret"].mean == pytest.approx((sum(learnt["losses"]) - sum(best)) / 2)
@@ -295,7 +295,7 @@ def test_cost_is_as_worked_out(tmp_path):
 
 
 def everything(rank, parallel):
-    """What one rank of two finds, or one alone."""
+    """Return the results of one rank of two, or of one alone."""
     ranks = ALONE if rank is None else Ranks(rank, 2, dist.group.WORLD)
     SIZES["small"] = {"width": 8, "layers": 1, "heads": 2}
     args = arguments(parallel=parallel, steps=3, warmup=1, lower_steps=1, train_steps=2, judged=12)

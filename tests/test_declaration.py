@@ -1,4 +1,4 @@
-"""What methods declare of themselves, and the lists that have them all."""
+"""Declarations of the methods, and the lists of all methods."""
 
 import inspect
 import re

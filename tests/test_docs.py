@@ -1,4 +1,4 @@
-"""What the documents claim is run."""
+"""Claims and examples of the documents are run."""
 
 import re
 import sys

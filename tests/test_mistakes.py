@@ -1,4 +1,4 @@
-"""What people do by mistake, and traps that they cannot see: each is answered in words that say what to do."""
+"""Common mistakes and hidden traps: the answer to each says what to do."""
 
 import inspect
 import re
@@ -54,7 +54,7 @@ def test_options_by_another_name(method, options, answer):
 
 
 def called(verb, *arguments, **named):
-    """A verb with the losses, or a function with what it is called with."""
+    """Call a verb with the losses, or a function with its arguments."""
     return lambda optimizer, losses: getattr(optimizer, verb)(*losses, *arguments, **named)
 
 
@@ -113,7 +113,7 @@ def test_options_by_position():
 
 @pytest.mark.parametrize("name", sorted(methods()))
 def test_signatures_are_written_out(name):
-    """Whatever works is in the signature, and what is there has a name."""
+    """Every working argument is in the signature, under its name."""
     method = methods()[name]
     parameters = inspect.signature(method).parameters
     assert {p.kind for p in parameters.values()} == {

@@ -1,4 +1,4 @@
-"""Oracle calls of a step as numbers, of which ``declared.cost`` is the wording: steps make them."""
+"""Oracle calls of a step as numbers, which ``declared.cost`` puts in words: steps make them."""
 
 import math
 
@@ -177,5 +177,5 @@ def test_steps_make_these_calls(cls, arguments):
 
 
 def test_every_method_has_its_calls():
-    """But those of contexts, of which nothing simple can be said."""
+    """Contextual methods are exempt, because nothing simple can be said about them."""
     assert set(CALLS) == set(methods()) - {"DLSGD", "RTMLMC"}

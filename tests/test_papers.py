@@ -304,7 +304,7 @@ def test_a_score_that_has_not_settled_is_not_judged():
     assert judge(rule, Evidence(scores, {"new": 0.01, "old": 0.0}, {})).word == "HOLDS"
     falling_still = judge(rule, Evidence(scores, {"new": 0.8, "old": 0.0}, {}))
     assert (falling_still.word, "not settled" in falling_still.reason) == ("UNDECIDED", True)
-    assert judge(rule, Evidence(scores, {"new": 0.8, "old": 0.8}, {})).word == "HOLDS"  # both alike
+    assert judge(rule, Evidence(scores, {"new": 0.8, "old": 0.8}, {})).word == "HOLDS"  # the same for both
 
 
 def test_an_end_of_a_closed_axis_is_an_edge():
@@ -581,7 +581,7 @@ def test_the_penalty_grows():
 def test_scores_of_curves():
     experiment = toy(falling, late=0.5)
     curve = [{"spent": k, "seconds": k / 2, "score": 10.0 - k} for k in range(6)]
-    assert scored(experiment, curve, "spent", 4) == 6.5  # of what was spent beyond 2
+    assert scored(experiment, curve, "spent", 4) == 6.5  # of the budget spent beyond 2
     assert scored(experiment, curve, "seconds", 1) == 8
     assert scored(toy(falling), curve, "spent", 3.5) == 7
     target = toy(falling, target=6.0)
@@ -683,7 +683,7 @@ def test_sabotage_turns_the_verdict_on_the_saddle():
 
 
 def test_sabotage_by_a_leaked_start_turns_the_verdict():
-    """Where the start is what is to be found, every method has it at once, and no verdict can be had."""
+    """If the start is the solution, every method has it at once, and there is no verdict."""
     experiment = small(saddle.EXPERIMENTS[0], budget=500)
     at_minimum = dataclasses.replace(experiment, run=partial(saddle.run, start=(0.0, 0.0, 0.6)))
     found = execute(at_minimum, "smoke", Records()).verdict
@@ -718,7 +718,7 @@ def test_sabotage_of_the_control_is_refused(monkeypatch):
     assert (refused.word, "did not move no momentum" in refused.reason) == ("UNDECIDED", True)
     monkeypatch.setattr(runner, "alike", lambda *_: [])
     monkeypatch.setattr(Evidence, "moved", lambda *_: True)
-    assert [found(same).word, found(still).word] == ["NOT DUE TO METHOD", "HOLDS"]  # what was said before
+    assert [found(same).word, found(still).word] == ["NOT DUE TO METHOD", "HOLDS"]  # the earlier verdicts
 
 
 def test_sabotage_turns_the_verdict_on_the_order_of_the_error():
@@ -767,7 +767,7 @@ def test_experiments_run_and_the_same_seed_gives_the_same_numbers(name):
     ],
 )
 def test_no_two_arms_are_the_same(name, share):
-    """As in the test above, for rows with other arms: one seed, the settings in the middle of their grids."""
+    """Like the test above, for rows with other arms: one seed, the settings in the middle of their grids."""
     budget = share * EXPERIMENTS[name].scales["smoke"]["budget"]
     experiment = small(EXPERIMENTS[name], seeds=1, budget=budget, evaluations=1)
     assert alike(experiment, execute(experiment, "smoke", Records()).runs) == []
@@ -808,7 +808,7 @@ def test_a_headline_is_about_the_verdicts_that_there_are():
         assert summaries.STALE in summaries.headlines({"002-libsvm-a1a": {**row, **change}}, missing)[2]
     assert summaries.STALE in summaries.headlines({}, {"002-libsvm-a1a": "not run", **missing})[2]
     known = summaries.headlines({"002-libsvm-a1a": row, "002-libsvm-w1a": row}, {})[2]
-    assert summaries.STALE in known  # what was not run has been run
+    assert summaries.STALE in known  # a missing row has been run
 
 
 def test_the_page_begins_with_the_five_headlines_and_ends_with_what_was_not_run():

@@ -156,7 +156,7 @@ def test_gradients_of_the_problems_against_differences(name):
 
 
 def test_losses_of_the_softmax_problems():
-    """Beside the loss of torch on the same examples."""
+    """Compare with the loss of torch on the same examples."""
     parts = small_parts()
     y, index = torch.randn(4, 3), torch.tensor([3, 3, 7])
     plain, penalty = torch.nn.functional.cross_entropy, torch.randn(4, 1)

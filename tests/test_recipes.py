@@ -1,4 +1,4 @@
-"""Every program runs, on bundled data and on files in the format of the public downloads, and finds what it should."""
+"""Every program runs, on bundled data and on files in the format of public downloads, with the expected results."""
 
 import csv
 import importlib
@@ -176,7 +176,7 @@ def exchanged(r):
         assert row["tensors"] >= row["between"] > row["state"] > 0 == row["reduced"] == row["gathered"]
 
 
-# Arguments with which each program is run, what it writes, and what is true of the numbers.
+# Arguments of each program's run, its files, and facts about its numbers.
 RUNS = {
     "audit_labels": (
         "--noise structured --seeds 1 --steps 150 --methods small-loss trusted-only glc joint matrix",
@@ -266,7 +266,7 @@ def test_every_program_has_a_run():
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Run a program in this process: what it returns, and what it prints."""
+    """Run a program in this process; return its result and its output."""
     small = {method: {key: values[:1] for key, values in grid.items()} for method, grid in conditioning.GRID.items()}
     monkeypatch.setattr(conditioning, "GRID", small)
     monkeypatch.setattr(many_tasks, "BETA", 0.5)
@@ -641,7 +641,7 @@ def test_missing_data_says_what_to_do(program, arguments, message, tmp_path):
         program.main(arguments.replace("EMPTY", str(tmp_path)).split())
 
 
-# ---------------------------------------------------------------------------------------------------- what they share
+# ---------------------------------------------------------------------------------------------------- shared code
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -770,7 +770,7 @@ def test_a_process_of_its_own(tmp_path, monkeypatch):
 
 
 def test_scales_of_kernels_have_the_right_hypergradient():
-    """At Newton's solutions, beside finite differences of the upper loss."""
+    """At Newton's solutions, compared with finite differences of the upper loss."""
     generator = torch.Generator().manual_seed(0)
     X = torch.randn(40, 3, generator=generator, dtype=torch.float64)
     machine = kernel_machine.Machine(X, X[:, 0].sign(), kernel_machine.start(X))

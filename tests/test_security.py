@@ -1,4 +1,4 @@
-"""What ``docs/security.md`` says: nothing from a checkpoint or from data is run."""
+"""Claim of ``docs/security.md``: nothing from a checkpoint or from data is run."""
 
 import ast
 import io
@@ -74,7 +74,7 @@ RAN = []
 
 
 class Payload:
-    """What a pickle can do."""
+    """Object whose pickle runs code."""
 
     def __reduce__(self):
         return RAN.append, ("run",)

@@ -1,4 +1,4 @@
-"""Random streams of the recipes: no learner knows what it is to find, and its seed does not change the data."""
+"""Random streams of the recipes: no learner starts with the answer, and its seed does not change the data."""
 
 import ast
 import importlib
@@ -40,7 +40,7 @@ def _single_precision():
 
 
 class Draws(TorchDispatchMode):
-    """What is drawn, from which stream, and where optimizers start."""
+    """Draws by stream, and the starts of optimizers."""
 
     def __init__(self, monkeypatch, salt=0):
         super().__init__()
@@ -121,9 +121,9 @@ def one_run(experiment):
     """The start of the method that the claim is about, and a step of it."""
     name = experiment.rule.arms[0]
     arm, numbers = experiment.arms[name], experiment.scales["smoke"]
-    few = {key: min(numbers[key], 10) for key in ("contexts", "repeats") if key in numbers}  # all of them drawn alike
+    few = {key: min(numbers[key], 10) for key in ("contexts", "repeats") if key in numbers}  # all drawn in one way
     scale = {**numbers, "evaluations": 1, **few}
-    for other in EXPERIMENTS.values():  # data are made anew
+    for other in EXPERIMENTS.values():  # make the data again
         for value in vars(inspect.getmodule(function_of(other))).values():
             if hasattr(value, "cache_clear"):
                 value.cache_clear()

@@ -1,4 +1,4 @@
-"""What the benchmark of speed compares with: the algorithms by hand are those of the library."""
+"""References of the speed benchmark: the algorithms by hand are those of the library."""
 
 import importlib.util
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""`suggest`: what it measures against what is true, and what its settings reach."""
+"""`suggest`: its measurements against the truth, and the results of its settings."""
 
 import math
 from functools import partial
@@ -236,7 +236,7 @@ def test_trials_with_tasks_make_as_many_steps_as_those_without(count):
 
 @pytest.mark.parametrize("looks", [0, 40, 150, 280])
 def test_there_is_an_end(monkeypatch, looks):
-    """Whenever the time ends, what is suggested works, and the rest has a reason."""
+    """Whenever the time ends, suggestions work, and the other methods have a reason."""
     x, y, f, g = penalized()
     left = iter(range(looks))
     monkeypatch.setattr(TimeLimit, "over", property(lambda clock: next(left, None) is None))

@@ -1,4 +1,4 @@
-"""What `check_hypergradient` says of planted faults, for five methods, and of the same problems without them."""
+"""Verdicts of `check_hypergradient` on planted faults, for five methods, and on the same problems without them."""
 
 import itertools
 from functools import partial

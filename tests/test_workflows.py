@@ -1,4 +1,4 @@
-"""What others may change does not decide what is run or published; type checkers see an installation."""
+"""Third parties cannot change the code that workflows run or publish; type checkers see an installation."""
 
 import re
 import site

@@ -1,4 +1,4 @@
-"""Faults that are put into compiled steps, each of which a test of this size finds."""
+"""Faults planted in compiled steps: a test of this size finds each of them."""
 
 import warnings
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ def scheduled(row, x, y, held):
 
 
 def both(drive, data=None):
-    """Whether a captured optimizer, driven so, ends where an eager one does."""
+    """Return True if a captured optimizer, driven this way, ends where an eager one does."""
     ends = []
     for captured in (False, True):
         torch.manual_seed(0)

@@ -1,7 +1,7 @@
-"""What a loss reads changes: captured steps beside eager ones, in every way, at several steps, by `step` and `run`.
+"""Captured steps against eager ones when a value read by a loss changes, in every way, by `step` and `run`.
 
 Either all numbers are those of eager steps at every step, or steps are eager and say why. What torch's guards cannot
-see, so that a graph goes on with what was read, is listed in ``UNSEEN``.
+see, so that a graph continues with the old value, is listed in ``UNSEEN``.
 """
 
 import datetime
@@ -22,13 +22,13 @@ METHODS = {
     "AID": (bo.AID, {"lower_steps": 2, "linear_steps": 2}),
     "ITD": (bo.ITD, {"lower_steps": 2}),
 }
-# Reasons for which steps may be eager, all of which the user can check in the loss.
+# Permitted reasons for eager steps; the user can check all of them in the loss.
 REASONS = re.compile(
     r"a loss changes Python values as it runs|a loss draws random numbers|a loss writes into a tensor that is not its"
     r"|a value is read on the host|a parameter has a hook|which Dynamo does not read|a loss uses a tensor with a graph"
     r"|a loss reads a NumPy array|what a loss reads keeps changing|differ|\(.*line \d+.*\)|sparse|tolist|layout"
 )
-# What torch's guards cannot see, so that a graph goes on with what was read until the next comparison.
+# Changes that torch's guards cannot see: a graph continues with the old value until the next comparison.
 UNSEEN = {
     "method of a base class": "a method that an object has from a base class is replaced in that class",
     "bases of a class": "the bases of an object's class are replaced",
@@ -44,7 +44,7 @@ AT = (5, 20, 200)
 
 
 class Attacked(known.Twin):
-    """As there, with a change before a step of choice, by `step` or `run`."""
+    """Run a case with a change before the chosen step, by `step` or `run`."""
 
     def __init__(self, make, captured, method):
         known.METHODS.update(METHODS)
@@ -101,7 +101,7 @@ def test_there_are_many_ways():
 
 
 def unseen(names, slow=()):
-    """Parameters for these names, with what is known to go wrong."""
+    """Return parameters for these names, with marks for known failures."""
     found = []
     for name in names:
         key = name[0] if isinstance(name, tuple) else name
@@ -119,7 +119,7 @@ def test_a_number_that_changes(holder, way):
 
 @pytest.fixture
 def _threads():
-    """As many of torch's threads as before, and a default of torch."""
+    """Restore torch's number of threads and one of its defaults."""
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)

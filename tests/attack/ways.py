@@ -560,7 +560,7 @@ class List(list):
 
 
 def odd():
-    """As of `holders`, what few losses do; each is reached by a closure."""
+    """Return rarer holders than `holders`; each is reached by a closure."""
     o, here, thing = SimpleNamespace(w=1.0, name="a", a=1.0, b=2.0, n=1), SimpleNamespace(), object()
     shared, number, numbers, raw = mp.Value("d", 1.0), ctypes.c_double(1.0), array.array("d", [1.0]), bytearray(b"\x01")
     some, entries, cached, truth, listed = {1.0}, {"a": 1.0, "b": 2.0}, Cached(), Truth(), List([1.0])
@@ -645,7 +645,7 @@ def odd():
         "not a number": (lambda: 1.0 if here.nan != here.nan else 2.0, lambda: setattr(here, "nan", 0.0)),
         "sign of zero": (lambda: 1.5 - 0.5 * math.copysign(1, here.zero), lambda: setattr(here, "zero", -0.0)),
         "type of a number": (lambda: 2.0 if isinstance(here.kind, float) else 1.0, lambda: setattr(here, "kind", 1.0)),
-        # What torch's guards do not see:
+        # Not seen by torch's guards:
         "method of a base class": (lambda: heir.factor(), lambda: setattr(First, "factor", lambda self: 2.0)),
         "bases of a class": (lambda: heir.factor(), lambda: setattr(Heirs, "__bases__", (Second,))),
         "identity": (lambda: 1.0 if here.thing is thing else 2.0, lambda: setattr(here, "thing", object())),

@@ -144,7 +144,7 @@ def compared(row, rounding=None, both=None, **arguments):
 
 
 def graphs(optimizer):
-    """How many graphs have been made."""
+    """Return the number of graphs made so far."""
     return optimizer.captured_graphs
 
 
@@ -273,7 +273,7 @@ torch.save(resumed(row, torch.load(sys.argv[2]), backend=sys.argv[4]), sys.argv[
 
 
 def resumed(row, saved, backend, more=MORE):
-    """What some more steps give of a run that goes on from what was saved, or that begins."""
+    """Return the results of some more steps of a run that resumes from a saved state, or that begins."""
     problem = Regression(row)
     optimizer = problem.optimizer(row)
     optimizer.compile(backend=backend)
@@ -638,7 +638,7 @@ def test_a_trace_leaves_nothing_behind(method):
             optimizer.step(lambda: (y.tanh() - 1).square().sum(), lambda: (y.exp() - x.sigmoid()).square().sum())
         assert optimizer.captured_graphs == 1
 
-    for _ in range(2):  # torch keeps what it has read last
+    for _ in range(2):  # torch keeps its last reading
         captured()
     before = left()
     captured()
@@ -708,7 +708,7 @@ def test_a_run_keeps_what_came_before_a_failure(at):
 @pytest.mark.parametrize("level", ["upper", "lower"])
 @pytest.mark.parametrize("kind", [bo.AID, bo.ITD, bo.StocBiO, bo.RAHGD])
 def test_a_slope_that_is_no_number_at_a_finite_loss_fails(kind, level):
-    """Where a batch has 0, the root has no derivative."""
+    """The root has no derivative if a batch contains 0."""
     x = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
     y = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     steps = {"lower_steps": 1, "linear_steps": 1} if kind is not bo.ITD else {"lower_steps": 1}

@@ -25,7 +25,7 @@ def made(cls):
 
 
 def ends(problem, optimizer):
-    """The losses of some steps, of which the last ones are a run, and where they end."""
+    """Return the losses of some steps (the last ones as a run) and their final parameters."""
     losses = [optimizer.step(problem.upper, problem.lower, tasks=problem.tasks) for _ in range(12)]
     losses += optimizer.run(problem.upper, problem.lower, tasks=problem.tasks, steps=4)
     optimizer.backward(problem.upper, problem.lower, tasks=problem.tasks)

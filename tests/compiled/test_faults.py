@@ -1,4 +1,4 @@
-"""What an attack found in the compiler before this one, on steps that are compiled."""
+"""Regressions in compiled steps, found by an attack on the previous compiler."""
 
 import gc
 import weakref
@@ -28,7 +28,7 @@ class Batch:
 
 
 def both(make, steps=6, at_once=20, **options):
-    """Where eager steps end, and compiled ones, and the compiled optimizer."""
+    """Return the final parameters of eager and compiled steps, and the compiled optimizer."""
     ends = []
     for compiled in (False, True):
         torch.manual_seed(0)
@@ -94,7 +94,7 @@ def test_a_difference_is_found_beside_buffers_too():
 
 
 def test_batches_are_let_go():
-    """What is compiled keeps the form of what it was given, not the batch."""
+    """A compiled step keeps the structure of its inputs, not the batch."""
     x, y = (torch.full((3,), value, dtype=torch.float64, requires_grad=True) for value in (0.1, 0.5))
     data = [rows.clone() for rows in ROWS]
     optimizer = bo.SOBA([x], [y], lr=0.05, lower_lr=0.05)

@@ -1,4 +1,4 @@
-"""What Dynamo reads of a loss: captured steps beside eager ones, whatever the loss reads and however that changes."""
+"""Values that Dynamo reads of a loss: captured steps against eager ones, whatever is read and however it changes."""
 
 import collections
 import contextvars
@@ -22,9 +22,9 @@ from ..problems import seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
 
-# Torch 2.11 reads less, and says other things of what it does not read.
+# Torch 2.11 reads less, and words its reasons differently.
 NEW = not torch.__version__.startswith("2.11.")
-# The first step shows what is drawn, the second makes the graph, uses 1, 2, 4, 8 of it are compared with eager steps.
+# The first step shows the draws, the second makes the graph; its uses 1, 2, 4, 8 are compared with eager steps.
 STEPS, AT = 12, 6  # the last of the steps, and one before which something changes, are by the graph alone
 ROWS = torch.randn(4, 3, generator=seeded(1), dtype=torch.float64)
 METHODS = {
@@ -38,7 +38,7 @@ def base(x, y, factor=1.0):
 
 
 class Twin:
-    """An optimizer, eager or captured, on a lower loss of its own, of whose net it may train the parameters."""
+    """Return an optimizer, eager or captured, on its own lower loss; it may train the parameters of that loss's net."""
 
     def __init__(self, make, captured, method="SOBA", **options):
         torch.set_default_dtype(torch.float64)
@@ -58,7 +58,7 @@ class Twin:
         return sum((y - 1).square().sum() for y in self.lower)
 
     def run(self, steps, at_once=0):
-        """What each step leaves, with those at once as one, and the reasons for which they were eager."""
+        """Return the results of each step (steps of one run as one), and the reasons for eager steps."""
         left, reasons = [], []
         for k in range(steps - at_once):
             if k == AT and self.change is not None:
@@ -706,7 +706,7 @@ def test_what_could_not_be_compiled_stays_eager():
     assert graphs == 0
 
 
-# ------------------------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------------------ refusals
 
 
 def dropout(x, y):
@@ -855,8 +855,8 @@ PYTHON = "a loss draws random numbers (of Python's random)"
         (python_noise, PYTHON, 1),
         (python_choice, PYTHON, 1),
         (python_count, PYTHON, 1),
-        (random_branch, LINE, 1),  # of what is read, versions of torch say different things
-        (counter, (CHANGES, LINE), 1),  # of what is changed or of the line that changes it, by the version of torch
+        (random_branch, LINE, 1),  # the wording depends on the version of torch
+        (counter, (CHANGES, LINE), 1),  # names the change or its line, by the version of torch
         (list_counter, CHANGES, 1),
         (log, CHANGES, 1),
         (own_data, CHANGES, 1),

@@ -1,4 +1,4 @@
-"""Many captured steps in one call: what they draw at once is what they would draw one by one."""
+"""Many captured steps in one call draw the same as steps made one by one."""
 
 import itertools
 
@@ -14,7 +14,7 @@ BATCHES = [torch.randn(2, 3, generator=seeded(k), dtype=torch.float64) for k in 
 
 
 class Numbered:
-    """Batches in an order that a generator gives, which others may share; a list of what was drawn."""
+    """Batches in the order of a generator, which others may share; keeps a list of the draws."""
 
     def __init__(self, name, generator, seen):
         self.name, self.generator, self.seen = name, generator, seen
@@ -48,7 +48,7 @@ def ends(optimizer, losses, x, y, found):
 
 
 def one_by_one_and_at_once(make, steps=(5, 14)):
-    """Where steps lead, and a run; and how many steps of the run followed another one before anything was written."""
+    """Return the ends of steps and of a run, and how many steps of the run were chained before anything was written."""
     results, counted = [], []
     with pytest.MonkeyPatch.context() as patch:
         follow = Chain.follow
@@ -68,7 +68,7 @@ def one_by_one_and_at_once(make, steps=(5, 14)):
 
 @pytest.mark.parametrize("cls", [bo.SOBA, bo.TTSA])
 def test_lists_are_drawn_at_once(cls):
-    """Of different lengths, with a number of draws that is random: bit for bit the same, and so are all positions."""
+    """Runs of different lengths with random numbers of draws agree bit for bit, and so do all positions."""
     chance = {"linear_steps": 2} if cls is bo.TTSA else {}
     steps, run, at_once = one_by_one_and_at_once(lambda: problem(cls, BATCHES[:5], tuple(BATCHES[1:4]), **chance))
     assert all(map(torch.equal, steps, run))
@@ -155,7 +155,7 @@ def test_a_loss_with_other_data_has_another_graph(change):
 
 @pytest.mark.parametrize("kind", ["shared generator", "one objective"])
 def test_the_order_of_draws_is_kept(kind):
-    """Where it matters which loss draws first, step by step as the losses ask."""
+    """If it matters which loss draws first, steps draw one by one, as the losses ask."""
     orders = []
 
     def make():
@@ -172,7 +172,7 @@ def test_the_order_of_draws_is_kept(kind):
 
 
 def test_batches_of_another_form_end_what_is_drawn_at_once():
-    """What was drawn too much is drawn again, numbers of a generator too."""
+    """Surplus draws are drawn again, including numbers of a generator."""
 
     data, results = [*BATCHES, *BATCHES, BATCHES[0][:1]], []
     for at_once in (False, True):
@@ -224,7 +224,7 @@ def test_batches_that_are_written_into_within_a_step_are_captured():
 
 
 def test_a_failing_step_gives_back_random_numbers():
-    """Those of torch's default generator too, which a method without one of its own draws from."""
+    """This holds for torch's default generator too, which methods without a generator use."""
     data = [batch.clone() for batch in BATCHES * 3]
     optimizer, losses, _, _ = problem(bo.TTSA, BATCHES[:3], data)
     for _ in range(3):

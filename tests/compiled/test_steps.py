@@ -21,7 +21,7 @@ STEPS, AT_ONCE = 6, 20  # of these, some are compared with eager steps, and the 
 
 @pytest.fixture
 def followed(monkeypatch):
-    """How many steps followed another one directly, each time."""
+    """Return the numbers of directly chained steps."""
     found, follow = [], Chain.follow
 
     def noted(chain, first, data):
@@ -63,7 +63,7 @@ def test_rows_with_tasks(row, request):
 
 
 def test_options_that_change_in_a_run_are_followed():
-    """Those of the optimizer and of groups make another graph; learning rates do not."""
+    """Changed options of the optimizer or of groups make another graph; learning rates do not."""
     (row,) = (row for row in ROWS if row.name == "AID")
     changes = {
         4: lambda optimizer: setattr(optimizer, "linear_steps", 1),
@@ -95,7 +95,7 @@ def test_what_cannot_be_compiled_runs_eagerly_and_says_where(make):
 
 
 def test_a_run_keeps_what_came_before_a_step_that_fails(followed):
-    """As single steps do; the step that fails is named."""
+    """A run fails as single steps do, and names the failing step."""
     left = []
     for how in ("step", "run"):
         x, y = (torch.full((), value, dtype=torch.float64, requires_grad=True) for value in (0.5, 1.0))
@@ -114,7 +114,7 @@ def test_a_run_keeps_what_came_before_a_step_that_fails(followed):
 
 
 def test_steps_follow_each_other_unless_a_loss_reads_the_memory_of_a_parameter(followed):
-    """Which moves with the steps only once they are written."""
+    """The counter advances only once steps are written."""
     for shares in (False, True):
         followed.clear()
         left = []

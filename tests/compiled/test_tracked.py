@@ -94,7 +94,7 @@ LIKE_OTHERS = ("svrb free", "bsvrb", "rsvrb exact")
 
 @pytest.mark.parametrize("way", [pytest.param(w, marks=[pytest.mark.slow] * (w in LIKE_OTHERS)) for w in WAYS])
 def test_captured_steps_are_the_eager_ones(way, monkeypatch):
-    """As steps and as a run; each number of different tasks has a graph."""
+    """Steps and a run agree; each number of different tasks has its own graph."""
     cls, options = WAYS[way]
     monkeypatch.setattr("bilevel_optim.methods.tracked.rows.REBASE", -2.0)
     results = []

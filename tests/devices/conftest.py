@@ -8,7 +8,7 @@ from . import simulated
 
 @pytest.fixture(autouse=True)
 def _own_numbers():
-    """The device's random numbers begin alike in every test, and are not those of the CPU."""
+    """The device's random numbers start from one seed in every test, and are not those of the CPU."""
     torch.simgpu.manual_seed(11)
     yield
     assert not simulated.watched()

@@ -35,7 +35,7 @@ def placed(problem):
 
 
 def results(problem, optimizer, loss):
-    """What a step has left: all values, gradients, the state and the diagnostics, as tensors of the CPU."""
+    """Return a step's values, gradients, state and diagnostics, as CPU tensors."""
     found = {"loss": loss}
     for level in ("x", "y"):
         for i, t in enumerate(getattr(problem, level)):
@@ -46,7 +46,7 @@ def results(problem, optimizer, loss):
 
 
 def is_there(optimizer):
-    """Whether all parameters, gradients and what is remembered of them are on the device."""
+    """Return True if all parameters, their gradients and their state are on the device."""
     tensors = [t for group in optimizer.param_groups for t in group["params"]]
     kept = [t for state in optimizer.state.values() for name, t in state.items() if "step" not in name]
     return all(t is None or t.device == DEVICE for t in (*tensors, *(t.grad for t in tensors), *kept))

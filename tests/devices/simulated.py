@@ -6,9 +6,9 @@ its own, as for CUDA), double backward, functorch, checkpoints, hooks, ``deepcop
 code. Only kernels are Python: they run the same operator on CPU tensors in the same memory. What a GPU refuses is
 refused, and what a GPU waits for is counted:
 
-* a CPU tensor with dimensions (or a zero-dimensional one in what is no pointwise operator) meets a tensor of the
+* a CPU tensor with dimensions (or a zero-dimensional one in a non-pointwise operator) meets a tensor of the
   device: ``RuntimeError``, in the wording of CUDA;
-* a generator of the CPU for random numbers of the device: ``RuntimeError``, likewise;
+* a generator of the CPU for random numbers of the device: ``RuntimeError`` as well;
 * ``numpy()`` of a tensor of the device: ``TypeError`` of torch itself;
 * host reads (``item``, ``bool``, ``tolist``, ``cpu``, ``nonzero``, boolean masks, ``equal``, ``unique``, ...) and
   uploads (``torch.tensor(..., device=...)``, ``.to(device)``, CPU indices), each with the line of the library that
@@ -92,7 +92,7 @@ def from_device(t: Tensor) -> Tensor:
     return (_alias(t.detach()) if t.device.type == NAME else t.detach()).clone()
 
 
-# ---------------------------------------------------------------------------------------------------- what is counted
+# ---------------------------------------------------------------------------------------------------- counts
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Event:
 
 @dataclass
 class Seen:
-    """What the device was asked for.
+    """Record of the device's operations.
 
     Attributes:
         reads: where the host read from the device, and waited.
@@ -119,7 +119,7 @@ class Seen:
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """How many of each."""
+        """Return the number of each."""
         return len(self.reads), len(self.uploads), len(self.transfers)
 
     def report(self) -> str:
@@ -137,7 +137,7 @@ _WATCHING: list[Seen] = []
 
 
 def watched() -> bool:
-    """Whether somebody counts at present."""
+    """Return True if a count is active."""
     return bool(_WATCHING)
 
 
@@ -274,7 +274,7 @@ _WAITS = frozenset(  # the size of the result, or a value, is read by the host
         "bincount",
     )
 )
-_SCALARS = frozenset(  # take a zero-dimensional CPU tensor as a number, beside what torch tags as pointwise
+_SCALARS = frozenset(  # take a zero-dimensional CPU tensor as a number, besides torch's pointwise ones
     f"aten::{name}"
     for name in (
         "fill_",
@@ -298,7 +298,7 @@ _CPU_INDEX = frozenset(("aten::_index_put_impl_", "aten::index", "aten::_unsafe_
 
 @cache
 def _unchecked() -> frozenset[tuple[str, str]]:
-    """Operators of which CUDA does not require that all tensors are on one device, because the kernel looks itself."""
+    """Operators that CUDA runs on tensors of several devices, because the kernel checks them itself."""
     text = importlib.resources.files("torchgen").joinpath("packaged/ATen/native/native_functions.yaml")
     if not text.is_file():
         return frozenset()
@@ -308,7 +308,7 @@ def _unchecked() -> frozenset[tuple[str, str]]:
 
 
 class _Op:
-    """What is known of an operator."""
+    """Properties of an operator."""
 
     def __init__(self, op: Any) -> None:
         schema = op._schema
@@ -410,7 +410,7 @@ def _unwrapped(value: Any, made: list[tuple[Tensor, Tensor]]) -> Any:
 
 
 def _number(value: Any, args: Sequence[Any]) -> Tensor:
-    """What torch gives Python as a number where it is a tensor: one that leaves the type of the others as it is."""
+    """Return the tensor for a Python number; it does not change the type of the others."""
     like = next((a for a in args if isinstance(a, Tensor)), None)
     kind = torch.tensor(value, device=CPU).dtype if not isinstance(value, float) else torch.float64
     if like is not None and torch.result_type(like, value) == like.dtype:
@@ -664,7 +664,7 @@ _SPECIAL = {
 def _directly() -> Iterator[tuple[str, Any]]:
     """Operators with a kernel of their own: what torch does not make of others, or what CUDA has kernels for anyway.
 
-    (A fallback for all would do, but for what is called inside of a mode that is not on: ``torch.tensor`` in a trace.)
+    (A fallback for all would do, except for calls inside a mode that is not on: ``torch.tensor`` in a trace.)
     """
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     for full in torch._C._dispatch_get_all_op_names():
@@ -725,7 +725,7 @@ class device:
 
 
 def _module() -> types.ModuleType:
-    """What ``torch.cuda`` has, as far as torch itself and callers ask for it."""
+    """The part of ``torch.cuda`` that torch itself and callers use."""
     module = types.ModuleType(f"torch.{NAME}")
 
     def get_rng_state(device: Any = NAME) -> Tensor:

@@ -1,4 +1,4 @@
-"""What once went wrong on accelerators only."""
+"""Regressions that appeared on accelerators only."""
 
 import io
 from contextlib import nullcontext
@@ -64,7 +64,7 @@ def test_random_numbers_that_cannot_be_replayed_are_refused(monkeypatch):
 
 
 def test_modules_without_a_device_to_choose(monkeypatch):
-    """As `torch.mps` has it, whose functions take no device."""
+    """A device module like `torch.mps`, whose functions take no device."""
     state = [torch.zeros(3)]
     module = type("mps", (), {})()
     module.get_rng_state, module.set_rng_state = lambda: state[0], lambda new: state.__setitem__(0, new)
@@ -137,7 +137,7 @@ def test_rows_may_be_kept_on_the_host(name):
 
 @each(("AID", "RAHGD", "SVRB", "RTMLMC"))
 def test_a_checkpoint_of_another_device_can_be_loaded(row, monkeypatch):
-    """Of one that is not here, with all that it says of the run, and from the CPU and to it."""
+    """A checkpoint of an absent device loads with its entire state, and so do those from and to the CPU."""
 
     def make(on_device):
         problem = row.quadratic()
@@ -201,7 +201,7 @@ class Convolved:
 
 
 def test_differences_warn_of_convolutions_in_less_than_single_precision():
-    """Which is how CUDA computes them unless it is told otherwise."""
+    """CUDA computes them this way by default."""
     options = {"hvp": "finite-difference"}
     with torch.backends.cudnn.flags(allow_tf32=False):
         placed(Convolved(torch.float32)).hypergradient(**options)
@@ -251,7 +251,7 @@ def test_what_to_do_about_recurrent_layers_of_cudnn():
 
 
 def test_generators_of_either_device(monkeypatch):
-    """A method's own numbers are the same wherever the generator is seeded alike on one device."""
+    """A method draws the same numbers for the same seed of a generator on one device."""
     for row in (row for row in ROWS if row.name in ("PAID", "PRAGDA", "iMCN")):
         for generator in (seeded(3), torch.Generator(DEVICE).manual_seed(3), None):
             problem = placed(row.quadratic(n=4, m=2))

@@ -1,4 +1,4 @@
-"""How often a step waits for the device, and what it copies there."""
+"""Number of times that a step waits for the device, and its copies there."""
 
 import pytest
 import torch

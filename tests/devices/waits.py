@@ -1,4 +1,4 @@
-"""How often a step of each method waits for the device, as a table: ``python -m tests.devices.waits docs/gpu.md``."""
+"""Count a step's waits for the device, for each method, as a table: ``python -m tests.devices.waits docs/gpu.md``."""
 
 import re
 import sys
@@ -39,13 +39,13 @@ def counted(row, way, **options):
 
 
 def entry(row, way):
-    """As the table has it."""
+    """Return the text of the table's cell."""
     seen = counted(row, way)
     return "" if seen is None else " / ".join(map(str, seen.counts))
 
 
 def table(entries):
-    """Methods that wait alike are in one line."""
+    """Return the rows; methods with the same waits share a row."""
     lines = {}
     for name, found in entries.items():
         lines.setdefault(found, []).append(f"`{name}`")
@@ -53,7 +53,7 @@ def table(entries):
 
 
 def in_docs():
-    """What the table in the docs says, by name of the row."""
+    """Return the table in the docs, by name of the row."""
     text = DOCS.read_text().partition(BEGIN)[2].partition(END)[0]
     found = {}
     for line in text.strip().splitlines()[2:]:

@@ -1,4 +1,4 @@
-"""What `check_hypergradient` said that was not so, and what it and `suggest` moved."""
+"""Wrong reports of `check_hypergradient`, and side effects of it and of `suggest`."""
 
 import random
 import re
@@ -41,7 +41,7 @@ def test_an_unsolved_lower_problem_is_no_reference(reference):
 
 @pytest.mark.parametrize("kappa", [1.0, 1e3, 1e5])
 def test_a_badly_conditioned_lower_problem_is_solved_for_differences(kappa):
-    """What is said to be solved is: the norm is that of the closed form."""
+    """A problem reported as solved is solved: the norm is that of the closed form."""
     problem, optimizer = quadratic(kappa)
     truth = problem.hypergradient()[0]
     try:
@@ -179,7 +179,7 @@ def test_faults_of_equal_entries_are_found(reference, level):
 
 @pytest.mark.parametrize("reference", ["dense", "differences"])
 def test_a_wrong_loss_is_named_rather_than_nu(reference):
-    """What a method of first order takes of g in x is looked at too."""
+    """The derivatives of g in x that a first-order method takes are checked too."""
     x, y = torch.randn(4).requires_grad_(), torch.zeros(4, requires_grad=True)
     optimizer = bo.F2SA([x], [y], lr=0.1, lower_lr=0.5, lower_steps=80)
     with pytest.raises(bo.GradcheckError, match="the lower loss's derivative in x"):

@@ -1,4 +1,4 @@
-"""What fails, or only looks, leaves everything as it was: parameters, state, buffers, random numbers, data."""
+"""Failing and read-only calls leave everything unchanged: parameters, state, buffers, random numbers, data."""
 
 import copy
 import io
@@ -196,7 +196,7 @@ def test_parameters_that_overlap_are_refused(level):
 
 
 def owned(state):
-    """What a state dict says beside the tensors of the parameters."""
+    """Return the entries of a state dict that are not tensors of the parameters."""
     return torch.load(io.BytesIO(state["param_groups"][0]["bilevel"]), weights_only=True)
 
 
@@ -476,7 +476,7 @@ def test_a_failed_step_draws_no_data_and_no_random_numbers(row, source):
 
 
 def test_a_failed_first_step_has_looked_at_nothing():
-    """What it saw of the losses is seen anew: other losses may come after it."""
+    """Findings about the losses are discarded, because other losses may follow."""
     x, y, z = (torch.ones(2, requires_grad=True) for _ in range(3))
     optimizer = bo.AID([x], [y, z], lr=0.1, lower_lr=0.1, lower_steps=2)
 

@@ -1,4 +1,4 @@
-"""What fails or is interrupted in a run: the steps before it are kept, and the data go on where they ended."""
+"""Failures and interrupts in a run: the steps before are kept, and the data continue where they ended."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ ROWS = torch.randn(200, 3, generator=seeded(3), dtype=torch.float64)
 
 
 class Failing:
-    """Batches, one of which cannot be read."""
+    """Batches with one that cannot be read."""
 
     def __init__(self, at, error):
         self.at, self.error = at, error

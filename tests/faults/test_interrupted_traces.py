@@ -25,7 +25,7 @@ class Interrupting:
 
 @pytest.fixture(autouse=True)
 def _interrupts():
-    """As in a terminal: what a shell runs in the background ignores them."""
+    """Enable interrupts as in a terminal; background processes of a shell ignore them."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

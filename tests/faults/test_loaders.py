@@ -97,7 +97,7 @@ def drawn(objective, n):
 @pytest.mark.parametrize("stop", [0, 1, 3, 5])
 @pytest.mark.parametrize("kind", LOADERS)
 def test_data_continue_with_all_their_generators(kind, stop, tmp_path):
-    """Those of a batch sampler, of a dataset, and all but the first were not saved."""
+    """Generators of a batch sampler, of a dataset, and all but the first one are saved too."""
     torch.manual_seed(0)
     first, again = (bo.Objective(sum, LOADERS[kind]()) for _ in range(2))
     drawn(first, stop)

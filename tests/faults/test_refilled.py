@@ -57,7 +57,7 @@ METHODS = {
 
 
 def ends(name, data, features=False, compiled=False, at_once=False, accumulate=1):
-    """Where some steps lead with such data for both losses."""
+    """Return the parameters after some steps with such data for both losses."""
     torch.manual_seed(0)
     cls, options = METHODS[name]
     x, y = (torch.full((3,), value, requires_grad=True) for value in (0.3, 0.1))
@@ -84,7 +84,7 @@ def ends(name, data, features=False, compiled=False, at_once=False, accumulate=1
 @pytest.mark.parametrize("features", [False, True])
 @pytest.mark.parametrize("name", METHODS)
 def test_steps_are_those_with_new_tensors(name, features):
-    """What a step keeps beyond the next draw stays as it was."""
+    """A step's tensors that outlive the next draw stay unchanged."""
     expected = ends(name, lambda: [*ROWS], features)
     assert torch.equal(ends(name, Refilled, features), expected)
     assert torch.equal(ends(name, lambda: Refilled(2), features), expected)
@@ -120,7 +120,7 @@ def test_samples_of_several_batches():
 
 
 def test_all_batches_of_a_pass():
-    """As `check_hypergradient` asks for them."""
+    """`check_hypergradient` draws a whole pass."""
     samples = bo.Objective(torch.sum, Refilled()).samples()
     assert torch.equal(torch.stack([sample.batch for sample in samples]), ROWS)
 

@@ -148,7 +148,7 @@ def test_parameters_without_dimensions_keep_their_precision(row):
 @each(lambda row: not row.variant)
 @pytest.mark.parametrize("tasks", [False, True])
 def test_buffers_advance_once_per_step_and_counts_continue(row, tasks):
-    """The rule, with and without tasks; and counts after a resume, which finds out about the modules anew."""
+    """Buffers advance once, with and without tasks; counts continue after a resume, which detects the modules again."""
     if (tasks and not row.takes_tasks) or (not tasks and row.declared.tasks == "required"):
         pytest.skip("takes no such problem")
 

@@ -19,7 +19,7 @@ TRACKED = [
 
 
 def tables_of(state):
-    """Of each table the entries that it is in, and its name."""
+    """Return the name of each table and the entries that contain it."""
     return [(entries, name) for entries in state["state"].values() for name in entries if name.startswith("rows.")]
 
 

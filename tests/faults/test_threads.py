@@ -28,7 +28,7 @@ def test_warnings_are_filtered_as_before(method):
         for _ in range(2):
             optimizer.step(lambda: net(torch.ones(1, 2)).sum(), lower)
 
-    steps(0)  # what is filtered for good
+    steps(0)  # permanent filters
     before = [*warnings.filters]
     threads = [threading.Thread(target=steps, args=(0.003 * k,)) for k in range(4)]
     for thread in threads:
@@ -41,7 +41,7 @@ def test_warnings_are_filtered_as_before(method):
 
 
 def compiled_in_first_step_of_another(before, after):
-    """Compiled steps beside a first step of another thread, which is in its lower loss meanwhile."""
+    """Make compiled steps while the first step of another thread is inside its lower loss."""
     inside, leave = threading.Event(), threading.Event()
 
     def other():
@@ -91,7 +91,7 @@ def test_nothing_is_traced_beside_the_hooks_of_another_thread():
 
 
 def test_the_hooks_of_another_thread_make_no_new_graphs():
-    """What was compiled is used on while another thread makes its first step."""
+    """Graphs stay in use while another thread makes its first step."""
     optimizer = compiled_in_first_step_of_another(before=3, after=12)
     assert "compile_fallback" not in optimizer.diagnostics
     assert optimizer.captured_graphs == 1

@@ -1,4 +1,4 @@
-"""What crashed, or said nothing that helps, in ordinary use."""
+"""Crashes and unhelpful messages in ordinary use."""
 
 import math
 from contextlib import nullcontext
@@ -148,7 +148,7 @@ def test_an_instance_where_a_class_is_wanted():
 
 @each(lambda row: not row.variant)
 def test_a_missing_argument_is_one_of_the_method(row):
-    """That of MAML was one of ITD."""
+    """For MAML, ITD was named."""
     problem = row.quadratic()
     with pytest.raises(TypeError, match=f"^{row.cls.__name__}: missing a required(.*) argument: 'lr'"):
         row.cls(problem.x, problem.y, lower_lr=0.1, **({"lower_steps": 1} if row.cls.declared.lower_steps else {}))
@@ -208,7 +208,7 @@ def test_a_rate_that_is_none(level, rate):
 
 
 def test_a_floor_without_a_bound_and_complex_parameters_are_refused():
-    """They were accepted, and what is not finite written, or a gradient that is none."""
+    """They were accepted, and wrote non-finite values or a wrong gradient."""
     x, y, *_ = apart()
     with pytest.raises(ValueError, match="Invalid floor value: inf"):
         bo.SVRB([x], [y], lr=0.1, lower_lr=0.1, floor=float("inf"))

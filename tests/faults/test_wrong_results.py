@@ -149,7 +149,7 @@ def test_weight_decay_that_the_linear_system_does_not_know_is_warned_about(row, 
 )
 @pytest.mark.parametrize("name", ["momentum", "weight_decay", "lr"])
 def test_an_option_changed_during_a_run_counts_at_once(cls, options, name):
-    """As it does after a checkpoint, in which it is saved."""
+    """The change counts at once, as it does after a checkpoint that contains it."""
     ends = []
     for resumed in (False, True):
         problem = Quadratic(n=4, m=2)

@@ -1,4 +1,4 @@
-"""The meta-learners: their gradients against independent references, and what they leave alone."""
+"""Meta-learners: gradients against independent references, and the absence of side effects."""
 
 import copy
 
@@ -233,7 +233,7 @@ def test_steps_are_shorter_on_longer_features():
 @pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
 @pytest.mark.parametrize("name", LEARNERS)
 def test_every_learner_lowers_its_loss_and_changes_no_statistics(name):
-    """Over some meta-steps with Adam; a step of a bilevel learner does not move what it is meta-learning."""
+    """Over some meta-steps with Adam; a bilevel learner's step does not move the meta-learned parameters."""
     made = learner(name, evaluating=False)
     outer = torch.optim.Adam(made.upper, 0.02)
     before = {k: v.clone() for k, v in made.network.state_dict().items()}

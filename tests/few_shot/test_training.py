@@ -62,7 +62,7 @@ def test_resumed_training_gives_the_same_numbers(name, tmp_path, monkeypatch):
     assert found["curve"][0]["accuracy"] == expected["curve"][0]["accuracy"]
     for a, b in zip(whole.network.state_dict().values(), resumed.network.state_dict().values(), strict=True):
         assert torch.equal(a, b)
-    # What has ended is not trained further.
+    # A finished run is not trained further.
     assert str(trained(learner(name), 4, path)["curve"]) == str(found["curve"])
 
 
@@ -228,7 +228,7 @@ def test_training_learns():
 
 
 def record(rate, validation, last=None, *, diverged=False, step=1):
-    """What a search for the learning rate reads of a run."""
+    """Entries of a run that a search for the learning rate reads."""
     point = {"seconds": 1.0, "accuracy": validation if last is None else last}
     return {"learner": "a", "lr": rate, "seed": 0, "validation": validation, "curve": [point], "best_step": step,
             "diverged": diverged, "steps": 9}  # fmt: skip

@@ -98,14 +98,14 @@ class Run:
         }
 
     def generators(self):
-        """Those of the data."""
+        """Return the generators of the data."""
         owners = [owner for o in self.problem.stateful for owner in (o, o.data)]
         return [g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)]
 
     # ------------------------------------------------------------------------------------------------ copies
 
     def saved(self):
-        """What a program would save, as bytes."""
+        """Return a program's checkpoint as bytes."""
         problem, file = self.problem, io.BytesIO()
         data = [o.state_dict() for o in problem.stateful]
         rest = {"added": list(problem.added), "data": data, "random": torch.get_rng_state()}
@@ -115,7 +115,7 @@ class Run:
         return file.getvalue()
 
     def load(self, saved, *, optimizer=True):
-        """Take over what was saved."""
+        """Load a saved checkpoint."""
         parts = torch.load(io.BytesIO(saved), weights_only=True)
         for level in parts["added"]:
             if level not in self.problem.added:
@@ -158,7 +158,7 @@ class Run:
 
 
 def called(function, *arguments, thread=False):
-    """The result of a call, or what it raised; warnings of ours are none of its business."""
+    """Return the result of a call or its exception, without the library's warnings."""
 
     def call():
         try:
@@ -179,7 +179,7 @@ def called(function, *arguments, thread=False):
 
 
 def difference(a, b, path=""):
-    """Where two nested values are not the same bit for bit; None if they are."""
+    """Return the first place where two nested values differ in a bit; None if there is none."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         alike = isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and a.shape == b.shape
         return None if alike and torch.allclose(a, b, 0, 0, equal_nan=True) else f"{path}: {a} is not {b}"

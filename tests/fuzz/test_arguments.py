@@ -1,4 +1,4 @@
-"""Bad input is refused with the name of the argument, before anything is written; what is accepted works."""
+"""Bad input is refused with the name of the argument, before anything is written; accepted input works."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Thing:
         return "Thing()"
 
 
-# What is no number, no count, no switch and no word; and numbers that few arguments take.
+# Values of no valid type, and numbers that few arguments take.
 JUNK = (None, "banana", b"b", 1j, [], [0.5], {}, {"a": 1.0}, Thing(), torch.zeros(2))
 NUMBERS = (-1, 0, 1, 3, -0.5, 0.0, 0.5, 2.5, 1e-30, 1e30, math.nan, math.inf, -math.inf, True, False)
 TYPES = {"bool": bool, "int": int, "float": (int, float), "str": str, "None": type(None)}
@@ -41,7 +41,7 @@ def arguments_of(cls):
 
 
 def suits(value, annotation):
-    """Whether a value has a type that the annotation names; None if that cannot be said."""
+    """Return True if the annotation names the type of a value; None if this cannot be decided."""
     names = re.split(r"\s*\|\s*", annotation)
     if not all(name in TYPES for name in names):
         return None
@@ -51,7 +51,7 @@ def suits(value, annotation):
 
 
 def named(error, argument):
-    """Whether an error is of the right kind and names the argument."""
+    """Return True if an error is of the right kind and names the argument."""
     words = {argument, argument.replace("_", " ")} | ({"learning rate"} if argument.endswith("lr") else set())
     return isinstance(error, (TypeError, ValueError)) and any(word in str(error) for word in words)
 

@@ -1,4 +1,4 @@
-"""Where a method is exact, its hypergradient is a dense reference's, and its lower steps are torch's own."""
+"""An exact method has the hypergradient of a dense reference, and its lower steps are torch's own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def settings_of(draw, family):
     """A method of the family that is exact in the limit, on a problem without noise."""
     row = draw(st.sampled_from([row for row in EXACT if row.declared.family == family]))
     kind, declared = draw(kinds(row, exact=True)), row.declared
-    if kind.data == "tasks" and not declared.lower_steps:  # what a single loop remembers starts anew with the tasks
+    if kind.data == "tasks" and not declared.lower_steps:  # the state of a single loop restarts with new tasks
         kind = replace(kind, data="one")
     choices = ("sgd", "momentum") if declared.lower_optimizer != "none" else ("sgd",)
     options = {"vectorize": draw(st.sampled_from((True, False, 2)))}

@@ -1,4 +1,4 @@
-"""What the fuzz has found, small."""
+"""Minimal cases found by fuzzing."""
 
 import copy
 import warnings
@@ -50,7 +50,7 @@ def test_empty_parameters_among_those_that_are_perturbed(row):
 @pytest.mark.parametrize("features", [False, True])
 @each(("PZOBO", "F2SA", "F2SA-4-independent"))
 def test_first_looks_draw_no_random_numbers(row, features):
-    """An optimizer that has looked at the losses before, and one that looks now, go on alike."""
+    """An optimizer that has checked the losses and one that checks them now continue in the same way."""
     case = Case(row.name, Kind(dropout=True, features=features))
     old, new = Run(case), Run(case)
     saved = old.saved()
@@ -90,7 +90,7 @@ def test_a_gradient_that_only_differences_begin_with_is_looked_at(row):
 @pytest.mark.parametrize("level", ["upper", "lower"])
 @each(("STABLE", "SVRB"))
 def test_an_update_after_a_group_was_added(row, level):
-    """STABLE moved y with what it knew of tensors that it had not seen."""
+    """STABLE moved y with a state of tensors that it had not seen."""
     ends = []
     for added in (False, True):
         run = Run(Case(row.name))

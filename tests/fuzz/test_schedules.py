@@ -1,4 +1,4 @@
-"""Schedules of calls: what is drawn and disturbed ends bit for bit where an undisturbed twin does."""
+"""Random schedules of calls: a disturbed optimizer ends bit for bit where an undisturbed twin does."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Schedule(RuleBasedStateMachine):
             assert not (found := difference(before, after)), (outcome, found)
             return
         assert not problem.fired or how in NON_FINITE, f"{how} in the {level} loss has passed"
-        try:  # what was looked at only leaves no trace
+        try:  # read-only calls leave no trace
             self.agreed((outcome, after), self.on(self.twin, self.twin.step, verb))
         except AssertionError as error:
             # A perturbed path is left out, and LBFGS need not use the last gradient that it has asked for.
@@ -150,7 +150,7 @@ class Schedule(RuleBasedStateMachine):
     @precondition(lambda self: self.checkpoint is not None)
     @rule()
     def return_(self):
-        """To what was saved before, in the live optimizer and in a fresh one."""
+        """Return to a saved checkpoint, in the live optimizer and in a fresh one."""
         saved, added = self.checkpoint
         if added == self.main.problem.added:
             self.twin = Run(self.case)

@@ -16,12 +16,12 @@ from bilevel_optim.oracle.oracle import none_to_zeros
 
 from ..problems import Problem, assign, flat, seeded, values
 
-ROWS, TASKS, BATCH = 12, 3, 4  # rows of data, of which each task has its own four
+ROWS, TASKS, BATCH = 12, 3, 4  # rows of data, four for each task
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What decides a problem.
+    """Settings of a problem.
 
     Attributes:
         upper, lower: shapes of the tensors.
@@ -104,7 +104,7 @@ class Toy(Problem):
         return [o for o in self.objectives if isinstance(o, bo.Objective)]
 
     def groups(self, level, **first):
-        """What the constructor takes for a level; the first group may have options of its own."""
+        """Return the constructor's argument for a level; the first group may have its own options."""
         tensors = [*self.x, *self.start] if level == "upper" else self.y
         entries = [(f"{level}_{i}", t) for i, t in enumerate(tensors)] if self.kind.named else tensors
         if self.kind.groups:

@@ -1,4 +1,4 @@
-"""`lower_lr="auto"`: the rate that is measured, what it costs, and the same compiled, with tasks, and resumed."""
+"""`lower_lr="auto"`: the measured rate and its cost; also compiled, with tasks, and resumed."""
 
 from functools import partial
 
@@ -180,7 +180,7 @@ def test_adaptation_measures_too(many):
 
 @pytest.mark.parametrize("name", ["SOBA", "AID", "F2SA", "ITD"])
 def test_compiled_and_resumed_runs_go_on_like_eager_ones(name):
-    """The rate is a tensor of the graph, so that nothing is compiled anew."""
+    """The rate is a tensor of the graph, so that nothing is recompiled."""
     torch.manual_seed(0)
     batches = [torch.randn(6, dtype=torch.float64) for _ in range(5)]
 

@@ -1,4 +1,4 @@
-"""What needs a GPU: captured steps, CUDA graphs, how often a step waits for the device, kernels (skipped without).
+"""Tests that need a GPU (else skipped): captured steps, CUDA graphs, waits for the device, kernels.
 
 The first two are run by `tests/devices` too, on a simulated device in CUDA's place.
 """

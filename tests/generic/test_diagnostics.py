@@ -1,4 +1,4 @@
-"""What a step says about itself: keys, shapes, and the same as plain floats."""
+"""Diagnostics of a step: keys, shapes, and the same values as plain floats."""
 
 import copy
 import math
@@ -50,7 +50,7 @@ def documented(row, tasks):
 
 
 def length(optimizer, shape, tasks):
-    """Of a vector of this shape; None: a scalar."""
+    """Return the length of a vector of this shape; None for a scalar."""
     if shape == "copies":
         return len(stencil(optimizer.order, optimizer.stencil).nodes)
     if shape == "directions":

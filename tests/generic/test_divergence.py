@@ -1,4 +1,4 @@
-"""What diverges is seen: in ``diagnostics`` always, and in one warning that says what to change."""
+"""Divergence is reported: in ``diagnostics`` always, and in one warning that says what to change."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""What a method declares that it draws is what its eager steps draw, from the losses and from a sampler of tasks."""
+"""A method's declared draws are those of its eager steps, from the losses and from a sampler of tasks."""
 
 import math
 
@@ -14,11 +14,11 @@ from ..problems import seeded
 from ..registry import ROWS, each
 
 STEPS = 6
-CONTEXTS = ("RTMLMC", "DLSGD")  # what they draw follows from levels that are drawn
+CONTEXTS = ("RTMLMC", "DLSGD")  # their draws depend on random levels
 
 
 class Noted(bo.Objective):
-    """An objective that notes the level of what is drawn from it."""
+    """An objective that records the level of each draw."""
 
     def __init__(self, source, level, log):
         super().__init__(source.loss, features=source.features)
@@ -58,7 +58,7 @@ class Noted(bo.Objective):
 
 
 class NotedTasks:
-    """A sampler that notes what is drawn from it."""
+    """A sampler that records its draws."""
 
     def __init__(self, source, log):
         self.source, self.log = source, log
@@ -80,7 +80,7 @@ class NotedTasks:
 
 
 def watch(optimizer):
-    """Let each step compare what it has drawn with what was declared before; the list gets what was declared."""
+    """Let each step compare its draws with those declared before; return the list of declared draws."""
     log, declared = [], []
     objectives, compute = optimizer._objectives, optimizer._compute
 
@@ -108,7 +108,7 @@ def watch(optimizer):
 
 
 def watched(row, problem, **options):
-    """What the first steps of a method declare, each of which is compared; in the midst all is forgotten."""
+    """Return the declarations of a method's first steps, after comparing each; the state is cleared in the middle."""
     optimizer = row(problem.x, problem.y, **{"short": True, "lr": 0.01, "lower_lr": 0.02, **options})
     declared = watch(optimizer)
     for k in range(STEPS):
@@ -191,7 +191,7 @@ def test_with_the_options_that_draws_depend_on(row, options):
 
 
 def test_a_first_step_in_chunks(monkeypatch):
-    """Where all tasks are looked at, but are too many for once."""
+    """A step visits all tasks, which are too many for one evaluation."""
     monkeypatch.setattr(tracking, "CHUNK", 1)
     (row,) = (row for row in ROWS if row.name == "RSVRB")
     first, second, *_ = watched(row, row.cleaning("tasks"), task_batch=2, initial_steps=1)

@@ -1,4 +1,4 @@
-"""How losses are evaluated makes no difference: vmap or loop, features apart or inline, precision, device."""
+"""Results do not depend on the evaluation of losses: vmap or loop, separate features, precision, device."""
 
 from contextlib import nullcontext
 
@@ -40,7 +40,7 @@ def agree(row, a, b):
 
 @FORMS
 def test_features_apart_are_features_inline(row, form):
-    """Objective(features=) gives the same numbers: what it saves is counted for a few methods elsewhere."""
+    """Objective(features=) gives the same numbers; other tests count its savings for a few methods."""
     inline = outcome(row, form)[0]
     apart, optimizer = outcome(row, form, features=True)
     agree(row, apart, inline)
@@ -139,7 +139,7 @@ def test_cuda_equals_cpu(row):
 
 @pytest.mark.parametrize("method", [bo.SOBA, bo.FSLA, bo.AID])
 def test_differences_of_gradients_share_the_random_numbers_of_a_sample(method):
-    """Whereas an exact product is made of a single evaluation, which may draw what it likes."""
+    """An exact product needs a single evaluation, which may draw anything."""
     found = []
     for hvp in ("exact", "finite-difference"):
         x, y = (torch.linspace(a, 1, 4, dtype=torch.float64).requires_grad_() for a in (0.2, -1))

@@ -1,4 +1,4 @@
-"""What makes every method a ``torch.optim.Optimizer``: groups, schedulers, kinds of parameters, and what is refused."""
+"""Every method is a ``torch.optim.Optimizer``: groups, schedulers, kinds of parameters, refused arguments."""
 
 import inspect
 

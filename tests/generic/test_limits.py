@@ -1,4 +1,4 @@
-"""Clipping and projection of the lower steps, and lower optimizers that are not what they seem."""
+"""Clipping and projection of the lower steps, and lower optimizers that misbehave."""
 
 import functools
 import math
@@ -56,7 +56,7 @@ def test_a_lower_step_along_a_clipped_gradient(clip, expected):
     optimizer = bo.FirstOrder([x], y, lr=0.1, lower_lr=1.0, lower_steps=1, lower_clip=clip)
     optimizer.backward(lambda: y[1].sum() + x.sum(), lower)
     assert [float(t.detach()) for t in y] == pytest.approx(expected)
-    assert optimizer.diagnostics["lower_residual"] == pytest.approx(5.0)  # of the loss, not of what was made of it
+    assert optimizer.diagnostics["lower_residual"] == pytest.approx(5.0)  # of the loss, before clipping
 
 
 def test_every_task_is_clipped_by_its_own_norm():

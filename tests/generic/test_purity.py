@@ -1,4 +1,4 @@
-"""A step is a function: what is computed is written only afterwards, wherever a loss is evaluated."""
+"""A step is a function: its results are written only at the end, wherever a loss is evaluated."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What lasts from step to step: checkpoints, copies, starting points, and that a failing step leaves it alone."""
+"""State between steps: checkpoints, copies, starting points; a failing step does not change it."""
 
 import copy
 import io
@@ -16,7 +16,7 @@ from ..registry import ALIKE, ROWS, each
 
 
 def written(*parts):
-    """As after a run that was stopped: what torch.save wrote."""
+    """Return the state as torch.save and torch.load restore it after a stopped run."""
     file = io.BytesIO()
     torch.save(parts, file)
     file.seek(0)
@@ -33,7 +33,7 @@ FIRST = [next(row for row in ROWS if row.declared.family == family) for family i
         for row in ROWS
         for how in ("warm", "cold", "tasks")
         if row.declared.tasks != {"tasks": "none"}.get(how, "required" if how == "cold" else "")
-        # The base class makes these of each alike.
+        # The base class handles these in the same way for each.
         and (row in FIRST if how == "cold" else how == "warm" or not row.variant or row.declared.tasks == "rows")
     ],
 )
@@ -60,7 +60,7 @@ def test_resumes_bit_for_bit(row, how):
             stops[k] = written(optimizer.state_dict(), values(problem.parameters), data, torch.get_rng_state())
         problem.run(optimizer)
     end = values(problem.parameters, (p.grad for p in problem.x))
-    assert len(optimizer.state) <= len(problem.parameters)  # nothing of what was stacked stays
+    assert len(optimizer.state) <= len(problem.parameters)  # no stacked tensor stays
     for k, (state, parameters, data, random) in stops.items():
         again, resumed = make()
         resumed.load_state_dict(state)
@@ -122,7 +122,7 @@ def test_starts_of_the_lower_steps(row):
 
 @each()
 def test_nothing_is_written_that_is_not_finite(row):
-    """Of losses with finite values, whose slope is no number in one evaluation."""
+    """The losses have finite values, but one evaluation has a gradient of NaN."""
     if row.declared.tasks == "required" or row.variant:
         return
     noticed = 0
@@ -184,7 +184,7 @@ def test_a_failing_loss_changes_nothing(row, form, how):
             if isinstance(error, bo.NonFiniteError):
                 assert error.step == step
                 assert error.oracle in ("upper_grad", "lower_grad", "hvp", "jvp", "loss")
-            # Of many perturbed paths a diverging one is left out.
+            # One diverging path among many perturbed ones is left out.
             assert isinstance(error, KeyError) == (how == "raise")
             assert not isinstance(error, bo.BilevelWarning) or ("left out" in str(error) and k > 1)
             assert everything() == before

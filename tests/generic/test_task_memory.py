@@ -29,7 +29,7 @@ def table(optimizer, y):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_each_task_goes_on_where_it_ended(name):
-    """Half of the way in each step that draws it; the solution of each after many steps, of which none has a mean."""
+    """Half of the way in each step that draws it; after many steps each task is at its own solution, not at a mean."""
     optimizer, _, y, upper, lower, tasks = made(name, task_memory=True)
     solutions = torch.cat([TARGETS, TARGETS[:, :1]], 1)
     drawn = torch.zeros(5)

@@ -1,4 +1,4 @@
-"""What goes wrong with x is told once: a loss that grows, a run that has diverged, an update made twice."""
+"""Problems with x are reported once: a growing loss, a diverged run, an update made twice."""
 
 import warnings
 from functools import partial
@@ -118,7 +118,7 @@ def test_noise_is_not_said_to_make_the_loss_worse():
 
 
 def test_a_control_that_does_not_move_x_is_told():
-    """f depends on x through y alone, of which FirstOrder takes nothing."""
+    """f depends on x only through y, a dependence that FirstOrder ignores."""
     optimizer, _, g = made("FirstOrder", 0.1)
     y = optimizer.parameters("lower")[0]
     with pytest.warns(bo.BilevelWarning, match=r"x does not move: the upper loss depends on x through y alone"):

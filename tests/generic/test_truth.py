@@ -16,7 +16,7 @@ def settled(row, problem, **options):
 
 
 def relative_error(problem):
-    """Of the gradient; that in an initial point, which the solution does not depend on, is zero."""
+    """Return the gradient's relative error; it must be zero in an initial point without effect on the solution."""
     truth = flat(problem.hypergradient())
     gradient = flat(t.grad for t in problem.x)
     return float((gradient - torch.cat([truth, truth.new_zeros(len(gradient) - len(truth))])).norm() / truth.norm())
@@ -36,7 +36,7 @@ def test_quadratic(row):
     close(loss, problem.upper().detach(), 1e-5, 1e-4)
 
 
-# What a single loop carries starts anew with stacked tasks, so that it has not settled after one step.
+# The state of a single loop restarts with stacked tasks, so that it has not settled after one step.
 @each(lambda row: row.tolerance and (row.declared.tasks == "rows" or (row.takes_tasks and row.declared.lower_steps)))
 def test_quadratic_tasks(row):
     problem = row.quadratic(tasks=True)

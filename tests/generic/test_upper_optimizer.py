@@ -1,4 +1,4 @@
-"""Any optimizer of torch for x, and for y with a rate of its own: under every verb what it does by itself."""
+"""Any torch optimizer for x, and for y with its own rate, does the same under every verb as on its own."""
 
 from functools import partial
 
@@ -16,7 +16,7 @@ ALLOWED = each(lambda row: not row.declared.upper_update)
 
 
 def quick(**options):
-    """Two numbers, of which the lower one follows the upper one."""
+    """Two scalars; the lower one follows the upper one."""
     x, y = torch.tensor([2.0, -1.0], requires_grad=True), torch.zeros(2, requires_grad=True)
     arguments = {"lr": 0.1, "lower_lr": 0.5, "lower_steps": 2, **options}
     method = arguments.pop("method", bo.AID)

@@ -1,4 +1,4 @@
-"""What a closure may do: the oracles against plain torch, for every kind of model that must work."""
+"""Oracles against plain torch, for every kind of model and closure that must work."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Case:
     vmap: bool = True  # whether vmap can do it; otherwise the loop must take over
     second: str | None = None  # why it cannot be differentiated twice, as the error says
     random: bool = False
-    rough: bool = False  # its second derivative leaves out what it should contain, by its own design
+    rough: bool = False  # its second derivative is incomplete by design
     hidden: bool = False  # torch does not see where it reads its parameters, unless they are the live ones
 
 

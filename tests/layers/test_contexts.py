@@ -231,7 +231,7 @@ def test_smoothness_is_estimated_on_samples():
 
 
 def test_warns_if_beta_is_too_small():
-    """As after 800 steps, whose corrections fall too slowly, and fast enough."""
+    """Corrections as after 800 steps, falling too slowly and fast enough."""
     count = torch.tensor([0, 400, 200, 100, 60, 40, 30.0])
     for lower_lr, variance, growing in (
         (0.1, [0, 1, 0.7, 0.5, 0.37, 0.26, 0.19], True),

@@ -1,4 +1,4 @@
-"""What the user hands over: objectives, finite sums, samplers of tasks."""
+"""The user's data: objectives, finite sums, samplers of tasks."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def test_empty_and_exhausted_data_are_errors():
 
 
 def test_evaluations_of_one_sample_share_random_numbers():
-    """Those that the first one drew; replaying them does not disturb the stream."""
+    """The first draws are replayed, without disturbing the stream."""
     sample, device = Objective(lambda: torch.rand(3)).draw(), torch.device("cpu")
     with sample.replayed(device):
         first = sample()
@@ -125,7 +125,7 @@ def test_mapped_objectives_share_batch_and_random_numbers(kind):
     later = source.mapped(lambda value: -value).draw()  # the mapped one first: its random numbers are the source's too
     again = later.mapped(lambda value: -2 * value)
     torch.testing.assert_close(value(again, again.features), -2 * value(later, later.features))
-    if kind in ("batches", "features"):  # one stream, of which 1, 2 and 3 are drawn above
+    if kind in ("batches", "features"):  # one stream; 1, 2 and 3 are drawn above
         assert [float(o.draw().batch) for o in (mapped, source, mapped.mapped(lambda value: value))] == [4.0, 1.0, 2.0]
         assert mapped.sample(2.0).batch == 2.0
 

@@ -27,7 +27,7 @@ needs_triton = pytest.mark.skipif(registry.programs() is None, reason="no Triton
 
 
 def ask(*arguments, **variables):
-    """What a process of its own finds."""
+    """Return the results of a separate process."""
     result = subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", *arguments],
         capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2], env={**os.environ, **variables},
@@ -164,7 +164,7 @@ def test_conjugate_gradients_made_of_the_step():
 
 @pytest.mark.parametrize("lanes", [True, False])
 def test_solver_on_flat_vectors_is_the_solver(lanes):
-    """What runs on a GPU, here with the reference: several tensors, lanes, a start, a tolerance."""
+    """The GPU's path, here with the reference: several tensors, lanes, a start, a tolerance."""
     A, b = torch.randn(3, 9, 9), [torch.randn(3, 4), torch.randn(3, 5)]
     H = A @ A.mT / 9 + torch.eye(9) * torch.tensor([1.0, 1.0, -9.0 if lanes else 1.0]).view(-1, 1, 1)
 

@@ -121,7 +121,7 @@ def krylov(H, b, k):
 
 
 def solved(solver, H, b, start=None, *, way="alone", **options):
-    """The solution of one system: alone, as a lane beside an easy one, compiled, or in a compiled lane."""
+    """Solve one system: alone, as a lane next to an easy one, compiled, or in a compiled lane."""
 
     def solve(b, start):
         return solver(
@@ -419,7 +419,7 @@ SCALES = [
 @pytest.mark.parametrize("scaled", ["b", "both"])
 @pytest.mark.parametrize(("dtype", "scale", "tolerance"), SCALES, ids=str)
 def test_scales_of_either_side_do_not_matter(solver, way, scaled, dtype, scale, tolerance, monkeypatch):
-    """Squares of what is added up would be zero or infinite in the type of the parameters."""
+    """Squared terms of the sums would be zero or infinite in the type of the parameters."""
     if way == "traced":
         monkeypatch.setattr(linear, "is_dynamo_compiling", lambda: True)
     H, b = torch.linspace(0.5, 2.0, 8, dtype=dtype), torch.linspace(-1.0, 1.0, 8, dtype=dtype)

@@ -139,7 +139,7 @@ def same_memory(a, b):
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *WHOLE])
 def test_a_rule_is_the_optimizer_step_for_step(name):
-    """Also with a learning rate that changes; and what it is given is left as it was."""
+    """Also with a learning rate that changes; the arguments stay unchanged."""
     factory = {**OPTIMIZERS, **WHOLE}[name]
     start = Vector([torch.tensor([0.5, -0.7]), torch.tensor([0.9, 0.1, -1.3])])
     live = [t.clone().requires_grad_() for t in start]

@@ -125,7 +125,7 @@ def test_the_text_has_the_methods_own_options():
 
 
 def test_a_method_may_have_an_init_of_its_own():
-    """As methods of users had before there were fields; it is not among `methods`, as it declares nothing."""
+    """A user's method from before there were fields; it is not in `methods`, because it declares nothing."""
 
     class Older(bo.AID):
         def __init__(self, upper, lower, *, lower_steps=2, extra=1, **others):

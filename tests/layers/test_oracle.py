@@ -24,7 +24,7 @@ def scalars():
 
 
 def figures(oracle, x, y):
-    """Value, gradients and products in v = 5 at a point, and what they have to be."""
+    """Return value, gradients and products in v = 5 at a point, and their expected values."""
     f, g, v = oracle.f.draw(), oracle.g.draw(), Vector([torch.tensor([5.0])])
     loss, in_x, in_y = oracle.upper(f)
     alone, in_x_alone = upper_slope(oracle, "upper", f)
@@ -295,7 +295,7 @@ def test_checkpointing_many_problems_is_an_error_not_a_wrong_number(vectorize):
 
 
 def run(n, vectorize=True, session=None, fails=None, alone_fails=None, **options):
-    """What was evaluated, in which parts."""
+    """Return the evaluations, by their parts."""
     session = session or Session(EvaluationOptions(vectorize=vectorize))
 
     def together(part):
@@ -353,7 +353,7 @@ def test_the_loop_takes_over_for_good_and_says_why(where):
 
 
 def test_an_exception_of_the_loss_is_raised_again():
-    """What is wrong with the loss is wrong in the loop too, and is no reason to give up vmap."""
+    """An error of the loss occurs in the loop too, and is no reason to give up vmap."""
     session = Session()
     for error in (KeyError("no such sample"), torch.OutOfMemoryError("too large")):
         with pytest.raises(type(error)) as raised:

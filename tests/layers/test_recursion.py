@@ -1,4 +1,4 @@
-"""What variance-reduced methods are made of: projections and recursions (T2, T7 to T11, T15), points, rows."""
+"""Parts of variance-reduced methods: projections and recursions (T2, T7 to T11, T15), points, rows."""
 
 import pytest
 import torch
@@ -151,7 +151,7 @@ def test_points_give_every_derivative_of_every_task(options):
 
 @every_way
 def test_products_are_those_of_the_matrices(options):
-    """Of each task what is tracked, and the weighted sum of u - V r."""
+    """Compare each task's tracked vectors, and the weighted sum of u - V r."""
     weights = torch.tensor([0.5, 2.0, 1.0])
     points, x, y, truths, counts = measured(options, apart=False, weights=weights)
     r, tolerance = torch.randn(3, 4, generator=seeded(4)), 1e-8 if "hvp" in options else 1e-12

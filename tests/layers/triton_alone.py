@@ -1,4 +1,4 @@
-"""What needs a process of its own: Triton's interpreter, chosen before the import, and compilation without a GPU."""
+"""Checks in a separate process: Triton's interpreter, chosen before the import, and compilation without a GPU."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def cg(programs, dtype, lanes, n):
 
 
 def cases(programs, dtype):
-    """What the programs and the references give, by name of the operator."""
+    """Yield the results of the programs and of the references, by name of the operator."""
     for count, n in SIZES:
         for results in (
             *(seeded(programs, dtype, count, n, k, o) for k in KINDS for o in OFFSETS),

@@ -137,7 +137,7 @@ def test_gap_in_closed_form(T):
 
 
 def test_joint_steps_carry_the_hypergradient_from_a_point_far_from_the_solution():
-    """Where f has no gradient in x at the start of y, as with a head that starts at zero."""
+    """f has no gradient in x at the start of y, as with a head that starts at zero."""
     generator = torch.Generator().manual_seed(0)
     target, x0 = (torch.randn(n, generator=generator, dtype=torch.float64) for n in (3, 9))
     x = x0.clone().requires_grad_()

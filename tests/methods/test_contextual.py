@@ -27,7 +27,7 @@ def probabilities(levels, base=0):
 
 
 def level(optimizer):
-    """Of the one context of the last step."""
+    """Return the level of the only context of the last step."""
     (k,) = optimizer.diagnostics["level_counts"].nonzero().flatten().tolist()
     return k
 

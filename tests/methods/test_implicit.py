@@ -154,7 +154,7 @@ def test_unrolling_through_momentum(factory):
 
 @pytest.mark.filterwarnings("ignore:the (upper|lower) loss depends on no")
 def test_no_indirect_term_without_cause():
-    """f independent of y, no lower step, or g without x (of which f depends): the direct gradient exactly."""
+    """f independent of y, no lower step, or g without x (on which f depends): the direct gradient exactly."""
     problem = PenaltyQuadratic()
     x, y = torch.randn(3).requires_grad_(), torch.ones(2, requires_grad=True)
     for cls, options in ((bo.AID, {}), (bo.ITD, {}), (bo.FirstOrder, {}), (bo.F2SA, {"nu": 0.05})):
@@ -347,7 +347,7 @@ def test_a_direct_solve_is_exact_where_cg_is_not(options):
 
 
 def test_a_direct_solve_of_many_rows_is_made_in_parts(monkeypatch):
-    """The Hessian of a lower loss over two tensors, some of whose rows are zero, by 7 rows at a time."""
+    """Compute the Hessian of a lower loss over two tensors, with some zero rows, by 7 rows at a time."""
     monkeypatch.setattr("bilevel_optim.oracle.second_order.ROWS", 7)
     x, a, b = (torch.randn(n).requires_grad_() for n in (3, 5, 4))
     direct = bo.AID([x], [a, b], lr=0.1, lower_lr=0.1, lower_steps=0, linear_solver="direct", damping=0.7)

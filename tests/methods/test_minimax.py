@@ -173,7 +173,7 @@ def test_perturbing_the_initial_point_saves_steps():
 
 
 def test_theory_of_the_minimax_theorem_stops_at_the_saddle():
-    """With the true constants L = 1, rho = 2 the printed algorithm ends beside the saddle, after K steps."""
+    """With the true constants L = 1, rho = 2 the printed algorithm ends near the saddle, after K steps."""
     for eps, period in ((1e-2, 2), (1e-5, 8)):
         theta = min(4 * (2 * eps / 16) ** 0.25, 1.0)
         _, steps, restarts, gap, _ = run(

@@ -764,7 +764,7 @@ def test_arguments_of_the_perturbed_theorem(theta, size, chi, radius, ratio):
     assert optimizer.perturbation / optimizer.restart_radius == pytest.approx(ratio, rel=0.03)
     smaller = theory(bo.PRAHGD, size, mu=0.5, eps=eps, gradient_bound=1e9)
     assert smaller.perturbation == pytest.approx(L * smaller.restart_radius**2 / 4e9)
-    # What the proof needs of the corrected theta, for lr = 1/(4L).
+    # Required of the corrected theta by the proof, for lr = 1/(4L).
     B, K, lr = optimizer.restart_radius, optimizer.restart_period, 1 / (4 * L)
     assert 20 * rho * B * lr * K * (2 / theta + K) <= 0.5
 

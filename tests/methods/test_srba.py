@@ -9,7 +9,7 @@ import bilevel_optim as bo
 
 
 class Terms:
-    """n lower and m upper quadratic terms whose means are well conditioned, and single terms are not alike."""
+    """n lower and m upper quadratic terms, which differ, with well-conditioned means."""
 
     def __init__(self, n=6, m=4, spread=1.0):
         g = torch.Generator().manual_seed(5)
@@ -40,7 +40,7 @@ class Terms:
         )
 
     def gradient_norm(self):
-        """Of f(x, y*(x)) over all terms."""
+        """Return the gradient norm of f(x, y*(x)) over all terms."""
         scale, shift = self.lower_data
         mean = (scale * shift).mean(0) / scale.mean()
         y = self.D @ self.x.detach() + mean

@@ -1,4 +1,4 @@
-"""Stochastic methods: against literal loops on the same draws, in their neighbourhoods, and by what they evaluate."""
+"""Stochastic methods: against literal loops on the same draws, in their neighbourhoods, and by evaluations."""
 
 import itertools
 from functools import partial
@@ -65,7 +65,7 @@ class Noisy(Problem):
         return grad_x - self.cross(i, eta * sum(terms))
 
     def term(self, x, y, j, products, i, eta, count):
-        """One term of it, which stands for ``count``."""
+        """Return one term of the series, weighted by ``count``."""
         grad_x, term = self.grad_f(j, x, y)
         for k in products:
             term = term - eta * self.A[k] @ term
@@ -287,7 +287,7 @@ def test_saba_converges_linearly_where_soba_stalls():
 def test_the_series_with_fresh_samples_is_unbiased():
     """By enumeration of all samples: eta sum_q (I - eta A)^q b with the mean A, and the mean cross derivative.
 
-    Likewise one random term of it.
+    So is one random term of the sum.
     """
     p, eta, steps = Noisy(terms=2), 0.2, 3
     p.y[0].data.copy_(torch.randn(4))
@@ -316,7 +316,7 @@ def test_the_series_with_fresh_samples_is_unbiased():
 
 @pytest.mark.parametrize("cls", [bo.TTSA, bo.StocBiO])
 def test_estimates_have_the_mean_of_the_truncated_series(cls):
-    """What the class draws: z-scores of 300 estimates at one point."""
+    """The class's estimates: z-scores of 300 at one point."""
     p, eta, steps, drawn = Noisy(), 0.2, 3, []
     options = {"lr": 0.0, "lower_lr": 0.0, "lower_steps": 0, "linear_steps": steps, "linear_lr": eta}
     optimizer = cls(p.x, p.y, **options, generator=seeded(1))
@@ -396,7 +396,7 @@ def test_both_points_see_the_same_samples(cls):
 
 @pytest.mark.parametrize("cls", [bo.MRBO, bo.SUSTAIN, bo.VRBO])
 def test_random_numbers_of_a_sample_are_those_at_both_points(cls):
-    """Where nothing moves, differences on one sample vanish, dropout masks included."""
+    """If nothing moves, differences on one sample vanish, dropout masks included."""
     x, y, W = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True), torch.randn(20, 3)
 
     def upper():

@@ -98,7 +98,7 @@ class Family(Problem):
 
 
 class Sampler:
-    """Tasks and noise, random or given for each step, of which the first looks at every task; f and g get the same."""
+    """Tasks and noise, random or set for each step; the first step visits every task; f and g get the same."""
 
     def __init__(self, family, draws, noises):
         self.family, self.draws, self.noises, self.step = family, draws, noises, 0
@@ -408,7 +408,7 @@ def test_golden_trace_of_the_literal_loop():
 
 @pytest.mark.parametrize("lazy", [True, False])
 def test_golden_trace(lazy):
-    """Of the eight ways to draw three probes of two tasks, one is that of the specification."""
+    """One of the eight ways to draw three probes of two tasks is that of the specification."""
     for seed in range(100):
         family = Golden()
         optimizer = bo.RSVRB(
@@ -562,7 +562,7 @@ def test_t20_importance_probabilities_minimise_the_factor_of_the_theory():
 
 
 def test_drawing_by_importance_is_unbiased():
-    """Where nothing moves, w is a moving average of the gradient times the row's scale, which has mean one for each."""
+    """If nothing moves, w is a moving average of the gradient times the row's scale, which has mean one for each."""
     family, given = Family(6, 2, 2), torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     optimizer = bo.RSVRB(family.x, family.y, lr=0.0, lower_lr=1e-9, beta=0.9, beta_unit="absolute", task_batch=6,
                          generator=seeded(), probabilities=given, lazy=False)  # fmt: skip

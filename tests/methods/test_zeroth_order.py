@@ -322,7 +322,7 @@ def test_warns_of_noise_once():
         optimizer.step(upper, lower)
     assert float(optimizer.diagnostics["noise_to_signal"]) == pytest.approx(2001**0.5)
     optimizer.step(upper, lower)
-    # Where the direct term dominates, the noise of the indirect one is no reason to warn.
+    # If the direct term dominates, the noise of the indirect one is no reason to warn.
     other.step(lambda: (x - 1).square().sum() * 10 + upper(), lower)
 
 

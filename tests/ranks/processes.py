@@ -37,7 +37,7 @@ def _main(rank, world, address, function, results, arguments, timeout):
 
 
 def together(world, tmp_path, function, *given, arguments=(), timeout=200.0, lost=()):
-    """What the function returns on each rank, called as ``function(rank, *arguments)``; those lost return nothing."""
+    """Call ``function(rank, *arguments)`` on each rank; return its results by rank, without those of lost ranks."""
     with mp.Manager() as manager:
         results = manager.dict()
         address = f"file://{tmp_path}/rendezvous-{next(NUMBERS)}"

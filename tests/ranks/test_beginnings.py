@@ -17,7 +17,7 @@ DRAWING = [row for row in ROWS if row.name in ("AID", "PZOBO", "SVRB", "RSVRB")]
 
 
 def differing(rank):
-    """What is said of an x or y that differs in one bit on one rank; the last run has none."""
+    """Return the errors about an x or y that differs in one bit on one rank; the last run has no difference."""
     said, group = [], dist.group.WORLD
     for level in ("upper", "lower", None):
         problem = Quadratic(n=4, m=2)
@@ -56,7 +56,7 @@ CHANGES = {
 }
 
 
-# What the second rank has of its own, and what is said of it.
+# Options of the second rank alone, and the resulting messages.
 OPTIMIZERS = {
     "lower_optimizer (SGD on rank 0, Adam on rank 1);": {"lower_optimizer": torch.optim.Adam},
     "lower_optimizer (SGD on rank 0, LBFGS on rank 1);": {"lower_optimizer": torch.optim.LBFGS},
@@ -76,7 +76,7 @@ def aid(**options):
 
 
 def error_of(problem, optimizer):
-    """What a step raises, if anything; then it changes nothing."""
+    """Return the error of a step, which must change nothing then; None if there is no error."""
     before = values(problem.x, problem.y)
     try:
         problem.run(optimizer)
@@ -87,7 +87,7 @@ def error_of(problem, optimizer):
 
 
 def differing_optimizers(rank):
-    """What is said where one rank has an optimizer, or an argument, of its own."""
+    """Return the errors if one rank has a different optimizer or argument."""
     upper = {"upper_optimizer": partial(torch.optim.Adam, betas=(0.5 if rank == 1 else 0.9, 0.9))}
     return [error_of(*aid(**options if rank == 1 else {})) for options in OPTIMIZERS.values()], error_of(*aid(**upper))
 
@@ -137,7 +137,7 @@ def compiled(rank):
 
 
 def differing_options(rank):
-    """What is said where one rank has another option, from the beginning or later; the last runs have none."""
+    """Return the errors if one rank has another option, from the start or later; the last runs have none."""
     said, group = [], dist.group.WORLD
 
     def tried(problem, optimizer):
@@ -165,7 +165,7 @@ def everything(rank):
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def results(request, tmp_path_factory):
-    """What each rank found."""
+    """Return the results of each rank."""
     return together(request.param, tmp_path_factory.mktemp("ranks"), everything)
 
 

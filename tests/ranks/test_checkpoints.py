@@ -88,7 +88,7 @@ def begun(kind, rank, world):
 
 
 def leg(kind, rank, world, load=None, save=None, steps=2):
-    """What a run has come to that begins with one checkpoint, and leaves another."""
+    """Return the end of a run that starts from one checkpoint and writes another."""
     model, optimizer, step = begun(kind, rank, world)
     if load is None:
         for _ in range(2):

@@ -158,7 +158,7 @@ def mixed_precision(*case, **options):
 
 
 def refusals(rank, world):
-    """What cannot be, on all ranks alike."""
+    """Return the errors of impossible calls, the same on all ranks."""
     with pytest.raises(RuntimeError, match="set_reshard_after_backward"):
         sharded(bo.AID, {}, rank=rank, world=world)
     for method in (bo.F2SA, bo.FirstOrder):  # torch loses the gradients of the first block
@@ -184,7 +184,7 @@ def refusals(rank, world):
 
 
 def sampled(rank, world):
-    """Where the ranks draw data of their own, and look at few rows."""
+    """The ranks draw their own data, and read few rows."""
     row = next(row for row in ROWS if row.name == "RSVRB-faithful")
     options = {"rank": rank, "world": world, "lower_batch": 2, "process_group": dist.group.WORLD}
     return [

@@ -16,7 +16,7 @@ from ..problems import Quadratic, same, values
 from .processes import together
 
 METHODS = {"AID": bo.AID, "F2SA": bo.F2SA, "PZOBO": bo.PZOBO, "SOBA": bo.SOBA}
-# After how many evaluations of which loss the second rank fails.
+# Number of evaluations of a loss after which the second rank fails.
 MOMENTS = {
     "at the first": ("lower", 1),
     "in the middle": ("lower", 3),
@@ -31,7 +31,7 @@ def moments_of(name):
 
 
 class Failing(Quadratic):
-    """A quadratic problem one of whose losses does something else the k-th time."""
+    """A quadratic problem with a loss that does something else the k-th time."""
 
     def __init__(self, **options):
         super().__init__(**options)

@@ -25,7 +25,7 @@ REFUSED = {
 
 
 def begun(kind, name, rank=None, world=1, keep=None):
-    """The body comes before what is wrapped, and the loss has a penalty on the wrapped parameters outside of it."""
+    """The body precedes the wrapped module; the loss has a penalty on the wrapped parameters outside of it."""
     row = next(row for row in ROWS if row.name == name)
     torch.manual_seed(0)
     problem = row.cleaning(n=24, part=None if rank is None else (rank, world))

@@ -1,4 +1,4 @@
-"""What a step exchanges is what its method's formula says, and memory falls where parameters are sharded."""
+"""A step exchanges the volume of its method's formula, and memory falls if parameters are sharded."""
 
 from argparse import Namespace
 

@@ -1,4 +1,4 @@
-"""What the package says: the texts of its errors, warnings, and reasons for eager steps, read from the source."""
+"""Messages of the package: its errors, warnings, and reasons for eager steps, read from the source."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Source:
         return found[0] if len(found) == 1 else None
 
     def texts(self, node: ast.expr, path: Path, scope: ast.AST | None, depth: int = 0) -> list[str]:
-        """What an expression may say, with a hole for every part that is known only when it runs."""
+        """Return the possible texts of an expression, with a hole for every part known only at run time."""
         again = [path, scope, depth + 1]
         if depth > 6:
             return [HOLE]
@@ -158,6 +158,6 @@ def entries(page: str) -> list[str]:
 
 
 def matches(entry: str, words: str) -> bool:
-    """Whether a message begins as an entry says; a hole in either stands for anything."""
+    """Return True if a message begins like an entry; a hole in either matches anything."""
     pattern = re.escape(entry).replace(re.escape(HOLE), ".*?")
     return re.match(pattern, words) is not None or words.startswith(entry)

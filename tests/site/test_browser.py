@@ -232,7 +232,7 @@ def test_the_table_of_methods_is_filtered(open_page):
         page.screenshot(path=f"{folder}/filtered.png")
 
 
-# What a newcomer looks for: the links to click from the first page, and words that answer.
+# A newcomer's questions: the links to click from the first page, and words of the answer.
 TASKS = {
     "install it": (["Start"], "pip install"),
     "choose without second derivatives": (["Choose", "F2SA"], "first derivatives"),
@@ -266,7 +266,7 @@ def test_a_newcomer_finds_it_in_three_clicks(open_page, task):
     assert answer in page.inner_text("article")
 
 
-# What people come with, and what a full answer has. Two clicks from the first page.
+# Questions of users, and parts of a full answer. Two clicks from the first page.
 QUESTIONS = {
     "which method": (["Choose"], ["Are there one to three upper parameters?", "RSVRB", "suggest"]),
     "weight decay per layer": (["How to", "Weight decay for each layer"], ["log_decay", "train anew", "weight_decay"]),

@@ -22,7 +22,7 @@ ELSEWHERE = ("checkpoints", "ddp")
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.stem not in ELSEWHERE], ids=lambda p: p.stem)
-@pytest.mark.filterwarnings("default", "error::bilevel_optim.BilevelWarning")  # tools warn of what is theirs
+@pytest.mark.filterwarnings("default", "error::bilevel_optim.BilevelWarning")  # tools give warnings of their own
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
     if not blocks:

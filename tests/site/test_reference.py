@@ -1,4 +1,4 @@
-"""The reference has a place for every public name, and the site's tables say of every method what is true."""
+"""The reference has a place for every public name, and the site's tables are right about every method."""
 
 import inspect
 import re
@@ -160,7 +160,7 @@ def test_the_words_that_people_type_are_those_of_one_page(pages):
 
 @pytest.fixture(scope="module")
 def entries_of_a_page(pages):
-    """What the index is told by the extension `entries` of a page with one section and one term."""
+    """Return the index entries that the extension `entries` makes of a page with one section and one term."""
     pytest.importorskip("sphinx")
     from types import SimpleNamespace
 

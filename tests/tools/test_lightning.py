@@ -26,7 +26,7 @@ SHAPES = {  # a way to step, and whether Lightning counts it in global_step
 
 
 def trained(row, take):
-    """A trainer after some steps made by ``take(wrapped optimizer, problem)``, and what it has come to."""
+    """Return a trainer after some steps made by ``take(wrapped optimizer, problem)``, and its end."""
     problem, optimizer = made(row, Both)
 
     class Module(lightning.LightningModule):

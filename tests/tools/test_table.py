@@ -14,7 +14,7 @@ HEAD, _, *ROWS = [[cell.strip() for cell in line[1:-1].split("|")] for line in P
 
 
 def cases(module, function):
-    """What a test goes through by itself, and the names that pytest gives its parameters."""
+    """Return the cases that a test loops over, and pytest's names of its parameters."""
     found = [set(cell) for cell in getattr(module, "CELLS", ())]
     names = {name for cell in found for name in cell}
     for mark in getattr(function, "pytestmark", ()):

@@ -1,4 +1,4 @@
-"""What of torch drives a ``torch.optim.Optimizer`` drives these: schedulers, hooks, scaling, averages, compilation."""
+"""Tools of torch for its optimizers work with these: schedulers, hooks, scaling, averages, compilation."""
 
 from importlib import import_module
 
@@ -218,7 +218,7 @@ def test_step_hooks_see_every_way_to_step(row):
     assert calls == ["pre", "post"] * 3
 
 
-# What a profile shows of a step, beside torch's own "Optimizer.step#...".
+# A step's ranges in a profile, besides torch's own "Optimizer.step#...".
 RANGES = {
     "AID": {"draw", "lower solve", "linear solve", "cross product"},
     "F2SA": {"draw", "lower solve"},

@@ -53,7 +53,7 @@ def arguments(transformers, path, **options):
 
 
 def trained(transformers, row, shape, path, resume=None, **options):
-    """What a Trainer has come to, and the losses that it was given."""
+    """Return a Trainer's result and its losses."""
     problem, model, optimizer, schedule = begun(row)
     losses = []
 
