@@ -80,7 +80,7 @@ def test_the_package_imports_itself_by_relative_names():
     assert not absolute
 
 
-def test_few_modules_stand_outside_of_the_folders():
+def test_few_modules_are_outside_the_folders():
     assert len(list(PACKAGE.glob("*.py"))) <= 6
     folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert folders <= set(LAYERS)
@@ -100,7 +100,7 @@ def test_a_folder_imports_only_those_below(path):
             assert target[1] in allowed, f"{'.'.join(own)} imports {'.'.join(target)}"
 
 
-def test_what_compiles_has_one_door():
+def test_compilation_has_one_entry_point():
     """Nobody who does not compile pays for it, and nothing of a step knows it."""
     outside = (path for path in MODULES if parts_of(path)[0] != BEHIND)
     importing = {path for path in outside if any(parts_of(target)[0] == BEHIND for target in imports(path))}
@@ -159,7 +159,7 @@ def parts_of_a_step():
     return {f".{name}" for name in names if name[0] == "_"}
 
 
-def test_private_names_stay_at_home_or_are_in_the_table():
+def test_private_names_stay_in_their_module_or_are_in_the_table():
     """Nothing that begins with an underscore is used but through self, in the module that has it, or with a reason."""
     used = {(file_of(path), name) for path in MODULES for name in private_names(TREES[path])}
     own, others = parts_of_a_step(), {(file, name) for file, name in used if entry_of(name, file) is None}
@@ -167,7 +167,7 @@ def test_private_names_stay_at_home_or_are_in_the_table():
     assert {file for file, _ in others} == STEPPING.keys()
 
 
-def test_the_table_of_private_names_has_none_too_many():
+def test_the_table_of_private_names_has_no_unused_entries():
     used = {(entry_of(name, file_of(path)), file_of(path)) for path in MODULES for name in private_names(TREES[path])}
     gone = {(row.name, file) for row in NAMES for file in row.files.split() if (row, file) not in used}
     assert not gone
@@ -301,7 +301,7 @@ def test_few_classes_stand_between_a_method_and_torch(name):
     assert bo.BilevelOptimizer.__bases__ == (Options, Optimizer, ABC)
 
 
-def test_what_a_method_overrides_is_in_the_list():
+def test_overridden_hooks_are_in_the_list():
     """CONTRIBUTING.md names all hooks of the base class that a method of the package, or a base of one, overrides."""
     base = bo.BilevelOptimizer
     own = [cls for cls in methods().values() if cls.__module__.startswith("bilevel_optim.")]

@@ -163,7 +163,7 @@ def test_changes_nothing(cls, options):
     assert optimizer.oracle_counts == other.oracle_counts
 
 
-def test_what_cannot_be_checked_says_so():
+def test_uncheckable_problems_say_so():
     x, y = torch.ones(2, requires_grad=True), torch.full((2,), 0.3, requires_grad=True)
     optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.1, lower_steps=5)
     with pytest.raises(bo.GradcheckError, match="not strongly convex"):
@@ -206,7 +206,7 @@ def test_large_lower_problems_are_checked_without_a_dense_hessian(reference):
         bo.check_hypergradient(hasty, upper, lower, rtol=5e-2, **kind)
 
 
-def test_what_cannot_be_differentiated_twice_is_checked_by_differences():
+def test_losses_without_second_derivatives_are_checked_by_differences():
     model, x = nn.Linear(30, 20, bias=False), torch.zeros(20, requires_grad=True)
 
     def lower():
@@ -456,7 +456,7 @@ def test_random_numbers_of_python_and_numpy_stay():
     assert (np.random.get_state()[1] == arrays).all()  # noqa: NPY002
 
 
-def test_what_takes_long_is_shown_on_a_terminal(monkeypatch, capsys):
+def test_long_work_is_shown_on_a_terminal(monkeypatch, capsys):
     """A bar, from five seconds on."""
     clock = TimeLimit()
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)

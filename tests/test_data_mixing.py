@@ -154,7 +154,7 @@ def test_gradients_of_the_shares_are_right():
 
 @pytest.mark.parametrize("name", ["f2sa", "aid", "soba"])
 @pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")  # the linear system of a model that is new
-def test_the_source_that_helps_is_found(name):
+def test_the_useful_source_is_found(name):
     found = learning.learned(
         name, {"alike": cycles(4), "noise": noise()}, cycles(4), arguments(steps=30, warmup=10), 0, ALONE
     )
@@ -171,7 +171,7 @@ def test_without_the_indirect_term_nothing_is_learned():
     assert found["weights"] == {"a": 0.5, "b": 0.5}
 
 
-def test_doremi_prefers_what_is_still_to_be_learned():
+def test_doremi_prefers_text_that_is_still_to_be_learned():
     # Noise cannot be learned better than the reference does; a long period is learned late.
     found = learning.doremi({"noise": noise(), "long": cycles(50, 2000)}, arguments(steps=30), 0, ALONE)
     assert found["weights"]["long"] > found["weights"]["noise"]
@@ -271,7 +271,7 @@ def test_a_target_in_one_file_is_cut_at_empty_lines(tmp_path):
     assert len(found["train"]) > 1.5 * len(found["test"]) > 3_000
 
 
-def test_what_is_counted():
+def test_the_ledger_counts_live_bytes():
     known = torch.zeros(10, dtype=torch.float64)
     with Ledger([known]) as ledger:
         a = torch.zeros(100, dtype=torch.float64)

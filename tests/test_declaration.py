@@ -52,7 +52,7 @@ def test_every_public_method_declares_itself_and_has_one_row():
     assert not {"types", "table", "aid", "stochastic"} & set(bo.__all__)
 
 
-def test_what_a_method_declares_is_true():
+def test_declarations_of_methods_are_true():
     for cls in methods().values():
         assert cls.declared.paper in cls.__doc__
         assert cls.declared.lower_steps == ("lower_steps" in inspect.signature(cls).parameters)

@@ -100,7 +100,7 @@ def test_methods_in_other_letters(name, meant):
         bo.adam  # noqa: B018
 
 
-def test_what_completes_is_public():
+def test_completions_are_public():
     assert dir(bo) == sorted(bo.__all__)
     assert not {"kernels", "oracle", "types", "optimizer"} & {*dir(bo)}
 
@@ -130,7 +130,7 @@ def public(method):
 
 
 @pytest.mark.parametrize("name", sorted(methods()))
-def test_what_an_optimizer_shows_is_for_users_and_documented(name):
+def test_public_attributes_of_an_optimizer_are_documented(name):
     method = methods()[name]
     found = [n for n in public(method) if n not in inspect.signature(method).parameters]
     assert len(found) <= 22
@@ -262,7 +262,7 @@ def test_a_step_that_would_move_nothing():
     assert not torch.equal(x, before)
 
 
-def test_a_step_along_a_gradient_of_somebody_else():
+def test_a_step_along_an_external_gradient():
     optimizer, *_, losses = made()
     losses[1]().backward()  # reaches x too
     with pytest.warns(bo.BilevelWarning, match=r"by a \.grad that no call of optimizer\.backward"):
@@ -331,7 +331,7 @@ def test_a_lower_tensor_that_some_evaluations_leave_out_is_no_matter():
 # ---------------------------------------------------------------------------------------------------- lower solves
 
 
-def test_lower_solves_that_swing_are_told():
+def test_oscillating_lower_solves_are_reported():
     """With a step of 2 over the curvature y goes from one side to the other for ever."""
     optimizer, *_, losses = made(lower_lr=2.0, lower_steps=4, lr=0.0)
     with warnings.catch_warnings():
@@ -346,14 +346,14 @@ def test_lower_solves_that_swing_are_told():
 
 
 @pytest.mark.parametrize("method", [bo.AID, bo.ITD, bo.FirstOrder])
-def test_lower_solves_that_grow_slowly_are_told(method):
+def test_slowly_growing_lower_solves_are_reported(method):
     """By a tenth in each: too little for the warning about a single solve."""
     optimizer, *_, losses = made(method, lower_lr=2.03, lower_steps=3, lr=0.0)
     with pytest.warns(bo.BilevelWarning, match=r"y swings|has grown in each of the last"):
         optimizer.run(*losses, steps=12)
 
 
-def test_growth_without_swinging_is_told():
+def test_growth_without_oscillation_is_reported():
     """On a concave problem, gradients all point outward."""
     x, y = pair()
     optimizer = bo.FirstOrder([x], [y], lr=0.0, lower_lr=0.1, lower_steps=3)

@@ -165,7 +165,7 @@ def test_judge_of_an_interval():
 # ------------------------------------------ the eight rules, each on records with which there was a wrong verdict
 
 
-def test_what_a_step_gains_beyond_the_budget_does_not_count():
+def test_gains_beyond_the_budget_do_not_count():
     """Rule 1. The last step of the old arm overshoots by half: whole it is 0, and the new arm's 2 would fail."""
     curve = [{"spent": k, "seconds": k, "steps": k, "score": 10.0 - k} for k in (0.0, 4.0, 7.0)]
     beyond = [*curve, {"spent": 15.0, "seconds": 15.0, "steps": 8, "score": 0.0}]
@@ -240,7 +240,7 @@ def test_the_best_setting_keeps_its_score():
     assert search(grid, _Median(run), shares=()) == ({"lr": 1.0}, 4.0, ("lr",))
 
 
-def test_of_settings_that_miss_a_target_the_nearest_is_chosen():
+def test_the_nearest_of_settings_that_miss_a_target_is_chosen():
     """Rule 3. All have the score of the whole budget: the first was chosen, though others came nearer."""
 
     def run(trial):
@@ -419,7 +419,7 @@ def test_a_score_at_a_rate_that_was_given_is_not_judged():
     assert not any(row.untuned("cpu") for row in EXPERIMENTS.values())
 
 
-def test_what_stands_still_shows_nothing():
+def test_arms_that_do_not_move_prove_nothing():
     """Rule 11. A control that stays at its start, or rivals that end above it: the claim was said to hold."""
     rivals = dataclasses.replace(RULE, rivals=("old", "older"))
 
@@ -442,7 +442,7 @@ def test_what_stands_still_shows_nothing():
     assert judged(tie, (1.0, 1.0, 1.9), start=at(1.0)).word == "UNDECIDED"
 
 
-def test_what_never_comes_to_a_target_may_have_moved():
+def test_arms_that_never_reach_a_target_may_have_moved():
     """Rule 11 by the curves: the score of such an arm is the whole budget, as that of the start is."""
     experiment = toy(falling, target=59.9)
     arms = {name: Arm(speed, {"lr": axis(1.0)}) for name, speed in (("new", 5.0), ("old", 2.0), ("part", 1.0))}
@@ -589,7 +589,7 @@ def test_scores_of_curves():
     assert scored(target, curve[:3], "spent", 100) == 2  # never: the whole budget
 
 
-def test_what_diverges_counts_as_if_it_had_not_begun():
+def test_a_diverged_run_has_the_score_of_its_start():
     def diverging(trial):
         curve = falling(trial)
         return [*curve[:3], {**curve[2], "score": math.inf}] if trial.make == 1.0 and trial.setting["lr"] > 1 else curve
@@ -794,7 +794,7 @@ def test_the_page_says_what_the_records_say():
         assert config["config"] == json.loads(json.dumps(experiment.config("cpu")))
 
 
-def test_a_headline_is_about_the_verdicts_that_there_are():
+def test_a_headline_matches_the_current_verdicts():
     """A sentence that was written for other verdicts, at equal seconds too, is left out, not repeated."""
     first = summaries.HEADLINES[0]
     arms = {name: f"{k / 10} [0, 1]" for k, name in enumerate(("SVRB", "SVRB, average", "stable"), 3)}

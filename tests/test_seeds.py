@@ -135,12 +135,12 @@ DIFFERENT = {(function_of(e), e.scales["smoke"].get("data")): e.id for e in [*EX
 
 
 @pytest.mark.parametrize("name", sorted(set(DIFFERENT.values())))
-def test_no_experiment_starts_at_what_it_is_to_find(name, monkeypatch):
+def test_no_experiment_starts_at_its_answer(name, monkeypatch):
     checked(monkeypatch, lambda: one_run(EXPERIMENTS[name]))
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_no_recipe_starts_at_what_it_is_to_find(name, monkeypatch, tmp_path, capsys):
+def test_no_recipe_starts_at_its_answer(name, monkeypatch, tmp_path, capsys):
     module = importlib.import_module(f"recipes.{name}")
     if hasattr(module, "plot"):
         monkeypatch.setattr(module, "plot", lambda *_, **__: None)

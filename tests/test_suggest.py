@@ -83,7 +83,7 @@ def penalized():
 
 @pytest.mark.filterwarnings("ignore:nu=")  # in proportion to the size of g
 @pytest.mark.parametrize("scale", [1e-3, 1e3])
-def test_what_it_says_is_what_its_settings_reach(scale):
+def test_settings_reach_the_reported_values(scale):
     """At any size of g; a run of what `make` builds is the trial again, and three times the rate is stable too."""
     problem = scaled(10.0, scale)
     x, y = problem.x[0], problem.y[0]
@@ -153,7 +153,7 @@ def test_noise_is_that_of_the_batches():
     assert suggestion.upper_noise == 0.0
 
 
-def test_a_lower_problem_that_is_not_convex_is_told():
+def test_a_nonconvex_lower_problem_is_reported():
     x, y = torch.ones(2, requires_grad=True), torch.full((2,), 0.1, requires_grad=True)
     double = lambda: ((y.square() - 1).square() / 4 - x * y).sum()  # noqa: E731
     suggestion = suggest([x], [y], lambda: (y - 2).square().sum(), double, methods=["AID"])
@@ -162,7 +162,7 @@ def test_a_lower_problem_that_is_not_convex_is_told():
     assert "not convex in y at this point (smallest curvature -0.97)" in str(suggestion)
 
 
-def test_what_is_not_suggested_has_a_reason():
+def test_methods_that_are_not_suggested_have_a_reason():
     """A hypergradient that is mostly error."""
     problem = scaled(1e3, 1.0)
     f = lambda: (problem.y[0] - 1).square().sum() / 2  # noqa: E731

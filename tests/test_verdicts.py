@@ -122,7 +122,7 @@ def test_a_fault_is_named(fault, method):
 
 
 @pytest.mark.parametrize(("fault", "method"), table(RIGHT))
-def test_what_is_right_is_not_blamed(fault, method):
+def test_correct_parts_are_not_blamed(fault, method):
     report = verdict(fault, method)
     assert not isinstance(report, Exception), report
     assert report.verdict == "right" or (report.verdict == "inconclusive" and len(report.advice) > 60)

@@ -231,7 +231,7 @@ CHOSEN = ("ITD", "F2SA", "SOBA")
 
 
 @each(CHOSEN)
-def test_with_adam_below_and_a_scheduler_above(row):
+def test_with_lower_adam_and_an_upper_scheduler(row):
     if row.declared.lower_optimizer == "given gradient" and row.name != "SOBA":
         pytest.skip("makes its lower steps itself")
     both = pair(row, lower_optimizer=lambda: torch.optim.Adam)
@@ -378,7 +378,7 @@ def normalising(x, y):
         (branching, "read on the host"),
     ],
 )
-def test_what_a_graph_does_not_see_runs_eagerly(lower, word):
+def test_steps_are_eager_if_a_graph_cannot_see_a_value(lower, word):
     results = []
     for optimizer, losses, x, y in simple(lower):
         random.seed(3)
@@ -397,7 +397,7 @@ def test_normalisation_in_training_mode_is_captured():
     assert close(*results, 1e-12)
 
 
-def test_what_a_checkpoint_reads_is_captured():
+def test_reads_inside_a_checkpoint_are_captured():
     """Also in the backward pass, and in several steps at once, where y has moved on."""
     ends = []
     for captured in (False, True):
@@ -516,7 +516,7 @@ def test_a_reason_is_warned_of_once_and_raised_if_asked_for():
                 lower_steps=1).compile(fullgraph=True)  # fmt: skip
 
 
-def test_what_changes_in_sight_is_seen():
+def test_visible_changes_are_seen():
     """A number that a loss closes over, its training mode, an option of a group, a frozen parameter."""
     factors = {"now": 1.0}
     results = []
@@ -646,7 +646,7 @@ def test_a_trace_leaves_nothing_behind(method):
 
 
 @pytest.mark.filterwarnings("ignore::bilevel_optim.errors.BilevelWarning")
-def test_what_vmap_cannot_do_is_captured_as_a_loop():
+def test_losses_that_vmap_cannot_run_are_captured_as_a_loop():
     ends = []
     for captured in (False, True):
         x = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
@@ -707,7 +707,7 @@ def test_a_run_keeps_what_came_before_a_failure(at):
 
 @pytest.mark.parametrize("level", ["upper", "lower"])
 @pytest.mark.parametrize("kind", [bo.AID, bo.ITD, bo.StocBiO, bo.RAHGD])
-def test_a_slope_that_is_no_number_at_a_finite_loss_fails(kind, level):
+def test_a_nan_gradient_at_a_finite_loss_fails(kind, level):
     """The root has no derivative if a batch contains 0."""
     x = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
     y = torch.zeros(2, dtype=torch.float64, requires_grad=True)
@@ -791,7 +791,7 @@ def test_a_run_gives_the_losses_of_the_steps():
         eager.run(*losses, steps=0)
 
 
-def test_copies_of_a_captured_optimizer_capture_anew():
+def test_copies_of_a_captured_optimizer_capture_again():
     (_, _, _, _), (optimizer, losses, _, _) = simple(lambda x, y: lambda: base(x, y))
     for _ in range(4):
         optimizer.step(*losses)

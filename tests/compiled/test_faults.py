@@ -63,7 +63,7 @@ def test_a_buffer_that_one_loss_writes_is_read_by_the_other():
     assert optimizer.captured_graphs == 1
 
 
-def test_batches_that_say_they_are_equal_are_told_apart():
+def test_batches_that_claim_equality_are_distinguished():
     def make():
         x, y = (torch.full((3,), value, dtype=torch.float64, requires_grad=True) for value in (0.1, 0.5))
         data = [Batch(rows) for rows in ROWS]
@@ -75,7 +75,7 @@ def test_batches_that_say_they_are_equal_are_told_apart():
     assert optimizer.captured_graphs == 1
 
 
-def test_a_difference_is_found_beside_buffers_too():
+def test_a_difference_is_found_with_buffers_too():
     """A compiler that is 0.6 % off."""
 
     def coarse(module, examples):
@@ -93,7 +93,7 @@ def test_a_difference_is_found_beside_buffers_too():
     assert optimizer.captured_graphs == 0
 
 
-def test_batches_are_let_go():
+def test_batches_are_freed():
     """A compiled step keeps the structure of its inputs, not the batch."""
     x, y = (torch.full((3,), value, dtype=torch.float64, requires_grad=True) for value in (0.1, 0.5))
     data = [rows.clone() for rows in ROWS]

@@ -198,7 +198,7 @@ LIKE_OTHERS = (mlp, embedding, lstm, without_gradient, numbers_of_tensors, slope
         slope_of_a_tensor, attention,
     ],
 )  # fmt: skip
-def test_what_losses_do(make, method, request):
+def test_operations_of_losses_are_captured(make, method, request):
     """With first and second derivatives, for y and for several copies of y at once."""
     if method == "F2SA" and make in LIKE_OTHERS and not request.config.getoption("--slow"):
         pytest.skip("like others: run with --slow")
@@ -548,7 +548,7 @@ def rebound(x, y):
         (eps_of_a_subclass, 2), (label_smoothing, 2), (default_type, 2), (size_of_a_tensor, 2), (rebound, 2),
     ],
 )  # fmt: skip
-def test_what_a_loss_reads_changes(make, graphs):
+def test_a_value_that_a_loss_reads_changes(make, graphs):
     captured(make, graphs)
 
 
@@ -575,7 +575,7 @@ def test_a_schedule(kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_schedule_keeps_the_type_of_what_it_is_beside(dtype):
+def test_a_schedule_keeps_the_type_of_the_other_operand(dtype):
     """A number that has become a tensor has no say in the type of a result, and is no less precise."""
     values, kept = SimpleNamespace(w=1.0), [torch.linspace(0, 1, 3, dtype=dtype), torch.tensor(0.7, dtype=dtype)]
     counts, seen = torch.arange(3), []
@@ -599,7 +599,7 @@ def test_a_schedule_keeps_the_type_of_what_it_is_beside(dtype):
 
 
 @pytest.mark.parametrize("how", ["number", "object", "same"])
-def test_lambdas_made_anew_are_the_same_losses(how):
+def test_recreated_lambdas_are_the_same_losses(how):
     """Until they read something else."""
     results = []
     for compiled in (False, True):
@@ -669,7 +669,7 @@ def test_features_and_starts_of_tasks_read_as_a_loss_does():
 
 
 @pytest.mark.parametrize("way", ["batch", "loss"])
-def test_what_shares_memory_with_a_parameter_moves_with_it(way):
+def test_tensors_that_share_memory_with_a_parameter_move_with_it(way):
     """Also within a run, which writes parameters at its end."""
 
     def make(x, y):
@@ -694,7 +694,7 @@ def test_losses_are_read_in_no_other_form_than_before():
     assert graphs == 4
 
 
-def test_what_could_not_be_compiled_stays_eager():
+def test_losses_that_failed_to_compile_stay_eager():
     """Until `compile` is called again: to try at each step whether it can be now would take long."""
 
     def make(x, y):
@@ -872,7 +872,7 @@ PYTHON = "a loss draws random numbers (of Python's random)"
         (array_as_a_tensor, "a loss reads a NumPy array", 1),
     ],
 )
-def test_what_is_refused(make, reason, first):
+def test_refusals(make, reason, first):
     refused(make, reason, first, method="F2SA" if make is attention_with_dropout else "SOBA")
 
 
@@ -911,6 +911,6 @@ def hooked_parameter(x, y):
         (hooked_parameter, "a parameter has a hook", AT + 1),  # the first of its kind is eager, and may be the only one
     ],
 )
-def test_what_is_refused_later(make, reason, first):
+def test_later_refusals(make, reason, first):
     """From the step on at which it begins."""
     refused(make, reason, first)

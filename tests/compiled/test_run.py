@@ -94,7 +94,7 @@ def test_several_steps_in_one_graph(cls, monkeypatch):
         torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-14)
 
 
-def test_what_is_not_finite_ends_several_steps_in_one_graph():
+def test_non_finite_values_end_several_steps_in_one_graph():
     """The steps before it stand, and the data go on where it had begun."""
     ends = []
     for unroll in (1, 3):

@@ -86,7 +86,7 @@ def test_options_that_change_in_a_run_are_followed():
 
 
 @pytest.mark.parametrize("make", [losses.counter, losses.dropout, losses.branch], ids=lambda f: f.__name__)
-def test_what_cannot_be_compiled_runs_eagerly_and_says_where(make):
+def test_uncompilable_losses_run_eagerly_and_say_where(make):
     reasons, graphs = losses.compared(make, steps=6, rounding=0.0)
     told = [reason for reason in reasons if reason]
     assert len(told) >= 4

@@ -177,7 +177,7 @@ def test_a_captured_step_makes_nothing_that_grows_with_the_number_of_tasks():
     ],
     ids=["radius", "adaptive", "schedule", "cold"],
 )
-def test_what_is_not_captured_says_why(cls, options, reason):
+def test_uncaptured_steps_say_why(cls, options, reason):
     results = []
     for captured in (None, {"backend": "eager"}):
         with warnings.catch_warnings(record=True) as given:
@@ -192,7 +192,7 @@ def test_what_is_not_captured_says_why(cls, options, reason):
         steps(*made(cls, captured=CAPTURED, **options), 3)
 
 
-def test_a_captured_step_warns_of_a_loud_beta_when_an_eager_one_does(monkeypatch):
+def test_a_captured_step_warns_of_a_noisy_beta_when_an_eager_one_does(monkeypatch):
     monkeypatch.setattr(watching, "PATIENCE", 5)
     for captured in (None, CAPTURED):
         problem, optimizer = made(bo.RSVRB, captured=captured, task_batch=1, variant="matrix_free", beta=0.5)

@@ -38,7 +38,7 @@ def batches(pinned=False):
     return [{**batch, "rows": batch["rows"].pin_memory()} for batch in rows] if pinned else rows
 
 
-def test_what_to_do_about_data_on_the_host():
+def test_advice_about_data_on_the_host():
     """The error has the loss, the batch, and the argument that helps; nothing has changed."""
     problem = Fit(DEVICE)
     optimizer = problem.optimizer()

@@ -90,7 +90,7 @@ LOWER = ("AID", "F2SA", "PZOBO", "ITD", "MAML", "SOBA")
 
 @pytest.mark.parametrize("kind", list(ADAMS))
 @each(LOWER)
-def test_adam_below_in_all_its_forms(row, kind):
+def test_lower_adam_in_all_its_forms(row, kind):
     """Makes the steps of plain Adam on the CPU, and goes on after a checkpoint that went over the CPU."""
 
     def make(on_device, options):
@@ -211,7 +211,7 @@ def test_differences_warn_of_convolutions_in_less_than_single_precision():
         placed(Convolved(torch.float32)).hypergradient(**options)
 
 
-def test_what_differences_lose_by_it():
+def test_differences_lose_accuracy_by_rounding_of_tensor_cores():
     """With rounding as tensor cores make it."""
     exact, errors = Convolved(torch.float64).hypergradient(), []
     for rounded in (False, True):
@@ -231,7 +231,7 @@ def test_f2sa_warns_of_convolutions_in_less_than_single_precision():
         optimizer.step(problem.upper, problem.lower)
 
 
-def test_what_to_do_about_recurrent_layers_of_cudnn():
+def test_advice_about_recurrent_layers_of_cudnn():
     class Fused(torch.autograd.Function):
         @staticmethod
         def forward(ctx, a):

@@ -51,7 +51,7 @@ def test_steps_are_those_of_the_cpu(row):
 
 
 @each(lambda row: not row.variant or row.declared.tasks == "required")
-def test_on_batches_with_dropout_and_adam_below(row):
+def test_on_batches_with_dropout_and_lower_adam(row):
     """Batches of a loader, which stay on the CPU as indices do; random numbers from torch's default generators."""
     compared(row, moved(row.cleaning, form="batches", dropout=0.3), generators=None, lower_optimizer=torch.optim.Adam)
 

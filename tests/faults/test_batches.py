@@ -59,7 +59,7 @@ def test_a_loss_that_writes_into_its_batch_is_refused(row, level):
 
 @pytest.mark.parametrize("vectorize", [True, False])
 @pytest.mark.parametrize("cls", [bo.AID, bo.F2SA, bo.PZOBO])
-def test_so_it_is_with_tasks(cls, vectorize):
+def test_the_same_holds_with_tasks(cls, vectorize):
     data = torch.stack([X, X + 1])
     before = data.clone()
     x, y, losses = problem(in_place, "lower", kind=None)

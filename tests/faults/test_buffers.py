@@ -114,7 +114,7 @@ def test_every_part_of_a_sample_reads_them_too():
     close(*ends, atol=1e-9, rtol=1e-9)
 
 
-def test_the_first_look_at_features_moves_nothing():
+def test_the_first_check_of_features_moves_nothing():
     ends = []
     for moves in (0.0, 1.0):
         norm = nn.BatchNorm1d(4, affine=False, momentum=moves).double()

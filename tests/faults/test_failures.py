@@ -207,7 +207,7 @@ def encoded(own):
 
 
 @each(FEW)
-def test_what_is_not_a_state_is_refused_and_nothing_of_it_loaded(row):
+def test_an_invalid_state_is_refused_and_not_loaded(row):
     problem = row.quadratic()
     optimizer = row(problem.x, problem.y, short=True)
     problem.run(optimizer, 2)
@@ -279,7 +279,7 @@ def test_a_state_of_another_variant_is_refused(cls, saved, own):
 
 
 @pytest.mark.parametrize("state", [None, [], {}, {"position": "1"}, {"generator": torch.zeros(3)}])
-def test_what_is_not_a_position_is_refused(state):
+def test_an_invalid_position_is_refused(state):
     data = DataLoader(torch.arange(6.0), batch_size=2, shuffle=True, generator=seeded())
     for objective in (bo.Objective(lambda b: b.sum(), data), bo.FiniteSum(lambda b: b, [1, 2], generator=seeded())):
         objective.draw()
@@ -428,7 +428,7 @@ def test_an_interrupt_at_any_time_leaves_a_whole_step_or_none():
     assert interrupts > 3
 
 
-def test_what_an_interrupt_in_vmap_leaves_on_is_ended():
+def test_vmap_levels_left_on_by_an_interrupt_are_ended():
     """Between a level of vmap and the block that would end it."""
     problem = Quadratic(n=4, m=2)
     optimizer = bo.F2SA(problem.x, problem.y, lr=0.01, lower_lr=0.1, lower_steps=2, normalize=False)
@@ -475,7 +475,7 @@ def test_a_failed_step_draws_no_data_and_no_random_numbers(row, source):
     assert a[1] == b[1]
 
 
-def test_a_failed_first_step_has_looked_at_nothing():
+def test_a_failed_first_step_discards_its_findings():
     """Findings about the losses are discarded, because other losses may follow."""
     x, y, z = (torch.ones(2, requires_grad=True) for _ in range(3))
     optimizer = bo.AID([x], [y, z], lr=0.1, lower_lr=0.1, lower_steps=2)

@@ -47,7 +47,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("name", "value"), [(k, v) for k, some in WRONG.items() for v in some], ids=str)
-def test_what_belongs_to_no_parameter_is_looked_at_before_loading(name, value):
+def test_state_of_no_parameter_is_checked_before_loading(name, value):
     """An error came after the state had been replaced."""
     problem, optimizer = made(seeded())
     problem.run(optimizer, 2)
@@ -61,7 +61,7 @@ def test_what_belongs_to_no_parameter_is_looked_at_before_loading(name, value):
 
 @pytest.mark.parametrize("change", [lambda t: t.tolist(), lambda t: "text", lambda t: (t,)])
 @pytest.mark.parametrize("cls", [bo.SOBA, bo.FSLA, bo.AID])
-def test_what_is_no_tensor_is_refused(cls, change):
+def test_non_tensors_are_refused(cls, change):
     """A list was loaded, and the next step failed."""
     problem = Quadratic(n=4, m=2)
     options = {"lower_steps": 2} if cls is bo.AID else {}

@@ -62,7 +62,7 @@ def test_a_table_of_another_form_is_refused(cls, options, rows):
         ("lr", "fast", "group 1 has the learning rate 'fast'"),
     ],
 )
-def test_groups_without_what_a_group_has_are_refused(entry, value, message):
+def test_incomplete_groups_are_refused(entry, value, message):
     """Its level, or its learning rate."""
     problem = Quadratic(n=4, m=2)
     optimizer = bo.AID(problem.x, problem.y, lr=0.1, lower_lr=0.1, lower_steps=2)
@@ -77,7 +77,7 @@ def test_groups_without_what_a_group_has_are_refused(entry, value, message):
     assert str(optimizer.state_dict()) == before
 
 
-def test_integers_in_place_of_what_is_remembered_are_refused():
+def test_integers_in_place_of_state_are_refused():
     problem = Quadratic(n=4, m=2)
     optimizer = bo.AID(problem.x, problem.y, lr=0.1, lower_lr=0.1, lower_steps=2, lower_optimizer=torch.optim.Adam)
     problem.run(optimizer, 2)

@@ -83,7 +83,7 @@ def compiled_in_first_step_of_another(before, after):
     return optimizer
 
 
-def test_nothing_is_traced_beside_the_hooks_of_another_thread():
+def test_nothing_is_traced_under_the_hooks_of_another_thread():
     """The first steps of another thread have hooks for all modules, which a trace would miss later."""
     optimizer = compiled_in_first_step_of_another(before=1, after=2)
     assert "compile_fallback" not in optimizer.diagnostics

@@ -103,7 +103,7 @@ def apart():
 
 
 @pytest.mark.parametrize("cls", [bo.AID, bo.F2SA, bo.PZOBO])
-def test_a_loss_with_other_arguments_is_told_what_to_do(cls):
+def test_a_loss_with_wrong_arguments_gets_advice(cls):
     x, y, upper, lower = apart()
     optimizer = cls([x], [y], lr=0.1, lower_lr=0.5, lower_steps=2)
 
@@ -305,7 +305,7 @@ class Operators(TorchDispatchMode):
 
 
 @each(("GDA", "SOBA", "AID", "ITD", "F2SA", "FirstOrder"))
-def test_a_step_looks_at_its_tensors_with_euclidean_norms(row):
+def test_a_step_checks_its_tensors_with_euclidean_norms(row):
     """A norm of infinite order took ten times as long on a CPU, and small problems twice their oracles."""
     problem = row.quadratic()
     optimizer = row(problem.x, problem.y, short=True)

@@ -379,7 +379,7 @@ def test_a_state_saved_between_backward_and_step_continues(row):
     assert same(run(False), run(True))
 
 
-def test_momentum_beside_a_lower_optimizer_is_refused():
+def test_momentum_with_a_lower_optimizer_is_refused():
     problem = pair()
     with pytest.raises(ValueError, match=r"Invalid lower_momentum value: 0\.5"):
         bo.iMCN(problem.x, problem.y, lr=0.1, lower_lr=0.1, lower_steps=3, lower_momentum=0.5, lower_optimizer=Adam)

@@ -101,7 +101,7 @@ def test_mini_imagenet_of_folders_with_names_of_their_own(mini, tmp_path):
         (lambda root: [p.unlink() for p in root.rglob("*.jpg")], "expected class folders .* or the pickle files"),
     ],
 )
-def test_what_is_wrong_with_mini_imagenet_is_said(mini, tmp_path, harm, message):
+def test_errors_name_the_fault_of_mini_imagenet(mini, tmp_path, harm, message):
     harm(mini)
     with pytest.raises(SystemExit, match=message):
         load("miniimagenet", mini, tmp_path / "cache", size=8)
@@ -176,7 +176,7 @@ class Harm:
         ),
     ],
 )
-def test_what_is_wrong_with_a_pickle_is_said(tmp_path, harm, message, capsys):
+def test_errors_name_the_fault_of_a_pickle(tmp_path, harm, message, capsys):
     write_pickles(tmp_path / "p", "labels")
     harm(tmp_path / "p" / "mini-imagenet-cache-val.pkl")
     with pytest.raises(SystemExit, match=message):
@@ -326,7 +326,7 @@ def test_the_cache_is_made_once_and_mapped(tmp_path):
     assert torch.equal(cached(tmp_path, "set-a", (3, 2, 2), rows(calls=calls)), first)
 
 
-def test_an_interrupted_cache_is_made_anew(tmp_path):
+def test_an_interrupted_cache_is_rebuilt(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         cached(tmp_path, "set-a", (3, 2, 2), rows(stop=2))
     assert list(tmp_path.iterdir()) == []
@@ -334,7 +334,7 @@ def test_an_interrupted_cache_is_made_anew(tmp_path):
 
 
 @pytest.mark.parametrize("harm", [lambda d: d[: len(d) // 2], lambda d: d[:-1], lambda d: b"", lambda d: b"no array"])
-def test_a_damaged_cache_is_made_anew(tmp_path, harm):
+def test_a_damaged_cache_is_rebuilt(tmp_path, harm):
     cached(tmp_path, "set-a", (3, 2, 2), rows())
     (path,) = tmp_path.iterdir()
     path.write_bytes(harm(path.read_bytes()))

@@ -43,7 +43,7 @@ def test_fixed_episodes_are_the_same_each_time():
     assert not torch.equal(next(episodes.fixed(5, 2, 2))[0].images, first[0])
 
 
-def test_turned_classes_are_classes():
+def test_rotated_classes_are_classes():
     episodes = Episodes(numbered(3), "train", way=12, shot=1, query=1, rotations=True)
     tasks = episodes.sample(1, torch.Generator().manual_seed(0))
     support = episodes.lower(tasks, None, None).images[0, :, 0].round().int()
@@ -132,7 +132,7 @@ def test_norm_is_batch_norm():
 
 
 @pytest.mark.parametrize("statistics", ["batch", "support", "running"])
-def test_what_a_query_image_sees(statistics):
+def test_images_that_a_query_image_sees(statistics):
     """Other query images with ``batch`` only; the support with ``support`` only."""
     body = problems.body(statistics)
     calibrate(body, [torch.randn(4, 1, 6, 6)])

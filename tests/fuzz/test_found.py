@@ -49,7 +49,7 @@ def test_empty_parameters_among_those_that_are_perturbed(row):
 
 @pytest.mark.parametrize("features", [False, True])
 @each(("PZOBO", "F2SA", "F2SA-4-independent"))
-def test_first_looks_draw_no_random_numbers(row, features):
+def test_first_checks_draw_no_random_numbers(row, features):
     """An optimizer that has checked the losses and one that checks them now continue in the same way."""
     case = Case(row.name, Kind(dropout=True, features=features))
     old, new = Run(case), Run(case)
@@ -74,7 +74,7 @@ def test_features_with_running_statistics_advance_them_once(row):
 
 
 @each(("AID", "PRAHGD"))
-def test_a_gradient_that_only_differences_begin_with_is_looked_at(row):
+def test_the_base_gradient_of_differences_is_checked(row):
     """The products, which are made at other points, did not show it."""
     run = Run(Case(row.name, options=(("hvp", "finite-difference"),)))
     run.step()

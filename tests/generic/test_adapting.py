@@ -59,7 +59,7 @@ def test_as_many_steps_as_in_training_by_default(row):
     assert same(optimizer.adapt(loss_of(x, y), target), optimizer.adapt(loss_of(x, y), target, steps=3))
 
 
-def test_single_loops_have_to_be_told_how_many():
+def test_single_loops_need_a_number_of_steps():
     x, y = torch.ones(1, requires_grad=True), torch.zeros(1, requires_grad=True)
     optimizer = bo.SOBA([x], [y], lr=0.1, lower_lr=0.1)
     with pytest.raises(ValueError, match="must say how many"):
@@ -183,7 +183,7 @@ def test_many_tasks_at_once_are_each_of_them(method, options):
     assert optimizer.oracle_counts == counts
 
 
-def test_what_many_tasks_cannot_be():
+def test_invalid_tasks_are_refused():
     x, y = torch.full((2,), 3.0, requires_grad=True), torch.full((2,), 1.0, requires_grad=True)
     optimizer, loss = bo.AID([x], [y], **ARGUMENTS), loss_of(x, y)
     for options in ({"batch": torch.zeros(2)}, {"write": True}):

@@ -249,7 +249,7 @@ def test_modules_and_dropout():
 
 
 @pytest.mark.parametrize("name", ["SABA", "SRBA"])
-def test_of_a_finite_sum_the_curvature_of_the_term_that_is_drawn_is_measured(name):
+def test_a_finite_sum_measures_the_curvature_of_the_drawn_term(name):
     """Not always of the first; with one over it alone both diverge here. Compiled steps measure the same."""
 
     def run(compiled):

@@ -90,7 +90,7 @@ def test_negative_curvature_makes_a_series_grow_and_minres_does_not():
     assert not bo.linear.minres(quadratic(H), b, steps=20).diverged
 
 
-def test_a_residual_that_grows_a_little_is_told_once_it_has_added_up():
+def test_a_slowly_growing_residual_is_reported_once_it_adds_up():
     """Solves of two steps, each from the last solution, at a direction of small negative curvature."""
     apply, b, v = quadratic(torch.diag(torch.tensor([1.0, -0.1]))), bo.Vector([torch.ones(2)]), None
     told = []

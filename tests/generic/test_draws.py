@@ -200,7 +200,7 @@ def test_a_first_step_in_chunks(monkeypatch):
 
 
 @each(("AmIGO", "VRBO"))
-def test_tasks_begin_without_what_is_remembered_of_y(row):
+def test_tasks_start_without_the_state_of_y(row):
     problem = row.cleaning("tasks")
     optimizer = row(problem.x, problem.y, short=True, lr=0.01, lower_lr=0.02, lower_batch=4, upper_batch=4)
     declared = watch(optimizer)
@@ -209,7 +209,7 @@ def test_tasks_begin_without_what_is_remembered_of_y(row):
     assert None not in declared
 
 
-def test_a_sum_of_other_terms_begins_anew():
+def test_a_sum_of_other_terms_starts_over():
     x, y = torch.tensor([2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
     optimizer, data = bo.SABA([x], [y], lr=0.01, lower_lr=0.1), torch.randn(12)
     declared = watch(optimizer)
@@ -222,7 +222,7 @@ def test_a_sum_of_other_terms_begins_anew():
 
 
 @each(("RAHGD", "RAGDA"))
-def test_what_the_host_decides_from_values_is_not_declared(row):
+def test_decisions_of_the_host_are_not_declared(row):
     assert watched(row, row.cleaning("batches"), lower_tol=1e-12) == [None] * STEPS
 
 

@@ -39,7 +39,7 @@ def agree(row, a, b):
 
 
 @FORMS
-def test_features_apart_are_features_inline(row, form):
+def test_separate_features_equal_inline_features(row, form):
     """Objective(features=) gives the same numbers; other tests count its savings for a few methods."""
     inline = outcome(row, form)[0]
     apart, optimizer = outcome(row, form, features=True)

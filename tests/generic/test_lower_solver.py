@@ -34,7 +34,7 @@ def test_the_hypergradient_is_the_one_at_the_solution(rate):
         assert float(optimizer.diagnostics["lower_residual"]) < 1e-10
 
 
-def test_backward_with_an_optimizer_above_is_the_same():
+def test_backward_with_an_upper_optimizer_is_the_same():
     problem, other = Quadratic(6, 3, 5.0), Quadratic(6, 3, 5.0)
     optimizer = bo.AID(problem.x, problem.y, lr=0.05, lower_steps=0, lower_solver=solved(problem))
     by_hand = bo.AID(other.x, other.y, lr=0.05, lower_steps=0)
@@ -48,7 +48,7 @@ def test_backward_with_an_optimizer_above_is_the_same():
 
 
 @pytest.mark.parametrize("rate", [1.0, "auto"])
-def test_a_y_that_is_no_solution_is_told_once(rate):
+def test_an_unsolved_y_is_reported_once(rate):
     problem = Quadratic(6, 3, 5.0)
     options = {"lower_lr": rate, "lower_steps": 0, "lower_solver": solved(problem, 0.5)}
     optimizer = bo.AID(problem.x, problem.y, lr=0.01, **options)
@@ -77,7 +77,7 @@ def test_a_solver_or_a_step_that_fails_changes_nothing():
     assert same(before, values(problem.x, problem.y))
 
 
-def test_what_it_does_not_go_with():
+def test_incompatible_options_are_refused():
     problem = Quadratic(6, 3, 5.0)
     with pytest.raises(TypeError, match="lower_solver"):
         bo.ITD(problem.x, problem.y, lr=0.1, lower_steps=1, lower_solver=solved(problem))

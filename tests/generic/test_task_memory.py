@@ -72,7 +72,7 @@ def test_it_is_the_same_compiled_and_resumed(name):
     assert same(eager, again)
 
 
-def test_what_it_does_not_go_with():
+def test_incompatible_options_are_refused():
     x, y = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
     for options, text in (
         ({"warm_start": False}, r"warm_start=False says where"),
@@ -104,7 +104,7 @@ def test_what_it_does_not_go_with():
     assert not optimizer.state
 
 
-def test_f2sa_with_an_optimizer_above_is_backward_and_that_optimizer():
+def test_f2sa_with_an_upper_optimizer_is_backward_and_that_optimizer():
     ends = []
     for split in (False, True):
         x, y = torch.ones(3, requires_grad=True), torch.zeros(3, requires_grad=True)

@@ -241,7 +241,7 @@ def test_buffers_advance_once_in_a_step(vectorize):
 
 
 @pytest.mark.parametrize("cls", [bo.AID, bo.ITD, bo.F2SA])
-def test_what_vmap_cannot_do_is_looped_over(cls):
+def test_losses_that_vmap_cannot_run_are_looped_over(cls):
     (optimizer, values, _), (_, looped, _) = (few_shot(lambda: nn.LSTM(4, 6), cls, v) for v in (True, False))
     assert optimizer.diagnostics["vectorize_fallback"]
     close(values, looped, 1e-12, 1e-12)

@@ -30,7 +30,7 @@ def repeated(optimizer, f, g, steps):
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", ["AID", "SOBA"])
-def test_a_loss_that_grows_is_told_once_and_then_why_it_ends(name, compiled):
+def test_a_growing_loss_is_reported_once_and_its_end_explained(name, compiled):
     optimizer, f, g = made(name, 30.0)
     if compiled:
         optimizer.compile(backend="eager")
@@ -47,14 +47,14 @@ def test_a_loss_that_grows_is_told_once_and_then_why_it_ends(name, compiled):
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_every_method_tells_of_a_rate_that_is_too_large(name):
+def test_every_method_reports_a_rate_that_is_too_large(name):
     optimizer, f, g = made(name, 100.0)
     with pytest.warns(bo.BilevelWarning, match="the upper loss has grown"):
         repeated(optimizer, f, g, 20)
 
 
 @pytest.mark.parametrize("lr", [10.0, 1e4])
-def test_steps_of_a_given_length_that_go_back_and_forth_are_told(lr):
+def test_oscillating_steps_of_fixed_length_are_reported(lr):
     """Normalised steps that are too long: the upper loss is large, and grows no more."""
     optimizer, f, g = made("F2SA", lr)
     optimizer.normalize = True
@@ -64,7 +64,7 @@ def test_steps_of_a_given_length_that_go_back_and_forth_are_told(lr):
 
 
 @pytest.mark.filterwarnings("error")
-def test_nothing_is_told_of_short_steps_about_a_minimum():
+def test_short_steps_around_a_minimum_give_no_warning():
     optimizer, f, g = made("F2SA", 0.1)
     optimizer.normalize = True
     repeated(optimizer, f, g, 60)
@@ -72,7 +72,7 @@ def test_nothing_is_told_of_short_steps_about_a_minimum():
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", STEPS)
-def test_nothing_is_told_of_a_run_that_goes_well(name):
+def test_a_healthy_run_gives_no_warning(name):
     """Also with losses that are noisy, change their sign or end near zero."""
     optimizer, f, g = made(name, 0.01)
     noise = torch.Generator().manual_seed(0)
@@ -94,7 +94,7 @@ def worse(losses, lr=1.0, slope=30.0):
     return said
 
 
-def test_a_run_that_makes_the_loss_worse_is_told_once():
+def test_a_run_that_makes_the_loss_worse_is_reported_once():
     noise = torch.rand(120, generator=torch.Generator().manual_seed(0)).tolist()
     slow = [10.0 + n + 1.05**i for i, n in enumerate(noise)]
     assert len(worse(slow)) == 1
@@ -103,7 +103,7 @@ def test_a_run_that_makes_the_loss_worse_is_told_once():
     assert worse(swings) == [60]
 
 
-def test_a_loss_that_rises_while_y_is_solved_is_not_told():
+def test_a_loss_that_rises_while_y_is_solved_is_not_reported():
     assert not worse([1 - 5 * 0.98**i for i in range(120)])
     assert not worse([1.0] + 119 * [9.0])
     assert not worse([1e-9, 1e-6, 1e-5] + 117 * [1e-3])
@@ -117,7 +117,7 @@ def test_noise_is_not_said_to_make_the_loss_worse():
         assert not worse([min(losses), *losses])  # the first one is the best of all
 
 
-def test_a_control_that_does_not_move_x_is_told():
+def test_a_control_that_does_not_move_x_is_reported():
     """f depends on x only through y, a dependence that FirstOrder ignores."""
     optimizer, _, g = made("FirstOrder", 0.1)
     y = optimizer.parameters("lower")[0]
@@ -132,7 +132,7 @@ def test_in_a_run_of_many_steps_too():
         optimizer.run(f, g, steps=8)
 
 
-def test_an_update_that_is_made_twice_is_told():
+def test_an_update_made_twice_is_reported():
     optimizer, f, g = made("AID", 0.01)
     adam = torch.optim.Adam(optimizer.parameters("upper"), lr=0.01)
     optimizer.backward(f, g)
@@ -152,7 +152,7 @@ def test_an_update_that_is_made_twice_is_told():
 @pytest.mark.parametrize("upper_optimizer", [None, torch.optim.Adam])
 @pytest.mark.parametrize("way", ["steps", "compiled", "run"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_rate_that_moves_nothing_is_told_once(way, upper_optimizer, dtype):
+def test_a_rate_that_moves_nothing_is_reported_once(way, upper_optimizer, dtype):
     """In single precision x stays where it is bit for bit."""
     problem = Quadratic(6, 3, 5.0, dtype=dtype)
     y = problem.y[0]
@@ -172,7 +172,7 @@ def test_a_rate_that_moves_nothing_is_told_once(way, upper_optimizer, dtype):
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("case", ["lr of zero", "solved", "small", "does not depend on x"])
-def test_nothing_is_told_of_what_is_to_stay(case):
+def test_an_intentionally_still_run_gives_no_warning(case):
     problem = Quadratic(6, 3, 5.0)
     y = problem.y[0]
     target = problem.solution()[0].clone() if case == "solved" else torch.ones(())
@@ -182,7 +182,7 @@ def test_nothing_is_told_of_what_is_to_stay(case):
 
 
 @pytest.mark.parametrize("tolerances", [{}, {"tolerance_grad": 0, "tolerance_change": 0}])
-def test_lbfgs_below_that_does_nothing_is_told(tolerances):
+def test_lower_lbfgs_without_effect_is_reported(tolerances):
     """Its tolerances are absolute, and the lower loss is small."""
     x, y = torch.ones(5, requires_grad=True), torch.zeros(5, requires_grad=True)
     below = partial(torch.optim.LBFGS, max_iter=1, line_search_fn="strong_wolfe", **tolerances)
@@ -206,7 +206,7 @@ def test_a_loss_that_comes_down_ends_a_row_of_growing_ones():
 
 
 @pytest.mark.parametrize("method", ["SOBA", "FirstOrder"])
-def test_a_lower_parameter_that_is_no_longer_reached_is_told_once(method):
+def test_a_lower_parameter_that_is_no_longer_reached_is_reported_once(method):
     x, y = torch.ones(2, requires_grad=True), [torch.zeros(2, requires_grad=True) for _ in range(2)]
     reached = [0, 1]
 
@@ -227,7 +227,7 @@ def test_a_lower_parameter_that_is_no_longer_reached_is_told_once(method):
         optimizer.step(upper, lower)
 
 
-def test_a_lower_parameter_that_one_evaluation_of_a_step_reaches_is_not_told_of():
+def test_a_lower_parameter_that_one_evaluation_of_a_step_reaches_is_not_reported():
     x, y = torch.ones(2, requires_grad=True), [torch.zeros(2, requires_grad=True) for _ in range(2)]
     batches = [torch.tensor([1.0, 1.0]), torch.tensor([1.0, 0.0])] * 2
 

@@ -154,7 +154,7 @@ def test_rates_that_agree_or_that_nobody_sets_are_taken(level):
         assert optimizer.param_groups[LOSSES.index(level)]["lr"] == rate
 
 
-def test_what_cannot_be_an_upper_optimizer():
+def test_invalid_upper_optimizers_are_refused():
     with pytest.raises(TypeError, match="AID: missing a required argument: 'lr'"):
         quick(lr=None)
     with pytest.raises(TypeError, match="GDA: missing a required argument: 'lower_lr'"):

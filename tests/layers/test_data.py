@@ -25,7 +25,7 @@ def chi_squared(counts, expected=None):
 # ---------------------------------------------------------------------------------------------------- objectives
 
 
-def test_data_is_cycled_and_shuffled_anew():
+def test_data_is_cycled_and_reshuffled():
     data = DataLoader(TensorDataset(torch.arange(12)), batch_size=4, shuffle=True)
     drawn = [b[0] for b in batches(Objective(torch.sum, data), 9)]
     passes = [torch.cat(drawn[i : i + 3]) for i in (0, 3, 6)]

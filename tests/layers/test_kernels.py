@@ -206,7 +206,7 @@ def test_a_step_of_conjugate_gradients_loads_every_entry_a_few_times():
 
 @needs_triton
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton runs here")
-def test_triton_that_cannot_run_is_none():
+def test_broken_triton_counts_as_missing():
     """It imports here, but finds no driver."""
     operator, args = operators()["accumulated"]
     launched = registry.launch_of(seeded._accumulated)

@@ -364,7 +364,7 @@ SYSTEMS = {
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("start", [None, [1.0, -1.0, 0.5]])
 @pytest.mark.parametrize("options", [{"steps": 2}, {"steps": 9, "tol": 1e-3}, {"steps": 9, "damping": 0.5}], ids=str)
-def test_one_system_and_a_lane_of_several_are_solved_alike(system, start, options, monkeypatch):
+def test_a_lane_of_several_systems_is_solved_like_a_single_one(system, start, options, monkeypatch):
     """One is solved with Python numbers, several with tensors of them, as is one in a trace."""
     matrix, b = torch.tensor(SYSTEMS[system]).double(), torch.tensor([1.0, 2.0, -1.0]).double()
     begun = None if start is None else torch.tensor(start).double()
@@ -390,7 +390,7 @@ def test_an_infinite_product_shows_in_the_solution():
 
 
 @pytest.mark.parametrize("solve", [neumann, fixed_point])
-def test_series_that_nobody_looks_at_end_where_others_stop(solve, monkeypatch):
+def test_traced_series_end_where_others_stop(solve, monkeypatch):
     """In a trace all iterations are made: those beyond the tolerance change nothing."""
     H, b = torch.tensor([[0.5, 1.0], [0.9, 0.8]]), torch.tensor([[1.0, 2.0], [-1.0, 1.0]])
     calls = []

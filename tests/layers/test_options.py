@@ -82,7 +82,7 @@ def test_a_value_out_of_range_is_refused_by_name(options, message):
         made(**options)
 
 
-def test_other_words_are_told_with_what_was_meant():
+def test_misspelt_options_get_a_suggestion():
     with pytest.raises(TypeError, match="Own has no option 'wieght'; did you mean 'weight'"):
         made(wieght=0.1)
     with pytest.raises(TypeError, match="Own has no option 'linear_solver'"):
@@ -146,7 +146,7 @@ def test_a_method_may_have_an_init_of_its_own():
     assert "Older" not in REGISTRY
 
 
-def test_what_a_method_needs_of_its_lower_optimizer_follows_from_what_it_declares():
+def test_requirements_on_the_lower_optimizer_follow_from_declarations():
     class Elementwise(bo.AID):
         declared = MethodInfo(paper="", family="control", when="", cost="", lower_optimizer="given gradient")
 

@@ -259,7 +259,7 @@ def test_a_stack_is_at_the_x_of_its_oracle():
 
 
 @pytest.mark.parametrize("vectorize", [True, 2, False])
-def test_alike_problems_share_their_random_numbers(vectorize):
+def test_equal_problems_share_random_numbers_if_asked(vectorize):
     for shared_rng in (True, False):
         oracle, _, batch, _ = many(vectorize, dropout=0.5)
         same = Vector([torch.ones(16, 2)]), tuple(t[:1].expand(16, 2) for t in batch)
@@ -330,7 +330,7 @@ def test_together_in_chunks_or_in_a_loop(vectorize, parts):
     assert run(0, vectorize)[0] == []
 
 
-def test_what_cannot_be_batched_this_time_is_looped_over_this_time():
+def test_a_single_failure_to_batch_is_looped_over_only_once():
     found, session = run(3, possible=False)
     assert (found, session.found.fallback) == ([0, 1, 2], None)
     assert run(3, session=session)[0] == [[0, 1, 2]]
@@ -365,7 +365,7 @@ def test_an_exception_of_the_loss_is_raised_again():
         run(3, fails=KeyboardInterrupt())
 
 
-def test_what_a_step_finds_out_is_its_own_until_it_is_committed():
+def test_findings_of_a_step_are_private_until_it_is_committed():
     known = Session().found
     session = Session.begun(EvaluationOptions(), known, Session().buffers, {"a"})
     run(3, session=session, fails=ValueError("no"))

@@ -439,7 +439,7 @@ class Careless(torch.optim.SGD):
 
 
 @methods
-def test_what_is_remembered_is_nobody_elses(cls):
+def test_the_state_is_not_shared(cls):
     """Gradients may be clipped or zeroed in place, those of x by the user and those of y by the lower optimizer."""
     paths = []
     for factory in (torch.optim.SGD, Careless):
@@ -466,7 +466,7 @@ def test_saba_wants_terms():
     assert not optimizer.state
 
 
-def test_saba_fills_its_memory_anew_for_another_sum():
+def test_saba_refills_its_memory_for_another_sum():
     p = Noisy()
     optimizer = bo.SABA(p.x, p.y, lr=0.01, lower_lr=0.1)
     for lower, calls in ((p.lower, 8), (p.lower, 1), (bo.FiniteSum(p.g, torch.arange(5)), 5)):

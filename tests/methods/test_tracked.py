@@ -537,7 +537,7 @@ def test_noise_of_the_data_is_averaged():
     assert norms[0.02] < norms[1.0] / 3
 
 
-def test_a_loud_beta_is_told():
+def test_a_noisy_beta_is_reported():
     family = Family()
     optimizer = bo.RSVRB(family.x, family.y, lr=0.01, lower_lr=0.01, beta=1.0, task_batch=2, generator=seeded(),
                          variant="exact_mean")  # fmt: skip

@@ -462,7 +462,7 @@ def test_a_diverging_path_is_left_out():
         estimate(bo.PZOBO, problem, 4)
 
 
-def test_what_vmap_cannot_do_is_looped():
+def test_losses_that_vmap_cannot_run_are_looped():
     problem = QB()
     dense, sparse = problem.lower, problem.B.to_sparse()
     problem.lower = lambda: dense() + 0.0 * torch.sparse.mm(sparse, problem.x[0][:, None]).sum() * problem.y[0].sum()

@@ -60,7 +60,7 @@ def _all(source, path, tree):
             yield node, text
 
 
-def test_an_entry_stands_for_its_own_messages_only():
+def test_an_entry_matches_only_its_own_messages():
     assert matches("the … must return a scalar", "the upper loss must return a scalar tensor, but")
     assert not matches("the … must return a scalar", "a loss must return a scalar")
     assert entries("`one`, `two …`\n: Cause.\n\n`three` is code\n") == ["one", "two …"]

@@ -60,7 +60,7 @@ def test_lines_of_a_formula_are_aligned(renderer):
     assert shown.count("<mtd") == 4
 
 
-def test_what_pages_are_made_of_loads_nothing_from_elsewhere():
+def test_sources_of_pages_load_nothing_from_elsewhere():
     conf = (DOCS / "conf.py").read_text(encoding="utf-8")
     assert 'html_math_renderer = "mathml"' in conf
     assert "mathjax" not in conf

@@ -72,7 +72,7 @@ def test_every_public_name_is_in_the_reference(pages):
     assert not missing, f"add {sorted(missing)} to REFERENCE in docs/_ext/pages.py"
 
 
-def test_what_is_said_of_methods_is_said_of_methods(pages):
+def test_pages_and_tables_name_existing_methods(pages):
     for table in (pages.NOISE, pages.MEMORY):
         assert {name for names in table.values() for name in names} <= methods().keys()
     for cls in methods().values():

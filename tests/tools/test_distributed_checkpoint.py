@@ -78,7 +78,7 @@ def test_asking_before_the_first_step_changes_nothing(row):
     assert same(*runs)
 
 
-def test_what_only_a_step_can_tell_is_not_lost_silently(tmp_path):
+def test_state_that_only_a_step_can_restore_is_not_lost_silently(tmp_path):
     """One lower problem: the parameters look as if they had a row for each task."""
 
     def begun():
