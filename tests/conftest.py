@@ -15,7 +15,7 @@ def pytest_addoption(parser):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """The simulated device changes torch for its process: its tests are a run of their own, `pytest tests/devices`."""
+    """Leave out `tests/devices`, which needs its own run: the simulated device changes torch for its process."""
     asked = any("devices" in argument for argument in config.args)
     return True if collection_path.name == "devices" and not asked else None
 
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def _reproducible():
-    """Every test starts from one seed and float64, and leaves torch's defaults as they were."""
+    """Start every test from one seed and float64, and restore torch's defaults."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     yield

@@ -1,4 +1,4 @@
-"""The house rules that can be seen from outside: who imports, calls, asks, inherits and touches what."""
+"""Design rules that can be checked from outside: imports, calls, inheritance and access to private names."""
 
 import ast
 import re
@@ -70,7 +70,7 @@ def imports(path):
 
 
 def test_the_package_imports_itself_by_relative_names():
-    """So that the tests here see it all."""
+    """The tests in this file rely on it."""
     absolute = {
         (path.name, ast.unparse(node))
         for path in MODULES
@@ -101,7 +101,7 @@ def test_a_folder_imports_only_those_below(path):
 
 
 def test_compilation_has_one_entry_point():
-    """Nobody who does not compile pays for it, and nothing of a step knows it."""
+    """Without compilation it costs nothing, and no part of a step depends on it."""
     outside = (path for path in MODULES if parts_of(path)[0] != BEHIND)
     importing = {path for path in outside if any(parts_of(target)[0] == BEHIND for target in imports(path))}
     base = module_of(DOOR)
@@ -114,7 +114,7 @@ def test_compilation_has_one_entry_point():
 
 
 def test_no_modules_import_each_other():
-    """Types included: whoever needs one of them needs all."""
+    """This includes imports of types: modules in a cycle cannot be used separately."""
     graph = {path: imports(path) - {path} for path in MODULES}
     base = module_of(DOOR)
     graph[base] = {target for target in graph[base] if parts_of(target)[0] != BEHIND}

@@ -1,4 +1,4 @@
-"""check_hypergradient tells right from wrong, and changes nothing."""
+"""check_hypergradient distinguishes right from wrong gradients, and changes nothing."""
 
 import random
 import re
@@ -240,7 +240,7 @@ def test_the_mean_over_the_tasks_is_compared(cls, options, error, reference):
 
 
 def test_method_and_reference_see_the_same_tasks():
-    """Two of six tasks per step: another draw for the reference would be far off."""
+    """With two of six tasks per step, another draw for the reference would be far off."""
     problem, generator = Tasks(), seeded(4)
     ids = problem.tasks.sample(2, seeded(4))
     report = check(bo.AID, problem, 40, linear_steps=40, tasks_per_step=2, generator=generator)

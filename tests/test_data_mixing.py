@@ -1,4 +1,4 @@
-"""Data mixing: right gradients of the shares, shares that are what a known answer says, the same on several ranks."""
+"""Data mixing: right gradients of the shares, shares that match a known answer, the same on several ranks."""
 
 import json
 import lzma

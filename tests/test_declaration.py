@@ -20,7 +20,7 @@ BARE = {"paper": "none", "family": "control", "when": "never", "cost": "1 upper"
 
 @pytest.fixture
 def newcomer():
-    """A method that is defined here alone."""
+    """A method that only this file defines."""
 
     class Newcomer(bo.FirstOrder):
         declared = MethodInfo(
@@ -115,7 +115,7 @@ def test_settings_of_recipes_are_those_that_a_method_needs():
 
 def test_its_own_attribute_declares_a_class(newcomer):
     class Heir(newcomer):
-        """Says nothing of itself."""
+        """Method without a declaration of its own."""
 
     assert "Heir" not in methods()
     assert Heir.declared is newcomer.declared

@@ -300,7 +300,7 @@ def test_a_graph_that_is_made_once():
 
 @pytest.mark.parametrize("method", [bo.AID, bo.F2SA, bo.ITD, bo.SOBA])
 def test_a_lower_tensor_that_was_replaced(method):
-    """The old tensor and the new one stayed as they were, without a word."""
+    """The old and the new tensor used to stay unchanged, without a message."""
     torch.manual_seed(0)
     module, x, data = nn.Linear(3, 1), torch.zeros(3, requires_grad=True), torch.randn(8, 3, generator=seeded(0))
     options = {k: v for k, v in ARGUMENTS.items() if method is not bo.SOBA or k != "lower_steps"}
@@ -332,7 +332,7 @@ def test_a_lower_tensor_that_some_evaluations_leave_out_is_no_matter():
 
 
 def test_oscillating_lower_solves_are_reported():
-    """With a step of 2 over the curvature y goes from one side to the other for ever."""
+    """With a step of 2 over the curvature, y oscillates for ever."""
     optimizer, *_, losses = made(lower_lr=2.0, lower_steps=4, lr=0.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -373,7 +373,7 @@ def test_noise_is_no_growth():
 
 @pytest.mark.parametrize("method", [bo.F2SA, bo.ITD, bo.FirstOrder, bo.PZOBO])
 def test_the_residual_of_a_projected_problem_vanishes_at_its_solution(method):
-    """It was the gradient, which does not vanish there: 2 in every entry."""
+    """The gradient, with 2 in every entry, does not vanish there."""
     x, y = pair()
     below_one = {"lower_projection": lambda y: [t.clamp(max=1.0) for t in y]}
     optimizer = method([x], [y], lr=0.0, lower_lr=0.25, lower_steps=30, **below_one)

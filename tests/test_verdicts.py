@@ -22,7 +22,7 @@ CALLS = itertools.count()
 
 
 class Wrong(torch.autograd.Function):
-    """The identity with a derivative that is not its own."""
+    """The identity with a wrong derivative."""
 
     @staticmethod
     def forward(ctx, t):

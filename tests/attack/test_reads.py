@@ -44,7 +44,7 @@ AT = (5, 20, 200)
 
 
 class Attacked(known.Twin):
-    """Run a case with a change before the chosen step, by `step` or `run`."""
+    """A twin that changes before the chosen step, made by `step` or `run`."""
 
     def __init__(self, make, captured, method):
         known.METHODS.update(METHODS)

@@ -1,10 +1,10 @@
 """A simulated accelerator: ``device="simgpu"`` behaves as a GPU does, and computes on the CPU.
 
 Its tensors are plain ``torch.Tensor`` (no subclass, no mode) of an out-of-tree backend (``PrivateUse1``). Their storage
-is host memory that torch takes for memory of the device, so that views, in-place operations, autograd (in a thread of
-its own, as for CUDA), double backward, functorch, checkpoints, hooks, ``deepcopy`` and ``torch.save`` run torch's own
-code. Only kernels are Python: they run the same operator on CPU tensors in the same memory. What a GPU refuses is
-refused, and what a GPU waits for is counted:
+is host memory that torch takes for device memory. So views, in-place operations, autograd (in its own thread, as for
+CUDA), double backward, functorch, checkpoints, hooks, ``deepcopy`` and ``torch.save`` run torch's own code. Only
+kernels are Python: they run the same operator on CPU tensors in the same memory. The device refuses the same calls as a
+GPU, and counts the waits of a GPU:
 
 * a CPU tensor with dimensions (or a zero-dimensional one in a non-pointwise operator) meets a tensor of the
   device: ``RuntimeError``, in the wording of CUDA;
@@ -15,16 +15,16 @@ refused, and what a GPU waits for is counted:
   asked for it: both wait for the device. A copy of pinned memory with ``non_blocking=True`` does not wait, and is
   counted by itself (``transfers``).
 
-The random numbers of the device are those of a generator of its own. ``tf32()`` rounds what goes into convolutions as
-tensor cores do, ``shared_randomness()`` lets the device draw the numbers that the CPU would draw.
+The device draws random numbers from its own generator. ``tf32()`` rounds the inputs of convolutions as tensor cores do,
+``shared_randomness()`` lets the device draw the numbers that the CPU would draw.
 
-What it cannot show: streams and events (all is synchronous), CUDA graphs, what Triton compiles, kernels' own limits
-(grid sizes, 32-bit offsets, alignment), memory, nondeterministic atomics, a second device, speed. A generator of the
-device that is used for tensors of the CPU goes unnoticed.
+Limits: it cannot show streams and events (all is synchronous), CUDA graphs, Triton's code, limits of kernels (grid
+sizes, 32-bit offsets, alignment), memory, nondeterministic atomics, a second device, or speed. A generator of the
+device that is used for CPU tensors goes unnoticed.
 
-How it is made: DLPack gives a tensor of the device in a CPU tensor's memory (the capsule's device is overwritten), a
-storage made of an address gives the way back; views are torch's own kernels for the CPU, called on tensors of the
-device. It relies on private parts of torch, and it changes torch for the whole process: tests that use it run by
+Implementation: DLPack gives a tensor of the device in a CPU tensor's memory (the capsule's device is overwritten), and
+a storage made of an address gives the way back; views are torch's own kernels for the CPU, called on tensors of the
+device. It relies on private parts of torch and changes torch for the whole process, so tests that use it run by
 themselves (``pytest tests/devices``).
 """
 

@@ -43,7 +43,7 @@ def problem(write, level, *, kind=bo.Objective, data=None, features=False):
 @pytest.mark.parametrize("level", ["upper", "lower"])
 @each(("AID", "F2SA", "F2SA-4-independent", "PZOBO", "SOBA", "ITD", "SABA", "BOME"))
 def test_a_loss_that_writes_into_its_batch_is_refused(row, level):
-    """F2SA was 96 % off, PZOBO 250 %."""
+    """Otherwise F2SA is 96 % off, PZOBO 250 %."""
     data = [X.clone(), X.clone() + 1]
     kind = bo.FiniteSum if row.declared.data == "finite_sum" else bo.Objective
     x, y, losses = problem(in_place, level, kind=kind, data=data)

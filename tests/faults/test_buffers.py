@@ -44,7 +44,7 @@ class Running(Given):
     ("AID", "BOME", "F2SA", "F2SA-1", "F2SA-3", "ITD-checkpoint", "PZOBO", "RAHGD", "SOBA", "SVRB", "StocBiO", "iMAML")
 )
 def test_the_upper_loss_reads_the_buffers_with_which_the_step_began(row, switches):
-    """F2SA evaluated both losses of a point in one block, so that f read what g had just moved."""
+    """F2SA used to evaluate both losses of a point in one block, so that f read the buffers that g had just moved."""
     ends = []
     for still in (False, True):
         problem = Running(row, still=still, switches=switches)
@@ -62,7 +62,7 @@ def test_the_upper_loss_reads_the_buffers_with_which_the_step_began(row, switche
 @pytest.mark.parametrize("vectorize", [True, False])
 @pytest.mark.parametrize("cls", [bo.F2SA, bo.PZOBO, bo.ITD])
 def test_every_task_reads_them_too(cls, vectorize):
-    """In a loop the second task read what the first had moved."""
+    """In a loop, the second task used to read the buffers that the first had moved."""
 
     class Scale(nn.Module):
         def __init__(self):

@@ -22,7 +22,7 @@ def quadratic(kappa, n=12, m=2):
 @pytest.mark.parametrize("cls", [bo.AID, bo.FirstOrder, bo.ITD])
 @pytest.mark.parametrize("reference", ["dense", "implicit", "differences"])
 def test_a_solve_that_time_has_ended_decides_nothing(cls, reference):
-    """It was taken for the solution: differences are 0 then, and so is every error."""
+    """It must not count as the solution: differences, and with them all errors, would be 0."""
     problem = Quadratic(n=8, m=3)
     optimizer = cls(problem.x, problem.y, lr=0.1, lower_lr=problem.lr, lower_steps=20)
     report = bo.check_hypergradient(optimizer, *problem.losses, reference=reference, max_seconds=1e-9)
@@ -80,7 +80,7 @@ def test_kinks_near_the_point_are_no_faults(place, distance):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_rectifiers_are_no_faults(seed):
-    """A network has kinks wherever one looks."""
+    """A network has kinks everywhere."""
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     rows, x = torch.randn(30, 4), torch.zeros(4, requires_grad=True)
@@ -126,7 +126,7 @@ class Rows(torch.utils.data.Dataset):
 @pytest.mark.parametrize("drawn", [0, 2])
 @pytest.mark.parametrize("tool", ["check", "suggest"])
 def test_loaders_with_persistent_workers_stay_where_they_are(tool, drawn):
-    """Their only iterator starts again with every `iter`."""
+    """Their only iterator restarts with every `iter`."""
     x, y = torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True)
 
     def made():
@@ -159,7 +159,7 @@ def test_suggest_moves_no_random_numbers():
 @pytest.mark.parametrize("level", ["upper", "lower"])
 @pytest.mark.parametrize("reference", ["dense", "differences"])
 def test_faults_of_equal_entries_are_found(reference, level):
-    """A direction of signs is orthogonal to them as often as not."""
+    """A direction of signs is orthogonal to them half of the time."""
     for seed in range(12):
         torch.manual_seed(seed)
         x, y = torch.randn(4).requires_grad_(), torch.zeros(4, requires_grad=True)
@@ -211,7 +211,7 @@ def test_nu_is_blamed_only_where_another_one_helps():
 
 
 def test_faults_that_a_method_does_not_meet_are_none_of_its_own():
-    """PZOBO takes no derivative of g in x: its reference takes none either."""
+    """PZOBO takes no derivative of g in x, and neither does its reference."""
     x, y = torch.randn(4).requires_grad_(), torch.zeros(4, requires_grad=True)
     optimizer = bo.PZOBO([x], [y], lr=0.1, lower_lr=0.5, lower_steps=80, directions=8)
     report = bo.check_hypergradient(

@@ -23,7 +23,7 @@ WRITING = {"max_norm": 0.5}, r"a loss writes into lower parameter 'words', .*max
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("call", ["step", "propose", "check"])
 def test_embeddings_are_refused_by_name(name, how, message, call):
-    """And their weights are left as they were."""
+    """Their weights stay unchanged."""
     net, x, words = nn.Embedding(4, 3, **how), torch.zeros(3, requires_grad=True), torch.arange(4)
     cls, options = METHODS[name]
     optimizer = cls([("x", x)], [("words", net.weight)], lr=0.1, lower_lr=0.1, **options)

@@ -20,7 +20,7 @@ FEW = ("AID", "ITD", "F2SA", "PZOBO", "SOBA", "SABA", "VRBO", "SVRB", "RSVRB", "
 
 
 def text_of(optimizer):
-    """The state of an optimizer, whose entry of bytes is taken apart."""
+    """Return an optimizer's state as text, with its entry of bytes unpacked."""
     state = optimizer.state_dict()
     if not isinstance(optimizer, bo.RestartedAGD):
         state["param_groups"][0]["bilevel"] = owned(state)
@@ -28,7 +28,7 @@ def text_of(optimizer):
 
 
 def recorded(optimizer, problem):
-    """Everything that may not change, as text."""
+    """Return everything that must not change, as text."""
     gradients = [p.grad for p in (*problem.x, *problem.y)]
     own = [o.state_dict() for o in problem.losses if isinstance(o, bo.Objective)]
     parts = [text_of(optimizer), gradients, optimizer.diagnostics, own, torch.get_rng_state().sum()]
@@ -42,7 +42,7 @@ def recorded(optimizer, problem):
 
 @each(FEW)
 def test_checking_changes_nothing(row):
-    """Not the trackers, nor y, nor running statistics, nor a shuffling loader's generator."""
+    """Trackers, y, running statistics and a shuffling loader's generator stay unchanged."""
     form = "tasks" if row.declared.tasks == "required" else "batches"
     problem = row.cleaning(form, n=12)
     optimizer = row(problem.x, problem.y, short=True, lower_lr=0.1)
@@ -70,7 +70,7 @@ def test_checking_leaves_running_statistics(row):
 
 @each(lambda row: not row.variant)
 def test_a_failed_step_leaves_running_statistics(row):
-    """The running mean was NaN for ever."""
+    """The running mean used to stay NaN for ever."""
     how = "nan" if row.name in FEW else "raise"
     problem = BatchNormProblem(row)
     optimizer = problem.optimizer(short=True, lower_batch=4, upper_batch=4)
@@ -87,7 +87,7 @@ def test_a_failed_step_leaves_running_statistics(row):
 
 
 def test_an_anchor_of_bad_data_is_refused():
-    """A NaN batch in the lower anchor of VRBO passed, and every later step raised."""
+    """A NaN batch in the lower anchor of VRBO used to pass, and every later step raised."""
     problem, bad = Quadratic(n=4, m=2), []
 
     def lower(factor):
@@ -112,7 +112,7 @@ def test_an_anchor_of_bad_data_is_refused():
 
 @each(lambda row: row.declared.tasks == "rows" and row.declared.random)
 def test_a_failure_among_rows_leaves_the_clock(row):
-    """Task ids of 32 bits raised while rows were written."""
+    """Task ids of 32 bits used to raise while rows were written."""
     problem = row.quadratic(tasks=True)
     inner = problem.tasks
 
@@ -140,7 +140,7 @@ def test_a_failure_among_rows_leaves_the_clock(row):
 @each(FEW)
 @pytest.mark.parametrize("case", ["rate", "update"])
 def test_a_failure_in_the_update_of_x_leaves_y(row, case, monkeypatch):
-    """With the random numbers that the update has drawn."""
+    """The random numbers that the update has drawn are restored too."""
     problem = row.quadratic()
     optimizer = row(problem.x, problem.y, short=True)
     problem.run(optimizer, 1)
@@ -238,7 +238,7 @@ def test_an_invalid_state_is_refused_and_not_loaded(row):
 
 
 def test_a_state_of_other_parameters_is_refused():
-    """It was broadcast."""
+    """It used to be broadcast."""
     small, large = Quadratic(n=1, m=1), Quadratic(n=4, m=2)
     optimizers = [
         bo.AID(p.x, p.y, lr=0.1, lower_lr=0.1, lower_steps=2, lower_optimizer=torch.optim.Adam) for p in (small, large)
@@ -311,7 +311,7 @@ def test_a_closure_that_raises_leaves_no_perturbation(own):
 
 
 def test_two_optimizers_in_two_threads_keep_their_running_statistics():
-    """The hook of the first steps made one restore the other's."""
+    """With the hook of the first steps, one used to restore the other's."""
     ends, errors = {}, []
 
     def work(seed, steps):
@@ -344,7 +344,7 @@ def test_two_optimizers_in_two_threads_keep_their_running_statistics():
 
 @each(("AID", "F2SA", "SVRB", "PRAHGD"))
 def test_an_interrupt_while_a_step_is_written_waits(row, monkeypatch):
-    """It comes at every place of the writing, one after another; the step is made whole."""
+    """Tries every place of the writing in turn; the step is completed."""
     reference, problem = row.quadratic(), row.quadratic()
     optimizers = [row(p.x, p.y, short=True, lower_optimizer=torch.optim.Adam) for p in (reference, problem)]
     expected, optimizer = optimizers
@@ -390,7 +390,7 @@ def test_an_interrupt_while_a_step_is_written_waits(row, monkeypatch):
 
 
 def test_an_interrupt_at_any_time_leaves_a_whole_step_or_none():
-    """Timed signals, which come between any two lines; also no mode of torch stays on."""
+    """Timed signals arrive between any two lines; no mode of torch stays on."""
     problem = Quadratic(n=4, m=2)
     optimizer = bo.F2SA(problem.x, problem.y, lr=0.01, lower_lr=0.1, lower_steps=2, normalize=False)
     problem.run(optimizer)
@@ -429,7 +429,7 @@ def test_an_interrupt_at_any_time_leaves_a_whole_step_or_none():
 
 
 def test_vmap_levels_left_on_by_an_interrupt_are_ended():
-    """Between a level of vmap and the block that would end it."""
+    """The interrupt comes between a level of vmap and the block that would end it."""
     problem = Quadratic(n=4, m=2)
     optimizer = bo.F2SA(problem.x, problem.y, lr=0.01, lower_lr=0.1, lower_steps=2, normalize=False)
     problem.run(optimizer)
@@ -447,7 +447,7 @@ def test_vmap_levels_left_on_by_an_interrupt_are_ended():
 @each(FEW[:-1])
 @pytest.mark.parametrize("source", ["own", "default", "list"])
 def test_a_failed_step_draws_no_data_and_no_random_numbers(row, source):
-    """The run goes on as if it had not been tried."""
+    """The run continues as if the step had not been tried."""
 
     def run(fails):
         problem = row.cleaning("batches")

@@ -44,7 +44,7 @@ def left(optimizer, lower, x, y):
 @pytest.mark.parametrize("at", [90, 91, 92])
 @pytest.mark.parametrize("steps", [4, 11])
 def test_a_batch_that_cannot_be_read_ends_a_run_at_its_step(cls, at, steps):
-    """Captured ones have drawn ahead; they end where eager ones do."""
+    """Captured runs draw ahead, but end where eager ones do."""
     results = []
     for compiled in (False, True):
         optimizer, upper, lower, x, y = made(cls, Failing(at, OSError), compiled)

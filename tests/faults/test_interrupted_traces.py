@@ -11,7 +11,7 @@ import bilevel_optim as bo
 
 
 class Interrupting:
-    """A backend that is interrupted in the midst of a compilation, so many times."""
+    """A backend that is interrupted a given number of times during compilation."""
 
     def __init__(self, times):
         self.times, self.went_on = times, 0
@@ -41,7 +41,7 @@ def made(start=0.3, backend="eager", fullgraph=True):
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_an_interrupt_waits_until_a_step_is_compiled(times):
-    """A second one does not; neither leaves a mode on, and the step has not been made."""
+    """A second interrupt does not wait; neither leaves a mode on, and the step is not made."""
     backend = Interrupting(times)
     optimizer, losses, x, y = made(backend=backend)
     optimizer.step(*losses)
@@ -64,7 +64,7 @@ def test_an_interrupt_waits_until_a_step_is_compiled(times):
 
 @pytest.mark.filterwarnings("ignore::bilevel_optim.BilevelWarning")
 def test_threads_that_compile_at_once_end_where_eager_ones_do():
-    """Compiled, or eagerly: of what other threads do meanwhile torch's tracer may take offence."""
+    """Steps may be compiled or eager, because torch's tracer may reject the actions of other threads."""
     ends, errors = {}, []
 
     def run(k, captured):

@@ -29,7 +29,7 @@ class Noisy(Dataset):
 
 
 class Shuffled:
-    """Data of no class of torch, in an order of their own."""
+    """Data of a user's class, in their own order."""
 
     def __init__(self, rng):
         self.rng = rng
@@ -86,7 +86,7 @@ LOADERS = {
 
 
 def drawn(objective, n):
-    """The next batches, without tensors."""
+    """Return the next batches as plain numbers."""
 
     def plain(leaf):
         return leaf.tolist() if torch.is_tensor(leaf) else leaf
@@ -172,7 +172,7 @@ def tensors():
 
 
 def test_one_loader_with_persistent_workers_for_both_losses_is_refused():
-    """Each saw half of the data in a pass."""
+    """Otherwise each loss sees half of the data in a pass."""
     x, y = tensors()
     loader = persistent()
     upper = bo.Objective(lambda c: (y - 1).square().sum() + 0 * c.sum(), loader)
@@ -202,7 +202,7 @@ def test_a_loop_in_the_middle_of_a_pass_is_refused_and_after_it_is_not():
 
 @pytest.mark.parametrize("stop", [0, 2, 6, 7])
 def test_a_failed_step_in_any_pass_of_persistent_workers_is_drawn_again(stop):
-    """In the first pass other batches came."""
+    """In the first pass, other batches used to come."""
     x, y = tensors()
     failing = [False]
 
@@ -257,7 +257,7 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda o: pickle.loads(pickle.dum
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("kind", ["list", "default order", "batch sampler", "two generators", "persistent"])
 def test_copies_continue_where_they_are(kind, way, stop):
-    """They could not be made after a draw."""
+    """It used to be impossible to make copies after a draw."""
     makes = {
         "list": lambda: [*numbers(3)],
         "default order": lambda: DataLoader(numbers(), 2, shuffle=True),

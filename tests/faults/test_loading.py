@@ -1,4 +1,4 @@
-"""A state that cannot be gone on from is refused before anything of it is loaded."""
+"""A state from which a run cannot continue is refused before any of it is loaded."""
 
 import copy
 import io
@@ -19,12 +19,12 @@ def made(generator=None, cls=bo.PZOBO):
 
 @pytest.mark.parametrize("with_one", [True, False])
 def test_a_state_with_a_generator_is_not_one_without(with_one):
-    """It went on with other random numbers."""
+    """The run used to continue with other random numbers."""
     problem, optimizer = made(seeded() if with_one else None)
     problem.run(optimizer, 2)
     other_problem, other = made(None if with_one else seeded(3))
     before = str(other.state_dict()), str(values(other_problem.x, other_problem.y))
-    if not with_one:  # as of older states: the generator of now goes on
+    if not with_one:  # as in older states: the present generator continues
         other.load_state_dict(optimizer.state_dict())
         return
     with pytest.raises(ValueError, match=r"the state dict is that of an optimizer with a generator.*generator="):
@@ -48,7 +48,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("name", "value"), [(k, v) for k, some in WRONG.items() for v in some], ids=str)
 def test_state_of_no_parameter_is_checked_before_loading(name, value):
-    """An error came after the state had been replaced."""
+    """The error used to come after the state had been replaced."""
     problem, optimizer = made(seeded())
     problem.run(optimizer, 2)
     state, before = copy.deepcopy(optimizer.state_dict()), str(optimizer.state_dict())
@@ -62,7 +62,7 @@ def test_state_of_no_parameter_is_checked_before_loading(name, value):
 @pytest.mark.parametrize("change", [lambda t: t.tolist(), lambda t: "text", lambda t: (t,)])
 @pytest.mark.parametrize("cls", [bo.SOBA, bo.FSLA, bo.AID])
 def test_non_tensors_are_refused(cls, change):
-    """A list was loaded, and the next step failed."""
+    """A list used to be loaded, and the next step failed."""
     problem = Quadratic(n=4, m=2)
     options = {"lower_steps": 2} if cls is bo.AID else {}
     lower = {"lower_optimizer": torch.optim.Adam} if cls is bo.AID else {}

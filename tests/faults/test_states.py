@@ -26,7 +26,7 @@ def tables_of(state):
 @pytest.mark.parametrize("rows", [True, False])
 @pytest.mark.parametrize(("cls", "options"), TRACKED, ids=str)
 def test_a_table_of_another_form_is_refused(cls, options, rows):
-    """It would be broadcast."""
+    """A table of another form would be broadcast."""
     problem = Tasks(m=3, rows=True) if rows else Quadratic(n=4, m=2)
     given = {"task_batch": 2, "generator": seeded()} if rows and cls is bo.RSVRB else {}
     optimizer = cls(problem.x, problem.y, lr=0.1, lower_lr=0.1, **given, **options)
@@ -63,7 +63,7 @@ def test_a_table_of_another_form_is_refused(cls, options, rows):
     ],
 )
 def test_incomplete_groups_are_refused(entry, value, message):
-    """Its level, or its learning rate."""
+    """A group without its level or its learning rate is refused."""
     problem = Quadratic(n=4, m=2)
     optimizer = bo.AID(problem.x, problem.y, lr=0.1, lower_lr=0.1, lower_steps=2)
     problem.run(optimizer, 2)

@@ -1,4 +1,4 @@
-"""Threads share what Python and torch keep for the process."""
+"""Threads share the state that Python and torch keep for the process."""
 
 import threading
 import time

@@ -97,7 +97,7 @@ def test_a_floor_above_the_curvature_is_warned_about(row, over):
 
 
 def apart():
-    """x, and y = x below."""
+    """Return x and a problem with the solution y = x."""
     x, y = (torch.full((2,), v, requires_grad=True) for v in (2.0, 0.0))
     return x, y, lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2
 
@@ -148,7 +148,7 @@ def test_an_instance_where_a_class_is_wanted():
 
 @each(lambda row: not row.variant)
 def test_a_missing_argument_is_one_of_the_method(row):
-    """For MAML, ITD was named."""
+    """For MAML, the message used to name ITD."""
     problem = row.quadratic()
     with pytest.raises(TypeError, match=f"^{row.cls.__name__}: missing a required(.*) argument: 'lr'"):
         row.cls(problem.x, problem.y, lower_lr=0.1, **({"lower_steps": 1} if row.cls.declared.lower_steps else {}))
@@ -164,7 +164,7 @@ def test_an_empty_batch_is_not_a_matter_of_the_rates():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_scheduler_goes_on_after_backward_and_the_step_of_another_optimizer(compiled):
-    """It warned that it was called before ``optimizer.step()``."""
+    """It used to warn that it was called before ``optimizer.step()``."""
     x, y, upper, lower = apart()
     optimizer, adam = bo.SOBA([x], [y], lr=0.1, lower_lr=0.5), torch.optim.Adam([x], lr=0.1)
     if compiled:
@@ -194,7 +194,7 @@ def test_numbers_of_other_libraries():
 @pytest.mark.parametrize("rate", [-1.0, float("nan"), float("inf"), "0.1"])
 @pytest.mark.parametrize("level", [0, 1])
 def test_a_rate_that_is_none(level, rate):
-    """NaN was written to x; a group's rate may be set at any time."""
+    """NaN used to be written to x; a group's rate may be set at any time."""
     x, y, upper, lower = apart()
     names = ("lr", "lower_lr")
     with pytest.raises(ValueError, match=f"Invalid (learning rate|{names[level]} value): {rate}"):
@@ -208,7 +208,7 @@ def test_a_rate_that_is_none(level, rate):
 
 
 def test_a_floor_without_a_bound_and_complex_parameters_are_refused():
-    """They were accepted, and wrote non-finite values or a wrong gradient."""
+    """They used to be accepted, and to write non-finite values or a wrong gradient."""
     x, y, *_ = apart()
     with pytest.raises(ValueError, match="Invalid floor value: inf"):
         bo.SVRB([x], [y], lr=0.1, lower_lr=0.1, floor=float("inf"))
@@ -220,7 +220,7 @@ def test_a_floor_without_a_bound_and_complex_parameters_are_refused():
 
 
 def test_a_method_of_one_loss_speaks_of_the_loss():
-    """It spoke of the lower one."""
+    """Its message used to name the lower one."""
     x, y, upper, _ = apart()
     optimizer = bo.GDA([x], [y], lr=0.1, lower_lr=0.1, lower_steps=1)
     for loss, said in ((lambda: upper() * x, "must return a scalar"), (lambda: x.sum(), "does not depend on lower")):
@@ -230,7 +230,7 @@ def test_a_method_of_one_loss_speaks_of_the_loss():
 
 @pytest.mark.parametrize("large", [False, True])
 def test_large_convolutions_run_one_by_one_on_a_cpu(large):
-    """Grouped ones took 1.2 to 1.5 times as long; small ones gain by them."""
+    """Grouped convolutions take 1.2 to 1.5 times as long; only small ones gain."""
     net = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 2, stride=2), torch.nn.Flatten(), torch.nn.LazyLinear(1))
     images, x = torch.randn(32, 1, 64 if large else 8, 64), torch.zeros(1, requires_grad=True)
     net(images)
@@ -253,7 +253,7 @@ def test_large_convolutions_in_features_run_one_by_one_too():
 
 
 def test_progress_is_shown_on_a_terminal_only(capfd):
-    """It flooded logs."""
+    """Otherwise it floods logs."""
     running = pytest.importorskip("recipes.common.running")
     assert list(running.progress(range(3), "steps")) == [0, 1, 2]
     assert capfd.readouterr().err == ""
@@ -264,7 +264,7 @@ def test_progress_is_shown_on_a_terminal_only(capfd):
 @pytest.mark.parametrize("size", [False, 2])
 @each(("ITD", "MAML"))
 def test_tasks_that_are_not_evaluated_at_once_are_finished_one_after_another(row, size):
-    """Graphs of all of them were kept: memory grew with their number."""
+    """The graphs of all tasks used to be kept, so that memory grew with their number."""
     ends, seen = [], []
     for vectorize in (size, True):
         torch.manual_seed(0)
@@ -293,7 +293,7 @@ def test_tasks_that_are_not_evaluated_at_once_are_finished_one_after_another(row
 
 
 class Operators(TorchDispatchMode):
-    """Notes which operators run, and with which arguments."""
+    """Records the operators that run, and their arguments."""
 
     def __init__(self):
         super().__init__()
@@ -306,7 +306,7 @@ class Operators(TorchDispatchMode):
 
 @each(("GDA", "SOBA", "AID", "ITD", "F2SA", "FirstOrder"))
 def test_a_step_checks_its_tensors_with_euclidean_norms(row):
-    """A norm of infinite order took ten times as long on a CPU, and small problems twice their oracles."""
+    """A norm of infinite order takes ten times as long on a CPU; small problems took twice their oracles' time."""
     problem = row.quadratic()
     optimizer = row(problem.x, problem.y, short=True)
     problem.run(optimizer, 2)
@@ -336,7 +336,7 @@ def test_a_small_step_runs_fewer_operators_of_its_own_than_its_losses_do():
 @pytest.mark.parametrize("steps", [2, 6])
 @each(("ITD", "ITD-checkpoint", "MAML", "ANIL"))
 def test_unrolled_steps_share_their_features(row, steps):
-    """The body was evaluated, kept and differentiated for every lower step."""
+    """The body used to be evaluated, kept and differentiated for every lower step."""
     torch.manual_seed(0)
     body, images = torch.nn.Linear(3, 4), torch.randn(5, 3)
     head = torch.zeros(4, requires_grad=True)
@@ -363,7 +363,7 @@ def test_unrolled_steps_share_their_features(row, steps):
 
 @pytest.mark.parametrize("groups", [False, True])
 def test_shared_memory_is_looked_for_in_linear_time(groups, monkeypatch):
-    """Every tensor was compared with every other: 3.5 s for 2,000 of them."""
+    """Every tensor used to be compared with every other: 3.5 s for 2,000 of them."""
     asked = [0]
     address = torch.Tensor.data_ptr
 
@@ -411,7 +411,7 @@ def test_a_group_that_is_added_shares_no_memory():
 
 
 def test_a_group_may_be_an_iterator():
-    """Its tensors were used up by the checks, and the group had none."""
+    """The checks used to exhaust the iterator, which left the group empty."""
     optimizer = bo.SOBA(*([torch.zeros(1, requires_grad=True)] for _ in range(2)), lr=0.1, lower_lr=0.1)
     optimizer.add_param_group({"params": torch.nn.Linear(2, 2).parameters(), "level": "lower"})
     assert len(optimizer.param_groups[-1]["params"]) == 2

@@ -1,4 +1,4 @@
-"""Silent wrong results: what gave a number without an error is right, refused, or warned about."""
+"""Former silent wrong results: each is now right, refused, or warned about."""
 
 import math
 import warnings
@@ -227,7 +227,7 @@ def test_an_upper_loss_that_is_not_finite_in_the_lower_steps_is_noticed(vectoriz
 
 @pytest.mark.parametrize("make", ["F2SA", "PZOBO", "tasks"])
 def test_an_exception_under_vmap_is_raised(make):
-    """It was swallowed by the loop that took over, for good."""
+    """It used to be swallowed by the loop that took over for good."""
     row = next(row for row in ROWS if row.name == ("AID" if make == "tasks" else make))
     problem = row.cleaning("tasks" if make == "tasks" else "whole")
     draws = {"generator": seeded()}
@@ -286,7 +286,7 @@ EXEMPT = ("FirstOrder", "MAML", "ANIL", "FOMAML", "iMAML", "ESMAML")
 
 @each(plain)
 def test_swapped_losses_are_warned_about(row):
-    """Then x is in the upper loss alone: y does not respond to it."""
+    """If losses are swapped, x is in the upper loss alone, and y does not respond to it."""
     problem = row.quadratic()
     y, x = problem.y[0], problem.x[0]
     f = lambda: (y - 1).square().sum() / 2  # noqa: E731
@@ -300,7 +300,7 @@ def test_swapped_losses_are_warned_about(row):
 
 @each(plain)
 def test_swapped_parameters_are_warned_about(row):
-    """Then y is in the lower loss alone: f has nothing to gain from it."""
+    """If parameters are swapped, y is in the lower loss alone, and f cannot gain from it."""
     if row.declared.initial:
         pytest.skip("starts y at x")
     problem = row.quadratic()
@@ -312,7 +312,7 @@ def test_swapped_parameters_are_warned_about(row):
 
 
 def warned(function, *arguments):
-    """All the warnings of a call."""
+    """Return all warnings of a call."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         function(*arguments)
@@ -361,7 +361,7 @@ def test_a_difference_that_autocast_rounds_away_is_warned_about():
 
 @each(lambda row: not row.variant)
 def test_a_state_saved_between_backward_and_step_continues(row):
-    """STABLE lost a term of its update."""
+    """STABLE used to lose a term of its update."""
 
     def run(stopped):
         torch.manual_seed(0)

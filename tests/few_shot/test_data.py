@@ -142,7 +142,7 @@ def test_pickles_are_read(tmp_path, form):
 
 
 def test_pickles_of_old_numpy_under_python_2_are_read(tmp_path):
-    """Write a pickle like those of CIFAR-100 and CIFAR-FS: text keys, numpy.core, protocol 2 or less."""
+    """Pickles like those of CIFAR-100 and CIFAR-FS: text keys, numpy.core, protocol 2 or less."""
     write_pickles(tmp_path / "p", "labels")
     for path in (tmp_path / "p").iterdir():
         old = pickle.dumps(pickle.loads(path.read_bytes()), protocol=0)

@@ -170,7 +170,7 @@ def results(request, tmp_path_factory):
 
 
 def test_ranks_with_other_optimizers_are_refused(results):
-    """They drifted apart."""
+    """Otherwise the ranks drift apart."""
     for found in results.values():
         said, betas = found["differing_optimizers"]
         for message, expected in zip(said, OPTIMIZERS, strict=True):
@@ -187,7 +187,7 @@ def test_a_rank_adapts_by_itself(results):
 
 
 def test_an_option_that_changes_on_one_rank_is_named(results):
-    """A rank that made more lower steps than the others ended the process."""
+    """Otherwise a rank that makes more lower steps than the others ends the process."""
     for rank, found in results.items():
         first, changed, again, wrong, last = found["changing"]
         assert "process_group have different options: lower_steps (3 on rank 0, 5 on rank 1);" in changed
