@@ -73,7 +73,7 @@ def experiment(share: float) -> Experiment:
         figure=f"figure 4{'a' if share < 0.3 else 'b'}",
         claim="RAHGD has the lowest validation loss at equal cost, due to its momentum on x "
         f"({share:.0%} wrong labels)",
-        value="no figure in the text: RAHGD and PRAHGD fastest",
+        value="no number in the text: RAHGD and PRAHGD fastest",
         run=run,
         arms=ARMS,
         rule=Better(

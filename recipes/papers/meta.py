@@ -90,7 +90,7 @@ META = Experiment(
     paper="arXiv:2310.18535",
     figure="figures 1, 2 and 4",
     claim="RT-MLMC generalises better than MAML with 1 and more steps and than BSVRB v2, due to its deep lower solves",
-    value="no figure in the text: RT-MLMC best, MAML better with more steps",
+    value="no number in the text: RT-MLMC best, MAML better with more steps",
     run=run,
     arms={
         "RT-MLMC": Arm(partial(bo.RTMLMC, **LEVELS, levels=6), {"lr": LR}),
@@ -120,7 +120,7 @@ META = Experiment(
     departures=(
         "features of a small network with random weights, on digits rotated by an angle of the task; in the paper "
         "tiny-ImageNet on a trained network",
-        "in the test MAML adapts by its own number of steps, the others by 100 full-batch steps",
+        "in the test MAML adapts with its own number of steps, the others with 100 full-batch steps",
         "step sizes lr / sqrt(t); all terms of the Neumann series, evenly spread levels",
     ),
 )
@@ -137,7 +137,7 @@ EVOLUTION = Experiment(
     paper="arXiv:2110.07004",
     figure="section 5, a sentence",
     claim="ES-MAML does not come near MAML, because of its variance",
-    value="no figure: the variance is too large for the target accuracy of MAML",
+    value="no number: the variance is too large for the target accuracy of MAML",
     run=run,
     arms={
         "MAML": Arm(bo.MAML, ONE),

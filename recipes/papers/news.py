@@ -139,7 +139,7 @@ EXPERIMENTS = [
         paper="arXiv:2509.02937",
         figure="figure 1",
         claim="F2SA-2 is better than F2SA, StocBiO, MRBO and VRBO at equal cost, due to its order",
-        value="no figure in the text; the authors' plot has test losses of about 0.71 (F2SA-2), 0.73 (F2SA), 0.87 to "
+        value="no number in the text; the authors' plot has test losses of about 0.71 (F2SA-2), 0.73 (F2SA), 0.87 to "
         "0.89 (others)",
         run=run,
         arms=ARMS,

@@ -73,7 +73,7 @@ ARMS = {
     "ERM": Arm(
         "rt-mlmc",
         {"lr": LR, "price": axis(1e6)},
-        "WDRO-SI with lambda = 1e6, where no shift is worth its price: ERM on the same draws, so that seeds pair",
+        "WDRO-SI with lambda = 1e6, where no shift is worth its price: ERM on the same draws, so that seeds are paired",
     ),
     "ERM, plain": Arm("erm", {"lr": LR, "price": axis(1e6)}, "with its own draws"),
 }
@@ -88,7 +88,7 @@ def experiment(name: str, demands: int, shift: float = 0.0) -> Experiment:
         paper="arXiv:2310.18535",
         figure="figure 3" if not shift else "figure 3, shifted",
         claim=f"WDRO-SI has a lower test cost than ERM and WDRO ({demands} demands per context{what})",
-        value="no figure in the text: WDRO-SI best for each number of demands",
+        value="no number in the text: WDRO-SI best for each number of demands",
         run=run,
         arms=ARMS,
         rule=Better(method="WDRO-SI", rivals=("ERM", "WDRO"), control="ERM", without=("price",), least=0.005),

@@ -46,9 +46,9 @@ suit a small machine (below, with all departures from the papers). Verdicts are 
 * **... AT n % OF THE BUDGET**: with this share of the paper's budget.
 
 Less is better for all scores; the gain of a step beyond the budget does not count. Brackets are 95 % intervals over
-seeds. Every method has its best setting of a grid, which is extended until no neighbour is better, by the median of
-three seeds other than those of the verdict. *Untrained* is the score of the start. If the paper counts seconds, there
-is also a verdict at equal seconds, measured on a machine with other work at the time.
+seeds. Every method runs with its best setting from a grid that is extended until no neighbour is better. Settings are
+compared by the median of three seeds other than those of the verdict. *Untrained* is the score of the start. If the
+paper counts seconds, there is also a verdict at equal seconds, measured on a machine with other work at the time.
 """
 NOT_AGAIN = "not run again under the present rules"
 
@@ -170,7 +170,7 @@ def page(experiments: Iterable[Experiment], results: Path = RESULTS, scale: str 
     counts, tables, details = Counter[str](), dict[str, list[str]](), list[str]()
     judged, missing = dict[str, Mapping[str, Any]](), dict[str, str]()
     for experiment in known:
-        said = f"{experiment.claim} | {experiment.value.removeprefix('no figure in the text: ')} |"
+        said = f"{experiment.claim} | {experiment.value.removeprefix('no number in the text: ')} |"
         try:
             records = Records(current(experiment, results), frozen=True)
             found = summary(experiment, execute(experiment, scale, records), scale)

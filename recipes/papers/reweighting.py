@@ -118,7 +118,7 @@ def one(data: str) -> Experiment:
         paper="arXiv:2105.02266",
         figure="figure 1",
         claim=f"SVRB is the fastest per sample, due to its variance reduction ({data})",
-        value="no figure in the text: SVRB fastest in samples and in time",
+        value="no number in the text: SVRB fastest in samples and in time",
         run=run,
         arms={
             "SVRB": Arm(svrb, STORM),
@@ -162,7 +162,7 @@ def many(data: str, tasks: int) -> Experiment:
         paper="arXiv:2105.02266",
         figure="figure 2",
         claim=f"RE-RSVRB is the fastest per sample, because a step uses only 10 of {tasks} tasks ({data})",
-        value="no figure in the text: RE-RSVRB fastest in most cases",
+        value="no number in the text: RE-RSVRB fastest in most cases",
         run=run,
         arms={
             "RE-RSVRB": Arm(Method(partial(rsvrb, restarts=100), floor=True, tasks=True), STORM),

@@ -85,7 +85,7 @@ EXPERIMENTS = [
         paper="arXiv:2307.00126",
         figure="figure 3a",
         claim="PRAGDA reaches the minimum with fewer calls than iMCN, due to its momentum (start near the saddle)",
-        value="no figure in the text: PRAGDA faster than iMCN",
+        value="no number in the text: PRAGDA faster than iMCN",
         run=partial(run, start=STARTS["beside the saddle"]),
         arms=ARMS,
         rule=Better(method="PRAGDA", rivals=("iMCN",), control="no momentum", without=("theta",), speed=True),

@@ -54,7 +54,7 @@ EXPERIMENTS = [
         paper="arXiv:2307.00126",
         figure="figure 5",
         claim="RAHGD has the lowest test loss at equal cost, due to its momentum on x",
-        value="no figure in the text: RAHGD and PRAHGD fastest",
+        value="no number in the text: RAHGD and PRAHGD fastest",
         run=run,
         arms={
             "RAHGD": Arm(partial(bo.RAHGD, **AGD), GRID, "B is 5 times the length of the first step"),
@@ -79,7 +79,7 @@ EXPERIMENTS = [
         paper="arXiv:2110.07004",
         figure="figure 5",
         claim="PZOBO has a lower test loss than AID-FP, AID-CG and ITD at equal cost, due to its indirect term",
-        value="no figure in the text: PZOBO slightly ahead of HOZOG, both faster than AID and ITD",
+        value="no number in the text: PZOBO slightly ahead of HOZOG, both faster than AID and ITD",
         run=partial(run, entries=True),
         arms={
             "PZOBO": Arm(partial(bo.PZOBO, directions=1, smoothing=0.01, **PATHS), ZEROTH),

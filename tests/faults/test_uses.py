@@ -97,7 +97,7 @@ def test_a_floor_above_the_curvature_is_warned_about(row, over):
 
 
 def apart():
-    """Return x and a problem with the solution y = x."""
+    """Return x, y, and both losses, with the solution y = x."""
     x, y = (torch.full((2,), v, requires_grad=True) for v in (2.0, 0.0))
     return x, y, lambda: (y - 1).square().sum() / 2, lambda: (y - x).square().sum() / 2
 
