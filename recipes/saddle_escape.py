@@ -67,7 +67,7 @@ def loss(x: Tensor, y: Tensor) -> Tensor:
 
 
 def gap(x: Tensor) -> float:
-    """Return the difference between the maximum over y and the minimum of this over x."""
+    """Return how far the maximum over y lies above its minimum over x."""
     x = x.detach()
     return float(valley(x[2]) + x[0] ** 2 / 40 + x[1] ** 2 / 20) - BEST
 

@@ -26,7 +26,7 @@ class Chain:
 
     .. math:: f(x) = f_{nc}(U^T \rho(x)) + \tfrac\lambda2 \|x\|^2, \qquad \rho(x) = x / \sqrt{1 + \|x\|^2/R^2}
 
-    The variable is x / beta of the text, and f is divided by L1 beta^2 / 155. The gradient in coordinates not yet
+    Here x is the text's x / beta, and f is divided by L1 beta^2 / 155. The gradient in coordinates not yet
     found is zero, except in one of :math:`1/\gamma` calls.
 
     Args:

@@ -62,7 +62,7 @@ class Evidence(NamedTuple):
         return self.start is None or interval(_less(self.start, self.scores[arm])).low > 0
 
     def nothing(self, moved: Sequence[str], varied: Sequence[str]) -> str:
-        """Explain why arms prove nothing: one of ``moved`` did not train, or all seeds of ``varied`` agree."""
+        """Explain why arms prove nothing: training did not move one of ``moved``, or all seeds of ``varied`` agree."""
         if still := [arm for arm in moved if not self.moved(arm)]:
             return f"training did not move {' and '.join(still)} from the start"
         if varied and all(len({*self.scores[arm]}) == 1 for arm in varied):
