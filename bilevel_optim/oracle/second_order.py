@@ -48,8 +48,9 @@ class UpperSystem(NamedTuple):
 
 
 SHARDED = (
-    "matrices of second derivatives need lower parameters that are not sharded (DTensor), because they are computed from "
-    "full vectors; do not shard y, or use products alone (linear_solver='cg' of AID, variant='matrix_free' of SVRB)"
+    "matrices of second derivatives need lower parameters that are not sharded (DTensor), because they are computed "
+    "from full vectors; do not shard y, or use products alone (linear_solver='cg' of AID, variant='matrix_free' of "
+    "SVRB)"
 )
 ROWS = 128  # rows of a Hessian in one pass, whose memory is that many times that of a product
 Product = Callable[[Vector, str], Vector]  # of a vector, and the level to differentiate in: "lower", "upper" or "both"

@@ -316,8 +316,8 @@ class Session:
                 if gradient is None:
                     raise ValueError(
                         f"the {self.called('lower')} does not depend on lower parameter {name}, so lower steps cannot "
-                        "optimise it; leave it out of the lower parameters, or check that the loss reads the live tensor "
-                        "and not a detached or old one (checkpointing needs use_reentrant=False)"
+                        "optimise it; leave it out of the lower parameters, or check that the loss reads the live "
+                        "tensor and not a detached or old one (checkpointing needs use_reentrant=False)"
                     )
             self.found.reaches_lower, self.never_reached = True, set()
 
@@ -334,9 +334,9 @@ class Session:
                 self.warned.add(key)
                 warn(
                     f"no evaluation of the {self.called('lower')} in this step depended on lower parameter "
-                    f"{names()[i]}, although those of the first step did, so it is no longer optimised. If the module now has a "
-                    "new tensor in its place (module.weight = ...), write into the old tensor instead of replacing it: "
-                    "with torch.no_grad(): module.weight.copy_(...)"
+                    f"{names()[i]}, although those of the first step did, so it is no longer optimised. "
+                    "If the module now has a new tensor in its place (module.weight = ...), write into the old tensor "
+                    "instead of replacing it: with torch.no_grad(): module.weight.copy_(...)"
                 )
 
     def note_reached(self, gradients: Iterable[Tensor | None]) -> None:

@@ -86,8 +86,8 @@ class TensorTasks:
         sizes = [self._sizes(name, data) for name, data in (("lower", self._lower), ("upper", self._upper))]
         if sizes[0][0] != sizes[1][0]:
             raise ValueError(
-                f"the lower data are of {sizes[0][0]} tasks, but the upper data of {sizes[1][0]}; each task needs both, "
-                "so pass the same tasks in the same order"
+                f"the lower data are of {sizes[0][0]} tasks, but the upper data of {sizes[1][0]}; each task needs "
+                "both, so pass the same tasks in the same order"
             )
         self._last: tuple[Tensor, Tensor] | None = None  # ids, and their copy on another device
         self._tasks, self._rows = sizes[0][0], {"lower": sizes[0][1], "upper": sizes[1][1]}

@@ -93,7 +93,7 @@ def agd_or(lower_optimizer: Callable[[Any], Optimizer] | None, lower_momentum: f
         return partial(AGD, momentum=lower_momentum)
     if lower_momentum:
         raise ValueError(
-            f"Invalid lower_momentum value: {lower_momentum} (an option of the default lower optimizer alone: leave out "
-            "lower_momentum or lower_optimizer)"
+            f"Invalid lower_momentum value: {lower_momentum} (an option of the default lower optimizer alone: leave "
+            "out lower_momentum or lower_optimizer)"
         )
     return lower_optimizer

@@ -244,7 +244,7 @@ def test_a_generator_that_moves_in_persistent_workers_is_refused():
     again.load_state_dict(objective.state_dict())
     assert drawn(again, 4) == drawn(objective, 4)
     drawn(objective, 1)
-    with pytest.raises(ValueError, match=r"cannot be saved: dataset.source has moved in persistent workers"):
+    with pytest.raises(ValueError, match=r"cannot be saved: dataset.source has advanced in persistent workers"):
         objective.state_dict()
 
 
