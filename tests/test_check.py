@@ -391,8 +391,13 @@ def test_kinks_and_noise_are_no_faults():
     [
         (bo.AID, {"lower_steps": 100, "linear_steps": 20}, "right", "nothing to change"),
         (bo.AID, {"lower_steps": 2, "linear_steps": 20}, "biased", SOLVE),
-        (bo.AID, {"lower_steps": 100, "linear_steps": 1}, "biased", "linear system is solved to .* more linear_steps"),
-        (bo.F2SA, {"lower_steps": 200, "nu": 0.3}, "biased", r"nu = 0\.3: another nu"),
+        (
+            bo.AID,
+            {"lower_steps": 100, "linear_steps": 1},
+            "biased",
+            "residual of the linear system is .* use more linear_steps",
+        ),
+        (bo.F2SA, {"lower_steps": 200, "nu": 0.3}, "biased", r"nu = 0\.3: use another nu"),
         (bo.FirstOrder, {"lower_steps": 100}, "biased", SETTINGS),
     ],
 )
