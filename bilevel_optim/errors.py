@@ -18,8 +18,8 @@ INSIDE = (*(os.path.dirname(file) + os.sep for file in (__file__, torch.__file__
 FILTERS = threading.RLock()  # held while warning filters change, because all threads share them
 
 REMEDY = (
-    "Look at the data first (the mean over an empty batch is NaN, as is what is made of a NaN in them); if they are "
-    "right, a smaller lr or lower_lr is the usual remedy"
+    "Look at the data first (the mean over an empty batch is NaN, and so is a loss on data with a NaN); if they are "
+    "right, use a smaller lr or lower_lr"
 )
 
 

@@ -294,7 +294,7 @@ def test_backward_inside_a_loss(level, retain):
 def test_a_graph_that_is_made_once():
     optimizer, _, y, losses = made()
     penalty = y.square().sum().exp()
-    with pytest.raises(RuntimeError, match="return a part of a graph that is gone"):
+    with pytest.raises(RuntimeError, match="return a loss whose graph has been freed"):
         optimizer.run(lambda: losses[0]() + penalty, losses[1], steps=3)
 
 

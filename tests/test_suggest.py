@@ -245,6 +245,8 @@ def test_there_is_an_end(monkeypatch, looks):
     assert "ended the trials early" in str(suggestion)
     assert set(suggestion.rows) | set(suggestion.rejected) == {"AID", "F2SA"}
     if looks == 0:
-        assert suggestion.rejected == dict.fromkeys(("AID", "F2SA"), "not tried: max_seconds was over")
+        assert suggestion.rejected == dict.fromkeys(
+            ("AID", "F2SA"), "not tried: max_seconds was over; use a larger one"
+        )
     for name in suggestion.rows:
         suggestion.make(name).step(f, g)

@@ -36,41 +36,43 @@ def cause(
     """
     if at_solution < 0.1 * error:
         return (
-            "the lower solve is the cause, as the estimator is good at the exact lower solution: more lower_steps, a "
-            "better lower_lr or lower_optimizer, or some steps of warm start"
+            "the lower solve is the cause, because the estimator is good at the exact lower solution: use more "
+            "lower_steps, a better lower_lr or lower_optimizer, or make some steps before the check (warm start)"
         )
     kind = type(optimizer).__name__
-    own = "the estimator's own settings are the cause, as it is as bad at the exact lower solution: "
+    own = "the estimator's own settings are the cause, because it is as bad at the exact lower solution: "
     if at_solution < 0.5 * error:
         own = (
-            "the lower solve and the estimator's own settings are the cause, as some of the error is left at the exact "
-            "lower solution: more lower_steps, and "
+            "the lower solve and the estimator's own settings are the cause, because some of the error is left at the "
+            "exact lower solution: use more lower_steps; and "
         )
     if not optimizer.declared.converges:
-        return f"{own}{kind} leaves a part of the hypergradient out, whatever its settings: another method"
+        return f"{own}{kind} leaves a part of the hypergradient out, whatever its settings: use another method"
     if step is not None:
         value = getattr(optimizer, step)
         for factor in (0.25, 4.0):
             if (found := _with(optimizer, step, value * factor, retried)) <= PART * at_solution:
                 return (
-                    f"{own}{step} = {value:.3g}: another {step}, such as {value * factor:.3g}, with which the error is "
-                    f"{found:.2g} (its error law is in the docstring)"
+                    f"{own}{step} = {value:.3g}: use another {step}, such as {value * factor:.3g}, with which the "
+                    f"error is {found:.2g} (the method's docstring says how the error depends on it)"
                 )
         return (
-            f"{own}not {step} = {value:.3g}, as a fourth and four times of it are no better; more lower_steps (of the "
-            "copies), more directions, or the losses are not what they are meant to be"
+            f"{own}not {step} = {value:.3g}, because a fourth and four times of it are no better; use more lower_steps "
+            "(for the copies) or more directions, and check that the losses are those that you mean"
         )
     residual = figures.get("linear_relative_residual")
     unsolved = None if residual is None else float(torch.as_tensor(residual).max())
     if unsolved is not None and unsolved > 0.1 * at_solution:
         return (
-            f"{own}the linear system is solved to {unsolved:.2g} of its right-hand side: more linear_steps, another "
-            "linear_lr or linear_solver"
+            f"{own}the residual of the linear system is {unsolved:.2g} of its right-hand side: use more linear_steps, "
+            "another linear_lr or linear_solver"
         )
     if not optimizer.declared.lower_steps:
-        return f"{own}{kind} is a single loop, whose estimate is good once it has settled: check after some steps"
+        return (
+            f"{own}{kind} is a single loop, whose estimate is good only after some steps: check again after more steps"
+        )
     has = [name for name in OWN if hasattr(optimizer, name)] or ["lower_steps"]
-    return f"{own}{', '.join(has)}, or the losses are not what they are meant to be"
+    return f"{own}change {', '.join(has)}, and check that the losses are those that you mean"
 
 
 def _with(optimizer: BilevelOptimizer, name: str, value: float, measured: Callable[[], float]) -> float:

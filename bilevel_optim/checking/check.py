@@ -26,11 +26,15 @@ from ..problem.tasks import draw, sample, select, starting_points, task_count
 from ..problem.vector import Vector, stack
 from ..solvers.limits import changes
 from .cause import cause
-from .clock import TimeLimit, TimeUp
+from .clock import SECONDS, TimeLimit, TimeUp
 from .numbers import numbers_kept
 from .reference import FIRST, JOINT, KINK, MAX_BATCHES, SECOND, WHY, Coordinates, Reference, reference_of
 
 __all__ = ["HypergradientReport", "check_hypergradient"]
+
+TOLERANCE = "Invalid {name} value: {value} (a number of at least 0)"
+ONE = "Invalid {name} value: {value} (an integer of at least 1)"
+TWO = "Invalid {name} value: {value} (an integer of at least 2)"
 
 
 @dataclass(frozen=True)
@@ -166,12 +170,12 @@ def check_hypergradient(
         ...
         bilevel_optim.errors.GradcheckError: AID: hypergradient off by ...
     """
-    require("atol", atol, atol >= 0)
-    require("rtol", rtol, rtol >= 0)
-    require("repeats", repeats, isinstance(repeats, int) and repeats >= 2)
+    require("atol", atol, atol >= 0, TOLERANCE)
+    require("rtol", rtol, rtol >= 0, TOLERANCE)
+    require("repeats", repeats, isinstance(repeats, int) and repeats >= 2, TWO)
     require_choice("reference", reference, ("auto", "dense", "implicit", "differences"))
-    require("directions", directions, isinstance(directions, int) and directions >= 1)
-    require("max_seconds", max_seconds, is_number(max_seconds) and max_seconds > 0)
+    require("directions", directions, isinstance(directions, int) and directions >= 1, ONE)
+    require("max_seconds", max_seconds, is_number(max_seconds) and max_seconds > 0, SECONDS)
     clock = TimeLimit(float(max_seconds))
     try:
         with _undisturbed(optimizer):
@@ -179,7 +183,9 @@ def check_hypergradient(
                 optimizer, upper, lower, tasks, (atol, rtol), repeats, reference, directions, clock
             )
     except TimeUp as time:
-        return _no_time(clock, f"time is up before {time}: a larger max_seconds (now {max_seconds:.3g}), fewer batches")
+        return _no_time(
+            clock, f"time is up before {time}: use a larger max_seconds (now {max_seconds:.3g}), or less data"
+        )
     finally:
         clock.clear()
     if report.verdict == "biased":
@@ -206,7 +212,10 @@ def _checked(
     case = _one_problem(optimizer, upper, lower) if tasks is None else _tasks(optimizer, upper, lower, tasks)
     truth = reference_of(case.problems, case.starts, reference, directions, clock, _concerns(optimizer))
     if any(bool(changes(y, optimizer._limits.projected(y, 0))) for y in truth.solutions):
-        raise ValueError("there is no reference where lower_projection changes the solution of the lower problem")
+        raise ValueError(
+            "there is no reference where lower_projection changes the solution of the lower problem, because the "
+            "reference is that of the problem without it; check at an x where the projection changes nothing"
+        )
     clock.stage(0.6, 0.8)
     here = _repeated(lambda: case.estimate(None), truth.coordinates, repeats, clock)
     clock.stage(0.8, 1.0)
@@ -293,10 +302,10 @@ def _why_inconclusive(case: _Case, truth: Reference, off: bool, noise: float, al
     if truth.uncertainty > max(noise, allowed / 2):
         return (
             f"the reference is known within {_ratio(truth.uncertainty, float(truth.gradient.norm())):.2g} of its norm "
-            "only, as a kink of the losses (ReLU, abs, max) or rounding is within reach of the differences, or the "
-            "lower solve is not exact: another point (move x a little), float64, or a larger rtol"
+            "only, because a kink of the losses (ReLU, abs, max) or rounding is within reach of the differences, or "
+            "the lower solve is not exact: check at another point (move x a little), in float64, or with a larger rtol"
         )
-    return "the noise of the estimates is larger than the tolerance: more repeats, larger batches, or a larger rtol"
+    return "the noise of the estimates is larger than the tolerance: use more repeats, larger batches, or a larger rtol"
 
 
 def _concerns(optimizer: BilevelOptimizer) -> frozenset[str]:
@@ -388,7 +397,10 @@ def _tasks(optimizer: BilevelOptimizer, upper: Loss, lower: Loss | None, sampler
     kinds = {"rows": "keeps y of every task", "none": "takes no tasks"}
     why = "has one loss" if optimizer._one_loss else kinds.get(optimizer.declared.tasks)
     if why is not None:
-        raise ValueError(f"{type(optimizer).__name__} {why}: it is checked on one problem, without tasks")
+        raise ValueError(
+            f"{type(optimizer).__name__} {why}, so it cannot be checked with tasks; call check_hypergradient for one "
+            "problem, without tasks="
+        )
     n = task_count(sampler, optimizer.tasks_per_step)
     drawn = _DrawnTasks(sampler, n, optimizer.generator)
     oracle = optimizer._oracle(upper, lower)
@@ -419,8 +431,8 @@ class _Shuffled:
 
 
 LOOSE = (
-    "the losses draw random numbers (dropout), which are others for the reference than for the estimates with tasks "
-    "and with a FiniteSum: check without them, with model.eval() or the noise as part of the batches"
+    "the losses draw random numbers (dropout), which with tasks or a FiniteSum differ between the reference and the "
+    "estimates: check without them (model.eval()), or make the noise a part of the batches"
 )
 DRAWS = 8  # least number of random draws of a loss that represent all its draws
 

@@ -6,8 +6,9 @@ import math
 import sys
 import time
 
-__all__ = ["TimeLimit", "TimeUp"]
+__all__ = ["SECONDS", "TimeLimit", "TimeUp"]
 
+SECONDS = "Invalid {name} value: {value} (a positive number of seconds)"
 SILENT = 5.0  # seconds before anything is shown
 WIDTH = 20  # characters of the bar
 

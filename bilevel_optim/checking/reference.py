@@ -29,12 +29,12 @@ PRODUCTS = 2000  # most products of a linear solve
 COARSE = 1e-3  # precision of types that are too coarse for differences
 FINER = 1 / 30  # factor of the step of differences if a kink is within reach
 WHY = (
-    "So a loss detaches what it should not, reads a value with .item() or .data, or has a custom backward that is "
-    "wrong: what autograd gives is not the derivative of what the losses return"
+    "So autograd's derivative of a loss is not that of the values that it returns: look in it for .detach(), .item(), "
+    ".data, torch.no_grad(), or a custom backward that is wrong"
 )
 UNSOLVED = (
-    "Give the lower loss a penalty that makes it strongly convex (0.01 times the square of y), start y nearer to its "
-    "solution, scale it so that its curvatures are alike, or use float64"
+    "Add a penalty to the lower loss that makes it strongly convex (0.01 times the square of y), start y nearer to the "
+    "solution, scale y such that its curvatures are similar, or use float64"
 )
 MAX_BATCHES = 256  # most batches of an objective that represent its data
 # Derivatives of the losses that methods of each kind take.
@@ -51,14 +51,14 @@ DERIVATIVES = {
     "xy": "second derivative in y and x",
 }
 KINK = (
-    "a kink of the losses (ReLU, abs, max) or rounding is within reach of the differences here, though elsewhere they "
-    "agree with the derivatives: check at another point (move x a little), in float64, or with smooth losses"
+    "a kink of the losses (ReLU, abs, max) or rounding disturbs the differences here, although elsewhere they agree "
+    "with the derivatives: check at another point (move x a little), in float64, or with smooth losses"
 )
 UNCONFIRMED = (
-    "differences of the solved problem are too rough to confirm the reference, be it by kinks of the losses (ReLU, "
-    "abs, max) or by rounding: check at another point (move x a little), in float64, or with smooth losses"
+    "differences of the solved problem are too inaccurate to confirm the reference, because of kinks of the losses "
+    "(ReLU, abs, max) or of rounding: check at another point (move x a little), in float64, or with smooth losses"
 )
-NO_TIME = "time is up before the reference was compared with differences: a larger max_seconds"
+NO_TIME = "time is up before the reference was compared with differences: use a larger max_seconds"
 
 Coordinates = Callable[[Vector], Tensor]
 Product = Callable[[Vector], Vector]
@@ -172,7 +172,7 @@ def _by_differences(
                 raise
             doubt = (
                 f"time is up after {k} of {len(probes)} directions, along which alone the estimate is known to be "
-                "right: a larger max_seconds, or fewer directions"
+                "right: use a larger max_seconds, or fewer directions"
             )
             break
         rows.append(sum(one.value for one in found) / len(truths))
@@ -325,8 +325,8 @@ class _Truth:
             result = cg(product or self._differences(y, x), slope_, steps=most, tol=1e-3)
             if bool(result.indefinite) or not float(result.relative) <= 0.1:  # type: ignore[arg-type]
                 raise GradcheckError(
-                    "there is no reference: the lower problem could not be solved, as the lower loss is not strongly "
-                    f"convex where its solution should be, or its Hessian too badly conditioned. {UNSOLVED}"
+                    "there is no reference: the lower problem could not be solved, because the lower loss is not "
+                    f"strongly convex near the point reached, or its Hessian is too badly conditioned. {UNSOLVED}"
                 )
             step = result.solution
             after = y - step
@@ -342,7 +342,7 @@ class _Truth:
     def _require_solved(self, y: Vector, error: float) -> None:
         if not error <= max(1e-4, self._unit**0.5) * (1 + float(y.norm())) < math.inf:
             raise GradcheckError(
-                f"there is no reference: the lower problem could not be solved (its solution is known within about "
+                f"there is no reference: the lower problem could not be solved (its solution is known to within about "
                 f"{error:.3g}, at a norm of {float(y.norm()):.3g}). {UNSOLVED}"
             )
 
@@ -410,7 +410,7 @@ class _Truth:
         if bool(result.indefinite) or not float(result.relative) <= 100 * tol:  # type: ignore[arg-type]
             raise GradcheckError(
                 "there is no reference: the lower loss is not strongly convex at the solution that was found, or its "
-                f"Hessian too badly conditioned (relative residual {float(result.relative):.3g}). {UNSOLVED}"  # type: ignore[arg-type]
+                f"Hessian is too badly conditioned (relative residual {float(result.relative):.3g}). {UNSOLVED}"  # type: ignore[arg-type]
             )
         return self._with_adjoint(result.solution, solved)
 
@@ -552,9 +552,10 @@ class _Truth:
             if abs(first - second) > 1e3 * self._unit * max(abs(first), abs(second)):
                 raise GradcheckError(
                     f"there is no reference: the {self.oracle.session.called(level)} is {first:.9g} and then "
-                    f"{second:.9g} at one point, on the same batch, as it remembers its calls or draws random numbers "
-                    "that cannot be drawn again. Take them from torch's default generator, which is set back for each "
-                    "evaluation of a sample, put them into the batches of an Objective, or check without noise"
+                    f"{second:.9g} at one point, on the same batch: it changes with its calls, or draws random numbers "
+                    "that cannot be repeated. Draw them from torch's default generator, which is reset for each "
+                    "evaluation of a sample, put them into the batches of an Objective, or check without noise "
+                    "(model.eval())"
                 )
 
     def faults(self, start: Vector) -> dict[str, str]:

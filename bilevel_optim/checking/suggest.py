@@ -25,7 +25,7 @@ from ..problem.tasks import draw, sample, select
 from ..problem.vector import Vector
 from ..solvers.agd import AGD
 from .check import check_hypergradient
-from .clock import TimeLimit
+from .clock import SECONDS, TimeLimit
 from .graphs import largest_graph
 from .numbers import numbers_kept
 from .spectrum import Spectrum
@@ -49,7 +49,7 @@ MOST_STEPS = 300  # limit for raising these counts to reduce the bias
 ACCELERATED = 30.0  # condition number from which momentum pays in the lower solve
 LARGEST_BIAS = 0.5  # largest bias of a suggested method
 WORSE = 2.0  # growth of f, relative to the start's loss, above which a trial has diverged
-NOT_TRIED = "not tried: max_seconds was over"
+NOT_TRIED = "not tried: max_seconds was over; use a larger one"
 SHIFT = 0.03  # relative shift of F2SA's copies of y by nu, about
 
 
@@ -218,7 +218,7 @@ def suggest(
     """
     for name in methods:
         require_choice("methods", name, METHODS)
-    require("max_seconds", max_seconds, is_number(max_seconds) and max_seconds > 0)
+    require("max_seconds", max_seconds, is_number(max_seconds) and max_seconds > 0, SECONDS)
     clock = TimeLimit(max_seconds, "suggest")
     groups = as_groups(upper_params, "upper"), as_groups(lower_params, "lower")
     x, y = ([t for g in level for t in map(unnamed, g["params"]) if t.requires_grad] for level in groups)
@@ -237,8 +237,8 @@ def suggest(
     notes = measured.notes()
     if search.trials.ended:
         notes.append(
-            f"max_seconds={max_seconds:g} ended the trials early: the order is that of shorter ones, and rates may not "
-            "have been tried with a margin"
+            f"max_seconds={max_seconds:g} ended the trials early, so the order is that of shorter trials, and some "
+            "rates were perhaps not tried with a margin; use a larger max_seconds"
         )
     if rows and next(iter(rows)) == "FirstOrder":
         notes.append("nothing was better than leaving the indirect term out (FirstOrder)")
@@ -378,13 +378,13 @@ class _Measured:
         if not self.convex:
             ridge = 2 * abs(spectrum.smallest) + 1e-3 * spectrum.largest
             return [
-                f"g is not convex in y at this point (smallest curvature {spectrum.smallest:.3g}): AID solves with "
-                f"MINRES; a ridge, {ridge:.2g} / 2 times the square of y in g, makes it convex here"
+                f"g is not convex in y at this point (smallest curvature {spectrum.smallest:.3g}), so AID uses MINRES: "
+                f"add a penalty to g, {ridge:.2g} / 2 times the square of y, which makes it convex here"
             ]
         if (condition := spectrum.largest / spectrum.smallest) > 1e4:
             return [
-                f"g is badly conditioned ({condition:.1g}): a ridge in g, normalised inputs, or momentum or Adam below "
-                "help; without them the hypergradient is that of a lower solve which stops early"
+                f"g is badly conditioned ({condition:.1g}), so the hypergradient is that of a lower solve which stops "
+                "early: add a penalty to g, normalise the inputs, or use lower_optimizer= with momentum or Adam"
             ]
         return []
 
@@ -517,7 +517,7 @@ class _Search:
         first = _Try("SGD", 0.0, {**settings, "lr": 0.0})
         self._tried(first, name, BUDGETS[0], measure)
         if name not in self._norms:
-            self._reasons[name] = f"{first.outcome.reason}, x at rest" if first.outcome.reason else NOT_TRIED
+            self._reasons[name] = f"{first.outcome.reason}, although x was fixed" if first.outcome.reason else NOT_TRIED
             return []
         if (norm := self._norms[name]) == 0:
             self._reasons[name] = "its hypergradient is zero"

@@ -54,7 +54,9 @@ class Sources:
     def why_eager(self) -> str:
         """Return why steps with these losses are not compiled; empty if they may be."""
         if any(objective.accumulate > 1 for objective in self.objectives.values()):
-            return "a batch is made of parts (accumulate)"
+            return (
+                "an Objective has accumulate > 1, but a compiled step takes a sample as one batch: use larger batches"
+            )
         return ""
 
 
@@ -121,7 +123,7 @@ def _tensor(value: Any) -> Tensor | None:
 
 # ------------------------------------------------------------------------------------------------ in a step
 
-OTHERS = "a step draws other samples than the one before that was like it"
+OTHERS = "a step draws other samples than an earlier step of the same kind, so its graph has no inputs for them"
 
 
 class GivenData:

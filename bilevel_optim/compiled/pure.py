@@ -272,7 +272,7 @@ def _rule(known: Sequence[Known], rates: Sequence[Tensor], like: Vector, limits:
     for own, rule in known:
         if own == shapes:
             return rule.with_rates(rates, limits)
-    raise RuntimeError("no eager step has made an update for tensors of these shapes")
+    raise RuntimeError("no eager step has updated lower tensors of these shapes, so a graph cannot either")
 
 
 # ------------------------------------------------------------------------------------------------ results
@@ -288,7 +288,7 @@ def _places(writes: Sequence[Write], state: State, y: Vector) -> list[tuple[tupl
     for write in writes:
         place = next((place for place, table in tables if table is write.table), None)
         if place is None:
-            raise RuntimeError("a step writes rows of a table that it was not given")
+            raise RuntimeError("a step writes rows of a table that is not in its state, so a graph cannot return them")
         found.append((place, write.rows, write.values))
     return found
 

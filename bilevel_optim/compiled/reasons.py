@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-__all__ = ["Refused", "place_of", "reason_of", "require_no_effects"]
+__all__ = ["UNDRAWN", "Refused", "place_of", "reason_of", "require_no_effects"]
 
 _LIBRARIES = tuple(str(Path(own).parent) for own in (Path(__file__).parent, torch.__file__, contextlib.__file__))
 CHANGES = "a loss changes Python values as it runs"
+UNREPEATED = ", which a graph does not repeat: move the change out of the loss"
+UNDRAWN = ", but a graph cannot draw those of an eager step: draw them with the data, or keep the steps eager"
 
 
 class Refused(Exception):
@@ -34,19 +36,21 @@ def reason_of(error: BaseException) -> str:
         return text
     first = text.splitlines()[0].removeprefix(f"{Refused.__name__}: ") if text else type(error).__name__
     if "side effects" in first:
-        first = CHANGES + _changed(text)
+        first = CHANGES + _changed(text) + UNREPEATED
     elif "Generator" in text and "random numbers" not in first:
-        first = "a loss draws random numbers (of a generator)"
+        first = "a loss draws random numbers (of a generator)" + UNDRAWN
     elif "UnspecializedPythonVariable" in text or "qualname: Random." in text:
-        first = "a loss draws random numbers (of Python's random)"
+        first = "a loss draws random numbers (of Python's random)" + UNDRAWN
     elif "marked as skipped" in first and (called := re.search(r"(?:function|builtin) `(.+?)`", text)):
-        first = f"a loss calls {called[1]}, which Dynamo does not read"
+        first = (
+            f"a loss calls {called[1]}, which Dynamo cannot trace: call it outside the loss, or use a torch function"
+        )
     elif "Boolean value of Tensor with more than one value" in text and "set_export_info" in _trace_of(error):
-        first = "a loss reads a NumPy array (torch.from_numpy makes a tensor of it, once)"
+        first = "a loss reads a NumPy array, but a graph has tensors only: convert it once by torch.from_numpy"
     elif "external grad_fn" in first:
-        first = "a loss uses a tensor with a graph of its own"
+        first = "a loss uses a tensor with a graph from outside the loss: compute it in the loss, or detach it"
     elif "data-dependent" in first.lower():
-        first = "a value is read on the host (a branch on it)"
+        first = "a value is read on the host, so that operations or sizes depend on it: use torch.where or masks"
     return first.strip().rstrip(".") + _last_place(text)
 
 
@@ -67,7 +71,7 @@ def require_no_effects(message: Any, *others: Any, **more: Any) -> None:
     """
     text = str(message)
     if "side effects" in text and any("[" in name for _, name in _SOURCE.findall(text)):  # a name of Dynamo's: L['...']
-        raise Refused(f"{CHANGES}{_changed(text)}")
+        raise Refused(f"{CHANGES}{_changed(text)}{UNREPEATED}")
 
 
 _SOURCE = re.compile(r"""(["'])(.*?)\1(?=[,\]])""")

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from ..oracle.differentiable import plain_weight_norm
 from ..oracle.substitution import stands_for, stands_for_itself
 from ..problem.vector import as_variable
-from .reasons import Refused, place_of
+from .reasons import UNDRAWN, Refused, place_of
 
 __all__ = ["differentiable_twice", "redirected", "require_deterministic", "require_unwritten"]
 
@@ -33,9 +33,9 @@ def require_deterministic(module: GraphModule) -> None:
     for node in itertools.chain.from_iterable(graph.nodes for graph in parts):
         name = getattr(node.target, "__name__", str(node.target))
         if node.op == "placeholder" and node.name.startswith("random_value"):
-            raise Refused("a loss draws random numbers (of Python's random)")
+            raise Refused(f"a loss draws random numbers (of Python's random){UNDRAWN}")
         if name in RANDOM or (name in DROPOUT and _drops(node)) or _attends_at_random(name, node):
-            raise Refused(f"a loss draws random numbers ({name}){place_of(node)}")
+            raise Refused(f"a loss draws random numbers ({name}){UNDRAWN}{place_of(node)}")
 
 
 def _drops(node: Node) -> bool:
@@ -63,7 +63,10 @@ def require_unwritten(module: GraphModule) -> None:
             same[node] = same.get(first, first)
         for written in _written(node):
             if given.get(_memory_of(same.get(written, written))) is not None:
-                raise Refused(f"a loss writes into a tensor that is not its own{place_of(node)}")
+                raise Refused(
+                    "a loss writes into a tensor that is not its own, so an eager and a compiled step would both "
+                    f"write: use an out-of-place operation{place_of(node)}"
+                )
 
 
 def _memory_of(node: Node) -> int:

@@ -66,13 +66,17 @@ HOOKS = (module._global_forward_hooks, module._global_forward_pre_hooks)  # for 
 CHECKED_EVERY = 4096  # uses after which a compiled step is compared again, at the latest
 MOST = 16  # most programs of an optimizer; other steps run eagerly
 MOST_ALIKE = 8  # most for data of one form, as torch.compile's limit for a function
-FULL = f"there are {MOST} graphs, and none is for data of these shapes and constants"
+FULL = (
+    f"there are {MOST} graphs, and none is for data of these shapes and constants, but no more are compiled: use fewer "
+    "shapes (padding, drop_last=True)"
+)
 PATIENCE = 8  # steps in a row of a new kind, after which no more steps are compiled
 FIRST, AT_RISK = 64, 0.5  # steps of the first chain; seconds that a chain may take, which an interrupt undoes
 FUNCTIONAL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # updates that Dynamo can trace
 DIFFERS = (
     "a compiled step differs from the eager one in {}: a loss depends on something that a graph does not see (data "
-    "that it draws itself), or is too sensitive to rounding"
+    "that it draws itself), or is too sensitive to rounding; draw data by the Objective, or accept a larger difference "
+    "by compile(rtol=, atol=)"
 )
 _NUMBERS = itertools.count()
 
@@ -307,7 +311,10 @@ class CompiledSteps:
         if type(made) in FUNCTIONAL and is_known(made):
             return ""
         name = type(made).__name__
-        return f"x is moved eagerly, by the hypergradient of the graph: the upper_optimizer {name} cannot be compiled"
+        return (
+            f"x is moved eagerly, by the hypergradient of the graph: the upper_optimizer {name} cannot be compiled, "
+            "but torch's SGD, Adam and AdamW can, without hooks"
+        )
 
     # ------------------------------------------------------------------------------------------------ one step
 
@@ -367,7 +374,7 @@ class CompiledSteps:
         """Return why no step of the optimizer (with these tasks) is compiled, for any losses; empty if one may be."""
         reason = self._reason or self.optimizer._why_eager(tasks)
         if self.optimizer._oracle_options.ranks.group is not None:
-            reason = "ranks exchange results in a step"
+            reason = "ranks exchange results in a step (process_group=), which is always eager"
         return reason
 
     def _why_eager(self, entry: Entry | None, sources: Sources) -> str:
@@ -396,7 +403,10 @@ class CompiledSteps:
                 return entry
         self._new += 1
         if self._new > PATIENCE:
-            self._reason = "from step to step options of the optimizer or of its groups change"
+            self._reason = (
+                "from step to step options of the optimizer or of its groups change, and each value needs a graph of "
+                "its own: change them rarely (learning rates may change)"
+            )
             return None
         made = Entry(key)
         made.is_known = not self._entries and state.steps > 0 and sources.tasks is None  # the run began before
@@ -460,9 +470,15 @@ class CompiledSteps:
             draws, many = optimizer._task_draws(given, sources.tasks), False
         reason = ""
         if draws is None:
-            reason = "what a step draws follows from values on the host"
+            reason = (
+                "the number of a step's draws is known only as it runs, but a graph needs its draws in advance: use "
+                "lower_tol=0, if it is set"
+            )
         elif many:
-            reason = f"a step goes over more than {MOST_TERMS} terms of a finite sum"
+            reason = (
+                f"a step goes over more than {MOST_TERMS} terms of a finite sum, which are all parts of its graph: use "
+                "fewer terms (a larger batch_size)"
+            )
         if reason:
             entry.reasons[_code(sources)] = reason
         return None if reason else draws
@@ -543,12 +559,15 @@ class CompiledSteps:
 
     def _require_compilable(self, oracle: Oracle) -> None:
         if oracle.sharded:
-            raise Refused("parameters are sharded")
+            raise Refused("parameters are sharded (DTensor), and such steps are always eager")
         if any(p._backward_hooks for p in (*oracle.live_x, *oracle.live_y)):
-            raise Refused("a parameter has a hook")
+            raise Refused("a parameter has a hook, which a graph would not call: remove it, or keep the steps eager")
         for rule in self.optimizer._rules.made:
             if rule.kind not in (*FUNCTIONAL, AGD):
-                raise Refused(f"the lower_optimizer {type(rule.optimizer).__name__} cannot be compiled")
+                raise Refused(
+                    f"the lower_optimizer {type(rule.optimizer).__name__} cannot be compiled: use torch's SGD, Adam or "
+                    "AdamW, or bo.AGD, without hooks"
+                )
 
     def _compared(self, entry: Entry, inputs: Inputs, state: State, right: StepResults, oracle: Oracle) -> Compared:
         """Return the results of a compiled step, compiled now if need be, and what differs from the eager step."""
@@ -615,7 +634,10 @@ class CompiledSteps:
         form = _form(given)
         known = next((compiled for own, compiled in entry.compiled if own == form), None)
         if known is not None and known.made >= MOST_ALIKE:
-            raise Refused("what a loss reads keeps changing, each time to another value")
+            raise Refused(
+                f"a loss reads a value that keeps changing, and none of {MOST_ALIKE} graphs is for the present one: "
+                "make it a tensor, which is an input of a graph"
+            )
         compiled = known or Compiled(entry.pure, self.settings, constant=False)
         try:
             results = self._made(entry.pure, compiled, given)
@@ -649,7 +671,10 @@ class CompiledSteps:
                 results: dict[str, Any] = compiled.read(*given)
                 return results
         except _Unread:
-            raise Refused("torch.compile is switched off here, or a torch dispatch mode is on") from None
+            raise Refused(
+                "torch.compile is switched off here, or a torch dispatch mode is on: look for torch.compiler.disable, "
+                "TORCH_COMPILE_DISABLE, or a with block"
+            ) from None
         finally:
             python_random.setstate(before)
 

@@ -89,12 +89,17 @@ def _look(group: Any, pending: Exchange, work: Any) -> None:
     with suppress(RuntimeError):  # the step ends anyway
         work.wait(board.limit)
     board.close()
-    raise RankError("; ".join(f"rank {rank} failed: {reason}" for rank, reason in failed.items()))
+    raise RankError(
+        "; ".join(f"rank {rank} failed: {reason}" for rank, reason in failed.items())
+        + ". The step has ended and changed nothing here; correct the error there"
+    )
 
 
 def _gone(group: Any, error: Exception) -> RankError:
     """Return the error for a missing rank, and report it to the other ranks, which may not notice."""
-    reason = f"a rank is gone: {error}"
+    reason = (
+        f"a rank is gone: {error}. The step cannot be completed; look for a process that ended or lost its connection"
+    )
     with suppress(RuntimeError):  # the missing rank may have held the store
         _Board(group).post("gone", reason)
     return RankError(reason)
@@ -114,7 +119,7 @@ def report(group: Any, error: BaseException) -> None:
             Exchange(kind, int(size), dtype, device).begun(group).wait(board.limit)
         board.close()
     except (RuntimeError, TimeoutError) as lost:  # the store or a rank is gone
-        error.add_note(f"The other ranks could not be told: {lost}")
+        error.add_note(f"The other ranks were not told of this error, and may wait until their timeout: {lost}")
 
 
 class _Board:
@@ -157,7 +162,7 @@ class _Board:
         end = time.monotonic() + self.limit.total_seconds()
         while (result := found()) is None:
             if time.monotonic() > end:
-                raise TimeoutError("no answer in time")
+                raise TimeoutError(f"the other ranks did not stop within {self.limit.total_seconds():g} s")
             time.sleep(0.01)
         return result
 

@@ -29,7 +29,10 @@ class Ranks:
 
     def __init__(self, group: Any = None) -> None:
         if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
-            raise ValueError(f"Invalid process_group value: {group}")
+            raise ValueError(
+                f"Invalid process_group value: {group} (pass torch.distributed.group.WORLD, or a group that this "
+                "process is in)"
+            )
         # A weak reference: `destroy_process_group` ends the group's threads only if nothing else refers to it, and a
         # thread that still runs when Python exits aborts the process with "terminate called".
         self._group = None if group is None else weakref.ref(group)
@@ -40,7 +43,10 @@ class Ranks:
         if self._group is None:
             return None
         if (group := self._group()) is None:
-            raise RuntimeError("the process_group of this optimizer has been destroyed (destroy_process_group)")
+            raise RuntimeError(
+                "the process_group of this optimizer has been destroyed (destroy_process_group), but its steps need "
+                "it; destroy it after the last step"
+            )
         return group
 
     @property
@@ -154,7 +160,10 @@ class Ranks:
         if self.world == 1:
             return tasks, count
         if count < self.world:  # state of x advances with the tasks, equally on every rank
-            raise ValueError(f"{count} tasks cannot be shared by {self.world} ranks, of which each needs at least one")
+            raise ValueError(
+                f"{count} tasks cannot be shared by {self.world} ranks, because each rank needs at least one; use more "
+                "tasks in a step (tasks_per_step=), or fewer processes"
+            )
         part = slice(self.rank, count, self.world)
         return tree_map(lambda t: t[part] if isinstance(t, Tensor) else t, tasks), len(range(count)[part])
 
@@ -194,8 +203,8 @@ def _refusal(ranks: Sequence[Mapping[str, str]]) -> str:
         rank = next(rank for rank, value in enumerate(values) if value != first.get(name))
         said.append(f"{name} ({_shortened(values[0])} on rank 0, {_shortened(values[rank])} on rank {rank})")
     return (
-        f"the ranks of process_group have different options: {', '.join(said)}; each would make steps of its own, so "
-        "give all ranks the same, and change learning rates on all of them alike"
+        f"the ranks of process_group have different options: {', '.join(said)}; their steps would differ, so use the "
+        "same options on all ranks, and change learning rates on all of them in the same way"
     )
 
 

@@ -42,12 +42,22 @@ class Split:
         if len(sharded) < len(tensors) or any(
             (t.device_mesh, t.placements) != (self._mesh, (Shard(0),)) for t in sharded
         ):
-            raise ValueError("rows can be split along their first dimension only, all lower parameters alike: Shard(0)")
+            found = [str(t.placements) if isinstance(t, DTensor) else "not sharded" for t in tensors]
+            raise ValueError(
+                "rows can be split along their first dimension only, all lower parameters over one mesh, but their "
+                f"placements are {', '.join(found)}; use distribute_tensor(rows, mesh, [Shard(0)])"
+            )
         if ranks.world != self._mesh.size():
-            raise ValueError("rows that are split over ranks need these as process_group")
+            raise ValueError(
+                f"the rows of y are split over {self._mesh.size()} ranks, but the optimizer runs on {ranks.world}; "
+                "pass process_group=mesh.get_group()"
+            )
         size = -(-self.total // ranks.world)
         if size * (ranks.world - 1) >= self.total:
-            raise ValueError(f"{self.total} rows cannot be split over {ranks.world} ranks such that each has some")
+            raise ValueError(
+                f"{self.total} rows cannot be split over {ranks.world} ranks, because each needs at least one and "
+                f"Shard(0) gives the first ranks {size} each; use more rows, or fewer processes"
+            )
         self.start = size * ranks.rank
         self.count = min(size, self.total - self.start)
 
@@ -127,7 +137,7 @@ class Gathered:
         if any(not full.untyped_storage().size() for full in self._full.values()):
             raise RuntimeError(
                 "second derivatives need the full parameters after a backward pass, but the sharded module has dropped "
-                "them: call module.set_reshard_after_backward(False), or use a method of first derivatives (F2SA) or "
+                "them: call module.set_reshard_after_backward(False), or use a method of first derivatives (F2SA), or "
                 "hvp='finite-difference'"
             )
 

@@ -54,7 +54,7 @@ def stencil(order: int, kind: str = "auto") -> Stencil:
         ((-1, 1), ['-1/2', '1/2'])
     """
     if not isinstance(order, int) or isinstance(order, bool) or order < 1:
-        raise ValueError(f"Invalid order value: {order}")
+        raise ValueError(f"Invalid order value: {order} (an integer of at least 1)")
     if kind == "auto":
         kind = "forward" if order % 2 else "central"
     if kind == "central" and order % 2 == 0:
@@ -65,7 +65,8 @@ def stencil(order: int, kind: str = "auto") -> Stencil:
         nodes = tuple(range(-(order - 1) // 2, (order + 1) // 2 + 1))
     else:
         raise ValueError(
-            f"Invalid stencil value: {kind} (order {order}; central needs an even order, centred an odd one)"
+            f"Invalid stencil value: {kind} (order {order}; central needs an even order, centred an odd one, forward "
+            "takes any)"
         )
     return Stencil(kind, nodes, _derivative_weights(nodes), _interpolation_weights(nodes))
 

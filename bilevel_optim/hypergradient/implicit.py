@@ -28,9 +28,9 @@ MOST = 4096  # most lower parameters whose Hessian is formed as a matrix
 DIVERGING = (
     "the linear system of the implicit hypergradient is not solved but diverges: its residual is larger than the "
     "right-hand side (see diagnostics['linear_relative_residual']), or conjugate gradients stopped because it grew "
-    "tenfold. A Neumann series or a fixed point needs a linear_lr (by default the lower learning rate) below 2 / L, L "
-    "the largest eigenvalue of the lower Hessian, and no negative one; conjugate gradients need damping, or more "
-    "linear_steps"
+    "tenfold. A Neumann series or a fixed point needs a linear_lr (by default the lower learning rate) below 2 / L, "
+    "with L the largest eigenvalue of the lower Hessian, which must have no negative one; conjugate gradients need "
+    "damping=, or more linear_steps"
 )
 
 
@@ -80,8 +80,8 @@ def _require_few(oracle: Oracle) -> None:
     n = sum(t.numel() for t in oracle.y) // (oracle.lanes or 1)
     if n > MOST:
         raise ValueError(
-            f"linear_solver='direct' makes the lower Hessian as a matrix, for at most {MOST} lower parameters, and "
-            f"there are {n}. Take 'cg' or 'minres', which need products with it alone"
+            f"linear_solver='direct' forms the lower Hessian as a matrix, which is limited to {MOST} lower parameters, "
+            f"but there are {n}. Use linear_solver='cg' or 'minres', which need only products with it"
         )
 
 

@@ -183,7 +183,8 @@ class _PathPoints:
             problem.checks.alert(
                 "indefinite",
                 "the lower Hessian is not positive definite at a point of the path (conjugate gradients stopped there "
-                "and kept the iterate with the smallest residual), so the hypergradient is not reliable",
+                "and kept the iterate with the smallest residual), so the hypergradient is not reliable. Add a penalty "
+                "to the lower loss that makes it strongly convex",
                 result.indefinite.any(),
             )
             return result.solution, torch.full((), torch.nan, device=problem.device)

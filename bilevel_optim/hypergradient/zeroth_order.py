@@ -159,8 +159,8 @@ def _indirect(
     dropped = (~sound).sum()
     oracle.checks.alert_if(
         "dropped directions",
-        "the lower solve or a loss at some perturbed x is not finite; those directions are left out. A smaller "
-        "smoothing or lower_lr helps",
+        "the lower solve or a loss at some perturbed x is not finite, so those directions are left out (see "
+        "diagnostics['dropped_directions']). Use a smaller smoothing or lower_lr",
         lambda dropped: dropped > 0,
         dropped,
     )
@@ -188,8 +188,8 @@ def _together(
     numbers, mean, square = ranks.total(numbers, same / ranks.world, same.square() / ranks.world)
     oracle.checks.refuse(
         "with over_ranks='directions' all ranks must have the same data and random numbers, but their lower solves or "
-        "upper losses differ: seed loaders and torch alike on all ranks, or give each its part of the data with "
-        "over_ranks='data'",
+        "upper losses differ: use the same seeds for loaders and torch on all ranks, or let each rank have its part of "
+        "the data (over_ranks='data')",
         (square - mean.square() > AGREEMENT**2 * square).any(),
     )
     return numbers[:, 0], numbers[:, 1:-1].flatten(), numbers[:, -1] > 0.5

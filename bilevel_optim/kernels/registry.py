@@ -75,8 +75,8 @@ def _runs(device: torch.device) -> bool:
             programs().squares(torch.zeros(1, device=device), keys, keys, 1, 0, "sign")
     except Exception as error:  # Triton raises errors of many types
         warnings.warn(
-            f"Triton cannot run on {device}, so the operations that it has programs for are made of torch's, which are "
-            f"slower: {type(error).__name__}: {str(error).partition(chr(10))[0]}",
+            f"Triton cannot run on {device}, so torch's operations run instead, which are slower but correct. It often "
+            f"lacks a C compiler (gcc). The error was {type(error).__name__}: {str(error).partition(chr(10))[0]}",
             BilevelWarning,
             stacklevel=2,
         )

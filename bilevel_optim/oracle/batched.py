@@ -17,7 +17,10 @@ from .session import Session
 __all__ = ["CONVOLUTIONS", "no_large_convolutions", "no_slow_batching", "run", "slices"]
 
 LARGE = 1 << 17  # input entries of a convolution
-CONVOLUTIONS = "convolutions of this size are faster one by one on a CPU"
+CONVOLUTIONS = (
+    "convolutions of this size are faster one by one on a CPU than in a batch, so a loop evaluates them; "
+    "nothing needs to change"
+)
 Part = TypeVar("Part")
 
 

@@ -188,7 +188,10 @@ def _require_substitution(oracle: Oracle, points: _WeightedPoints) -> None:
     session.found.dependency_checked, session.found.ignores_other_level, session.depends_on_something = before
     # Non-finite values prove nothing here; the finite check reports them.
     if (results[0] - results[1]).norm() > 1e-5 * results[0].norm():
-        raise RuntimeError("a loss reads parameters in a way that cannot be redirected (as TorchScript modules do)")
+        raise RuntimeError(
+            "a loss reads parameters in a way that cannot be redirected to copies of y, as TorchScript modules do, so "
+            "a loop evaluates the copies; pass the plain module to evaluate them together"
+        )
 
 
 def _again(sample: Sample) -> Sample:

@@ -225,7 +225,8 @@ class LaneLoss:
         if not same and all(t.isfinite().all() for found in results for t in found):
             raise RuntimeError(
                 f"the {self.level} loss reads lower parameters in a way that cannot be redirected to the tasks' own "
-                "values, as TorchScript modules, checkpointing or numpy do; pass the plain module"
+                "values, as TorchScript modules, checkpointing or NumPy do, so all tasks would read the same values; "
+                "pass the plain module, without checkpointing, and use torch's functions"
             )
 
 

@@ -18,8 +18,8 @@ from .session import Session, as_scalar, clear_autocast_cache
 __all__ = ["Point"]
 
 CALLS_BACKWARD = (
-    "the {} seems to call backward() or to return a part of a graph that is gone: it has to return the loss, made anew "
-    "at each call, and the optimizer differentiates it"
+    "the {} seems to call backward(), or to return a loss whose graph has been freed, but the optimizer itself "
+    "differentiates the loss: compute it afresh on every call, and return it without a call of backward()"
 )
 
 
@@ -55,7 +55,8 @@ class Point:
                 if tensor.device != self.device:
                     raise ValueError(
                         f"all parameters must be on one device, but parameter {name} is on {tensor.device} and "
-                        f"parameter {self.lower_names()[0]} is on {self.device}"
+                        f"parameter {self.lower_names()[0]} is on {self.device}; move them, or their module, to one "
+                        "device before you create the optimizer"
                     )
 
     def at(self, upper: Sequence[Tensor] | None = None, lower: Sequence[Tensor] | None = None) -> Self:
@@ -152,9 +153,9 @@ class Point:
             Vector(live[i].detach() for i in written).copy_(held[i] for i in written)
             level = "upper" if written[0] < len(self.live_x) else "lower"
             raise ValueError(
-                f"a loss writes into {level} parameter {self.names[written[0]]}, which is not its to change "
-                "(nn.Embedding(max_norm=...) does so); without that, lower_projection= keeps lower parameters where "
-                "they are to be"
+                f"a loss writes into {level} parameter {self.names[written[0]]}, which only the optimizer may change "
+                "in a step; remove the in-place operation (nn.Embedding(max_norm=...) is one), and use "
+                "lower_projection= to constrain lower parameters"
             )
         return result
 
@@ -185,8 +186,8 @@ class Point:
             if gradient is not None and gradient.layout is not torch.strided:
                 names = dict(zip(map(id, (*self.live_x, *self.live_y)), self.names, strict=True))
                 raise ValueError(
-                    f"the gradient of parameter {names.get(id(t), '')} is sparse: make the module with sparse=False "
-                    "(nn.Embedding and nn.EmbeddingBag have it)"
+                    f"the gradient of parameter {names.get(id(t), '')} is sparse, but only dense gradients are "
+                    "supported: create its module (nn.Embedding, nn.EmbeddingBag) with sparse=False"
                 )
         return found
 
@@ -232,8 +233,8 @@ class Point:
             for gradient, name in zip(reached, self.lower_names(), strict=True):
                 if gradient is not None:
                     raise ValueError(
-                        f"the features of the {level} objective depend on lower parameter {name}; they are the part of "
-                        "the loss that does not depend on y, so move what reads it into the loss itself"
+                        f"the features of the {level} objective depend on lower parameter {name}, but are evaluated "
+                        "only once for many values of y; move the part that reads y from features= into the loss"
                     )
 
 

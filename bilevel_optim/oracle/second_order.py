@@ -47,6 +47,11 @@ class UpperSystem(NamedTuple):
     product: Callable[[Vector], Vector]
 
 
+SHARDED = (
+    "matrices of second derivatives need lower parameters that are not sharded (DTensor), because they are computed "
+    "from full vectors; do not shard y, or use products alone (linear_solver='cg' of AID, variant='matrix_free' of "
+    "SVRB)"
+)
 ROWS = 128  # rows of a Hessian in one pass, whose memory is that many times that of a product
 Product = Callable[[Vector, str], Vector]  # of a vector, and the level to differentiate in: "lower", "upper" or "both"
 
@@ -301,7 +306,7 @@ def _by_differences(oracle: Point, sample: Sample, gradient: bool) -> LowerSyste
         oracle.checks.alert(
             "rounded products",
             "the lower loss contains convolutions or products of matrices that torch computes in less than single "
-            "precision (TF32), of which differences of its gradient can be wrong by a third. Set "
+            "precision (TF32), so differences of its gradient can be wrong by a third. Set "
             "torch.backends.cudnn.allow_tf32 = False (and torch.set_float32_matmul_precision('highest')), or use "
             "hvp='exact'",
             torch.ones((), dtype=torch.bool, device=oracle.device),
@@ -339,7 +344,7 @@ def _counted(
         sizes = [t.numel() // lanes for t in oracle.y]
         n = sum(sizes)
         if oracle.sharded:
-            raise ValueError("matrices of second derivatives need lower parameters that are not sharded (DTensor)")
+            raise ValueError(SHARDED)
 
         def together(part: slice) -> list[Vector]:
             assert rows is not None
@@ -382,7 +387,7 @@ def lower_matrices(oracle: Point, sample: Sample) -> tuple[Vector, Tensor, Tenso
     else:
         with oracle.session.buffers_kept(), oracle.placed() as (x, y):
             if oracle.sharded:
-                raise ValueError("matrices of second derivatives need lower parameters that are not sharded (DTensor)")
+                raise ValueError(SHARDED)
             gradients, loss, _ = _lower_gradient(oracle, sample, x, y)
             variables = Vector((*x, *y))
             loss, gradient = oracle.averaged(loss, none_to_zeros(gradients, oracle.y).detach())

@@ -296,8 +296,9 @@ class Session:
             called = [f"{'upper' if i < len(x) else 'lower'} parameter {names()[i]}" for i in differing[:3]]
             raise ValueError(
                 f"the ranks of process_group hold different values of {', '.join(called)}"
-                f"{', ...' if len(differing) > 3 else ''}, so that each would solve a problem of its own; seed them "
-                "alike, load one checkpoint, or broadcast the parameters of one rank (torch.distributed.broadcast)"
+                f"{', ...' if len(differing) > 3 else ''}, so each rank would solve a different problem; use the same "
+                "seed on all ranks, load the same checkpoint, or broadcast the parameters of one rank "
+                "(torch.distributed.broadcast)"
             )
         self.found.ranks_agree = True
 
@@ -314,9 +315,9 @@ class Session:
             for gradient, name in zip(gradients, names(), strict=True):
                 if gradient is None:
                     raise ValueError(
-                        f"the {self.called('lower')} does not depend on lower parameter {name}; leave it out of the "
-                        "lower parameters, or check that the loss reads the live tensor and not a detached or old one "
-                        "(checkpointing with use_reentrant=True loses those of a first block)"
+                        f"the {self.called('lower')} does not depend on lower parameter {name}, so lower steps cannot "
+                        "optimise it; leave it out of the lower parameters, or check that the loss reads the live "
+                        "tensor and not a detached or old one (checkpointing needs use_reentrant=False)"
                     )
             self.found.reaches_lower, self.never_reached = True, set()
 
@@ -333,9 +334,9 @@ class Session:
                 self.warned.add(key)
                 warn(
                     f"no evaluation of the {self.called('lower')} in this step depended on lower parameter "
-                    f"{names()[i]}, as in the first step, so it stays as it is. If the module has another tensor in "
-                    "its place by now (module.weight = ...), write into the old one instead: "
-                    "with torch.no_grad(): module.weight.copy_(...)"
+                    f"{names()[i]}, although those of the first step did, so it is no longer optimised. "
+                    "If the module now has a new tensor in its place (module.weight = ...), write into the old tensor "
+                    "instead of replacing it: with torch.no_grad(): module.weight.copy_(...)"
                 )
 
     def note_reached(self, gradients: Iterable[Tensor | None]) -> None:
@@ -357,7 +358,7 @@ class Session:
             if level == "upper" or self.options.responds:
                 warn(
                     f"the {level} loss depends on no {other} parameter, so that the hypergradient has no indirect "
-                    "term; are the losses, or the parameters, swapped?"
+                    "term; check that the two losses, or the upper and the lower parameters, are not swapped"
                 )
                 self.warned.add(level)
 
@@ -403,7 +404,10 @@ def as_scalar(level: str, loss: Any, called: str | None = None) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         called = called or f"{level} loss"
-        raise ValueError(f"the {called} must return a scalar tensor, but returned {found}; reduce it (mean, sum)")
+        raise ValueError(
+            f"the {called} must return a scalar tensor, but returned {found}; return loss.mean() or loss.sum(), "
+            "without .item()"
+        )
     return loss if loss.dim() == 0 else loss.reshape(())
 
 

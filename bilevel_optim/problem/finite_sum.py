@@ -14,6 +14,10 @@ from .parameters import is_count, require
 
 __all__ = ["FiniteSum", "random_term", "term_count"]
 
+GENERATOR = "Invalid {name} value: {value} (pass a torch.Generator, or None for torch's default one)"
+BATCH_SIZE = "Invalid {name} value: {value} (an integer number of rows, at least 1)"
+BATCHES = "Invalid {name} value: {value} (leave it out: the entries of a list are the batches)"
+
 
 class FiniteSum(Objective):
     r"""A loss that is the mean of n terms, each the loss on one fixed batch; a draw gives a random term and its index.
@@ -53,27 +57,31 @@ class FiniteSum(Objective):
         generator: torch.Generator | None = None,
         features: Callable[..., Any] | None = None,
     ) -> None:
-        require("generator", generator, generator is None or isinstance(generator, torch.Generator))
-        require("batch_size", batch_size, batch_size is None or (is_count(batch_size) and batch_size > 0))
+        require("generator", generator, generator is None or isinstance(generator, torch.Generator), GENERATOR)
+        require("batch_size", batch_size, batch_size is None or (is_count(batch_size) and batch_size > 0), BATCH_SIZE)
         self.generator = generator
         if isinstance(data, list):
-            require("batch_size", batch_size, batch_size is None)
+            require("batch_size", batch_size, batch_size is None, BATCHES)
             self._rows = self._count = len(data)
         else:
             leaves = tree_leaves(data)
             if not leaves or not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
                 raise ValueError(
-                    "the data of a FiniteSum must be tensors with a leading dimension, or a list of batches"
+                    "the data of a FiniteSum must be tensors with a leading dimension, or a list of batches, but are "
+                    f"{[tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]}; "
+                    "pass stacked tensors, or list(loader)"
                 )
             if len({len(leaf) for leaf in leaves}) > 1:
                 raise ValueError(
                     "the data of a FiniteSum must have the same number of rows in every tensor, but have "
-                    f"{sorted({len(leaf) for leaf in leaves})}"
+                    f"{sorted({len(leaf) for leaf in leaves})}; pass one row of each tensor for every example"
                 )
             self._rows = len(leaves[0])
             self._count = -(-self._rows // (batch_size or 1))
         if not self._count:
-            raise ValueError("the data of a FiniteSum are empty")
+            raise ValueError(
+                "the data of a FiniteSum are empty, so there is no term to draw; pass at least one row or batch"
+            )
         super().__init__(loss, data if isinstance(data, list) else (), features=features)
         self.data: Any = data
 
@@ -137,8 +145,8 @@ def term_count(objective: Objective, level: str) -> int:
     if objective.terms is not None:
         return objective.terms
     raise ValueError(
-        f"the {level} loss must know which of its terms it draws: pass bo.FiniteSum(loss, data, batch_size) instead of "
-        f"an Objective whose data are a {type(objective.data).__name__}"
+        f"the {level} loss draws batches without an index (its data are a {type(objective.data).__name__}), but this "
+        "method finds each batch by its index: pass bo.FiniteSum(loss, data, batch_size) instead of an Objective"
     )
 
 

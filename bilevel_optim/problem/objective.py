@@ -90,12 +90,18 @@ class Objective:
         non_blocking: bool = False,
     ) -> None:
         if not isinstance(accumulate, int) or accumulate < 1 or (accumulate > 1 and data is None):
-            raise ValueError(f"Invalid accumulate value: {accumulate} (a number of batches of the data)")
+            raise ValueError(
+                f"Invalid accumulate value: {accumulate} (an integer of at least 1; above 1 it needs data)"
+            )
         for name, value in (("loss", loss), ("features", features)):
             if not callable(value) and (name == "loss" or value is not None):
-                raise TypeError(f"{name} must be callable, but got {type(value).__name__}")
+                raise TypeError(
+                    f"{name} must be callable, but got {type(value).__name__}; pass the function, without calling it"
+                )
         if data is not None and not isinstance(data, Iterable):
-            raise TypeError(f"data must be iterable, but got {type(data).__name__}")
+            raise TypeError(
+                f"data must be iterable, but got {type(data).__name__}; pass a DataLoader or a list such as [batch]"
+            )
         self.device, self.non_blocking = None if device is None else torch.device(device), non_blocking
         self.loss, self.data, self.features, self.accumulate = loss, data, features, accumulate
         self._features: tuple[Any, Sample] | None = None  # of the last sample, for the next one on its batch
@@ -170,7 +176,7 @@ class Objective:
             torch.set_rng_state(random)
             set_states(self._own(), states)
         if not batches:
-            raise ValueError("the data of an Objective gave no batch")
+            raise ValueError(NO_BATCH.format(type(self.data).__name__))
         return [self.sample(self._moved(batch)) for batch in batches]
 
     @property
@@ -243,10 +249,7 @@ class Objective:
                 self._position += 1
                 return batch if self._lasting else self._kept(batch)
             self._iterator, self._position = None, 0
-        raise ValueError(
-            "the data of an Objective gave no batch: it is empty, or it can be iterated only once and is exhausted "
-            "(pass a DataLoader or a list, not a generator)"
-        )
+        raise ValueError(NO_BATCH.format(type(self.data).__name__))
 
     def _continue(self) -> None:
         """Before a draw within a pass: restore the iterator of a copy; raise if another loop has taken it."""
@@ -260,8 +263,8 @@ class Objective:
                 return
             raise ValueError(
                 f"a pass of an Objective over its {type(self.data).__name__} was cut off after {self._position} "
-                "batches: another Objective or loop iterates the same loader, whose persistent workers can give one "
-                "pass at a time. Make a loader for each of them, or pass persistent_workers=False"
+                "batches: another Objective or loop iterates the same loader, whose persistent workers serve only one "
+                "pass at a time. Create a loader for each of them, or pass persistent_workers=False"
             )
 
     def _own(self) -> dict[str, Any]:
@@ -290,9 +293,9 @@ class Objective:
             lost = [name for name in self._own() if name.startswith("dataset")]
             if lost:
                 raise ValueError(
-                    f"the state of the data cannot be saved: {', '.join(lost)} has moved in persistent workers, which "
-                    "have copies of it. Pass persistent_workers=False, or let the dataset make a generator for each "
-                    "example, seeded by its index"
+                    f"the state of the data cannot be saved: {', '.join(lost)} has advanced in persistent workers, "
+                    "whose copies of it cannot be read. Pass persistent_workers=False, or let the dataset create a "
+                    "generator for each example, seeded by its index"
                 )
         present = states_of(self._own())
         return {"position": self._position, "passes": self._passes, "present": present, **copy.deepcopy(start)}
@@ -314,8 +317,9 @@ class Objective:
             or (state["position"] and self.data is None)
         ):
             raise ValueError(
-                f"the state is that of other data: at position {state['position']}, with generators {[*saved]}, but "
-                f"here are {'no data' if self.data is None else [*own]}"
+                f"the state is that of other data: it was saved at position {state['position']} with generators "
+                f"{[*saved]}, but this Objective has {'no data' if self.data is None else f'generators {[*own]}'}; "
+                "create its data as in the saved run"
             )
         self._resume(state.get("passes", 1), state["position"], state, state["present"])
 
@@ -588,12 +592,11 @@ def require_fit(loss: Callable[..., Any], arguments: Sequence[Any], error: TypeE
     except TypeError:
         name = getattr(loss, "__name__", type(loss).__name__)
         if arguments:
-            several = ""
+            several = ". Write def loss(batch): ...; without data and tasks the loss is called without arguments"
             if len([p for p in inspect.signature(loss).parameters.values() if p.default is p.empty]) > 1:
                 several = f". Take the batch apart in the loss: def {name}(batch): inputs, labels = batch"
             raise TypeError(
-                f"the loss {name} is called with one batch, but does not take one argument; without data and tasks it "
-                f"is called with none ({error}){several}"
+                f"the loss {name} is called with one batch, but does not take one argument ({error}){several}"
             ) from error
         raise TypeError(
             f"the loss {name} takes a batch, but has no data: pass bo.Objective({name}, data), or tasks= ({error})"
@@ -655,11 +658,11 @@ def batch_kept(sample: Sample) -> Generator[None]:
         part.clear()
         part.update(before) if isinstance(part, dict) else part.extend(before)
     name = _name_of(sample)
-    what = f"a tensor of shape {tuple(written[0][0].shape)}" if written else "what it replaces by another value"
+    what = f"a tensor of shape {tuple(written[0][0].shape)}" if written else "it replaces an entry"
     raise ValueError(
         f"the loss {name} writes into its batch ({what}), which other evaluations read again: a batch is evaluated "
-        "several times, and data that are kept come again in the next pass. Work on a copy: batch.clone() before an "
-        "operation in place (add_, clamp_, batch[...] = ...), or the operation that makes a new tensor (add, clamp)"
+        "several times, and data in memory are used again in the next pass. Work on a copy, batch.clone(), or replace "
+        "in-place operations (add_, clamp_, batch[...] = ...) by out-of-place ones (add, clamp)"
     )
 
 
@@ -671,6 +674,10 @@ def _name_of(sample: Sample) -> str:
     return str(getattr(loss, "__name__", type(loss).__name__))
 
 
+NO_BATCH = (
+    "the data of an Objective contain no batch: the {} is empty, or can be iterated only once and is exhausted; pass a "
+    "DataLoader or a list with at least one batch, not a generator"
+)
 MIXED = ("same device", "two devices", "Input type")  # in torch's messages about tensors on several devices
 
 
@@ -679,7 +686,10 @@ def require_state(state: Any, owner: str, **kinds: type) -> None:
     missing = [k for k, kind in kinds.items() if not (isinstance(state, dict) and isinstance(state.get(k), kind))]
     if missing:
         found = f"has the keys {sorted(map(str, state))}" if isinstance(state, dict) else f"is {type(state).__name__}"
-        raise ValueError(f"the state is not that of {owner}: it needs {', '.join(map(repr, missing))}, but {found}")
+        needed = ", ".join(f"{k!r} ({kinds[k].__name__})" for k in missing)
+        raise ValueError(
+            f"the state is not that of {owner}: it needs {needed}, but {found}; load what its state_dict() returned"
+        )
 
 
 Loss = Objective | Callable[..., Tensor]
@@ -690,5 +700,8 @@ def as_objective(loss: Loss, level: str) -> Objective:
     if isinstance(loss, Objective):
         return loss
     if not callable(loss):
-        raise TypeError(f"the {level} loss must be a callable or an Objective, but is {type(loss).__name__}")
+        raise TypeError(
+            f"the {level} loss must be a callable or an Objective, but is {type(loss).__name__}; pass the "
+            "function that computes the loss, without calling it"
+        )
     return Objective(loss)

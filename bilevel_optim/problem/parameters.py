@@ -71,16 +71,18 @@ def as_groups(parameters: Params, level: str) -> list[dict[str, Any]]:
     if isinstance(parameters, (Tensor, dict)) or not isinstance(parameters, Iterable):
         raise TypeError(
             f"{level} parameters should be an iterable of tensors, of (name, tensor) pairs or of dicts, but got "
-            f"{torch.typename(parameters)}{' (write [tensor])' if isinstance(parameters, Tensor) else ''}"
+            f"{torch.typename(parameters)}"
+            f"{' (write [tensor])' if isinstance(parameters, Tensor) else '; pass model.parameters() or a list'}"
         )
     entries: list[Any] = list(parameters)
     if not entries:
         why = (
-            ": the iterator that was passed is used up (something has gone through it before), or its module has no "
+            ": the iterator that was passed is used up (it has been iterated before), or its module has no "
             "parameters; pass list(model.parameters())"
         )
         raise ValueError(
-            f"optimizer got an empty {level} parameter list{why if isinstance(parameters, Iterator) else ''}"
+            f"optimizer got an empty {level} parameter list"
+            f"{why if isinstance(parameters, Iterator) else '; pass at least one tensor'}"
         )
     for entry in entries:
         if isinstance(entry, torch.nn.Module):
@@ -120,8 +122,8 @@ def require_one_level(group: dict[str, Any], others: list[dict[str, Any]]) -> No
         name, parameter = entry if isinstance(entry, tuple) else (i, entry)
         if id(parameter) in elsewhere:
             raise ValueError(
-                f"{group['level']} parameter {name!r} of shape {tuple(parameter.shape)} is also an "
-                f"{elsewhere[id(parameter)]} parameter; a parameter belongs to one level, so leave it out of the other"
+                f"{group['level']} parameter {name!r} of shape {tuple(parameter.shape)} is also among the "
+                f"{elsewhere[id(parameter)]} parameters; a parameter belongs to one level, so leave it out of the other"
             )
 
 
@@ -132,7 +134,9 @@ def require_rates(groups: Iterable[Mapping[str, Any]]) -> None:
         if type(lr) is float and 0 <= lr < math.inf:
             continue
         if not isinstance(lr, Tensor) and not (is_number(lr) and 0 <= lr < math.inf):  # a tensor may be on a device
-            raise ValueError(f"Invalid learning rate: {lr} (of {group.get('level', 'a')} parameters)")
+            raise ValueError(
+                f"Invalid learning rate: {lr} (of {group.get('level', 'some')} parameters; a finite number, at least 0)"
+            )
 
 
 def require_usable(group: Mapping[str, Any]) -> None:
@@ -144,12 +148,18 @@ def require_usable(group: Mapping[str, Any]) -> None:
         if not p.is_leaf and not p.retains_grad:
             raise ValueError(
                 f"{called} is the result of an operation (such as .to(device), or a sum) and cannot be optimised; pass "
-                "the tensor that it was made of, or make it one of its own: t.detach().requires_grad_()"
+                "the tensor that it was computed from, or make it a leaf tensor: t = t.detach().requires_grad_()"
             )
         if p.is_complex():
-            raise ValueError(f"{called} is complex; pass what torch.view_as_real gives of it")
+            raise ValueError(
+                f"{called} is complex, but only real tensors can be optimised; pass real = "
+                "torch.view_as_real(t.detach()).requires_grad_(), and use torch.view_as_complex(real) in the losses"
+            )
         if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
-            raise ValueError(f"{called} is expanded: several entries are one place in memory; pass the tensor itself")
+            raise ValueError(
+                f"{called} is expanded: several of its entries share one place in memory, so they cannot be updated "
+                "separately; pass the tensor before expand(), or t.detach().contiguous().requires_grad_()"
+            )
 
 
 def require_apart(groups: Sequence[Mapping[str, Any]], known: int = 0) -> None:
@@ -160,7 +170,7 @@ def require_apart(groups: Sequence[Mapping[str, Any]], known: int = 0) -> None:
         if i >= known:
             raise ValueError(
                 f"{groups[i]['level']} parameter {name!r} of shape {tuple(p.shape)} shares memory with another "
-                "parameter; pass the tensor that both are views of"
+                "parameter, so an update of one would change both; pass the tensor that both are views of"
             )
 
 
@@ -219,7 +229,10 @@ def tensors_of(groups: Iterable[dict[str, Any]], level: str) -> list[Tensor]:
     for group in groups:
         tensors += group["params"]
     if not tensors:
-        raise ValueError(f"no {level} parameter requires a gradient")
+        raise ValueError(
+            f"no {level} parameter requires a gradient, so there is nothing to optimise; call tensor.requires_grad_() "
+            "on those to optimise"
+        )
     return tensors
 
 

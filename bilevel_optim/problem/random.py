@@ -145,7 +145,7 @@ def require_replayable(device: torch.device, state: RandomState) -> None:
         raise RuntimeError(
             f"the random state of devices of type {device.type!r} cannot be read: torch.{device.type} has no "
             "get_rng_state and set_rng_state. A sample is evaluated several times with the same random numbers "
-            "(dropout), which is not possible there"
+            "(dropout), which is not possible there; move the parameters and the data to another device"
         )
 
 

@@ -85,7 +85,10 @@ class TensorTasks:
         self._upper = lower if upper is None else upper
         sizes = [self._sizes(name, data) for name, data in (("lower", self._lower), ("upper", self._upper))]
         if sizes[0][0] != sizes[1][0]:
-            raise ValueError(f"the lower data are of {sizes[0][0]} tasks, but the upper data of {sizes[1][0]}")
+            raise ValueError(
+                f"the lower data are of {sizes[0][0]} tasks, but the upper data of {sizes[1][0]}; each task needs "
+                "both, so pass the same tasks in the same order"
+            )
         self._last: tuple[Tensor, Tensor] | None = None  # ids, and their copy on another device
         self._tasks, self._rows = sizes[0][0], {"lower": sizes[0][1], "upper": sizes[1][1]}
 
@@ -95,17 +98,21 @@ class TensorTasks:
         if not leaves or not all(isinstance(leaf, Tensor) and leaf.dim() >= 2 for leaf in leaves):
             raise ValueError(
                 f"the {name} data must be tensors of shape (tasks, rows, ...), but got "
-                f"{[tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]}"
+                f"{[tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]}; stack "
+                "the data of all tasks (torch.stack)"
             )
         shapes = {leaf.shape[:2] for leaf in leaves}
         if len(shapes) > 1:
             raise ValueError(
                 f"the {name} data must have the same number of tasks and of rows in every tensor, but have "
-                f"{sorted(tuple(shape) for shape in shapes)}"
+                f"{sorted(tuple(shape) for shape in shapes)}; pad tasks with fewer rows, and mask the padding in the "
+                "loss"
             )
         (m, rows) = shapes.pop()
         if not m or not rows:
-            raise ValueError(f"the {name} data are empty: {m} tasks with {rows} rows")
+            raise ValueError(
+                f"the {name} data are empty: {m} tasks with {rows} rows; there must be at least one task, with one row"
+            )
         return m, rows
 
     def __len__(self) -> int:
@@ -212,7 +219,10 @@ def task_count(sampler: Any, asked: int | None) -> int:
             )
     length = length_of(sampler)
     if length == 0:
-        raise ValueError(f"the sampler of tasks has length 0: {type(sampler).__name__} has no tasks to draw")
+        raise ValueError(
+            f"the sampler of tasks has length 0: {type(sampler).__name__} has no tasks to draw; its __len__ must "
+            "return the number of tasks, at least 1"
+        )
     if asked is not None:
         return asked
     return 1 if length is None else length
@@ -249,7 +259,8 @@ def require_shape(what: str, batch: Any, sizes: tuple[int, ...]) -> None:
         if isinstance(leaf, Tensor) and leaf.shape[: len(sizes)] != sizes:
             where = f" at {''.join(map(str, path))}" if path else ""
             raise ValueError(
-                f"tasks.{what} must return tensors with leading dimensions {sizes}, but returned one of shape "
+                f"tasks.{what} must return tensors with leading dimensions {sizes}, for the tasks"
+                f"{' and the rows of each' if len(sizes) > 1 else ''}, but returned one of shape "
                 f"{tuple(leaf.shape)}{where}"
             )
 

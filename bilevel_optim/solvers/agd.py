@@ -13,6 +13,8 @@ from ..problem.parameters import is_number, require
 
 __all__ = ["AGD", "agd_or"]
 
+MOMENTUM = "Invalid {name} value: {value} (a number of at least 0 and below 1)"
+
 
 class AGD(Optimizer):
     r"""Nesterov's accelerated gradient descent with constant momentum, for a strongly convex lower problem.
@@ -52,14 +54,17 @@ class AGD(Optimizer):
         if lr < 0.0:
             raise ValueError(f"Invalid learning rate: {lr}")
         if not 0.0 <= momentum < 1.0:
-            raise ValueError(f"Invalid momentum value: {momentum}")
+            raise ValueError(f"Invalid momentum value: {momentum} (a number of at least 0 and below 1)")
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step. ``closure`` sets ``.grad`` at the parameters' present values; its result is returned."""
         if closure is None:
-            raise RuntimeError("AGD needs a closure, because it evaluates the gradient at the look-ahead point")
+            raise RuntimeError(
+                "AGD needs a closure, because it evaluates the gradient at the look-ahead point; call step(closure) "
+                "with a function that computes .grad"
+            )
         before = []
         for group in self.param_groups:
             for p in group["params"]:
@@ -83,11 +88,12 @@ def agd_or(lower_optimizer: Callable[[Any], Optimizer] | None, lower_momentum: f
 
     A user's optimizer has its own momentum, so ``lower_momentum`` must be zero with it.
     """
-    require("lower_momentum", lower_momentum, is_number(lower_momentum) and 0 <= lower_momentum < 1)
+    require("lower_momentum", lower_momentum, is_number(lower_momentum) and 0 <= lower_momentum < 1, MOMENTUM)
     if lower_optimizer is None:
         return partial(AGD, momentum=lower_momentum)
     if lower_momentum:
         raise ValueError(
-            f"Invalid lower_momentum value: {lower_momentum} (the lower_optimizer has its own; leave one out)"
+            f"Invalid lower_momentum value: {lower_momentum} (an option of the default lower optimizer alone: leave "
+            "out lower_momentum or lower_optimizer)"
         )
     return lower_optimizer

@@ -77,7 +77,7 @@ def updated(optimizer: Optimizer, y: Vector, memory: Memory, gradient: Vector) -
     if is_dynamo_compiling():
         return _adam(optimizer, groups, y, memory, gradient)
     if not can_be_unrolled(optimizer):
-        raise NotImplementedError(f"{type(optimizer).__name__} has no differentiable form")
+        raise NotImplementedError(f"{type(optimizer).__name__} has no differentiable form, so it cannot be unrolled")
     twin = copy.copy(optimizer)
     vars(twin).update(vars(optimizer))  # torch's copy loses the flag that capturable=True needs no warning
     twin.defaults = {**optimizer.defaults, "differentiable": True}
@@ -110,7 +110,7 @@ def updated(optimizer: Optimizer, y: Vector, memory: Memory, gradient: Vector) -
 def _adam(optimizer: Any, groups: Any, y: Vector, memory: Memory, gradient: Vector) -> tuple[list[Tensor], Memory]:
     """Apply the update of Adam or AdamW by torch's own function; step counts are in double, as Python's numbers."""
     if optimizer.kind not in (torch.optim.Adam, torch.optim.AdamW):
-        raise NotImplementedError(f"{optimizer.kind.__name__} has no differentiable form")
+        raise NotImplementedError(f"{optimizer.kind.__name__} has no differentiable form, so it cannot be traced")
     values, kept = [], []
     for group, value, state, slope in zip(groups, y, memory, gradient, strict=True):
         begun = len(state) > 0

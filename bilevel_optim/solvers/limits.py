@@ -15,6 +15,9 @@ from ..problem.vector import Vector
 
 __all__ = ["Clip", "Limits", "Projection", "changes", "limits_of"]
 
+CLIP = "Invalid {name} value: {value} (a positive number, ('norm', number) or ('value', number))"
+PROJECTION = "Invalid {name} value: {value} (a function of the list of lower tensors, or None)"
+
 Clip = float | tuple[str, float]
 Projection = Callable[[list[Tensor]], Tensor | Sequence[Tensor]]
 
@@ -68,8 +71,9 @@ class Limits:
         given = [found] if isinstance(found, Tensor) else list(found) if isinstance(found, Sequence) else []
         if [(t.shape, t.dtype) if isinstance(t, Tensor) else None for t in given] != [(t.shape, t.dtype) for t in y]:
             raise ValueError(
-                "lower_projection takes the list of the lower tensors' values and must return as many tensors of the "
-                f"same shapes and types: {[tuple(t.shape) for t in y]}, but returned {_described(found)}"
+                "lower_projection takes the list of the lower tensors' values and must return a tensor of the same "
+                f"shape and dtype for each, {_described(y)}, but returned {_described(found)}; write, for example, "
+                "lambda y: [t.clamp(min=0) for t in y]"
             )
         if any(t.requires_grad for t in y) and not any(t.requires_grad for t in given):
             raise ValueError(
@@ -89,14 +93,14 @@ def limits_of(clip: Any, projection: Any, *, interior: bool) -> Limits:
     """Return the limits for the arguments ``lower_clip`` and ``lower_projection``; raise if they are invalid."""
     pair = ("norm", clip) if is_number(clip) else clip
     good = isinstance(pair, tuple) and len(pair) == 2 and pair[0] in ("norm", "value") and is_number(pair[1])
-    require("lower_clip", clip, clip is None or (good and 0 < pair[1] < math.inf))
-    require("lower_projection", projection, projection is None or callable(projection))
+    require("lower_clip", clip, clip is None or (good and 0 < pair[1] < math.inf), CLIP)
+    require("lower_projection", projection, projection is None or callable(projection), PROJECTION)
     return Limits(None if clip is None else (pair[0], float(pair[1])), projection, interior)
 
 
 def _described(found: Any) -> Any:
     if isinstance(found, Tensor):
-        return tuple(found.shape)
+        return _described([found])[0]
     if isinstance(found, (list, tuple)):
-        return [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in found]
+        return [f"{t.dtype} {tuple(t.shape)}" if isinstance(t, Tensor) else type(t).__name__ for t in found]
     return type(found).__name__

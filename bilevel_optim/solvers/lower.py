@@ -132,7 +132,8 @@ class LowerRule:
         self.optimizer = factory(own)
         if not isinstance(self.optimizer, Optimizer):
             raise TypeError(
-                f"lower_optimizer must return a torch.optim.Optimizer, but returned {type(self.optimizer).__name__}"
+                f"lower_optimizer must return a torch.optim.Optimizer, but returned {type(self.optimizer).__name__}; "
+                "pass a class such as torch.optim.SGD, or functools.partial of one"
             )
         # Some optimizers create their state at once, others in their first step.
         self._initial = [dict(self.optimizer.state.get(t, {})) for t in self._scratch]
@@ -258,7 +259,9 @@ class LowerRule:
         if is_dynamo_compiling():
             if self._kind is Optimizer:
                 name = type(self.optimizer).__name__
-                raise NotImplementedError(f"the optimizer {name} is not one of torch's as it comes")
+                raise NotImplementedError(
+                    f"the optimizer {name} is not an unchanged one of torch's, so it cannot be traced"
+                )
             _, slope = gradient(y)
             values, kept = updated(self.optimizer, y, memory, slope)
             return Solved(Vector(values).detach(), kept, slope)

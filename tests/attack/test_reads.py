@@ -25,8 +25,8 @@ METHODS = {
 # Permitted reasons for eager steps; the user can check all of them in the loss.
 REASONS = re.compile(
     r"a loss changes Python values as it runs|a loss draws random numbers|a loss writes into a tensor that is not its"
-    r"|a value is read on the host|a parameter has a hook|which Dynamo does not read|a loss uses a tensor with a graph"
-    r"|a loss reads a NumPy array|what a loss reads keeps changing|differ|\(.*line \d+.*\)|sparse|tolist|layout"
+    r"|a value is read on the host|a parameter has a hook|which Dynamo cannot trace|a loss uses a tensor with a graph"
+    r"|a loss reads a NumPy array|a loss reads a value that keeps changing|differ|\(.*line \d+.*\)|sparse|tolist|layout"
 )
 # Changes that torch's guards cannot see: a graph continues with the old value until the next comparison.
 UNSEEN = {

@@ -195,7 +195,7 @@ def test_nu_is_blamed_only_where_another_one_helps():
     problem = Quadratic(n=5, kappa=3.0)
     kinds = {"lr": 0.1, "lower_lr": problem.lr}
     optimizer = bo.F2SA(problem.x, problem.y, lower_steps=200, nu=0.3, **kinds)
-    with pytest.raises(bo.GradcheckError, match=r"nu = 0\.3: another nu, such as 0\.075") as told:
+    with pytest.raises(bo.GradcheckError, match=r"nu = 0\.3: use another nu, such as 0\.075") as told:
         bo.check_hypergradient(optimizer, *problem.losses, rtol=1e-3)
     assert optimizer.nu == 0.3
     error = told.value.report.relative_error

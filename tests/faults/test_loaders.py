@@ -143,10 +143,10 @@ def test_states_of_other_generators_are_refused_by_name():
     other = bo.Objective(sum, with_two_generators())
     before = str(other.state_dict())
     with pytest.raises(
-        ValueError, match=r"other data: at position 1, .*batch_sampler.sampler.generator.*dataset.source"
+        ValueError, match=r"other data: it was saved at position 1 .*batch_sampler.sampler.generator.*dataset.source"
     ):
         other.load_state_dict(first.state_dict())
-    with pytest.raises(ValueError, match="but here are no data"):
+    with pytest.raises(ValueError, match="but this Objective has no data"):
         bo.Objective(sum).load_state_dict({"position": 1, "present": {}})
     assert str(other.state_dict()) == before
 
@@ -178,7 +178,7 @@ def test_one_loader_with_persistent_workers_for_both_losses_is_refused():
     upper = bo.Objective(lambda c: (y - 1).square().sum() + 0 * c.sum(), loader)
     lower = bo.Objective(lambda c: (y - x).square().sum() + 0 * c.sum(), loader)
     optimizer = bo.AID([x], [y], lr=0.1, lower_lr=0.1, lower_steps=1)
-    with pytest.raises(ValueError, match=r"persistent workers can give one pass .*Make a loader for each"):
+    with pytest.raises(ValueError, match=r"persistent workers serve only one pass .*Create a loader for each"):
         optimizer.run(upper, lower, steps=2)
 
 
@@ -244,7 +244,7 @@ def test_a_generator_that_moves_in_persistent_workers_is_refused():
     again.load_state_dict(objective.state_dict())
     assert drawn(again, 4) == drawn(objective, 4)
     drawn(objective, 1)
-    with pytest.raises(ValueError, match=r"cannot be saved: dataset.source has moved in persistent workers"):
+    with pytest.raises(ValueError, match=r"cannot be saved: dataset.source has advanced in persistent workers"):
         objective.state_dict()
 
 

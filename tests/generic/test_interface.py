@@ -217,7 +217,7 @@ def test_losses_are_checked_at_the_first_step(row):
         (upper, lambda: (problem.weights.sigmoid() * problem.head.weight.square().sum()).sum(),
          "lower loss does not depend on lower parameter 1"),
         (lambda: bias.square().sum(), lambda: problem.penalty(), "neither loss depends? on any upper parameter"),
-        (bo.Objective(upper, []), lower, "gave no batch"),
+        (bo.Objective(upper, []), lower, "contain no batch: the list is empty"),
     ]  # fmt: skip
     if single:
         cases = [(u, None, m) for u, g, m in cases if g is lower]
@@ -240,7 +240,7 @@ def test_parameters_are_checked_and_named():
     optimizer = bo.AID([weights], model.named_parameters(), **ARGUMENTS)
     with pytest.raises(ValueError, match="lower parameter 'bias'"):
         optimizer.step(lambda: model.bias.sum(), lambda: (weights.sum() * model.weight**2).sum())
-    with pytest.raises(ValueError, match=r"lower parameter 1 of shape \(30,\) is also an upper parameter"):
+    with pytest.raises(ValueError, match=r"lower parameter 1 of shape \(30,\) is also among the upper parameters"):
         bo.AID([weights], [model.bias, weights], **ARGUMENTS)
     with pytest.raises(ValueError, match="lower parameter 'again'"):
         bo.AID([("w", weights)], [("again", weights)], **ARGUMENTS)

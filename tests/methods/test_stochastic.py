@@ -459,7 +459,9 @@ def test_the_state_is_not_shared(cls):
 def test_saba_wants_terms():
     p = Noisy()
     optimizer = bo.SABA(p.x, p.y, lr=0.1, lower_lr=0.1)
-    with pytest.raises(ValueError, match=r"lower loss must know which of its terms.*FiniteSum.*data are a list"):
+    with pytest.raises(
+        ValueError, match=r"lower loss draws batches without an index \(its data are a list\).*FiniteSum"
+    ):
         optimizer.step(p.upper, bo.Objective(p.g, [torch.tensor([0])]))
     with pytest.raises(ValueError, match="SABA remembers every term of its losses and takes no tasks"):
         optimizer.step(p.upper, p.lower, tasks=bo.TensorTasks(torch.zeros(2, 2)))
