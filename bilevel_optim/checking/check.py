@@ -202,7 +202,7 @@ def _checked(
     directions: int,
     clock: TimeLimit,
 ) -> tuple[HypergradientReport, float]:
-    """Return the report, and the largest bias that would have been allowed."""
+    """Return the report, and the largest bias that passes: the tolerance plus the uncertainty of the comparison."""
     case = _one_problem(optimizer, upper, lower) if tasks is None else _tasks(optimizer, upper, lower, tasks)
     truth = reference_of(case.problems, case.starts, reference, directions, clock, _concerns(optimizer))
     if any(bool(changes(y, optimizer._limits.projected(y, 0))) for y in truth.solutions):

@@ -312,10 +312,10 @@ class _Truth:
         return best, residual
 
     def polished(self, start: Vector, x: Vector | None = None, product: Product | None = None) -> _Solved:
-        """Return a solution after Newton steps, by first derivatives alone if there is no product with the Hessian.
+        """Return a solution after Newton steps, from first derivatives only if there is no Hessian-vector product.
 
         Raises:
-            GradcheckError: if they do not reach a solution.
+            GradcheckError: if the Newton steps do not reach a solution.
         """
         y, (_, slope_) = start, self.lower(start, x)
         for _ in range(NEWTON):

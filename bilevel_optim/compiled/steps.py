@@ -299,7 +299,7 @@ class CompiledSteps:
             self._warn(why)
 
     def why_update_is_eager(self) -> str:
-        """Return why x is updated eagerly although the method does not ask for it; empty if it is not."""
+        """Return why the update of x falls back to eager mode; empty if it does not."""
         factory = self.optimizer._upper_factory
         if factory is None:
             return ""
@@ -654,14 +654,14 @@ class CompiledSteps:
             python_random.setstate(before)
 
     def _state(self, pure: PureStep) -> State:
-        """Return the state that the next step reads."""
+        """Return the state that the next compiled step reads, from the optimizer and the live tensors."""
         optimizer = self.optimizer
         x, y = Vector(pure.live_x).detach(), Vector(pure.live_y).detach()
         given = optimizer._inputs(by_level(optimizer.param_groups), pure.live_x, pure.live_y, y)
         return state_of(given, x, y, pure.buffers, self._now(y[0].device))
 
     def _read(self, inputs: StepInputs, oracle: Oracle, buffers: Sequence[Tensor]) -> State:
-        """Return the state that an eager step reads."""
+        """Return the state that an eager step reads, from its inputs and oracle."""
         return state_of(inputs, oracle.x, oracle.y, buffers, self._now(oracle.device))
 
     def _now(self, device: torch.device) -> list[Tensor]:

@@ -162,7 +162,7 @@ class Gathered:
 
 
 def sharded_like(whole: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor that every rank has, with the sharding of another one; nothing is sent."""
+    """Shard a tensor that every rank has as ``like`` is sharded; no communication."""
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = like.device_mesh  # type: ignore[attr-defined]

@@ -1269,7 +1269,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         raise NotImplementedError
 
     def _learned_start(self, oracle: Oracle) -> Vector:
-        """Return the start of the lower parameters for a new task: their live values, unless the start is learned."""
+        """Return the initial lower parameters of a new task: the live values. Methods that learn them override this."""
         return oracle.y
 
     def _static_diagnostics(self, numbers: Mapping[str, Any]) -> dict[str, Any]:

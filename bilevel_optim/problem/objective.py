@@ -128,7 +128,7 @@ class Objective:
         return [self.draw() for _ in range(int(count) + 1)]
 
     def arguments(self) -> tuple[Any, ...]:
-        """Return the arguments of the loss for `draw`: the next batch, if there are data."""
+        """Draw the arguments of the next call of the loss: the next batch, or nothing without data."""
         if self.data is None:
             return ()
         with span("draw"):
@@ -272,7 +272,7 @@ class Objective:
         return self._generators
 
     def _begun(self) -> dict[str, Any]:
-        """Return the random state at the start of the pass; between passes, whether the next starts new workers."""
+        """Return the random state at the start of this pass; between passes, ``new``: True if new workers come."""
         return self._start if self._position else {"new": getattr(self.data, "_iterator", None) is None}
 
     def state_dict(self) -> dict[str, Any]:

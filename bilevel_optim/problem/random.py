@@ -99,7 +99,7 @@ def draw_seed(generator: torch.Generator | None) -> int:
 
 
 def derive_generator(generator: torch.Generator | None, *numbers: int) -> torch.Generator:
-    """Return a generator that depends on these numbers and on another one's state, which does not advance."""
+    """Return a new generator, seeded by these numbers and the state of ``generator``, which does not advance."""
     twin = torch.Generator(device_of(generator))
     twin.set_state(torch.get_rng_state() if generator is None else generator.get_state())
     return twin.manual_seed(hashed(draw_seed(twin), *numbers))

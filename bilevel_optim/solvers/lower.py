@@ -40,7 +40,7 @@ Factory = Callable[[Any], Optimizer]
 Described = tuple[type[Optimizer], list[dict[str, Any]]]
 Gradient = Callable[[Vector], tuple[Tensor | None, Vector]]  # y -> g (None if it is not needed), its gradient
 
-# Optimizers that do not act on each entry alone, and so would mix stacked copies.
+# Optimizers that do not update each entry independently, and so would mix stacked copies.
 NOT_ELEMENTWISE = tuple(
     getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon") if hasattr(torch.optim, name)
 )
@@ -98,7 +98,7 @@ class Solved(NamedTuple):
         return self.residual.lane_norm() if lanes else self.residual.norm()
 
     def watched(self, session: Session) -> dict[str, Tensor]:
-        """Return diagnostics of the steps; warn if they go away from a solution."""
+        """Return diagnostics of the steps; warn if they diverge."""
         if self.gradient is None:
             return {}
         last = self.norm()
@@ -336,9 +336,10 @@ def gradient_dot(before: Solved, last: Solved) -> Tensor | None:
 def watched_growth(
     session: Session, early: tuple[Tensor, Tensor] | None, last: Tensor, turn: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Return the growth of the gradient's norm over lower steps; warn if y goes away from a solution.
+    """Return the last lower gradient's norm divided by the first's; warn if the lower steps diverge.
 
-    That is the case if it grew in both halves of the steps, or as `LowerTrend` sees it over several solves.
+    They diverge if the norm grew ``GROWTH`` times in each half of the steps, or if `LowerTrend` finds growth over
+    several solves.
     """
     if early is None:
         return {}

@@ -96,7 +96,7 @@ class SRBA(SingleLoop):
     radius: float = number(default=math.inf, above=0, finite=False)
 
     def _estimate_tasks(self, oracle: Oracle, inputs: StepInputs, sampler: object) -> Estimate:
-        """Raise, because there is no memory of tasks."""
+        """Raise, because there is no state for each task."""
         raise ValueError("SRBA goes on from its last step and takes no tasks; SOBA does")
 
     def _graph_key(self, steps: int, numbers: Mapping[str, Any]) -> bool:

@@ -115,9 +115,10 @@ class RecursiveOptimizer(BilevelOptimizer):
         return self._pairs(self._begins(inputs, sum(t.numel() for t in self.parameters("lower"))))
 
     def _task_draws(self, inputs: DrawInputs, sampler: Any) -> list[TaskDraw]:
-        """Return the draws of tasks, if the sampler chooses them, and of their batches; at first for all, by chunks.
+        """Return the draws of the tasks, if the sampler chooses them, and of their batches.
 
-        These are the draws of a single process; with several, each draws the batches of its own tasks.
+        The first step draws batches for all tasks, in chunks. These are the draws of a single process. With several,
+        each process draws the batches of its own tasks.
         """
         x, y = self.parameters("upper"), self.parameters("lower")
         m, d, p = self._rows_of(y), sum(t.numel() for t in x), sum(t.shape[1:].numel() for t in y)
