@@ -47,7 +47,7 @@ class Buffers:
         return self.complete and self._none
 
     def changing(self) -> list[Tensor]:
-        """Return the buffers that evaluations change at present, in a fixed order."""
+        """Return the buffers that evaluations currently change, in a fixed order."""
         if self._none:
             return []
         found = [getattr(m, name) for m, names in self._changing.items() if m.training for name in sorted(names)]

@@ -31,7 +31,7 @@ __all__ = [
     "draw_seed",
     "generators_of",
     "hashed",
-    "kept",
+    "preserve_rng",
     "require_replayable",
     "set_default_state",
     "set_states",
@@ -106,7 +106,7 @@ def derive_generator(generator: torch.Generator | None, *numbers: int) -> torch.
 
 
 @contextmanager
-def kept(device: torch.device) -> Generator[None]:
+def preserve_rng(device: torch.device) -> Generator[None]:
     """Restore torch's random state after the block, whatever it draws."""
     state = default_state(device)
     try:

@@ -49,7 +49,7 @@ _OURS = frozenset(("params", "level", "param_names", "initial_lr", "auto_lr"))
 
 
 GROWS = "growing lower gradient"  # the key of the alert
-LED_AWAY = "lower steps led away"  # the key of a silent alert: such steps may be made again
+LED_AWAY = "lower steps led away"  # the key of a silent alert: such steps may be repeated
 GROWTH = 4.0  # of the norm of the gradient, in each half of the lower steps
 GROWING = (
     "the gradient of the lower loss grows over the lower steps (see diagnostics['lower_growth']), so y goes away "
@@ -349,7 +349,7 @@ def watched_growth(
         session.checks.alert_if(LED_AWAY, "", _led_away, first, last)
     if not is_dynamo_compiling():
         turn = first.new_zeros(()) if turn is None else turn
-        session.checks.alert_if("lower solve without an end", trend.message, trend.seen, first, last, turn)
+        session.checks.alert_if("lower solve without an end", trend.message, trend.note_solve, first, last, turn)
     return {"lower_growth": last / first.clamp_min(torch.finfo(first.dtype).tiny)}
 
 
@@ -377,7 +377,7 @@ class LowerRules:
 
     def __init__(self, factory: Factory, limits: Limits | None = None) -> None:
         self._factory, self._limits = factory, limits
-        self._made: list[LowerRule] = []
+        self._rules: list[LowerRule] = []
         self._described: tuple[int, Described] | None = None
 
     def described(self, groups: Sequence[dict[str, Any]]) -> Described:
@@ -397,19 +397,19 @@ class LowerRules:
         return self._described[1]
 
     @property
-    def made(self) -> Sequence[LowerRule]:
+    def rules(self) -> Sequence[LowerRule]:
         """All rules in the cache."""
-        return self._made
+        return self._rules
 
     def __call__(self, groups: Sequence[dict[str, Any]], like: Vector) -> LowerRule:
-        """Return the rule for these tensors and groups, with the groups' present options."""
-        for rule in self._made:
+        """Return the rule for these tensors and groups, with the groups' current options."""
+        for rule in self._rules:
             if rule.fits(groups, like):
                 rule.follow(groups)
                 return rule
-        del self._made[:-7]
-        self._made.append(LowerRule(self._factory, groups, like, self._limits))
-        return self._made[-1]
+        del self._rules[:-7]
+        self._rules.append(LowerRule(self._factory, groups, like, self._limits))
+        return self._rules[-1]
 
 
 def is_known(optimizer: Optimizer) -> bool:

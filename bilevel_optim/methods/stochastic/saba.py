@@ -178,7 +178,7 @@ def _averaged(
             result.directions[name] = Vector(t.mean(0) for t in table)
             memories[is_upper] |= {f"{name}_table": table, f"{name}_mean": result.directions[name].clone()}
         return result
-    index, sample = random_term(objective, lambda i: inputs.ranks.agreed(i, oracle.device))
+    index, sample = random_term(objective, lambda i: inputs.ranks.broadcast_number(i, oracle.device))
     row = to_device(index, oracle.device) if isinstance(index, Tensor) else index
     for name, value in evaluate(sample).items():
         memory = kept[name]

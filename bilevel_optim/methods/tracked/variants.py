@@ -153,7 +153,7 @@ def probed(look: Look, tracked: Rows, measured: Measured) -> Tensor:
     drawn = look.drawn.probes
     if drawn is None:
         drawn = look.drawing.probe(table.total, Source.of(look.inputs))
-    probes = drawn[table.split.own(drawn)] - table.split.start if table.split else drawn
+    probes = drawn[table.split.local_positions(drawn)] - table.split.start if table.split else drawn
     before, after = (table.gather(probes, clock) for clock in look.clocks)
     if len(look.ids):
         where = torch.searchsorted(look.ids, probes).clamp_max(len(look.ids) - 1)
