@@ -128,7 +128,7 @@ def test_gradients_of_the_shares_are_right():
     x, up, low = learning.problem({"a": cycles(3), "b": noise()}, cycles(4), model, arguments(), 0, ALONE)
     with torch.no_grad():
         x.copy_(torch.tensor([0.3, -0.2]))
-    held, data = next(iter(up.data)), next(iter(low.data))
+    upper_batch, data = next(iter(up.data)), next(iter(low.data))
 
     def lower():
         pairs = zip(model.parameters(), start, strict=True)
@@ -146,8 +146,8 @@ def test_gradients_of_the_shares_are_right():
         x.grad = None
         optimizer = make([x], model.parameters(), lr=0.0, lower_lr=0.03)
         for _ in range(40 if name == "soba" else 0):  # one step of its linear system each
-            optimizer.backward(lambda: up.loss(held), lower)
-        report = bo.check_hypergradient(optimizer, lambda: up.loss(held), lower, rtol=rtol)
+            optimizer.backward(lambda: up.loss(upper_batch), lower)
+        report = bo.check_hypergradient(optimizer, lambda: up.loss(upper_batch), lower, rtol=rtol)
         assert report.reference == "dense"
         assert report.norm > 1e-5
 

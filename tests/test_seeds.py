@@ -94,7 +94,7 @@ class Draws(TorchDispatchMode):
         return found
 
 
-def followed(monkeypatch, act, salt=0):
+def record_draws(monkeypatch, act, salt=0):
     with monkeypatch.context() as patched, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         draws = Draws(patched, salt)
@@ -104,9 +104,9 @@ def followed(monkeypatch, act, salt=0):
 
 
 def checked(monkeypatch, act):
-    draws = followed(monkeypatch, act)
+    draws = record_draws(monkeypatch, act)
     assert draws.leaks() == []
-    other = followed(monkeypatch, act, salt=1)
+    other = record_draws(monkeypatch, act, salt=1)
     data, again = draws.of_data(), other.of_data()
     assert len(data) == len(again)
     assert all(torch.equal(a, b) for a, b in zip(data, again, strict=True))
@@ -158,7 +158,7 @@ def test_a_leaked_start_is_found(monkeypatch):
             leaky.setattr(seeds, "derived", lambda seed, name: derived(seed, "data" if name == "start" else name))
             one_run(experiment)
 
-    found = followed(monkeypatch, act).leaks()
+    found = record_draws(monkeypatch, act).leaks()
     assert any("correlation 1.00" in leak for leak in found)
     assert "data" in found
 

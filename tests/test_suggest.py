@@ -229,7 +229,7 @@ def test_trials_with_tasks_make_as_many_steps_as_those_without(count):
     tasks = bo.TensorTasks(torch.randn(count, 3, 2, generator=seeded(0)))
     losses = [bo.Objective(lambda batch: (y - batch).square().mean() + (y - x).square().sum())] * 2
     trials = Trials([x, y], *losses, tasks, lambda: True)
-    outcome = trials.made(lambda: bo.AID([x], [y], lr=0.01, lower_steps=3, linear_steps=3), 200)
+    outcome = trials.run(lambda: bo.AID([x], [y], lr=0.01, lower_steps=3, linear_steps=3), 200)
     each = outcome.gradients / outcome.steps / count
     assert outcome.steps == math.ceil(200 * min(count, 8) / (each * count))
 

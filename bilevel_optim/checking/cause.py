@@ -31,7 +31,7 @@ def cause(
         error: relative error of its estimate.
         at_solution: the same from the exact lower solution.
         figures: diagnostics of the estimate from the exact lower solution.
-        retried: repeats that estimate with the present settings, and returns its error.
+        retried: repeats that estimate with the current settings, and returns its error.
         step: name of the setting that differences are divided by, if there is one.
     """
     if at_solution < 0.1 * error:

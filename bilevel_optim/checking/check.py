@@ -116,7 +116,7 @@ def check_hypergradient(
     r"""Check that a method's hypergradient is right: the ``torch.autograd.gradcheck`` of this library.
 
     Solves the lower problem on all the data to high accuracy, computes the hypergradient by an independent path, and
-    compares it with ``optimizer.backward`` as it would run now: from the present lower value, with the present warm
+    compares it with ``optimizer.backward`` as it would run now: from the current lower value, with the current warm
     starts. One call shows whether ``nu``, ``lower_steps``, ``linear_steps`` and the like are good enough. Use
     float64 if possible. Nothing is changed: parameters, ``.grad``, state, counters, random state and the position in
     the data are as they were.
@@ -208,7 +208,7 @@ def _checked(
     directions: int,
     clock: TimeLimit,
 ) -> tuple[HypergradientReport, float]:
-    """Return the report, and the largest bias that would have been allowed."""
+    """Return the report, and the largest bias that passes: the tolerance plus the uncertainty of the comparison."""
     case = _one_problem(optimizer, upper, lower) if tasks is None else _tasks(optimizer, upper, lower, tasks)
     truth = reference_of(case.problems, case.starts, reference, directions, clock, _concerns(optimizer))
     if any(bool(changes(y, optimizer._limits.projected(y, 0))) for y in truth.solutions):
@@ -367,7 +367,7 @@ class _Case:
     Attributes:
         problems: the two losses of each.
         starts: initial points of their lower solves.
-        estimate: returns the method's estimate from its present start, or from other lower points.
+        estimate: returns the method's estimate from its current start, or from other lower points.
         noise: why a difference to the reference may be no fault of the method, if the losses' own random numbers differ
             between the two.
     """

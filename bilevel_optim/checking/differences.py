@@ -74,7 +74,7 @@ def basis_or_normal(x: Vector, directions: int) -> list[Vector]:
 
 
 def rms(vector: Vector) -> float:
-    """Return the root of the mean square of all entries."""
+    """Return the root mean square of all entries."""
     entries: int = sum(t.numel() for t in vector)
     return float(vector.norm()) / math.sqrt(entries)
 

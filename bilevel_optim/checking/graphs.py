@@ -14,7 +14,7 @@ __all__ = ["largest_graph"]
 
 def largest_graph(function: Callable[[], Any]) -> float | None:
     """Return the most memory in MiB that graphs hold at once while a function runs; None if it cannot be measured."""
-    held: Counter[int] = Counter()
+    references: Counter[int] = Counter()
     now = most = 0
 
     class SavedTensor:
@@ -24,14 +24,14 @@ def largest_graph(function: Callable[[], Any]) -> float | None:
             nonlocal now, most
             self.tensor, storage = t, t.untyped_storage()
             self.place, self.size = storage.data_ptr(), storage.nbytes()
-            now += self.size if not held[self.place] else 0
-            held[self.place] += 1
+            now += self.size if not references[self.place] else 0
+            references[self.place] += 1
             most = max(most, now)
 
         def __del__(self) -> None:
             nonlocal now
-            held[self.place] -= 1
-            now -= self.size if not held[self.place] else 0
+            references[self.place] -= 1
+            now -= self.size if not references[self.place] else 0
 
     try:
         with torch.autograd.graph.saved_tensors_hooks(SavedTensor, lambda kept: kept.tensor):

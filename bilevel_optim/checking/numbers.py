@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ..problem.random import kept
+from ..problem.random import preserve_rng
 
 __all__ = ["numbers_kept"]
 
@@ -20,7 +20,7 @@ def numbers_kept(device: torch.device) -> Generator[None]:
     numpy = sys.modules.get("numpy")
     pythons, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:
-        with kept(device):
+        with preserve_rng(device):
             yield
     finally:
         random.setstate(pythons)

@@ -227,7 +227,7 @@ class _Truth:
     def __init__(self, oracle: Oracle, clock: TimeLimit) -> None:
         session = oracle.session
         # Products are exact here, even if the method's are not.
-        oracle.session = Session.begun(
+        oracle.session = Session.for_step(
             replace(session.options, hvp="exact"), session.found, session.buffers, session.warned
         )
         self.oracle, self.clock = oracle, clock
@@ -312,10 +312,10 @@ class _Truth:
         return best, residual
 
     def polished(self, start: Vector, x: Vector | None = None, product: Product | None = None) -> _Solved:
-        """Return a solution after Newton steps, by first derivatives alone if there is no product with the Hessian.
+        """Return a solution after Newton steps, from first derivatives only if there is no Hessian-vector product.
 
         Raises:
-            GradcheckError: if they do not reach a solution.
+            GradcheckError: if the Newton steps do not reach a solution.
         """
         y, (_, slope_) = start, self.lower(start, x)
         for _ in range(NEWTON):
@@ -497,7 +497,7 @@ class _Truth:
             return _Gap(math.nan, "")
         self.clock.show("a difference of the solved problem", 0.95)
         try:
-            value, outcome, seen = self._beside(found)
+            value, outcome, seen = self._compare_with_differences(found)
             if faults:
                 raise GradcheckError(f"{'; '.join(faults)}; {seen}. {WHY}")
             for k in range(OTHERS if outcome != "agrees" else 0):
@@ -507,7 +507,7 @@ class _Truth:
                 other.oracle = self.oracle.at(x + normal(x) * (0.03 * (k + 1) * (1 + rms(x)) * len(flat(x)) ** 0.5))
                 try:
                     there = other.exact(kind, other.solve(found.solution)[0])
-                    confirmed = other._beside(there)[1] == "agrees"
+                    confirmed = other._compare_with_differences(there)[1] == "agrees"
                 except GradcheckError:  # the lower problem has no good solution there
                     continue
                 if confirmed:
@@ -518,7 +518,7 @@ class _Truth:
             raise GradcheckError(f"{seen}. {WHY}")
         return _Gap(value, "" if outcome == "agrees" else UNCONFIRMED)
 
-    def _beside(self, found: _Exact) -> tuple[float, str, str]:
+    def _compare_with_differences(self, found: _Exact) -> tuple[float, str, str]:
         """Return the relative difference, its outcome, and a description."""
         gradient, results = found.gradient, []
         for _ in range(2):

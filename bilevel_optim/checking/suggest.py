@@ -1,4 +1,4 @@
-"""`suggest`: settings of methods for a problem, from short trials at its present point."""
+"""`suggest`: settings of methods for a problem, from short trials at its current point."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Suggestion:
             the hypergradient. It also holds the warnings that were ``told``, and the best ``rates`` of each kind of
             update.
         rejected: for each method that is not suggested, why.
-        start: the upper loss with the lower problem solved at the present x.
+        start: the upper loss with the lower problem solved at the current x.
         largest, smallest: curvature of g in y at the point, with their ``uncertainty``.
         lower_noise, upper_noise: standard deviation of a gradient over batches, over the norm of the mean; 0 without
             data.
@@ -171,9 +171,9 @@ def suggest(
     tasks: Any = None,
     max_seconds: float = 60.0,
 ) -> Suggestion:
-    """Try methods for some steps from the present point, and suggest their settings.
+    """Try methods for some steps from the current point, and suggest their settings.
 
-    Every trial starts at the present x and y, with the same batches and random numbers. Plain descent and Adam update
+    Every trial starts at the current x and y, with the same batches and random numbers. Plain descent and Adam update
     x, each with several rates: all of them for a few steps, the best for more, the best of each method for 2,000
     gradients (a product with second derivatives counts as two), and of the two best methods for 6,000. The suggested
     rate was stable in its trial and stays so with three times the rate. Then 3, 10 and 30 lower steps are compared at
@@ -416,7 +416,7 @@ class _Try:
 
     @property
     def loss(self) -> float:
-        return self.outcome.reached
+        return self.outcome.final_loss
 
 
 class _Search:
@@ -429,7 +429,7 @@ class _Search:
         clock: time limit for all.
 
     Attributes:
-        start: the upper loss with the lower problem solved at the present x.
+        start: the upper loss with the lower problem solved at the current x.
     """
 
     def __init__(
@@ -546,7 +546,7 @@ class _Search:
         if self._clock.over:
             self.trials.ended = True
             return one
-        outcome = self.trials.made(make, budget, after=after, stop=diverged)
+        outcome = self.trials.run(make, budget, after=after, stop=diverged)
         if outcome.reason or not self.trials.ended or outcome.steps >= one.outcome.steps:
             one.outcome = outcome
         if not one.outcome.reason and one.loss > self._most + WORSE * self._scale:
@@ -629,7 +629,7 @@ class _Search:
         outcome = last.outcome if math.isfinite(last.loss) else one.outcome
         return SuggestionRow(
             settings=one.settings,
-            loss=outcome.reached,
+            loss=outcome.final_loss,
             steps=outcome.steps,
             gradients=outcome.gradients,
             residual=outcome.residual,
@@ -637,7 +637,7 @@ class _Search:
             mebibytes=graph[0],
             bias=bias[0],
             noise=bias[1],
-            told=outcome.told,
+            told=outcome.warning_texts,
             rates={},
         )
 

@@ -40,7 +40,7 @@ class Outcome:
         gradients: its cost.
         seconds: its duration.
         reason: why it ended early; empty if it did not.
-        told: texts of its warnings.
+        warning_texts: its warnings.
         residual: norm of the gradient of g at its end, over that with the first y; NaN with tasks.
     """
 
@@ -48,7 +48,7 @@ class Outcome:
     gradients: int = 0
     seconds: float = 0.0
     reason: str = ""
-    told: list[str] = field(default_factory=list)
+    warning_texts: list[str] = field(default_factory=list)
     residual: float = math.nan
 
     @property
@@ -57,7 +57,7 @@ class Outcome:
         return len(self.losses)
 
     @property
-    def reached(self) -> float:
+    def final_loss(self) -> float:
         """Mean upper loss over the last quarter of the steps; infinite if the trial ended early."""
         if self.reason or not self.losses:
             return math.inf
@@ -94,7 +94,7 @@ class Trials:
     @contextmanager
     def _from_the_start(self) -> Generator[list[str]]:
         """Run the block from the start of all trials, and collect its warnings instead of showing them."""
-        told: list[str] = []
+        warning_texts: list[str] = []
         slopes = [t.grad for t in self.tensors]
         try:
             with torch.no_grad():
@@ -102,15 +102,15 @@ class Trials:
             torch.set_rng_state(self._random)
             with FILTERS, warnings.catch_warnings(record=True) as caught, Buffers().kept():
                 warnings.simplefilter("always")
-                yield told
-            told += dict.fromkeys(str(one.message) for one in caught)
+                yield warning_texts
+            warning_texts += dict.fromkeys(str(one.message) for one in caught)
         finally:
             with torch.no_grad():
                 Vector(self.tensors).detach().copy_(self._start)
             for t, slope in zip(self.tensors, slopes, strict=True):
                 t.grad = slope
 
-    def made(
+    def run(
         self,
         make: Callable[[], BilevelOptimizer],
         gradients: int,
@@ -128,7 +128,7 @@ class Trials:
         """
         outcome = Outcome()
         f, g = _again(self.f), _again(self.g)
-        with self._from_the_start() as outcome.told:
+        with self._from_the_start() as outcome.warning_texts:
             optimizer = make()
             y = [t for t in optimizer.parameters("lower") if t.requires_grad]
             before = [t.detach().clone() for t in y]

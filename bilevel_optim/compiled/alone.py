@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import _pop_mode
 
 from ..errors import FILTERS
 
-__all__ = ["TRACING", "alone", "gradients_aside"]
+__all__ = ["TRACING", "gradients_aside", "hold_tracing_lock"]
 
 TRACING = FILTERS  # torch's tracers have process-wide settings, as warnings have process-wide filters
 
 
 @contextmanager
-def alone() -> Generator[None]:
+def hold_tracing_lock() -> Generator[None]:
     """Hold the tracing lock and defer an interrupt to the end of the block; a second interrupt acts at once.
 
     An interrupt while torch enters or leaves one of its modes would leave the mode on, or end the process.

@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 from .rewrites import differentiable_twice, redirected, require_deterministic, require_unwritten
 from .small_cpu import is_understood, listed
 
-__all__ = ["Backend", "Call", "Program", "WantsConstants", "backend_of", "watched"]
+__all__ = ["Backend", "Call", "Program", "WantsConstants", "backend_of", "record_calls"]
 
 Backend = Callable[[GraphModule, list[Tensor]], Callable[..., Any]]
 
@@ -70,7 +70,7 @@ class Call(NamedTuple):
 
 
 @contextmanager
-def watched() -> Generator[list[Call]]:
+def record_calls() -> Generator[list[Call]]:
     """Record the program calls of this thread inside the block, with their arguments and results."""
     calls: list[Call] = []
     _WATCHING.calls = calls

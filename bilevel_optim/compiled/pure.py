@@ -263,7 +263,7 @@ Known = tuple[list[tuple[int, ...]], LowerRule]
 
 def _rules_of(rules: LowerRules) -> list[Known]:
     """Return the update rules of eager steps, each with the shapes of its tensors."""
-    return [(rule.shapes, rule) for rule in rules.made]
+    return [(rule.shapes, rule) for rule in rules.rules]
 
 
 def _rule(known: Sequence[Known], rates: Sequence[Tensor], like: Vector, limits: Limits | None) -> LowerRule:

@@ -76,7 +76,7 @@ def _memory_of(node: Node) -> int:
 
 
 def _written(node: Node) -> list[Node]:
-    """Return the operands that an operation writes into, as far as its name says."""
+    """Return the operands that an operation mutates, judged by its name and arguments."""
     name = getattr(node.target, "__name__", str(node.target))
     places = [node.kwargs.get("out")]
     writes = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"

@@ -54,10 +54,10 @@ def listed(call: Callable[..., Any], example: Sequence[Any]) -> CallList | None:
     except _Unknown:
         return None
     right, first, second = call([*example]), found(example), found(example)
-    return found if _alike(right, first, example) and _alike(first, second, example) else None
+    return found if _are_identical(right, first, example) and _are_identical(first, second, example) else None
 
 
-def _alike(outputs: Sequence[Any], others: Sequence[Any], values: Sequence[Tensor]) -> bool:
+def _are_identical(outputs: Sequence[Any], others: Sequence[Any], values: Sequence[Tensor]) -> bool:
     """Return True if both lists hold tensors, equal bit for bit, that share memory in the same way.
 
     Memory that they share with ``values`` counts too.

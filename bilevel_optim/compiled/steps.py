@@ -32,12 +32,12 @@ from ..oracle.buffers import unnoted
 from ..oracle.oracle import Oracle
 from ..problem.objective import Objective
 from ..problem.parameters import LEVELS, by_level
-from ..problem.random import draw_random_inputs, kept
+from ..problem.random import draw_random_inputs, preserve_rng
 from ..problem.vector import Vector
 from ..solvers.agd import AGD
 from ..solvers.lower import is_known
-from .alone import alone, gradients_aside
-from .backend import Call, Program, WantsConstants, backend_of, watched
+from .alone import gradients_aside, hold_tracing_lock
+from .backend import Call, Program, WantsConstants, backend_of, record_calls
 from .chain import Chain, Unchained, leaves_of, set_apart
 from .compare import Accepted, mismatch, perturbed_by_rounding
 from .draws import MOST_TERMS, Drawn, GivenData, Recorded, Sources, draw, draw_tasks
@@ -133,11 +133,11 @@ class Compiled:
             settings.backend, settings.mode, settings.options,
             plain=pure.differentiates_twice, repeated=settings.unroll > 1,
         )  # fmt: skip
-        self.known: Callable[..., Any] = dynamo.run(own)
-        self.read: Callable[..., Any] = torch.compile(
+        self.run_known: Callable[..., Any] = dynamo.run(own)
+        self.compile_and_run: Callable[..., Any] = torch.compile(
             own, fullgraph=True, dynamic=False if constant else None, backend=backend, options=options
         )
-        self.made = 0
+        self.compilations = 0
         self.constant, self._live, self._times = constant, [*pure.live_x, *pure.live_y, *pure.buffers], settings.unroll
         self.chains: list[tuple[Program, Chain | None]] = []
 
@@ -174,7 +174,7 @@ class Entry:
         key: their cache key.
         is_known: whether there was such a step before; the first may be the only one.
         draws: draws of each step; None if the method has to be asked.
-        whole: draws all that a step needs, for a method that chooses its own tasks.
+        draw_all: draws all that a step needs, for a method that chooses its own tasks.
         pure: the step as a function; None until the state has settled.
         compiled: form of the data and the function compiled for it, the last used first.
         reasons: code of the losses -> why steps with such losses run eagerly.
@@ -186,7 +186,7 @@ class Entry:
         self.key = key
         self.is_known = False
         self.draws: Sequence[Any] | None = None
-        self.whole: Callable[[Any, Mapping[str, Tensor]], Any] | None = None
+        self.draw_all: Callable[[Any, Mapping[str, Tensor]], Any] | None = None
         self.pure: PureStep | None = None
         self.compiled: list[tuple[Any, Compiled]] = []
         self.reasons: dict[Any, str] = {}
@@ -203,7 +203,7 @@ class Entry:
             if own.whole or own.only is not None or type(sources.objectives[level]) is not Objective:
                 return None
             times[level] = times.get(level, 0) + 1
-        if self.whole is not None or not times:
+        if self.draw_all is not None or not times:
             return None
         return [
             ([()] * (n * count) if (own := sources.objectives[level]).data is None else own.take(n * count), n)
@@ -303,7 +303,7 @@ class CompiledSteps:
             self._warn(why)
 
     def why_update_is_eager(self) -> str:
-        """Return why x is updated eagerly although the method does not ask for it; empty if it is not."""
+        """Return why the update of x falls back to eager mode; empty if it does not."""
         factory = self.optimizer._upper_factory
         if factory is None:
             return ""
@@ -342,7 +342,7 @@ class CompiledSteps:
         if entry.pure is None or not entry.compiled or (entry.uses and entry.is_due):
             return self._beside_eager(entry, inputs, update)
         try:
-            results = self._known(entry, self._given(inputs, self._state(entry.pure)))
+            results = self._run_known(entry, self._given(inputs, self._state(entry.pure)))
         except _Unread:
             return self._beside_eager(entry, inputs, update)
         entry.uses += 1
@@ -443,13 +443,13 @@ class CompiledSteps:
     def _drawn(self, entry: Entry, sources: Sources) -> Inputs | None:
         """Draw the inputs of a step; return None, with a reason recorded, if its draws are not known before it."""
         optimizer, tasks = self.optimizer, sources.tasks
-        if entry.whole is None and entry.draws is None:
+        if entry.draw_all is None and entry.draws is None:
             entry.draws = self._declared(entry, sources)
             if entry.draws is None:
                 return None
         random = self._random_inputs()
-        if entry.whole is not None:
-            return Inputs(sources, {"whole": [entry.whole(tasks, random)]}, random)
+        if entry.draw_all is not None:
+            return Inputs(sources, {"whole": [entry.draw_all(tasks, random)]}, random)
         assert entry.draws is not None
         if tasks is None:
             return Inputs(sources, draw(entry.draws, sources, random), random)
@@ -510,7 +510,7 @@ class CompiledSteps:
         else:
             tasks = Recorded(sources.tasks)
             loss = self._eager(Sources(sources.upper, sources.lower, tasks), update)
-            entry.whole = tasks.draws
+            entry.draw_all = tasks.draws
         if entry is not None:
             entry.is_known = True
         return loss
@@ -562,7 +562,7 @@ class CompiledSteps:
             raise Refused("parameters are sharded (DTensor), and such steps are always eager")
         if any(p._backward_hooks for p in (*oracle.live_x, *oracle.live_y)):
             raise Refused("a parameter has a hook, which a graph would not call: remove it, or keep the steps eager")
-        for rule in self.optimizer._rules.made:
+        for rule in self.optimizer._rules.rules:
             if rule.kind not in (*FUNCTIONAL, AGD):
                 raise Refused(
                     f"the lower_optimizer {type(rule.optimizer).__name__} cannot be compiled: use torch's SGD, Adam or "
@@ -572,7 +572,7 @@ class CompiledSteps:
     def _compared(self, entry: Entry, inputs: Inputs, state: State, right: StepResults, oracle: Oracle) -> Compared:
         """Return the results of a compiled step, compiled now if need be, and what differs from the eager step."""
         given = self._given(inputs, state)
-        found = self._compiled(entry, given)
+        found = self._run_or_compile(entry, given)
         optimizer, settings, name, pure = self.optimizer, self.settings, self.optimizer._difference_step, entry.pure
         divisor = 1.0 if name is None else min(getattr(optimizer, name), 1.0)
         accepted = Accepted(settings.rtol, settings.atol, divisor)
@@ -589,7 +589,7 @@ class CompiledSteps:
             what = mismatch(right, made, oracle.x, oracle.y, accepted, part)
             if what is not None:  # it may be a small difference of large terms, as near a solution
                 moved = {**state, "x": perturbed_by_rounding(state["x"]), "y": perturbed_by_rounding(state["y"])}
-                otherwise = self._known(entry, given._replace(state=moved))
+                otherwise = self._run_known(entry, given._replace(state=moved))
                 what = mismatch(right, made, oracle.x, oracle.y, accepted, part, results(otherwise))
         return Compared(made, found["buffers"], what)
 
@@ -600,11 +600,11 @@ class CompiledSteps:
         sources, drawn = inputs.sources, set_apart(inputs.drawn)
         return Given(_functions(self.optimizer, sources), sources.tasks, drawn, inputs.random, state)
 
-    def _known(self, entry: Entry, given: Given) -> dict[str, Any]:
+    def _run_known(self, entry: Entry, given: Given) -> dict[str, Any]:
         """Run a compiled program for this step; raise `_Unread` if none fits."""
         with torch.no_grad():
             try:
-                results: dict[str, Any] = entry.compiled[0][1].known(*given)
+                results: dict[str, Any] = entry.compiled[0][1].run_known(*given)
                 return results
             except _Unread:
                 if len(entry.compiled) == 1:
@@ -614,16 +614,16 @@ class CompiledSteps:
             form = _form(given)
             for i, (own, compiled) in enumerate(entry.compiled):
                 if i and own == form:
-                    found: dict[str, Any] = compiled.known(*given)
+                    found: dict[str, Any] = compiled.run_known(*given)
                     entry.compiled.insert(0, entry.compiled.pop(i))
                     return found
         raise _Unread
 
-    def _compiled(self, entry: Entry, given: Given) -> dict[str, Any]:
+    def _run_or_compile(self, entry: Entry, given: Given) -> dict[str, Any]:
         """Run a compiled program for this step; compile it now if none fits."""
         try:
             if entry.compiled:
-                results = self._known(entry, given)
+                results = self._run_known(entry, given)
                 entry.uses += 1
                 return results
         except _Unread:
@@ -633,42 +633,42 @@ class CompiledSteps:
         assert entry.pure is not None
         form = _form(given)
         known = next((compiled for own, compiled in entry.compiled if own == form), None)
-        if known is not None and known.made >= MOST_ALIKE:
+        if known is not None and known.compilations >= MOST_ALIKE:
             raise Refused(
                 f"a loss reads a value that keeps changing, and none of {MOST_ALIKE} graphs is for the present one: "
                 "make it a tensor, which is an input of a graph"
             )
         compiled = known or Compiled(entry.pure, self.settings, constant=False)
         try:
-            results = self._made(entry.pure, compiled, given)
+            results = self._compile(entry.pure, compiled, given)
         except Exception as error:
             if compiled.constant or not (known or _wants_constants(error)):
                 raise
             compiled = Compiled(entry.pure, self.settings, constant=True)
-            results = self._made(entry.pure, compiled, given)
-        compiled.made += 1
+            results = self._compile(entry.pure, compiled, given)
+        compiled.compilations += 1
         entry.compiled = [(form, compiled), *(pair for pair in entry.compiled if pair[0] != form)]
         entry.count, entry.uses = entry.count + 1, 1
         return results
 
-    def _made(self, pure: PureStep, compiled: Compiled, given: Given) -> dict[str, Any]:
+    def _compile(self, pure: PureStep, compiled: Compiled, given: Given) -> dict[str, Any]:
         """Compile a step, and return its results."""
         before, constant = python_random.getstate(), compiled.constant
         settings = {**SETTINGS, "automatic_dynamic_shapes": not constant, "specialize_float": constant}
         try:
             with (
                 unnoted(),
-                alone(),
+                hold_tracing_lock(),
                 gradients_aside([*pure.live_x, *pure.live_y]),
                 dynamo.config.patch(**settings),
                 warnings.catch_warnings(),
-                kept(pure.live_y[0].device),
+                preserve_rng(pure.live_y[0].device),
                 sdpa_kernel(SDPBackend.MATH) if pure.differentiates_twice else nullcontext(),  # Dynamo differentiates
                 torch.no_grad(),
             ):
                 warnings.simplefilter("always")
                 warnings.showwarning = require_no_effects
-                results: dict[str, Any] = compiled.read(*given)
+                results: dict[str, Any] = compiled.compile_and_run(*given)
                 return results
         except _Unread:
             raise Refused(
@@ -679,14 +679,14 @@ class CompiledSteps:
             python_random.setstate(before)
 
     def _state(self, pure: PureStep) -> State:
-        """Return the state that the next step reads."""
+        """Return the state that the next compiled step reads, from the optimizer and the live tensors."""
         optimizer = self.optimizer
         x, y = Vector(pure.live_x).detach(), Vector(pure.live_y).detach()
         given = optimizer._inputs(by_level(optimizer.param_groups), pure.live_x, pure.live_y, y)
         return state_of(given, x, y, pure.buffers, self._now(y[0].device))
 
     def _read(self, inputs: StepInputs, oracle: Oracle, buffers: Sequence[Tensor]) -> State:
-        """Return the state that an eager step reads."""
+        """Return the state that an eager step reads, from its inputs and oracle."""
         return state_of(inputs, oracle.x, oracle.y, buffers, self._now(oracle.device))
 
     def _now(self, device: torch.device) -> list[Tensor]:
@@ -704,7 +704,7 @@ class CompiledSteps:
         return made
 
     def _troubled(self, keys: Sequence[str], flags: Sequence[bool]) -> bool:
-        """Return True if a step has to be made again eagerly: something is not finite, or an alert is on."""
+        """Return True if a step has to be repeated eagerly: something is not finite, or an alert is on."""
         if not any(flags):
             return False
         amiss, *raised = flags
@@ -743,13 +743,13 @@ class CompiledSteps:
         while (done := sum(map(len, losses))) < steps:
             found = None
             if not (optimizer._finished() or optimizer._has_step_hooks or optimizer._sets_below(tasks)):
-                found = self._chained(_sources(upper, lower, tasks), min(steps - done, self._most))
+                found = self._run_chain(_sources(upper, lower, tasks), min(steps - done, self._most))
             if found is not None:
                 optimizer._look_at(found, moves=True)
             losses.append(optimizer.step(upper, lower, tasks=tasks).reshape(1) if found is None else found)
         return torch.cat(losses)
 
-    def _chained(self, sources: Sources, most: int) -> Tensor | None:
+    def _run_chain(self, sources: Sources, most: int) -> Tensor | None:
         """Return losses of steps that are written at the end only; None if the next step is made by itself."""
         optimizer, entry = self.optimizer, self._entry(sources, True)
         if entry is None or entry.pure is None or not entry.compiled or self._why_eager(entry, sources):
@@ -762,7 +762,7 @@ class CompiledSteps:
             return None
         began, place = time.monotonic() + entry.seconds, self._place(sources)
         try:
-            found = self._followed(entry, sources, most)
+            found = self._follow_chain(entry, sources, most)
         except BaseException:
             self._return_to(sources, place)
             raise
@@ -773,7 +773,8 @@ class CompiledSteps:
         self._most = min(max(int(AT_RISK / each), 1), CHECKED_EVERY)
         return found
 
-    def _followed(self, entry: Entry, sources: Sources, most: int) -> Tensor | None:
+    def _follow_chain(self, entry: Entry, sources: Sources, most: int) -> Tensor | None:
+        """Run at most ``most`` steps as a chain, and write the last; return the losses of those that passed, if any."""
         optimizer, pure = self.optimizer, entry.pure
         assert pure is not None
         place, state = self._place(sources), self._state(pure)
@@ -782,8 +783,8 @@ class CompiledSteps:
             return None
         given = self._given(inputs, state)
         try:
-            with watched() as calls:
-                results = self._known(entry, given)
+            with record_calls() as calls:
+                results = self._run_known(entry, given)
         except _Unread:
             return None
         chain = entry.compiled[0][1].chain(calls, given, results)

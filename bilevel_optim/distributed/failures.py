@@ -33,7 +33,7 @@ class Exchange(NamedTuple):
     def of(cls, kind: str, flat: Tensor) -> Exchange:
         return cls(kind, flat.numel(), str(flat.dtype).removeprefix("torch."), flat.device.type)
 
-    def begun(self, group: Any, flat: Tensor | None = None) -> Any:
+    def start(self, group: Any, flat: Tensor | None = None) -> Any:
         """Start the operation on a tensor, by default on zeros."""
         if flat is None:
             flat = torch.zeros(self.size, dtype=getattr(torch, self.dtype), device=self.device)
@@ -49,7 +49,7 @@ def exchange(group: Any, kind: str, flat: Tensor) -> Tensor:
         RankError: if another rank has failed, or is gone.
     """
     operation = Exchange.of(kind, flat)
-    work = operation.begun(group, flat)
+    work = operation.start(group, flat)
     if "gloo" not in str(dist.get_backend(group)) or flat.device.type != "cpu":
         work.wait()  # on the device's stream: the host does not wait
         return flat
@@ -59,7 +59,7 @@ def exchange(group: Any, kind: str, flat: Tensor) -> Tensor:
         try:
             _look(group, operation, work)
         except dist.DistError as error:
-            raise _gone(group, error) from error
+            raise _missing_rank_error(group, error) from error
 
 
 def _ended(group: Any, work: Any) -> bool:
@@ -72,7 +72,7 @@ def _ended(group: Any, work: Any) -> bool:
         try:
             work.wait()  # it may have completed just after the timeout: only now does it raise its own error
         except RuntimeError as error:
-            raise _gone(group, error) from error
+            raise _missing_rank_error(group, error) from error
     return True
 
 
@@ -95,7 +95,7 @@ def _look(group: Any, pending: Exchange, work: Any) -> None:
     )
 
 
-def _gone(group: Any, error: Exception) -> RankError:
+def _missing_rank_error(group: Any, error: Exception) -> RankError:
     """Return the error for a missing rank, and report it to the other ranks, which may not notice."""
     reason = (
         f"a rank is gone: {error}. The step cannot be completed; look for a process that ended or lost its connection"
@@ -116,7 +116,7 @@ def report(group: Any, error: BaseException) -> None:
         waiting = board.until(lambda: board.stopped(others))
         if waiting:  # all wait in the same exchange, because all ranks make the same ones
             kind, size, dtype, device = waiting[0].split("|")
-            Exchange(kind, int(size), dtype, device).begun(group).wait(board.limit)
+            Exchange(kind, int(size), dtype, device).start(group).wait(board.limit)
         board.close()
     except (RuntimeError, TimeoutError) as lost:  # the store or a rank is gone
         error.add_note(f"The other ranks were not told of this error, and may wait until their timeout: {lost}")

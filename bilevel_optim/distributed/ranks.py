@@ -79,7 +79,7 @@ class Ranks:
         """Return the sum over the ranks of tensors and vectors."""
         return results if self.group is None else self.mean(*(r * self.world for r in results))
 
-    def agreed(self, number: int, device: torch.device | str = "cpu") -> int:
+    def broadcast_number(self, number: int, device: torch.device | str = "cpu") -> int:
         """Return the first rank's number."""
         if self.group is None:
             return number
@@ -129,7 +129,7 @@ class Ranks:
         exchange(self.group, "sum", table.view(-1))
         return [bytes(row[:count]).decode() for row, count in zip(table.tolist(), counts, strict=True)]
 
-    def same(self, vector: Vector) -> Vector:
+    def copy_from_first(self, vector: Vector) -> Vector:
         """Write the first rank's vector into this one, and return it."""
         if self.group is not None:
             for t in vector:
@@ -167,7 +167,7 @@ class Ranks:
         part = slice(self.rank, count, self.world)
         return tree_map(lambda t: t[part] if isinstance(t, Tensor) else t, tasks), len(range(count)[part])
 
-    def own(self, generator: torch.Generator | None, *numbers: int) -> torch.Generator | None:
+    def derive_task_generator(self, generator: torch.Generator | None, *numbers: int) -> torch.Generator | None:
         """Return a generator for this rank's task data, so that the ranks' common generators stay equal."""
         return generator if self.world == 1 else derive_generator(generator, self.rank, *numbers)
 

@@ -69,7 +69,7 @@ class Split:
         """Return this rank's rows, in the tensor's own memory."""
         return t.detach().to_local() if is_sharded(t) else t  # type: ignore[attr-defined]
 
-    def whole(self, rows: Tensor) -> Tensor:
+    def from_local(self, rows: Tensor) -> Tensor:
         """Return the sharded tensor that has these rows on this rank."""
         if self._mesh is None:
             return rows
@@ -79,7 +79,7 @@ class Split:
         shape = torch.Size((self.total, *rows.shape[1:]))
         return DTensor.from_local(rows, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=rows.stride())
 
-    def own(self, ids: Tensor) -> Tensor:
+    def local_positions(self, ids: Tensor) -> Tensor:
         """Return the positions in ``ids`` of the rows that this rank has."""
         return ((ids >= self.start) & (ids < self.start + self.count)).nonzero().flatten()
 
@@ -97,7 +97,7 @@ class Gathered:
 
     @contextmanager
     def watching(self) -> Generator[None]:
-        """Evaluate inside the block at the present values of the shards, and record the full parameters."""
+        """Evaluate inside the block at the current values of the shards, and record the full parameters."""
         from torch.distributed.fsdp import FSDPModule  # takes longer to import than all of this package
 
         sites: dict[nn.Module, list[tuple[nn.Module, str, Tensor]]] = {}
@@ -172,7 +172,7 @@ class Gathered:
 
 
 def sharded_like(whole: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor that every rank has, with the sharding of another one; nothing is sent."""
+    """Shard a tensor that every rank has as ``like`` is sharded; no communication."""
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = like.device_mesh  # type: ignore[attr-defined]

@@ -64,7 +64,7 @@ def penalty(
 
 
 def _summing_to_zero(weights: Sequence[float], dtype: torch.dtype) -> list[float]:
-    """Round weights to the working precision such that they still cancel on a constant, as far as it allows."""
+    """Round weights that sum to zero to the working precision; the largest takes up the rounding error of their sum."""
     dtype = torch.promote_types(dtype, torch.float32)
     code = {torch.float32: "f", torch.float64: "d"}[dtype]
     rounded = [_rounded(weight, code) for weight in weights]

@@ -17,7 +17,7 @@ def storm(tracker: Tensor, new: Tensor, old: Tensor, beta: float, scale: Tensor 
 
     Args:
         tracker: X, an estimate of h at :math:`e_{t-1}`; shape (n, ...).
-        new: h at the present point.
+        new: h at the current point.
         old: h at the last one, on the same sample.
         beta: mixing weight; 1 forgets, 0 adds up differences for ever.
         scale: a, 1 over the probability that the row is sampled, shape (n,). Rows that are not sampled are only shrunk
@@ -34,7 +34,7 @@ def msvr(tracker: Tensor, new: Tensor, old: Tensor, alpha: float, share: float) 
 
     Args:
         tracker: X, an estimate of h; shape (n, ...).
-        new: h at the present point.
+        new: h at the current point.
         old: h at the last one, on the same sample.
         alpha: mixing weight, below 1 unless q is 1.
         share: q.

@@ -23,7 +23,7 @@ def mixed_number(value: int) -> int:
 
 
 def mixed(values: Tensor) -> Tensor:
-    """Return `mixed_number` of every entry: 64 bits each, as signed integers."""
+    """Return `mixed_number`, the hash, of every entry, as signed 64-bit integers."""
     values = values + signed(GOLDEN)  # in place from here on: memory traffic is most of the cost
     values.bitwise_xor_(_shifted(values, SHIFTS[0])).mul_(signed(FIRST))
     values.bitwise_xor_(_shifted(values, SHIFTS[1])).mul_(signed(SECOND))

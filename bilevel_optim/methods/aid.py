@@ -63,7 +63,7 @@ class AID(BilevelOptimizer):
         linear_lr: :math:`\eta` of ``"neumann"`` and ``"fixed_point"``, below :math:`2/\lambda_{\max}(H)`. Default: the
             learning rate of the lower groups.
         damping: solve with :math:`H + \delta I`; biases the hypergradient. Default: 0.
-        lower_solver: a function without arguments that writes a solution of the lower problem at the present x into the
+        lower_solver: a function without arguments that writes a solution of the lower problem at the current x into the
             live y, by any means (Newton's method, a simulator). It is called before each step, and ``lower_steps``
             (possibly 0) continue from there. Warns if y is not a solution. Not for tasks; such steps are not compiled.
             Default: None.

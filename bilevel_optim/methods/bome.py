@@ -119,7 +119,7 @@ class BOME(BilevelOptimizer):
         """Return the x part of the common direction as the estimate, and step y along its y part at once."""
         for _ in range(self.joint_steps - 1):
             oracle = self._settled(oracle, inputs)
-        ends = inputs.anew().run_lower_steps(oracle, self.lower_steps).oracle
+        ends = inputs.without_lower_state().run_lower_steps(oracle, self.lower_steps).oracle
         loss, f_x, f_y = oracle.upper(oracle.f.draw(once=True))
         sample = oracle.g.draw()
         value, g_x, g_y = oracle.lower_jointly(sample)
@@ -128,20 +128,24 @@ class BOME(BilevelOptimizer):
         multiplier = self._multiplier(f, q, gap)
         direction = f + q.times(multiplier)
         split = len(f_x)
-        y = self._followed(oracle, inputs, Vector(direction[split:]))
+        y = self._step_along(oracle, inputs, Vector(direction[split:]))
         diagnostics = {"lower_residual": g_y, "gap": gap, "multiplier": multiplier}
         return Estimate(loss, Vector(direction[:split]), diagnostics, lower=y)
 
     def _settled(self, oracle: Oracle, inputs: StepInputs) -> Oracle:
         """Return the oracle after a step of y alone, for which the gradient of q is that of g."""
         gap = torch.zeros((), device=oracle.device)
-        ends = inputs.anew().run_lower_steps(oracle, self.lower_steps).oracle if self.barrier == "value" else None
+        ends = (
+            inputs.without_lower_state().run_lower_steps(oracle, self.lower_steps).oracle
+            if self.barrier == "value"
+            else None
+        )
         _, f = lower_slope(oracle, "upper", oracle.f.draw(once=True))
         sample = oracle.g.draw()
         value, q = oracle.lower(sample)
         if ends is not None:
             gap = value - ends.lower(sample)[0]
-        return oracle.at(lower=self._followed(oracle, inputs, f + q.times(self._multiplier(f, q, gap))))
+        return oracle.at(lower=self._step_along(oracle, inputs, f + q.times(self._multiplier(f, q, gap))))
 
     def _multiplier(self, f: Vector, q: Vector, gap: Tensor) -> Tensor:
         """Return the least weight of q's gradient with which q falls as fast as the barrier asks."""
@@ -151,7 +155,7 @@ class BOME(BilevelOptimizer):
         bound = self.eta * (norm if self.barrier == "grad_norm" else gap.to(norm) / safe)
         return torch.where(norm > 0, (bound - f.dot(q.times(1 / safe))).clamp_min(0) / safe, 0.0)
 
-    def _followed(self, oracle: Oracle, inputs: StepInputs, direction: Vector) -> Vector:
+    def _step_along(self, oracle: Oracle, inputs: StepInputs, direction: Vector) -> Vector:
         """Return y after a step along a direction."""
         y = oracle.y - direction * inputs.linear_rates(self.joint_lr)
         oracle.checks.finite("lower_grad", y)

@@ -369,7 +369,9 @@ class F2SA(BilevelOptimizer):
         """Change to a forward stencil, starting from the sound copy: those at negative nodes diverge."""
         nodes = self._formula(inputs).nodes
         sound = estimate.memory["copies"].lane(nodes.index(min(j for j in nodes if j > 0)))
-        return oracle.at(lower=sound), replace(inputs.anew(), numbers={**inputs.numbers, "stencil": "forward"})
+        return oracle.at(lower=sound), replace(
+            inputs.without_lower_state(), numbers={**inputs.numbers, "stencil": "forward"}
+        )
 
     def update(self, x: Vector, gradient: Vector, inputs: StepInputs) -> Update:
         """Make the step, of length lr if ``normalize``."""

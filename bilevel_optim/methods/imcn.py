@@ -140,7 +140,7 @@ class iMCN(MinimaxOptimizer):
             model = _CubicModel(point, system, self.cubic, self.linear_steps)
             s = model.cauchy_point()
             if self.perturbation > 0:
-                s = s + inputs.ranks.same(uniform_ball(oracle.x, self.perturbation, inputs.generator))
+                s = s + inputs.ranks.copy_from_first(uniform_ball(oracle.x, self.perturbation, inputs.generator))
             s = model.descended(s, rates, self.cubic_steps)
             decrease = model.at(s).decrease
             ending = self.tol > 0 and bool(decrease < self.tol)

@@ -27,7 +27,7 @@ class PAID(AID):
     *Cost per step*: as `AID`, one host synchronisation. *Draws*: as `AID`; the perturbations use ``generator``.
 
     Args:
-        upper, lower, lr, lower_lr, lower_steps: as for `AID`, as all options that are not named here.
+        upper, lower, lr, lower_lr, lower_steps: see `AID`, also for the options not listed here.
         gradient_threshold: largest norm of the hypergradient at which x is perturbed. Default: 1e-3.
         perturbation: radius r >= 0, in units of x. Default: 1e-3.
         perturbation_period: steps allowed for an escape. Default: 50.
@@ -80,5 +80,5 @@ class PAID(AID):
             and self.perturbation > 0
             and float(gradient.norm()) <= self.gradient_threshold
         ):
-            new, since = new + inputs.ranks.same(uniform_ball(x, self.perturbation, inputs.generator)), 0
+            new, since = new + inputs.ranks.copy_from_first(uniform_ball(x, self.perturbation, inputs.generator)), 0
         return Update(new, numbers={"since": since})

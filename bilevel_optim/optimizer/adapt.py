@@ -14,7 +14,7 @@ from ..problem.vector import Vector
 from ..pytree import tree_leaves
 from ..solvers.lower import LowerRule
 
-__all__ = ["lower_solution", "many", "no_upper_loss", "objective_of"]
+__all__ = ["lower_solution", "no_upper_loss", "objective_of", "stack_tasks"]
 
 
 def objective_of(lower: Loss, batch: Any) -> Objective:
@@ -27,7 +27,7 @@ def objective_of(lower: Loss, batch: Any) -> Objective:
     return Objective(task.loss, [batch], features=task.features)
 
 
-def many(oracle: Oracle, start: Vector, batches: Any) -> tuple[Oracle, Vector]:
+def stack_tasks(oracle: Oracle, start: Vector, batches: Any) -> tuple[Oracle, Vector]:
     """Return one oracle for the lower problems of several tasks, and the stacked start.
 
     Args:

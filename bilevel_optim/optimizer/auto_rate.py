@@ -9,7 +9,7 @@ With :math:`H = \nabla^2_{yy} g(x_k, y_k)` on the step's first lower batch, and 
 and the rate is :math:`1 / (1.1 L_k)`. This is one step of power iteration; the first step makes ten. The gradient of g
 turns it towards directions that x has made stiff, and the rate is smaller while the curvature grows. Methods that
 renew one term of a sum in each step use :math:`1 / (3 L_k)`. If the lower steps lead to a stiffer region, so that the
-gradient of g grows or is not finite, the step is made again with L four times as large.
+gradient of g grows or is not finite, the step is repeated with L four times as large.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def with_measured_rates(
         margin: the rate is 1 / (margin * curvature).
     """
     oracle, sample = _with_first_sample(oracle, draws)
-    w = _followed(oracle, sample, inputs.memory.get(CURVATURE), exact)
+    w = _estimate_curvature(oracle, sample, inputs.memory.get(CURVATURE), exact)
     curvature, rate = _curvature(w, margin)
     groups, rule = _scaled(rate, inputs.lower_groups, inputs.rule)
     inputs = replace(inputs, lower_groups=groups, rule=rule)
@@ -105,7 +105,7 @@ def rule_at(
         exact: as for `with_measured_rates`.
     """
     oracle, sample = _with_first_sample(oracle, None)
-    _, rate = _curvature(_followed(oracle, sample, last, exact), MARGIN)
+    _, rate = _curvature(_estimate_curvature(oracle, sample, last, exact), MARGIN)
     return oracle, _scaled(rate, groups, rule)[1]
 
 
@@ -123,22 +123,22 @@ def _scaled(rate: Tensor, groups: Sequence[dict[str, Any]], rule: Rule) -> tuple
 
 def _with_first_sample(oracle: Oracle, draws: Sequence[Draw] | None) -> tuple[Oracle, Sample]:
     """Draw the first sample of g, after the draws of f that precede it; return an oracle that repeats these draws."""
-    held: dict[str, list[Sample]] = {"upper": [], "lower": []}
+    drawn: dict[str, list[Sample]] = {"upper": [], "lower": []}
     whole = False
     for draw in draws or ():
         if draw.level == "lower":
             whole = draw.whole
             break
-        held["upper"].append(oracle.f.draw())
-    held["lower"] = oracle.g.samples() if whole else [oracle.g.draw()]
+        drawn["upper"].append(oracle.f.draw())
+    drawn["lower"] = oracle.g.samples() if whole else [oracle.g.draw()]
     other = oracle.at()
-    if held["upper"]:
-        other.f = Ahead(oracle.f, held["upper"])
-    other.g = Ahead(oracle.g, held["lower"], whole=whole)
-    return other, held["lower"][0]
+    if drawn["upper"]:
+        other.f = Ahead(oracle.f, drawn["upper"])
+    other.g = Ahead(oracle.g, drawn["lower"], whole=whole)
+    return other, drawn["lower"][0]
 
 
-def _followed(oracle: Oracle, sample: Sample, last: Vector | None, exact: bool) -> Vector:
+def _estimate_curvature(oracle: Oracle, sample: Sample, last: Vector | None, exact: bool) -> Vector:
     """Return the direction of largest curvature, with the curvature as its norm; of tasks, that of the stiffest."""
     if exact:
         with oracle.lower_system(sample) as system:

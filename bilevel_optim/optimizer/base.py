@@ -502,7 +502,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         with Transaction(self.generator, oracle, buffers, alone=True), nullcontext() if write else buffers.kept():
             begin = Vector(self._learned_start(oracle) if start is None else start)
             if tasks is not None:
-                oracle, begin = adapt.many(oracle, begin, tasks)
+                oracle, begin = adapt.stack_tasks(oracle, begin, tasks)
             if any([group.get(FACTOR, False) for group in groups]):
                 last = remembered(self.state, self.parameters("lower"))["memory"]
                 oracle, rule_for = rule_at(
@@ -701,10 +701,10 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             size, _, length = self._slope()
             trend.promised += size * length * (len(values) if trend.count < WINDOW else max(len(values), WINDOW))
         for loss in values:
-            if trend.seen(loss) and "growing upper loss" not in state.warned:
+            if trend.note_loss(loss) and "growing upper loss" not in state.warned:
                 state.warned.add("growing upper loss")
                 warn(f"{trend.text}: the run diverges. {DIVERGES}")
-            said = trend.worsened(loss)
+            said = trend.describe_rise(loss)
             if said and not state.warned & {"growing upper loss", "worse upper loss"}:
                 state.warned.add("worse upper loss")
                 warn(f"{said}: the run makes it worse, unless y began where f is less than at y*(x). {DIVERGES}")
@@ -761,8 +761,8 @@ class BilevelOptimizer(Options, Optimizer, ABC):
     ) -> StepInputs:
         """Return the inputs of a step; ``random_inputs`` are drawn if None."""
         if random_inputs is None:
-            agreed = partial(self._oracle_options.ranks.agreed, device=oracle.device)
-            random_inputs = draw_random_inputs(self._random_inputs(), self.generator, agreed)
+            broadcast = partial(self._oracle_options.ranks.broadcast_number, device=oracle.device)
+            random_inputs = draw_random_inputs(self._random_inputs(), self.generator, broadcast)
         return self._inputs(groups, oracle.live_x, oracle.live_y, oracle.y, random_inputs)
 
     def _compute(self, oracle: Oracle, inputs: StepInputs, tasks: Any, *, update: bool) -> StepResults:
@@ -1199,7 +1199,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
     def _draws(self, inputs: DrawInputs) -> list[Draw] | None:
         """Return the draws of the next step without tasks from its two losses, in order; draw nothing.
 
-        An estimate that is made again, after an alert, draws again. None if the draws are not known before the step:
+        An estimate that is repeated, after an alert, draws again. None if the draws are not known before the step:
 
         * `RTMLMC` and `DLSGD` have a lower problem for each context, and no losses of their own to draw from;
         * with ``lower_tol`` the host determines the number of lower steps from values;
@@ -1261,15 +1261,15 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         return self.lower_steps
 
     def _reacts_to(self, numbers: Mapping[str, Any]) -> str | None:
-        """Return the alert after which `_react` is called and the estimate made again; None: no alert."""
+        """Return the alert after which `_react` is called and the estimate is repeated; None: no alert."""
         return None
 
     def _react(self, oracle: Oracle, inputs: StepInputs, estimate: Estimate) -> tuple[Oracle, StepInputs]:
-        """Return the oracle and the inputs with which the estimate is made again after that alert."""
+        """Return the oracle and the inputs with which the estimate is repeated after that alert."""
         raise NotImplementedError
 
     def _learned_start(self, oracle: Oracle) -> Vector:
-        """Return the start of the lower parameters for a new task: their live values, unless the start is learned."""
+        """Return the initial lower parameters of a new task: the live values. Methods that learn them override this."""
         return oracle.y
 
     def _static_diagnostics(self, numbers: Mapping[str, Any]) -> dict[str, Any]:

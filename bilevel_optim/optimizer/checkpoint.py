@@ -60,7 +60,7 @@ def plain(value: Any) -> Any:
 def packed(
     state_dict: dict[str, Any], own: dict[str, Any], param_groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return a state dict that includes ``own``, the state of no single parameter, and an entry for each parameter.
+    """Return a state dict that includes ``own``, the state of the whole method, and an entry for each parameter.
 
     ``own`` is serialised to one value, because its contents differ from step to step.
     """
@@ -173,7 +173,7 @@ def require_loadable(
     """Raise ValueError unless a state belongs to this method and fits the parameters.
 
     Args:
-        own: state of no single parameter.
+        own: the state that belongs to no parameter, such as counters.
         state: the state dict.
         method: name of the class.
         variant: hyperparameters that determine the state's entries.

@@ -47,7 +47,7 @@ class LowerChecks:
         return probe(self.factory, self.lr)
 
     def require(self, kind: str) -> None:
-        """Raise unless it is of this kind, a value of `MethodInfo.lower_optimizer`."""
+        """Raise unless the optimizer is of this kind, a value of `MethodInfo.lower_optimizer`."""
         checks = {
             "elementwise": self.require_elementwise,
             "differentiable": self._require_differentiable,
@@ -57,7 +57,7 @@ class LowerChecks:
             checks[kind]()
 
     def require_at_rest(self) -> None:
-        """Raise if it moves y at zero gradient."""
+        """Raise if the optimizer moves y at zero gradient."""
         probe = self.probe()
         if not is_known(probe) and not self._shows("resting", rests_without_gradient):
             raise ValueError(
@@ -67,7 +67,7 @@ class LowerChecks:
             )
 
     def _require_differentiable(self) -> None:
-        """Raise unless its update can be differentiated."""
+        """Raise unless the optimizer's update can be differentiated."""
         probe = self.probe()
         name = f"Invalid lower_optimizer value: {type(probe).__name__}"
         if isinstance(probe, AGD) or not can_be_unrolled(probe):
@@ -83,7 +83,7 @@ class LowerChecks:
             )
 
     def require_elementwise(self, what: str = "copies of y") -> None:
-        """Raise if it would mix stacked tensors."""
+        """Raise if the optimizer would mix stacked tensors."""
         if not self._shows("elementwise", _keeps_entries_apart):
             raise ValueError(
                 f"Invalid lower_optimizer value: {type(self.probe()).__name__} does not treat every entry alone, so it "
@@ -91,7 +91,7 @@ class LowerChecks:
             )
 
     def _require_given_gradient(self) -> None:
-        """Raise if it evaluates gradients at points of its own, because the method passes one gradient."""
+        """Raise if the optimizer evaluates gradients at points of its own, because the method passes one gradient."""
         kind = type(self.probe())
         if issubclass(kind, AGD) or needs_closure(self.probe()):
             raise ValueError(

@@ -74,7 +74,7 @@ def _rows(name: str, value: Any, split: Split | None) -> Any:
     """Return zeros shaped like an entry; a table of one row gets a row for each task."""
     if split is None or not isinstance(value, Tensor) or not name.startswith(TABLE):
         return torch.zeros_like(value) if isinstance(value, Tensor) else value
-    return split.whole(value.new_zeros(split.count, *value.shape[1:]))
+    return split.from_local(value.new_zeros(split.count, *value.shape[1:]))
 
 
 def _step(twin: Any, tasks: Any) -> None:

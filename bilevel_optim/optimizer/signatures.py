@@ -47,7 +47,7 @@ def signature_of(cls: type[Options]) -> inspect.Signature:
 
 
 def _ordered(parameters: Mapping[str, inspect.Parameter]) -> inspect.Signature:
-    """Return the signature that has those by position before those by name alone."""
+    """Return the signature with the positional parameters before the keyword-only ones."""
     return inspect.Signature(sorted(parameters.values(), key=lambda p: p.kind))
 
 

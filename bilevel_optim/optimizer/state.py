@@ -187,7 +187,7 @@ class RunState:
 
     def session(self, options: EvaluationOptions) -> Session:
         """Return the bookkeeping of a new step."""
-        return Session.begun(options, self.found, self.buffers, self.warned, self.trend)
+        return Session.for_step(options, self.found, self.buffers, self.warned, self.trend)
 
     def after(self, session: Session, loss: Tensor) -> dict[str, Any]:
         """Return the attributes' values after a step."""

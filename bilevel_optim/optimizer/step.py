@@ -87,7 +87,7 @@ class StepInputs(DrawInputs):
         """Return the step size of a linear solver for each lower tensor; None takes the learning rate of its group."""
         return self.lower_rates if linear_lr is None else [linear_lr] * len(self.lower_rates)
 
-    def anew(self) -> StepInputs:
+    def without_lower_state(self) -> StepInputs:
         """Return these inputs without the state of y, for the lower problems of tasks."""
         kept = {name: vector for name, vector in self.memory.items() if name == CURVATURE}
         return replace(self, memory=kept, tables={}, solver=None)

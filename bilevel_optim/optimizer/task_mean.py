@@ -52,7 +52,7 @@ def task_mean(
     drawn = sample(sampler, count, inputs.generator)
     rows = None if remembered is None else _Rows(inputs.tables.get(STARTS), oracle.y, drawn, remembered)
     tasks, share = inputs.ranks.share(drawn, count)
-    generator = inputs.ranks.own(inputs.generator, inputs.steps)
+    generator = inputs.ranks.derive_task_generator(inputs.generator, inputs.steps)
     whole = together(count)  # every slice has random inputs of its own
     own_inputs = [inputs.random_inputs, *(draw_random_inputs(random_inputs, inputs.generator) for _ in whole[1:])]
     loss, gradient, mean = oracle.x[0].new_zeros(()), oracle.x.zeros_like(), oracle.y.zeros_like()
@@ -61,7 +61,9 @@ def task_mean(
     for part in reversed(together(share)):  # module buffers advance by the first task
         some, n = select(tasks, part), len(range(share)[part])
         apart = len(whole) == count > 1
-        own = replace(inputs.anew(), random_inputs=own_inputs[inputs.ranks.place(part.start) if apart else 0])
+        own = replace(
+            inputs.without_lower_state(), random_inputs=own_inputs[inputs.ranks.place(part.start) if apart else 0]
+        )
         if rows is None:
             start = starting_points(oracle.y, oracle.lower_names(), some, n, inputs.lower_init)
         else:
@@ -71,7 +73,7 @@ def task_mean(
         y = start if found.lower is None else found.lower
         mean = mean + Vector(t.sum(0) / count for t in y)
         if rows is not None:
-            rows.ended(some, y)
+            rows.note_solutions(some, y)
         estimates.insert(0, replace(found, start=None, lower=None, solver=None))  # frees graphs and copies of y
     loss, gradient, mean = inputs.ranks.total(loss, gradient, mean)
     # The state of x is kept; that of the tasks' y is dropped.
@@ -85,7 +87,7 @@ def task_mean(
         upper_memory=last.upper_memory,
         numbers=last.numbers,
         lower=mean,
-        **({} if rows is None else rows.left()),
+        **({} if rows is None else rows.solution_fields()),
     )
 
 
@@ -107,21 +109,21 @@ class _Rows:
             flat = torch.cat([t.reshape(-1) for t in y])
             table = flat.expand(number, flat.numel()).clone()
         self.table = table
-        self._ended: list[tuple[Tensor, Tensor]] = []
+        self._solutions: list[tuple[Tensor, Tensor]] = []
 
     def starts(self, ids: Tensor) -> Vector:
         """Return the rows of some tasks, as stacked values of y."""
         rows = torch.split(self.table[ids.to(self.table.device)], [t.numel() for t in self.y], dim=1)
         return Vector([row.reshape(len(row), *t.shape).to(t.dtype) for row, t in zip(rows, self.y, strict=True)])
 
-    def ended(self, ids: Tensor, y: Vector) -> None:
+    def note_solutions(self, ids: Tensor, y: Vector) -> None:
         """Note the solutions of some tasks."""
         rows = torch.cat([t.detach().reshape(len(t), -1).to(self.table.dtype) for t in y], 1)
-        self._ended.append((ids.to(self.table.device), rows))
+        self._solutions.append((ids.to(self.table.device), rows))
 
-    def left(self) -> dict[str, Any]:
+    def solution_fields(self) -> dict[str, Any]:
         """Return the fields of an estimate that store the noted solutions."""
-        ids, rows = (torch.cat(parts) for parts in zip(*self._ended, strict=True))
+        ids, rows = (torch.cat(parts) for parts in zip(*self._solutions, strict=True))
         if self.is_new:
             return {"tables": {STARTS: self.table.index_copy(0, ids, rows)}}
         return {"writes": (Write(self.table, ids, rows),)}

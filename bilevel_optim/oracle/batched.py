@@ -88,9 +88,9 @@ def _passes(attempt: Callable[[], object]) -> bool:
 
 
 def no_large_convolutions(loss: Tensor) -> None:
-    """Raise if grouped convolutions are slower than single ones.
+    """Raise `Unsuited` if a loss has convolutions so large that grouping them is slower than a loop.
 
-    In a compiled graph the operations around them gain from batching, so that they may be twice as large there.
+    In a compiled graph the limit is twice as high, because the operations around them gain from batching.
     """
     if has_large_convolutions(loss, 2 * LARGE if is_dynamo_compiling() else LARGE):
         raise Unsuited(CONVOLUTIONS)

@@ -47,14 +47,14 @@ class Buffers:
         return self.complete and self._none
 
     def changing(self) -> list[Tensor]:
-        """Return the buffers that evaluations change at present, in a fixed order."""
+        """Return the buffers that evaluations currently change, in a fixed order."""
         if self._none:
             return []
         found = [getattr(m, name) for m, names in self._changing.items() if m.training for name in sorted(names)]
         return [buffer for buffer in found if buffer is not None]
 
     def kept(self) -> AbstractContextManager[Kept]:
-        """Restore the buffers that the block changes; the `Kept` that it yields says whether there are any."""
+        """Context: restore the buffers that the block changes; yield a `Kept`, which records the changes."""
         return nullcontext(Kept({}, self)) if self.constant else self._kept()
 
     @contextmanager
@@ -67,7 +67,7 @@ class Buffers:
                 block.changed = self._restored(before)
 
     def kept_on_failure(self) -> AbstractContextManager[None]:
-        """Restore the buffers that the block changes, if it raises."""
+        """Context: if the block raises, restore the buffers that it changed."""
         return self._kept_on_failure()
 
     @contextmanager
@@ -130,7 +130,7 @@ class Buffers:
 
 
 class Kept:
-    """Changes of buffers in a block that restores them: so far (`moved`), and in all (``replace``)."""
+    """Changes of buffers in a block that restores them: `moved` reports them in the block, ``changed`` after it."""
 
     __slots__ = ("_before", "_buffers", "changed")
 

@@ -49,9 +49,10 @@ class Checks:
         self.alert_if(key, message, _itself, on)
 
     def alert_if(self, key: str, message: Message, test: Callable[..., Any], *figures: Tensor) -> None:
-        """Warn if a test of scalars holds; they are read with all others and tested as numbers on the host.
+        """Warn if ``test`` is true of the scalar tensors ``figures``; see `alert` for ``key`` and ``message``.
 
-        In a trace the test gets the scalar tensors themselves, so it must consist of comparisons, ``&`` and ``|``.
+        `verify` reads the figures of all checks at once, and the test gets numbers. In a trace it gets the tensors, so
+        it must consist of comparisons, ``&`` and ``|``.
         """
         self._alerts.append((key, message, test, figures))
 

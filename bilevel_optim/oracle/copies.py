@@ -159,7 +159,7 @@ def _evaluated(oracle: Oracle, points: _WeightedPoints) -> Copies:
         n,
         lambda part: _together(oracle, points[part]),
         lambda j: _alone(oracle, points[slice(j, j + 1)]),
-        possible=not oracle.sharded and _alike(upper_sample, lower_sample),
+        possible=not oracle.sharded and _can_be_stacked(upper_sample, lower_sample),
         first=None if found.vmapped else lambda: _require_substitution(oracle, points),
     )
     found.vmapped |= n > 1 and found.fallback is None and oracle.session.options.at_once(n) > 1
@@ -181,7 +181,7 @@ def _require_substitution(oracle: Oracle, points: _WeightedPoints) -> None:
         y = Vector(t * factor + shift for t in pair.lower.lane(0))
         x = None if pair.upper is None else Vector(t * factor + shift for t in pair.upper.lane(0))
         # Only shared samples replay the random numbers of their first evaluation.
-        with nullcontext() if shared else random.kept(oracle.device):
+        with nullcontext() if shared else random.preserve_rng(oracle.device):
             values = _together(oracle.at(x, y), pair)
         results.append(Vector((values.upper, values.lower, *values.gradient)))
     # Discard these findings: if f is not needed, its sample is one of g.
@@ -198,7 +198,7 @@ def _again(sample: Sample) -> Sample:
     return Sample(sample.loss, sample.arguments, features=None if sample.features is None else sample.features.loss)
 
 
-def _alike(*groups: Samples) -> bool:
+def _can_be_stacked(*groups: Samples) -> bool:
     """Return True if samples that differ between copies can be stacked (a data set's last batch may be smaller)."""
     for group in groups:
         if not isinstance(group, Sample):

@@ -44,12 +44,12 @@ def has_fused(loss: Tensor) -> bool:
 
 
 def has_kinks(loss: Tensor) -> bool:
-    """Return True if it contains activations whose derivative jumps, so that a difference of gradients means little."""
+    """Return True if a loss's graph contains activations such as ReLU, at whose kinks differences of gradients fail."""
     return _has(loss, _KINKED)
 
 
 def has_large_convolutions(loss: Tensor, large: int) -> bool:
-    """Return True if it contains convolutions on a CPU with at least ``large`` input entries."""
+    """Return True if a loss's graph contains convolutions on a CPU with at least ``large`` input entries."""
     found = (getattr(node, "_saved_input", None) for node in _nodes(loss) if node.name().startswith("Convolution"))
     return any(isinstance(t, Tensor) and t.device.type == "cpu" and t.numel() >= large for t in found)
 

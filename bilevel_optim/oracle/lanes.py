@@ -211,7 +211,7 @@ class LaneLoss:
             with (
                 torch.enable_grad(),
                 placed(self.live, values),
-                random.kept(self.oracle.device),
+                random.preserve_rng(self.oracle.device),
                 self.oracle.session.buffers_kept(),
                 batch_kept(one),
             ):
@@ -246,7 +246,7 @@ class LaneFeatures:
     def __call__(self, batch: Any) -> Any:
         if self.level not in self.oracle.session.found.features_checked:
             kept = self.oracle.session.buffers_kept
-            with torch.enable_grad(), random.kept(self.oracle.device), kept():
+            with torch.enable_grad(), random.preserve_rng(self.oracle.device), kept():
                 self.oracle.require_free_of_lower(self.level, self.features(select(batch, 0)))
             self.oracle.session.found.features_checked |= {self.level}
         if hasattr(self.features, "stacked"):

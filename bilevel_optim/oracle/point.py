@@ -124,7 +124,7 @@ class Point:
     def value(self, level: str, sample: Sample, *, graph: bool = True, features: Any = None) -> Tensor:
         """Return the loss on a sample at the placed point, with the sample's random numbers; raise if not a scalar.
 
-        ``features`` are those of the sample at the present x, if the caller has them.
+        ``features`` are those of the sample at the current x, if the caller has them.
         """
         if sample.features is None:
             loss = self.call(sample, graph=graph)
@@ -145,12 +145,12 @@ class Point:
         live = [*self.live_x, *self.live_y]
         if any(t.is_inference() for t in live):
             return self._call(sample, arguments, graph)
-        held, versions = [t.detach().clone() for t in live], [t._version for t in live]
+        values, versions = [t.detach().clone() for t in live], [t._version for t in live]
         with batch_kept(sample):
             result = self._call(sample, arguments, graph)
         written = [i for i, t in enumerate(live) if t._version != versions[i]]
         if written:
-            Vector(live[i].detach() for i in written).copy_(held[i] for i in written)
+            Vector(live[i].detach() for i in written).copy_(values[i] for i in written)
             level = "upper" if written[0] < len(self.live_x) else "lower"
             raise ValueError(
                 f"a loss writes into {level} parameter {self.names[written[0]]}, which only the optimizer may change "

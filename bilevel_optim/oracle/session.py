@@ -108,7 +108,7 @@ class LowerTrend:
     largest: float = 0.0
     text: str = ""
 
-    def seen(self, first: float, last: float, turn: float) -> bool:
+    def note_solve(self, first: float, last: float, turn: float) -> bool:
         """Note the norms of a solve's first and last gradient and the product of its last two; return True to warn.
 
         Noise alone gives no warning: with independent gradients each solve grows with probability one half.
@@ -183,7 +183,7 @@ class UpperTrend:
         """Return True if, with so many more losses, the decrease promised by the last move of x is needed."""
         return self.count < WINDOW or len(self.window) + number >= WINDOW
 
-    def seen(self, loss: float) -> bool:
+    def note_loss(self, loss: float) -> bool:
         """Note a loss; return True if it is the second in a row that is far above the first."""
         if loss <= self.last and self.count >= STREAK:  # the common case: a shortcut with the same result
             self.above, self.count, self.last = 0, self.count + 1, loss
@@ -200,7 +200,7 @@ class UpperTrend:
         self.count, self.last = self.count + 1, loss
         return self.above == 2
 
-    def worsened(self, loss: float) -> str:
+    def describe_rise(self, loss: float) -> str:
         """Note a loss; return a description if windows rise faster and faster, or stay far above the first loss.
 
         Faster: three in a row lie entirely above the one before, each by more than the last one, and in the end a tenth
@@ -262,7 +262,7 @@ class Session:
     never_reached: set[int] | None = None
 
     @classmethod
-    def begun(
+    def for_step(
         cls,
         options: EvaluationOptions,
         found: LossFacts,

@@ -134,7 +134,7 @@ class Objective:
         return [self.draw() for _ in range(int(count) + 1)]
 
     def arguments(self) -> tuple[Any, ...]:
-        """Return the arguments of the loss for `draw`: the next batch, if there are data."""
+        """Draw the arguments of the next call of the loss: the next batch, or nothing without data."""
         if self.data is None:
             return ()
         with span("draw"):
@@ -227,7 +227,7 @@ class Objective:
         return tree_map(lambda t: t.to(device, non_blocking=quickly) if isinstance(t, Tensor) else t, batch)
 
     def _rest(self, most: int) -> list[Any]:
-        """Return at most ``most`` further batches of the present pass."""
+        """Return at most ``most`` further batches of the current pass."""
         self._continue()
         found = [] if self._iterator is None else [*islice(self._iterator, most)]
         self._position += len(found)
@@ -240,7 +240,11 @@ class Objective:
             if self._iterator is None:
                 self._generators, self._position = None, 0
                 if type(self.data) not in (list, tuple):
-                    self._start = {**self._begun(), "default": torch.get_rng_state(), "own": states_of(self._own())}
+                    self._start = {
+                        **self._get_pass_start(),
+                        "default": torch.get_rng_state(),
+                        "own": states_of(self._own()),
+                    }
                 self._iterator = iter(self.data)
                 self._passes += 1
             for batch in self._iterator:
@@ -274,8 +278,8 @@ class Objective:
             self._generators = {} if lists else generators_of(self.data)
         return self._generators
 
-    def _begun(self) -> dict[str, Any]:
-        """Return the random state at the start of the pass; between passes, whether the next starts new workers."""
+    def _get_pass_start(self) -> dict[str, Any]:
+        """Return the random state at the start of this pass; between passes, ``new``: True if new workers come."""
         return self._start if self._position else {"new": getattr(self.data, "_iterator", None) is None}
 
     def state_dict(self) -> dict[str, Any]:
@@ -288,7 +292,7 @@ class Objective:
         Raises:
             ValueError: if these come from a generator of the dataset.
         """
-        start = self._begun()
+        start = self._get_pass_start()
         if getattr(self.data, "persistent_workers", False) and not start["new"]:
             lost = [name for name in self._own() if name.startswith("dataset")]
             if lost:
@@ -343,10 +347,10 @@ class Objective:
         torch.set_rng_state(default)
 
     def mark(self) -> tuple[Any, ...]:
-        """Return the present position, for `rewind`; costs next to nothing."""
+        """Return the current position, for `rewind`; costs next to nothing."""
         if self.data is None:
             return ()
-        return self._passes, self._position, self._begun(), states_of(self._own())
+        return self._passes, self._position, self._get_pass_start(), states_of(self._own())
 
     def rewind(self, mark: tuple[Any, ...]) -> None:
         """Go back to a position, as after loading a state; impossible if data do not repeat their order."""
@@ -457,24 +461,24 @@ class _Wrapped(Objective):
 class Ahead(Objective):
     """An objective that first returns samples drawn earlier."""
 
-    def __init__(self, source: Objective, held: Sequence[Sample], *, whole: bool = False) -> None:
+    def __init__(self, source: Objective, first_samples: Sequence[Sample], *, whole: bool = False) -> None:
         self.loss, self.data, self.features = source.loss, source.data, source.features
         self.accumulate, self.device = source.accumulate, source.device
-        self._source, self._held, self._whole = source, [*held], whole
+        self._source, self._first_samples, self._whole = source, [*first_samples], whole
 
     def draw(self, *, once: bool = False) -> Sample:
-        return self._held.pop(0) if self._held and not self._whole else self._source.draw(once=once)
+        return self._first_samples.pop(0) if self._first_samples and not self._whole else self._source.draw(once=once)
 
     def draw_some(self, name: str, count: Tensor, most: int) -> list[Sample]:
-        if not self._held or self._whole:
+        if not self._first_samples or self._whole:
             return self._source.draw_some(name, count, most)
-        return [self._held.pop(0), *self._source.draw_some(name, count - 1, most - 1)]
+        return [self._first_samples.pop(0), *self._source.draw_some(name, count - 1, most - 1)]
 
     def sample(self, *arguments: Any, once: bool = False) -> Sample:
         return self._source.sample(*arguments, once=once)
 
     def samples(self, most: int | None = None) -> list[Sample]:
-        return self._held[:most] if self._held and self._whole else self._source.samples(most)
+        return self._first_samples[:most] if self._first_samples and self._whole else self._source.samples(most)
 
     @property
     def terms(self) -> int | None:
@@ -643,12 +647,12 @@ def batch_kept(sample: Sample) -> Generator[None]:
     arguments = sample.arguments
     leaves = tree_leaves(arguments)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
-    held = [(t, t._version, t.detach().clone()) for t in tensors]
+    before_call = [(t, t._version, t.detach().clone()) for t in tensors]
     entries = [(part, part.copy()) for part in arguments if type(part) in (dict, list)]
     yield
     after = tree_leaves(arguments)
     replaced = len(after) != len(leaves) or any(a is not b for a, b in zip(after, leaves, strict=True))
-    written = [(t, value) for t, version, value in held if t._version != version]
+    written = [(t, value) for t, version, value in before_call if t._version != version]
     if not (replaced or written):
         return
     with torch.no_grad():

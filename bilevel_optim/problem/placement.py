@@ -35,7 +35,7 @@ def _pins(kind: str) -> bool:
 
 
 def constant(numbers: Sequence[float], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return numbers as a tensor of another one's type and device, cached for all steps; do not write into it."""
+    """Return numbers as a cached tensor with the type and device of ``like``. Do not write into the result."""
     dtype = dtype or like.dtype
     key = *numbers, dtype, like.device
     found = _MADE.get(key)

@@ -31,7 +31,7 @@ __all__ = [
     "draw_seed",
     "generators_of",
     "hashed",
-    "kept",
+    "preserve_rng",
     "require_replayable",
     "set_default_state",
     "set_states",
@@ -99,14 +99,14 @@ def draw_seed(generator: torch.Generator | None) -> int:
 
 
 def derive_generator(generator: torch.Generator | None, *numbers: int) -> torch.Generator:
-    """Return a generator that depends on these numbers and on another one's state, which does not advance."""
+    """Return a new generator, seeded by these numbers and the state of ``generator``, which does not advance."""
     twin = torch.Generator(device_of(generator))
     twin.set_state(torch.get_rng_state() if generator is None else generator.get_state())
     return twin.manual_seed(hashed(draw_seed(twin), *numbers))
 
 
 @contextmanager
-def kept(device: torch.device) -> Generator[None]:
+def preserve_rng(device: torch.device) -> Generator[None]:
     """Restore torch's random state after the block, whatever it draws."""
     state = default_state(device)
     try:

@@ -231,13 +231,13 @@ def task_count(sampler: Any, asked: int | None) -> int:
 def select(batch: Any, index: Any) -> Any:
     """Return the same entries of the leading dimension of every tensor of a pytree."""
     if isinstance(index, Tensor) and index.dim() and index.is_cpu:
-        index = _beside(index, batch)
+        index = _move_to_data(index, batch)
     if type(batch) is tuple:  # the common case, three times as fast as the general form
         return tuple(t[index] if isinstance(t, Tensor) else select(t, index) for t in batch)
     return tree_map(lambda t: t[index] if isinstance(t, Tensor) else t, batch)
 
 
-def _beside(index: Tensor, batch: Any) -> Tensor:
+def _move_to_data(index: Tensor, batch: Any) -> Tensor:
     """Return an index on the device of the data, if all data are on one."""
     for t in batch if type(batch) is tuple else ():
         if isinstance(t, Tensor) and t.is_cpu:

@@ -51,7 +51,7 @@ class Vector(tuple[Tensor, ...]):
             return Vector(t * factor.to(t.dtype) for t in self)
         if isinstance(factor, list) and any([isinstance(f, Tensor) for f in factor]):
             return Vector(
-                t * (_beside(f, t) if isinstance(f, Tensor) else f) for t, f in zip(self, factor, strict=True)
+                t * (_match_type(f, t) if isinstance(f, Tensor) else f) for t, f in zip(self, factor, strict=True)
             )
         return Vector(torch._foreach_mul([*self], factor))  # type: ignore[arg-type]
 
@@ -122,7 +122,7 @@ class Vector(tuple[Tensor, ...]):
 
     def sum(self) -> Tensor:
         """Return the sum of all entries; not finite if one of them is not."""
-        return _total([_whole(t.sum()) for t in self])
+        return _total([_full_value(t.sum()) for t in self])
 
     def clone(self) -> Vector:
         return Vector(t.clone() for t in self)
@@ -201,15 +201,15 @@ def as_variable(t: Tensor, needed: bool = True) -> Tensor:
 def _sum(t: Tensor, lanes: bool = False) -> Tensor:
     dtype = _accumulator(t)
     if not lanes:
-        return _whole(t.sum(dtype=dtype))
-    return _whole(t.sum(tuple(range(1, t.dim())), dtype=dtype) if t.dim() > 1 else t.to(dtype))
+        return _full_value(t.sum(dtype=dtype))
+    return _full_value(t.sum(tuple(range(1, t.dim())), dtype=dtype) if t.dim() > 1 else t.to(dtype))
 
 
 def _largest(t: Tensor) -> Tensor:
-    return _whole(t.abs().max()) if is_sharded(t) else torch.stack(torch.aminmax(t)).abs().max()
+    return _full_value(t.abs().max()) if is_sharded(t) else torch.stack(torch.aminmax(t)).abs().max()
 
 
-def _beside(factor: Tensor, t: Tensor) -> Tensor:
+def _match_type(factor: Tensor, t: Tensor) -> Tensor:
     """Convert a factor such that the product has the tensor's type (of two scalars the wider type would win)."""
     return factor.to(t.device) if t.dim() else factor.to(t)
 
@@ -219,7 +219,7 @@ def _local(t: Tensor) -> Tensor:
     return t.detach().to_local()  # type: ignore[attr-defined, no-any-return]
 
 
-def _whole(t: Tensor) -> Tensor:
+def _full_value(t: Tensor) -> Tensor:
     """Return the value of a scalar that may be sharded."""
     return t.full_tensor() if is_sharded(t) else t  # type: ignore[attr-defined]
 

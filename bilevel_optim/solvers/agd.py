@@ -59,7 +59,7 @@ class AGD(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step. ``closure`` sets ``.grad`` at the parameters' present values; its result is returned."""
+        """Make one step. ``closure`` sets ``.grad`` at the parameters' current values; its result is returned."""
         if closure is None:
             raise RuntimeError(
                 "AGD needs a closure, because it evaluates the gradient at the look-ahead point; call step(closure) "

@@ -37,10 +37,10 @@ def level_probabilities(levels: int, base: int = 0) -> Tensor:
 
 
 def draw_levels(count: int, levels: int, base: int, counters: Counters, *, systematic: bool) -> list[int]:
-    """Draw levels with the probabilities of `level_probabilities`, by inversion.
+    """Draw levels with the probabilities of `level_probabilities`, by inverting the distribution function.
 
-    ``systematic``: the uniform numbers are evenly spaced, share one random shift and come in random order. Each level
-    still has the right distribution, and the number of contexts on a level hardly varies.
+    ``systematic``: systematic sampling. The uniform numbers are evenly spaced, share one random shift and come in
+    random order. Each level still has the right distribution, and the number of draws of a level hardly varies.
     """
     options: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
     if systematic:

@@ -95,14 +95,14 @@ def updated(optimizer: Optimizer, y: Vector, memory: Memory, gradient: Vector) -
         if state:
             twin.state[value] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
             _recount(twin.state[value], torch.float64)
-    begun = None if all(memory) else _Counting()
-    with begun or nullcontext():
+    counting = None if all(memory) else _Counting()
+    with counting or nullcontext():
         twin.step()
     for value, state in zip(values, memory, strict=True):
         count = state.get(COUNT)
         if isinstance(count, Tensor):
             _recount(twin.state[value], count.dtype)
-        elif begun is not None and begun.widened:
+        elif counting is not None and counting.widened:
             _recount(twin.state[value], KIND)
     return values, [twin.state[value] for value in values]
 
@@ -113,10 +113,12 @@ def _adam(optimizer: Any, groups: Any, y: Vector, memory: Memory, gradient: Vect
         raise NotImplementedError(f"{optimizer.kind.__name__} has no differentiable form, so it cannot be traced")
     values, kept = [], []
     for group, value, state, slope in zip(groups, y, memory, gradient, strict=True):
-        begun = len(state) > 0
-        count = state[COUNT].to(torch.float64) if begun else torch.zeros((), dtype=torch.float64)
-        first, second = (state[n].clone() if begun else torch.zeros_like(value) for n in ("exp_avg", "exp_avg_sq"))
-        largest = [state["max_exp_avg_sq"].clone() if begun else torch.zeros_like(value)] if group["amsgrad"] else []
+        has_state = len(state) > 0
+        count = state[COUNT].to(torch.float64) if has_state else torch.zeros((), dtype=torch.float64)
+        first, second = (state[n].clone() if has_state else torch.zeros_like(value) for n in ("exp_avg", "exp_avg_sq"))
+        largest = (
+            [state["max_exp_avg_sq"].clone() if has_state else torch.zeros_like(value)] if group["amsgrad"] else []
+        )
         new, step, rate = value.clone(), count.clone(), group["lr"]
         adam(
             [new], [slope], [first], [second], largest, [step], foreach=False, capturable=False, differentiable=False,
@@ -124,7 +126,7 @@ def _adam(optimizer: Any, groups: Any, y: Vector, memory: Memory, gradient: Vect
             weight_decay=group["weight_decay"], eps=group["eps"], maximize=group["maximize"],
             decoupled_weight_decay=group["decoupled_weight_decay"],
         )  # fmt: skip
-        kind = KIND if not begun else state[COUNT].dtype
+        kind = KIND if not has_state else state[COUNT].dtype
         values.append(new)
         kept.append({COUNT: step.to(kind), "exp_avg": first, "exp_avg_sq": second,
                      **({"max_exp_avg_sq": largest[0]} if largest else {})})  # fmt: skip

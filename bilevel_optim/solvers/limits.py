@@ -26,7 +26,7 @@ Projection = Callable[[list[Tensor]], Tensor | Sequence[Tensor]]
 class Limits:
     r"""Clipping and projection of every lower step: :math:`y \leftarrow P(U(y, m, C(\nabla g)))`.
 
-    Stacked copies stay separate: each is clipped by its own norm and projected alone.
+    Stacked copies stay separate: each is clipped by its own norm and projected separately.
 
     Attributes:
         clip: ``("norm", c)``: gradients of norm above c, over all of y, are scaled to c; ``("value", c)``: every entry

@@ -91,7 +91,7 @@ def cg(
     """
     right, apply = Vector(b), partial(_damped, product, damping=damping)
     one_here = right[0].is_cpu and not lanes and not any_sharded(right) and _host_looks(right[0])
-    v, r = _begun(apply, right, start, lanes, read=one_here)
+    v, r = _choose_start(apply, right, start, lanes, read=one_here)
     unit, looked_at = _unit(r, lanes, read=one_here), max(tol, atol)
     if unit is not None:
         inverse = 1 / unit
@@ -109,7 +109,7 @@ def cg(
     return found._replace(solution=found.solution.times(unit), residual=found.residual * unit)
 
 
-def _begun(
+def _choose_start(
     apply: Product, b: Vector, start: Sequence[Tensor] | None, lanes: bool, *, read: bool = False
 ) -> tuple[Vector, Vector]:
     """Return the first iterate and its residual: the start, or zero where that has a smaller residual.
@@ -296,7 +296,7 @@ def minres(
     eps = torch.finfo(b[0].dtype).eps
     b_norm = norm(b)
     floor = (max(tol, eps) * b_norm).clamp_min(atol)
-    v, r = _begun(partial(_damped, product, damping=damping), b, start, lanes)
+    v, r = _choose_start(partial(_damped, product, damping=damping), b, start, lanes)
     residual = beta = norm(r)
     # Lanczos makes H tridiagonal in the basis q; Givens rotations (c, s) make that triangular, row by row, and w are
     # the columns of Q R^-1. Names as in the source: the last rows' entries are dbar (not yet rotated) and epsilon.

@@ -40,7 +40,7 @@ Factory = Callable[[Any], Optimizer]
 Described = tuple[type[Optimizer], list[dict[str, Any]]]
 Gradient = Callable[[Vector], tuple[Tensor | None, Vector]]  # y -> g (None if it is not needed), its gradient
 
-# Optimizers that do not act on each entry alone, and so would mix stacked copies.
+# Optimizers that do not update each entry independently, and so would mix stacked copies.
 NOT_ELEMENTWISE = tuple(
     getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon") if hasattr(torch.optim, name)
 )
@@ -49,7 +49,7 @@ _OURS = frozenset(("params", "level", "param_names", "initial_lr", "auto_lr"))
 
 
 GROWS = "growing lower gradient"  # the key of the alert
-LED_AWAY = "lower steps led away"  # the key of a silent alert: such steps may be made again
+LED_AWAY = "lower steps led away"  # the key of a silent alert: such steps may be repeated
 GROWTH = 4.0  # of the norm of the gradient, in each half of the lower steps
 GROWING = (
     "the gradient of the lower loss grows over the lower steps (see diagnostics['lower_growth']), so y goes away "
@@ -98,7 +98,7 @@ class Solved(NamedTuple):
         return self.residual.lane_norm() if lanes else self.residual.norm()
 
     def watched(self, session: Session) -> dict[str, Tensor]:
-        """Return diagnostics of the steps; warn if they go away from a solution."""
+        """Return diagnostics of the steps; warn if they diverge."""
         if self.gradient is None:
             return {}
         last = self.norm()
@@ -339,9 +339,10 @@ def gradient_dot(before: Solved, last: Solved) -> Tensor | None:
 def watched_growth(
     session: Session, early: tuple[Tensor, Tensor] | None, last: Tensor, turn: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Return the growth of the gradient's norm over lower steps; warn if y goes away from a solution.
+    """Return the last lower gradient's norm divided by the first's; warn if the lower steps diverge.
 
-    That is the case if it grew in both halves of the steps, or as `LowerTrend` sees it over several solves.
+    They diverge if the norm grew ``GROWTH`` times in each half of the steps, or if `LowerTrend` finds growth over
+    several solves.
     """
     if early is None:
         return {}
@@ -351,7 +352,7 @@ def watched_growth(
         session.checks.alert_if(LED_AWAY, "", _led_away, first, last)
     if not is_dynamo_compiling():
         turn = first.new_zeros(()) if turn is None else turn
-        session.checks.alert_if("lower solve without an end", trend.message, trend.seen, first, last, turn)
+        session.checks.alert_if("lower solve without an end", trend.message, trend.note_solve, first, last, turn)
     return {"lower_growth": last / first.clamp_min(torch.finfo(first.dtype).tiny)}
 
 
@@ -379,7 +380,7 @@ class LowerRules:
 
     def __init__(self, factory: Factory, limits: Limits | None = None) -> None:
         self._factory, self._limits = factory, limits
-        self._made: list[LowerRule] = []
+        self._rules: list[LowerRule] = []
         self._described: tuple[int, Described] | None = None
 
     def described(self, groups: Sequence[dict[str, Any]]) -> Described:
@@ -399,19 +400,19 @@ class LowerRules:
         return self._described[1]
 
     @property
-    def made(self) -> Sequence[LowerRule]:
+    def rules(self) -> Sequence[LowerRule]:
         """All rules in the cache."""
-        return self._made
+        return self._rules
 
     def __call__(self, groups: Sequence[dict[str, Any]], like: Vector) -> LowerRule:
-        """Return the rule for these tensors and groups, with the groups' present options."""
-        for rule in self._made:
+        """Return the rule for these tensors and groups, with the groups' current options."""
+        for rule in self._rules:
             if rule.fits(groups, like):
                 rule.follow(groups)
                 return rule
-        del self._made[:-7]
-        self._made.append(LowerRule(self._factory, groups, like, self._limits))
-        return self._made[-1]
+        del self._rules[:-7]
+        self._rules.append(LowerRule(self._factory, groups, like, self._limits))
+        return self._rules[-1]
 
 
 def is_known(optimizer: Optimizer) -> bool:

@@ -25,7 +25,7 @@ class Paths:
 
     Args:
         oracle: the losses; its y is the start of every path.
-        rule: returns the update for tensors like these; it must act on each entry alone, because paths are stacked.
+        rule: returns the update for tensors like these; it must treat entries independently, because paths are stacked.
         samples: one lower sample per step.
         from_upper: every path starts at the last tensors of its own x instead.
     """

@@ -19,8 +19,8 @@ from .test_reads import attacked
 ROWS = [*torch.randn(12, 3, generator=seeded(9), dtype=torch.float64)]
 
 
-def scheduled(row, x, y, held):
-    return (row @ y - held.w).square() + (y - x).square().sum() / 4
+def scheduled(row, x, y, holder):
+    return (row @ y - holder.w).square() + (y - x).square().sum() / 4
 
 
 def both(drive, data=None):
@@ -32,9 +32,9 @@ def both(drive, data=None):
         optimizer = bo.SOBA([x], [y], lr=0.05, lower_lr=0.1)
         if captured:
             optimizer.compile(backend="eager")
-        held = SimpleNamespace(w=1.0)
-        rows = data(held) if data else ROWS
-        g = bo.Objective(lambda row, x=x, y=y, held=held: scheduled(row, x, y, held), rows)
+        holder = SimpleNamespace(w=1.0)
+        rows = data(holder) if data else ROWS
+        g = bo.Objective(lambda row, x=x, y=y, holder=holder: scheduled(row, x, y, holder), rows)
         f = bo.Objective(lambda y=y: y.square().sum() + y.sum())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", bo.BilevelWarning)
@@ -70,12 +70,12 @@ def failing(optimizer, f, g):
 class Changing:
     """Changes what the loss reads as a batch is drawn."""
 
-    def __init__(self, held):
-        self.held = held
+    def __init__(self, holder):
+        self.holder = holder
 
     def __iter__(self):
         for k, row in enumerate(ROWS * 10):
-            self.held.w = 1.0 if k < 30 else 2.0
+            self.holder.w = 1.0 if k < 30 else 2.0
             yield row
 
 

@@ -382,8 +382,8 @@ def other_layout(x, y):
 
 
 def other_size(x, y):
-    held = SimpleNamespace(rows=ROWS)
-    return lambda: base(x, y) + (held.rows @ y).square().mean(), lambda: setattr(held, "rows", ROWS[:2])
+    holder = SimpleNamespace(rows=ROWS)
+    return lambda: base(x, y) + (holder.rows @ y).square().mean(), lambda: setattr(holder, "rows", ROWS[:2])
 
 
 def method_replaced(x, y):
@@ -472,14 +472,14 @@ def mean_of_some(x, y):
 
 
 def own_batch(x, y):
-    held = SimpleNamespace(batch=ROWS[0])
-    return lambda: base(x, y) + (held.batch * y).sum(), lambda: setattr(held, "batch", ROWS[1])
+    holder = SimpleNamespace(batch=ROWS[0])
+    return lambda: base(x, y) + (holder.batch * y).sum(), lambda: setattr(holder, "batch", ROWS[1])
 
 
 def sparse_matrix(x, y):
-    held = SimpleNamespace(matrix=torch.eye(3).to_sparse())
-    change = functools.partial(setattr, held, "matrix", (2 * torch.eye(3)).to_sparse())
-    return lambda: base(x, y) + (held.matrix @ y[:, None]).square().sum(), change
+    holder = SimpleNamespace(matrix=torch.eye(3).to_sparse())
+    change = functools.partial(setattr, holder, "matrix", (2 * torch.eye(3)).to_sparse())
+    return lambda: base(x, y) + (holder.matrix @ y[:, None]).square().sum(), change
 
 
 def loss_of_a_schedule(x, y):
@@ -564,7 +564,7 @@ def odd():
     o, here, thing = SimpleNamespace(w=1.0, name="a", a=1.0, b=2.0, n=1), SimpleNamespace(), object()
     shared, number, numbers, raw = mp.Value("d", 1.0), ctypes.c_double(1.0), array.array("d", [1.0]), bytearray(b"\x01")
     some, entries, cached, truth, listed = {1.0}, {"a": 1.0, "b": 2.0}, Cached(), Truth(), List([1.0])
-    missing, attributes, arrays, held = Missing(), Attributes(w=1.0), {"a": np.ones(2)}, np.array(1.0)
+    missing, attributes, arrays, holder = Missing(), Attributes(w=1.0), {"a": np.ones(2)}, np.array(1.0)
     start, part = [time.monotonic()], functools.partial(lambda w: w, w=1.0)
     Meta.w = 1.0
     sys.attacked = 1.0
@@ -616,7 +616,7 @@ def odd():
         "frozen set": (lambda: max(here.some), lambda: setattr(here, "some", frozenset([2.0]))),
         "module sys": (lambda: sys.attacked, lambda: setattr(sys, "attacked", 2.0)),
         "cached property": (lambda: cached.w, uncached),
-        "array without dimensions": (held.item, lambda: held.fill(2.0)),
+        "array without dimensions": (holder.item, lambda: holder.fill(2.0)),
         "scalar of NumPy": (lambda: here.array, lambda: setattr(here, "array", np.float64(2.0))),
         "array in a dictionary": (lambda: arrays["a"].mean(), lambda: arrays["a"].fill(2.0)),
         "number of entries": (lambda: len(entries) / 2, lambda: entries.update(c=1.0)),

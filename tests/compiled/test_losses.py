@@ -339,14 +339,14 @@ def set_weight(value):
 def numbers():
     """Functions that give a number, and what makes it another; 2 graphs unless a third entry says so."""
     one, late, several = SimpleNamespace(w=1.0), Later(), [SimpleNamespace(w=0.5), SimpleNamespace(w=0.5)]
-    held, double = Held(), torch.full((), 2.0)
+    holder, double = Held(), torch.full((), 2.0)
     CONFIG.w, Held.shared = 1.0, 1.0
     set_weight(1.0)
     VARIABLE.set(1.0)
     module, many, nested = types.ModuleType("settings"), [1.0] * 100, {"a": {"b": 1.0}}
     module.w = 1.0
     entries, tensors = {"w": 1.0}, [torch.ones(())]
-    options, user, slot = Options(w=1.0), collections.UserDict(w=1.0), functools.partial(setattr, held, "slot", 2.0)
+    options, user, slot = Options(w=1.0), collections.UserDict(w=1.0), functools.partial(setattr, holder, "slot", 2.0)
     mapped, chained = types.MappingProxyType(entries), collections.ChainMap({}, entries)
     groups = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0).param_groups
     change = functools.partial(setattr, one, "w", 2.0)
@@ -375,28 +375,28 @@ def numbers():
         "length of a list": (lambda: sum(o.w for o in several), lambda: several.append(one)),
         "tuple": (lambda fixed=(one,): fixed[0].w, change),
         "dict of objects": (lambda by_name={"a": one}: by_name["a"].w, change),
-        "function in a table": (lambda table={"f": held.current}: table["f"](), slot),
+        "function in a table": (lambda table={"f": holder.current}: table["f"](), slot),
         "entry": (lambda: entries["w"], lambda: entries.update(w=2.0)),
         "nested": (lambda: nested["a"]["b"], lambda: nested["a"].update(b=2.0)),
         "long list": (lambda: many[0], lambda: many.__setitem__(0, 2.0)),
-        "item of an object": (lambda: held["w"], slot),
+        "item of an object": (lambda: holder["w"], slot),
         "getattr": (lambda: options.w, lambda: options.entries.update(w=2.0)),
         "UserDict": (lambda: user["w"], lambda: user.update(w=2.0)),
         "mapping proxy": (lambda: mapped["w"], lambda: entries.update(w=2.0)),
         "ChainMap": (lambda: chained["w"], lambda: entries.update(w=2.0)),
         "context": (VARIABLE.get, lambda: VARIABLE.set(2.0)),
-        "float of an object": (lambda: float(held), slot),
+        "float of an object": (lambda: float(holder), slot),
         "what a function gives": (lambda: current_config().w, lambda: setattr(CONFIG, "w", 2.0)),
         "rate of a group": (lambda: groups[0]["lr"], lambda: groups[0].update(lr=2.0)),
         "module of Python": (lambda: module.w, lambda: setattr(module, "w", 2.0)),
-        "class": (lambda: held.shared, lambda: setattr(Held, "shared", 2.0)),
+        "class": (lambda: holder.shared, lambda: setattr(Held, "shared", 2.0)),
         "attribute of its own": (lambda: late.w, lambda: setattr(late, "w", 2.0)),
-        "slot": (lambda: held.slot, slot),
-        "method": (held.current, slot),
-        "call": (held, slot),
-        "property": (lambda: held.half, slot),
-        "comprehension": (lambda: sum(held.slot for _ in range(1)), slot),
-        "name as a string": (lambda: getattr(held, "slot"), slot),  # noqa: B009
+        "slot": (lambda: holder.slot, slot),
+        "method": (holder.current, slot),
+        "call": (holder, slot),
+        "property": (lambda: holder.half, slot),
+        "comprehension": (lambda: sum(holder.slot for _ in range(1)), slot),
+        "name as a string": (lambda: getattr(holder, "slot"), slot),  # noqa: B009
         "branch": (lambda: 3.0 if one.w > 1.5 else 1.0, change),
         "root": (lambda: math.sqrt(one.w), change),
         "list of tensors": (lambda: tensors[0], lambda: tensors.__setitem__(0, double), 1),
@@ -524,9 +524,9 @@ def default_type(x, y):
 
 
 def size_of_a_tensor(x, y):
-    held = SimpleNamespace(rows=torch.ones(4))
-    change = functools.partial(setattr, held, "rows", torch.full((6,), 2.0))
-    return lambda: base(x, y, held.rows.sum() / len(held.rows)), change
+    holder = SimpleNamespace(rows=torch.ones(4))
+    change = functools.partial(setattr, holder, "rows", torch.full((6,), 2.0))
+    return lambda: base(x, y, holder.rows.sum() / len(holder.rows)), change
 
 
 def rebound(x, y):
@@ -603,15 +603,15 @@ def test_recreated_lambdas_are_the_same_losses(how):
     """Until they read something else."""
     results = []
     for compiled in (False, True):
-        held = SimpleNamespace(w=1.0)
+        holder = SimpleNamespace(w=1.0)
         twin = Twin(lambda x, y: None, compiled)
         x, y = twin.x, twin.y
         for k in range(STEPS):
-            held.w = factor = 2.0 if k >= AT and how != "same" else 1.0
+            holder.w = factor = 2.0 if k >= AT and how != "same" else 1.0
             if how == "number":
                 lower = lambda factor=factor, x=x, y=y: base(x, y, factor)  # noqa: E731
             else:
-                lower = lambda held=held, x=x, y=y: base(x, y, held.w)  # noqa: E731
+                lower = lambda holder=holder, x=x, y=y: base(x, y, holder.w)  # noqa: E731
             results.append([twin.optimizer.step(lambda y=y: (y - 1).square().sum(), lower), y.detach().clone()])
     torch.testing.assert_close(results[:STEPS], results[STEPS:], rtol=1e-12, atol=1e-12)
     assert twin.optimizer.captured_graphs == (1 if how == "same" else 2)
@@ -748,11 +748,11 @@ def random_branch(x, y):
 
 
 def counter(x, y):
-    held = SimpleNamespace(calls=0)
+    holder = SimpleNamespace(calls=0)
 
     def loss():
-        held.calls += 1
-        return base(x, y, 1 + 0.01 * held.calls)
+        holder.calls += 1
+        return base(x, y, 1 + 0.01 * holder.calls)
 
     return loss
 
@@ -882,14 +882,14 @@ def refused_later(x, y):
 
 
 def counted_later(x, y):
-    held = SimpleNamespace(calls=0, on=False)
+    holder = SimpleNamespace(calls=0, on=False)
 
     def loss():
-        if held.on:
-            held.calls += 1
-        return base(x, y, 1 + 0.01 * held.calls)
+        if holder.on:
+            holder.calls += 1
+        return base(x, y, 1 + 0.01 * holder.calls)
 
-    return loss, lambda: setattr(held, "on", True)
+    return loss, lambda: setattr(holder, "on", True)
 
 
 def pruned_later(x, y):

@@ -20,7 +20,7 @@ STEPS, AT_ONCE = 6, 20  # of these, some are compared with eager steps, and the 
 
 
 @pytest.fixture
-def followed(monkeypatch):
+def chain_lengths(monkeypatch):
     """Return the numbers of directly chained steps."""
     found, follow = [], Chain.follow
 
@@ -94,7 +94,7 @@ def test_uncompilable_losses_run_eagerly_and_say_where(make):
     assert not graphs
 
 
-def test_a_run_keeps_what_came_before_a_step_that_fails(followed):
+def test_a_run_keeps_what_came_before_a_step_that_fails(chain_lengths):
     """A run fails as single steps do, and names the failing step."""
     left = []
     for how in ("step", "run"):
@@ -110,13 +110,13 @@ def test_a_run_keeps_what_came_before_a_step_that_fails(followed):
         left.append([x.detach(), y.detach(), optimizer.oracle_counts, upper.state_dict()["position"]])
     torch.testing.assert_close(left[0][:2], left[1][:2], rtol=1e-12, atol=1e-12)
     assert left[0][2:] == left[1][2:]
-    assert max(followed) > 5
+    assert max(chain_lengths) > 5
 
 
-def test_steps_follow_each_other_unless_a_loss_reads_the_memory_of_a_parameter(followed):
+def test_steps_follow_each_other_unless_a_loss_reads_the_memory_of_a_parameter(chain_lengths):
     """The counter advances only once steps are written."""
     for shares in (False, True):
-        followed.clear()
+        chain_lengths.clear()
         left = []
         for how in ("step", "run"):
             x, y = (torch.full((3,), value, dtype=torch.float64, requires_grad=True) for value in (0.5, 1.0))
@@ -132,7 +132,7 @@ def test_steps_follow_each_other_unless_a_loss_reads_the_memory_of_a_parameter(f
                     optimizer.step(upper, lower)
             left.append([x.detach(), y.detach()])
         torch.testing.assert_close(*left, rtol=1e-12, atol=1e-12)
-        assert bool(followed) == (not shares)
+        assert bool(chain_lengths) == (not shares)
 
 
 def test_a_difference_that_is_accepted_is_said_by_the_user():

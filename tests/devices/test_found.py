@@ -71,7 +71,7 @@ def test_modules_without_a_device_to_choose(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
     random._own_state.cache_clear()
     try:
-        with random.kept(torch.device("mps")):
+        with random.preserve_rng(torch.device("mps")):
             state[0] = torch.ones(3)
         assert torch.equal(state[0], torch.zeros(3))
     finally:

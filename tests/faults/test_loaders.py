@@ -225,9 +225,9 @@ def test_a_failed_step_in_any_pass_of_persistent_workers_is_drawn_again(stop):
 def test_states_tell_whether_workers_were_there(stop, before):
     """Also where another loop has started them."""
 
-    def made(begun):
+    def made(passes):
         loader = persistent()
-        for _ in range(begun):
+        for _ in range(passes):
             assert len([*loader]) == 6
         return bo.Objective(sum, loader)
 

@@ -29,8 +29,8 @@ def learner(name="protonet", statistics="batch", **options):
 
 def trained(made, steps, checkpoint=None, validation=None, log=None, **options):
     how = Training(**{"lr": 0.02, "steps": steps, "evaluations": 2, "episodes": 10, "schedule": "cosine", **options})
-    held = validation or problems.episodes("val")
-    return train(made, problems.episodes(augment=True), held, how, checkpoint=checkpoint, log=log)
+    val_episodes = validation or problems.episodes("val")
+    return train(made, problems.episodes(augment=True), val_episodes, how, checkpoint=checkpoint, log=log)
 
 
 def timeless(found):
@@ -183,11 +183,11 @@ def test_evaluation_changes_nothing_and_is_the_same_each_time(name):
     made = learner(name, "running")
     before = {k: v.clone() for k, v in made.network.state_dict().items()}
     random = made.generator.get_state()
-    held, train_episodes = problems.episodes("val"), problems.episodes()
-    first = evaluate(made, held, 7, 3, train_episodes)
-    assert torch.equal(first, evaluate(made, held, 7, 3, train_episodes))
+    val_episodes, train_episodes = problems.episodes("val"), problems.episodes()
+    first = evaluate(made, val_episodes, 7, 3, train_episodes)
+    assert torch.equal(first, evaluate(made, val_episodes, 7, 3, train_episodes))
     assert len(first) == 7
-    assert not torch.equal(first, evaluate(made, held, 7, 4, train_episodes))
+    assert not torch.equal(first, evaluate(made, val_episodes, 7, 4, train_episodes))
     assert all(torch.equal(before[k], v) for k, v in made.network.state_dict().items())
     assert torch.equal(random, made.generator.get_state())
     assert all(module.training for module in made.network.modules())

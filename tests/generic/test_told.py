@@ -200,9 +200,9 @@ def test_lower_lbfgs_without_effect_is_reported(tolerances):
 def test_a_loss_that_comes_down_ends_a_row_of_growing_ones():
     """Two in a row, each above the one before: 400 and 500 with a smaller one between them are none."""
     early, trend = [1.0, 1.1, 0.9] * 4, UpperTrend()
-    assert not any(trend.seen(loss) for loss in (*early, 400.0, 350.0, 500.0, 450.0))
+    assert not any(trend.note_loss(loss) for loss in (*early, 400.0, 350.0, 500.0, 450.0))
     trend = UpperTrend()
-    assert [trend.seen(loss) for loss in (*early, 400.0, 500.0)][-2:] == [False, True]
+    assert [trend.note_loss(loss) for loss in (*early, 400.0, 500.0)][-2:] == [False, True]
 
 
 @pytest.mark.parametrize("method", ["SOBA", "FirstOrder"])

@@ -173,7 +173,7 @@ def test_solver_on_flat_vectors_is_the_solver(lanes):
 
     b = bo.Vector(b)
     for start in (None, bo.Vector([torch.randn(3, 4), torch.randn(3, 5)])):
-        v, r = linear._begun(product, b, start, lanes)
+        v, r = linear._choose_start(product, b, start, lanes)
         for steps, tol in ((3, 0.0), (30, 1e-6)):
             found = linear._fused(product, b, v, r, linear._Stop(steps, tol, 0.0, tol), lanes)
             expected = linear.cg(product, b, start, steps=steps, tol=tol, lanes=lanes)

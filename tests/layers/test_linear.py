@@ -367,13 +367,13 @@ SYSTEMS = {
 def test_a_lane_of_several_systems_is_solved_like_a_single_one(system, start, options, monkeypatch):
     """One is solved with Python numbers, several with tensors of them, as is one in a trace."""
     matrix, b = torch.tensor(SYSTEMS[system]).double(), torch.tensor([1.0, 2.0, -1.0]).double()
-    begun = None if start is None else torch.tensor(start).double()
-    one = cg(lambda v: Vector([matrix @ v[0]]), [b], None if begun is None else [begun], **options)
+    first = None if start is None else torch.tensor(start).double()
+    one = cg(lambda v: Vector([matrix @ v[0]]), [b], None if first is None else [first], **options)
     some = cg(
-        lambda v: Vector([v[0] @ matrix.mT]), [b[None]], None if begun is None else [begun[None]], lanes=True, **options
+        lambda v: Vector([v[0] @ matrix.mT]), [b[None]], None if first is None else [first[None]], lanes=True, **options
     )
     monkeypatch.setattr(linear, "is_dynamo_compiling", lambda: True)
-    masked = cg(lambda v: Vector([matrix @ v[0]]), [b], None if begun is None else [begun], **options)
+    masked = cg(lambda v: Vector([matrix @ v[0]]), [b], None if first is None else [first], **options)
     for other in (some, masked):
         torch.testing.assert_close(one.solution[0], other.solution[0].reshape(3), rtol=1e-10, atol=1e-12)
         for name in ("residual", "relative", "iterations", "indefinite", "diverged"):

@@ -367,7 +367,7 @@ def test_an_exception_of_the_loss_is_raised_again():
 
 def test_findings_of_a_step_are_private_until_it_is_committed():
     known = Session().found
-    session = Session.begun(EvaluationOptions(), known, Session().buffers, {"a"})
+    session = Session.for_step(EvaluationOptions(), known, Session().buffers, {"a"})
     run(3, session=session, fails=ValueError("no"))
     session.warned.add("b")
     assert (session.found.fallback, known.fallback) == ("ValueError: no", None)
@@ -385,6 +385,6 @@ def test_one_process_exchanges_nothing():
         assert found[0] is vector
         assert found[1] is vector[0]
     assert ranks.mean() == ()
-    assert ranks.agreed(7) == 7
-    assert ranks.same(vector) is vector
+    assert ranks.broadcast_number(7) == 7
+    assert ranks.copy_from_first(vector) is vector
     assert ranks.share(tasks, 3) == (tasks, 3)

@@ -52,7 +52,7 @@ class Both(nn.Module):
         self.x, self.lower, self.start = nn.Parameter(x), lower, nn.ParameterList(start)
 
 
-def begun(kind, rank, world):
+def build(kind, rank, world):
     """The model, the optimizer, and what makes a step."""
     wrapper, cls, options = KINDS[kind]
     options = {**options, "process_group": dist.group.WORLD, "generator": seeded(2)}
@@ -89,7 +89,7 @@ def begun(kind, rank, world):
 
 def leg(kind, rank, world, load=None, save=None, steps=2):
     """Return the end of a run that starts from one checkpoint and writes another."""
-    model, optimizer, step = begun(kind, rank, world)
+    model, optimizer, step = build(kind, rank, world)
     if load is None:
         for _ in range(2):
             step()

@@ -168,7 +168,7 @@ class Late:
 
 
 def test_an_operation_that_is_late_is_no_failure(monkeypatch):
-    monkeypatch.setattr(failures, "_gone", lambda group, error: bo.RankError(f"a rank is gone: {error}"))
+    monkeypatch.setattr(failures, "_missing_rank_error", lambda group, error: bo.RankError(f"a rank is gone: {error}"))
     assert failures._ended(None, Late(fails=False))
     with pytest.raises(bo.RankError, match="Connection closed"):
         failures._ended(None, Late(fails=True))
@@ -178,13 +178,13 @@ def after_destroying(rank):
     group = dist.new_group()
     problem, optimizer = made("AID", process_group=group)
     optimizer.step(problem.upper, problem.lower)
-    held = weakref.ref(group)
+    reference = weakref.ref(group)
     dist.destroy_process_group(group)
     del group
     gc.collect()
     with pytest.raises(RuntimeError, match="has been destroyed"):
         optimizer.step(problem.upper, problem.lower)
-    return held() is None, optimizer.oracle_counts["lower_grad"], len(optimizer.state_dict()["param_groups"])
+    return reference() is None, optimizer.oracle_counts["lower_grad"], len(optimizer.state_dict()["param_groups"])
 
 
 def test_a_group_is_not_held_when_it_is_destroyed(tmp_path):

@@ -24,7 +24,7 @@ REFUSED = {
 }
 
 
-def begun(kind, name, rank=None, world=1, keep=None):
+def build(kind, name, rank=None, world=1, keep=None):
     """The body precedes the wrapped module; the loss has a penalty on the wrapped parameters outside of it."""
     row = next(row for row in ROWS if row.name == name)
     torch.manual_seed(0)
@@ -43,7 +43,7 @@ def begun(kind, name, rank=None, world=1, keep=None):
 
 
 def ended(kind, call, name, rank=None, world=1):
-    problem, optimizer = begun(kind, name, rank, world)
+    problem, optimizer = build(kind, name, rank, world)
     losses = [CALLS[call](problem, optimizer) for _ in range(2)]
     whole = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in problem.y]
     return flat([*problem.x, *whole, *losses])
@@ -51,7 +51,7 @@ def ended(kind, call, name, rank=None, world=1):
 
 def refused(rank, world):
     for name, (error, message) in REFUSED.items():
-        problem, optimizer = begun("FSDP2", name, rank, world, keep=False)
+        problem, optimizer = build("FSDP2", name, rank, world, keep=False)
         before = values(problem.x)
         with pytest.raises(error, match=message):
             problem.run(optimizer)

@@ -18,7 +18,7 @@ def counted(rank, world, cases=ranks.CASES):
     return {case: ranks.measured(case, rank, world, args) for case in cases}
 
 
-def held(results):
+def assert_volumes(results):
     for case, found in results.items():
         for kind in ("reduced", "gathered"):
             needed = found[f"{kind}, needed"]
@@ -27,7 +27,7 @@ def held(results):
 
 def test_rows_of_all_tasks_stay_where_they_are(tmp_path):
     for results in together(2, tmp_path, counted, 2, ("rows-split",)).values():
-        held(results)
+        assert_volumes(results)
 
 
 @pytest.mark.slow
@@ -35,7 +35,7 @@ def test_rows_of_all_tasks_stay_where_they_are(tmp_path):
 def test_bytes_are_those_of_the_formulas(world, tmp_path):
     results = together(world, tmp_path, counted, world)
     for rank in range(world):
-        held(results[rank])
+        assert_volumes(results[rank])
         for case, found in results[rank].items():
             whole = results[rank].get(case.removesuffix("-fsdp2"))
             if case in ranks.FULLY:

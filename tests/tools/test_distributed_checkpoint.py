@@ -81,18 +81,18 @@ def test_asking_before_the_first_step_changes_nothing(row):
 def test_state_that_only_a_step_can_restore_is_not_lost_silently(tmp_path):
     """One lower problem: the parameters look as if they had a row for each task."""
 
-    def begun():
+    def build():
         problem = Quadratic(n=4, m=2)
         model = Both(problem)
         return problem, model, bo.SVRB(problem.x, problem.y, lr=0.1, lower_lr=0.1)
 
-    problem, model, optimizer = begun()
+    problem, model, optimizer = build()
     problem.run(optimizer, 2)
     dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=tmp_path)
     saved, random = values(model.parameters()), torch.get_rng_state()
     problem.run(optimizer, 2)
 
-    again, model, resumed = begun()
+    again, model, resumed = build()
     state = get_optimizer_state_dict(model, resumed)
     with pytest.raises(CheckpointException, match=r"[Ss]ize mismatch"):
         dcp.load({"optimizer": state}, checkpoint_id=tmp_path)

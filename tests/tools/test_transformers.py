@@ -30,7 +30,7 @@ class Model(Both):
         return {"loss": self.problem.upper() + 0 * row.sum()}
 
 
-def begun(row):
+def build(row):
     problem, optimizer = made(row, Model)
     (model,) = problem.model
     functions = [lambda k: 0.9**k, lambda k: 1.0]
@@ -54,7 +54,7 @@ def arguments(transformers, path, **options):
 
 def trained(transformers, row, shape, path, resume=None, **options):
     """Return a Trainer's result and its losses."""
-    problem, model, optimizer, schedule = begun(row)
+    problem, model, optimizer, schedule = build(row)
     losses = []
 
     class Trainer(transformers.Trainer):
@@ -74,7 +74,7 @@ def trained(transformers, row, shape, path, resume=None, **options):
 @pytest.mark.parametrize("shape", SHAPES)
 @each(TOOLED)
 def test_a_training_step_that_calls_backward(row, shape, transformers, tmp_path):
-    problem, _, optimizer, schedule = begun(row)
+    problem, _, optimizer, schedule = build(row)
     losses = []
     for _ in range(STEPS):
         losses.append(problem.run(optimizer))
@@ -94,7 +94,7 @@ def test_a_checkpoint_of_the_trainer_is_resumed_bit_for_bit(row, transformers, t
 @each(TOOLED)
 def test_gradients_are_clipped_by_the_trainer(row, transformers, tmp_path):
     """``max_grad_norm`` limits the hypergradient: the gradients that ``backward`` leaves are those of x alone."""
-    problem, _, optimizer, schedule = begun(row)
+    problem, _, optimizer, schedule = build(row)
     for _ in range(STEPS):
         problem.apply(optimizer.backward)
         norm = nn.utils.clip_grad_norm_(problem.x, 0.1)
@@ -109,7 +109,7 @@ def test_gradients_are_clipped_by_the_trainer(row, transformers, tmp_path):
 @each(TOOLED)
 def test_a_trainer_of_its_own_trains_x_by_the_loss_alone(row, transformers, tmp_path):
     """Without ``training_step`` the loss that the model returns is all that it knows: y rests."""
-    problem, model, optimizer, schedule = begun(row)
+    problem, model, optimizer, schedule = build(row)
     before = values(problem.y)
     trainer = transformers.Trainer(
         model=model, args=arguments(transformers, tmp_path), train_dataset=[{"row": torch.zeros(1)}] * 64,
@@ -124,7 +124,7 @@ def test_a_trainer_of_its_own_trains_x_by_the_loss_alone(row, transformers, tmp_
 def test_a_whole_step_inside_is_followed_by_another_update(row, transformers, tmp_path, monkeypatch):
     """The Trainer's own ``step()`` comes after it, and finds the hypergradient that it has left."""
     monkeypatch.setitem(SHAPES, "step", lambda trainer, problem: problem.run(trainer.optimizer.optimizer))
-    problem, _, optimizer, schedule = begun(row)
+    problem, _, optimizer, schedule = build(row)
     for _ in range(STEPS):
         problem.run(optimizer)
         optimizer.step()

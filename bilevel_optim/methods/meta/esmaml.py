@@ -99,7 +99,10 @@ class ESMAML(Initialised, ZerothOrder):
         """Return differences of the loss after paths that start at the perturbed initial point."""
         self._initial(oracle)
         oracle.session.note_reached(oracle.x)  # where the paths start
-        estimate, spent = self._followed(oracle, inputs, full_zeroth_order, from_upper=True), oracle.session.counts
+        estimate, spent = (
+            self._estimate_on_paths(oracle, inputs, full_zeroth_order, from_upper=True),
+            oracle.session.counts,
+        )
         if self.lower_directions:
             spent["loss"] += 2 * self.lower_directions * spent["lower_grad"]
             spent["lower_grad"] = 0

@@ -55,7 +55,7 @@ class Initialised(BilevelOptimizer):
         lower = Vector(self.parameters("lower"))
         lower.copy_(self.parameters("upper")[-len(lower) :])
 
-    def _begun(self, oracle: Oracle, inputs: StepInputs) -> tuple[Oracle, StepInputs]:
+    def _start_adaptation(self, oracle: Oracle, inputs: StepInputs) -> tuple[Oracle, StepInputs]:
         """Return the oracle at the start of adaptation, and inputs with a fresh lower optimizer."""
         start = Vector(
             s.expand_as(t).to(t.dtype, copy=True) for s, t in zip(self._initial(oracle), oracle.y, strict=True)
@@ -138,7 +138,7 @@ class MAML(Initialised, ITD):
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Backpropagate through adaptation from the initial point."""
-        oracle, inputs = self._begun(oracle, inputs)
+        oracle, inputs = self._start_adaptation(oracle, inputs)
         estimate = super().estimate(oracle, inputs)
         return estimate if estimate.start is None else self._through_start(oracle, estimate, estimate.start)
 
@@ -246,7 +246,7 @@ class FOMAML(Initialised):
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Return the gradient after adaptation, as if adaptation were the identity in the initial point."""
-        oracle, inputs = self._begun(oracle, inputs)
+        oracle, inputs = self._start_adaptation(oracle, inputs)
         here = inputs.run_lower_steps(oracle, self.lower_steps)
         loss, grad_x, grad_y = here.oracle.upper(oracle.f.draw(once=True))
         return self._through_start(oracle, here.with_lower(Estimate(loss, grad_x)), grad_y)
@@ -307,7 +307,7 @@ class iMAML(Initialised, AID):
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Adapt from the initial point, then solve the linear system."""
-        return super().estimate(*self._begun(oracle, inputs))
+        return super().estimate(*self._start_adaptation(oracle, inputs))
 
     def _objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
         """Return the objectives, with the proximal term in the lower loss."""

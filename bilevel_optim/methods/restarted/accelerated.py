@@ -17,7 +17,7 @@ from ...oracle.oracle import Oracle
 from ...problem.parameters import Params, as_groups, unnamed
 from ...problem.vector import Vector
 from ...solvers.agd import agd_or
-from .restart import Momentum, Position, Progress, Restarted, held
+from .restart import Momentum, Position, Progress, Restarted, iteration_property
 from .theory import Constants
 
 __all__ = ["Accelerated", "Perturbed"]
@@ -189,7 +189,7 @@ class Perturbed(Accelerated):
 
     _size: InitVar[float] = option(default=1e-3, alias="perturbation")
     _at_first: InitVar[bool] = option(default=True, alias="perturb_initial")
-    perturbation, perturb_initial = held("perturbation"), held("perturb_initial")
+    perturbation, perturb_initial = iteration_property("perturbation"), iteration_property("perturb_initial")
 
     def _arrange(self, options: dict[str, Any]) -> None:
         super()._arrange(options)

@@ -113,7 +113,7 @@ class PRAGDA(Perturbed, RAGDA):
     *Cost per step*: as `RAGDA`. *Draws*: as `RAGDA`; the perturbations use ``generator``.
 
     Args:
-        upper, lower, lr, lower_lr, lower_steps: as for `RAGDA`, as all options that are not named here.
+        upper, lower, lr, lower_lr, lower_steps: see `RAGDA`, also for the options not listed here.
         perturbation: radius r >= 0, in units of x; small compared with B. Default: 1e-3.
         perturb_initial: perturb the initial point too, see `PRAHGD`. Default: True.
         options: as for `RAGDA`.

@@ -158,7 +158,7 @@ class PRAHGD(Perturbed, RAHGD):
     *Cost per step*, *memory*: as `RAHGD`. *Draws*: as `RAHGD`; the perturbations use ``generator``.
 
     Args:
-        upper, lower, lr, lower_lr, lower_steps: as for `RAHGD`, as all options that are not named here.
+        upper, lower, lr, lower_lr, lower_steps: see `RAHGD`, also for the options not listed here.
         perturbation: radius r >= 0, in units of x. Default: 1e-3.
         perturb_initial: perturb the initial point too: the first hypergradient is evaluated there, and x moves there
             with the first update. Default: True.

@@ -22,7 +22,7 @@ from ...problem.parameters import is_count, is_number, require, require_choice
 from ...problem.random import uniform_ball
 from ...problem.vector import Vector
 
-__all__ = ["LookAhead", "Momentum", "Position", "Progress", "Restarted", "held"]
+__all__ = ["LookAhead", "Momentum", "Position", "Progress", "Restarted", "iteration_property"]
 
 AUTOMATIC_RADIUS = 5.0  # restart radius in lengths of the first step
 LARGEST_PERTURBATION = 0.02  # in restart radii: a larger one keeps triggering restarts at a minimum
@@ -170,16 +170,16 @@ class Momentum:
             now = replace(now, radius=automatic)
         now = replace(now, step=now.step + 1, travelled=now.travelled + squared)
 
-        radius, anew = now.radius if self.restart_radius is None else self.restart_radius, False
+        radius, restarts_now = now.radius if self.restart_radius is None else self.restart_radius, False
         if radius is not None and now.step * now.travelled > radius * radius:
-            now, anew = replace(now, restarts=now.restarts + 1), True
+            now, restarts_now = replace(now, restarts=now.restarts + 1), True
         elif now.step == self.restart_period:
             candidate = memory.get("candidate") or point.memory.get("candidate")
             if now.shortest < now.output and candidate is not None:
                 memory["average"], memory["candidate"] = candidate, None
                 now = replace(now, output=now.shortest)
-            now, anew = replace(now, converged=True), self.on_converged == "continue"
-        if anew:
+            now, restarts_now = replace(now, converged=True), self.on_converged == "continue"
+        if restarts_now:
             x = x + self._shift(point, now) if self.perturbation > 0 else x
             now = now.afresh()
         return Update(x, upper_memory=memory, numbers=now.numbers)
@@ -194,11 +194,11 @@ class Momentum:
         """Draw a point of the ball, in the metric of the groups' learning rates."""
         rates = point.rates(now)
         largest = max(rates, default=0.0) or 1.0
-        shift = point.ranks.same(uniform_ball(point.x, self.perturbation, point.generator))
+        shift = point.ranks.copy_from_first(uniform_ball(point.x, self.perturbation, point.generator))
         return shift * point.each([math.sqrt(rate / largest) for rate in rates])
 
 
-def held(name: str) -> Any:
+def iteration_property(name: str) -> Any:
     """Return a property for a hyper-parameter of the iteration that an optimizer holds."""
 
     def assign(optimizer: Restarted, value: Any) -> None:
@@ -220,8 +220,12 @@ class Restarted(Optimizer):
         self._iteration = iteration
         self.numbers: dict[str, Any] = {}
 
-    momentum, restart_radius, restart_period = held("momentum"), held("restart_radius"), held("restart_period")
-    on_converged = held("on_converged")
+    momentum, restart_radius, restart_period = (
+        iteration_property("momentum"),
+        iteration_property("restart_radius"),
+        iteration_property("restart_period"),
+    )
+    on_converged = iteration_property("on_converged")
 
     @property
     def _progress(self) -> Progress:

@@ -19,7 +19,7 @@ from ...oracle.evaluation import placed
 from ...oracle.first_order import none_to_zeros
 from ...problem.parameters import is_number, require, require_rates
 from ...problem.vector import Vector
-from .restart import Momentum, Position, Restarted, held
+from .restart import Momentum, Position, Restarted, iteration_property
 
 __all__ = ["RestartedAGD"]
 
@@ -72,7 +72,7 @@ class RestartedAGD(Restarted):
     Source: Li, Lin (2022), arXiv:2201.11411; arXiv:2307.00126.
     """
 
-    perturbation, perturb_initial = held("perturbation"), held("perturb_initial")
+    perturbation, perturb_initial = iteration_property("perturbation"), iteration_property("perturb_initial")
 
     def __init__(
         self,

@@ -80,7 +80,7 @@ class SABA(SingleLoop):
 
     Raises:
         ValueError: for an argument out of its range; at the first step, for an objective that does not know the indices
-            of its draws, and with tasks (there is no memory of tasks).
+            of its draws, and with tasks (there are no tables for tasks).
 
     Example:
         >>> import torch, bilevel_optim as bo
@@ -111,11 +111,11 @@ class SABA(SingleLoop):
     )
 
     def _estimate_tasks(self, oracle: Oracle, inputs: StepInputs, sampler: Any) -> Estimate:
-        """Raise, because there is no memory of tasks."""
+        """Raise, because there are no tables for tasks."""
         raise ValueError("SABA remembers every term of its losses and takes no tasks; SOBA does")
 
     def _draws(self, inputs: DrawInputs) -> list[Draw]:
-        """Return for each sum a random term, or all terms if there is no memory of that many."""
+        """Return for each sum a random term, or all terms if there are no tables of that length."""
         return [Draw(level, whole=_kept(inputs, level, inputs.terms(level)) is None) for level in ("upper", "lower")]
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
@@ -154,7 +154,7 @@ class SABA(SingleLoop):
 
 
 class _Averaged(NamedTuple):
-    """SAGA's directions for a sum, and the new memory of its terms."""
+    """SAGA's directions for a sum, and the new tables of its terms."""
 
     directions: dict[str, Vector]
     memory: dict[str, Vector]
@@ -178,7 +178,7 @@ def _averaged(
             result.directions[name] = Vector(t.mean(0) for t in table)
             memories[is_upper] |= {f"{name}_table": table, f"{name}_mean": result.directions[name].clone()}
         return result
-    index, sample = random_term(objective, lambda i: inputs.ranks.agreed(i, oracle.device))
+    index, sample = random_term(objective, lambda i: inputs.ranks.broadcast_number(i, oracle.device))
     row = to_device(index, oracle.device) if isinstance(index, Tensor) else index
     for name, value in evaluate(sample).items():
         memory = kept[name]
@@ -189,7 +189,7 @@ def _averaged(
 
 
 def _kept(inputs: DrawInputs, level: str, count: int) -> dict[str, _Memory] | None:
-    """Return the memory of a sum; None unless every parameter has one for this number of terms."""
+    """Return the tables of a finite sum, by quantity; None unless each has one row for every term."""
     kept = {}
     for name, is_upper in _QUANTITIES[level].items():
         memory = inputs.upper_memory if is_upper else inputs.memory

@@ -96,7 +96,7 @@ class SRBA(SingleLoop):
     radius: float = number(default=math.inf, above=0, finite=False)
 
     def _estimate_tasks(self, oracle: Oracle, inputs: StepInputs, sampler: object) -> Estimate:
-        """Raise, because there is no memory of tasks."""
+        """Raise, because there is no state for each task."""
         raise ValueError("SRBA goes on from its last step and takes no tasks; SOBA does")
 
     def _graph_key(self, steps: int, numbers: Mapping[str, Any]) -> bool:
@@ -141,7 +141,7 @@ class SRBA(SingleLoop):
         v, y_then, v_then, d_y, d_v = (inputs.memory[name] for name in names)
         x_then, d_x = (inputs.upper_memory[name] for name in ("previous", "direction"))
         sums = (oracle.g, oracle.f)
-        zeta, xi = (random_term(terms, lambda i: inputs.ranks.agreed(i, oracle.device))[1] for terms in sums)
+        zeta, xi = (random_term(terms, lambda i: inputs.ranks.broadcast_number(i, oracle.device))[1] for terms in sums)
         loss, _, now = _directions(oracle, v, [zeta], [xi], rates)
         _, _, then = _directions(oracle.at(x_then, y_then), v_then, [zeta], [xi], rates)
         return loss, v, Vector((*d_y, *d_v, *d_x)) + (now - then)

@@ -51,18 +51,18 @@ class Source(NamedTuple):
         generator: source of the random numbers.
         steps: number of steps made.
         tables: stored values of the rows.
-        agreed: function from this rank's draw to the draw that all ranks use.
+        broadcast: function from this rank's draw to the draw that all ranks use.
     """
 
     generator: torch.Generator | None
     steps: int = 0
     tables: Mapping[str, Tensor] = {}
-    agreed: Callable[[Tensor], Tensor] = Tensor.cpu
+    broadcast: Callable[[Tensor], Tensor] = Tensor.cpu
 
     @classmethod
     def of(cls, inputs: StepInputs) -> Source:
         """Return the source for a step."""
-        return cls(inputs.generator, inputs.steps, inputs.tables, partial(agreed, inputs=inputs))
+        return cls(inputs.generator, inputs.steps, inputs.tables, partial(broadcast, inputs=inputs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +100,7 @@ class Drawing:
         drawn = sample(sampler, self.batch(m), source.generator)
         if not isinstance(drawn, Tensor) or drawn.is_floating_point() or drawn.dim() != 1:
             raise ValueError("a few rows need a sampler of task ids: sample(n, generator) must return n row numbers")
-        ids, counts = torch.unique(source.agreed(drawn.long()), return_counts=True)
+        ids, counts = torch.unique(source.broadcast(drawn.long()), return_counts=True)
         if len(ids) and not (int(ids[0]) >= 0 and int(ids[-1]) < m):
             raise ValueError(f"tasks.sample returned ids from {int(ids[0])} to {int(ids[-1])} for {m} rows")
         return Drawn(ids, counts.double() / self.share(m), {})
@@ -108,7 +108,7 @@ class Drawing:
     def probe(self, m: int, source: Source) -> Tensor:
         """Draw rows for the direction, independently of those that see data."""
         generator = source.generator
-        return source.agreed(torch.randint(m, (self.probes,), generator=generator, device=device_of(generator)))
+        return source.broadcast(torch.randint(m, (self.probes,), generator=generator, device=device_of(generator)))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -152,7 +152,7 @@ class Weighted(Drawing):
         device = device_of(source.generator)
         uniform = torch.rand(n, generator=source.generator, dtype=torch.float64, device=device).cpu()
         drawn = torch.searchsorted(sums, uniform * sums[-1], right=True).clamp_max(m - 1)
-        ids, counts = torch.unique(source.agreed(drawn), return_counts=True)
+        ids, counts = torch.unique(source.broadcast(drawn), return_counts=True)
         return Drawn(ids, counts / (n * chances[ids]), tables)
 
     @property
@@ -170,11 +170,11 @@ class Weighted(Drawing):
         return {"size": (before["size"] + size) / 2 if "size" in before else size}
 
 
-def agreed(drawn: Tensor, inputs: StepInputs) -> Tensor:
+def broadcast(drawn: Tensor, inputs: StepInputs) -> Tensor:
     """Return the first rank's draw."""
     if inputs.ranks.world == 1:
         return drawn.cpu()
-    return inputs.ranks.same(Vector([drawn.to(inputs.lower[0].device)]))[0].cpu()
+    return inputs.ranks.copy_from_first(Vector([drawn.to(inputs.lower[0].device)]))[0].cpu()
 
 
 def others(ids: Tensor, count: int) -> Tensor:

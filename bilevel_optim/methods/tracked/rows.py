@@ -18,7 +18,18 @@ from ...hypergradient.storm import floor
 from ...problem.placement import to_device
 from ...problem.vector import Vector
 
-__all__ = ["CHUNK", "STAMPS", "Clock", "GraphClock", "Rows", "Table", "about_to_end", "clock_of", "kept", "table_of"]
+__all__ = [
+    "CHUNK",
+    "STAMPS",
+    "Clock",
+    "GraphClock",
+    "Rows",
+    "Table",
+    "about_to_end",
+    "clock_of",
+    "pack_clock",
+    "table_of",
+]
 
 REBASE = -16.0  # below that, exp(sum of logarithms) leaves too few digits in the differences of prefix sums
 HISTORY = 1 << 14  # steps that are stored one by one if there is a radius
@@ -126,7 +137,7 @@ class GraphClock:
 
 
 def clock_of(found: Any, trackers: int, positions: int, *, still: bool = False) -> Clock | GraphClock:
-    """Return the clock that was `kept`; in a graph, ``still`` says that unvisited rows never move."""
+    """Return the clock packed by `pack_clock`; in a graph, ``still`` says that unvisited rows never move."""
     if not isinstance(found, Tensor):
         return Clock(*found)
     time, log, drift, last = _taken_apart(found, trackers, positions)
@@ -144,7 +155,7 @@ def _taken_apart(numbers: Tensor, trackers: int, positions: int) -> tuple[Tensor
     return time[0], log, drift, last
 
 
-def kept(clock: Clock | GraphClock) -> Any:
+def pack_clock(clock: Clock | GraphClock) -> Any:
     """Return a clock as an optimizer keeps it: one tensor, an argument of graphs; with a history, a tuple."""
     if isinstance(clock, GraphClock):
         return torch.cat([clock.time.reshape(1), clock.log, clock.drift.flatten(), clock.last.flatten()])
@@ -155,7 +166,7 @@ def kept(clock: Clock | GraphClock) -> Any:
 
 
 def about_to_end(found: Tensor, trackers: Sequence[str], betas: Mapping[str, float]) -> bool:
-    """Return True if one more step would exhaust the clock that was `kept`."""
+    """Return True if one more step would exhaust the clock packed by `pack_clock`."""
     logs = found[1 : 1 + len(trackers)].tolist()
     return any(old + _lost(betas[name]) < REBASE for name, old in zip(trackers, logs, strict=True))
 

@@ -111,5 +111,5 @@ class STABLE(RecursiveOptimizer):
         rows, shift = flat(y, m), torch.cat(parts).squeeze(-1).to(movement.device)
         rows = rows - torch.nn.functional.pad(shift, (0, rows.shape[1] - shift.shape[1]))
         like = Vector(t.reshape(m, -1) for t in y).lane(0)
-        new = (split.whole(r.view_as(t)) for r, t in zip(shaped(rows, like), y, strict=True))
+        new = (split.from_local(r.view_as(t)) for r, t in zip(shaped(rows, like), y, strict=True))
         return replace(update, lower=Vector(new))

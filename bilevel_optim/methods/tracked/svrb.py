@@ -19,7 +19,7 @@ class SVRB(RecursiveOptimizer):
     r"""Stochastic variance-reduced bilevel method (SVRB): STORM estimates of all derivatives, one loop, small batches.
 
     With u, v, V, H, w for :math:`\nabla_x f, \nabla_y f, \nabla^2_{xy} g, \nabla^2_{yy} g, \nabla_y g` and one
-    sample at the present and at the last point,
+    sample at the current and at the last point,
 
     .. math::
         X &\leftarrow \Pi\,[(1-\beta)(X - h(x_{t-1}, y_{t-1}; \zeta)) + h(x_t, y_t; \zeta)], \quad X = u, v, V, H, w,\\

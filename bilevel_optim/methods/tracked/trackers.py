@@ -157,7 +157,7 @@ class Normalised(Matrices):
 
 
 class Blocks(Matrices):
-    """Trackers H and w alone; the other factors of the hypergradient come from the current sample."""
+    """Trackers H (lower Hessian) and w (lower gradient) only; u, v and V come from the current sample."""
 
     weighted = names = ("H", "w")
     limits = ()

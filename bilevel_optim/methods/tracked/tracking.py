@@ -29,7 +29,7 @@ from ...problem.vector import Vector
 from . import watching
 from .drawing import CHANCES, Drawing, Drawn, Source, others
 from .options import are_ceilings, device_named, is_weight
-from .rows import CHUNK, STAMPS, Clock, GraphClock, Rows, Table, about_to_end, clock_of, kept, table_of
+from .rows import CHUNK, STAMPS, Clock, GraphClock, Rows, Table, about_to_end, clock_of, pack_clock, table_of
 from .trackers import Matrices, Measured
 from .variants import Look, Variant, probed, settled, shared, stays_current
 
@@ -115,9 +115,10 @@ class RecursiveOptimizer(BilevelOptimizer):
         return self._pairs(self._begins(inputs, sum(t.numel() for t in self.parameters("lower"))))
 
     def _task_draws(self, inputs: DrawInputs, sampler: Any) -> list[TaskDraw]:
-        """Return the draws of tasks, if the sampler chooses them, and of their batches; at first for all, by chunks.
+        """Return the draws of the tasks, if the sampler chooses them, and of their batches.
 
-        These are the draws of a single process; with several, each draws the batches of its own tasks.
+        The first step draws batches for all tasks, in chunks. These are the draws of a single process. With several,
+        each process draws the batches of its own tasks.
         """
         x, y = self.parameters("upper"), self.parameters("lower")
         m, d, p = self._rows_of(y), sum(t.numel() for t in x), sum(t.shape[1:].numel() for t in y)
@@ -159,7 +160,8 @@ class RecursiveOptimizer(BilevelOptimizer):
             if self._drawing.notes:
                 raise ValueError("adaptive probabilities need all rows on every rank: these are split over the ranks")
             oracle = oracle.at(lower=table.positions)
-        return (self._on if self._goes_on(table, inputs) else self._begun)(oracle, inputs, table, sampler)
+        make_step = self._make_next_step if self._can_continue(table, inputs) else self._make_first_step
+        return make_step(oracle, inputs, table, sampler)
 
     def _remembers(self, inputs: DrawInputs) -> bool:
         """Return True if there are rows to continue from."""
@@ -170,7 +172,7 @@ class RecursiveOptimizer(BilevelOptimizer):
         """Return True if a step starts afresh, because there are no rows of ``width`` entries."""
         return not self._remembers(inputs) or inputs.tables["w"].shape[1] != width
 
-    def _goes_on(self, table: Table, inputs: StepInputs) -> bool:
+    def _can_continue(self, table: Table, inputs: StepInputs) -> bool:
         """Return True if there are rows of these parameters; False if there are none, or parameters were added."""
         if not self._remembers(inputs):
             return False
@@ -185,7 +187,7 @@ class RecursiveOptimizer(BilevelOptimizer):
             raise ValueError(f"{name} began with {known} lower problems, but now there are {table.count}")
         return True
 
-    def _begun(self, oracle: Oracle, inputs: StepInputs, table: Table, sampler: Any) -> Estimate:
+    def _make_first_step(self, oracle: Oracle, inputs: StepInputs, table: Table, sampler: Any) -> Estimate:
         """Make the first step, which visits every task because the recursion must start close to the truth."""
         trackers, m, kinds, p = self._trackers, table.total, int(table.groups.max()) + 1, len(table.groups)
         if math.isfinite(self.radius) and kinds > 1:
@@ -208,7 +210,7 @@ class RecursiveOptimizer(BilevelOptimizer):
             if isinstance(trackers, Matrices):  # otherwise the shares are in the weights
                 value, total = value / m, trackers.hypergradients({**derivatives, **tracked}).sum(0) / m
             loss, direction = loss + value, direction + total
-            rows, active = self._followed({**rows, **tracked}, tracked, active, inputs, rates)
+            rows, active = self._advance_rows({**rows, **tracked}, tracked, active, inputs, rates)
             found.append({name: t if name == "y" else t.to(self._device or t.device) for name, t in rows.items()})
             counts.append(active)
         whole = {name: torch.cat([part[name] for part in found]) for name in found[0]}
@@ -216,12 +218,12 @@ class RecursiveOptimizer(BilevelOptimizer):
         if table.split:
             loss, direction, *sums = inputs.ranks.total(loss.to(x), direction, *(t.to(x) for t in active.values()))
             active = dict(zip(active, sums, strict=True))
-        watching.held(oracle.checks, active, m, self.floor)
+        watching.warn_if_floor_is_active(oracle.checks, active, m, self.floor)
         clock = Clock.started(len(trackers.shrinking), len(trackers.moving), kinds)
         diagnostics, tables = {**active, "rows_touched": torch.tensor(m, device="cpu")}, self._drawing.opened(m)
         return self._kept(oracle, loss, direction, diagnostics, clock, whole, table=table, tables=tables)
 
-    def _on(self, oracle: Oracle, inputs: StepInputs, table: Table, sampler: Any) -> Estimate:
+    def _make_next_step(self, oracle: Oracle, inputs: StepInputs, table: Table, sampler: Any) -> Estimate:
         """Make a later step, which visits the rows of some tasks; all others follow their rule."""
         trackers, clock, m = self._trackers, self._clock(inputs), table.total
         drawn, betas = self._chosen(table, inputs, sampler), self._betas(inputs.steps, m)
@@ -232,25 +234,25 @@ class RecursiveOptimizer(BilevelOptimizer):
             after = clock.ticked(table, betas, _rates(inputs), self._tau(inputs), keep)
         ids, scale = drawn.ids, to_device(drawn.scale, oracle.device)
         if table.split:
-            own = table.split.own(ids)
+            own = table.split.local_positions(ids)
             ids, scale = ids[own] - table.split.start, scale[own]
         look = Look(
             table, ids, table.gather(ids, clock), n == m, scale, betas, (clock, after), drawn,
             flat(inputs.upper_memory["direction"])[0], trackers, self._drawing, inputs,
         )  # fmt: skip
         if sampler is not None and not look.whole:
-            watching.loud(oracle.checks, self._share_lost, inputs.steps)
+            watching.warn_if_beta_is_large(oracle.checks, self._share_lost, inputs.steps)
         measured = self._measured(look, oracle, inputs, sampler)
         tracked, active = trackers.track(look.now, measured, look.msvr if self._rule.rests else look.storm)
         direction = self._rule.direction(look, tracked, measured)
-        rows, active = self._followed(
+        rows, active = self._advance_rows(
             {**look.now, **tracked}, measured.new, active, inputs, table.spread(_rates(inputs))
         )
         loss = measured.loss / n if trackers.apart else measured.loss
         squares, *sums = look.total(rows["w"].square().sum(), *active.values())
         active = dict(zip(active, sums, strict=True))
         if look.whole:  # the count of a few rows depends on the drawing too
-            watching.held(oracle.checks, active, n, self.floor)
+            watching.warn_if_floor_is_active(oracle.checks, active, n, self.floor)
         residual = (squares / n).sqrt()
         diagnostics = {**active, "lower_residual": residual, "rows_touched": torch.tensor(n, device="cpu")}
         if look.whole:
@@ -260,7 +262,9 @@ class RecursiveOptimizer(BilevelOptimizer):
         direction = direction if mean is None else mean
         return self._kept(oracle, loss, direction, diagnostics, final, table=table, writes=writes, tables=drawn.tables)
 
-    def _followed(self, rows: Rows, seen: Rows, active: Rows, inputs: StepInputs, rates: Tensor) -> tuple[Rows, Rows]:
+    def _advance_rows(
+        self, rows: Rows, seen: Rows, active: Rows, inputs: StepInputs, rates: Tensor
+    ) -> tuple[Rows, Rows]:
         """Return rows with positions after and before the step, and the number of active projections."""
         active, tau = dict(active), self._tau(inputs)
         after = rows | self._drawing.noted({name: seen[name] for name in self._trackers.weighted}, rows)
@@ -291,21 +295,21 @@ class RecursiveOptimizer(BilevelOptimizer):
         lower, tables = None, tables or {}
         if rows is not None:
             own = table_of(rows, clock, self._device or oracle.device)
-            tables = tables | {name: table.split.whole(t) for name, t in own.items()}
+            tables = tables | {name: table.split.from_local(t) for name, t in own.items()}
             one = Vector(t.reshape(len(rows["y"]), -1) for t in oracle.y).lane(0)
             parts = zip(shaped(rows["y"], one), oracle.y, strict=True)
-            lower = Vector(table.split.whole(part.view_as(t)) for part, t in parts)
+            lower = Vector(table.split.from_local(part.view_as(t)) for part, t in parts)
         precise = [t.to(direction.dtype) for t in oracle.x]  # unlike the step, the stored d is not rounded
         return Estimate(
             loss,
             shaped(direction, oracle.x),
             diagnostics,
-            memory={} if self.warm_start else {"initial": Vector(map(table.split.whole, oracle.y))},
+            memory={} if self.warm_start else {"initial": Vector(map(table.split.from_local, oracle.y))},
             upper_memory={"direction": shaped(direction, precise).clone(), "previous": oracle.x.clone()},
             tables=tables,
             lower=lower,
             writes=tuple(writes),
-            numbers={"clock": kept(clock)},
+            numbers={"clock": pack_clock(clock)},
         )
 
     def _measured(self, look: Look, oracle: Oracle, inputs: StepInputs, sampler: Any) -> Measured:
@@ -340,7 +344,7 @@ class RecursiveOptimizer(BilevelOptimizer):
             return None
         if self._drifts:
             rows = self.param_groups[-1]["params"][0].shape[:1].numel()
-            warns = steps == watching.PATIENCE + 1 and watching.is_loud(self._share_lost)
+            warns = steps == watching.PATIENCE + 1 and watching.is_large_beta(self._share_lost)
             if warns or about_to_end(clock, self._trackers.shrinking, self._betas(steps, rows)):
                 return None
         elif clock[1:].any():
@@ -443,7 +447,11 @@ class RecursiveOptimizer(BilevelOptimizer):
         """Return a function that draws the tasks' data, perhaps this rank's own; None for a single problem."""
         if sampler is None:
             return None
-        generator = inputs.ranks.own(inputs.generator, inputs.steps, *ids[:1].tolist()) if own else inputs.generator
+        generator = (
+            inputs.ranks.derive_task_generator(inputs.generator, inputs.steps, *ids[:1].tolist())
+            if own
+            else inputs.generator
+        )
         return self._data(sampler, ids, generator)
 
     def _data(self, sampler: Any, ids: Tensor, generator: torch.Generator | None) -> Callable[[str], Any]:

@@ -74,7 +74,7 @@ class Look:
 
 
 def shared(look: Look, measure: Callable[[slice], Measured], oracle: Oracle) -> Measured:
-    """Measure the visited rows across ranks: each rank its own rows, or, if every rank has all rows, by turns."""
+    """Measure the visited rows, split over the ranks: each takes its own, or every n-th if every rank has all rows."""
     ranks, split, n, x = look.inputs.ranks, look.table.split, len(look.ids), flat(oracle.x)[0]
     mine, trackers = slice(None) if split else slice(ranks.rank, n, ranks.world), look.trackers
     shapes = trackers.shapes(len(x), look.now["y"].shape[1])
@@ -153,7 +153,7 @@ def probed(look: Look, tracked: Rows, measured: Measured) -> Tensor:
     drawn = look.drawn.probes
     if drawn is None:
         drawn = look.drawing.probe(table.total, Source.of(look.inputs))
-    probes = drawn[table.split.own(drawn)] - table.split.start if table.split else drawn
+    probes = drawn[table.split.local_positions(drawn)] - table.split.start if table.split else drawn
     before, after = (table.gather(probes, clock) for clock in look.clocks)
     if len(look.ids):
         where = torch.searchsorted(look.ids, probes).clamp_max(len(look.ids) - 1)

@@ -9,19 +9,19 @@ from torch.compiler import is_dynamo_compiling
 from ...oracle.checks import Checks
 from .rows import Rows
 
-__all__ = ["PATIENCE", "held", "is_loud", "loud"]
+__all__ = ["PATIENCE", "is_large_beta", "warn_if_beta_is_large", "warn_if_floor_is_active"]
 
 LOUD_BETA, PATIENCE = 0.3, 100
 
 
-def is_loud(beta: float) -> bool:
-    """Return True if `loud` warns of this weight."""
+def is_large_beta(beta: float) -> bool:
+    """Return True if `warn_if_beta_is_large` warns of this weight."""
     return beta > LOUD_BETA
 
 
-def loud(checks: Checks, beta: float, steps: int) -> None:
+def warn_if_beta_is_large(checks: Checks, beta: float, steps: int) -> None:
     """Warn of a weight, in units of the fraction of tasks in a step, that makes their drawing the largest error."""
-    if steps > PATIENCE and is_loud(beta) and not is_dynamo_compiling():  # a graph does not know the step count
+    if steps > PATIENCE and is_large_beta(beta) and not is_dynamo_compiling():  # a graph does not know the step count
         checks.alert(
             "loud beta",
             f"beta = {beta:g} in units of the part of the tasks in a step makes the drawing of tasks the largest "
@@ -30,7 +30,7 @@ def loud(checks: Checks, beta: float, steps: int) -> None:
         )
 
 
-def held(checks: Checks, projected: Rows, rows: int, least: float) -> None:
+def warn_if_floor_is_active(checks: Checks, projected: Rows, rows: int, least: float) -> None:
     """Warn if the floor changes the Hessians of at least half of the visited rows."""
     count: Tensor | None = projected.get("projected_H")
     if count is not None:

@@ -61,7 +61,7 @@ class ZerothOrder(BilevelOptimizer):
             scale=self.scale,
         )
 
-    def _followed(
+    def _estimate_on_paths(
         self, oracle: Oracle, inputs: StepInputs, estimator: Callable[..., Estimate], *, from_upper: bool = False
     ) -> Estimate:
         """Return an estimate from paths that all start at the oracle's y, or at the last tensors of their own x.

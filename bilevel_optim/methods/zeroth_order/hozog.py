@@ -70,4 +70,4 @@ class HOZOG(ZerothOrder):
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Return differences between the paths from perturbed x."""
-        return self._followed(oracle, inputs, full_zeroth_order)
+        return self._estimate_on_paths(oracle, inputs, full_zeroth_order)

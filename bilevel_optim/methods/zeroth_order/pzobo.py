@@ -118,7 +118,7 @@ class PZOBO(ZerothOrder):
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Return differences between the paths from perturbed x."""
-        return self._followed(oracle, inputs, partial_zeroth_order)
+        return self._estimate_on_paths(oracle, inputs, partial_zeroth_order)
 
     def _together(self, tasks: int) -> list[slice]:
         """Group all tasks if they share their directions; otherwise put each in a group of its own."""
