@@ -394,7 +394,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         self._run_state.written = {id(t): version_of(t) for t in self.parameters("upper")}
         return loss
 
-    @explain_bad_call("the number of steps goes by its name, run(upper, lower, steps=10)")
+    @explain_bad_call("pass the number of steps by name, run(upper, lower, steps=10)")
     def run(self, upper: Loss, lower: Loss | None = None, *, steps: int, tasks: Any = None) -> Tensor:
         """Make many outer steps in one call, with the same results as that many calls of :meth:`step`.
 

@@ -118,7 +118,7 @@ def wrong_call(
     hints = [_near(name, known) for name in named if name not in known]
     if "were given" in str(error):
         named_only = [name for name in known if parameters[name].kind is inspect.Parameter.KEYWORD_ONLY]
-        hints = [f"by name alone: {', '.join(named_only)}"]
+        hints = [f"pass these by name: {', '.join(named_only)}"]
     hints = [sentence] if sentence else hints
     return TypeError(": ".join([str(error), *hints]))
 

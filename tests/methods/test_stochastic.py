@@ -461,7 +461,9 @@ def test_saba_wants_terms():
     optimizer = bo.SABA(p.x, p.y, lr=0.1, lower_lr=0.1)
     with pytest.raises(ValueError, match=r"lower loss must know which of its terms.*FiniteSum.*data are a list"):
         optimizer.step(p.upper, bo.Objective(p.g, [torch.tensor([0])]))
-    with pytest.raises(ValueError, match="SABA remembers every term of its losses and takes no tasks"):
+    with pytest.raises(
+        ValueError, match="SABA remembers every term of its losses, but not those of a sampler of tasks"
+    ):
         optimizer.step(p.upper, p.lower, tasks=bo.TensorTasks(torch.zeros(2, 2)))
     assert not optimizer.state
 
