@@ -63,8 +63,8 @@ MISCALLED = [
     (lambda o, ls: o.step(upper=ls[0], lower_loss=ls[1]), "'lower_loss': did you mean 'lower'?"),
     (lambda o, ls: o.backward(outer_loss=ls[0], inner_loss=ls[1]), "'outer_loss': did you mean 'upper'?"),
     (called("backward", frobnicate=1), "'frobnicate': it has upper, lower, tasks"),
-    (called("run", 3), "the number of steps goes by its name, run(upper, lower, steps=10)"),
-    (called("step", None), "by name alone: tasks, closure"),
+    (called("run", 3), "pass the number of steps by name, run(upper, lower, steps=10)"),
+    (called("step", None), "pass these by name: tasks, closure"),
     (lambda o, ls: o.adapt(ls[1], writes=True), "'writes': did you mean 'write'?"),
     (lambda o, ls: o.compile(backends="eager"), "'backends': did you mean 'backend'?"),
     (lambda o, ls: o.propose(*ls, task=1), "'task': did you mean 'tasks'?"),
@@ -107,7 +107,11 @@ def test_completions_are_public():
 
 def test_options_by_position():
     x, y = pair()
-    with pytest.raises(TypeError, match=r"AID takes the upper and the lower parameters, and everything else by name"):
+    with pytest.raises(
+        TypeError,
+        match=r"AID takes the upper and the lower parameters by position, but got 5 values: pass everything else by "
+        r"name, such as lr=",
+    ):
         bo.AID([x], [y], 0.1, 0.1, 3)
 
 
@@ -220,7 +224,7 @@ def test_parameters_that_are_none():
 
 def test_the_number_of_steps_by_position():
     optimizer, *_, losses = made()
-    with pytest.raises(TypeError, match=r"the number of steps goes by its name, run\(upper, lower, steps=10\)"):
+    with pytest.raises(TypeError, match=r"pass the number of steps by name, run\(upper, lower, steps=10\)"):
         optimizer.run(*losses, 10)
     with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'steps'"):
         optimizer.run(*losses)
@@ -233,7 +237,7 @@ def test_the_number_of_steps_by_position():
 
 
 def test_a_multiplier_in_the_place_of_its_inverse():
-    with pytest.warns(bo.BilevelWarning, match=r"if it was meant as a penalty's multiplier, that is nu=0\.01"):
+    with pytest.warns(bo.BilevelWarning, match=r"or nu=0\.01 if 100 was meant as the multiplier of a penalty"):
         made(bo.F2SA, nu=100)
     made(bo.F2SA, nu=0.5)
 
@@ -422,7 +426,10 @@ def test_small_mistakes_have_their_own_sentences():
         bo.AID([x], [y], lr=0.1)
     with pytest.raises(ValueError, match=r"upper parameter 0 of shape \(2,\) is the result of an operation"):
         bo.AID([x * 2], [y], lr=0.1, lower_steps=1)
-    with pytest.raises(TypeError, match=r"AID takes both losses, upper and lower: step\(upper_loss, lower_loss\)$"):
+    with pytest.raises(
+        TypeError,
+        match=r"AID takes both losses, upper and lower, but got only one: call step\(upper_loss, lower_loss\)$",
+    ):
         bo.AID([x], [y], lr=0.1, lower_steps=1).step(lambda: y.sum())
     with pytest.raises(ValueError, match=r"^Invalid upper_optimizer value: Adam \(pass the class, or a function"):
         bo.AID([x], [y], lr=0.1, lower_steps=1, upper_optimizer=torch.optim.Adam([x]))

@@ -80,4 +80,6 @@ class BA(AID):
 
     def _why_eager(self, tasks: Any = None) -> str:
         """Return why steps run eagerly, if the number of lower steps grows; otherwise an empty string."""
-        return "the number of lower steps grows, but that of a graph is fixed (growth=0)" if self.growth > 0 else ""
+        return (
+            "the number of lower steps grows, but a graph has a fixed number (use growth=0)" if self.growth > 0 else ""
+        )

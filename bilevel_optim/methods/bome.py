@@ -23,7 +23,7 @@ __all__ = ["BOME"]
 
 
 def _no_projection(name: str, value: Any) -> None:
-    wording = "Invalid {name} value: {value} (y moves along a direction in common with x)"
+    wording = "Invalid {name} value: {value} (y moves along a joint direction with x; leave out {name})"
     require(name, value, value is None, wording)
 
 

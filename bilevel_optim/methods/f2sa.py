@@ -17,7 +17,7 @@ from ..hypergradient.finite_difference import stencil as stencil_of
 from ..optimizer.base import BilevelOptimizer
 from ..optimizer.declaration import MethodInfo
 from ..optimizer.draws import LOWER, UPPER, Draw, DrawInputs
-from ..optimizer.options import choice, count, flag, number
+from ..optimizer.options import FROM_ZERO, POSITIVE, choice, count, flag, number
 from ..optimizer.step import StepInputs, Update, replace
 from ..oracle.copies import evaluate_copies
 from ..oracle.differentiable import working_unit
@@ -33,6 +33,7 @@ __all__ = ["F2SA"]
 SAMPLES = ("shared", "independent")
 LARGEST_NU = 1.0  # a larger value is taken for a mistake
 DIVERGED = "A smaller lower_lr helps, or if copies at negative nodes diverge a smaller nu"
+CONVEXITY = "Invalid {name} value: {value} (it must be at most ell, because no curvature is larger than ell)"
 ROUNDING_LIMIT = 0.05  # rounding of the losses over nu above which their differences are unreliable
 SPREAD_LIMIT = 10.0  # how much further from y* one copy may be than another, per unit of its perturbation
 LEAVING = 10.0  # how much further a negative node's copy may go than a positive node's while its gradient grows
@@ -147,8 +148,8 @@ class F2SA(BilevelOptimizer):
         order, nu, stencil = options["order"], options["nu"], options["stencil"]
         if nu > LARGEST_NU:
             warn(
-                f"nu={nu:g} is the step of a finite difference, whose error grows like nu^{order} (1e-3 to 1e-1 "
-                f"suits losses of similar size); if it was meant as a penalty's multiplier, that is nu={1 / nu:.3g}"
+                f"nu={nu:g} is the step of a finite difference, whose error grows like nu^{order}; use 1e-3 to 1e-1 "
+                f"for losses of similar size, or nu={1 / nu:.3g} if {nu:g} was meant as the multiplier of a penalty"
             )
         if options["normalize"] is None:
             options["normalize"] = options["upper_optimizer"] is None
@@ -212,9 +213,9 @@ class F2SA(BilevelOptimizer):
             (0.04, 57600)
         """
         for name, value in (("eps", eps), ("ell", ell), ("mu", mu), ("gap", gap), ("radius", radius)):
-            require(name, value, is_number(value) and 0 < value < math.inf)
-        require("mu", mu, mu <= ell)
-        require("sigma", sigma, is_number(sigma) and 0 <= sigma < math.inf)
+            require(name, value, is_number(value) and 0 < value < math.inf, POSITIVE)
+        require("mu", mu, mu <= ell, CONVEXITY)
+        require("sigma", sigma, is_number(sigma) and 0 <= sigma < math.inf, FROM_ZERO)
         kappa = ell / mu
         reach = max(map(abs, stencil_of(order, options.get("stencil", "auto")).nodes))
         nu = min(radius / kappa, (eps / (ell * kappa ** (2 * order + 1))) ** (1 / order), 1 / (2 * reach * kappa))
@@ -356,8 +357,9 @@ class F2SA(BilevelOptimizer):
             oracle.checks.alert(
                 "rounded differences",
                 f"the losses are computed with a precision of {unit:.1g} (autocast, TF32, or the parameters' type), "
-                f"of which nu = {self.nu:.1g} makes an error of about {unit / self.nu:.0%} in the hypergradient; use a "
-                "larger nu, or float32 without autocast and TF32 (torch.backends.cudnn.allow_tf32 = False)",
+                f"and the division by nu = {self.nu:.1g} turns this into an error of about {unit / self.nu:.0%} in the "
+                "hypergradient; use a larger nu, or float32 without autocast and TF32 "
+                "(torch.backends.cudnn.allow_tf32 = False)",
                 torch.ones((), dtype=torch.bool, device=oracle.device),
             )
 

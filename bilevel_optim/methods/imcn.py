@@ -114,7 +114,9 @@ class iMCN(MinimaxOptimizer):
     def _arrange(self, options: dict[str, Any]) -> None:
         super()._arrange(options)
         if options["hvp"] == "finite-difference":
-            raise ValueError("Invalid hvp value: finite-difference (iMCN needs exact Hessian-vector products)")
+            raise ValueError(
+                "Invalid hvp value: finite-difference (iMCN needs exact Hessian-vector products; leave out hvp)"
+            )
         self._own_solver = options["lower_optimizer"] is None
         options["lower_optimizer"] = agd_or(options["lower_optimizer"], options["lower_momentum"])
 

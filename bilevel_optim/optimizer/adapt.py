@@ -23,7 +23,10 @@ def objective_of(lower: Loss, batch: Any) -> Objective:
     if batch is None:
         return task
     if task.data is not None:
-        raise ValueError("Invalid batch: the Objective has data of its own")
+        raise ValueError(
+            "Invalid batch: the Objective has data of its own, so there are two sources of batches; leave out batch, "
+            "or pass the loss function in place of the Objective"
+        )
     return Objective(task.loss, [batch], features=task.features)
 
 
@@ -39,8 +42,9 @@ def stack_tasks(oracle: Oracle, start: Vector, batches: Any) -> tuple[Oracle, Ve
     sizes = {len(t) if t.dim() else 0 for t in leaves}
     if len(sizes) != 1 or 0 in sizes:
         raise ValueError(
-            "Invalid tasks: they should be tensors (or lists, dicts of them) whose first dimension numbers the tasks, "
-            f"but the shapes are {[tuple(t.shape) for t in leaves]}"
+            "Invalid tasks: they should be tensors (or lists, dicts of tensors) with the same number of tasks as their "
+            f"first dimension, but the shapes are {[tuple(t.shape) for t in leaves]}; use torch.stack on the batches "
+            "of the tasks"
         )
     (n,) = sizes
     starts = Vector(
@@ -55,8 +59,8 @@ def lower_solution(
     """Return y after lower steps from a start, with a fresh state; ``at`` is the outer step that errors name."""
     if [t.shape for t in start] != [t.shape for t in oracle.y]:
         raise ValueError(
-            f"Invalid start: the lower parameters have shapes {[tuple(t.shape) for t in oracle.y]}, but it has "
-            f"{[tuple(t.shape) for t in start]}"
+            f"Invalid start: the lower parameters have shapes {[tuple(t.shape) for t in oracle.y]}, but start has "
+            f"{[tuple(t.shape) for t in start]}; pass one tensor of the same shape for each lower parameter"
         )
     start = start.detach().clone()
     rule = rule_for(start)

@@ -53,8 +53,9 @@ def require_own_scale(made: torch.optim.Optimizer, method: str) -> None:
     """Raise unless the rate of a lower optimizer scales as one over a curvature."""
     if not is_known(made) or type(made) not in (SGD, AGD):
         raise ValueError(
-            f"Invalid lower_lr value: auto ({type(made).__name__} has a scale of its own, which is not one over a "
-            f"curvature: give {method} a number, or use SGD or AGD)"
+            f"Invalid lower_lr value: auto (the default, which is one over the measured curvature; the learning rate "
+            f"of {type(made).__name__} may need another scale: pass {method} a number as lower_lr, or plain "
+            "torch.optim.SGD or bilevel_optim.AGD as lower_optimizer)"
         )
 
 

@@ -62,7 +62,21 @@ from .lower_checks import (
     require_unlimited,
     require_update_alone,
 )
-from .options import InitVar, Options, choice, chunk, count, factory, flag, function, is_generator, option
+from .options import (
+    FROM_ONE,
+    FROM_ZERO,
+    TRUE_OR_FALSE,
+    InitVar,
+    Options,
+    choice,
+    chunk,
+    count,
+    factory,
+    flag,
+    function,
+    is_generator,
+    option,
+)
 from .placeholders import initial_state, initialises
 from .signatures import argument_error, explain_bad_call, signature_of
 from .state import RunState, recalled, remembered, solver_memory
@@ -79,6 +93,9 @@ NOT_COMPARED = (
     "vectorize",
 )  # fmt: skip
 
+NOT_DYNAMIC = "Invalid {name} value: {value} (it must be None or False, because a graph has fixed shapes)"
+BACKEND = "Invalid {name} value: {value} (it must be the name of a backend of torch.compile, or a function)"
+
 NO_GRADIENT = """step() without losses moves x by its .grad, but no upper parameter has one. A step is one of
 
     optimizer.step(upper_loss, lower_loss)                          # all of it
@@ -87,28 +104,29 @@ NO_GRADIENT = """step() without losses moves x by its .grad, but no upper parame
 
 and the losses are functions: the optimizer calls and differentiates them, so loss.backward() is not called."""
 UNSET_GRADIENT = (
-    "step() without losses moves x by a .grad that no call of optimizer.backward(upper_loss, lower_loss) has set: the "
-    "lower problem is left out of it, and y stays. If it comes from loss.backward(), leave that out and call "
-    "optimizer.step(upper_loss, lower_loss)"
+    "step() without losses moves x by a .grad that no call of optimizer.backward(upper_loss, lower_loss) has set, so "
+    "this step ignores the lower problem and does not change y. If the .grad comes from loss.backward(), replace that "
+    "call and this one by optimizer.step(upper_loss, lower_loss)"
 )
 
 
 STILL = 20  # number of the step that checks whether x and y move
 LITTLE, MUCH = 1e-9, 1e-3  # relative changes of the upper loss: by a step, and by one as long as max(|x|, 1)
 LOOKS = 100  # steps between checks of the upper loss on an accelerator
-DIVERGES = "Take a smaller lr (a tenth of it to begin with), or ask bo.suggest which rates are stable"
+DIVERGES = "Use a smaller lr (a tenth of it to begin with), or let bo.suggest find a stable one"
 MOVED = (
     "x has changed between backward() and step(): if another optimizer has made its step along .grad, leave out "
     "optimizer.step(), which moves x along it once more"
 )
 
 APART = (
-    "lower_init= without tasks is not for several processes or sharded parameters, because each process would start "
-    "elsewhere: write the start into y before the step, the same on all of them"
+    "lower_init= without tasks is not for several processes or sharded parameters, because each process would draw "
+    "its own start; leave out lower_init, and write the same start into y on all processes before the step"
 )
 UNSOLVED = (
-    "y as lower_solver leaves it is no solution of the lower problem: a gradient step would still move it by more than "
-    "one per cent of its size (see diagnostics['lower_residual']), so the hypergradient is not reliable"
+    "y after lower_solver is not a solution of the lower problem: a gradient step would still move y by more than one "
+    "per cent of its size (see diagnostics['lower_residual']), so the hypergradient is not reliable. Solve to a "
+    "smaller tolerance, and check that lower_solver reads the current x"
 )
 
 __all__ = ["REMADE", "BilevelOptimizer", "Loss", "as_objective"]
@@ -239,8 +257,8 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         method = type(self).__name__
         if upper_optimizer is not None and self.declared.upper_update:
             raise ValueError(
-                f"Invalid upper_optimizer value: {upper_optimizer} ({method} takes none, because how x moves is "
-                f"part of the method: {self.declared.upper_update})"
+                f"Invalid upper_optimizer value: {upper_optimizer} ({method} has its own update of x: "
+                f"{self.declared.upper_update}; leave out upper_optimizer)"
             )
         self._upper_factory, self._lower_factory = upper_optimizer, lower_optimizer or SGD
         lr = rate_of("upper", values["lr"], upper_optimizer, method)
@@ -250,7 +268,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             auto = lower_lr is None
         lower_lr = 1.0 if auto else rate_of("lower", lower_lr, lower_optimizer, method)
         require("learning rate", lr, is_number(lr) and 0 <= lr < math.inf, wording="Invalid learning rate: {value}")
-        require("lower_lr", lower_lr, is_number(lower_lr) and 0 <= lower_lr < math.inf)
+        require("lower_lr", lower_lr, is_number(lower_lr) and 0 <= lower_lr < math.inf, FROM_ZERO)
         self._lower_solver: Callable[[], Any] | None = values.get("lower_solver")
         if self.task_memory:
             self._require_task_memory(values["process_group"])
@@ -332,11 +350,17 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         alone = not self._one_loss and callable(upper) and lower is tasks is closure is None
         if closure is not None or alone:
             if not alone and not (upper is lower is tasks is None):
-                raise TypeError("step takes a closure or losses, not both")
+                raise TypeError(
+                    "step takes a closure or losses, not both, because a closure passes the losses to backward() "
+                    "itself; call step(closure=closure) alone, or step(upper_loss, lower_loss)"
+                )
             return self._step_after(upper if alone else closure, required=alone)
         if upper is None and lower is None:
             if tasks is not None:
-                raise TypeError("step takes tasks only together with both losses")
+                raise TypeError(
+                    "step takes tasks only together with both losses, because without losses it only moves x by its "
+                    ".grad; call step(upper_loss, lower_loss, tasks=sampler)"
+                )
             self._update()
             return None
         return self._make_step(upper, lower, tasks, update=True)
@@ -370,7 +394,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         self._run_state.written = {id(t): version_of(t) for t in self.parameters("upper")}
         return loss
 
-    @explain_bad_call("the number of steps goes by its name, run(upper, lower, steps=10)")
+    @explain_bad_call("pass the number of steps by name, run(upper, lower, steps=10)")
     def run(self, upper: Loss, lower: Loss | None = None, *, steps: int, tasks: Any = None) -> Tensor:
         """Make many outer steps in one call, with the same results as that many calls of :meth:`step`.
 
@@ -402,7 +426,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             >>> losses.shape, round(x.item(), 4)
             (torch.Size([100]), 1.0)
         """
-        require("steps", steps, is_count(steps) and steps > 0)
+        require("steps", steps, is_count(steps) and steps > 0, FROM_ONE)
         if self._captured is not None:
             losses: Tensor = self._captured.run(upper, lower, tasks, steps)
             return losses
@@ -484,14 +508,23 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             ((tensor([5.]),), 0.0)
         """
         if steps is None and not self.declared.lower_steps:
-            raise ValueError(f"{type(self).__name__} has no lower_steps: adapt(..., steps=...) must say how many")
+            raise ValueError(
+                f"{type(self).__name__} has no lower_steps, so adapt needs the number of its steps as an argument: "
+                "adapt(loss, batch, steps=10)"
+            )
         steps = self.lower_steps if steps is None else steps
-        require("steps", steps, is_count(steps))
+        require("steps", steps, is_count(steps), "Invalid {name} value: {value} (it must be an integer of at least 0)")
         if tasks is not None:
             if batch is not None or write:
-                raise ValueError("adapt takes tasks= alone, without a batch, and cannot write many into one y")
+                raise ValueError(
+                    "adapt takes tasks= without batch= and without write=True, because it finds one solution for each "
+                    "task, and the live y holds only one; leave these out, and use the tensors that adapt returns"
+                )
             if self._one_loss or self.declared.tasks == "rows":
-                raise ValueError(f"{type(self).__name__} adapts to one task at a time")
+                raise ValueError(
+                    f"{type(self).__name__} adapts to one task at a time, so it does not take tasks=; "
+                    "call adapt(loss, batch) for each task"
+                )
             self._lower_checks.require_elementwise("tasks")
         task = adapt.objective_of(lower, batch)
         oracle = self._oracle(task) if self._one_loss else self._oracle(adapt.no_upper_loss, task)
@@ -579,12 +612,12 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             >>> round(x.item(), 4), optimizer.diagnostics.get("compile_fallback")
             (1.0, None)
         """
-        require("fullgraph", fullgraph, isinstance(fullgraph, bool))
-        require("dynamic", dynamic, dynamic is None or dynamic is False)
-        require("backend", backend, isinstance(backend, str) or callable(backend))
-        require("unroll", unroll, is_count(unroll) and unroll > 0)
+        require("fullgraph", fullgraph, isinstance(fullgraph, bool), TRUE_OR_FALSE)
+        require("dynamic", dynamic, dynamic is None or dynamic is False, NOT_DYNAMIC)
+        require("backend", backend, isinstance(backend, str) or callable(backend), BACKEND)
+        require("unroll", unroll, is_count(unroll) and unroll > 0, FROM_ONE)
         for name, value in (("rtol", rtol), ("atol", atol)):
-            require(name, value, value is None or (is_number(value) and 0 <= value < math.inf))
+            require(name, value, value is None or (is_number(value) and 0 <= value < math.inf), FROM_ZERO)
         from ..compiled.steps import CompiledSteps, Settings
 
         captured = CompiledSteps(self, Settings(fullgraph, backend, mode, options, unroll, rtol, atol))
@@ -618,7 +651,10 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         """Make a step, with or without the update of x, and warn if the upper loss has grown."""
         trend = self._run_state.upper_trend
         if tasks is not None and self._lower_solver is not None:
-            raise ValueError("lower_solver= solves one lower problem, and a step with tasks has many")
+            raise ValueError(
+                "lower_solver= solves one lower problem, and a step with tasks has many; leave out tasks=, or create "
+                "the optimizer without lower_solver="
+            )
         look = update and self._run_state.steps == STILL - 1 and self.check_finite and not self._one_loss
         before = [Vector(self.parameters(level)).detach().clone() for level in LEVELS] if look else []
         put_back = self._set_below() if self._sets_below(tasks) else None
@@ -654,8 +690,8 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             )
         if not size and lr and self.declared.family == "control":
             warn(
-                f"x does not move: the upper loss depends on x through y alone, of which {type(self).__name__} takes "
-                "nothing. It is a control; take another method"
+                f"x does not move: the upper loss depends on x only through y, and {type(self).__name__} ignores that "
+                "dependence, because it is a control for comparisons. Use another method, such as AID or F2SA"
             )
         first, told = self._run_state.upper_trend.first or 0.0, "growing upper loss" in self._run_state.warned
         if self._given_length and not told and moved * size > abs(loss) and loss > 3 * abs(first):
@@ -707,7 +743,10 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             said = trend.describe_rise(loss)
             if said and not state.warned & {"growing upper loss", "worse upper loss"}:
                 state.warned.add("worse upper loss")
-                warn(f"{said}: the run makes it worse, unless y began where f is less than at y*(x). {DIVERGES}")
+                warn(
+                    f"{said}: the run makes the upper loss worse, unless y started where f is less than at y*(x). "
+                    f"{DIVERGES}"
+                )
 
     def _made_step(self, upper: Loss | None, lower: Loss | None, tasks: Any, *, update: bool) -> Tensor:
         """Make a step, compiled or eager, with or without the update of x."""
@@ -1027,7 +1066,10 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         """Add a parameter group, as in ``torch.optim``, with a ``"level"``: ``"upper"`` or ``"lower"``."""
         level = param_group.get("level") if isinstance(param_group, dict) else None
         if isinstance(param_group, dict) and level not in LEVELS:
-            raise ValueError(f"Invalid level value: {level} (a group of a BilevelOptimizer is 'upper' or 'lower')")
+            raise ValueError(
+                f"Invalid level value: {level} (a group of a BilevelOptimizer needs the entry 'level': 'upper' or "
+                "'level': 'lower')"
+            )
         if level == "lower" and self._auto and "lr" not in param_group:
             param_group[FACTOR] = True
         param_group.setdefault("lr", self._default_lr.get(str(level)))
@@ -1176,24 +1218,39 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         method = type(self)
         if self.lower_init is not None or not self.warm_start:
             other = "lower_init" if self.warm_start else "warm_start=False"
-            raise ValueError(f"Invalid task_memory value: True ({other} says where lower solves start)")
+            raise ValueError(
+                f"Invalid task_memory value: True ({other} already determines where lower solves start; leave out one "
+                "of the two)"
+            )
         learned = method._learned_start is not BilevelOptimizer._learned_start
         if learned or self._one_loss or self.declared.tasks in ("rows", "required"):
-            raise ValueError(f"Invalid task_memory value: True (the tasks of {method.__name__} start elsewhere)")
+            raise ValueError(
+                f"Invalid task_memory value: True ({method.__name__} has its own rule for where tasks start, or takes "
+                "no tasks; leave out task_memory)"
+            )
         if process_group is not None:
-            raise ValueError("Invalid task_memory value: True (each process would remember other tasks)")
+            raise ValueError(
+                "Invalid task_memory value: True (with process_group, each process would remember only the tasks that "
+                "it solved itself; leave out one of the two)"
+            )
 
     def _remembered_tasks(self, sampler: Any) -> int:
         """Return the number of tasks for which a row is stored."""
         number = length_of(sampler)
         if number is None:
-            raise ValueError("task_memory=True takes a sampler of a finite number of tasks, which has a length")
+            raise ValueError(
+                f"task_memory=True needs a sampler with a length, but {type(sampler).__name__} has none: a row is kept "
+                "for each of finitely many tasks; use bo.TensorTasks, or give the sampler a __len__"
+            )
         return number
 
     def _objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
         """Return the two objectives of a step."""
         if upper is None or lower is None:
-            raise TypeError(f"{type(self).__name__} takes both losses, upper and lower: step(upper_loss, lower_loss)")
+            raise TypeError(
+                f"{type(self).__name__} takes both losses, upper and lower, but got only one: call "
+                "step(upper_loss, lower_loss)"
+            )
         return as_objective(upper, "upper"), as_objective(lower, "lower")
 
     def _draws(self, inputs: DrawInputs) -> list[Draw] | None:

@@ -46,6 +46,8 @@ NEEDED = (
     "method", "variant", "shapes", "steps_done", "oracle_counts", "fallback", "generator", "last_loss", "numbers",
     "options",
 )  # fmt: skip
+SAVED = "load the output of state_dict() of the same method"
+INTACT = "load the unchanged output of state_dict(), or an earlier checkpoint"
 # Entries of torch's optimizers that are shaped like the parameter or like stacked copies of it.
 LIKE = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "sum", "square_avg", "acc_delta")
 
@@ -88,23 +90,34 @@ def unpacked(state_dict: dict[str, Any], device: torch.device = CPU) -> tuple[di
     _require_form(state_dict)
     written = state_dict["param_groups"][0].get(OWN) if state_dict.get("param_groups") else None
     if not isinstance(written, bytes) or not written:
-        raise ValueError(f"the state dict is not that of a BilevelOptimizer: it has no {OWN!r} entry")
+        raise ValueError(
+            f"the state dict is not that of a BilevelOptimizer: its first group has no {OWN!r} entry; {SAVED}"
+        )
     for i, group in enumerate(state_dict["param_groups"]):
         if group.get("level") not in LEVELS:
-            raise ValueError(f"the state dict is damaged: group {i} has the level {group.get('level')!r}")
+            raise ValueError(
+                f"the state dict is damaged: group {i} has the level {group.get('level')!r}, which should be 'upper' "
+                f"or 'lower'; {INTACT}"
+            )
         if not is_number(group.get("lr")):
-            raise ValueError(f"the state dict is damaged: group {i} has the learning rate {group.get('lr')!r}")
+            raise ValueError(
+                f"the state dict is damaged: group {i} has the learning rate {group.get('lr')!r}, which should be a "
+                f"number; {INTACT}"
+            )
     try:
         own: dict[str, Any] = torch.load(io.BytesIO(written), map_location=placed, weights_only=True)
     except Exception as error:  # torch raises errors of many types for foreign bytes
-        raise ValueError(f"the state dict is damaged: its {OWN!r} entry cannot be read") from error
+        raise ValueError(f"the state dict is damaged: its {OWN!r} entry cannot be read; {INTACT}") from error
     if not isinstance(own, dict) or "kept" not in own:
-        raise ValueError("the state dict is incomplete: it does not say what it keeps")
+        raise ValueError(f"the state dict is incomplete: its {OWN!r} entry does not list the saved tensors; {INTACT}")
     kept = own["kept"]
     if not isinstance(kept, dict) or not all(
         isinstance(names, dict) and all(map(is_count, names.values())) for names in kept.values()
     ):
-        raise ValueError("the state dict is damaged: what it says that it keeps are no names with numbers")
+        raise ValueError(
+            f"the state dict is damaged: its list of saved tensors should hold names with counts, but is "
+            f"{str(kept)[:80]}; {INTACT}"
+        )
     kept = {} if own.get("placeholders") else own["kept"]
     state: dict[Any, dict[str, Any]] = {}
     for group in state_dict["param_groups"]:
@@ -118,8 +131,9 @@ def unpacked(state_dict: dict[str, Any], device: torch.device = CPU) -> tuple[di
     missing = [name for level, names in kept.items() for name, count in names.items() if found[level][name] < count]
     if missing:
         raise ValueError(
-            f"the checkpoint holds {', '.join(missing)}, but not all of it has been loaded: before the first step it "
-            "was not known what to ask for. Make one step before loading (its effects are overwritten)"
+            f"the checkpoint holds {', '.join(missing)}, but not all of it has been loaded: before its first step, the "
+            "optimizer may not know which entries to request. Make one step before loading (the load overwrites its "
+            "effects)"
         )
     return own, pruned
 
@@ -151,14 +165,19 @@ def saved_types(own: Mapping[str, Any]) -> tuple[torch.dtype, ...] | None:
 def _require_form(state: Any) -> None:
     """Raise ValueError unless a state dict has the form of an optimizer's."""
     if not isinstance(state, dict):
-        raise ValueError(f"the state dict is not that of a BilevelOptimizer: it is {type(state).__name__}")
+        raise ValueError(
+            f"the state dict is not that of a BilevelOptimizer: it should be a dict, but is {type(state).__name__}; "
+            f"{SAVED}"
+        )
     state_of, groups = state.get("state"), state.get("param_groups")
     if not isinstance(state_of, dict) or not all(isinstance(entries, dict) for entries in state_of.values()):
-        raise ValueError("the state dict is not that of a BilevelOptimizer: 'state' does not hold dicts")
+        raise ValueError(f"the state dict is not that of a BilevelOptimizer: 'state' does not hold dicts; {SAVED}")
     if not isinstance(groups, list) or not all(
         isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
     ):
-        raise ValueError("the state dict is not that of a BilevelOptimizer: 'param_groups' are not dicts with 'params'")
+        raise ValueError(
+            f"the state dict is not that of a BilevelOptimizer: 'param_groups' are not dicts with 'params'; {SAVED}"
+        )
 
 
 def require_loadable(
@@ -184,46 +203,65 @@ def require_loadable(
     missing = [name for name in NEEDED if name not in own]
     missing += [f"options[{name!r}]" for name in options if name not in (own.get("options") or {})]
     if missing:
-        raise ValueError(f"the state dict is incomplete: there is no {', '.join(missing)}")
+        raise ValueError(f"the state dict is incomplete: it lacks {', '.join(missing)}; {SAVED}")
     if own["method"] != method:
-        raise ValueError(f"the state dict is that of {own['method']}, but this optimizer is {method}")
+        raise ValueError(
+            f"the state dict is that of {own['method']}, but this optimizer is {method}, which needs other entries; "
+            f"load it into an optimizer of the method {own['method']}"
+        )
     if own["variant"] != dict(variant):
-        raise ValueError(f"the state dict is that of another variant: of {own['variant']}, but this is {dict(variant)}")
+        raise ValueError(
+            f"the state dict is that of another variant: it has {own['variant']}, but this optimizer {dict(variant)}; "
+            "create the optimizer with the arguments of the saved run"
+        )
     sizes = [[(group.get("level"), len(group["params"])) for group in some] for some in (state["param_groups"], groups)]
     if sizes[0] != sizes[1]:
         raise ValueError(
-            f"the state dict is that of other parameter groups: (level, parameters) are {sizes[0]}, here {sizes[1]}"
+            f"the state dict is that of other parameter groups: (level, number of parameters) are {sizes[0]}, but here "
+            f"{sizes[1]}; create the optimizer with the groups of the saved run, in the same order"
         )
     if own["shapes"] != _shapes(groups):
         raise ValueError(
-            f"the state dict is that of parameters of shapes {own['shapes']}, but these have {_shapes(groups)}"
+            f"the state dict is that of parameters of shapes {own['shapes']}, but this optimizer's have "
+            f"{_shapes(groups)}; create it with the parameters of the saved run, in the same order"
         )
     for name, right in FORMS.items():
         if name in own and not right(own[name]):
-            raise ValueError(f"the state dict is damaged: {name} is {str(own[name])[:80]}")
+            raise ValueError(
+                f"the state dict is damaged: {name} is {str(own[name])[:80]}, which is not a valid value; {INTACT}"
+            )
     _require_generator(own["generator"], generator)
     names = own.get("types", types(groups))
     if not isinstance(names, list) or len(names) != len(_shapes(groups)) or not all(map(_is_type, names)):
-        raise ValueError(f"the state dict is damaged: the types of the parameters are {names!r}")
+        raise ValueError(
+            f"the state dict is damaged: the types of the parameters are {names!r}, which should be one name of a "
+            f"torch.dtype for each of {len(_shapes(groups))} parameters; {INTACT}"
+        )
     found, known = _tables(state["state"]), own.get("tables", {})
     for name in known.keys() & found.keys():
         if found[name] != known[name]:
             raise ValueError(
-                f"the state dict is damaged: (shape, whether of real numbers) of the table {name.removeprefix(TABLE)} "
-                f"are {found[name]}, but were {known[name]} when it was saved"
+                f"the state dict is damaged: the table {name.removeprefix(TABLE)} has (shape, whether it is of a "
+                f"floating-point type) {found[name]}, but had {known[name]} when it was saved; {INTACT}"
             )
     keys = [key for group in state["param_groups"] for key in group["params"]]
     for key, shape in zip(keys, _shapes(groups), strict=True):
         for name, value in state["state"].get(key, {}).items():
             if not _is_kept(name, value):
-                raise ValueError(f"the state dict is damaged: {name} is a {type(value).__name__}, no tensor")
+                raise ValueError(
+                    f"the state dict is damaged: {name} should be a tensor, but is of type {type(value).__name__}; "
+                    f"{INTACT}"
+                )
             if _like_its_parameter(name) and isinstance(value, Tensor) and not _fits(value, shape):
                 raise ValueError(
-                    f"the state dict is damaged: {name} has shape {tuple(value.shape)} where the parameter has "
-                    f"{tuple(shape)}"
+                    f"the state dict is damaged: {name} has shape {tuple(value.shape)}, but its parameter has shape "
+                    f"{tuple(shape)}; {INTACT}"
                 )
             if _like_its_parameter(name) and isinstance(value, Tensor) and not value.is_floating_point():
-                raise ValueError(f"the state dict is damaged: {name} holds {value.dtype}, no real numbers")
+                raise ValueError(
+                    f"the state dict is damaged: {name} should be of a floating-point type, but is of {value.dtype}; "
+                    f"{INTACT}"
+                )
 
 
 def _tables(state: Mapping[Any, Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -251,14 +289,15 @@ def _require_generator(saved: Any, generator: torch.Generator | None) -> None:
         return
     if generator is None:
         raise ValueError(
-            "the state dict is that of an optimizer with a generator, whose random numbers this one without a "
-            "generator would not go on with; make it with generator=torch.Generator() (its state is loaded)"
+            "the state dict is that of an optimizer with a generator, but this one has none, so it would draw "
+            "different random numbers; create it with generator=torch.Generator(), into which the saved state is loaded"
         )
     try:
         torch.Generator(generator.device).set_state(saved.cpu())
     except (AttributeError, RuntimeError, TypeError) as error:
         raise ValueError(
-            f"the state dict is damaged: its generator's state is none of a generator on {generator.device}"
+            f"the state dict is damaged: its generator state does not fit a generator on {generator.device}; create "
+            f"the generator on the device of the saved run, or {INTACT}"
         ) from error
 
 

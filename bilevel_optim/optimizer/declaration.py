@@ -94,7 +94,10 @@ def register(cls: type[Any]) -> None:
     """Add a class to the methods; called when a class with its own ``declared`` is defined."""
     known = REGISTRY.setdefault(cls.__name__, cls)
     if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-        raise ValueError(f"there is another method of the name {cls.__name__}, in {known.__module__}")
+        raise ValueError(
+            f"there is another method of the name {cls.__name__}, in {known.__module__}; methods are found by their "
+            "names, so rename one of the two"
+        )
     REGISTRY[cls.__name__] = cls
 
 

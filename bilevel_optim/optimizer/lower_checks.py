@@ -72,8 +72,9 @@ class LowerChecks:
         name = f"Invalid lower_optimizer value: {type(probe).__name__}"
         if isinstance(probe, AGD) or not can_be_unrolled(probe):
             raise ValueError(
-                f"{name} cannot be differentiated through; use one of torch's optimizers with a differentiable "
-                "argument, such as SGD or Adam, or AID"
+                f"{name} cannot be differentiated through, but this method differentiates its steps; use one of "
+                "torch's optimizers with a differentiable argument, such as SGD or Adam, or a method that does not "
+                "differentiate the lower steps, such as AID"
             )
         if not is_known(probe) and not self._shows("differentiable", can_be_differentiated):
             raise ValueError(
@@ -86,8 +87,8 @@ class LowerChecks:
         """Raise if the optimizer would mix stacked tensors."""
         if not self._shows("elementwise", _keeps_entries_apart):
             raise ValueError(
-                f"Invalid lower_optimizer value: {type(self.probe()).__name__} does not treat every entry alone, so it "
-                f"would mix the {what}; use SGD, Adam or the like"
+                f"Invalid lower_optimizer value: {type(self.probe()).__name__} does not update every entry "
+                f"independently, so it would mix the {what}; use an optimizer that does, such as SGD or Adam"
             )
 
     def _require_given_gradient(self) -> None:
@@ -95,16 +96,17 @@ class LowerChecks:
         kind = type(self.probe())
         if issubclass(kind, AGD) or needs_closure(self.probe()):
             raise ValueError(
-                f"Invalid lower_optimizer value: {kind.__name__} evaluates gradients at points of its own, but the "
-                "lower step takes an estimate made before; use SGD, Adam or the like"
+                f"Invalid lower_optimizer value: {kind.__name__} evaluates gradients at points of its own, but "
+                "this method passes it one gradient, computed before the lower step; use an optimizer that needs only "
+                "that, such as SGD or Adam"
             )
 
     def warn_of_decay(self, group: Mapping[str, Any]) -> None:
         """Warn of weight decay in a lower group, which the linear system ignores."""
         if group.get("weight_decay", self.probe().param_groups[0].get("weight_decay")):
             warn(
-                "weight_decay of the lower_optimizer is not part of the lower loss, so the linear system does not know "
-                "it and the hypergradient is biased; put the penalty into the lower loss instead"
+                "weight_decay of the lower_optimizer is not part of the lower loss, so the linear system does not "
+                "include it and the hypergradient is biased; put the penalty into the lower loss instead"
             )
 
     def _shows(self, what: str, test: Callable[[Factory, float], bool]) -> bool:
@@ -176,11 +178,14 @@ def require_update_alone(factory: Factory, lr: Any) -> None:
     """Raise if an upper optimizer evaluates gradients at points of its own."""
     made = probe(factory, lr)
     if not isinstance(made, Optimizer):
-        raise TypeError(f"upper_optimizer must return a torch.optim.Optimizer, but returned {type(made).__name__}")
+        raise TypeError(
+            f"upper_optimizer must return a torch.optim.Optimizer, but returned {type(made).__name__}; pass a class "
+            "such as torch.optim.Adam, or a function of parameter groups that returns an optimizer"
+        )
     if isinstance(made, AGD) or needs_closure(made):
         raise ValueError(
             f"Invalid upper_optimizer value: {type(made).__name__} evaluates gradients at points of its own, but "
-            "there is one hypergradient for each step; use SGD, Adam or the like"
+            "there is one hypergradient for each step; use an optimizer that needs only that, such as SGD or Adam"
         )
 
 
@@ -188,4 +193,6 @@ def require_unlimited(limits: Limits, method: str) -> None:
     """Raise if lower steps have limits, for a method that makes its lower steps itself."""
     for name, value in (("lower_clip", limits.clip), ("lower_projection", limits.projection)):
         if value is not None:
-            raise ValueError(f"Invalid {name} value: {value} ({method} makes its lower steps itself)")
+            raise ValueError(
+                f"Invalid {name} value: {value} ({method} makes its lower steps itself, without limits; leave it out)"
+            )

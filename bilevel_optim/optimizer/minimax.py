@@ -22,18 +22,24 @@ class MinimaxOptimizer(BilevelOptimizer):
     """
 
     _one_loss = True
-    _fixed_rate = "the rates of x and y belong together"
+    _fixed_rate = "the learning rates of x and y have to be chosen together"
 
     def _objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
         """Return the loss, and its negative on the same draws."""
         if upper is None or lower is not None:
-            raise TypeError(f"{type(self).__name__} takes one loss, which x descends and y ascends: step(loss)")
+            raise TypeError(
+                f"{type(self).__name__} takes one loss, which x descends and y ascends: call step(loss), without a "
+                "lower loss"
+            )
         loss = as_objective(upper, "minimax")
         return loss, loss.mapped(neg)
 
     def _estimate_tasks(self, oracle: Oracle, inputs: StepInputs, sampler: Any) -> Never:
         """Raise TypeError, because a sampler draws for two losses."""
-        raise TypeError(f"{type(self).__name__} takes one loss, and no tasks")
+        raise TypeError(
+            f"{type(self).__name__} takes one loss, and no tasks, because a sampler draws for two losses: call "
+            "step(loss)"
+        )
 
 
 def danskin(oracle: Oracle, rule: LowerRule) -> Estimate:

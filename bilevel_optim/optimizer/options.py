@@ -19,11 +19,17 @@ from torch.optim import Optimizer
 from ..problem.parameters import is_count, is_number, require, require_choice
 
 __all__ = [
-    "InitVar", "Options", "choice", "chunk", "count", "factory", "fixed", "flag", "function", "is_generator",
+    "FROM_ONE", "FROM_ZERO", "GENERATOR", "POSITIVE", "TRUE_OR_FALSE", "InitVar", "Options",
+    "choice", "chunk", "count", "factory", "fixed", "flag", "function", "is_generator",
     "number", "option", "owner_of_common_options", "parameters_of",
 ]  # fmt: skip
 
 REQUIRED = inspect.Parameter.empty
+GENERATOR = "Invalid {name} value: {value} (it must be a torch.Generator or None)"
+POSITIVE = "Invalid {name} value: {value} (it must be a finite number above 0)"
+FROM_ONE = "Invalid {name} value: {value} (it must be an integer of at least 1)"
+FROM_ZERO = "Invalid {name} value: {value} (it must be a finite number of at least 0)"
+TRUE_OR_FALSE = "Invalid {name} value: {value} (it must be True or False)"
 HINT = " (pass the class, or a function that makes one: functools.partial(torch.optim.SGD, momentum=0.9))"
 
 
@@ -83,7 +89,10 @@ def number(
             return optional and value is None
         return bool(above < value) and bool(least <= value <= most) and (not finite or bool(value < math.inf))
 
-    return Option(check=lambda name, value: require(name, value, valid(value)), default=default, saved=saved)
+    limits = {"above": above, "at least": least, "at most": most}
+    bounds = " and ".join(f"{words} {limit:g}" for words, limit in limits.items() if math.isfinite(limit))
+    wording = _wording(f"a {'finite ' if finite and most == math.inf else ''}number {bounds}".strip(), optional)
+    return Option(check=lambda name, value: require(name, value, valid(value), wording), default=default, saved=saved)
 
 
 def count(*, default: Any = REQUIRED, least: int = 0, optional: bool = False, saved: bool = False) -> Any:
@@ -92,7 +101,8 @@ def count(*, default: Any = REQUIRED, least: int = 0, optional: bool = False, sa
     def valid(value: Any) -> bool:
         return optional if value is None else is_count(value) and int(value) >= least
 
-    return Option(check=lambda name, value: require(name, value, valid(value)), default=default, saved=saved)
+    wording = _wording(f"an integer of at least {least}", optional)
+    return Option(check=lambda name, value: require(name, value, valid(value), wording), default=default, saved=saved)
 
 
 def flag(*, default: Any = REQUIRED, optional: bool = False) -> Any:
@@ -101,7 +111,13 @@ def flag(*, default: Any = REQUIRED, optional: bool = False) -> Any:
     def valid(value: Any) -> bool:
         return isinstance(value, bool) or (optional and value is None)
 
-    return Option(check=lambda name, value: require(name, value, valid(value)), default=default)
+    wording = _wording("True or False", optional)
+    return Option(check=lambda name, value: require(name, value, valid(value), wording), default=default)
+
+
+def _wording(kind: str, optional: bool) -> str:
+    """Return the message for a value that is not of this kind."""
+    return f"Invalid {{name}} value: {{value}} (it must be {kind}{' or None' if optional else ''})"
 
 
 def choice(*values: str, default: Any = REQUIRED, or_positive: bool = False, alias: str | None = None) -> Any:
@@ -115,7 +131,10 @@ def choice(*values: str, default: Any = REQUIRED, or_positive: bool = False, ali
 
 def function(*, default: Any = REQUIRED) -> Any:
     """Declare a function, or None."""
-    return Option(check=lambda name, value: require(name, value, value is None or callable(value)), default=default)
+    wording = _wording("a function", optional=True)
+    return Option(
+        check=lambda name, value: require(name, value, value is None or callable(value), wording), default=default
+    )
 
 
 def factory(*, default: Any = REQUIRED) -> Any:
@@ -133,14 +152,15 @@ def chunk(*, default: Any = REQUIRED) -> Any:
     """Declare True, False, or a chunk size."""
 
     def check(name: str, value: Any) -> None:
-        require(name, value, isinstance(value, bool) or (is_count(value) and value > 0))
+        wording = "Invalid {name} value: {value} (it must be True, False or an integer of at least 1)"
+        require(name, value, isinstance(value, bool) or (is_count(value) and value > 0), wording)
 
     return Option(check=check, default=default)
 
 
 def is_generator(name: str, value: Any) -> None:
     """Raise ValueError unless the value is a random generator or None."""
-    require(name, value, value is None or isinstance(value, torch.Generator))
+    require(name, value, value is None or isinstance(value, torch.Generator), GENERATOR)
 
 
 @dataclass_transform(
@@ -158,7 +178,7 @@ class Options:
         for name, value in [(name, value) for name, value in vars(cls).items() if isinstance(value, Option)]:
             if (annotation := annotations.get(name)) is None:
                 raise TypeError(
-                    f"option {name!r} of {cls.__name__} has no type: write {name}: int = ..., or what it is"
+                    f"option {name!r} of {cls.__name__} has no type: write {name}: int = ..., or another type"
                 )
             annotation = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
             kind = annotation.removeprefix("dataclasses.").removeprefix("InitVar[")
@@ -184,7 +204,10 @@ class Options:
         """
         known = type(self)._options
         if unknown := [name for name in given if name not in known or not known[name].init]:
-            raise TypeError(f"{type(self).__name__} has no option {unknown[0]!r}")
+            raise TypeError(
+                f"{type(self).__name__} has no option {unknown[0]!r}; it has "
+                f"{', '.join(name for name, one in known.items() if one.init)}"
+            )
         values = {name: given.get(name, one.default) for name, one in known.items()}
         for name, one in known.items():
             if values[name] is REQUIRED:

@@ -62,7 +62,10 @@ def argument_error(
     name, known = cls.__name__, signature_of(cls).parameters
     unknown = [option for option in options if option not in known]
     if len(arguments) > 2:
-        return TypeError(f"{name} takes the upper and the lower parameters, and everything else by name: lr=..., ...")
+        return TypeError(
+            f"{name} takes the upper and the lower parameters by position, but got {len(arguments)} values: pass "
+            "everything else by name, such as lr=..."
+        )
     if not unknown:
         usual = " (10 is usual; bo.suggest tries some)" if "'lower_steps'" in str(error) else ""
         return TypeError(f"{name}: {error}{usual}")
@@ -72,7 +75,7 @@ def argument_error(
 
 def _hint(cls: type[Any], option: str, known: list[str], methods: Iterable[type[Any]]) -> str:
     if option == "lower_steps":
-        return ": it is a single loop, with one lower step in each step"
+        return ": it is a single loop, with one lower step in each step; leave lower_steps out"
     words = [WORDS.get(word, word) for word in option.lower().split("_")]
     plain = "_".join(word for word in words if word)
     meant = next((name for name in (WHOLE.get(plain), plain) if name in known), None)
@@ -115,7 +118,7 @@ def wrong_call(
     hints = [_near(name, known) for name in named if name not in known]
     if "were given" in str(error):
         named_only = [name for name in known if parameters[name].kind is inspect.Parameter.KEYWORD_ONLY]
-        hints = [f"by name alone: {', '.join(named_only)}"]
+        hints = [f"pass these by name: {', '.join(named_only)}"]
     hints = [sentence] if sentence else hints
     return TypeError(": ".join([str(error), *hints]))
 

@@ -103,7 +103,11 @@ class _Rows:
 
     def __init__(self, table: Tensor | None, y: Vector, ids: Any, number: int) -> None:
         if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.is_floating_point():
-            raise ValueError("task_memory=True takes a sampler that draws ids of tasks, a tensor of integers")
+            shown = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+            raise ValueError(
+                "task_memory=True needs a sampler that draws ids of tasks, because a row is found by its id, but "
+                f"sample returned {shown}; return a LongTensor of shape (n,)"
+            )
         self.y, self.is_new = y, table is None
         if table is None:
             flat = torch.cat([t.reshape(-1) for t in y])

@@ -225,8 +225,8 @@ def _write_values(live: Vector, values: Sequence[Tensor]) -> None:
     for t, value in zip(live, values, strict=True):
         if t.shape != value.shape:
             raise ValueError(
-                f"a method gave a parameter of shape {tuple(t.shape)} a value of shape {tuple(value.shape)}; estimate "
-                "and update return tensors shaped like the parameters"
+                f"a method returned a value of shape {tuple(value.shape)} for a parameter of shape {tuple(t.shape)}; "
+                "return tensors with the shapes of the parameters from estimate() and update()"
             )
     live.copy_(values)
 

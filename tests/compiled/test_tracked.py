@@ -171,8 +171,8 @@ def test_a_captured_step_makes_nothing_that_grows_with_the_number_of_tasks():
     ("cls", "options", "reason"),
     [
         (bo.RSVRB, {"radius": 0.4}, "with a radius"),
-        (bo.RSVRB, {"probabilities": "adaptive"}, "makes the probabilities"),
-        (bo.BSVRB, {"schedule": "cube_root"}, "change with their number"),
+        (bo.RSVRB, {"probabilities": "adaptive"}, "computes the adaptive probabilities"),
+        (bo.BSVRB, {"schedule": "cube_root"}, "depend on the step count"),
         (bo.SVRB, {"warm_start": False}, "begins with all rows"),
     ],
     ids=["radius", "adaptive", "schedule", "cold"],

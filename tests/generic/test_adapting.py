@@ -187,7 +187,7 @@ def test_invalid_tasks_are_refused():
     x, y = torch.full((2,), 3.0, requires_grad=True), torch.full((2,), 1.0, requires_grad=True)
     optimizer, loss = bo.AID([x], [y], **ARGUMENTS), loss_of(x, y)
     for options in ({"batch": torch.zeros(2)}, {"write": True}):
-        with pytest.raises(ValueError, match="adapt takes tasks= alone"):
+        with pytest.raises(ValueError, match="adapt takes tasks= without batch= and without write=True"):
             optimizer.adapt(loss, tasks=torch.zeros(3, 2), **options)
     for wrong in (torch.tensor(1.0), (torch.zeros(2, 2), torch.zeros(3, 2)), []):
         with pytest.raises(ValueError, match="Invalid tasks: they should be tensors"):

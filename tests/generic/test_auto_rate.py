@@ -113,7 +113,7 @@ def test_the_default_of_every_method_that_can(name):
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("SVRB", "averaging weights"), ("RAHGD", "momentum"), ("RTMLMC", "halves"), ("GDA", "belong together")],
+    [("SVRB", "averaging weights"), ("RAHGD", "momentum"), ("RTMLMC", "halves"), ("GDA", "chosen together")],
 )
 def test_methods_whose_own_rule_sets_rates_refuse_it_by_name(name, reason):
     problem = Quadratic(4, 2, 3.0)
@@ -124,7 +124,10 @@ def test_methods_whose_own_rule_sets_rates_refuse_it_by_name(name, reason):
 
 def test_optimizers_with_a_scale_of_their_own_refuse_it_and_own_rates_stay():
     problem = Quadratic(4, 2, 3.0)
-    with pytest.raises(ValueError, match=r"Invalid lower_lr value: auto \(Adam has a scale of its own"):
+    with pytest.raises(
+        ValueError,
+        match=r"Invalid lower_lr value: auto \(the default, .*learning rate of Adam may need another scale: pass AID",
+    ):
         made("AID", problem, lower_optimizer=torch.optim.Adam)
     with pytest.raises(ValueError, match=r"Invalid lower_lr value: fast \(a number, or 'auto'\)"):
         made("AID", problem, lower_lr="fast")

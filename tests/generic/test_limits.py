@@ -301,7 +301,7 @@ def test_hooks_before_a_step_see_the_gradient():
 def test_a_hook_that_mixes_tasks_is_refused():
     x, y = scalar()
     optimizer = bo.AID([x], [y], **ARGUMENTS, lower_optimizer=with_hook("pre", clip))
-    with pytest.raises(ValueError, match="does not treat every entry alone"):
+    with pytest.raises(ValueError, match="does not update every entry independently"):
         optimizer.step(lambda t: (y - t).sum(), lambda t: (y - x).sum(), tasks=bo.TensorTasks(torch.ones(2, 1)))
 
 

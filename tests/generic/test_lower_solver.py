@@ -52,7 +52,7 @@ def test_an_unsolved_y_is_reported_once(rate):
     problem = Quadratic(6, 3, 5.0)
     options = {"lower_lr": rate, "lower_steps": 0, "lower_solver": solved(problem, 0.5)}
     optimizer = bo.AID(problem.x, problem.y, lr=0.01, **options)
-    with pytest.warns(bo.BilevelWarning, match="y as lower_solver leaves it is no solution"):
+    with pytest.warns(bo.BilevelWarning, match="y after lower_solver is not a solution"):
         optimizer.step(problem.upper, problem.lower)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

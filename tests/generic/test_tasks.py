@@ -185,7 +185,9 @@ def test_misuse():
         optimizer.step(*problem.losses, tasks=problem.A)
     with pytest.raises(TypeError, match="tasks only together with both losses"):
         step()
-    with pytest.raises(ValueError, match="Invalid lower_optimizer value: LBFGS does not treat every entry alone"):
+    with pytest.raises(
+        ValueError, match="Invalid lower_optimizer value: LBFGS does not update every entry independently"
+    ):
         problem.run(bo.AID(problem.x, problem.y, **ARGUMENTS, lower_optimizer=torch.optim.LBFGS))
     for upper, lower, message in (
         (bo.Objective(problem.upper, [1]), problem.lower, "the upper loss takes its batches from the sampler"),

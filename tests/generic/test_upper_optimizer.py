@@ -47,7 +47,9 @@ def test_a_step_is_that_of_the_optimizer_after_backward(row):
 @each(lambda row: row.declared.upper_update)
 def test_methods_whose_update_of_x_is_the_method_refuse(row):
     problem = row.quadratic(n=4, m=2)
-    with pytest.raises(ValueError, match=f"Invalid upper_optimizer value: .*{row.cls.__name__} takes none, because"):
+    with pytest.raises(
+        ValueError, match=f"Invalid upper_optimizer value: .*{row.cls.__name__} has its own update of x: .+; leave"
+    ):
         row.cls(problem.x, problem.y, lr=0.1, lower_lr=0.1, upper_optimizer=Adam, **({} if not row.declared.lower_steps
                 else {"lower_steps": 1}))  # fmt: skip
 

@@ -329,7 +329,9 @@ def test_warns_if_the_path_explodes_or_the_series_grows():
         run(120, cap=False, neumann_steps=1, smoothness=40.0)
     with pytest.warns(bo.BilevelWarning, match="Give a larger smoothness"):
         run(1, smoothness=10.0, neumann_steps=3)
-    with pytest.raises(ValueError, match=r"RTMLMC has a lower problem for each context: step\(upper, lower, tasks="):
+    with pytest.raises(
+        ValueError, match=r"RTMLMC has a lower problem for each context.* call step\(upper, lower, tasks="
+    ):
         bo.RTMLMC([x], [y], lr=0.0, lower_lr=2.0).step(lambda: y.sum(), lambda: y.square().sum())
 
 

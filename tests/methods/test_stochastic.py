@@ -463,7 +463,9 @@ def test_saba_wants_terms():
         ValueError, match=r"lower loss draws batches without an index \(its data are a list\).*FiniteSum"
     ):
         optimizer.step(p.upper, bo.Objective(p.g, [torch.tensor([0])]))
-    with pytest.raises(ValueError, match="SABA remembers every term of its losses and takes no tasks"):
+    with pytest.raises(
+        ValueError, match="SABA remembers every term of its losses, but not those of a sampler of tasks"
+    ):
         optimizer.step(p.upper, p.lower, tasks=bo.TensorTasks(torch.zeros(2, 2)))
     assert not optimizer.state
 

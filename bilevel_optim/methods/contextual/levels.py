@@ -14,11 +14,13 @@ SEEN = 30  # corrections of a level needed before its mean square counts
 GROWING = (
     "the corrections between levels do not fall like 2^-k (diagnostics['level_variance'] grows with k), so the "
     "variance grows geometrically with levels: lower_lr is too small (lower_lr * mu < 0.75, with mu the strong "
-    "convexity of the lower loss), or the noise of the lower gradients does not average out"
+    "convexity of the lower loss), or the noise of the lower gradients does not average out. Use a larger lower_lr, or "
+    "fewer levels"
 )
 EXPLODING = (
     "the first corrections between levels explode (diagnostics['level_variance']): the lower steps are too large for "
-    "the curvature, because cap=False, or because smoothness is less than the largest eigenvalue of the lower Hessians"
+    "the curvature, because cap=False, or because smoothness is less than the largest eigenvalue of the lower "
+    "Hessians. Use cap=True, a larger smoothness, or a smaller lower_lr"
 )
 
 

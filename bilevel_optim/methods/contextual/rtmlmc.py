@@ -32,7 +32,7 @@ CURVATURE_SAMPLES, CURVATURE_MARGIN = 16, 1.2
 GROWING_SERIES = (
     "a term of the Neumann series was larger than the one before (diagnostics['neumann_ratio']): smoothness is less "
     "than an eigenvalue of a sample Hessian, or the lower loss is not convex on a sample, so the hypergradient is not "
-    "reliable. Give a larger smoothness, normalise the data, or regularise"
+    "reliable. Use a larger smoothness, normalise the data, or regularise"
 )
 
 
@@ -174,15 +174,18 @@ class RTMLMC(BilevelOptimizer):
     def _arrange(self, options: dict[str, Any]) -> None:
         super()._arrange(options)
         base, most = options["base_level"], 1 if self._one_level else options["levels"]
-        require("base_level", base, base < most)
+        require(
+            "base_level", base, base < most, "Invalid {name} value: {value} (it must be less than levels; 0 for DLSGD)"
+        )
         factory = options["lower_optimizer"]
-        wording = "Invalid lower_optimizer value: {value} (the lower solver is EpochSGD)"
+        wording = "Invalid lower_optimizer value: {value} (the lower solver is EpochSGD; leave out lower_optimizer)"
         require("lower_optimizer", factory, factory is None, wording)
 
     def estimate(self, oracle: Oracle, inputs: StepInputs) -> Estimate:
         """Raise, because there is no single lower problem."""
         raise ValueError(
-            f"{type(self).__name__} has a lower problem for each context: step(upper, lower, tasks=sampler)"
+            f"{type(self).__name__} has a lower problem for each context, but got no sampler of contexts: call "
+            "step(upper, lower, tasks=sampler)"
         )
 
     def _estimate_tasks(self, oracle: Oracle, inputs: StepInputs, sampler: Any) -> Estimate:

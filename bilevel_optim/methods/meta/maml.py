@@ -31,8 +31,8 @@ class Initialised(BilevelOptimizer):
         """Return the upper tensors from which the lower ones start."""
         if any_sharded(oracle.y):
             raise ValueError(
-                f"{type(self).__name__} cannot start sharded lower parameters (DTensor) from upper ones: leave the "
-                "module whole, and let the ranks share the tasks"
+                f"{type(self).__name__} cannot start sharded lower parameters (DTensor) from upper ones: do not "
+                "shard the module, and let the ranks share the tasks"
             )
         count = len(oracle.y)
         start = oracle.x[-count:]
@@ -192,8 +192,9 @@ class ANIL(MAML):
         """Return the initial head, which follows the body among the upper parameters."""
         if len(oracle.x) == len(oracle.y):
             raise ValueError(
-                "ANIL needs upper parameters beside the initial values of the lower ones: those of the body that the "
-                "tasks share, before them. To learn initial values only, use MAML"
+                f"ANIL needs upper parameters besides the {len(oracle.y)} initial values of the lower ones: pass the "
+                "parameters of the body that the tasks share first, [*body.parameters(), *start]. To learn initial "
+                "values only, use MAML"
             )
         return super()._initial(oracle)
 

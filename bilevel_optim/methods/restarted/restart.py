@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...distributed.ranks import Ranks
+from ...optimizer.options import FROM_ONE, FROM_ZERO, TRUE_OR_FALSE
 from ...optimizer.step import Update
 from ...problem.parameters import is_count, is_number, require, require_choice
 from ...problem.random import uniform_ball
@@ -24,6 +25,8 @@ from ...problem.vector import Vector
 
 __all__ = ["LookAhead", "Momentum", "Position", "Progress", "Restarted", "iteration_property"]
 
+MOMENTUM = "Invalid {name} value: {value} (it must be a number of at least 0 and below 1)"
+RADIUS = "Invalid {name} value: {value} (it must be a number above 0 or None)"
 AUTOMATIC_RADIUS = 5.0  # restart radius in lengths of the first step
 LARGEST_PERTURBATION = 0.02  # in restart radii: a larger one keeps triggering restarts at a minimum
 
@@ -125,12 +128,12 @@ class Momentum:
     def __post_init__(self) -> None:
         """Raise if an argument is out of its range."""
         radius, period, noise = self.restart_radius, self.restart_period, self.perturbation
-        require("momentum", self.momentum, is_number(self.momentum) and 0 <= self.momentum < 1)
-        require("restart_radius", radius, radius is None or (is_number(radius) and radius > 0))
-        require("restart_period", period, is_count(period) and period > 0)
+        require("momentum", self.momentum, is_number(self.momentum) and 0 <= self.momentum < 1, MOMENTUM)
+        require("restart_radius", radius, radius is None or (is_number(radius) and radius > 0), RADIUS)
+        require("restart_period", period, is_count(period) and period > 0, FROM_ONE)
         require_choice("on_converged", self.on_converged, ("stop", "continue"))
-        require("perturbation", noise, is_number(noise) and 0 <= noise < math.inf)
-        require("perturb_initial", self.perturb_initial, isinstance(self.perturb_initial, bool))
+        require("perturbation", noise, is_number(noise) and 0 <= noise < math.inf, FROM_ZERO)
+        require("perturb_initial", self.perturb_initial, isinstance(self.perturb_initial, bool), TRUE_OR_FALSE)
 
     def look_ahead(self, point: Position) -> LookAhead:
         """Return the point at which to evaluate the next gradient."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...distributed.ranks import Ranks
 from ...optimizer.base import REMADE
+from ...optimizer.options import GENERATOR
 from ...optimizer.state import recalled, remember
 from ...optimizer.transaction import Transaction
 from ...oracle.evaluation import placed
@@ -88,7 +89,7 @@ class RestartedAGD(Restarted):
         generator: torch.Generator | None = None,
     ) -> None:
         require("learning rate", lr, is_number(lr) and 0 <= lr < math.inf, wording="Invalid learning rate: {value}")
-        require("generator", generator, generator is None or isinstance(generator, torch.Generator))
+        require("generator", generator, generator is None or isinstance(generator, torch.Generator), GENERATOR)
         self._follow(Momentum(momentum, restart_radius, restart_period, on_converged, perturbation, perturb_initial))
         self.generator = generator
         self._last_loss: Tensor | None = None
@@ -105,7 +106,8 @@ class RestartedAGD(Restarted):
         """
         if closure is None:
             raise RuntimeError(
-                "RestartedAGD needs a closure, because it evaluates the gradient at the look-ahead point"
+                "RestartedAGD needs a closure, because it evaluates the gradient at the look-ahead point: call "
+                "step(closure), as with torch.optim.LBFGS"
             )
         if self._finished():
             return self._last_loss
@@ -143,7 +145,10 @@ class RestartedAGD(Restarted):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a result of :meth:`state_dict` into an optimizer made with the same arguments."""
         if "restarts" not in state_dict:
-            raise ValueError("the state dict is not that of a RestartedAGD: it has no 'restarts' entry")
+            raise ValueError(
+                "the state dict is not that of a RestartedAGD: it has no 'restarts' entry; load the output of "
+                "state_dict() of a RestartedAGD"
+            )
         super().load_state_dict(state_dict)
         own = state_dict["restarts"]
         self.numbers, self._last_loss = dict(own["numbers"]), own["loss"]

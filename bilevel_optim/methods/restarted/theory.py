@@ -6,9 +6,15 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from ...optimizer.options import FROM_ONE, POSITIVE
 from ...problem.parameters import is_count, is_number, require
 
 __all__ = ["Constants"]
+
+ABOVE_ZERO = "Invalid {name} value: {value} (it must be a number above 0)"
+BOUND = "Invalid {name} value: {value} (it must be a number above 0 or None)"
+PROBABILITY = "Invalid {name} value: {value} (it must be a number above 0 and below 1)"
+CONVEXITY = "Invalid {name} value: {value} (it must be at most ell, because no curvature is larger than ell)"
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class Constants:
         ``rho`` and ``nu`` are the Lipschitz constants of its second and third derivatives.
         """
         _positive(ell=ell, mu=mu, rho=rho, M=M, nu=nu)
-        require("mu", mu, mu <= ell)
+        require("mu", mu, mu <= ell, CONVEXITY)
         kappa = ell / mu
         smoothness = (1 + kappa) * (ell + ell * kappa + rho * M * (1 + kappa) / mu)
         q = 1 + kappa
@@ -52,7 +58,7 @@ class Constants:
     def minimax(cls, *, ell: float, mu: float, rho: float) -> Constants:
         """Return the constants of a minimax problem that is ``mu``-strongly concave in y."""
         _positive(ell=ell, mu=mu, rho=rho)
-        require("mu", mu, mu <= ell)
+        require("mu", mu, mu <= ell, CONVEXITY)
         kappa = ell / mu
         return cls(ell, mu, None, (kappa + 1) * ell, 4 * math.sqrt(2) * kappa**3 * rho)
 
@@ -62,7 +68,10 @@ class Constants:
         ``size``, the number of upper variables, has no effect.
         """
         if (eps is None) == (restart_period is None):
-            raise ValueError("give one of eps and restart_period, the other follows")
+            raise ValueError(
+                f"from_theory takes one of eps and restart_period, because one determines the other, but got "
+                f"{'neither' if eps is None else 'both'}; pass one of them"
+            )
         lr, L, rho = 1 / (4 * self.smoothness), self.smoothness, self.curvature
         if restart_period is None:
             assert eps is not None
@@ -72,7 +81,7 @@ class Constants:
             up = math.ceil(1 / theta - 1e-9)
             restart_period = up if theta * up <= 1.15 else up - 1
         else:
-            require("restart_period", restart_period, is_count(restart_period) and restart_period > 0)
+            require("restart_period", restart_period, is_count(restart_period) and restart_period > 0, FROM_ONE)
             theta, eps = 1 / restart_period, L**2 / (16 * restart_period**4 * rho)
         return self._arguments(theta, restart_period, math.sqrt(eps / rho), min(eps**2, eps / 2))
 
@@ -87,9 +96,9 @@ class Constants:
     ) -> dict[str, Any]:
         """Return arguments of the perturbed method for ``size`` upper variables and failure probability ``failure``."""
         self._require_accuracy(eps)
-        require("failure", failure, is_number(failure) and 0 < failure < 1)
+        require("failure", failure, is_number(failure) and 0 < failure < 1, PROBABILITY)
         positive = gradient_bound is None or (is_number(gradient_bound) and gradient_bound > 0)
-        require("gradient_bound", gradient_bound, positive)
+        require("gradient_bound", gradient_bound, positive, BOUND)
         lr, rho = 1 / (4 * self.smoothness), self.curvature
         theta = min((rho * eps * lr**2) ** 0.25, 1.0)
         chi = 1.25
@@ -129,7 +138,7 @@ class Constants:
         return {**arguments, "linear_steps": count, "linear_atol": self.mu * sigma / (2 * self.ell)}
 
     def _require_accuracy(self, eps: float) -> None:
-        require("eps", eps, is_number(eps) and eps > 0)
+        require("eps", eps, is_number(eps) and eps > 0, ABOVE_ZERO)
         limit = self.smoothness**2 / self.curvature
         if eps > limit:
             raise ValueError(f"Invalid eps value: {eps} (the theorem needs at most L^2/rho = {limit:.3g})")
@@ -137,4 +146,4 @@ class Constants:
 
 def _positive(**values: float) -> None:
     for name, value in values.items():
-        require(name, value, is_number(value) and 0 < value < math.inf)
+        require(name, value, is_number(value) and 0 < value < math.inf, POSITIVE)

@@ -112,7 +112,9 @@ class SABA(SingleLoop):
 
     def _estimate_tasks(self, oracle: Oracle, inputs: StepInputs, sampler: Any) -> Estimate:
         """Raise, because there are no tables for tasks."""
-        raise ValueError("SABA remembers every term of its losses and takes no tasks; SOBA does")
+        raise ValueError(
+            "SABA remembers every term of its losses, but not those of a sampler of tasks; use SOBA with tasks="
+        )
 
     def _draws(self, inputs: DrawInputs) -> list[Draw]:
         """Return for each sum a random term, or all terms if there are no tables of that length."""

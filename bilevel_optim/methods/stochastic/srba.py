@@ -97,7 +97,7 @@ class SRBA(SingleLoop):
 
     def _estimate_tasks(self, oracle: Oracle, inputs: StepInputs, sampler: object) -> Estimate:
         """Raise, because there is no state for each task."""
-        raise ValueError("SRBA goes on from its last step and takes no tasks; SOBA does")
+        raise ValueError("SRBA continues from its last step, which new tasks do not have; use SOBA with tasks=")
 
     def _graph_key(self, steps: int, numbers: Mapping[str, Any]) -> bool:
         """Cache key for the next step's graph: True if the step evaluates the full sums."""

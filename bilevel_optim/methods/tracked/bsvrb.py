@@ -16,7 +16,7 @@ __all__ = ["BSVRB"]
 
 
 def _is_version(name: str, value: Any) -> None:
-    require(name, value, is_count(value) and value in (1, 2))
+    require(name, value, is_count(value) and value in (1, 2), "Invalid {name} value: {value} (choose 1 or 2)")
 
 
 class BSVRB(RecursiveOptimizer):
@@ -110,4 +110,5 @@ class BSVRB(RecursiveOptimizer):
     def _arrange(self, options: dict[str, Any]) -> None:
         super()._arrange(options)
         beta = options["beta"]
-        require("beta", beta, all(weight < 1 for weight in beta.values()))
+        wording = "Invalid {name} value: {value} (the recursion divides by 1 - beta: pass weights less than 1)"
+        require("beta", beta, all(weight < 1 for weight in beta.values()), wording)

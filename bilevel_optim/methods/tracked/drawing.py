@@ -99,10 +99,19 @@ class Drawing:
         """Draw a few tasks."""
         drawn = sample(sampler, self.batch(m), source.generator)
         if not isinstance(drawn, Tensor) or drawn.is_floating_point() or drawn.dim() != 1:
-            raise ValueError("a few rows need a sampler of task ids: sample(n, generator) must return n row numbers")
+            shown = (
+                f"{drawn.dtype} of shape {tuple(drawn.shape)}" if isinstance(drawn, Tensor) else type(drawn).__name__
+            )
+            raise ValueError(
+                f"the rows of the drawn tasks are found by their ids, but tasks.sample returned {shown}; return a "
+                "LongTensor of shape (n,) from sample(n, generator)"
+            )
         ids, counts = torch.unique(source.broadcast(drawn.long()), return_counts=True)
         if len(ids) and not (int(ids[0]) >= 0 and int(ids[-1]) < m):
-            raise ValueError(f"tasks.sample returned ids from {int(ids[0])} to {int(ids[-1])} for {m} rows")
+            raise ValueError(
+                f"tasks.sample returned ids from {int(ids[0])} to {int(ids[-1])} for {m} rows; return ids from 0 to "
+                f"{m - 1}, or pass lower parameters with one row for each task"
+            )
         return Drawn(ids, counts.double() / self.share(m), {})
 
     def probe(self, m: int, source: Source) -> Tensor:
@@ -148,7 +157,9 @@ class Weighted(Drawing):
             tables = dict(zip(CHANCES, (chances, chances.cumsum(0)), strict=True))
         chances, sums = self.chances or ({**known, **tables}[name] for name in CHANCES)
         if len(chances) != m:
-            raise ValueError(f"there are {len(chances)} probabilities for {m} tasks")
+            raise ValueError(
+                f"there are {len(chances)} probabilities for {m} tasks; pass as probabilities one number for each task"
+            )
         device = device_of(source.generator)
         uniform = torch.rand(n, generator=source.generator, dtype=torch.float64, device=device).cpu()
         drawn = torch.searchsorted(sums, uniform * sums[-1], right=True).clamp_max(m - 1)
@@ -195,5 +206,8 @@ def importance_probabilities(sizes: Tensor) -> Tensor:
     """
     roots = sizes.double().sqrt()
     if not bool((roots >= 0).all() and roots.sum() > 0 and roots.isfinite().all()):
-        raise ValueError("sizes must be non-negative and finite numbers that are not all zero")
+        raise ValueError(
+            "sizes must be non-negative and finite numbers that are not all zero, because the probabilities are "
+            f"proportional to their roots, but are {str(sizes.tolist())[:80]}"
+        )
     return roots / roots.sum()

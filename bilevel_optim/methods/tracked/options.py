@@ -12,6 +12,8 @@ from ...problem.parameters import is_number, require
 
 __all__ = ["are_ceilings", "device_named", "is_weight"]
 
+DEVICE = "Invalid {name} value: {value} (it must be a torch.device, or its name, such as 'cpu' or 'cuda:0')"
+
 
 def are_ceilings(value: Any, names: Collection[str]) -> bool:
     """Return True for a dict of positive numbers by these names."""
@@ -27,8 +29,10 @@ def device_named(given: Any) -> torch.device | None:
     """Return the device that ``state_device`` names."""
     if given is None:
         return None
-    require("state_device", given, isinstance(given, (str, torch.device)))
+    require("state_device", given, isinstance(given, (str, torch.device)), DEVICE)
     try:
         return torch.device(given)
     except RuntimeError as error:
-        raise ValueError(f"Invalid state_device value: {given}") from error
+        raise ValueError(
+            f"Invalid state_device value: {given} (torch has no device of that name; use one such as 'cpu' or 'cuda:0')"
+        ) from error

@@ -129,7 +129,7 @@ class GraphClock:
         return GraphClock(self.time + 1, log, drift, self.drift, self.still)
 
     def rebased(self) -> GraphClock:
-        raise NotImplementedError("the host begins the sums anew")
+        raise NotImplementedError("a traced step cannot restart the sums: the host does so in an eager step")
 
     def stamps(self, device: torch.device) -> Rows:
         age = self.time.long().to(device)

@@ -18,6 +18,8 @@ from .variants import Variant, exact, probed, summed
 
 __all__ = ["RSVRB", "importance_probabilities"]
 
+PROBABILITIES = "Invalid {name} value: {value} (pass None, 'adaptive', or one number above 0 for each task)"
+
 
 class RSVRB(RecursiveOptimizer):
     r"""Randomised SVRB (RSVRB): m lower problems with a memory of each; a step visits a few of them.
@@ -152,7 +154,7 @@ class RSVRB(RecursiveOptimizer):
         if probabilities is None:
             return rule, Drawing(batch, probes)
         given = None if isinstance(probabilities, str) else _chances(probabilities)
-        require("probabilities", probabilities, given is not None or probabilities == "adaptive")
+        require("probabilities", probabilities, given is not None or probabilities == "adaptive", PROBABILITIES)
         chances = None if given is None else (given / given.sum(), (given / given.sum()).cumsum(0))
         return rule, Weighted(batch, probes, chances)
 
@@ -162,7 +164,7 @@ class RSVRB(RecursiveOptimizer):
         variant, beta = options["variant"], options["beta"]
         require(
             "beta", given, not self._rule.mean or len({beta[name] for name in ("u", "v", "V", "H", "d")}) == 1,
-            f"Invalid beta value: {{value}} (variant {variant!r} needs equal weights of u, v, V, H, d)",
+            f"Invalid beta value: {{value}} (variant {variant!r} needs equal weights of u, v, V, H, d; pass a number)",
         )  # fmt: skip
 
 

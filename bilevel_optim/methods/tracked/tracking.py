@@ -57,7 +57,7 @@ class RecursiveOptimizer(BilevelOptimizer):
     with a radius a tuple.
     """
 
-    _fixed_rate = "its averaging weights belong to the rate"
+    _fixed_rate = "its averaging weights have to be chosen together with the rate"
 
     lr: InitVar[float] = option()
     lower_lr: InitVar[float] = option()
@@ -78,14 +78,22 @@ class RecursiveOptimizer(BilevelOptimizer):
     def _arrange(self, options: dict[str, Any]) -> None:
         super()._arrange(options)
         factory = options["lower_optimizer"]
-        wording = "Invalid lower_optimizer value: {value} (the lower steps are part of the recursion)"
+        wording = "Invalid {name} value: {value} (the lower steps are part of the recursion; leave out {name})"
         require("lower_optimizer", factory, factory is None, wording)
         self._rule, self._drawing = self._parts(options)
         kind, limits = self._rule.trackers, options["ceilings"]
         names, beta = (*kind.weighted, "d"), options["beta"]
         weights = beta if isinstance(beta, dict) else dict.fromkeys(names, beta)
-        require("beta", beta, set(weights) <= set(names) and all(is_weight(weight) for weight in weights.values()))
-        require("ceilings", limits, limits is None or are_ceilings(limits, kind.limits))
+        if not (set(weights) <= set(names) and all(is_weight(weight) for weight in weights.values())):
+            raise ValueError(
+                f"Invalid beta value: {beta} (pass a finite number of at least 0, or a dict of such numbers with keys "
+                f"among {', '.join(names)})"
+            )
+        if not (limits is None or are_ceilings(limits, kind.limits)):
+            raise ValueError(
+                f"Invalid ceilings value: {limits} (pass None, or a dict of numbers above 0; keys of this variant: "
+                f"{', '.join(kind.limits) or 'none'})"
+            )
         options["beta"] = {name: float(weights.get(name, DEFAULT_BETA)) for name in names}
         for name in ("floor", "averaging", "radius", "schedule_offset"):
             options[name] = float(options[name])
@@ -158,7 +166,10 @@ class RecursiveOptimizer(BilevelOptimizer):
         table = self._table(inputs, y)
         if table.split:
             if self._drawing.notes:
-                raise ValueError("adaptive probabilities need all rows on every rank: these are split over the ranks")
+                raise ValueError(
+                    "adaptive probabilities need all rows on every rank, but the lower parameters are split over the "
+                    "ranks; use other probabilities, or lower parameters that are not split"
+                )
             oracle = oracle.at(lower=table.positions)
         make_step = self._make_next_step if self._can_continue(table, inputs) else self._make_first_step
         return make_step(oracle, inputs, table, sampler)
@@ -179,19 +190,28 @@ class RecursiveOptimizer(BilevelOptimizer):
         moving = {f"{name}{at}" for name, _ in table.moving for at in ("", "_last")} - {"y"}
         names = {*self._trackers.names, *moving, *self._drawing.notes, *STAMPS}
         if other := names.symmetric_difference(list(table.tables)):
-            raise ValueError(f"the state is that of another variant: they differ in {', '.join(sorted(other))}")
+            raise ValueError(
+                f"the state is that of another variant: the two differ in the tables {', '.join(sorted(other))}; "
+                "create the optimizer with the arguments of the saved run"
+            )
         if self._begins(inputs, len(table.groups)):
             return False
         if (known := len(table.tables["age"])) != table.count:
             name = type(self).__name__
-            raise ValueError(f"{name} began with {known} lower problems, but now there are {table.count}")
+            raise ValueError(
+                f"{name} began with {known} lower problems, but now there are {table.count}, and its tables have one "
+                f"row for each; create a new {name} for the new number"
+            )
         return True
 
     def _make_first_step(self, oracle: Oracle, inputs: StepInputs, table: Table, sampler: Any) -> Estimate:
         """Make the first step, which visits every task because the recursion must start close to the truth."""
         trackers, m, kinds, p = self._trackers, table.total, int(table.groups.max()) + 1, len(table.groups)
         if math.isfinite(self.radius) and kinds > 1:
-            raise ValueError("a radius needs all lower parameters in one group, as they make one step of one length")
+            raise ValueError(
+                f"a radius needs all lower parameters in one group, but there are {kinds}: it limits the length of "
+                "their joint step; put them into one group, or leave out radius"
+            )
         x, rates = flat(oracle.x)[0], table.spread(_rates(inputs))
         loss, direction = torch.zeros((), device=oracle.device), torch.zeros_like(x)
         found: list[Rows] = []
@@ -354,15 +374,15 @@ class RecursiveOptimizer(BilevelOptimizer):
     def _why_eager(self, tasks: Any = None) -> str:
         """Return why the host must decide from values or from the step count; empty if it need not."""
         if not self._steady:
-            return "the sizes of its steps change with their number (schedule, restarts)"
+            return "step sizes depend on the step count (schedule=, restarts=)"
         if tasks is None:
             return ""
         if not self.warm_start:
-            return "without warm starts every step begins with all rows"
+            return "with warm_start=False every step begins with all rows"
         if self._drawing.notes:
-            return "the host makes the probabilities of the tasks from what their rows have shown"
+            return "the host computes the adaptive probabilities of the tasks from values"
         if self._drifts and math.isfinite(self.radius):
-            return "with a radius the host takes rows that were not looked at through the steps one by one"
+            return "with a radius the host brings unvisited rows up to date, one missed step after another"
         return ""
 
     def update(self, x: Vector, gradient: Vector, inputs: StepInputs) -> Update:

@@ -24,8 +24,8 @@ def warn_if_beta_is_large(checks: Checks, beta: float, steps: int) -> None:
     if steps > PATIENCE and is_large_beta(beta) and not is_dynamo_compiling():  # a graph does not know the step count
         checks.alert(
             "loud beta",
-            f"beta = {beta:g} in units of the part of the tasks in a step makes the drawing of tasks the largest "
-            "error; use 0.1 or less, or schedule='cube_root'",
+            f"beta = {beta:g}, in units of the fraction of tasks in a step, makes the random choice of tasks the "
+            "largest error of the hypergradient; use 0.1 or less, or schedule='cube_root'",
             torch.ones((), dtype=torch.bool, device="cpu"),
         )
 

@@ -50,7 +50,10 @@ class ZerothOrder(BilevelOptimizer):
     def _drawn_directions(self, oracle: Oracle, inputs: StepInputs) -> Directions:
         """Return the directions of this step, the same on every rank."""
         if any_sharded(oracle.live_x):
-            raise ValueError(f"{type(self).__name__} cannot perturb sharded upper parameters (DTensor)")
+            raise ValueError(
+                f"{type(self).__name__} cannot perturb sharded upper parameters (DTensor): do not shard the module of "
+                "x, and let the ranks share the tasks, or the directions (over_ranks='directions')"
+            )
         return Directions(
             oracle.x,
             self.direction,
@@ -72,8 +75,8 @@ class ZerothOrder(BilevelOptimizer):
         if self.over_ranks == "directions" and oracle.shared:
             if oracle.sharded:
                 raise ValueError(
-                    "over_ranks='directions' lets each rank follow paths of its own, which sharded lower parameters "
-                    "(DTensor) cannot do: use over_ranks='data'"
+                    "over_ranks='directions' lets each rank follow paths of its own, which is not possible with "
+                    "sharded lower parameters (DTensor): use over_ranks='data'"
                 )
             oracle, ranks = local_problem(oracle), inputs.ranks
         samples = [oracle.g.draw() for _ in range(self.lower_steps)]
