@@ -43,8 +43,8 @@ def stack_tasks(oracle: Oracle, start: Vector, batches: Any) -> tuple[Oracle, Ve
     if len(sizes) != 1 or 0 in sizes:
         raise ValueError(
             "Invalid tasks: they should be tensors (or lists, dicts of tensors) with the same number of tasks as their "
-            f"first dimension, but the shapes are {[tuple(t.shape) for t in leaves]}; use torch.stack on the batches "
-            "of the tasks"
+            f"first dimension, but the shapes are {[tuple(t.shape) for t in leaves]}; stack the batches of the "
+            "tasks with torch.stack"
         )
     (n,) = sizes
     starts = Vector(

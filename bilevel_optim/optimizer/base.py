@@ -93,7 +93,7 @@ NOT_COMPARED = (
     "vectorize",
 )  # fmt: skip
 
-NOT_DYNAMIC = "Invalid {name} value: {value} (it must be None or False, because a graph has fixed shapes)"
+NOT_DYNAMIC = "Invalid {name} value: {value} (it must be None or False, because shapes are those of the data)"
 BACKEND = "Invalid {name} value: {value} (it must be the name of a backend of torch.compile, or a function)"
 
 NO_GRADIENT = """step() without losses moves x by its .grad, but no upper parameter has one. A step is one of

@@ -206,7 +206,7 @@ def require_loadable(
         raise ValueError(f"the state dict is incomplete: it lacks {', '.join(missing)}; {SAVED}")
     if own["method"] != method:
         raise ValueError(
-            f"the state dict is that of {own['method']}, but this optimizer is {method}, which needs other entries; "
+            f"the state dict is that of {own['method']}, but this optimizer is {method}; "
             f"load it into an optimizer of the method {own['method']}"
         )
     if own["variant"] != dict(variant):

@@ -91,7 +91,8 @@ def number(
 
     limits = {"above": above, "at least": least, "at most": most}
     bounds = " and ".join(f"{words} {limit:g}" for words, limit in limits.items() if math.isfinite(limit))
-    wording = _wording(f"a {'finite ' if finite and most == math.inf else ''}number {bounds}".strip(), optional)
+    kind = "a finite number" if finite and most == math.inf else "a number"
+    wording = _wording(f"{kind} {'of ' if bounds.startswith('at') else ''}{bounds}".strip(), optional)
     return Option(check=lambda name, value: require(name, value, valid(value), wording), default=default, saved=saved)
 
 

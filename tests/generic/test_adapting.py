@@ -62,7 +62,7 @@ def test_as_many_steps_as_in_training_by_default(row):
 def test_single_loops_need_a_number_of_steps():
     x, y = torch.ones(1, requires_grad=True), torch.zeros(1, requires_grad=True)
     optimizer = bo.SOBA([x], [y], lr=0.1, lower_lr=0.1)
-    with pytest.raises(ValueError, match="must say how many"):
+    with pytest.raises(ValueError, match="has no lower_steps, so adapt needs the number of its steps"):
         optimizer.adapt(lambda: (y - x).square().sum())
     with pytest.raises(ValueError, match="Invalid steps value: -1"):
         optimizer.adapt(lambda: (y - x).square().sum(), steps=-1)

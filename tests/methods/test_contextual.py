@@ -327,7 +327,7 @@ def test_warns_if_the_path_explodes_or_the_series_grows():
     run(3)
     with pytest.warns(bo.BilevelWarning, match="cap=False"):
         run(120, cap=False, neumann_steps=1, smoothness=40.0)
-    with pytest.warns(bo.BilevelWarning, match="Give a larger smoothness"):
+    with pytest.warns(bo.BilevelWarning, match="Use a larger smoothness"):
         run(1, smoothness=10.0, neumann_steps=3)
     with pytest.raises(
         ValueError, match=r"RTMLMC has a lower problem for each context.* call step\(upper, lower, tasks="

@@ -175,7 +175,7 @@ def test_shapes_must_fit(cls):
     x, y = torch.zeros(3, requires_grad=True), torch.zeros(2 if cls is not bo.ANIL else 3, requires_grad=True)
     optimizer = cls([x], [y], lr=0.1, lower_lr=0.1, lower_steps=1)
     message = {
-        bo.ANIL: "ANIL needs upper parameters besides the 1 initial values",
+        bo.ANIL: "ANIL needs upper parameters besides the initial values of the lower ones, but got as many tensors",
         bo.ESMAML: r"ESMAML starts the lower parameters.*\[\(2,\)\].*\[\(3,\)\]",
     }.get(cls, r"must have the same shapes: \[\(2,\)\], but they have \[\(3,\)\]")
     with pytest.raises(ValueError, match=message):

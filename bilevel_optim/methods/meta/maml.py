@@ -192,9 +192,9 @@ class ANIL(MAML):
         """Return the initial head, which follows the body among the upper parameters."""
         if len(oracle.x) == len(oracle.y):
             raise ValueError(
-                f"ANIL needs upper parameters besides the {len(oracle.y)} initial values of the lower ones: pass the "
-                "parameters of the body that the tasks share first, [*body.parameters(), *start]. To learn initial "
-                "values only, use MAML"
+                "ANIL needs upper parameters besides the initial values of the lower ones, but got as many tensors for "
+                f"both levels ({len(oracle.y)}): pass the parameters of the body that the tasks share before them, "
+                "[*body.parameters(), *start]. To learn initial values only, use MAML"
             )
         return super()._initial(oracle)
 

@@ -206,8 +206,9 @@ def importance_probabilities(sizes: Tensor) -> Tensor:
     """
     roots = sizes.double().sqrt()
     if not bool((roots >= 0).all() and roots.sum() > 0 and roots.isfinite().all()):
+        shown = f"range from {float(sizes.min())} to {float(sizes.max())}" if sizes.numel() else "are empty"
         raise ValueError(
             "sizes must be non-negative and finite numbers that are not all zero, because the probabilities are "
-            f"proportional to their roots, but are {str(sizes.tolist())[:80]}"
+            f"proportional to their roots, but {shown}"
         )
     return roots / roots.sum()

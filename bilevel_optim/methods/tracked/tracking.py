@@ -155,10 +155,11 @@ class RecursiveOptimizer(BilevelOptimizer):
         length = length_of(sampler)
         if len(sizes) > 1 or None in sizes or (length is not None and sizes != {length}):
             number = "" if length is None else f" of the {length}"
-            shapes = ", ".join(f"{n} {tuple(t.shape)}" for n, t in zip(oracle.lower_names(), oracle.y, strict=True))
+            shapes = ", ".join(f"{n}: {tuple(t.shape)}" for n, t in zip(oracle.lower_names(), oracle.y, strict=True))
             raise ValueError(
                 f"{type(self).__name__} keeps y of every task: the lower parameters need a leading dimension with one "
-                f"row for each{number} tasks, but have shapes {shapes}"
+                f"row for each{number} tasks, but have shapes {shapes}; pass tensors that hold y of all tasks, such as "
+                "torch.stack of one tensor for each"
             )
         return self._checked(oracle, inputs, partial(self._step, y=oracle.y, sampler=sampler))
 
