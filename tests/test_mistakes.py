@@ -157,7 +157,7 @@ def test_an_object_shows_about_thirty_names():
 def test_docstrings_have_every_argument(name):
     method = methods()[name]
     text = inspect.getdoc(method)
-    if "as all options that are not named here" in text:
+    if "also for the options not listed here" in text:
         return
     declared = method.declared
     refused = {"upper_optimizer"} if declared.upper_update else set()

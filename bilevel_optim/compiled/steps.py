@@ -22,9 +22,10 @@ from torch.nn.modules import module
 
 from ..errors import warn
 from ..hypergradient.estimate import Write as RowWrite
-from ..optimizer.base import STILL, BilevelOptimizer, Loss, as_objective
+from ..optimizer.base import BilevelOptimizer, Loss, as_objective
 from ..optimizer.checkpoint import OWN
 from ..optimizer.lower_checks import probe
+from ..optimizer.progress import STILL
 from ..optimizer.state import TABLE
 from ..optimizer.step import StepInputs, StepResults, replace
 from ..optimizer.transaction import Write, make, writes_of
@@ -745,7 +746,7 @@ class CompiledSteps:
             if not (optimizer._finished() or optimizer._has_step_hooks or optimizer._sets_below(tasks)):
                 found = self._run_chain(_sources(upper, lower, tasks), min(steps - done, self._most))
             if found is not None:
-                optimizer._look_at(found, moves=True)
+                optimizer._watch_losses(found, moves=True)
             losses.append(optimizer.step(upper, lower, tasks=tasks).reshape(1) if found is None else found)
         return torch.cat(losses)
 

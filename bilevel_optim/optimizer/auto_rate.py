@@ -33,9 +33,10 @@ from ..problem.vector import Vector, is_sharded
 from ..solvers.agd import AGD
 from ..solvers.lower import LowerRule, is_known
 from .draws import Draw
+from .lower_checks import own_rate, probe
 from .step import CURVATURE, FACTOR, StepInputs
 
-__all__ = ["AUTO", "MARGIN", "SMALLER", "led_away", "require_own_scale", "rule_at", "stiffened", "with_measured_rates"]
+__all__ = ["AUTO", "MARGIN", "SMALLER", "led_away", "rule_at", "stiffened", "unmeasured_rate", "with_measured_rates"]
 
 AUTO = "auto"  # in place of a learning rate
 Rule = Callable[[Vector], LowerRule]
@@ -189,3 +190,19 @@ def _spread(like: Tensor) -> Tensor:
     """Return a deterministic vector without symmetry."""
     found = torch.arange(1, like.numel() + 1, device=like.device).mul(1.7).sin().reshape(like.shape).to(like.dtype)
     return sharded_like(found, like) if is_sharded(like) else found
+
+
+def unmeasured_rate(lower_lr: str, lower_factory: Callable[..., Any], method: str, fixed: str) -> Any:
+    """Return the lower rate for ``lower_lr="auto"``: the optimizer's own, or None if it is to be measured.
+
+    ``fixed`` is the reason why the method cannot use a measured rate, if it cannot.
+    """
+    if lower_lr != AUTO:
+        raise ValueError(f"Invalid lower_lr value: {lower_lr} (a number, or 'auto')")
+    if fixed:
+        raise ValueError(f"Invalid lower_lr value: auto ({method} takes a number: {fixed})")
+    own, sets = (None, False) if lower_factory is SGD else own_rate(lower_factory)
+    if sets:
+        return own
+    require_own_scale(probe(lower_factory, 1.0), method)
+    return None

@@ -22,7 +22,7 @@ from ..hypergradient.estimate import measured
 from ..oracle.advance import advance_buffers
 from ..oracle.checks import Checks
 from ..oracle.oracle import Oracle
-from ..oracle.session import WINDOW, EvaluationOptions, LossFacts
+from ..oracle.session import EvaluationOptions, LossFacts
 from ..problem.objective import Loss, Objective, as_objective, version_of
 from ..problem.parameters import (
     LEVELS,
@@ -41,13 +41,13 @@ from ..problem.parameters import (
     require_usable,
     tensors_of,
 )
-from ..problem.random import default_state, draw_random_inputs, set_default_state
-from ..problem.tasks import LowerInit, fresh_start, length_of, task_count
+from ..problem.random import draw_random_inputs
+from ..problem.tasks import LowerInit, fresh_start, task_count
 from ..problem.vector import Vector, any_sharded
 from ..solvers.limits import Clip, Projection, limits_of
 from ..solvers.lower import GROWS, LED_AWAY, LowerRule, LowerRules
 from . import adapt, checkpoint
-from .auto_rate import AUTO, MARGIN, SMALLER, led_away, require_own_scale, rule_at, stiffened, with_measured_rates
+from .auto_rate import AUTO, MARGIN, SMALLER, led_away, rule_at, stiffened, unmeasured_rate, with_measured_rates
 from .checkpoint import OWN, REMADE
 from .declaration import UNDECLARED, MethodInfo, methods, register
 from .diagnostics import described, floats
@@ -55,13 +55,13 @@ from .draws import Draw, DrawInputs, TaskDraw, of_tasks
 from .hooks import has_hooks, no_dynamo, with_hooks
 from .lower_checks import (
     LowerChecks,
-    own_rate,
     place_of_counts,
     probe,
     rate_of,
     require_unlimited,
     require_update_alone,
 )
+from .lower_start import remembered_tasks, require_task_memory, write_lower
 from .options import (
     FROM_ONE,
     FROM_ZERO,
@@ -78,6 +78,7 @@ from .options import (
     option,
 )
 from .placeholders import initial_state, initialises
+from .progress import DIVERGES, STILL, Slope, watch_losses, watch_moves
 from .signatures import argument_error, explain_bad_call, signature_of
 from .state import RunState, recalled, remembered, solver_memory
 from .step import CURVATURE, FACTOR, Groups, Start, StepInputs, StepResults, Update, replace
@@ -110,19 +111,11 @@ UNSET_GRADIENT = (
 )
 
 
-STILL = 20  # number of the step that checks whether x and y move
-LITTLE, MUCH = 1e-9, 1e-3  # relative changes of the upper loss: by a step, and by one as long as max(|x|, 1)
-LOOKS = 100  # steps between checks of the upper loss on an accelerator
-DIVERGES = "Use a smaller lr (a tenth of it to begin with), or let bo.suggest find a stable one"
 MOVED = (
     "x has changed between backward() and step(): if another optimizer has made its step along .grad, leave out "
     "optimizer.step(), which moves x along it once more"
 )
 
-APART = (
-    "lower_init= without tasks is not for several processes or sharded parameters, because each process would draw "
-    "its own start; leave out lower_init, and write the same start into y on all processes before the step"
-)
 UNSOLVED = (
     "y after lower_solver is not a solution of the lower problem: a gradient step would still move y by more than one "
     "per cent of its size (see diagnostics['lower_residual']), so the hypergradient is not reliable. Solve to a "
@@ -264,14 +257,20 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         lr = rate_of("upper", values["lr"], upper_optimizer, method)
         lower_lr, auto = values["lower_lr"], False
         if isinstance(lower_lr, str):
-            lower_lr = self._unmeasured_rate(lower_lr)
+            lower_lr = unmeasured_rate(lower_lr, self._lower_factory, method, self._fixed_rate)
             auto = lower_lr is None
         lower_lr = 1.0 if auto else rate_of("lower", lower_lr, lower_optimizer, method)
         require("learning rate", lr, is_number(lr) and 0 <= lr < math.inf, wording="Invalid learning rate: {value}")
         require("lower_lr", lower_lr, is_number(lower_lr) and 0 <= lower_lr < math.inf, FROM_ZERO)
         self._lower_solver: Callable[[], Any] | None = values.get("lower_solver")
         if self.task_memory:
-            self._require_task_memory(values["process_group"])
+            learns = type(self)._learned_start is not BilevelOptimizer._learned_start
+            require_task_memory(
+                method,
+                start="lower_init" if self.lower_init is not None else "" if self.warm_start else "warm_start=False",
+                own_rule=learns or self._one_loss or self.declared.tasks in ("rows", "required"),
+                process_group=values["process_group"],
+            )
         self.numbers: dict[str, Any] = {}
         self._untraced_update = ""  # why a graph does not move x, if the upper optimizer is the only obstacle
         if upper_optimizer is not None:
@@ -669,84 +668,47 @@ class BilevelOptimizer(Options, Optimizer, ABC):
                 raise
             raise NonFiniteError(error.oracle, error.step, f"The run has diverged: {trend.text}. {DIVERGES}") from None
         self._run_state.written = {}
-        self._look_at(loss, moves=update)
+        self._watch_losses(loss, moves=update)
         if look:
-            self._look_at_moves(float(loss), *before)
+            self._watch_moves(float(loss), *before)
         return loss
 
-    def _look_at_moves(self, loss: float, x: Vector, y: Vector) -> None:
+    def _watch_moves(self, loss: float, x: Vector, y: Vector) -> None:
         """Warn if x, or y under LBFGS, hardly moved, or if x overshot; ``x`` and ``y`` are their values before."""
-        if any_sharded(x):
+        if (slope := self._slope()) is None:
             return
-        size, lr, length = self._slope()
-        moved = float((Vector(self.parameters("upper")).detach() - x).norm())
-        expected = moved or length
-        change, possible = expected * size, max(float(x.norm()), 1.0) * size
-        if 0 < change < LITTLE * abs(loss) and possible > MUCH * abs(loss):
-            warn(
-                f"x hardly moves: step {STILL} changed the upper loss by about {change / abs(loss):.0e} of its size, "
-                f"although the hypergradient is not small (norm {size:.2g}). lr={lr:g} is too small; bo.suggest finds "
-                "a rate"
-            )
-        if not size and lr and self.declared.family == "control":
-            warn(
-                f"x does not move: the upper loss depends on x only through y, and {type(self).__name__} ignores that "
-                "dependence, because it is a control for comparisons. Use another method, such as AID or F2SA"
-            )
-        first, told = self._run_state.upper_trend.first or 0.0, "growing upper loss" in self._run_state.warned
-        if self._given_length and not told and moved * size > abs(loss) and loss > 3 * abs(first):
-            warn(
-                f"x goes past a minimum and back: step {STILL} moved it by {moved:.2g} along a slope of {size:.2g}, "
-                f"although the upper loss was only {loss:.2g}, and {first:.2g} in the first step. lr={lr:g} is too "
-                f"large. {DIVERGES}"
-            )
-        if not issubclass(self._rules.described(by_level(self.param_groups)["lower"])[0], torch.optim.LBFGS):
-            return
-        residual = float(torch.as_tensor(self.diagnostics.get("lower_residual", 0.0)).norm())
-        still = all(torch.equal(before, now) for before, now in zip(y, self.parameters("lower"), strict=True))
-        if still and residual > 0 and moved > LITTLE * float(x.norm()):
-            warn(
-                f"LBFGS did not move y in step {STILL}: it takes y for a solution, but x has moved, and the gradient "
-                f"of the lower loss has norm {residual:.2g}. Give it smaller tolerances (lower_optimizer="
-                "functools.partial(torch.optim.LBFGS, tolerance_grad=0, tolerance_change=0)), or a larger lower loss"
-            )
+        lbfgs = issubclass(self._rules.described(by_level(self.param_groups)["lower"])[0], torch.optim.LBFGS)
+        still = lbfgs and all(torch.equal(a, b) for a, b in zip(y, self.parameters("lower"), strict=True))
+        watch_moves(
+            self._run_state,
+            type(self).__name__ if self.declared.family == "control" else "",
+            loss,
+            x,
+            float((Vector(self.parameters("upper")).detach() - x).norm()),
+            slope,
+            self.diagnostics.get("lower_residual") if still else None,
+        )
 
     @property
     def _given_length(self) -> bool:
         """True if the length of a step of x is lr, independent of the gradient's."""
         return False
 
-    def _slope(self) -> tuple[float, float, float]:
-        """Return the norm of ``.grad`` of x, the largest learning rate, and the approximate length of a step."""
+    def _slope(self) -> Slope | None:
+        """Return the gradient and the rate of x in the last step; None for sharded parameters."""
         tensors = self.parameters("upper")
+        if any_sharded(tensors):
+            return None
         size = float(Vector(p.new_zeros(1) if p.grad is None else p.grad for p in tensors).norm())
         lr = max(float(group["lr"]) for group in by_level(self.param_groups)["upper"])
         if self._upper_factory is not None:
-            return size, lr, lr * sum(t.numel() for t in tensors) ** 0.5
-        return size, lr, lr if self._given_length else lr * size
+            return Slope(size, lr, lr * sum(t.numel() for t in tensors) ** 0.5, False)
+        return Slope(size, lr, lr if self._given_length else lr * size, self._given_length)
 
-    def _look_at(self, losses: Tensor, *, moves: bool) -> None:
+    def _watch_losses(self, losses: Tensor, *, moves: bool) -> None:
         """Warn once if upper losses have grown, except for minimax methods and without ``check_finite``."""
-        state, trend = self._run_state, self._run_state.upper_trend
-        if self._one_loss or not self.check_finite:
-            return
-        # Reading a loss on a device waits for the device.
-        looks = losses.is_cpu or state.steps % LOOKS < losses.numel()
-        values = [] if not looks else losses.tolist() if losses.dim() else [losses.item()]
-        if moves and values and trend.asks(len(values)) and not any_sharded(self.parameters("upper")):
-            size, _, length = self._slope()
-            trend.promised += size * length * (len(values) if trend.count < WINDOW else max(len(values), WINDOW))
-        for loss in values:
-            if trend.note_loss(loss) and "growing upper loss" not in state.warned:
-                state.warned.add("growing upper loss")
-                warn(f"{trend.text}: the run diverges. {DIVERGES}")
-            said = trend.describe_rise(loss)
-            if said and not state.warned & {"growing upper loss", "worse upper loss"}:
-                state.warned.add("worse upper loss")
-                warn(
-                    f"{said}: the run makes the upper loss worse, unless y started where f is less than at y*(x). "
-                    f"{DIVERGES}"
-                )
+        if not self._one_loss and self.check_finite:
+            watch_losses(self._run_state, losses, self._slope if moves else lambda: None)
 
     def _made_step(self, upper: Loss | None, lower: Loss | None, tasks: Any, *, update: bool) -> Tensor:
         """Make a step, compiled or eager, with or without the update of x."""
@@ -883,19 +845,6 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             length, y = residual.norm() * rate, oracle.y if estimate.lower is None else estimate.lower
             oracle.checks.alert_if("unsolved", UNSOLVED, _is_far, length, y.norm())
         return estimate
-
-    def _unmeasured_rate(self, lower_lr: str) -> Any:
-        """Return the lower rate for ``lower_lr="auto"``: the optimizer's own, or None if it is to be measured."""
-        method = type(self).__name__
-        if lower_lr != AUTO:
-            raise ValueError(f"Invalid lower_lr value: {lower_lr} (a number, or 'auto')")
-        if self._fixed_rate:
-            raise ValueError(f"Invalid lower_lr value: auto ({method} takes a number: {self._fixed_rate})")
-        own, sets = (None, False) if self._lower_factory is SGD else own_rate(self._lower_factory)
-        if sets:
-            return own
-        require_own_scale(probe(self._lower_factory, 1.0), method)
-        return None
 
     def _checked(self, oracle: Oracle, inputs: StepInputs, make: Callable[[Oracle, StepInputs], Estimate]) -> Estimate:
         """Make an estimate and read its flags; make it again if the method or the lower rate reacts to them."""
@@ -1179,7 +1128,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             together=self._together,
             random_inputs=self._random_inputs(),
             joined=self._joined,
-            remembered=self._remembered_tasks(sampler) if self.task_memory else None,
+            remembered=remembered_tasks(sampler) if self.task_memory else None,
         )
         return estimate if self.warm_start else replace(estimate, lower=None)
 
@@ -1187,62 +1136,16 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         """Return True if a function of the user writes y before a step."""
         return self._lower_solver is not None or (tasks is None and self.lower_init is not None)
 
-    @torch.no_grad()
     def _set_below(self) -> Callable[[], None]:
         """Write y by the user's functions; return a function that restores y and the random states."""
-        y = self.parameters("lower")
-        before = [(t, t.detach().clone()) for t in y]
-        drawn, own = default_state(y[0].device), None if self.generator is None else self.generator.get_state()
-
-        def put_back() -> None:
-            _write(before)
-            set_default_state(y[0].device, drawn)
-            if self.generator is not None and own is not None:
-                self.generator.set_state(own)
-
-        try:
-            if self.lower_init is not None:
-                if self._oracle_options.ranks.group is not None or any_sharded(y):
-                    raise ValueError(APART)
-                names = names_of([group for group in self.param_groups if group["level"] == "lower"])
-                _write([*zip(y, fresh_start(Vector(y), names, self.lower_init), strict=True)])
-            if self._lower_solver is not None:
-                self._lower_solver()
-        except BaseException:
-            put_back()
-            raise
-        return put_back
-
-    def _require_task_memory(self, process_group: Any) -> None:
-        """Raise if the lower solves of tasks cannot start where earlier ones ended."""
-        method = type(self)
-        if self.lower_init is not None or not self.warm_start:
-            other = "lower_init" if self.warm_start else "warm_start=False"
-            raise ValueError(
-                f"Invalid task_memory value: True ({other} already determines where lower solves start; leave out one "
-                "of the two)"
-            )
-        learned = method._learned_start is not BilevelOptimizer._learned_start
-        if learned or self._one_loss or self.declared.tasks in ("rows", "required"):
-            raise ValueError(
-                f"Invalid task_memory value: True ({method.__name__} has its own rule for where tasks start, or takes "
-                "no tasks; leave out task_memory)"
-            )
-        if process_group is not None:
-            raise ValueError(
-                "Invalid task_memory value: True (with process_group, each process would remember only the tasks that "
-                "it solved itself; leave out one of the two)"
-            )
-
-    def _remembered_tasks(self, sampler: Any) -> int:
-        """Return the number of tasks for which a row is stored."""
-        number = length_of(sampler)
-        if number is None:
-            raise ValueError(
-                f"task_memory=True needs a sampler with a length, but {type(sampler).__name__} has none: a row is kept "
-                "for each of finitely many tasks; use bo.TensorTasks, or give the sampler a __len__"
-            )
-        return number
+        return write_lower(
+            self.parameters("lower"),
+            names_of([group for group in self.param_groups if group["level"] == "lower"]),
+            self.lower_init,
+            self._lower_solver,
+            generator=self.generator,
+            one_process=self._oracle_options.ranks.group is None,
+        )
 
     def _objectives(self, upper: Loss | None, lower: Loss | None) -> tuple[Objective, Objective]:
         """Return the two objectives of a step."""
@@ -1344,13 +1247,6 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         group = next(group for group in self.param_groups if any([p is parameter for p in group["params"]]))
         factory = self._upper_factory if group["level"] == "upper" else self._lower_factory
         return None if factory is None else place_of_counts(factory, group, parameter)
-
-
-def _write(values: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy values into tensors."""
-    with torch.no_grad():
-        for t, value in values:
-            t.copy_(value)
 
 
 def _is_far(length: Any, size: Any) -> Any:

@@ -1,0 +1,105 @@
+"""Starts of lower solves: functions of the user that write y before a step, and the memory of tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..problem.random import default_state, set_default_state
+from ..problem.tasks import LowerInit, fresh_start, length_of
+from ..problem.vector import Vector, any_sharded
+
+__all__ = ["remembered_tasks", "require_task_memory", "write_lower"]
+
+ONE_PROCESS = (
+    "lower_init= without tasks is not for several processes or sharded parameters, because each process would draw "
+    "its own start; leave out lower_init, and write the same start into y on all processes before the step"
+)
+
+
+@torch.no_grad()
+def write_lower(
+    y: Sequence[Tensor],
+    names: Sequence[str],
+    init: LowerInit | None,
+    solver: Callable[[], Any] | None,
+    *,
+    generator: torch.Generator | None,
+    one_process: bool,
+) -> Callable[[], None]:
+    """Write y by the user's functions; return a function that restores y and the random states.
+
+    Args:
+        y: the live lower tensors.
+        names: their names.
+        init: ``lower_init``, which returns their values.
+        solver: ``lower_solver``, which writes them itself.
+        generator: the optimizer's generator.
+        one_process: False if the step is one of several processes, which cannot use ``init``.
+    """
+    before = [t.detach().clone() for t in y]
+    drawn, own = default_state(y[0].device), None if generator is None else generator.get_state()
+
+    def put_back() -> None:
+        _write(y, before)
+        set_default_state(y[0].device, drawn)
+        if generator is not None and own is not None:
+            generator.set_state(own)
+
+    try:
+        if init is not None:
+            if not one_process or any_sharded(y):
+                raise ValueError(ONE_PROCESS)
+            _write(y, fresh_start(Vector(y), names, init))
+        if solver is not None:
+            solver()
+    except BaseException:
+        put_back()
+        raise
+    return put_back
+
+
+def _write(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for t, value in zip(tensors, values, strict=True):
+            t.copy_(value)
+
+
+def require_task_memory(method: str, *, start: str, own_rule: bool, process_group: Any) -> None:
+    """Raise if the lower solves of tasks cannot start where earlier ones ended.
+
+    Args:
+        method: name of the method.
+        start: the option that determines where lower solves start, if one does.
+        own_rule: True if the method has a rule of its own for that, or takes no tasks.
+        process_group: the optimizer's group.
+    """
+    if start:
+        raise ValueError(
+            f"Invalid task_memory value: True ({start} already determines where lower solves start; leave out one "
+            "of the two)"
+        )
+    if own_rule:
+        raise ValueError(
+            f"Invalid task_memory value: True ({method} has its own rule for where tasks start, or takes no tasks; "
+            "leave out task_memory)"
+        )
+    if process_group is not None:
+        raise ValueError(
+            "Invalid task_memory value: True (with process_group, each process would remember only the tasks that "
+            "it solved itself; leave out one of the two)"
+        )
+
+
+def remembered_tasks(sampler: Any) -> int:
+    """Return the number of tasks for which a row is stored."""
+    number = length_of(sampler)
+    if number is None:
+        raise ValueError(
+            f"task_memory=True needs a sampler with a length, but {type(sampler).__name__} has none: a row is kept "
+            "for each of finitely many tasks; use bo.TensorTasks, or give the sampler a __len__"
+        )
+    return number
