@@ -179,7 +179,7 @@ def test_objectives_must_be_finite_sums():
     loader = bo.Objective(problem.g, [tuple(t[:2] for t in problem.lower_data)])
     with pytest.raises(ValueError, match=r"bo\.FiniteSum"):
         optimizer.step(lambda: problem.f(problem.upper_data), loader)
-    with pytest.raises(ValueError, match="takes no tasks"):
+    with pytest.raises(ValueError, match="SRBA continues from its last step, which new tasks do not have"):
         optimizer.step(*problem.objectives(), tasks=bo.TensorTasks(torch.zeros(3, 2, 1)))
 
 

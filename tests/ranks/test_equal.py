@@ -175,7 +175,7 @@ def refusals(rank, world):
         problem.run(optimizer)
 
     rows = partial(on_rows, next(row for row in ROWS if row.name == "RSVRB"), torch.float64, rank, world)
-    with pytest.raises(ValueError, match="these are split over the ranks"):
+    with pytest.raises(ValueError, match="need all rows on every rank, but the lower parameters are split"):
         rows(probabilities="adaptive", process_group=dist.group.WORLD)
     with pytest.raises(ValueError, match="because each needs at least one and Shard"):
         rows(rows=world - 1, process_group=dist.group.WORLD)
