@@ -14,7 +14,7 @@ from ..problem.vector import Vector
 from ..pytree import tree_leaves
 from ..solvers.lower import LowerRule
 
-__all__ = ["lower_solution", "no_upper_loss", "objective_of", "stack_tasks"]
+__all__ = ["lower_solution", "no_upper_loss", "objective_of", "require_start", "stack_tasks"]
 
 
 def objective_of(lower: Loss, batch: Any) -> Objective:
@@ -47,21 +47,30 @@ def stack_tasks(oracle: Oracle, start: Vector, batches: Any) -> tuple[Oracle, Ve
             "tasks with torch.stack"
         )
     (n,) = sizes
-    starts = Vector(
-        s.detach().to(y).expand(n, *y.shape) if s.dim() == y.dim() else s for s, y in zip(start, oracle.y, strict=True)
-    )
+    alone, rows = [t.shape for t in oracle.y], [(n, *t.shape) for t in oracle.y]
+    if len(start) != len(alone) or any(t.shape not in shapes for t, *shapes in zip(start, alone, rows, strict=True)):
+        raise ValueError(
+            f"Invalid start: the lower parameters have shapes {[*map(tuple, alone)]} and there are {n} tasks, but start "
+            f"has {[tuple(t.shape) for t in start]}; pass one tensor for each lower parameter, of its shape or with one "
+            "row for each task"
+        )
+    starts = Vector(s.detach().to(y).expand(n, *y.shape) for s, y in zip(start, oracle.y, strict=True))
     return stacked(oracle, starts, lambda _: batches), starts
+
+
+def require_start(start: Vector, oracle: Oracle) -> None:
+    """Raise if the initial values do not have the shapes of the lower parameters."""
+    if [t.shape for t in start] != [t.shape for t in oracle.y]:
+        raise ValueError(
+            f"Invalid start: the lower parameters have shapes {[tuple(t.shape) for t in oracle.y]}, but start has "
+            f"{[tuple(t.shape) for t in start]}; pass one tensor of the same shape for each lower parameter"
+        )
 
 
 def lower_solution(
     oracle: Oracle, start: Vector, steps: int, rule_for: Callable[[Vector], LowerRule], *, check_finite: bool, at: int
 ) -> Vector:
     """Return y after lower steps from a start, with a fresh state; ``at`` is the outer step that errors name."""
-    if [t.shape for t in start] != [t.shape for t in oracle.y]:
-        raise ValueError(
-            f"Invalid start: the lower parameters have shapes {[tuple(t.shape) for t in oracle.y]}, but start has "
-            f"{[tuple(t.shape) for t in start]}; pass one tensor of the same shape for each lower parameter"
-        )
     start = start.detach().clone()
     rule = rule_for(start)
 

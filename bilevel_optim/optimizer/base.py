@@ -535,6 +535,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
             begin = Vector(self._learned_start(oracle) if start is None else start)
             if tasks is not None:
                 oracle, begin = adapt.stack_tasks(oracle, begin, tasks)
+            adapt.require_start(begin, oracle)
             if any([group.get(FACTOR, False) for group in groups]):
                 last = remembered(self.state, self.parameters("lower"))["memory"]
                 oracle, rule_for = rule_at(

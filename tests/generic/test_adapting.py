@@ -223,3 +223,15 @@ def test_adapting_that_fails_moves_nothing(stepped, when, write):
         optimizer.adapt(lower, write=write)
     assert same(values(net.buffers(), net.parameters(), [x, torch.get_rng_state()]), before[0])
     assert str(lower.state_dict()) == before[1]
+
+
+@pytest.mark.parametrize("lower_lr", [0.1, "auto"])
+@pytest.mark.parametrize(
+    "start", [[torch.ones(2), torch.ones(2)], [torch.ones(5)], [torch.ones(4, 2)], [torch.ones(2, 3)]]
+)
+def test_a_start_of_other_shapes_is_refused(lower_lr, start):
+    x, y = torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+    optimizer = bo.ITD([x], [y], lr=0.1, lower_lr=lower_lr, lower_steps=2)
+    for data in ({"batch": torch.zeros(2)}, {"tasks": torch.zeros(3, 2)}):
+        with pytest.raises(ValueError, match="Invalid start: the lower parameters have shapes"):
+            optimizer.adapt(loss_of(x, y), **data, start=start)
