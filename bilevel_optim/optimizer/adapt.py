@@ -50,9 +50,9 @@ def stack_tasks(oracle: Oracle, start: Vector, batches: Any) -> tuple[Oracle, Ve
     alone, rows = [t.shape for t in oracle.y], [(n, *t.shape) for t in oracle.y]
     if len(start) != len(alone) or any(t.shape not in shapes for t, *shapes in zip(start, alone, rows, strict=True)):
         raise ValueError(
-            f"Invalid start: the lower parameters have shapes {[*map(tuple, alone)]} and there are {n} tasks, but start "
-            f"has {[tuple(t.shape) for t in start]}; pass one tensor for each lower parameter, of its shape or with one "
-            "row for each task"
+            f"Invalid start: the lower parameters have shapes {[*map(tuple, alone)]}, and there are {n} tasks, but "
+            f"start has {[tuple(t.shape) for t in start]}; pass one tensor for each lower parameter, of its shape or "
+            "with one row for each task"
         )
     starts = Vector(s.detach().to(y).expand(n, *y.shape) for s, y in zip(start, oracle.y, strict=True))
     return stacked(oracle, starts, lambda _: batches), starts
