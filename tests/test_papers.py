@@ -837,7 +837,7 @@ def test_the_program(tmp_path, capsys, monkeypatch):
     program.main(given)
     assert "0 new runs" in capsys.readouterr().out
     (folder / "config.json").write_text('{"config": {}}')
-    with pytest.raises(SystemExit, match="other numbers"):
+    with pytest.raises(SystemExit, match="other inputs"):
         program.main(given)
     with pytest.raises(SystemExit):
         program.main(["run", "nothing"])
