@@ -157,6 +157,14 @@ def rows_grow(r):
     assert len(r["complexity"]) == 6
 
 
+def more_rates_work(numbers):
+    """The start has a loss, and each lower rate one end for each of six upper rates."""
+    ends = numbers["ends"]["representation"]
+    assert math.isfinite(ends["start"])
+    assert {kind: len(ends[f"AID {kind}"]) for kind in ("fixed", "auto")} == {"fixed": 6, "auto": 6}
+    assert ends["AID fixed"] != ends["AID auto"]
+
+
 def suited(r):
     assert r["new_runs"] == 1
     curve = r["best"]["aid"][0]["curve"]
@@ -236,6 +244,7 @@ RUNS = {
         timed_contexts,
     ),
     "benchmarks.many_tasks": ("--part both --tasks 20 40 --steps 3 --held 5", "many_tasks", rows_grow),
+    "benchmarks.lower_rates": ("--problems representation --methods AID --steps 3", "lower_rates", more_rates_work),
     "benchmarks.linear_systems": ("--n 10 --products 1 3 --ridges 1e-2 --after 1", None, None),
     "benchmarks.copies": ("--batches 2 --orders 2 --repeats 1", None, None),
     "benchmarks.divergence": ("--cases quartic --methods SOBA AID --rates 1e-12 1 --steps 21", None, None),
@@ -254,7 +263,7 @@ RUNS = {
     "benchmarks.suggest": ("--cases quartic --methods SOBA --steps 3 --max-seconds 1", None, None),
     "benchmarks.paths": ("--directions 2 --chunk 2 --repeats 1", None, None),
 }
-PLAIN = ("black_box", "contextual", "conditioning", "many_tasks", "ranks")  # without a figure
+PLAIN = ("black_box", "contextual", "conditioning", "lower_rates", "many_tasks", "ranks")  # without a figure
 
 
 def test_every_program_has_a_run():

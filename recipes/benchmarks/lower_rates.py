@@ -1,0 +1,162 @@
+r"""Number of upper learning rates that work, with a fixed lower rate and with ``lower_lr="auto"``.
+
+    python -m recipes.benchmarks.lower_rates
+
+Six upper rates on five problems: Adam at 0.03, 0.1, 0.3 and plain descent at 1, 10, 100, for 300 steps; a method with
+its own update of x, such as MRBO, takes these six numbers. ``fixed`` uses
+1 / L, with L the largest curvature of g at the start. A rate works if all losses are finite and the last tenth of them
+have at least half of the largest drop of the upper loss that any run on this problem has reached. ``cost`` compares
+pairs of runs that both work: gradients and products, and seconds, of ``"auto"`` over ``fixed`` (medians).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional
+
+import bilevel_optim as bo
+
+from ..common import Parser, environment, gradients, progress, save, show
+from ..common.seeds import begin, stream
+from .suggest import CASES, STEPS, Case
+
+METHODS: Mapping[str, dict[str, Any]] = {
+    "AID": {"lower_steps": 10, "linear_steps": 10}, "ITD": {"lower_steps": 10}, "F2SA": {"lower_steps": 10},
+    "SOBA": {}, "StocBiO": {"lower_steps": 10, "linear_steps": 10}, "MRBO": {},
+}  # fmt: skip
+UPPER = [(torch.optim.Adam, lr) for lr in (0.03, 0.1, 0.3)] + [(torch.optim.SGD, lr) for lr in (1.0, 10.0, 100.0)]
+
+
+def digits_network() -> Case:
+    """Return one weight for each of 300 digits, 40 per cent of them with random labels, below a small CNN."""
+    data = load_digits()
+    order = torch.randperm(len(data.target), generator=stream(0, "data"))[:600]
+    images = torch.as_tensor(data.images, dtype=torch.float32)[order, None] / 16
+    targets = torch.as_tensor(data.target)[order]
+    wrong = torch.rand(300, generator=stream(0, "wrong")) < 0.4
+    noisy = torch.where(wrong, torch.randint(10, (300,), generator=stream(0, "labels")), targets[:300])
+    begin(0, "weights")
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1), nn.Tanh(),
+        nn.AvgPool2d(4), nn.Flatten(), nn.Linear(16, 10),
+    )  # fmt: skip
+    x, y = torch.zeros(300, requires_grad=True), [*model.parameters()]
+
+    def lower() -> Tensor:
+        each = functional.cross_entropy(model(images[:300]), noisy, reduction="none")
+        return (x.sigmoid() * each).mean() + 1e-3 * torch.stack([p.square().sum() for p in y]).sum()
+
+    return Case([x], y, lambda: functional.cross_entropy(model(images[300:]), targets[300:]), lower)
+
+
+PROBLEMS = {name: CASES[name] for name in ("penalties", "labels, network", "condition 1,000", "representation")}
+PROBLEMS["labels, CNN"] = digits_network
+
+
+def upper_rates(method: str) -> list[dict[str, Any]]:
+    """Return the arguments of the six upper rates; a method with its own update of x takes the numbers alone."""
+    own = getattr(bo, method).declared.upper_update
+    return [{"lr": lr} if own else {"lr": lr, "upper_optimizer": kind} for kind, lr in UPPER]
+
+
+class Run(NamedTuple):
+    """Upper loss of the last tenth of the steps (infinite if a step failed), gradients and products, seconds."""
+
+    end: float
+    calls: float
+    seconds: float
+
+
+def curvature(case: Case) -> float:
+    """Return the largest curvature of g at the current tensors, from thirty products; of all tasks if there are any."""
+    if case.tasks is None:
+        losses = [case.g()]
+    else:
+        ids = torch.arange(len(case.tasks))
+        batch = case.tasks.lower(ids, None, None)
+        losses = [case.g([leaf[i] for leaf in batch]) for i in range(len(ids))]
+    largest = 0.0
+    for loss in losses:
+        slope = torch.autograd.grad(loss, case.y, create_graph=True)
+        v = [torch.randn(t.shape, generator=stream(0, "power")) for t in case.y]
+        for _ in range(30):
+            size = math.sqrt(sum(float(t.square().sum()) for t in v))
+            v = list(torch.autograd.grad(slope, case.y, [t / size for t in v], retain_graph=True))
+        largest = max(largest, math.sqrt(sum(float(t.square().sum()) for t in v)))
+    return largest
+
+
+def run(case: Case, make: partial[bo.BilevelOptimizer], steps: int) -> Run:
+    """Make steps from the current tensors, which are restored."""
+    start = [t.detach().clone() for t in (*case.x, *case.y)]
+    begin(0, "run")
+    optimizer, losses, began = make(case.x, case.y), list[float](), time.process_time()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", bo.BilevelWarning)
+            for _ in range(steps):
+                losses.append(float(optimizer.step(case.f, case.g, tasks=case.tasks)))
+    except bo.NonFiniteError:
+        losses.append(math.inf)
+    finally:
+        for t, value in zip((*case.x, *case.y), start, strict=True):
+            t.data.copy_(value)
+    last = losses[-max(steps // 10, 1) :]
+    return Run(sum(last) / len(last), gradients(optimizer), time.process_time() - began)
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Print the table and return the numbers that it writes."""
+    parser = Parser(__doc__)
+    parser.option("problems", [*PROBLEMS], "problems")
+    parser.option("methods", [*METHODS], "methods")
+    parser.option("steps", STEPS, "steps per run")
+    args = parser.parse(arguments)
+    print(", ".join(f"{k} {v}" for k, v in environment("cpu").items()))
+    works: dict[str, list[list[object]]] = {name: [] for name in args.problems}
+    ends, cost = dict[str, Any](), dict[str, list[tuple[float, float]]]()
+    for name in progress(args.problems, "problems"):
+        case = PROBLEMS[name]()
+        still = bo.FirstOrder(case.x, case.y, lr=0.0, lower_lr=0.0, lower_steps=1)
+        start = float(still.step(case.f, case.g, tasks=case.tasks))
+        rates = {"fixed": 1 / curvature(case), "auto": "auto"}
+        found = {
+            (method, kind): [
+                run(case, partial(getattr(bo, method), lower_lr=lower, **upper, **METHODS[method]), args.steps)
+                for upper in upper_rates(method)
+            ]
+            for method in args.methods
+            for kind, lower in rates.items()
+        }
+        goal = start - (start - min(one.end for runs in found.values() for one in runs)) / 2
+        for method in args.methods:
+            fixed, auto = (found[method, kind] for kind in rates)
+            works[name].append([method, *(f"{sum(one.end <= goal for one in runs)}/6" for runs in (fixed, auto))])
+            pairs = [(a.calls / b.calls, a.seconds / b.seconds) for a, b in zip(auto, fixed, strict=True)
+                     if max(a.end, b.end) <= goal]  # fmt: skip
+            cost.setdefault(method, []).extend(pairs)
+        ends[name] = {"start": start, "goal": goal} | {
+            f"{method} {kind}": [one.end for one in runs] for (method, kind), runs in found.items()
+        }
+    cells = [
+        [method, *(str(works[name][i][k]) for name in args.problems for k in (1, 2)), *(
+            round(median(pair[k] for pair in cost[method]), 3) if cost[method] else math.nan for k in (0, 1))]
+        for i, method in enumerate(args.methods)
+    ]  # fmt: skip
+    header = ["method", *(f"{name}: {kind}" for name in args.problems for kind in ("fixed", "auto"))]
+    show("upper rates that work, of six", [*header, "calls", "seconds"], cells)
+    return save(args, args.out / "lower_rates", {"ends": ends, "cost": cost})
+
+
+if __name__ == "__main__":
+    main()
