@@ -30,10 +30,10 @@ class RAHGD(Accelerated):
     to the shortest step of its second half (:meth:`averaged_parameters`).
 
     *When.* Deterministic (full-batch) problems that are badly conditioned. On two problems, with ``lower_momentum``,
-    restarts off and both methods tuned, it reached a small gradient with fewer calls than `AID`: 0.57 and 0.14 of them
-    at condition number 1000, 0.77 and 0.41 at 100, but no fewer at 10 (``recipes.benchmarks.conditioning``). The gain
-    grows with the condition number, and is not the square root of the steps. Try ``momentum=0`` too, which keeps the
-    momentum on y: on both problems it needed as few calls at 100 (``003-kappa-quartic``, ``003-kappa-quadratic`` of
+    restarts off and both methods tuned, it reached a small gradient with fewer calls than `AID` at condition number
+    100: 0.19 and 0.41 of them from one start (``recipes.benchmarks.conditioning``), 0.47 and 0.31 over three seeds
+    (``003-kappa-quadratic``, ``003-kappa-quartic`` of ``recipes.papers``). At 10 it needed 0.89 and 1.11 of them. Try
+    ``momentum=0`` too, which keeps the momentum on y: on both problems it needed as few calls at 100 (the same rows of
     ``recipes.papers``). *Needs* what `AID` needs, and smooth losses. With noisy hypergradients the restart test fires
     on noise: use `AID`, or a large B.
 
