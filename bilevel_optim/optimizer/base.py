@@ -703,7 +703,7 @@ class BilevelOptimizer(Options, Optimizer, ABC):
         size = float(Vector(p.new_zeros(1) if p.grad is None else p.grad for p in tensors).norm())
         lr = max(float(group["lr"]) for group in by_level(self.param_groups)["upper"])
         if self._upper_factory is not None:
-            return Slope(size, lr, lr * sum(t.numel() for t in tensors) ** 0.5, False)
+            return Slope(size, lr, lr * sum(t.numel() for t in tensors) ** 0.5, self._given_length)
         return Slope(size, lr, lr if self._given_length else lr * size, self._given_length)
 
     def _watch_losses(self, losses: Tensor, *, moves: bool) -> None:

@@ -3,10 +3,10 @@ r"""Number of upper learning rates that work, with a fixed lower rate and with `
     python -m recipes.benchmarks.lower_rates
 
 Six upper rates on five problems: Adam at 0.03, 0.1, 0.3 and plain descent at 1, 10, 100, for 300 steps; a method with
-its own update of x, such as MRBO, takes these six numbers. ``fixed`` uses
-1 / L, with L the largest curvature of g at the start. A rate works if all losses are finite and the last tenth of them
-have at least half of the largest drop of the upper loss that any run on this problem has reached. ``cost`` compares
-pairs of runs that both work: gradients and products, and seconds, of ``"auto"`` over ``fixed`` (medians).
+its own update of x, such as MRBO, takes these six numbers. ``fixed`` keeps the rate that ``"auto"`` measures at the
+start. A rate works if all losses are finite and the last tenth of them have at least half of the largest drop of the
+upper loss that any run on this problem has reached. ``cost`` compares pairs of runs that both work: gradients and
+products, and seconds, of ``"auto"`` over ``fixed`` (medians).
 """
 
 from __future__ import annotations
@@ -77,23 +77,12 @@ class Run(NamedTuple):
     seconds: float
 
 
-def curvature(case: Case) -> float:
-    """Return the largest curvature of g at the current tensors, from thirty products; of all tasks if there are any."""
-    if case.tasks is None:
-        losses = [case.g()]
-    else:
-        ids = torch.arange(len(case.tasks))
-        batch = case.tasks.lower(ids, None, None)
-        losses = [case.g([leaf[i] for leaf in batch]) for i in range(len(ids))]
-    largest = 0.0
-    for loss in losses:
-        slope = torch.autograd.grad(loss, case.y, create_graph=True)
-        v = [torch.randn(t.shape, generator=stream(0, "power")) for t in case.y]
-        for _ in range(30):
-            size = math.sqrt(sum(float(t.square().sum()) for t in v))
-            v = list(torch.autograd.grad(slope, case.y, [t / size for t in v], retain_graph=True))
-        largest = max(largest, math.sqrt(sum(float(t.square().sum()) for t in v)))
-    return largest
+def begins(case: Case) -> tuple[float, float]:
+    """Return the upper loss at the current tensors, and the lower rate that ``"auto"`` measures there."""
+    optimizer = bo.ITD(case.x, case.y, lr=0.0, lower_steps=1)
+    optimizer.param_groups[1]["lr"] = 0.0  # a factor of the measured rate: y stays
+    start = float(optimizer.step(case.f, case.g, tasks=case.tasks))
+    return start, 1 / (1.1 * float(optimizer.diagnostics["lower_curvature"].max()))
 
 
 def run(case: Case, make: partial[bo.BilevelOptimizer], steps: int) -> Run:
@@ -127,9 +116,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     ends, cost = dict[str, Any](), dict[str, list[tuple[float, float]]]()
     for name in progress(args.problems, "problems"):
         case = PROBLEMS[name]()
-        still = bo.FirstOrder(case.x, case.y, lr=0.0, lower_lr=0.0, lower_steps=1)
-        start = float(still.step(case.f, case.g, tasks=case.tasks))
-        rates = {"fixed": 1 / curvature(case), "auto": "auto"}
+        start, rate = begins(case)
+        rates = {"fixed": rate, "auto": "auto"}
         found = {
             (method, kind): [
                 run(case, partial(getattr(bo, method), lower_lr=lower, **upper, **METHODS[method]), args.steps)

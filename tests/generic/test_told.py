@@ -51,10 +51,11 @@ def test_every_method_reports_a_rate_that_is_too_large(name):
         repeated(optimizer, f, g, 20)
 
 
+@pytest.mark.parametrize("options", [{}, {"upper_optimizer": torch.optim.SGD}], ids=["own", "SGD"])
 @pytest.mark.parametrize("lr", [10.0, 1e4])
-def test_oscillating_steps_of_fixed_length_are_reported(lr):
+def test_oscillating_steps_of_fixed_length_are_reported(lr, options):
     """Normalised steps that are too long: the upper loss is large, and grows no more."""
-    optimizer, f, g = made("F2SA", lr)
+    optimizer, f, g = made("F2SA", lr, **options)
     optimizer.normalize = True
     with pytest.warns(bo.BilevelWarning, match=r"x goes past a minimum and back: step 20 .* is too large") as told:
         repeated(optimizer, f, g, 40)
