@@ -17,6 +17,11 @@ from ..problem.vector import Vector, is_sharded
 from ..pytree import tree_map
 from .failures import exchange, report
 
+if dist.is_available():
+    # Default arguments of its functions keep the default group, and its threads, if it exists before this import, which
+    # optimizers and compilers make sooner or later.
+    import torch.distributed.nn.functional
+
 __all__ = ["Ranks", "text_of"]
 
 

@@ -3,6 +3,8 @@
 import gc
 import os
 import signal
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -190,3 +192,20 @@ def after_destroying(rank):
 def test_a_group_is_not_held_when_it_is_destroyed(tmp_path):
     """Its threads would go on until Python ends, where one that runs ends the process by "terminate called"."""
     assert [*together(2, tmp_path, after_destroying).values()] == [(True, 4, 2)] * 2
+
+
+def test_the_default_group_is_not_held_when_it_is_destroyed():
+    program = """
+import gc, weakref, torch, torch.distributed as dist, bilevel_optim as bo
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+x, y = torch.ones(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+optimizer = bo.F2SA([x], [y], lr=0.1, lower_lr=0.1, lower_steps=2, process_group=dist.group.WORLD)
+optimizer.step(lambda: y.square().sum() + x.sum(), lambda: (y - x).square().sum())
+import torch._dynamo
+group = weakref.ref(dist.group.WORLD)
+dist.destroy_process_group()
+gc.collect()
+assert group() is None
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
