@@ -159,10 +159,11 @@ def rows_grow(r):
 
 def more_rates_work(numbers):
     """The start has a loss, and each lower rate one end for each of six upper rates."""
-    ends = numbers["ends"]["representation"]
+    ends = numbers["representation"]
     assert math.isfinite(ends["start"])
-    assert {kind: len(ends[f"AID {kind}"]) for kind in ("fixed", "auto")} == {"fixed": 6, "auto": 6}
-    assert ends["AID fixed"] != ends["AID auto"]
+    fixed, auto = ends["AID"]
+    assert (len(fixed), len(auto)) == (6, 6)
+    assert fixed != auto
 
 
 def suited(r):

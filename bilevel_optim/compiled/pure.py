@@ -132,7 +132,7 @@ class PureStep:
         )
 
     def _inputs(self, state: State, random: Mapping[str, Any], losses: Mapping[str, Any]) -> StepInputs:
-        given, rates, limits = self._given, state["rates"], self.method._limits
+        given, rates, limits = self._given, [rate.reshape(()) for rate in state["rates"]], self.method._limits
         split = len(given.upper_groups)
         upper = [{**group, "lr": rate} for group, rate in zip(given.upper_groups, rates[:split], strict=True)]
         lower = [{**group, "lr": rate} for group, rate in zip(given.lower_groups, rates[split:], strict=True)]

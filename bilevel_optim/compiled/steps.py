@@ -698,8 +698,9 @@ class CompiledSteps:
         if plain and values == self._rates[0]:
             return self._rates[1]
         kind = torch.float64 if device.type != "mps" else torch.float32
-        # Detached, so that none is a view: a fake view keeps its base where the garbage collector does not look.
-        made = [torch.as_tensor(value, dtype=kind, device=device).reshape(()).detach() for value in values]
+        # Detached, so that none is a view: a fake view keeps its base where the garbage collector does not look. Of one
+        # dimension, because Dynamo takes the value of a scalar for another input, and then traces the step once more.
+        made = [torch.as_tensor(value, dtype=kind, device=device).reshape(1).detach() for value in values]
         if plain:
             self._rates = values, made
         return made

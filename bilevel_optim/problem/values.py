@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, dataclass_transform
 
@@ -23,7 +22,8 @@ def values(cls: type[Class]) -> type[Class]:
 def replace(values: Values, **changes: Any) -> Values:
     """Return a copy with some fields changed, as ``dataclasses.replace`` does, at a fraction of its cost."""
     if is_dynamo_compiling():  # Dynamo of torch 2.11 cannot read a whole __dict__
-        return dataclasses.replace(values, **changes)  # type: ignore[type-var]
+        names: tuple[str, ...] = type(values).__match_args__  # type: ignore[attr-defined]
+        return type(values)(*[changes[name] if name in changes else getattr(values, name) for name in names])
     new: Values = object.__new__(type(values))
     new.__dict__.update(values.__dict__, **changes)
     return new

@@ -45,13 +45,13 @@ class Vector(tuple[Tensor, ...]):
         if len(self) == 1 and isinstance(alone, float):
             return Vector((self[0] * alone,))
         if isinstance(factor, Tensor) and factor.dim() == 1:
-            return Vector(t * factor.to(t.dtype).view(-1, *[1] * (t.dim() - 1)) for t in self)
-        if isinstance(factor, Tensor) and any(t.dim() == 0 for t in self):
+            return Vector([t * factor.to(t.dtype).view(-1, *[1] * (t.dim() - 1)) for t in self])
+        if isinstance(factor, Tensor) and any([t.dim() == 0 for t in self]):
             # A zero-dimensional tensor takes part in type promotion: a wider factor would widen another one.
-            return Vector(t * factor.to(t.dtype) for t in self)
+            return Vector([t * factor.to(t.dtype) for t in self])
         if isinstance(factor, list) and any([isinstance(f, Tensor) for f in factor]):
             return Vector(
-                t * (_match_type(f, t) if isinstance(f, Tensor) else f) for t, f in zip(self, factor, strict=True)
+                [t * (_match_type(f, t) if isinstance(f, Tensor) else f) for t, f in zip(self, factor, strict=True)]
             )
         return Vector(torch._foreach_mul([*self], factor))  # type: ignore[arg-type]
 

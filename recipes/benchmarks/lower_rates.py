@@ -112,38 +112,31 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.option("steps", STEPS, "steps per run")
     args = parser.parse(arguments)
     print(", ".join(f"{k} {v}" for k, v in environment("cpu").items()))
-    works: dict[str, list[list[object]]] = {name: [] for name in args.problems}
-    ends, cost = dict[str, Any](), dict[str, list[tuple[float, float]]]()
-    for name in progress(args.problems, "problems"):
+    results = dict[str, Any]()
+    header = ["method", "fixed", "auto", "calls", "seconds"]
+    for name in args.problems:
         case = PROBLEMS[name]()
         start, rate = begins(case)
-        rates = {"fixed": rate, "auto": "auto"}
         found = {
-            (method, kind): [
-                run(case, partial(getattr(bo, method), lower_lr=lower, **upper, **METHODS[method]), args.steps)
-                for upper in upper_rates(method)
+            method: [
+                [run(case, partial(getattr(bo, method), lower_lr=lower, **upper, **METHODS[method]), args.steps)
+                 for upper in upper_rates(method)]
+                for lower in (rate, "auto")
             ]
-            for method in args.methods
-            for kind, lower in rates.items()
-        }
-        goal = start - (start - min(one.end for runs in found.values() for one in runs)) / 2
-        for method in args.methods:
-            fixed, auto = (found[method, kind] for kind in rates)
-            works[name].append([method, *(f"{sum(one.end <= goal for one in runs)}/6" for runs in (fixed, auto))])
-            pairs = [(a.calls / b.calls, a.seconds / b.seconds) for a, b in zip(auto, fixed, strict=True)
+            for method in progress(args.methods, name)
+        }  # fmt: skip
+        goal = start - (start - min(one.end for both in found.values() for runs in both for one in runs)) / 2
+        cells = list[list[object]]()
+        for method, both in found.items():
+            pairs = [(a.calls / b.calls, a.seconds / b.seconds) for b, a in zip(*both, strict=True)
                      if max(a.end, b.end) <= goal]  # fmt: skip
-            cost.setdefault(method, []).extend(pairs)
-        ends[name] = {"start": start, "goal": goal} | {
-            f"{method} {kind}": [one.end for one in runs] for (method, kind), runs in found.items()
+            cost = [round(median(pair[k] for pair in pairs), 2) if pairs else math.nan for k in (0, 1)]
+            cells.append([method, *(f"{sum(one.end <= goal for one in runs)}/6" for runs in both), *cost])
+        show(f"{name}: upper rates that work, of six", header, cells)
+        results[name] = {"start": start, "goal": goal, "table": cells} | {
+            method: [[one.end for one in runs] for runs in both] for method, both in found.items()
         }
-    cells = [
-        [method, *(str(works[name][i][k]) for name in args.problems for k in (1, 2)), *(
-            round(median(pair[k] for pair in cost[method]), 3) if cost[method] else math.nan for k in (0, 1))]
-        for i, method in enumerate(args.methods)
-    ]  # fmt: skip
-    header = ["method", *(f"{name}: {kind}" for name in args.problems for kind in ("fixed", "auto"))]
-    show("upper rates that work, of six", [*header, "calls", "seconds"], cells)
-    return save(args, args.out / "lower_rates", {"ends": ends, "cost": cost})
+    return save(args, args.out / "lower_rates", results)
 
 
 if __name__ == "__main__":

@@ -155,8 +155,8 @@ def test_a_rate_that_moves_nothing_is_reported_once(way, upper_optimizer, dtype)
     """In single precision x stays where it is bit for bit."""
     problem = Quadratic(6, 3, 5.0, dtype=dtype)
     y = problem.y[0]
-    options = {"lower_steps": 5} | ({} if upper_optimizer is None else {"upper_optimizer": upper_optimizer})
-    optimizer = bo.AID(problem.x, problem.y, lr=1e-11, **options)
+    options = {} if upper_optimizer is None else {"upper_optimizer": upper_optimizer}
+    optimizer = bo.AID(problem.x, problem.y, lr=1e-11, lower_steps=1, linear_steps=1, **options)
     f = lambda: (y - 1).square().sum() + (problem.x[0] - 2).square().sum()  # noqa: E731
     if way != "steps":
         optimizer.compile(backend="eager")

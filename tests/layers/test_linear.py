@@ -1,6 +1,6 @@
 """Closed forms and error laws of the linear solvers (section 6.2 of the RAHGD specification)."""
 
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -120,17 +120,22 @@ def krylov(H, b, k):
     return basis @ torch.linalg.solve(basis.T @ H @ basis, basis.T @ b)
 
 
+@cache
+def solve_by(solver, lanes, compiled, **options):
+    """Return a function that solves a system; each is compiled once."""
+
+    def solve(H, b, start):
+        return solver(lambda v: Vector([v[0] @ H]), [b], None if start is None else [start], lanes=lanes, **options)
+
+    if not compiled:
+        return solve
+    many = torch._dynamo.config.patch(recompile_limit=100)  # all of them have the same code
+    return many(torch.compile(solve, backend="eager", fullgraph=True, dynamic=False))
+
+
 def solved(solver, H, b, start=None, *, way="alone", **options):
     """Solve one system: alone, as a lane next to an easy one, compiled, or in a compiled lane."""
-
-    def solve(b, start):
-        return solver(
-            lambda v: Vector([v[0] @ H]), [b], None if start is None else [start], lanes="lane" in way, **options
-        )
-
-    if "compiled" in way:
-        torch.compiler.reset()
-        solve = torch.compile(solve, backend="eager", fullgraph=True)
+    solve = partial(solve_by(solver, "lane" in way, "compiled" in way, **options), H)
     if "lane" not in way:
         return solve(b, start)
     easy = torch.eye(len(b))[0]
