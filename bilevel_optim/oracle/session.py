@@ -162,6 +162,7 @@ class UpperTrend:
         faster: number of windows in a row above the one before, each by more than the last one.
         far: number of windows in a row far above the first losses.
         early: largest distance from the first loss among the first three.
+        settled: largest loss of the first window.
         promised: approximate decrease that the moves of x so far promise to first order.
     """
 
@@ -177,6 +178,7 @@ class UpperTrend:
     faster: int = 0
     far: int = 0
     early: float = 0.0
+    settled: float = math.inf
     promised: float = 0.0
 
     def asks(self, number: int) -> bool:
@@ -184,7 +186,11 @@ class UpperTrend:
         return self.count < WINDOW or len(self.window) + number >= WINDOW
 
     def note_loss(self, loss: float) -> bool:
-        """Note a loss; return True if it is the second in a row that is far above the first."""
+        """Note a loss; return True if it is the second in a row that is far above the first, or if moves of x did that.
+
+        The first three losses set the scale, because y goes to its solution. If one of x's first moves was so long that
+        it promised to lower f by a third of the rise at least, then it was that move.
+        """
         if loss <= self.last and self.count >= STREAK:  # the common case: a shortcut with the same result
             self.above, self.count, self.last = 0, self.count + 1, loss
             return False
@@ -193,8 +199,9 @@ class UpperTrend:
         scale = max(abs(self.first), self.spread)
         self.above = self.above + 1 if loss > max(self.first + RISE * scale, self.last) else 0
         if self.count <= CALIBRATION:
-            self.above = 0
             self.spread = self.early = max(self.spread, abs(loss - self.first))
+            by_moves = self.count == CALIBRATION and 3 * self.promised > loss - self.first > RISE * abs(self.first)
+            self.above = 2 if by_moves else 0
         elif self.count < STREAK and not self.above:
             self.spread = max(self.spread, abs(loss - self.first))
         self.count, self.last = self.count + 1, loss
@@ -204,8 +211,9 @@ class UpperTrend:
         """Note a loss; return a description if windows rise faster and faster, or stay far above the first loss.
 
         Faster: three in a row lie entirely above the one before, each by more than the last one, and in the end a tenth
-        above the first loss. If the rise slows down, or moves of x promised to lower f by less than a third of it, then
-        f rises because y goes to its solution.
+        above the first loss. Far: two in a row lie above the first window by more than the size of the first loss. If
+        moves of x promised to lower f by less than a third of the rise, or if the rise slows down, then f rises because
+        y goes to its solution, and only `RISE` is far.
         """
         self.window.append(loss)
         if len(self.window) < WINDOW or self.first is None:
@@ -213,10 +221,13 @@ class UpperTrend:
         least, most = min(self.window), max(self.window)
         rise, before, self.window = least - self.least, self.rise, []
         self.faster = self.faster + 1 if least > self.most and rise > before else 0
-        self.far = self.far + 1 if least - self.first > RISE * max(abs(self.first), self.early) else 0
         self.least, self.most, self.rise = least, most, rise
         above = least - self.first
-        worse = self.far >= 2 or (self.faster >= 3 and above > 0.1 * abs(self.first) and 3 * self.promised > above)
+        self.settled = min(self.settled, most) if self.count <= WINDOW else self.settled
+        by_moves = 3 * self.promised > above
+        further = by_moves and least - self.settled > abs(self.first)
+        self.far = self.far + 1 if further or above > RISE * max(abs(self.first), self.early) else 0
+        worse = self.far >= 2 or (self.faster >= 3 and above > 0.1 * abs(self.first) and by_moves)
         return (
             f"the upper loss was {self.first:.3g} in the first step, and {least:.3g} to {most:.3g} in the last {WINDOW}"
             if worse

@@ -81,16 +81,21 @@ def test_a_healthy_run_gives_no_warning(name):
             optimizer.step(lambda factor=factor, shift=shift: f() * factor + shift, g)
 
 
-def worse(losses, lr=1.0, slope=30.0):
+def told_of_growth(losses, lr):
+    """Optimizer steps after which it was said that the upper loss has grown."""
+    return worse(losses, lr, said="the upper loss has grown")
+
+
+def worse(losses, lr=1.0, slope=30.0, said="makes the upper loss worse"):
     """Optimizer steps after which it was said that the run makes the upper loss worse."""
     optimizer, _, g = made("SOBA", lr)
-    (x,), (y,), said = optimizer.parameters("upper"), optimizer.parameters("lower"), []
+    (x,), (y,), found = optimizer.parameters("upper"), optimizer.parameters("lower"), []
     for i, loss in enumerate(losses):
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             optimizer.step(lambda loss=loss: slope * (x - x.detach()).sum() + 0 * y.sum() + loss, g)
-        said += [i + 1 for one in told if "makes the upper loss worse" in str(one.message)]
-    return said
+        found += [i + 1 for one in told if said in str(one.message)]
+    return found
 
 
 def test_a_run_that_makes_the_loss_worse_is_reported_once():
@@ -100,6 +105,19 @@ def test_a_run_that_makes_the_loss_worse_is_reported_once():
     assert not worse(slow, lr=1e-6)  # x has not done that
     swings = [1.0, 2.0, 3.0, 1e6, *(1e4 * (1 + n) * 0.97**i for i, n in enumerate(noise[:60]))]
     assert worse(swings) == [60]
+
+
+def test_a_loss_that_stays_above_the_first_window_is_reported():
+    high = 25 * [1.0, 1.5] + 60 * [3.0]
+    assert worse(high) == [100]
+    assert not worse(high, lr=1e-6)  # x has not done that
+    assert not worse(25 * [1.0, 1.5] + 60 * [2.0])
+
+
+def test_a_first_move_that_is_far_too_long_is_reported():
+    jump = [1.0, 1e6, 1e5, *(100 * 0.9**i for i in range(5))]
+    assert told_of_growth(jump, lr=1e4) == [3]
+    assert not told_of_growth(jump, lr=1.0)  # y has done that
 
 
 def test_a_loss_that_rises_while_y_is_solved_is_not_reported():
