@@ -189,7 +189,7 @@ class UpperTrend:
         """Note a loss; return True if it is the second in a row that is far above the first, or if moves of x did that.
 
         The first three losses set the scale, because y goes to its solution. If one of x's first moves was so long that
-        it promised to lower f by a third of the rise at least, then it was that move.
+        it promised to lower f by more than the rise, then it was that move.
         """
         if loss <= self.last and self.count >= STREAK:  # the common case: a shortcut with the same result
             self.above, self.count, self.last = 0, self.count + 1, loss
@@ -200,7 +200,7 @@ class UpperTrend:
         self.above = self.above + 1 if loss > max(self.first + RISE * scale, self.last) else 0
         if self.count <= CALIBRATION:
             self.spread = self.early = max(self.spread, abs(loss - self.first))
-            by_moves = self.count == CALIBRATION and 3 * self.promised > loss - self.first > RISE * abs(self.first)
+            by_moves = self.count == CALIBRATION and self.promised > loss - self.first > RISE * abs(self.first) > 0
             self.above = 2 if by_moves else 0
         elif self.count < STREAK and not self.above:
             self.spread = max(self.spread, abs(loss - self.first))
