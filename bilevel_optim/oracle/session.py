@@ -211,9 +211,9 @@ class UpperTrend:
         """Note a loss; return a description if windows rise faster and faster, or stay far above the first loss.
 
         Faster: three in a row lie entirely above the one before, each by more than the last one, and in the end a tenth
-        above the first loss. Far: two in a row lie above the first window by more than the size of the first loss. If
-        moves of x promised to lower f by less than a third of the rise, or if the rise slows down, then f rises because
-        y goes to its solution, and only `RISE` is far.
+        above the first loss. Far: two in a row lie above the first window by more than the size of the first loss.
+        If moves of x promised to lower f by less than a third of the rise, or if the rise slows down, then f rises
+        because y goes to its solution. Only `RISE` is far then.
         """
         self.window.append(loss)
         if len(self.window) < WINDOW or self.first is None:
