@@ -17,8 +17,11 @@ def pytest_addoption(parser):
 
 def pytest_ignore_collect(collection_path, config):
     """Leave out `tests/devices`, which needs its own run: the simulated device changes torch for its process."""
-    asked = any("devices" in argument for argument in config.args)
-    return True if collection_path.name == "devices" and not asked else None
+    return True if collection_path.name == "devices" and not _with_devices(config) else None
+
+
+def _with_devices(config):
+    return any("devices" in argument for argument in config.args)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -28,8 +31,10 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason="full size: run with --slow"))
 
 
-def pytest_collection_finish():
+def pytest_collection_finish(session):
     """Search for garbage rarely, and never in what is loaded: that took a sixth of the suite's time."""
+    if _with_devices(session.config):  # tensors of the simulated device are garbage that only a search finds
+        return
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 1000)
