@@ -5,8 +5,8 @@ r"""Number of upper learning rates that work, with a fixed lower rate and with `
 Six upper rates on five problems: Adam at 0.03, 0.1, 0.3 and plain descent at 1, 10, 100, for 300 steps; a method with
 its own update of x, such as MRBO, takes these six numbers. ``fixed`` keeps the rate that ``"auto"`` measures at the
 start. A rate works if all losses are finite and the last tenth of them have at least half of the largest drop of the
-upper loss that any run on this problem has reached. ``cost`` compares pairs of runs that both work: gradients and
-products, and seconds, of ``"auto"`` over ``fixed`` (medians).
+upper loss that any run on this problem has reached. ``calls`` (gradients and products) and ``seconds`` are medians of
+``"auto"`` over ``fixed``, over the upper rates that work with both.
 """
 
 from __future__ import annotations
